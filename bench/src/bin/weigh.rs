@@ -1,0 +1,177 @@
+//! Fills one limiter with keys, in a process of its own, and prints what that took: `weigh bytes|growth SUBJECT KEYS`,
+//! or `weigh junk|blocked tidegate KEYS` for a gate that strangers flood.
+//! It is a program beside the benchmark because it counts every allocation, which must not slow what the benchmark times.
+
+use bench::keys::name;
+use bench::measure::{pin, preemptions, resident};
+use bench::subjects::tidegate::{login, policy};
+use bench::subjects::{Subject, Terms, keyed_by_name};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::hint::black_box;
+use std::net::Ipv4Addr;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tidegate::Gate;
+
+/// The system's allocator, and how many bytes are out.
+struct Counting;
+
+static OUT: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is the system allocator's own, with the caller's own arguments.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        OUT.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        OUT.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        OUT.fetch_add(size as u64, Ordering::Relaxed);
+        OUT.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+        unsafe { System.realloc(at, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        OUT.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [what, subject, keys] = arguments.as_slice() else {
+        return usage();
+    };
+    let Ok(keys) = keys.parse::<u32>() else {
+        return usage();
+    };
+    pin(usize::MAX);
+    if let Some(flood) = Flood::of(what) {
+        flood.run(keys);
+        return ExitCode::SUCCESS;
+    }
+    // Before the limiter is made: one that takes all its memory at once is to be weighed with it.
+    let (counted, held) = (OUT.load(Ordering::Relaxed), resident());
+    let Some(limiter) = keyed_by_name(subject, Terms::ROOMY_KEYED) else {
+        return usage();
+    };
+    match what.as_str() {
+        "bytes" => {
+            for index in 0..keys {
+                assert!(limiter.touch(&name(index)), "a first call is admitted");
+            }
+            // Some of them tidy up behind the calls; what they have not returned by then is theirs.
+            std::thread::sleep(Duration::from_millis(200));
+            println!("counted {}", OUT.load(Ordering::Relaxed) - counted);
+            println!("resident {}", resident() - held);
+        }
+        "growth" => println!("longest {}", longest(limiter.as_ref(), keys).as_nanos()),
+        _ => return usage(),
+    }
+    ExitCode::SUCCESS
+}
+
+fn usage() -> ExitCode {
+    eprintln!("usage: weigh bytes|growth|junk|blocked SUBJECT KEYS");
+    ExitCode::from(2)
+}
+
+/// The longest single insert. One during which the thread lost its core is left out: that time is another program's.
+fn longest(limiter: &dyn Subject, keys: u32) -> Duration {
+    const SUSPECT: Duration = Duration::from_micros(20);
+    let mut longest = Duration::ZERO;
+    let mut lost = preemptions();
+    for index in 0..keys {
+        let key = name(index);
+        let begin = Instant::now();
+        let admitted = limiter.touch(&key);
+        let taken = begin.elapsed();
+        assert!(admitted, "a first call is admitted");
+        if taken < SUSPECT || taken <= longest {
+            continue;
+        }
+        let before = std::mem::replace(&mut lost, preemptions());
+        if before == lost {
+            longest = taken;
+        }
+    }
+    longest
+}
+
+/// What a million strangers do to a gate.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flood {
+    /// Two calls each, within their limit: entries that a store may drop.
+    Junk,
+    /// Calls until they are blocked: entries that it must keep as long as it can.
+    Blocked,
+}
+
+/// Clients that are blocked before the flood.
+const GUESTS: u32 = 100;
+
+const POLICY: &str = r#"
+[store]
+max_bytes = "64MiB"
+
+[inbound.global]
+limit = "1000 per 1h"
+penalty = { base = "2s", cap = "1h" }
+
+[inbound.action.login]
+match = { method = "POST", path = "/login" }
+key = ["client_ip"]
+limit = "LIMIT per 60s"
+penalty = { base = "1h", cap = "1h" }
+"#;
+
+impl Flood {
+    fn of(word: &str) -> Option<Self> {
+        match word {
+            "junk" => Some(Self::Junk),
+            "blocked" => Some(Self::Blocked),
+            _ => None,
+        }
+    }
+
+    fn run(self, keys: u32) {
+        let limit: u32 = if self == Self::Junk { 5 } else { 1 };
+        let mut taken = vec![0_u32; keys as usize * 2];
+        let held = resident();
+        let gate = Gate::new(&policy(&POLICY.replace("LIMIT", &limit.to_string())));
+        let ask = |address: u32| {
+            let decision = gate.check_now(&login(Ipv4Addr::from_bits(address).into()));
+            decision.expect("the query has every part")
+        };
+        let guests = 0xc000_0200..0xc000_0200 + GUESTS;
+        for guest in guests.clone() {
+            let last = (0..=limit).fold(None, |_, _| Some(ask(guest)));
+            assert!(
+                last.is_some_and(|decision| decision.blocked),
+                "a guest is blocked beforehand"
+            );
+        }
+        for (call, taken) in taken.iter_mut().enumerate() {
+            let stranger = 0x0a00_0000 + call as u32 / 2;
+            let begin = Instant::now();
+            black_box(ask(stranger));
+            *taken = u32::try_from(begin.elapsed().as_nanos()).unwrap_or(u32::MAX);
+        }
+        println!("resident {}", resident() - held);
+        println!(
+            "still-blocked {}",
+            guests.filter(|guest| ask(*guest).blocked).count()
+        );
+        taken.sort_unstable();
+        println!("p99 {}", taken[taken.len() / 100 * 99]);
+    }
+}

@@ -1,0 +1,229 @@
+//! Decisions in process, timed.
+
+use crate::keys::{Draw, Sequence, name};
+use crate::measure::{Spread, Worker, chunk};
+use crate::options::Options;
+use crate::rows::{Row, Unit};
+use crate::subjects::{Subject, Terms, backon, governor, limitador, throttlecrab, tidegate};
+
+/// What every decision of a row must answer. A row that measured something else is no row.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Allow,
+    Deny,
+}
+
+/// One row's work.
+struct Work {
+    name: String,
+    subjects: Vec<Box<dyn Subject>>,
+    keys: u32,
+    draw: Draw,
+    threads: usize,
+    answer: Answer,
+    /// Decisions of a chunk, on each thread: about two milliseconds' worth, so that subjects take turns often.
+    steps: usize,
+}
+
+/// Chunks of each subject in a round, taken in turns; the round's figure is their median.
+const CHUNKS: usize = 7;
+
+impl Work {
+    fn measure(self, rounds: usize) -> Row {
+        let sequences: Vec<Sequence> = (0..self.threads)
+            .map(|thread| Sequence::new(self.draw, self.keys, thread as u64))
+            .collect();
+        let mut row = Row::new(self.name, Unit::Nanoseconds);
+        let touches = match self.answer {
+            Answer::Allow => 1,
+            Answer::Deny => Terms::TIGHT.burst,
+        };
+        let mut teams: Vec<Team<'_>> = Vec::new();
+        for subject in &self.subjects {
+            let filled = (0..self.keys).all(|index| {
+                let key = name(index);
+                (0..touches).all(|_| subject.touch(&key))
+            });
+            if !filled {
+                row.skipped
+                    .push(format!("{}: refuses a first call", subject.name()));
+                continue;
+            }
+            let worker = |sequence| subject.worker(sequence, self.threads);
+            teams.push(Team {
+                name: subject.name(),
+                workers: sequences.iter().map(worker).collect(),
+                chunks: Vec::new(),
+                rounds: Vec::new(),
+                astray: 0,
+            });
+        }
+        for round in 0..rounds {
+            for turn in 0..CHUNKS {
+                for place in 0..teams.len() {
+                    let place = (place + turn + round) % teams.len();
+                    teams[place].play(self.steps, self.answer);
+                }
+            }
+            teams.iter_mut().for_each(Team::close_round);
+        }
+        for team in teams {
+            if team.astray == 0 {
+                row.push(team.name, team.rounds);
+            } else {
+                let reason = format!("{}: answers {} calls otherwise", team.name, team.astray);
+                row.skipped.push(reason);
+            }
+        }
+        row
+    }
+}
+
+/// A subject at work: one worker a thread.
+struct Team<'a> {
+    name: &'static str,
+    workers: Vec<Box<dyn Worker + 'a>>,
+    /// Of the round that is played.
+    chunks: Vec<f64>,
+    rounds: Vec<f64>,
+    /// Answers that were not the row's.
+    astray: usize,
+}
+
+impl Team<'_> {
+    fn play(&mut self, steps: usize, answer: Answer) {
+        let chunk = chunk(&mut self.workers, steps);
+        self.chunks.push(chunk.ns);
+        self.astray += match answer {
+            Answer::Allow => chunk.steps - chunk.admitted,
+            Answer::Deny => chunk.admitted,
+        };
+    }
+
+    fn close_round(&mut self) {
+        self.rounds
+            .extend(Spread::of(&self.chunks).map(|spread| spread.median));
+        self.chunks.clear();
+    }
+}
+
+/// Measures every timed row that the options ask for, and hands each over as it is done.
+pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+    let mut offer = |name: String, work: &dyn Fn(String) -> Work| {
+        if options.wants(&name) {
+            done(work(name).measure(options.rounds()));
+        }
+    };
+    for threads in [1, 2] {
+        for answer in [Answer::Allow, Answer::Deny] {
+            offer(
+                format!("decision/one/{}/T{threads}", word(answer)),
+                &|name| one(name, threads, answer),
+            );
+        }
+        for (keys, words) in [(1_000, "1k"), (1_000_000, "1M")] {
+            for (draw, how) in [(Draw::Uniform, "uniform"), (Draw::Zipf, "zipf")] {
+                for answer in [Answer::Allow, Answer::Deny] {
+                    let name = format!("decision/{words}/{how}/{}/T{threads}", word(answer));
+                    offer(name, &|name| many(name, keys, draw, threads, answer));
+                }
+            }
+        }
+        offer(format!("decision/10k/hot/allow/T{threads}"), &|name| {
+            many(name, 10_000, Draw::Hot, threads, Answer::Allow)
+        });
+        for (answer, row) in [
+            (Answer::Allow, "inbound"),
+            (Answer::Deny, "inbound-blocked"),
+        ] {
+            offer(format!("decision/{row}/T{threads}"), &|name| {
+                inbound(name, threads, answer)
+            });
+        }
+    }
+    offer("decision/backoff/T1".to_owned(), &backoff);
+}
+
+fn word(answer: Answer) -> &'static str {
+    match answer {
+        Answer::Allow => "allow",
+        Answer::Deny => "deny",
+    }
+}
+
+fn one(name: String, threads: usize, answer: Answer) -> Work {
+    let terms = if answer == Answer::Allow {
+        Terms::ROOMY
+    } else {
+        Terms::TIGHT
+    };
+    Work {
+        name,
+        subjects: vec![
+            tidegate::direct(terms),
+            governor::direct(terms),
+            throttlecrab::direct(terms),
+        ],
+        keys: 1,
+        draw: Draw::Hot,
+        threads,
+        answer,
+        steps: 50_000,
+    }
+}
+
+fn many(name: String, keys: u32, draw: Draw, threads: usize, answer: Answer) -> Work {
+    let terms = if answer == Answer::Allow {
+        Terms::ROOMY_KEYED
+    } else {
+        Terms::TIGHT
+    };
+    let mut subjects = vec![
+        tidegate::keyed(terms),
+        tidegate::windowed(terms),
+        governor::keyed(terms),
+        throttlecrab::keyed(terms),
+    ];
+    // A million counters built beforehand are a gigabyte for each thread, and would time the fetching of them.
+    if keys <= 10_000 {
+        subjects.push(limitador::prebuilt(terms));
+    }
+    Work {
+        name,
+        subjects,
+        keys,
+        draw,
+        threads,
+        answer,
+        steps: if keys > 100_000 { 4_000 } else { 20_000 },
+    }
+}
+
+fn inbound(name: String, threads: usize, answer: Answer) -> Work {
+    let terms = if answer == Answer::Allow {
+        Terms::ROOMY_KEYED
+    } else {
+        Terms::TIGHT
+    };
+    Work {
+        name,
+        subjects: vec![tidegate::inbound(terms), limitador::whole(terms)],
+        keys: 10_000,
+        draw: Draw::Uniform,
+        threads,
+        answer,
+        steps: 8_000,
+    }
+}
+
+fn backoff(name: String) -> Work {
+    Work {
+        name,
+        subjects: vec![tidegate::backoff(), backon::backoff()],
+        keys: 1,
+        draw: Draw::Hot,
+        threads: 1,
+        answer: Answer::Allow,
+        steps: 50_000,
+    }
+}

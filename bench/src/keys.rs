@@ -1,0 +1,125 @@
+//! Keys and the order in which they are asked for: the same for every subject, made before anything is timed.
+
+/// How often each key of a set is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Draw {
+    /// Every key alike.
+    Uniform,
+    /// Key number n in proportion to 1 / n.
+    Zipf,
+    /// One key only; the others lie in the store.
+    Hot,
+}
+
+/// The 16-byte text of key number `index`.
+pub fn name(index: u32) -> String {
+    format!("{:016x}", mix(u64::from(index)))
+}
+
+/// A long list of keys in the order in which one thread asks for them.
+pub struct Sequence {
+    /// Numbers of the keys.
+    pub indexes: Vec<u32>,
+    /// Texts of the keys, one for each step and not one for each key: a caller's key is in its cache, as it was just
+    /// read from a request, so what a step may miss is the limiter's memory and not the benchmark's.
+    pub keys: Vec<String>,
+}
+
+impl Sequence {
+    /// Draws a sequence over `keys` keys. Two threads take different seeds.
+    pub fn new(draw: Draw, keys: u32, seed: u64) -> Self {
+        let steps = if keys > 100_000 { 1 << 20 } else { 1 << 14 };
+        let mut state = mix(seed ^ 0x7469_6465);
+        let mut next = || {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            mix(state)
+        };
+        let indexes: Vec<u32> = match draw {
+            Draw::Hot => vec![keys / 2; steps],
+            Draw::Uniform => (0..steps).map(|_| below(keys, next())).collect(),
+            Draw::Zipf => {
+                let mut reached = 0.0;
+                let heights: Vec<f64> = (1..=keys)
+                    .map(|rank| {
+                        reached += 1.0 / f64::from(rank);
+                        reached
+                    })
+                    .collect();
+                (0..steps)
+                    .map(|_| {
+                        let drawn = unit(next()) * reached;
+                        let rank = heights.partition_point(|height| *height < drawn);
+                        u32::try_from(rank).unwrap_or(u32::MAX).min(keys - 1)
+                    })
+                    .collect()
+            }
+        };
+        let keys = indexes.iter().map(|index| name(*index)).collect();
+        Self { indexes, keys }
+    }
+}
+
+/// SplitMix64's finalizer: a bijection, so distinct numbers give distinct keys.
+fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+fn below(bound: u32, drawn: u64) -> u32 {
+    ((u128::from(drawn) * u128::from(bound)) >> 64) as u32
+}
+
+fn unit(drawn: u64) -> f64 {
+    (drawn >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn names_are_distinct_and_16_bytes_long() {
+        let names: HashSet<String> = (0..50_000).map(name).collect();
+        assert_eq!(names.len(), 50_000);
+        assert!(names.iter().all(|name| name.len() == 16));
+    }
+
+    #[test]
+    fn uniform_meets_every_key_about_equally() {
+        let sequence = Sequence::new(Draw::Uniform, 10, 1);
+        let share = |wanted| {
+            let met = sequence
+                .indexes
+                .iter()
+                .filter(|index| **index == wanted)
+                .count();
+            met as f64 / sequence.indexes.len() as f64
+        };
+        assert!((0..10).all(|key| (0.08..0.12).contains(&share(key))));
+    }
+
+    #[test]
+    fn zipf_halves_from_the_first_key_to_the_second() {
+        let sequence = Sequence::new(Draw::Zipf, 1_000, 1);
+        let met = |wanted| {
+            sequence
+                .indexes
+                .iter()
+                .filter(|index| **index == wanted)
+                .count() as f64
+        };
+        assert!((1.7..2.3).contains(&(met(0) / met(1))));
+        assert!(sequence.indexes.iter().all(|index| *index < 1_000));
+    }
+
+    #[test]
+    fn two_seeds_give_two_orders() {
+        let (one, other) = (
+            Sequence::new(Draw::Uniform, 1_000, 1),
+            Sequence::new(Draw::Uniform, 1_000, 2),
+        );
+        assert_ne!(one.indexes, other.indexes);
+    }
+}

@@ -1,0 +1,13 @@
+//! Tidegate's benchmark: what each module measures, and how it stays fair, is in README.md beside it.
+
+pub mod bare;
+pub mod decision;
+pub mod gate;
+pub mod keys;
+pub mod measure;
+pub mod options;
+pub mod programs;
+pub mod rows;
+pub mod subjects;
+pub mod targets;
+pub mod weight;

@@ -1,0 +1,205 @@
+//! Clocks, cores and medians.
+
+use std::hint;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The cost of `Instant::now`, in nanoseconds, on the machine on which the absolute targets were set.
+const REFERENCE_CLOCK_NS: f64 = 24.0;
+
+/// How often a chunk is measured again when its thread lost its core meanwhile.
+const REPEATS: usize = 4;
+
+/// A loop that can be timed: it asks one subject, and counts what was admitted.
+pub trait Worker: Send {
+    /// Makes `steps` decisions and tells how many admitted.
+    fn run(&mut self, steps: usize) -> usize;
+}
+
+/// The middle and the ends of some figures.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    /// The middle one; of an even number, the mean of the two in the middle.
+    pub median: f64,
+    /// The least.
+    pub min: f64,
+    /// The greatest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// `None` of no figures at all.
+    pub fn of(figures: &[f64]) -> Option<Self> {
+        let mut sorted = figures.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        let half = sorted.len() / 2;
+        let median = if sorted.len() % 2 == 1 {
+            sorted[half]
+        } else {
+            (sorted[half - 1] + sorted[half]) / 2.0
+        };
+        Some(Self { median, min, max })
+    }
+}
+
+/// Binds the calling thread to the core numbered `core` of those it may use. Where there are fewer, to the last.
+///
+/// # Panics
+///
+/// If the system refuses: figures of unbound threads are not comparable.
+pub fn pin(core: usize) {
+    let cores = core_affinity::get_core_ids().unwrap_or_default();
+    let chosen = cores.get(core).or(cores.last()).copied();
+    let bound = chosen.is_some_and(core_affinity::set_for_current);
+    assert!(bound, "cannot bind a thread to core {core}");
+}
+
+/// How often the calling thread lost its core to another one, since it began.
+pub fn preemptions() -> u64 {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    field(&status, "nonvoluntary_ctxt_switches:")
+}
+
+/// The number behind `name` in one of /proc's listings; 0 if it is not there.
+pub fn field(listing: &str, name: &str) -> u64 {
+    listing
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .and_then(|rest| rest.split_whitespace().next())
+        .and_then(|number| number.parse().ok())
+        .unwrap_or(0)
+}
+
+/// Resident memory of this process in bytes.
+pub fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    field(&status, "VmRSS:") * 1024
+}
+
+/// By how much a clock read costs more here than on the machine of the targets; absolute targets are multiplied by it.
+pub fn clock_scale() -> f64 {
+    const READS: u32 = 20_000;
+    let costs: Vec<f64> = (0..21)
+        .map(|_| {
+            let begin = Instant::now();
+            for _ in 0..READS {
+                hint::black_box(Instant::now());
+            }
+            begin.elapsed().as_nanos() as f64 / f64::from(READS)
+        })
+        .collect();
+    Spread::of(&costs).map_or(1.0, |costs| costs.median / REFERENCE_CLOCK_NS)
+}
+
+/// What one chunk showed.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk {
+    /// Nanoseconds a decision, the mean over the threads.
+    pub ns: f64,
+    /// Decisions that admitted, of all threads.
+    pub admitted: usize,
+    /// Decisions made while the clock ran, of all threads.
+    pub steps: usize,
+}
+
+/// Times `steps` decisions on each of the workers, one worker a core, all from the same start.
+pub fn chunk(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> Chunk {
+    let mut measured = attempt(workers, steps);
+    for _ in 0..REPEATS {
+        if measured.1 == 0 {
+            break;
+        }
+        measured = attempt(workers, steps);
+    }
+    measured.0
+}
+
+fn attempt(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Chunk, u64) {
+    let threads = workers.len();
+    let ready = AtomicUsize::new(0);
+    let done = AtomicUsize::new(0);
+    let results: Vec<(Duration, usize, u64)> = thread::scope(|scope| {
+        let handles: Vec<_> = workers
+            .iter_mut()
+            .enumerate()
+            .map(|(place, worker)| {
+                let (ready, done) = (&ready, &done);
+                scope.spawn(move || {
+                    // A lone thread takes the last core: the first one serves most of a machine's interrupts.
+                    pin(if threads == 1 { usize::MAX } else { place });
+                    worker.run(steps / 8);
+                    let before = preemptions();
+                    ready.fetch_add(1, Ordering::SeqCst);
+                    while ready.load(Ordering::SeqCst) < threads {
+                        hint::spin_loop();
+                    }
+                    let begin = Instant::now();
+                    let admitted = worker.run(steps);
+                    let taken = begin.elapsed();
+                    done.fetch_add(1, Ordering::SeqCst);
+                    // The slower one is to finish among the same neighbours it began with.
+                    while done.load(Ordering::SeqCst) < threads {
+                        worker.run(64);
+                    }
+                    (taken, admitted, preemptions() - before)
+                })
+            })
+            .collect();
+        handles
+            .into_iter()
+            .map(|handle| handle.join().expect("a worker does not panic"))
+            .collect()
+    });
+    let total: f64 = results
+        .iter()
+        .map(|(taken, ..)| taken.as_nanos() as f64)
+        .sum();
+    let chunk = Chunk {
+        ns: total / threads as f64 / steps as f64,
+        admitted: results.iter().map(|(_, admitted, _)| admitted).sum(),
+        steps: steps * threads,
+    };
+    (chunk, results.iter().map(|(.., lost)| lost).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spread_of_odd_even_and_none() {
+        let spread = |figures: &[f64]| Spread::of(figures).map(|s| (s.min, s.median, s.max));
+        assert_eq!(spread(&[3.0, 1.0, 2.0]), Some((1.0, 2.0, 3.0)));
+        assert_eq!(spread(&[4.0, 1.0, 2.0, 3.0]), Some((1.0, 2.5, 4.0)));
+        assert_eq!(spread(&[]), None);
+    }
+
+    #[test]
+    fn fields_of_proc_are_read() {
+        assert_eq!(field("VmPeak:\t 1 kB\nVmRSS:\t  42 kB\n", "VmRSS:"), 42);
+        assert_eq!(field("", "VmRSS:"), 0);
+        assert!(resident() > 0);
+    }
+
+    #[test]
+    fn a_chunk_counts_what_was_admitted() {
+        struct EverySecond(usize);
+        impl Worker for EverySecond {
+            fn run(&mut self, steps: usize) -> usize {
+                (0..steps)
+                    .filter(|_| {
+                        self.0 += 1;
+                        self.0.is_multiple_of(2)
+                    })
+                    .count()
+            }
+        }
+        let mut workers: Vec<Box<dyn Worker>> =
+            vec![Box::new(EverySecond(0)), Box::new(EverySecond(0))];
+        let chunk = chunk(&mut workers, 8_000);
+        assert_eq!((chunk.admitted, chunk.steps), (8_000, 16_000));
+        assert!(chunk.ns > 0.0);
+    }
+}

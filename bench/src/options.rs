@@ -1,0 +1,115 @@
+//! What the command line asks for.
+
+/// Which part of the benchmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Decisions in process.
+    Decision,
+    /// Requests through the gate.
+    Gate,
+    /// Both.
+    All,
+}
+
+/// A parsed command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Which rows.
+    pub part: Part,
+    /// Fail where a target is missed.
+    pub check: bool,
+    /// Fewer and shorter rounds: to see that it runs, not to quote.
+    pub quick: bool,
+    /// Only rows whose name holds one of these; all if empty.
+    pub filters: Vec<String>,
+}
+
+/// Printed by `--help`, and after a mistake.
+pub const USAGE: &str = "\
+usage: bench [decision|gate|all] [--check] [--quick] [--filter TEXT]...
+
+  decision   decisions in process, against governor, throttlecrab, limitador and backon
+  gate       requests through the gate, against nginx and bare hyper programs
+  all        both (default)
+  --check    exit with 1 and name each row that misses its target
+  --quick    fewer and shorter rounds; the figures are not for quoting
+  --filter   only rows whose name holds TEXT; several are alternatives";
+
+impl Options {
+    /// Reads arguments, without the program's name.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong, for a person; the empty text when help is asked for.
+    pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, String> {
+        let mut options = Self {
+            part: Part::All,
+            check: false,
+            quick: false,
+            filters: Vec::new(),
+        };
+        let mut arguments = arguments.into_iter();
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "decision" => options.part = Part::Decision,
+                "gate" => options.part = Part::Gate,
+                "all" => options.part = Part::All,
+                "--check" => options.check = true,
+                "--quick" => options.quick = true,
+                "--filter" => options
+                    .filters
+                    .push(arguments.next().ok_or("--filter needs a text")?),
+                "--help" | "-h" => return Err(String::new()),
+                other => return Err(format!("unknown argument '{other}'")),
+            }
+        }
+        Ok(options)
+    }
+
+    /// Whether a row of this name is asked for.
+    pub fn wants(&self, row: &str) -> bool {
+        let part = match self.part {
+            Part::Decision => row.starts_with("decision/"),
+            Part::Gate => row.starts_with("gate/"),
+            Part::All => true,
+        };
+        part && (self.filters.is_empty()
+            || self
+                .filters
+                .iter()
+                .any(|filter| row.contains(filter.as_str())))
+    }
+
+    /// Rounds of a timed row.
+    pub fn rounds(&self) -> usize {
+        if self.quick { 3 } else { 11 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Options, String> {
+        Options::parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn arguments_in_any_order() {
+        let options = parse("--check decision --filter T1 --filter hot").expect("it is valid");
+        assert!(options.check && !options.quick && options.part == Part::Decision);
+        assert!(
+            options.wants("decision/one/allow/T1") && options.wants("decision/10k/hot/allow/T2")
+        );
+        assert!(!options.wants("decision/one/allow/T2") && !options.wants("gate/hot"));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        assert_eq!(
+            parse("--chekc"),
+            Err("unknown argument '--chekc'".to_owned())
+        );
+        assert_eq!(parse("--filter"), Err("--filter needs a text".to_owned()));
+    }
+}

@@ -1,0 +1,111 @@
+//! Programs that the benchmark runs beside itself: where they are, and how they are built.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+/// Why a program could not be run.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    program: String,
+    reason: String,
+}
+
+impl Failure {
+    /// A failure of `program` for the reason shown.
+    pub fn new(program: impl Into<String>, reason: impl Display) -> Self {
+        Self {
+            program: program.into(),
+            reason: reason.to_string(),
+        }
+    }
+}
+
+impl Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.program, self.reason)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The folder of this benchmark's manifest.
+fn home() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// A program of this package, built first: `cargo run` builds only the one that it runs.
+///
+/// # Errors
+///
+/// If cargo can't build it.
+pub fn sibling(name: &'static str) -> Result<PathBuf, Failure> {
+    static BUILT: OnceLock<Result<Vec<PathBuf>, Failure>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| build(&home().join("Cargo.toml"), &["--bins"]));
+    pick(name, built.as_ref().map_err(Clone::clone)?)
+}
+
+/// The product's own program, built as a release first.
+///
+/// # Errors
+///
+/// If cargo can't build it.
+pub fn product() -> Result<PathBuf, Failure> {
+    static BUILT: OnceLock<Result<Vec<PathBuf>, Failure>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        let manifest = home().join("../Cargo.toml");
+        build(&manifest, &["--package", "tidegate-cli", "--bins"])
+    });
+    pick("tidegate", built.as_ref().map_err(Clone::clone)?)
+}
+
+/// A program of the system, by its name: on the path, or where Debian keeps servers.
+///
+/// # Errors
+///
+/// If there is none.
+pub fn system(name: &'static str) -> Result<PathBuf, Failure> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain([PathBuf::from("/usr/sbin")])
+        .map(|folder| folder.join(name))
+        .find(|candidate| candidate.is_file())
+        .ok_or_else(|| Failure::new(name, "is not installed"))
+}
+
+fn build(manifest: &Path, what: &[&str]) -> Result<Vec<PathBuf>, Failure> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args([
+            "build",
+            "--release",
+            "--message-format=json",
+            "--manifest-path",
+        ])
+        .arg(manifest)
+        .args(what)
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|error| Failure::new("cargo", error))?;
+    if !output.status.success() {
+        return Err(Failure::new(
+            "cargo",
+            format!("cannot build {}", manifest.display()),
+        ));
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    let executable = |line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        Some(PathBuf::from(message.get("executable")?.as_str()?))
+    };
+    Ok(messages.lines().filter_map(executable).collect())
+}
+
+fn pick(name: &str, programs: &[PathBuf]) -> Result<PathBuf, Failure> {
+    programs
+        .iter()
+        .find(|program| program.file_stem().is_some_and(|stem| stem == name))
+        .cloned()
+        .ok_or_else(|| Failure::new(name, "cargo built no such program"))
+}

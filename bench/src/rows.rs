@@ -1,0 +1,297 @@
+//! Rows of the table: figures of one piece of work, ours beside the rivals'.
+
+use crate::measure::Spread;
+use crate::subjects::OURS;
+use crate::targets::{self, Bound};
+use std::fmt::{self, Display, Formatter};
+
+/// What a row's figures count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Nanoseconds.
+    Nanoseconds,
+    /// Bytes.
+    Bytes,
+    /// Mebibytes.
+    Mebibytes,
+    /// CPU seconds per 100,000 requests.
+    CpuSeconds,
+    /// Requests a second.
+    Requests,
+    /// Things counted.
+    Count,
+}
+
+impl Unit {
+    fn write(self, figure: f64) -> String {
+        match self {
+            Self::Nanoseconds if figure >= 1e6 => format!("{:.2} ms", figure / 1e6),
+            Self::Nanoseconds if figure >= 1e4 => format!("{:.1} µs", figure / 1e3),
+            Self::Nanoseconds => format!("{figure:.1} ns"),
+            Self::Bytes => format!("{figure:.1} B"),
+            Self::Mebibytes => format!("{figure:.1} MiB"),
+            Self::CpuSeconds => format!("{figure:.3} s"),
+            Self::Requests => format!("{:.1}k/s", figure / 1e3),
+            Self::Count => format!("{figure:.0}"),
+        }
+    }
+}
+
+/// The figures of one subject, one a round.
+#[derive(Clone, Debug)]
+pub struct Figures {
+    /// Whose they are.
+    pub subject: String,
+    /// One a round, in the row's unit; all subjects of a row have the same rounds.
+    pub rounds: Vec<f64>,
+}
+
+/// One piece of work.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// `part/work/…`, as `--filter` and the targets name it.
+    pub name: String,
+    /// What the figures count.
+    pub unit: Unit,
+    /// Of every subject that was measured.
+    pub figures: Vec<Figures>,
+    /// Why figures are missing, if any are.
+    pub skipped: Vec<String>,
+}
+
+/// How a row stands to its target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The row has no target.
+    Informs,
+    /// The target is reached.
+    Reached,
+    /// It isn't, or it could not be told.
+    Missed,
+}
+
+impl Row {
+    /// A row with no figures yet.
+    pub fn new(name: impl Into<String>, unit: Unit) -> Self {
+        Self {
+            name: name.into(),
+            unit,
+            figures: Vec::new(),
+            skipped: Vec::new(),
+        }
+    }
+
+    /// Adds a subject's figures.
+    pub fn push(&mut self, subject: &str, rounds: Vec<f64>) {
+        self.figures.push(Figures {
+            subject: subject.to_owned(),
+            rounds,
+        });
+    }
+
+    fn rounds(&self, subject: &str) -> Option<&[f64]> {
+        let of = self
+            .figures
+            .iter()
+            .find(|figures| figures.subject == subject)?;
+        Some(&of.rounds)
+    }
+
+    /// Our figures over a rival's, round by round.
+    pub fn ratio(&self, rival: &str) -> Option<Spread> {
+        let (ours, rivals) = (self.rounds(OURS)?, self.rounds(rival)?);
+        let ratios: Vec<f64> = ours
+            .iter()
+            .zip(rivals)
+            .map(|(ours, rival)| ours / rival)
+            .collect();
+        Spread::of(&ratios)
+    }
+
+    /// Whether the row's target is reached. `scale` is what this machine's clock costs over the reference's.
+    pub fn verdict(&self, scale: f64) -> Verdict {
+        let Some(bound) = targets::of(&self.name) else {
+            return Verdict::Informs;
+        };
+        let median = || {
+            self.rounds(OURS)
+                .and_then(Spread::of)
+                .map(|spread| spread.median)
+        };
+        let reached = match bound {
+            Bound::Ratio(rival, at_most) => self
+                .ratio(rival)
+                .is_some_and(|ratio| ratio.median <= at_most),
+            Bound::Nanoseconds(at_most) => median().is_some_and(|median| median <= at_most * scale),
+            Bound::AtMost(at_most) => median().is_some_and(|median| median <= at_most),
+            Bound::AtLeast(at_least) => median().is_some_and(|median| median >= at_least),
+        };
+        if reached {
+            Verdict::Reached
+        } else {
+            Verdict::Missed
+        }
+    }
+
+    fn reach(&self, scale: f64) -> String {
+        match targets::of(&self.name) {
+            None => "–".to_owned(),
+            Some(Bound::Ratio(rival, at_most)) => format!("≤ {at_most} × {rival}"),
+            Some(Bound::Nanoseconds(at_most)) => {
+                format!("≤ {}", Unit::Nanoseconds.write(at_most * scale))
+            }
+            Some(Bound::AtMost(at_most)) => format!("≤ {}", self.unit.write(at_most)),
+            Some(Bound::AtLeast(at_least)) => format!("≥ {}", self.unit.write(at_least)),
+        }
+    }
+}
+
+/// Rows as a table of text, which is a table of Markdown as well.
+pub struct Table<'a> {
+    /// What to show.
+    pub rows: &'a [Row],
+    /// See [`Row::verdict`].
+    pub scale: f64,
+}
+
+const HEAD: [&str; 6] = [
+    "work",
+    "subject",
+    "median (min–max)",
+    "ours / it",
+    "reach",
+    "",
+];
+
+impl Table<'_> {
+    fn lines(&self) -> Vec<[String; 6]> {
+        let mut lines = Vec::new();
+        for row in self.rows {
+            let mut name = row.name.clone();
+            let mut reach = row.reach(self.scale);
+            let mut verdict = match row.verdict(self.scale) {
+                Verdict::Informs => String::new(),
+                Verdict::Reached => "reached".to_owned(),
+                Verdict::Missed => "MISSED".to_owned(),
+            };
+            for figures in &row.figures {
+                let Some(spread) = Spread::of(&figures.rounds) else {
+                    continue;
+                };
+                let figure = format!(
+                    "{} ({}–{})",
+                    row.unit.write(spread.median),
+                    row.unit.write(spread.min),
+                    row.unit.write(spread.max)
+                );
+                let ratio = row
+                    .ratio(&figures.subject)
+                    .filter(|_| figures.subject != OURS);
+                let ratio = ratio.map_or_else(String::new, |ratio| {
+                    format!("{:.2} ({:.2}–{:.2})", ratio.median, ratio.min, ratio.max)
+                });
+                lines.push([
+                    std::mem::take(&mut name),
+                    figures.subject.clone(),
+                    figure,
+                    ratio,
+                    std::mem::take(&mut reach),
+                    std::mem::take(&mut verdict),
+                ]);
+            }
+            for skipped in &row.skipped {
+                lines.push([
+                    std::mem::take(&mut name),
+                    format!("skipped: {skipped}"),
+                    String::new(),
+                    String::new(),
+                    std::mem::take(&mut reach),
+                    std::mem::take(&mut verdict),
+                ]);
+            }
+        }
+        lines
+    }
+}
+
+impl Display for Table<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let head = HEAD.map(str::to_owned);
+        let lines = self.lines();
+        let widths: Vec<usize> = (0..HEAD.len())
+            .map(|column| {
+                let all = std::iter::once(&head).chain(&lines);
+                all.map(|line| line[column].chars().count())
+                    .max()
+                    .unwrap_or(0)
+            })
+            .collect();
+        let write = |f: &mut Formatter<'_>, line: &[String; 6]| {
+            for (cell, width) in line.iter().zip(&widths) {
+                write!(f, "| {cell:<width$} ")?;
+            }
+            writeln!(f, "|")
+        };
+        write(f, &head)?;
+        for width in &widths {
+            write!(f, "| {} ", "-".repeat((*width).max(3)))?;
+        }
+        writeln!(f, "|")?;
+        lines.iter().try_for_each(|line| write(f, line))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(name: &str, ours: &[f64], governor: &[f64]) -> Row {
+        let mut row = Row::new(name, Unit::Nanoseconds);
+        row.push(OURS, ours.to_vec());
+        row.push("governor", governor.to_vec());
+        row
+    }
+
+    #[test]
+    fn ratios_are_taken_round_by_round() {
+        let row = row("x", &[1.0, 20.0, 3.0], &[2.0, 10.0, 3.0]);
+        let ratio = row.ratio("governor").expect("both were measured");
+        assert_eq!((ratio.min, ratio.median, ratio.max), (0.5, 1.0, 2.0));
+        assert_eq!(row.verdict(1.0), Verdict::Informs);
+    }
+
+    #[test]
+    fn a_target_is_reached_or_missed() {
+        let name = "decision/1k/uniform/allow/T1";
+        assert_eq!(row(name, &[9.0], &[10.0]).verdict(1.0), Verdict::Reached);
+        assert_eq!(row(name, &[9.1], &[10.0]).verdict(1.0), Verdict::Missed);
+    }
+
+    #[test]
+    fn what_was_not_measured_is_missed() {
+        let mut row = Row::new("decision/1k/uniform/allow/T1", Unit::Nanoseconds);
+        row.push("governor", vec![1.0]);
+        assert_eq!(row.verdict(1.0), Verdict::Missed);
+    }
+
+    #[test]
+    fn absolute_times_scale_with_the_clock() {
+        let name = "decision/inbound/T1";
+        assert_eq!(row(name, &[300.0], &[]).verdict(1.0), Verdict::Missed);
+        assert_eq!(row(name, &[300.0], &[]).verdict(1.5), Verdict::Reached);
+    }
+
+    #[test]
+    fn the_table_names_a_row_once() {
+        let rows = [row("decision/inbound/T1", &[300.0], &[600.0])];
+        let table = Table {
+            rows: &rows,
+            scale: 1.0,
+        }
+        .to_string();
+        assert_eq!(table.matches("decision/inbound/T1").count(), 1);
+        assert!(table.contains("300.0 ns (300.0 ns–300.0 ns)"), "{table}");
+        assert!(table.contains("0.50 (0.50–0.50)"), "{table}");
+        assert!(table.contains("MISSED"), "{table}");
+    }
+}

@@ -1,0 +1,194 @@
+//! Who is measured: one file a library, each used the way its own documentation uses it.
+
+pub mod backon;
+pub mod governor;
+pub mod limitador;
+pub mod throttlecrab;
+pub mod tidegate;
+
+use crate::keys::Sequence;
+use crate::measure::Worker;
+use std::hint::black_box;
+use std::time::Duration;
+
+/// The name of our own subject in every row.
+pub const OURS: &str = "tidegate";
+
+/// A limit in words that every library understands: `burst` at once, then one each `every`.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// The time after which one more call is admitted.
+    pub every: Duration,
+    /// Calls admitted at once.
+    pub burst: u32,
+}
+
+impl Terms {
+    /// One limit for all calls, which no run of this benchmark uses up.
+    pub const ROOMY: Self = Self {
+        every: Duration::from_secs(1),
+        burst: 1_000_000_000,
+    };
+    /// A limit a key, which no run uses up, and slow enough that no key's state lapses during a run: a limiter that may
+    /// forget a key between two calls would be timed on an empty store.
+    pub const ROOMY_KEYED: Self = Self {
+        every: Duration::from_secs(10),
+        burst: 100_000_000,
+    };
+    /// Two calls, and then refusals for longer than any run. Not one: throttlecrab forgets a key of burst 1 at once, and
+    /// admits every call.
+    pub const TIGHT: Self = Self {
+        every: Duration::from_secs(3600),
+        burst: 2,
+    };
+}
+
+/// The keyed limiter of each library by the name that [`crate::weight`] gives its child process.
+pub fn keyed_by_name(name: &str, terms: Terms) -> Option<Box<dyn Subject>> {
+    match name {
+        OURS => Some(tidegate::keyed(terms)),
+        "tidegate-window" => Some(tidegate::windowed(terms)),
+        "governor" => Some(governor::keyed(terms)),
+        "governor-u64" => Some(governor::keyed_by_number(terms)),
+        "throttlecrab" => Some(throttlecrab::keyed(terms)),
+        "limitador" => Some(limitador::prebuilt(terms)),
+        _ => None,
+    }
+}
+
+/// A limiter under measurement.
+pub trait Subject: Sync {
+    /// As the table calls it.
+    fn name(&self) -> &'static str;
+
+    /// One decision outside every timed loop: fills the store.
+    #[expect(clippy::ptr_arg, reason = "governor, keyed by `String`, asks for one")]
+    fn touch(&self, key: &String) -> bool;
+
+    /// A loop over the sequence for one of `threads` threads.
+    fn worker<'a>(&'a self, sequence: &'a Sequence, threads: usize) -> Box<dyn Worker + 'a>;
+}
+
+/// A loop that asks with the sequence's keys, one after the other, round and round.
+pub fn keyed<'a>(
+    sequence: &'a Sequence,
+    decide: impl FnMut(&String) -> bool + Send + 'a,
+) -> Box<dyn Worker + 'a> {
+    Box::new(Keyed {
+        keys: &sequence.keys,
+        at: 0,
+        decide,
+    })
+}
+
+/// A loop that asks without a key.
+pub fn unkeyed<'a>(decide: impl FnMut() -> bool + Send + 'a) -> Box<dyn Worker + 'a> {
+    Box::new(Unkeyed(decide))
+}
+
+struct Keyed<'a, F> {
+    keys: &'a [String],
+    at: usize,
+    decide: F,
+}
+
+impl<F: FnMut(&String) -> bool + Send> Worker for Keyed<'_, F> {
+    fn run(&mut self, steps: usize) -> usize {
+        let mut admitted = 0;
+        for part in Parts::new(&mut self.at, self.keys.len(), steps) {
+            for key in &self.keys[part] {
+                admitted += usize::from(black_box((self.decide)(black_box(key))));
+            }
+        }
+        admitted
+    }
+}
+
+struct Unkeyed<F>(F);
+
+impl<F: FnMut() -> bool + Send> Worker for Unkeyed<F> {
+    fn run(&mut self, steps: usize) -> usize {
+        (0..steps).map(|_| usize::from(black_box((self.0)()))).sum()
+    }
+}
+
+/// The next `steps` places of a ring, as ranges that do not wrap: the timed loop has no wrap to test for.
+struct Parts<'a> {
+    at: &'a mut usize,
+    len: usize,
+    left: usize,
+}
+
+impl<'a> Parts<'a> {
+    fn new(at: &'a mut usize, len: usize, steps: usize) -> Self {
+        Self {
+            at,
+            len,
+            left: steps,
+        }
+    }
+}
+
+impl Iterator for Parts<'_> {
+    type Item = std::ops::Range<usize>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let from = *self.at;
+        let taken = self.left.min(self.len - from);
+        if taken == 0 {
+            return None;
+        }
+        self.left -= taken;
+        *self.at = (from + taken) % self.len;
+        Some(from..from + taken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::Draw;
+
+    #[test]
+    fn parts_go_round_a_ring() {
+        let mut at = 3;
+        let parts: Vec<_> = Parts::new(&mut at, 5, 9).collect();
+        assert_eq!(parts, [3..5, 0..5, 0..2]);
+        assert_eq!(at, 2);
+    }
+
+    #[test]
+    fn every_subject_admits_under_roomy_terms_and_refuses_under_tight_ones() {
+        let sequence = Sequence::new(Draw::Uniform, 100, 1);
+        let subjects = |terms| -> Vec<Box<dyn Subject>> {
+            vec![
+                tidegate::keyed(terms),
+                tidegate::windowed(terms),
+                tidegate::inbound(terms),
+                governor::keyed(terms),
+                throttlecrab::keyed(terms),
+                limitador::prebuilt(terms),
+                limitador::whole(terms),
+            ]
+        };
+        for subject in subjects(Terms::ROOMY_KEYED) {
+            assert_eq!(
+                subject.worker(&sequence, 1).run(40_000),
+                40_000,
+                "{}",
+                subject.name()
+            );
+        }
+        for subject in subjects(Terms::TIGHT) {
+            for key in (0..100).chain(0..100) {
+                assert!(subject.touch(&crate::keys::name(key)), "{}", subject.name());
+            }
+            assert_eq!(
+                subject.worker(&sequence, 2).run(40_000),
+                0,
+                "{}",
+                subject.name()
+            );
+        }
+    }
+}

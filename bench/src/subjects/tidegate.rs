@@ -1,0 +1,196 @@
+//! Ours, by its public API: what a Rust program would write.
+
+use super::backon::TRIES;
+use super::{OURS, Subject, Terms, keyed as keyed_loop, unkeyed};
+use crate::keys::Sequence;
+use crate::measure::Worker;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use std::hint::black_box;
+use std::net::{IpAddr, Ipv4Addr};
+use tidegate::policy::Sources;
+use tidegate::{Backoff, Gate, KeyedLimiter, Limiter, Policy, Query, Span, SystemClock};
+
+/// One rate, no key.
+pub fn direct(terms: Terms) -> Box<dyn Subject> {
+    Box::new(Direct(
+        Limiter::new(&rate(terms)).expect("the terms are a rate"),
+    ))
+}
+
+/// A rate for each text, in a store of the default size.
+pub fn keyed(terms: Terms) -> Box<dyn Subject> {
+    Box::new(ByText {
+        name: OURS,
+        limiter: KeyedLimiter::new(&rate(terms)).expect("the terms are a rate"),
+    })
+}
+
+/// A strict window for each text, which none of the rivals has: to see what strictness costs. Its store is larger than
+/// the default one, which does not hold the windows of a million keys.
+pub fn windowed(terms: Terms) -> Box<dyn Subject> {
+    const MAX_BYTES: usize = 2 << 30;
+    let window = format!("{} per 1h", terms.burst);
+    let limiter = KeyedLimiter::with_clock(&window, MAX_BYTES, SystemClock::new());
+    Box::new(ByText {
+        name: "tidegate (strict window)",
+        limiter: limiter.expect("the terms are a window"),
+    })
+}
+
+/// The whole inbound decision: three actions to match, a penalty, the action's limit and the global one.
+pub fn inbound(terms: Terms) -> Box<dyn Subject> {
+    let text = format!(
+        r#"
+[inbound.global]
+limit = "1000000000 per 1h"
+penalty = {{ base = "2s", cap = "1h" }}
+
+[inbound.action.register]
+match = {{ method = "POST", path = "/register" }}
+key = ["client_ip"]
+limit = "5 per 60s"
+
+[inbound.action.api]
+match = {{ path = "/api/*" }}
+key = ["client_ip"]
+limit = "100 per 60s"
+
+[inbound.action.login]
+match = {{ method = "POST", path = "/login" }}
+key = ["client_ip"]
+limit = "{} per 1h"
+penalty = {{ base = "1h", cap = "1h" }}
+"#,
+        terms.burst
+    );
+    Box::new(Inbound(Gate::new(&policy(&text))))
+}
+
+/// Base 1 s, factor 2, cap one hour, full jitter.
+pub fn backoff() -> Box<dyn Subject> {
+    Box::new(Delays(Backoff::exponential(
+        Span::from_secs(1),
+        Span::from_secs(3600),
+    )))
+}
+
+/// A policy of this text alone.
+///
+/// # Panics
+///
+/// If it isn't valid: the benchmark's own texts are.
+pub fn policy(text: &str) -> Policy {
+    let sources = Sources::new().file("bench.toml", text);
+    Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+/// A login from this address.
+pub fn login(ip: IpAddr) -> Query<'static> {
+    Query {
+        ip: Some(ip),
+        method: Some("POST"),
+        path: Some("/login"),
+        host: Some("example.com"),
+        ..Query::default()
+    }
+}
+
+fn rate(terms: Terms) -> String {
+    format!("1 per {}s burst {}", terms.every.as_secs(), terms.burst)
+}
+
+struct Direct(Limiter);
+
+impl Subject for Direct {
+    fn name(&self) -> &'static str {
+        OURS
+    }
+
+    fn touch(&self, _: &String) -> bool {
+        self.0.check().is_now()
+    }
+
+    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+        unkeyed(|| self.0.check().is_now())
+    }
+}
+
+struct ByText {
+    name: &'static str,
+    limiter: KeyedLimiter<String>,
+}
+
+impl Subject for ByText {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn touch(&self, key: &String) -> bool {
+        self.limiter.check(key).is_now()
+    }
+
+    fn worker<'a>(&'a self, sequence: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+        keyed_loop(sequence, |key| self.limiter.check(key).is_now())
+    }
+}
+
+struct Inbound(Gate);
+
+impl Inbound {
+    fn decide(&self, ip: IpAddr) -> bool {
+        let decision = self.0.check_now(black_box(&login(ip)));
+        decision.expect("the query has every part").allowed
+    }
+}
+
+impl Subject for Inbound {
+    fn name(&self) -> &'static str {
+        OURS
+    }
+
+    fn touch(&self, key: &String) -> bool {
+        self.decide(address(key))
+    }
+
+    fn worker<'a>(&'a self, sequence: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+        let addresses: Vec<IpAddr> = sequence.keys.iter().map(|key| address(key)).collect();
+        let mut at = 0;
+        unkeyed(move || {
+            at = if at + 1 == addresses.len() { 0 } else { at + 1 };
+            self.decide(addresses[at])
+        })
+    }
+}
+
+fn address(key: &str) -> IpAddr {
+    let number = u64::from_str_radix(key, 16).expect("keys are hexadecimal");
+    IpAddr::V4(Ipv4Addr::from_bits(number as u32))
+}
+
+struct Delays(Backoff);
+
+impl Subject for Delays {
+    fn name(&self) -> &'static str {
+        OURS
+    }
+
+    fn touch(&self, _: &String) -> bool {
+        true
+    }
+
+    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+        let mut rng = SmallRng::seed_from_u64(1);
+        let mut waits = self.0.waits();
+        let mut tries = 0;
+        unkeyed(move || {
+            if tries == TRIES {
+                tries = 0;
+                waits.reset();
+            }
+            tries += 1;
+            black_box(waits.next(&mut rng));
+            true
+        })
+    }
+}

@@ -1,0 +1,282 @@
+//! `tidegate explain`, `status` and `reset`: questions to a running gate.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::{Method, Request, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tidegate::{Explanation, LimitState, Report};
+use tokio::net::TcpStream;
+
+use crate::policy::print;
+use crate::{Outcome, Question};
+
+/// How long a gate may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The largest answer: an explanation of eight limits has a few kilobytes.
+const MAX_ANSWER: usize = 1 << 20;
+
+/// `tidegate explain`.
+pub(crate) fn explain(question: &Question) -> Outcome {
+    ask(question, Method::GET, "/v1/explain", |text| {
+        let explanation: Explanation = serde_json::from_str(text).ok()?;
+        let outcome = verdict(&explanation.decision);
+        Some((explained(&explanation), outcome))
+    })
+}
+
+/// `tidegate status`.
+pub(crate) fn status(question: &Question) -> Outcome {
+    ask(question, Method::GET, "/v1/status", |text| {
+        let report: Report = serde_json::from_str(text).ok()?;
+        Some((format!("{}\n", decided(&report)), verdict(&report)))
+    })
+}
+
+/// `tidegate reset`.
+pub(crate) fn reset(question: &Question) -> Outcome {
+    let what = question.action.clone().or_else(|| question.path.clone()).unwrap_or_default();
+    ask(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: forgotten\n"), Outcome::Done)))
+}
+
+fn verdict(report: &Report) -> Outcome {
+    if report.allowed { Outcome::Done } else { Outcome::Refused }
+}
+
+/// Asks, and prints what came: as words, or as it is. An answer that this version can't put in words is printed as
+/// it is.
+fn ask(
+    question: &Question,
+    method: Method,
+    path: &str,
+    in_words: impl FnOnce(&str) -> Option<(String, Outcome)>,
+) -> Outcome {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return broke(&format!("can't start: {error}")),
+    };
+    let asked = runtime.block_on(async { tokio::time::timeout(PATIENCE, send(question, method, path)).await });
+    let (status, text) = match asked {
+        Err(_) => return broke(&format!("{} did not answer within {PATIENCE:?}", question.url)),
+        Ok(Err(Trouble::Words(message))) => {
+            eprintln!("error: {message}");
+            return Outcome::WrongWords;
+        }
+        Ok(Err(Trouble::Broke(message))) => return broke(&message),
+        Ok(Ok(answer)) => answer,
+    };
+    if status.is_success() {
+        return match in_words(&text) {
+            Some((words, outcome)) => {
+                let raw = format!("{text}\n");
+                match print(if question.json { &raw } else { &words }) {
+                    Outcome::Done => outcome,
+                    other => other,
+                }
+            }
+            None => print(&format!("{text}\n")),
+        };
+    }
+    if question.json {
+        print(&format!("{text}\n"));
+    } else {
+        let message = serde_json::from_str::<Value>(&text).ok().and_then(|body| Some(body["message"].as_str()?.to_owned()));
+        eprintln!("error: {}", message.unwrap_or_else(|| format!("{} answered {status}", question.url)));
+    }
+    match status {
+        StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => Outcome::WrongWords,
+        _ => Outcome::Broke,
+    }
+}
+
+fn broke(message: &str) -> Outcome {
+    eprintln!("error: {message}");
+    Outcome::Broke
+}
+
+enum Trouble {
+    Words(String),
+    Broke(String),
+}
+
+async fn send(question: &Question, method: Method, path: &str) -> Result<(StatusCode, String), Trouble> {
+    let url: Uri = question.url.parse().map_err(|error| Trouble::Words(format!("--url {}: {error}", question.url)))?;
+    let authority = match (url.scheme_str(), url.authority()) {
+        (Some("http"), Some(authority)) => authority.clone(),
+        _ => return Err(Trouble::Words(format!("--url {} isn't of the form http://HOST:PORT", question.url))),
+    };
+    let (target, body) = if method == Method::GET {
+        (format!("{path}?{}", as_query(question)?), Bytes::new())
+    } else {
+        (path.to_owned(), as_json(question)?.into())
+    };
+    let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
+    if !body.is_empty() {
+        request = request.header(CONTENT_TYPE, "application/json");
+    }
+    if let Some(name) = &question.token_env {
+        let token = std::env::var(name).map_err(|_| Trouble::Words(format!("--token-env {name}: it isn't set")))?;
+        request = request.header(AUTHORIZATION, format!("Bearer {}", token.trim()));
+    }
+    let request = request.body(Full::new(body)).map_err(|error| Trouble::Words(error.to_string()))?;
+
+    let unreachable = |why: String| {
+        Trouble::Broke(format!("no gate answers at {}: {why}\nIs it running? `tidegate serve` starts one.", question.url))
+    };
+    let host = authority.host().trim_matches(['[', ']']);
+    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80)))
+        .await
+        .map_err(|error| unreachable(error.to_string()))?;
+    let (mut sender, connection) =
+        http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.to_string()))?;
+    tokio::spawn(connection);
+    let response = sender.send_request(request).await.map_err(|error| unreachable(error.to_string()))?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
+    let bytes = body.map_err(|error| unreachable(error.to_string()))?.to_bytes();
+    Ok((status, String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+/// The question's plain fields with their names.
+fn fields(question: &Question) -> impl Iterator<Item = (&'static str, &str)> {
+    let texts = [
+        ("action", &question.action),
+        ("ip", &question.ip),
+        ("key", &question.key),
+        ("platform", &question.platform),
+        ("method", &question.method),
+        ("path", &question.path),
+        ("host", &question.host),
+    ];
+    texts.into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?)))
+}
+
+fn headers(question: &Question) -> impl Iterator<Item = Result<(&str, &str), Trouble>> {
+    question.headers.iter().map(|header| {
+        header.split_once('=').ok_or_else(|| Trouble::Words(format!("--header {header} isn't of the form NAME=VALUE")))
+    })
+}
+
+fn as_query(question: &Question) -> Result<String, Trouble> {
+    let mut text = String::new();
+    let mut add = |name: &str, value: &str| {
+        if !text.is_empty() {
+            text.push('&');
+        }
+        encode(name, &mut text);
+        text.push('=');
+        encode(value, &mut text);
+    };
+    for (name, value) in fields(question) {
+        add(name, value);
+    }
+    if let Some(cost) = question.cost {
+        add("cost", &cost.to_string());
+    }
+    for header in headers(question) {
+        let (name, value) = header?;
+        add(&format!("header:{name}"), value);
+    }
+    Ok(text)
+}
+
+fn as_json(question: &Question) -> Result<String, Trouble> {
+    let mut body = serde_json::Map::new();
+    for (name, value) in fields(question) {
+        body.insert(name.to_owned(), value.into());
+    }
+    if let Some(cost) = question.cost {
+        body.insert("cost".to_owned(), cost.into());
+    }
+    let given: serde_json::Map<String, Value> = headers(question)
+        .map(|header| header.map(|(name, value)| (name.to_owned(), value.into())))
+        .collect::<Result<_, _>>()?;
+    if !given.is_empty() {
+        body.insert("headers".to_owned(), json!(given));
+    }
+    Ok(Value::Object(body).to_string())
+}
+
+fn encode(text: &str, out: &mut String) {
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => out.push(byte.into()),
+            _ => {
+                let _ = write!(out, "%{byte:02X}");
+            }
+        }
+    }
+}
+
+fn decided(report: &Report) -> String {
+    let mut text = if report.allowed { "would be admitted".to_owned() } else { "would be refused".to_owned() };
+    match (report.reason.as_str(), &report.bound_by) {
+        ("allow_list", _) => text.push_str(": the address is on the allow list"),
+        ("deny_list", _) => text.push_str(": the address is on the deny list"),
+        (_, None) => text.push_str(": no limit applies"),
+        (_, Some(name)) => {
+            let (remaining, limit) = (report.remaining.unwrap_or_default(), report.limit.unwrap_or_default());
+            let _ = write!(text, ": {remaining} of {limit} left under {name}");
+        }
+    }
+    if let Some(backoff) = report.backoff_seconds {
+        let _ = write!(text, "; blocked for {backoff} s");
+    }
+    if !report.allowed && report.reason != "deny_list" {
+        match (report.retry_after, &report.next_allowed_at) {
+            (None, _) => text.push_str("; no waiting helps"),
+            (Some(wait), None) => {
+                let _ = write!(text, "; come back in {wait} s");
+            }
+            (Some(wait), Some(at)) => {
+                let _ = write!(text, "; come back in {wait} s, at {at}");
+            }
+        }
+    }
+    if report.shadow {
+        text.push_str(" (shadow: it would only be logged)");
+    }
+    text
+}
+
+fn explained(explanation: &Explanation) -> String {
+    let mut text = format!(
+        "{}: {}\n",
+        explanation.action.as_deref().unwrap_or("no action, only the global limit"),
+        decided(&explanation.decision)
+    );
+    for limit in &explanation.limits {
+        text.push('\n');
+        describe(&mut text, limit);
+    }
+    text
+}
+
+fn describe(text: &mut String, limit: &LimitState) {
+    let shadow = if limit.shadow { ", in shadow" } else { "" };
+    let _ = writeln!(text, "{} ({} limit{shadow})", limit.name, limit.source);
+    let _ = writeln!(text, "  allows    {}", limit.words);
+    if !limit.key.is_empty() {
+        let _ = writeln!(text, "  counts by {}", limit.key.join(" + "));
+    }
+    let _ = writeln!(text, "  used      {} of {}, {} left", limit.used, limit.limit, limit.remaining);
+    if limit.blocked {
+        let _ = writeln!(
+            text,
+            "  blocked   for {} s after {} strikes",
+            limit.backoff_seconds.unwrap_or_default(),
+            limit.strikes
+        );
+    }
+    let free = match (limit.allowed, limit.retry_after) {
+        (true, _) => "now".to_owned(),
+        (false, Some(wait)) => format!("in {wait} s"),
+        (false, None) => "never for this cost".to_owned(),
+    };
+    let _ = writeln!(text, "  free      {free}; whole again in {} s", limit.reset_after);
+}

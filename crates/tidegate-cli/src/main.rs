@@ -1,0 +1,128 @@
+//! The `tidegate` command.
+//!
+//! | status | means |
+//! | --- | --- |
+//! | 0 | done; for `explain` and `status`, the call would be admitted |
+//! | 1 | something broke: an address is taken, the gate can't be reached |
+//! | 2 | wrong words: the command line, the policy, or a question that the gate can't decide |
+//! | 3 | `explain` and `status`: the call would be refused |
+//! | 130 | `serve` was told twice to stop |
+
+mod ask;
+mod policy;
+mod serve;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+
+/// Paces traffic: limits, growing penalties and true waits in front of a web server.
+#[derive(Debug, Parser)]
+#[command(name = "tidegate", version, max_term_width = 100, after_help = "\
+Exit status: 0 done (explain, status: would be admitted), 1 something broke, 2 wrong words, 3 would be refused.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the gate: the proxy, the decision API with forward-auth, and health.
+    Serve {
+        /// The policy. Without it ./tidegate.toml, and without that a built-in default, which guards
+        /// http://127.0.0.1:3000 on http://127.0.0.1:8080.
+        #[arg(long, short, value_name = "FILE")]
+        config: Option<PathBuf>,
+    },
+    /// Check a policy and say in words what it limits.
+    Check {
+        /// The policy; `-` reads standard input.
+        #[arg(value_name = "FILE", default_value = "tidegate.toml")]
+        file: PathBuf,
+        /// Ignore TIDEGATE__… and the other variables that would override the file.
+        #[arg(long)]
+        no_env: bool,
+    },
+    /// Ask a running gate about every limit that a call would meet. Changes nothing.
+    Explain(Question),
+    /// Ask a running gate whether a call would be admitted. Changes nothing.
+    Status(Question),
+    /// Make a running gate forget a caller under an action's own limits.
+    Reset(Question),
+    /// Print every environment variable with its default, as a .env file.
+    Env,
+}
+
+/// A call, as the decision API describes it.
+#[derive(Debug, Args)]
+struct Question {
+    /// The action.
+    #[arg(required_unless_present = "path")]
+    action: Option<String>,
+    /// The client's address.
+    #[arg(long)]
+    ip: Option<String>,
+    /// What identifies the caller: an account, an API key, a tenant.
+    #[arg(long)]
+    key: Option<String>,
+    /// web, mobile, api or admin.
+    #[arg(long)]
+    platform: Option<String>,
+    /// How much the call weighs.
+    #[arg(long)]
+    cost: Option<u64>,
+    /// The request's method.
+    #[arg(long)]
+    method: Option<String>,
+    /// The request's path; without an action, it finds one.
+    #[arg(long)]
+    path: Option<String>,
+    /// The request's host.
+    #[arg(long)]
+    host: Option<String>,
+    /// A header of the request, as NAME=VALUE; may be repeated.
+    #[arg(long = "header", value_name = "NAME=VALUE")]
+    headers: Vec<String>,
+    /// The gate's decision API.
+    #[arg(long, default_value = "http://127.0.0.1:8082")]
+    url: String,
+    /// The environment variable that holds the API's bearer token.
+    #[arg(long, value_name = "NAME")]
+    token_env: Option<String>,
+    /// Print the gate's JSON as it came.
+    #[arg(long)]
+    json: bool,
+}
+
+/// How a command ended; see the table above.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Done,
+    Broke,
+    WrongWords,
+    Refused,
+}
+
+impl From<Outcome> for ExitCode {
+    fn from(outcome: Outcome) -> Self {
+        Self::from(match outcome {
+            Outcome::Done => 0,
+            Outcome::Broke => 1,
+            Outcome::WrongWords => 2,
+            Outcome::Refused => 3,
+        })
+    }
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Serve { config } => serve::run(config.as_deref()),
+        Command::Check { file, no_env } => policy::check(&file, no_env),
+        Command::Explain(question) => ask::explain(&question),
+        Command::Status(question) => ask::status(&question),
+        Command::Reset(question) => ask::reset(&question),
+        Command::Env => policy::env(),
+    };
+    outcome.into()
+}

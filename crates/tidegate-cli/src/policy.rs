@@ -1,0 +1,130 @@
+//! Policies: reading them, and saying in words what they limit.
+
+use std::fmt::Write as _;
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use tidegate::policy::{Action, Plan};
+use tidegate_policy::{Policy, Sources, settings};
+
+use crate::Outcome;
+
+/// Where the policy lies when nobody says.
+const USUAL: &str = "tidegate.toml";
+
+/// A policy and the name of what it was read from.
+pub(crate) struct Read {
+    pub(crate) policy: Policy,
+    pub(crate) from: String,
+}
+
+/// Reads the policy of this file, or ./tidegate.toml, or the built-in one. What is wrong is told on standard error.
+pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome> {
+    let usual = Path::new(USUAL);
+    let file = file.map(Path::to_owned).or_else(|| usual.exists().then(|| PathBuf::from(USUAL)));
+    let mut sources = Sources::new();
+    let from = match &file {
+        None => "the built-in default policy".to_owned(),
+        Some(file) => {
+            let name = if file.as_os_str() == "-" { "standard input".to_owned() } else { file.display().to_string() };
+            let text = text_of(file).map_err(|error| {
+                tell(&format!("error: can't read {name}: {error}\n"));
+                Outcome::Broke
+            })?;
+            sources = sources.file(name.clone(), text);
+            name
+        }
+    };
+    if with_env {
+        // A variable that isn't Unicode can't be one of ours, whose names and values are.
+        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        sources = sources.env(variables);
+    }
+    match Policy::load(sources) {
+        Ok(policy) => Ok(Read { policy, from }),
+        Err(errors) => {
+            tell(&format!("{errors}\n"));
+            Err(Outcome::WrongWords)
+        }
+    }
+}
+
+fn text_of(file: &Path) -> io::Result<String> {
+    if file.as_os_str() == "-" {
+        let mut text = String::new();
+        io::stdin().read_to_string(&mut text)?;
+        return Ok(text);
+    }
+    std::fs::read_to_string(file)
+}
+
+fn tell(text: &str) {
+    // Standard error that is closed has nobody to tell.
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// `tidegate check`.
+pub(crate) fn check(file: &Path, no_env: bool) -> Outcome {
+    match read(Some(file), !no_env) {
+        Err(outcome) => outcome,
+        Ok(Read { policy, from }) => print(&format!("{from}: good\n\n{}", in_words(&policy))),
+    }
+}
+
+/// `tidegate env`.
+pub(crate) fn env() -> Outcome {
+    print(&settings::env_example())
+}
+
+/// Writes to standard output; a reader that has gone away (`| head`) is no error.
+pub(crate) fn print(text: &str) -> Outcome {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Outcome::Done,
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Outcome::Done,
+        Err(_) => Outcome::Broke,
+    }
+}
+
+/// Every limit of a policy with its true bound.
+pub(crate) fn in_words(policy: &Policy) -> String {
+    let plan = policy.plan();
+    let mut text = String::new();
+    if !plan.global().is_empty() {
+        let _ = writeln!(text, "every call, over all actions");
+        limits(&mut text, plan, plan.global());
+    }
+    for (_, action) in plan.actions() {
+        let _ = writeln!(text, "{}{}", action.name(), reached_by(action));
+        if action.is_unlimited() {
+            let _ = writeln!(text, "  unlimited");
+        }
+        limits(&mut text, plan, action.limits());
+    }
+    if text.is_empty() {
+        text.push_str("nothing is limited\n");
+    }
+    text
+}
+
+fn reached_by(action: &Action) -> String {
+    let mut text = match action.matcher() {
+        Some(matcher) => format!(": {matcher}"),
+        None => ": by name, through the decision API or forward-auth".to_owned(),
+    };
+    if action.cost() != 1 {
+        let _ = write!(text, "; a call weighs {}", action.cost());
+    }
+    if action.is_shadow() {
+        text.push_str("; shadow: decides and logs, refuses nothing");
+    }
+    text
+}
+
+fn limits(text: &mut String, plan: &Plan, ids: &[tidegate::core::LimitId]) {
+    for id in ids {
+        let parts: Vec<String> = plan.key_parts(*id).iter().map(ToString::to_string).collect();
+        let by = if parts.is_empty() { "all together".to_owned() } else { format!("by {}", parts.join(" + ")) };
+        let _ = writeln!(text, "  {} ({by})", plan.info(*id).words());
+    }
+}

@@ -1,0 +1,72 @@
+//! `tidegate serve`.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use tidegate_policy::Policy;
+use tidegate_server::{Bound, Server, log, signals};
+
+use crate::Outcome;
+use crate::policy::{self, Read};
+
+/// Runs the gate until it is told to stop.
+pub(crate) fn run(config: Option<&Path>) -> Outcome {
+    let Read { policy, from } = match policy::read(config, true) {
+        Ok(read) => read,
+        Err(outcome) => return outcome,
+    };
+    let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
+    if let Err(error) = log::start(policy.log(), filter.as_deref()) {
+        eprintln!("error: {error}");
+        return Outcome::WrongWords;
+    }
+    // With one processor there is nobody to share work with, and sharing it costs.
+    let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
+    let mut runtime =
+        if alone { tokio::runtime::Builder::new_current_thread() } else { tokio::runtime::Builder::new_multi_thread() };
+    match runtime.enable_all().build() {
+        Ok(runtime) => runtime.block_on(serve(&policy, &from)),
+        Err(error) => {
+            eprintln!("error: can't start: {error}");
+            Outcome::Broke
+        }
+    }
+}
+
+async fn serve(policy: &Policy, from: &str) -> Outcome {
+    let stop = match signals::stop() {
+        Ok(stop) => stop,
+        Err(error) => {
+            eprintln!("error: can't listen for signals: {error}");
+            return Outcome::Broke;
+        }
+    };
+    let bound = match Server::new(policy).bind() {
+        Ok(bound) => bound,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return Outcome::Broke;
+        }
+    };
+    policy::print(&greeting(policy, from, &bound));
+    bound.run(stop).await;
+    Outcome::Done
+}
+
+fn greeting(policy: &Policy, from: &str, bound: &Bound) -> String {
+    let mut text = format!("tidegate {} runs {from}\n\n", env!("CARGO_PKG_VERSION"));
+    match (bound.inbound(), &policy.inbound().upstream) {
+        (Some(address), Some(upstream)) => {
+            let _ = writeln!(text, "  gate     http://{address} in front of {upstream}");
+        }
+        _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
+    }
+    let other = [("API", bound.api(), "/v1/check, /v1/auth"), ("health", bound.admin(), "/healthz, /readyz")];
+    for (name, address, paths) in other {
+        if let Some(address) = address {
+            let _ = writeln!(text, "  {name:<8} http://{address} ({paths})");
+        }
+    }
+    let _ = write!(text, "\n{}\n", policy::in_words(policy));
+    text
+}

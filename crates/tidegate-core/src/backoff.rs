@@ -1,0 +1,207 @@
+//! How long to wait before trying again.
+//!
+//! Growth and jitter are apart: growth gives the n-th wait, jitter spreads it. Both stay inside the cap, so that a
+//! thousand clients at the cap don't wake together; only Google's additive kind, which its authors clamp last, gathers
+//! there. Sources: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog 2015 (full, equal,
+//! decorrelated); Google Cloud, "Truncated exponential backoff" (additive).
+
+use rand_core::Rng;
+
+use crate::Span;
+
+/// How waits grow with the number of failures, n counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Growth {
+    /// `base`, always.
+    Constant,
+    /// `base · n`.
+    Linear,
+    /// `base · factor^(n−1)`.
+    Exponential {
+        /// What each wait is multiplied by; 2 doubles, 0 counts as 1.
+        factor: u32,
+    },
+    /// `base · F(n)` of 1, 1, 2, 3, 5, 8 …
+    Fibonacci,
+}
+
+/// How a wait is spread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Jitter {
+    /// Not at all.
+    None,
+    /// Anywhere from 0 to the wait.
+    Full,
+    /// Anywhere in the upper half of the wait.
+    Equal,
+    /// Anywhere from the base to three times the wait before, whatever the growth.
+    Decorrelated,
+    /// Up to this much more, drawn anew each time and clamped to the cap last.
+    Additive(Span),
+}
+
+/// A growth, its base, its cap and its jitter. Truncated: no wait is ever longer than the cap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// How waits grow.
+    pub growth: Growth,
+    /// The first wait.
+    pub base: Span,
+    /// The longest wait; [`Span::MAX`] for none to speak of.
+    pub cap: Span,
+    /// How waits are spread.
+    pub jitter: Jitter,
+}
+
+impl Backoff {
+    /// Doubling from `base` up to `cap` with full jitter.
+    pub const fn exponential(base: Span, cap: Span) -> Self {
+        Self { growth: Growth::Exponential { factor: 2 }, base, cap, jitter: Jitter::Full }
+    }
+
+    /// The same growth with another jitter.
+    #[must_use]
+    pub const fn with_jitter(mut self, jitter: Jitter) -> Self {
+        self.jitter = jitter;
+        self
+    }
+
+    /// The n-th wait before jitter; n counts from 1, and 0 counts as 1.
+    pub fn wait(&self, n: u32) -> Span {
+        let n = n.max(1);
+        let times = match self.growth {
+            Growth::Constant => 1,
+            Growth::Linear => u64::from(n),
+            Growth::Exponential { factor: 2 } => 1_u64.checked_shl(n - 1).unwrap_or(u64::MAX),
+            Growth::Exponential { factor } => u64::from(factor.max(1)).saturating_pow(n - 1),
+            Growth::Fibonacci => fibonacci(n),
+        };
+        self.base.times(times).min(self.cap)
+    }
+
+    /// The n-th wait with jitter. `before` is the wait that was answered last (the base, at first); only decorrelated
+    /// jitter asks for it.
+    pub fn delay(&self, n: u32, before: Span, rng: &mut impl Rng) -> Span {
+        match self.jitter {
+            Jitter::None => self.wait(n),
+            Jitter::Full => between(Span::ZERO, self.wait(n), rng),
+            Jitter::Equal => {
+                let wait = self.wait(n);
+                between(Span::from_micros(wait.as_micros().div_ceil(2)), wait, rng)
+            }
+            Jitter::Decorrelated => {
+                let low = self.base.min(self.cap);
+                between(low, before.times(3).max(low), rng).min(self.cap)
+            }
+            Jitter::Additive(most) => (self.wait(n) + between(Span::ZERO, most, rng)).min(self.cap),
+        }
+    }
+
+    /// The waits of one call, one after another.
+    pub fn waits(self) -> Waits {
+        Waits { backoff: self, n: 0, before: self.base }
+    }
+}
+
+/// The waits of one call, one after another.
+#[derive(Clone, Copy, Debug)]
+pub struct Waits {
+    backoff: Backoff,
+    n: u32,
+    before: Span,
+}
+
+impl Waits {
+    /// The next wait.
+    pub fn next(&mut self, rng: &mut impl Rng) -> Span {
+        self.n = self.n.saturating_add(1);
+        self.before = self.backoff.delay(self.n, self.before, rng);
+        self.before
+    }
+
+    /// Starts over, as after a success.
+    pub fn reset(&mut self) {
+        *self = self.backoff.waits();
+    }
+}
+
+fn fibonacci(n: u32) -> u64 {
+    let (mut this, mut next) = (0_u64, 1_u64);
+    for _ in 0..n {
+        (this, next) = (next, this.saturating_add(next));
+        if this == u64::MAX {
+            break;
+        }
+    }
+    this
+}
+
+/// A span from `low` to `high`, both included. Multiplying and shifting favours no span by more than one part in 2^11.
+fn between(low: Span, high: Span, rng: &mut impl Rng) -> Span {
+    let width = (high - low).as_micros() + 1;
+    let drawn = (u128::from(rng.next_u64()) * u128::from(width)) >> 64;
+    low + Span::from_micros(drawn as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::SeedableRng;
+    use rand::rngs::SmallRng;
+    use std::vec::Vec;
+
+    fn secs(backoff: Backoff, n: u32) -> Vec<u64> {
+        (1..=n).map(|n| backoff.wait(n).as_secs_ceil()).collect()
+    }
+
+    #[test]
+    fn growths() {
+        let base = Backoff {
+            growth: Growth::Constant,
+            base: Span::from_secs(1),
+            cap: Span::from_secs(30),
+            jitter: Jitter::None,
+        };
+        assert_eq!(secs(base, 3), [1, 1, 1]);
+        assert_eq!(secs(Backoff { growth: Growth::Linear, ..base }, 4), [1, 2, 3, 4]);
+        assert_eq!(secs(Backoff { growth: Growth::Exponential { factor: 2 }, ..base }, 7), [1, 2, 4, 8, 16, 30, 30]);
+        assert_eq!(secs(Backoff { growth: Growth::Exponential { factor: 3 }, ..base }, 5), [1, 3, 9, 27, 30]);
+        assert_eq!(secs(Backoff { growth: Growth::Fibonacci, ..base }, 9), [1, 1, 2, 3, 5, 8, 13, 21, 30]);
+        for growth in [Growth::Linear, Growth::Exponential { factor: u32::MAX }, Growth::Fibonacci] {
+            let wait = Backoff { growth, base: Span::MAX, cap: Span::MAX, jitter: Jitter::None }.wait(u32::MAX);
+            assert_eq!(wait, Span::MAX);
+        }
+    }
+
+    #[test]
+    fn jitter_keeps_its_range() {
+        let mut rng = SmallRng::seed_from_u64(7);
+        let base = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
+        for n in 1..=200 {
+            let wait = base.wait(n);
+            assert!(base.delay(n, base.base, &mut rng) <= wait);
+            let equal = base.with_jitter(Jitter::Equal).delay(n, base.base, &mut rng);
+            assert!(equal >= Span::from_micros(wait.as_micros() / 2) && equal <= wait);
+            let additive = base.with_jitter(Jitter::Additive(Span::from_secs(1))).delay(n, base.base, &mut rng);
+            assert!(additive >= wait && additive <= (wait + Span::from_secs(1)).min(base.cap));
+        }
+        let mut waits = base.with_jitter(Jitter::Decorrelated).waits();
+        let mut before = base.base;
+        for _ in 0..10_000 {
+            let wait = waits.next(&mut rng);
+            assert!(wait >= base.base && wait <= before.times(3).min(base.cap));
+            before = wait;
+        }
+    }
+
+    #[test]
+    fn full_jitter_spreads_a_thousand_clients_at_the_cap() {
+        let mut rng = SmallRng::seed_from_u64(1);
+        let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
+        let mut buckets = [0; 321];
+        for _ in 0..1000 {
+            buckets[(backoff.delay(20, backoff.base, &mut rng).as_micros() / 100_000) as usize] += 1;
+        }
+        assert!(buckets.iter().all(|&count| count <= 50), "{buckets:?}");
+    }
+}

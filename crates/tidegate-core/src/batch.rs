@@ -1,0 +1,365 @@
+//! One question to a store: operations as data, decided all or nothing.
+
+use arrayvec::ArrayVec;
+use core::fmt;
+
+use crate::state::Look;
+use crate::{Count, Limit, LimitId, Limits, Span, State, Time};
+
+/// The most operations that one batch holds.
+pub const MAX_OPS: usize = 8;
+
+/// A key: 128 bits of a keyed hash over its parts. Stores keep this, never the parts themselves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    hi: u64,
+    lo: u64,
+}
+
+impl Key {
+    /// A key of two halves; `lo` alone must already be well spread.
+    pub const fn new(hi: u64, lo: u64) -> Self {
+        Self { hi, lo }
+    }
+
+    /// The upper half.
+    pub const fn hi(self) -> u64 {
+        self.hi
+    }
+
+    /// The lower half.
+    pub const fn lo(self) -> u64 {
+        self.lo
+    }
+}
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    /// Charges the cost if all limits of the batch have room; takes a strike if this one has none.
+    Take,
+    /// Answers what a `Take` would meet, and changes nothing.
+    Peek,
+    /// Gives back a cost that was charged.
+    Refund,
+    /// Gives back the permits that the batch's id holds.
+    Release,
+    /// Lengthens the lease of the permits that the batch's id holds.
+    Renew,
+    /// Forgets the key under this limit: usage, block and strikes.
+    Reset,
+}
+
+/// One operation on one key under one limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Op {
+    /// Under which limit.
+    pub limit: LimitId,
+    /// What to do.
+    pub verb: Verb,
+    /// On whose account.
+    pub key: Key,
+    /// How much; 1 for an ordinary call, at most 2^40.
+    pub cost: u64,
+    /// Whether a store that is full must find room for this key all the same.
+    pub must_fit: bool,
+}
+
+impl Op {
+    /// A `Take`, `Peek` or other operation of `cost` on a key that may have to share when the store is full.
+    pub const fn new(limit: LimitId, verb: Verb, key: Key, cost: u64) -> Self {
+        Self { limit, verb, key, cost, must_fit: false }
+    }
+}
+
+/// Operations that a store carries out together, atomically.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    id: u64,
+    ops: ArrayVec<Op, MAX_OPS>,
+}
+
+/// A batch already holds [`MAX_OPS`] operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchFull;
+
+impl fmt::Display for BatchFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "one decision asks at most {MAX_OPS} limits")
+    }
+}
+
+impl core::error::Error for BatchFull {}
+
+impl Batch {
+    /// An empty batch. The id names the holder of any permits it takes, or gives back, or renews.
+    pub fn new(id: u64) -> Self {
+        Self { id, ops: ArrayVec::new() }
+    }
+
+    /// Adds an operation.
+    ///
+    /// # Errors
+    /// [`BatchFull`] at the ninth.
+    pub fn push(&mut self, op: Op) -> Result<(), BatchFull> {
+        self.ops.try_push(op).map_err(|_| BatchFull)
+    }
+
+    /// Who holds the permits of this batch.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The operations in order.
+    pub fn ops(&self) -> &[Op] {
+        &self.ops
+    }
+
+    /// The operations in order, to be changed.
+    pub fn ops_mut(&mut self) -> &mut [Op] {
+        &mut self.ops
+    }
+}
+
+/// What came of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// There was room, or there was nothing to refuse.
+    Admitted,
+    /// The limit is full, but a served block's parole lets this call pass.
+    Parole,
+    /// The limit has no room, or (renewing) nothing is held.
+    Refused,
+    /// A block lives.
+    Blocked,
+    /// The store is full of keys that it must keep; ask again under a key that is shared.
+    NoRoom,
+}
+
+impl Verdict {
+    /// Whether this operation stands against the call.
+    pub fn refuses(self) -> bool {
+        matches!(self, Self::Refused | Self::Blocked | Self::NoRoom)
+    }
+}
+
+/// The answer to one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// What came of it.
+    pub verdict: Verdict,
+    /// The limit's capacity.
+    pub limit: u64,
+    /// What is used of it after the decision; more than the limit where a parole overdrew it.
+    pub used: u64,
+    /// What is left of it after the decision; 0 while a block lives.
+    pub remaining: u64,
+    /// When this limit would admit the call: now if it does, [`Time::NEVER`] if it never will.
+    pub retry_at: Time,
+    /// When the limit is whole again.
+    pub reset_at: Time,
+    /// The whole length of the block in force; zero if none is.
+    pub block: Span,
+    /// When it ends.
+    pub block_until: Time,
+    /// Strikes that count.
+    pub strikes: u8,
+}
+
+impl Outcome {
+    /// The outcome of a look at `now` where no penalty has a say.
+    #[inline]
+    pub fn of(look: Look, now: Time) -> Self {
+        Self {
+            verdict: if look.retry_at <= now { Verdict::Admitted } else { Verdict::Refused },
+            limit: look.limit,
+            used: look.used,
+            remaining: look.remaining,
+            retry_at: look.retry_at,
+            reset_at: look.reset_at,
+            block: Span::ZERO,
+            block_until: Time::ZERO,
+            strikes: 0,
+        }
+    }
+
+    /// An answer that says nothing about a limit: of an operation that gave back, or renewed, or forgot.
+    pub fn plain(verdict: Verdict, now: Time) -> Self {
+        Self::of(Look { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now).with(verdict)
+    }
+
+    /// Counts `cost` that was just charged.
+    #[inline]
+    pub fn spend(&mut self, cost: u64) {
+        self.used = self.used.saturating_add(cost);
+        self.remaining = self.remaining.saturating_sub(cost);
+    }
+
+    fn with(mut self, verdict: Verdict) -> Self {
+        self.verdict = verdict;
+        self
+    }
+}
+
+/// The answers to a batch, in the order of its operations.
+#[derive(Clone, Debug)]
+pub struct Outcomes {
+    now: Time,
+    list: ArrayVec<Outcome, MAX_OPS>,
+}
+
+impl Outcomes {
+    /// When the store decided, by its own time.
+    pub fn now(&self) -> Time {
+        self.now
+    }
+
+    /// The answers.
+    pub fn list(&self) -> &[Outcome] {
+        &self.list
+    }
+}
+
+/// What stands against a call.
+#[derive(Clone, Copy, Default)]
+struct Tally {
+    refused: bool,
+    blocked: bool,
+    no_room: bool,
+}
+
+impl Tally {
+    fn add(&mut self, verdict: Verdict) {
+        self.refused |= verdict.refuses();
+        self.blocked |= verdict == Verdict::Blocked;
+        self.no_room |= verdict == Verdict::NoRoom;
+    }
+}
+
+/// A store's cells for the operations of one batch, addressed by the operation's place in it.
+///
+/// The methods mirror [`State`]'s; a store that keeps whole states forwards to them, and one that keeps some states
+/// in a shorter form may answer from that.
+pub trait Cells {
+    /// [`State::judge`], or for a `Peek` [`State::peek`], which changes nothing.
+    fn judge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome;
+    /// [`State::charge`].
+    fn charge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome);
+    /// [`State::strike`].
+    fn strike(&mut self, index: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome);
+    /// Runs `change` on the whole state, if there is one.
+    fn alter(&mut self, index: usize, op: &Op, limit: &Limit, now: Time, change: &mut dyn FnMut(&mut State));
+    /// Forgets the state.
+    fn forget(&mut self, index: usize, op: &Op);
+}
+
+/// Carries out a batch: first every limit is judged, then, if none refuses, all are charged; otherwise those that
+/// refuse take their strikes. An operation that names a limit the plan doesn't have admits.
+///
+/// - While any block lives, nothing changes but the count of limits that count all calls.
+/// - A limit in shadow neither stops the others nor keeps them from striking; it takes part itself as if it were
+///   enforced.
+/// - A limit that counts all calls is charged whenever it has room itself, which a parole is not.
+/// - Where the store has no room for a key, nothing changes at all: the batch is to be asked again under another key.
+pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcomes {
+    let now = judgeable(now);
+    let holder = batch.id;
+    let mut list = ArrayVec::<Outcome, MAX_OPS>::new();
+    let (mut enforced, mut watched) = (Tally::default(), Tally::default());
+    for (index, op) in batch.ops.iter().enumerate() {
+        let outcome = match limits.get(op.limit) {
+            Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
+                let outcome = cells.judge(index, op, limit, holder, now);
+                if op.verb == Verb::Take {
+                    watched.add(outcome.verdict);
+                    if !limit.is_shadow() {
+                        enforced.add(outcome.verdict);
+                    }
+                }
+                outcome
+            }
+            _ => Outcome::plain(Verdict::Admitted, now),
+        };
+        list.push(outcome);
+    }
+    if watched.no_room {
+        return Outcomes { now, list };
+    }
+    for (index, (op, outcome)) in batch.ops.iter().zip(&mut list).enumerate() {
+        let Some(limit) = limits.get(op.limit) else { continue };
+        let tally = if limit.is_shadow() { watched } else { enforced };
+        match op.verb {
+            Verb::Peek => {}
+            Verb::Take if outcome.verdict.refuses() => {
+                if !tally.blocked {
+                    cells.strike(index, op, limit, now, outcome);
+                }
+            }
+            Verb::Take => {
+                let counts_anyway = limit.count() == Count::All && outcome.verdict == Verdict::Admitted;
+                if !tally.refused || counts_anyway {
+                    cells.charge(index, op, limit, holder, now, outcome);
+                }
+            }
+            Verb::Refund => cells.alter(index, op, limit, now, &mut |state| state.refund(limit, op.cost, now)),
+            Verb::Release | Verb::Renew => {
+                let mut held = false;
+                cells.alter(index, op, limit, now, &mut |state| {
+                    held = match op.verb {
+                        Verb::Release => state.release(limit, holder, now),
+                        _ => state.renew(limit, holder, now),
+                    };
+                });
+                outcome.verdict = if held { Verdict::Admitted } else { Verdict::Refused };
+            }
+            Verb::Reset => cells.forget(index, op),
+        }
+    }
+    Outcomes { now, list }
+}
+
+/// The last moment at which anything is decided lies before [`Time::NEVER`], so that even a clock gone mad never
+/// reaches the moment when a limit of 0 has room.
+#[inline]
+fn judgeable(now: Time) -> Time {
+    now.min(Time::NEVER - Span::from_micros(1))
+}
+
+/// [`settle`] for a batch of nothing but one `Take`, of a limit that is enforced.
+#[inline]
+pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut impl Cells, now: Time) -> Outcome {
+    let now = judgeable(now);
+    let mut outcome = cells.judge(0, op, limit, holder, now);
+    match outcome.verdict {
+        Verdict::Admitted | Verdict::Parole => cells.charge(0, op, limit, holder, now, &mut outcome),
+        Verdict::Refused => cells.strike(0, op, limit, now, &mut outcome),
+        Verdict::Blocked | Verdict::NoRoom => {}
+    }
+    outcome
+}
+
+/// Whole states, one for each operation, as cells: for stores that load a batch's rows and write them back.
+impl Cells for [State] {
+    fn judge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome {
+        match op.verb {
+            Verb::Peek => self[index].peek(limit, op.cost, holder, now),
+            _ => self[index].judge(limit, op.cost, holder, now),
+        }
+    }
+
+    fn charge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome) {
+        self[index].charge(limit, op.cost, holder, now, outcome);
+    }
+
+    fn strike(&mut self, index: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome) {
+        self[index].strike(limit, op.cost, now, outcome);
+    }
+
+    fn alter(&mut self, index: usize, _: &Op, _: &Limit, _: Time, change: &mut dyn FnMut(&mut State)) {
+        change(&mut self[index]);
+    }
+
+    fn forget(&mut self, index: usize, _: &Op) {
+        self[index] = State::default();
+    }
+}

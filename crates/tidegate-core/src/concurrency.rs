@@ -1,0 +1,175 @@
+//! `concurrency`: how many calls may be in flight. Each holds a permit with a lease, so that a holder that dies
+//! without giving it back is forgotten when the lease ends.
+
+use alloc::vec::Vec;
+
+use crate::limit::LimitError;
+use crate::state::Look;
+use crate::time::OVERTAKEN;
+use crate::{Span, Time};
+
+/// The most permits that one key hands out.
+const MAX_PERMITS: u64 = 1 << 16;
+
+/// At most `limit` permits held at once, each until it is released or its lease ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Concurrency {
+    limit: u64,
+    lease: Span,
+}
+
+impl Concurrency {
+    /// How long a permit lives unless it is renewed: 30 s.
+    pub const LEASE: Span = Span::from_secs(30);
+    /// How often a holder renews: every 10 s.
+    pub const RENEW: Span = Span::from_secs(10);
+
+    /// At most `limit` in flight, with leases of `lease`.
+    ///
+    /// # Errors
+    /// More than 65,536 in flight, or a lease of no length.
+    pub fn new(limit: u64, lease: Span) -> Result<Self, LimitError> {
+        if limit > MAX_PERMITS {
+            return Err(LimitError::TooManyPermits { found: limit });
+        }
+        if lease.is_zero() {
+            return Err(LimitError::ZeroPeriod);
+        }
+        Ok(Self { limit, lease })
+    }
+
+    /// How many may be in flight.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// How long a permit lives unless it is renewed.
+    pub fn lease(&self) -> Span {
+        self.lease
+    }
+
+    /// Forgets permits whose lease has ended, and shortens those that a clock which stepped back had made longer
+    /// than a lease.
+    pub fn settle(&self, permits: &mut Permits, now: Time) {
+        let longest = now + self.lease;
+        permits.0.retain_mut(|permit| {
+            if permit.expires > longest + OVERTAKEN {
+                permit.expires = longest;
+            }
+            permit.expires > now
+        });
+    }
+
+    /// What a call of `cost` permits would meet at `now`, in a list that was settled for `now`.
+    pub fn look(&self, permits: &Permits, cost: u64, now: Time) -> Look {
+        let used = permits.used();
+        let retry_at = if cost > self.limit {
+            Time::NEVER
+        } else if used + cost <= self.limit {
+            now
+        } else {
+            let mut missing = used + cost - self.limit;
+            let mut expiries: Vec<&Permit> = permits.0.iter().collect();
+            expiries.sort_unstable_by_key(|permit| permit.expires);
+            let mut free_at = now;
+            for permit in expiries {
+                free_at = permit.expires;
+                missing = missing.saturating_sub(permit.count);
+                if missing == 0 {
+                    break;
+                }
+            }
+            free_at
+        };
+        let reset_at = permits.0.iter().map(|permit| permit.expires).max().unwrap_or(now);
+        Look { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
+    }
+
+    /// Hands `cost` permits to `holder`; a holder that asks again keeps what it has.
+    pub fn charge(&self, permits: &mut Permits, holder: u64, cost: u64, now: Time) {
+        let expires = now + self.lease;
+        match permits.0.iter_mut().find(|permit| permit.holder == holder) {
+            Some(permit) => permit.expires = expires,
+            None if cost > 0 => permits.0.push(Permit { holder, count: cost, expires }),
+            None => {}
+        }
+    }
+
+    /// Lengthens the holder's lease from `now`; false if it holds none any more.
+    pub fn renew(&self, permits: &mut Permits, holder: u64, now: Time) -> bool {
+        match permits.0.iter_mut().find(|permit| permit.holder == holder) {
+            Some(permit) => {
+                permit.expires = now + self.lease;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Takes the holder's permits back; false if it holds none any more.
+    pub fn release(&self, permits: &mut Permits, holder: u64) -> bool {
+        let before = permits.0.len();
+        permits.0.retain(|permit| permit.holder != holder);
+        permits.0.len() < before
+    }
+}
+
+/// What one holder has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Permit {
+    /// Who holds it: the id of the batch that took it.
+    pub holder: u64,
+    /// How many.
+    pub count: u64,
+    /// When the lease ends.
+    pub expires: Time,
+}
+
+/// The permits that a key has handed out.
+#[derive(Clone, Debug, Default)]
+pub struct Permits(Vec<Permit>);
+
+impl Permits {
+    /// The sum of all permits.
+    pub fn used(&self) -> u64 {
+        self.0.iter().map(|permit| permit.count).sum()
+    }
+
+    /// Whether `holder` has any.
+    pub fn holds(&self, holder: u64) -> bool {
+        self.0.iter().any(|permit| permit.holder == holder)
+    }
+
+    /// When the last lease ends.
+    pub fn idle_at(&self) -> Time {
+        self.0.iter().map(|permit| permit.expires).max().unwrap_or(Time::ZERO)
+    }
+
+    /// Bytes held outside the list itself.
+    pub fn heap_bytes(&self) -> usize {
+        self.0.capacity() * size_of::<Permit>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn permits_return_by_release_or_by_the_lease() {
+        let limit = Concurrency::new(2, Concurrency::LEASE).unwrap();
+        let at = |secs: u64| Time::from_secs(1000 + secs);
+        let mut permits = Permits::default();
+        limit.charge(&mut permits, 1, 1, at(0));
+        limit.charge(&mut permits, 2, 1, at(5));
+        limit.charge(&mut permits, 2, 1, at(5));
+        assert_eq!(limit.look(&permits, 1, at(5)).retry_at, at(30));
+        assert!(limit.renew(&mut permits, 1, at(10)));
+        assert_eq!(limit.look(&permits, 1, at(10)).retry_at, at(35));
+        assert!(limit.release(&mut permits, 2) && !limit.release(&mut permits, 2));
+        assert_eq!(limit.look(&permits, 1, at(10)).retry_at, at(10));
+        limit.settle(&mut permits, at(40));
+        assert_eq!(permits.used(), 0);
+        assert!(!limit.renew(&mut permits, 1, at(40)));
+    }
+}

@@ -1,0 +1,43 @@
+//! The judgement of Tidegate: limits, penalties, backoff and decisions as pure machines.
+//!
+//! Nothing in this crate waits, reads a clock or draws ambient randomness: `now` and random numbers come in, and
+//! every change that a store must make is data ([`Batch`]). It is `no_std` with `alloc`, and counts time in whole
+//! microseconds, so that the same question gets the same answer in a test, in a simulation and in production.
+//!
+//! | a person's word | here |
+//! | --- | --- |
+//! | "5 per 60s" | [`Window`]: no trailing 60 s ever holds more than 5 |
+//! | "10/s burst 20" | [`Rate`]: GCRA, smooth, with a burst |
+//! | "1000 per day in Europe/Paris" | [`Quota`]: counted by calendar periods |
+//! | "8 in flight" | [`Concurrency`]: permits with a lease |
+//! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: what repeated violation costs |
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+#[cfg(test)]
+extern crate std;
+
+pub mod admit;
+pub mod backoff;
+pub mod batch;
+pub mod concurrency;
+pub mod limit;
+pub mod penalty;
+pub mod quota;
+pub mod rate;
+pub mod state;
+pub mod time;
+pub mod window;
+
+pub use admit::{Decision, Reason};
+pub use backoff::{Backoff, Growth, Jitter};
+pub use batch::{Batch, BatchFull, Key, MAX_OPS, Op, Outcome, Outcomes, Verb, Verdict};
+pub use concurrency::Concurrency;
+pub use limit::{Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT};
+pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
+pub use quota::{Calendar, Period, Quota};
+pub use rate::Rate;
+pub use state::State;
+pub use time::{Clock, Span, Time};
+pub use window::Window;

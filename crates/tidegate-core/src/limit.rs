@@ -1,0 +1,232 @@
+//! What is allowed: a limit of some kind, what exceeding it costs, and how it takes part in a decision.
+
+use alloc::vec::Vec;
+use core::fmt;
+use core::num::NonZeroU16;
+
+use crate::{Concurrency, Penalty, Quota, Rate, Window};
+
+/// The largest limit: 2^40.
+pub const MAX_LIMIT: u64 = 1 << 40;
+/// The largest cost of one call: 2^40.
+pub const MAX_COST: u64 = 1 << 40;
+/// How many limits one plan holds at most.
+pub const MAX_LIMITS: usize = 4095;
+
+/// Names a limit within its plan: 1 to 4095.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LimitId(NonZeroU16);
+
+impl LimitId {
+    /// The id of a plan's first limit.
+    pub const FIRST: Self = Self(NonZeroU16::MIN);
+
+    /// The id of the limit at `index` of the plan's list, or `None` past the 4095th.
+    pub fn from_index(index: usize) -> Option<Self> {
+        if index >= MAX_LIMITS {
+            return None;
+        }
+        u16::try_from(index + 1).ok().and_then(NonZeroU16::new).map(Self)
+    }
+
+    /// Where the limit stands in its plan's list.
+    pub const fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+
+    /// The id as a number, 1 to 4095.
+    pub const fn get(self) -> u16 {
+        self.0.get()
+    }
+}
+
+/// How much of what is allowed.
+#[derive(Clone, Debug)]
+pub enum Kind {
+    /// A strict trailing window.
+    Window(Window),
+    /// GCRA: smooth, with a burst.
+    Rate(Rate),
+    /// A count a calendar period.
+    Quota(Quota),
+    /// Calls in flight.
+    Concurrency(Concurrency),
+}
+
+impl Kind {
+    /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits.
+    pub fn capacity(&self) -> u64 {
+        match self {
+            Self::Window(window) => window.limit(),
+            Self::Rate(rate) => rate.burst(),
+            Self::Quota(quota) => quota.limit(),
+            Self::Concurrency(concurrency) => concurrency.limit(),
+        }
+    }
+}
+
+/// Which calls a limit counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Count {
+    /// Only calls that every limit of the decision admits.
+    #[default]
+    Admitted,
+    /// Also calls that another limit refuses, as long as this one has room for them.
+    All,
+}
+
+/// One limit of a plan: its kind, the penalty for exceeding it, and its part in a decision.
+#[derive(Clone, Debug)]
+pub struct Limit {
+    kind: Kind,
+    penalty: Option<Penalty>,
+    count: Count,
+    shadow: bool,
+}
+
+impl Limit {
+    /// A limit without penalty that counts admitted calls and is enforced.
+    pub fn new(kind: Kind) -> Self {
+        Self { kind, penalty: None, count: Count::Admitted, shadow: false }
+    }
+
+    /// Adds what exceeding the limit costs.
+    #[must_use]
+    pub fn with_penalty(mut self, penalty: Penalty) -> Self {
+        self.penalty = Some(penalty);
+        self
+    }
+
+    /// Chooses which calls count.
+    #[must_use]
+    pub fn counting(mut self, count: Count) -> Self {
+        self.count = count;
+        self
+    }
+
+    /// In shadow, the limit is counted and judged but its refusal stops no call and no other limit's charge.
+    #[must_use]
+    pub fn in_shadow(mut self, shadow: bool) -> Self {
+        self.shadow = shadow;
+        self
+    }
+
+    /// How much of what is allowed.
+    pub fn kind(&self) -> &Kind {
+        &self.kind
+    }
+
+    /// What exceeding the limit costs.
+    pub fn penalty(&self) -> Option<&Penalty> {
+        self.penalty.as_ref()
+    }
+
+    /// Which calls count.
+    pub fn count(&self) -> Count {
+        self.count
+    }
+
+    /// Whether the limit is only watched.
+    pub fn is_shadow(&self) -> bool {
+        self.shadow
+    }
+}
+
+/// The limits of a plan, found by [`LimitId`].
+#[derive(Clone, Debug, Default)]
+pub struct Limits(Vec<Limit>);
+
+impl Limits {
+    /// Numbers the limits from 1 in their order.
+    ///
+    /// # Errors
+    /// [`LimitError::TooMany`] past 4095.
+    pub fn new(limits: Vec<Limit>) -> Result<Self, LimitError> {
+        if limits.len() > MAX_LIMITS { Err(LimitError::TooMany { found: limits.len() }) } else { Ok(Self(limits)) }
+    }
+
+    /// A plan of one limit, [`LimitId::FIRST`].
+    pub fn of_one(limit: Limit) -> Self {
+        Self(alloc::vec![limit])
+    }
+
+    /// The limit of this id, if the plan has it.
+    pub fn get(&self, id: LimitId) -> Option<&Limit> {
+        self.0.get(id.index())
+    }
+
+    /// Every limit with its id.
+    pub fn iter(&self) -> impl Iterator<Item = (LimitId, &Limit)> {
+        self.0.iter().enumerate().filter_map(|(index, limit)| Some((LimitId::from_index(index)?, limit)))
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Why a limit or penalty can't be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LimitError {
+    /// A limit above 2^40.
+    LimitTooLarge {
+        /// What was asked.
+        found: u64,
+    },
+    /// A period, lease or base of zero length.
+    ZeroPeriod,
+    /// A rate of 0 events: write a window of 0 to refuse everything.
+    ZeroRate,
+    /// A rate's burst of 0: nothing could ever pass.
+    ZeroBurst,
+    /// A rate whose burst takes longer than 71 years (2^51 µs) to refill.
+    TooSlow,
+    /// A window that keeps no entries, or more than 65,536.
+    Entries {
+        /// What was asked.
+        found: u32,
+    },
+    /// More than 65,536 permits in flight.
+    TooManyPermits {
+        /// What was asked.
+        found: u64,
+    },
+    /// A penalty's factor of 0.
+    ZeroFactor,
+    /// A penalty's cap below its base.
+    CapBelowBase,
+    /// More than 4095 limits in one plan.
+    TooMany {
+        /// How many there were.
+        found: usize,
+    },
+}
+
+impl fmt::Display for LimitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LimitTooLarge { found } => write!(f, "a limit of {found} is above the largest, {MAX_LIMIT}"),
+            Self::ZeroPeriod => f.write_str("a period of no length"),
+            Self::ZeroRate => f.write_str("a rate of 0; a window of 0 refuses everything"),
+            Self::ZeroBurst => f.write_str("a burst of 0 would never let anything pass"),
+            Self::TooSlow => f.write_str("the burst would take more than 71 years to refill"),
+            Self::Entries { found } => write!(f, "a window keeps 1 to 65536 entries, not {found}"),
+            Self::TooManyPermits { found } => write!(f, "{found} in flight is above the largest, 65536"),
+            Self::ZeroFactor => f.write_str("a penalty's factor of 0; 1 keeps blocks at their base"),
+            Self::CapBelowBase => f.write_str("the penalty's cap is below its base"),
+            Self::TooMany { found } => write!(f, "{found} limits in one plan; at most {MAX_LIMITS}"),
+        }
+    }
+}
+
+impl core::error::Error for LimitError {}
+
+pub(crate) fn checked_limit(limit: u64) -> Result<u64, LimitError> {
+    if limit > MAX_LIMIT { Err(LimitError::LimitTooLarge { found: limit }) } else { Ok(limit) }
+}

@@ -1,0 +1,258 @@
+//! What repeated violation costs: an exponentially growing block, remembered and forgiven.
+//!
+//! The n-th strike blocks for `min(base · factor^(n−1), cap)`. A block never shortens, refills or forgets the limit
+//! itself; while it lives nothing changes. Served, it leaves one call's *parole*, so that the wait which was told is
+//! true even where the window is still full.
+
+use crate::limit::LimitError;
+use crate::time::OVERTAKEN;
+use crate::{Span, Time};
+
+/// What a penalty tells and what it leaves behind when a block is served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PenaltyMode {
+    /// The wait is the block; once served, one call of at most the refused cost passes even if the limit is still
+    /// full.
+    #[default]
+    Parole,
+    /// The wait is the longer of the block and the limit's own; nothing passes a full limit.
+    Strict,
+}
+
+/// A penalty as it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PenaltySpec {
+    /// The first block. Default 2 s.
+    pub base: Span,
+    /// What each further block is multiplied by. Default 2; 1 keeps them all at the base.
+    pub factor: u32,
+    /// The longest block. Default 1 h.
+    pub cap: Span,
+    /// How long without a refusal, counted from a block's end, takes one strike off. Default: the longer of the cap
+    /// and the limit's window.
+    pub forgive_after: Option<Span>,
+    /// What is told. Default parole.
+    pub mode: PenaltyMode,
+}
+
+impl Default for PenaltySpec {
+    fn default() -> Self {
+        Self {
+            base: Span::from_secs(2),
+            factor: 2,
+            cap: Span::from_secs(3600),
+            forgive_after: None,
+            mode: PenaltyMode::Parole,
+        }
+    }
+}
+
+/// A penalty that was checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Penalty {
+    base: Span,
+    factor: u32,
+    cap: Span,
+    forgive_after: Span,
+    mode: PenaltyMode,
+    last: u8,
+}
+
+impl Penalty {
+    /// The penalty of a limit whose window (or refill, or lease) is `window` long.
+    ///
+    /// # Errors
+    /// A base or `forgive_after` of no length, a factor of 0, or a cap below the base.
+    pub fn new(spec: PenaltySpec, window: Span) -> Result<Self, LimitError> {
+        let PenaltySpec { base, factor, cap, forgive_after, mode } = spec;
+        let forgive_after = forgive_after.unwrap_or(cap.max(window));
+        if base.is_zero() || forgive_after.is_zero() {
+            return Err(LimitError::ZeroPeriod);
+        }
+        if factor == 0 {
+            return Err(LimitError::ZeroFactor);
+        }
+        if cap < base {
+            return Err(LimitError::CapBelowBase);
+        }
+        let mut penalty = Self { base, factor, cap, forgive_after, mode, last: 1 };
+        // A factor of at least 2 reaches any cap within 53 steps: spans have 52 bits.
+        while penalty.factor > 1 && penalty.block(penalty.last) < cap {
+            penalty.last += 1;
+        }
+        Ok(penalty)
+    }
+
+    /// A ban: every block is `length` long.
+    ///
+    /// # Errors
+    /// A ban of no length.
+    pub fn ban(length: Span, window: Span) -> Result<Self, LimitError> {
+        Self::new(PenaltySpec { base: length, factor: 1, cap: length, ..PenaltySpec::default() }, window)
+    }
+
+    /// The n-th block, n counted from 1: `min(base · factor^(n−1), cap)`.
+    pub fn block(&self, strike: u8) -> Span {
+        let factor = u64::from(self.factor).saturating_pow(u32::from(strike.saturating_sub(1)));
+        self.base.times(factor).min(self.cap)
+    }
+
+    /// The first block.
+    pub fn base(&self) -> Span {
+        self.base
+    }
+
+    /// What each further block is multiplied by.
+    pub fn factor(&self) -> u32 {
+        self.factor
+    }
+
+    /// The longest block.
+    pub fn cap(&self) -> Span {
+        self.cap
+    }
+
+    /// How long without a refusal takes one strike off.
+    pub fn forgive_after(&self) -> Span {
+        self.forgive_after
+    }
+
+    /// What is told, and whether a served block leaves a parole.
+    pub fn mode(&self) -> PenaltyMode {
+        self.mode
+    }
+
+    /// The last strike that counts: the first whose block is the cap.
+    pub fn last_strike(&self) -> u8 {
+        self.last
+    }
+
+    /// Brings the record to `now`: takes off forgiven strikes, and shortens a block that only a clock which has since
+    /// stepped back can have put so far ahead. A parole outlives its strikes: what was told stays true.
+    pub fn settle(&self, record: &mut Record, now: Time) {
+        if record.strikes == 0 {
+            return;
+        }
+        let longest = self.block(record.strikes);
+        if record.until > now + longest + OVERTAKEN {
+            record.until = now + longest;
+        }
+        let forgiven = now.since(record.until).as_micros() / self.forgive_after.as_micros();
+        if forgiven >= u64::from(record.strikes) {
+            *record = Record { parole: record.parole, ..Record::default() };
+        }
+    }
+
+    /// How many strikes count at `now`.
+    pub fn strikes(&self, record: &Record, now: Time) -> u8 {
+        let forgiven = now.since(record.until).as_micros() / self.forgive_after.as_micros();
+        record.strikes.saturating_sub(u8::try_from(forgiven).unwrap_or(u8::MAX))
+    }
+
+    /// Takes a strike for a refused call of `cost`; the block starts now.
+    pub fn strike(&self, record: &mut Record, cost: u64, now: Time) {
+        let strikes = self.strikes(record, now).saturating_add(1).min(self.last);
+        let parole = match self.mode {
+            PenaltyMode::Parole => cost,
+            PenaltyMode::Strict => 0,
+        };
+        *record = Record { until: now + self.block(strikes), parole, strikes };
+    }
+
+    /// When nothing of the record is remembered any more.
+    pub fn idle_at(&self, record: &Record) -> Time {
+        if record.strikes == 0 {
+            Time::ZERO
+        } else {
+            record.until + self.forgive_after.times(u64::from(record.strikes))
+        }
+    }
+}
+
+/// What a key has done to earn its penalty.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Record {
+    /// When the last block ends or ended.
+    pub until: Time,
+    /// The largest cost that may pass a full limit once; 0 is none.
+    pub parole: u64,
+    /// Strikes taken; 0 is a clean record.
+    pub strikes: u8,
+}
+
+impl Record {
+    /// Whether a block lives.
+    pub fn blocks(&self, now: Time) -> bool {
+        self.strikes > 0 && self.until > now
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::vec::Vec;
+
+    fn penalty(spec: PenaltySpec) -> Penalty {
+        Penalty::new(spec, Span::from_secs(60)).unwrap()
+    }
+
+    #[test]
+    fn blocks_double_up_to_the_cap() {
+        let penalty = penalty(PenaltySpec::default());
+        let blocks: Vec<u64> = (1..=13).map(|n| penalty.block(n).as_secs_ceil()).collect();
+        assert_eq!(blocks, [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3600, 3600]);
+        assert_eq!(penalty.last_strike(), 12);
+    }
+
+    #[test]
+    fn a_base_of_the_power() {
+        let penalty = penalty(PenaltySpec { base: Span::from_secs(3), factor: 3, ..PenaltySpec::default() });
+        let blocks: Vec<u64> = (1..=3).map(|n| penalty.block(n).as_secs_ceil()).collect();
+        assert_eq!(blocks, [3, 9, 27]);
+    }
+
+    #[test]
+    fn strikes_stop_and_never_overflow() {
+        let penalty = penalty(PenaltySpec::default());
+        let mut record = Record::default();
+        let mut now = Time::from_secs(1000);
+        for _ in 0..1_000_000 {
+            penalty.strike(&mut record, 1, now);
+            now = record.until;
+        }
+        assert_eq!(record.strikes, 12);
+        assert_eq!(penalty.block(u8::MAX), Span::from_secs(3600));
+        let widest = Penalty::new(
+            PenaltySpec { base: Span::from_micros(1), factor: 2, cap: Span::MAX, ..PenaltySpec::default() },
+            Span::MAX,
+        );
+        assert_eq!(widest.unwrap().last_strike(), 53);
+    }
+
+    #[test]
+    fn forgiveness_counts_from_the_blocks_end() {
+        let penalty = penalty(PenaltySpec { forgive_after: Some(Span::from_secs(100)), ..PenaltySpec::default() });
+        let mut record = Record::default();
+        let start = Time::from_secs(1000);
+        for _ in 0..3 {
+            penalty.strike(&mut record, 1, start);
+        }
+        let end = record.until;
+        for (after, left) in [(0, 3), (99, 3), (100, 2), (199, 2), (200, 1), (300, 0)] {
+            assert_eq!(penalty.strikes(&record, end + Span::from_secs(after)), left, "after {after} s");
+        }
+        assert_eq!(penalty.idle_at(&record), end + Span::from_secs(300));
+        penalty.strike(&mut record, 1, end + Span::from_secs(100));
+        assert_eq!(record.strikes, 3, "one was forgiven, one is new");
+    }
+
+    #[test]
+    fn a_step_back_never_lengthens_a_block() {
+        let penalty = penalty(PenaltySpec::default());
+        let mut record = Record::default();
+        penalty.strike(&mut record, 1, Time::from_secs(50_000_000));
+        let now = Time::from_secs(1000);
+        penalty.settle(&mut record, now);
+        assert_eq!(record.until, now + Span::from_secs(2));
+    }
+}

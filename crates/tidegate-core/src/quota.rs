@@ -1,0 +1,164 @@
+//! `quota`: a count for each period of a calendar. The calendar itself, with its zones and leap years, lives outside
+//! this crate; here a period is two moments.
+
+use alloc::sync::Arc;
+use core::fmt;
+
+use crate::limit::{LimitError, checked_limit};
+use crate::state::Look;
+use crate::{Span, Time};
+
+/// One period of a calendar: from `start` up to, not including, `end`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Period {
+    /// The period's first moment.
+    pub start: Time,
+    /// The first moment after it.
+    pub end: Time,
+}
+
+/// Where a calendar's periods begin and end.
+pub trait Calendar: Send + Sync + fmt::Debug {
+    /// The period that holds `now`: `start <= now < end`.
+    fn period(&self, now: Time) -> Period;
+}
+
+/// At most `limit` in each period of a calendar.
+#[derive(Clone, Debug)]
+pub struct Quota {
+    limit: u64,
+    calendar: Arc<dyn Calendar>,
+}
+
+impl Quota {
+    /// At most `limit` in each of the calendar's periods.
+    ///
+    /// # Errors
+    /// A limit above 2^40.
+    pub fn new(limit: u64, calendar: Arc<dyn Calendar>) -> Result<Self, LimitError> {
+        Ok(Self { limit: checked_limit(limit)?, calendar })
+    }
+
+    /// The most that one period holds.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// The period that holds `now`.
+    pub fn period(&self, now: Time) -> Period {
+        self.calendar.period(now)
+    }
+
+    /// Moves the ledger to the period of `now`.
+    ///
+    /// A clock that went back into an earlier period goes on counting where it was, so that no period is granted
+    /// twice; one that had jumped further ahead than the coming period takes its count back with it, so that nobody
+    /// is locked out until then.
+    pub fn settle(&self, ledger: &mut Ledger, now: Time) {
+        let period = self.calendar.period(now);
+        if ledger.period.start == period.start {
+            ledger.period = period;
+        } else if ledger.period.start < period.start {
+            *ledger = Ledger { period, used: 0 };
+        } else if ledger.period.start > period.end {
+            ledger.period = period;
+        }
+    }
+
+    /// What a call of `cost` would meet at `now`, in a ledger that was settled for `now`.
+    pub fn look(&self, ledger: &Ledger, cost: u64, now: Time) -> Look {
+        let remaining = self.limit.saturating_sub(ledger.used);
+        let retry_at = if cost > self.limit {
+            Time::NEVER
+        } else if cost <= remaining {
+            now
+        } else {
+            ledger.period.end
+        };
+        let reset_at = if ledger.used == 0 { now } else { ledger.period.end };
+        Look { limit: self.limit, used: ledger.used, remaining, retry_at, reset_at }
+    }
+
+    /// Records a call of `cost`.
+    pub fn charge(&self, ledger: &mut Ledger, cost: u64) {
+        ledger.used = ledger.used.saturating_add(cost);
+    }
+
+    /// Gives `cost` back, down to nothing used.
+    pub fn refund(&self, ledger: &mut Ledger, cost: u64) {
+        ledger.used = ledger.used.saturating_sub(cost);
+    }
+}
+
+/// What was used of one period.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ledger {
+    /// The period that is counted.
+    pub period: Period,
+    /// How much of it is used.
+    pub used: u64,
+}
+
+impl Ledger {
+    /// When the ledger no longer matters.
+    pub fn idle_at(&self) -> Time {
+        if self.used == 0 { Time::ZERO } else { self.period.end }
+    }
+}
+
+/// Periods of equal length counted from the Unix epoch: a calendar for tests and for days and hours in UTC.
+#[derive(Clone, Copy, Debug)]
+pub struct Every(
+    /// The length of a period; zero counts as one microsecond.
+    pub Span,
+);
+
+impl Calendar for Every {
+    fn period(&self, now: Time) -> Period {
+        let length = self.0.as_micros().max(1);
+        let start = Time::from_micros(now.as_micros() / length * length);
+        Period { start, end: start + Span::from_micros(length) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: u64 = 86_400;
+
+    fn take(quota: &Quota, ledger: &mut Ledger, now: Time) -> bool {
+        quota.settle(ledger, now);
+        let fits = quota.look(ledger, 1, now).retry_at == now;
+        if fits {
+            quota.charge(ledger, 1);
+        }
+        fits
+    }
+
+    #[test]
+    fn resets_at_the_boundary_and_not_twice() {
+        let quota = Quota::new(2, Arc::new(Every(Span::from_secs(DAY)))).unwrap();
+        let mut ledger = Ledger::default();
+        let day = |day: u64, secs: u64| Time::from_secs((20_000 + day) * DAY + secs);
+        assert!(take(&quota, &mut ledger, day(0, 5)));
+        assert!(take(&quota, &mut ledger, day(0, 6)));
+        assert!(!take(&quota, &mut ledger, day(0, DAY - 1)));
+        assert_eq!(quota.look(&ledger, 1, day(0, DAY - 1)).retry_at, day(1, 0));
+        assert!(take(&quota, &mut ledger, day(1, 0)));
+        assert!(take(&quota, &mut ledger, day(0, DAY - 10)), "the later day's own second call");
+        assert!(!take(&quota, &mut ledger, day(0, DAY - 9)));
+        assert!(!take(&quota, &mut ledger, day(1, 0)), "granted twice");
+        assert!(take(&quota, &mut ledger, day(2, 0)));
+    }
+
+    #[test]
+    fn a_jump_of_a_year_and_back_locks_nobody_out() {
+        let quota = Quota::new(2, Arc::new(Every(Span::from_secs(DAY)))).unwrap();
+        let mut ledger = Ledger::default();
+        let day = |day: u64| Time::from_secs((20_000 + day) * DAY);
+        assert!(take(&quota, &mut ledger, day(365)) && take(&quota, &mut ledger, day(365)));
+        assert!(!take(&quota, &mut ledger, day(0)), "nothing is minted");
+        assert!(take(&quota, &mut ledger, day(1)), "nor is anybody locked out");
+    }
+}

@@ -1,0 +1,226 @@
+//! `rate`: the generic cell rate algorithm (GCRA), as ITU-T I.371 defines it in its virtual-scheduling form: a
+//! theoretical arrival time that each call pushes on by its share of the period, and that may run ahead of the clock
+//! by the burst.
+
+use crate::limit::{LimitError, checked_limit};
+use crate::state::Look;
+use crate::{Span, Time};
+
+/// The arithmetic's unit: 1/1024 µs, so that a million calls a second are still spaced within 0.1 %.
+const FRACTION_BITS: u32 = 10;
+/// The longest refill of a burst, in units.
+const MAX_REFILL: u64 = 1 << 61;
+/// The largest arrival time that a state holds: 62 bits, which leaves a store two of the word.
+const MAX_ARRIVAL: u64 = (1 << 62) - 1;
+
+/// A smooth rate with a burst: each call moves the key's *theoretical arrival time* on by `period ÷ count`.
+///
+/// In any window of length W it admits at most `burst + W · count ÷ period` calls ([`Rate::bound`]), however long the
+/// key was idle before. The spacing is rounded up to 1/1024 µs, so a rate is never exceeded, and rates above 10^9 a
+/// second run slower than written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rate {
+    count: u64,
+    per: Span,
+    burst: u64,
+    spacing: u64,
+    refill: u64,
+}
+
+impl Rate {
+    /// `count` calls per `per`, with up to `burst` at once (1 means evenly spaced).
+    ///
+    /// # Errors
+    /// Zero `count`, `per` or `burst`; above 2^40; or a burst that takes over 71 years to refill.
+    pub fn new(count: u64, per: Span, burst: u64) -> Result<Self, LimitError> {
+        checked_limit(count)?;
+        checked_limit(burst)?;
+        if count == 0 {
+            return Err(LimitError::ZeroRate);
+        }
+        if burst == 0 {
+            return Err(LimitError::ZeroBurst);
+        }
+        if per.is_zero() {
+            return Err(LimitError::ZeroPeriod);
+        }
+        let spacing = (u128::from(per.as_micros()) << FRACTION_BITS).div_ceil(u128::from(count));
+        let refill = spacing * u128::from(burst);
+        match (u64::try_from(spacing), u64::try_from(refill)) {
+            (Ok(spacing), Ok(refill)) if refill <= MAX_REFILL => Ok(Self { count, per, burst, spacing, refill }),
+            _ => Err(LimitError::TooSlow),
+        }
+    }
+
+    /// Calls per [`Rate::per`].
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The period that the count is given for.
+    pub fn per(&self) -> Span {
+        self.per
+    }
+
+    /// How many may pass at once.
+    pub fn burst(&self) -> u64 {
+        self.burst
+    }
+
+    /// The most that any window of this length admits: burst + rate × window.
+    pub fn bound(&self, window: Span) -> u64 {
+        let more = u128::from(window.as_micros()) * u128::from(self.count) / u128::from(self.per.as_micros());
+        self.burst.saturating_add(u64::try_from(more).unwrap_or(u64::MAX))
+    }
+
+    fn cost(&self, cost: u64) -> u64 {
+        self.spacing.saturating_mul(cost).min(MAX_ARRIVAL)
+    }
+
+    /// Brings an arrival time back that only a clock which has since stepped back can have put so far ahead: to a full
+    /// burst from now. Who judges at `now` keeps what this returns, or the wait that it tells would never end.
+    #[inline]
+    pub fn settle(&self, arrival: Arrival, now: Time) -> Arrival {
+        let now = units(now);
+        if arrival.0 > self.furthest(now) { Arrival(now + self.refill) } else { arrival }
+    }
+
+    /// The furthest ahead that an arrival time gets: a full burst, and another that paroles have overdrawn.
+    #[inline]
+    fn furthest(&self, now: u64) -> u64 {
+        (now + 2 * self.refill).min(MAX_ARRIVAL)
+    }
+
+    /// The arrival time as it counts at `now`.
+    fn current(&self, arrival: Arrival, now: u64) -> u64 {
+        if arrival.0 > self.furthest(now) { now + self.refill } else { arrival.0.max(now) }
+    }
+
+    /// What a call of `cost` would meet at `now`.
+    #[inline]
+    pub fn look(&self, arrival: Arrival, cost: u64, now: Time) -> Look {
+        let now_units = units(now);
+        let current = self.current(arrival, now_units);
+        let free = (now_units + self.refill).saturating_sub(current);
+        let retry_at = self.retry_at(arrival, cost, now);
+        let remaining = self.remaining(free);
+        Look { limit: self.burst, used: self.burst - remaining, remaining, retry_at, reset_at: micros_ceil(current) }
+    }
+
+    /// When a call of `cost` would have room: `now` if it has, [`Time::NEVER`] if it never will.
+    #[inline]
+    pub fn retry_at(&self, arrival: Arrival, cost: u64, now: Time) -> Time {
+        let now_units = units(now);
+        let after = self.current(arrival, now_units).saturating_add(self.cost(cost));
+        if cost > self.burst {
+            Time::NEVER
+        } else if after <= now_units + self.refill || cost == 0 {
+            now
+        } else {
+            micros_ceil(after - self.refill)
+        }
+    }
+
+    #[inline]
+    fn remaining(&self, free: u64) -> u64 {
+        if free >= self.refill { self.burst } else { free / self.spacing }
+    }
+
+    /// The arrival time after a call of `cost` at `now`, whether it had room or was let through on parole. What paroles
+    /// overdraw counts up to one more burst.
+    #[inline]
+    pub fn charge(&self, arrival: Arrival, cost: u64, now: Time) -> Arrival {
+        let now = units(now);
+        Arrival(self.current(arrival, now).saturating_add(self.cost(cost)).min(self.furthest(now)))
+    }
+
+    /// The arrival time after `cost` is given back; never before the present, so that idleness earns nothing.
+    pub fn refund(&self, arrival: Arrival, cost: u64, now: Time) -> Arrival {
+        let now = units(now);
+        Arrival(self.current(arrival, now).saturating_sub(self.cost(cost)).max(now))
+    }
+}
+
+/// A key's theoretical arrival time, in 1/1024 µs since the Unix epoch. One that has passed is the same as none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Arrival(u64);
+
+impl Arrival {
+    /// From the number that [`Arrival::to_bits`] gave.
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(if bits > MAX_ARRIVAL { MAX_ARRIVAL } else { bits })
+    }
+
+    /// A number below 2^62.
+    pub const fn to_bits(self) -> u64 {
+        self.0
+    }
+
+    /// When the key is as good as new.
+    pub fn idle_at(self) -> Time {
+        micros_ceil(self.0)
+    }
+}
+
+#[inline]
+fn units(time: Time) -> u64 {
+    time.as_micros() << FRACTION_BITS
+}
+
+#[inline]
+fn micros_ceil(units: u64) -> Time {
+    Time::from_micros(units.div_ceil(1 << FRACTION_BITS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(millis: u64) -> Time {
+        Time::from_micros(1_000_000_000_000_000 + millis * 1000)
+    }
+
+    #[test]
+    fn ten_a_second_burst_twenty() {
+        let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
+        let mut arrival = Arrival::default();
+        for left in (0..20).rev() {
+            assert_eq!(rate.look(arrival, 1, at(0)).retry_at, at(0));
+            arrival = rate.charge(arrival, 1, at(0));
+            assert_eq!(rate.look(arrival, 1, at(0)).remaining, left);
+        }
+        assert_eq!(rate.look(arrival, 1, at(0)).retry_at, at(100));
+        assert_eq!(rate.look(arrival, 1, at(99)).retry_at, at(100));
+        assert_eq!(rate.look(arrival, 1, at(100)).retry_at, at(100));
+        assert_eq!(rate.look(arrival, 20, at(100)).retry_at, at(2000));
+        assert_eq!(rate.look(arrival, 21, at(100)).retry_at, Time::NEVER);
+        assert_eq!(rate.look(arrival, 1, at(500)).reset_at, at(2000));
+        assert_eq!(rate.bound(Span::from_secs(60)), 620);
+    }
+
+    #[test]
+    fn extremes_saturate() {
+        let huge = Rate::new(1 << 40, Span::from_micros(1), 1 << 40).unwrap();
+        let arrival = huge.charge(Arrival::from_bits(u64::MAX), 1 << 40, Time::NEVER);
+        let _ = huge.look(arrival, u64::MAX, Time::NEVER);
+        let _ = huge.refund(arrival, u64::MAX, Time::ZERO);
+        assert_eq!(Rate::new(1, Span::MAX, 1 << 40), Err(LimitError::TooSlow));
+        assert_eq!(huge.bound(Span::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn a_clock_that_steps_back_locks_nobody_out() {
+        let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
+        let year = 365 * 86_400_000;
+        let arrival = rate.charge(Arrival::default(), 20, at(year));
+        let look = rate.look(arrival, 1, at(0));
+        assert!(look.retry_at <= at(2000), "{look:?}");
+    }
+
+    #[test]
+    fn refunds_never_exceed_the_burst() {
+        let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
+        let arrival = rate.refund(Arrival::default(), 1 << 40, at(0));
+        assert_eq!(rate.look(arrival, 1, at(0)).remaining, 20);
+    }
+}

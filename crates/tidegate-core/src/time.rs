@@ -1,0 +1,205 @@
+//! Moments and lengths of time in whole microseconds.
+
+use core::fmt;
+use core::ops::{Add, Sub};
+use core::time::Duration;
+
+/// The largest count of microseconds that a [`Time`] or [`Span`] holds: 2^52 − 1, which a double (and so Redis' Lua)
+/// still counts exactly and which, as a moment, lies in the year 2112.
+const MAX_MICROS: u64 = (1 << 52) - 1;
+
+/// How far `now` may lie behind what is recorded and still be taken for a call that was overtaken between reading the
+/// clock and reaching the state. Anything further is a clock that stepped back.
+pub(crate) const OVERTAKEN: Span = Span::from_millis(100);
+
+/// A moment: microseconds since the Unix epoch, from 0 to 2^52 − 1. Arithmetic saturates at both ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Time(u64);
+
+/// A length of time in microseconds, from 0 to 2^52 − 1 (about 142 years). Arithmetic saturates at both ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Span(u64);
+
+impl Time {
+    /// The Unix epoch.
+    pub const ZERO: Self = Self(0);
+    /// The last moment there is; as an answer to "when?", never.
+    pub const NEVER: Self = Self(MAX_MICROS);
+
+    /// The moment `micros` microseconds after the Unix epoch, saturating at [`Time::NEVER`].
+    pub const fn from_micros(micros: u64) -> Self {
+        Self(if micros > MAX_MICROS { MAX_MICROS } else { micros })
+    }
+
+    /// The moment `secs` seconds after the Unix epoch, saturating.
+    pub const fn from_secs(secs: u64) -> Self {
+        Self::from_micros(secs.saturating_mul(1_000_000))
+    }
+
+    /// Microseconds since the Unix epoch.
+    pub const fn as_micros(self) -> u64 {
+        self.0
+    }
+
+    /// Seconds since the Unix epoch, rounded up: who waits until then has waited long enough.
+    pub const fn as_secs_ceil(self) -> u64 {
+        self.0.div_ceil(1_000_000)
+    }
+
+    /// The time from `earlier` to this moment; zero if `earlier` is later.
+    pub const fn since(self, earlier: Self) -> Span {
+        Span(self.0.saturating_sub(earlier.0))
+    }
+
+    /// Whether this is [`Time::NEVER`].
+    pub const fn is_never(self) -> bool {
+        self.0 == MAX_MICROS
+    }
+}
+
+/// Where `now` comes from, for the drivers around this crate.
+pub trait Clock: Send + Sync + 'static {
+    /// The present moment.
+    fn now(&self) -> Time;
+}
+
+impl Add<Span> for Time {
+    type Output = Self;
+    fn add(self, span: Span) -> Self {
+        Self::from_micros(self.0 + span.0)
+    }
+}
+
+impl Sub<Span> for Time {
+    type Output = Self;
+    fn sub(self, span: Span) -> Self {
+        Self(self.0.saturating_sub(span.0))
+    }
+}
+
+impl Span {
+    /// No time at all.
+    pub const ZERO: Self = Self(0);
+    /// The longest span there is.
+    pub const MAX: Self = Self(MAX_MICROS);
+
+    /// `micros` microseconds, saturating at [`Span::MAX`].
+    pub const fn from_micros(micros: u64) -> Self {
+        Self(if micros > MAX_MICROS { MAX_MICROS } else { micros })
+    }
+
+    /// `millis` milliseconds, saturating.
+    pub const fn from_millis(millis: u64) -> Self {
+        Self::from_micros(millis.saturating_mul(1_000))
+    }
+
+    /// `secs` seconds, saturating.
+    pub const fn from_secs(secs: u64) -> Self {
+        Self::from_micros(secs.saturating_mul(1_000_000))
+    }
+
+    /// A [`Duration`], rounded up to the next microsecond and saturating.
+    pub fn from_duration(duration: Duration) -> Self {
+        let micros = duration.as_nanos().div_ceil(1_000);
+        Self::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
+    }
+
+    /// The span in microseconds.
+    pub const fn as_micros(self) -> u64 {
+        self.0
+    }
+
+    /// The span in seconds, rounded up: waits are never told short.
+    pub const fn as_secs_ceil(self) -> u64 {
+        self.0.div_ceil(1_000_000)
+    }
+
+    /// The span as a [`Duration`].
+    pub const fn as_duration(self) -> Duration {
+        Duration::from_micros(self.0)
+    }
+
+    /// Whether the span is zero.
+    pub const fn is_zero(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The span `times` times over, saturating.
+    pub const fn times(self, times: u64) -> Self {
+        Self::from_micros(self.0.saturating_mul(times))
+    }
+}
+
+impl Add for Span {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self::from_micros(self.0 + other.0)
+    }
+}
+
+impl Sub for Span {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+}
+
+impl fmt::Display for Span {
+    /// The shortest exact form in one or two units: `2s`, `1m30s`, `500ms`, `1h`, `1d`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(u64, &str); 6] =
+            [(86_400_000_000, "d"), (3_600_000_000, "h"), (60_000_000, "m"), (1_000_000, "s"), (1_000, "ms"), (1, "us")];
+        if self.0 == 0 {
+            return f.write_str("0s");
+        }
+        let mut rest = self.0;
+        for (size, unit) in UNITS {
+            if rest >= size {
+                write!(f, "{}{unit}", rest / size)?;
+                rest %= size;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    #[test]
+    fn arithmetic_saturates_at_both_ends() {
+        assert_eq!(Time::from_micros(u64::MAX), Time::NEVER);
+        assert_eq!(Time::NEVER + Span::MAX, Time::NEVER);
+        assert_eq!(Time::from_secs(u64::MAX), Time::NEVER);
+        assert_eq!(Time::ZERO - Span::MAX, Time::ZERO);
+        assert_eq!(Time::ZERO.since(Time::NEVER), Span::ZERO);
+        assert_eq!(Span::MAX + Span::MAX, Span::MAX);
+        assert_eq!(Span::from_secs(3).times(u64::MAX), Span::MAX);
+        assert_eq!(Span::from_duration(Duration::MAX), Span::MAX);
+    }
+
+    #[test]
+    fn rounding_is_up() {
+        assert_eq!(Span::from_duration(Duration::from_nanos(1)).as_micros(), 1);
+        assert_eq!(Span::from_micros(1).as_secs_ceil(), 1);
+        assert_eq!(Span::from_secs(2).as_secs_ceil(), 2);
+        assert_eq!(Time::from_micros(1_000_001).as_secs_ceil(), 2);
+    }
+
+    #[test]
+    fn spans_print_as_people_write_them() {
+        for (micros, text) in [
+            (0, "0s"),
+            (1, "1us"),
+            (500_000, "500ms"),
+            (90_000_000, "1m30s"),
+            (3_600_000_000, "1h"),
+            (86_400_000_000, "1d"),
+            (1_500_000, "1s500ms"),
+        ] {
+            assert_eq!(Span::from_micros(micros).to_string(), text);
+        }
+    }
+}

@@ -1,0 +1,427 @@
+//! `window`: a strict trailing window, kept as a log of when calls were admitted.
+//!
+//! The log is exact up to its number of entries. A limit above that shares slots: once the log is full, entries that
+//! fall into the same cell of a grid of width `window ÷ entries` are merged, and count as made at the later of their
+//! moments. So a slot may come free up to `window ÷ entries` late, and never early; and since the grid is fixed, an
+//! entry can never drift further by being merged again.
+
+use alloc::boxed::Box;
+use alloc::vec;
+
+use crate::limit::{LimitError, checked_limit};
+use crate::state::Look;
+use crate::time::OVERTAKEN;
+use crate::{Span, Time};
+
+/// At most `limit` in any trailing `window`: a call made at `t` counts until exactly `t + window`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    limit: u64,
+    window: Span,
+    entries: u32,
+    cell: u64,
+}
+
+impl Window {
+    /// At most `limit` in any trailing `window`, keeping up to `entries` moments exactly.
+    ///
+    /// # Errors
+    /// A limit above 2^40, a window of no length, or entries outside 1 to 65,536.
+    pub fn new(limit: u64, window: Span, entries: u32) -> Result<Self, LimitError> {
+        checked_limit(limit)?;
+        if window.is_zero() {
+            return Err(LimitError::ZeroPeriod);
+        }
+        if entries == 0 || entries > 1 << 16 {
+            return Err(LimitError::Entries { found: entries });
+        }
+        let cell = window.as_micros().div_ceil(u64::from(entries));
+        Ok(Self { limit, window, entries, cell })
+    }
+
+    /// The most that any trailing window holds.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// The window's length.
+    pub fn window(&self) -> Span {
+        self.window
+    }
+
+    /// How many moments are kept exactly.
+    pub fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    /// How late a slot may come free: zero while the log is exact.
+    pub fn lateness(&self) -> Span {
+        if self.is_exact() { Span::ZERO } else { Span::from_micros(self.cell) }
+    }
+
+    /// Room beyond the exact entries, so that merging is paid for by many calls.
+    fn physical(&self) -> usize {
+        let entries = self.entries as usize;
+        if self.is_exact() { entries.max(2) } else { entries + entries / 2 + 2 }
+    }
+
+    fn is_exact(&self) -> bool {
+        self.limit <= u64::from(self.entries)
+    }
+
+    /// Forgets what no longer counts, and returns the moment to judge at: `now`, or the newest entry's where this
+    /// call was overtaken.
+    pub fn settle(&self, log: &mut Log, now: Time) -> Time {
+        let mut now = now;
+        if let Some(newest) = log.back()
+            && newest.at > now
+        {
+            if newest.at.since(now) <= OVERTAKEN {
+                now = newest.at;
+            } else {
+                log.pull_back(now);
+            }
+        }
+        while let Some(oldest) = log.front()
+            && now.since(oldest.at) >= self.window
+        {
+            log.pop_front();
+        }
+        now
+    }
+
+    /// What a call of `cost` would meet at `now`, in a log that was settled for `now`.
+    pub fn look(&self, log: &Log, cost: u64, now: Time) -> Look {
+        let used = log.total();
+        let retry_at = if cost > self.limit {
+            Time::NEVER
+        } else if cost <= self.limit.saturating_sub(used) {
+            now
+        } else {
+            let mut missing = used + cost - self.limit;
+            let mut free_at = now;
+            for slot in log.iter() {
+                free_at = slot.at + self.window;
+                missing = missing.saturating_sub(slot.count);
+                if missing == 0 {
+                    break;
+                }
+            }
+            free_at
+        };
+        let reset_at = log.back().map_or(now, |newest| newest.at + self.window);
+        Look { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
+    }
+
+    /// Records a call of `cost` at `now`, in a log that was settled for `now`.
+    pub fn charge(&self, log: &mut Log, cost: u64, now: Time) {
+        if cost == 0 {
+            return;
+        }
+        if let Some(newest) = log.back_mut()
+            && newest.at == now
+        {
+            newest.count = newest.count.saturating_add(cost);
+            log.total = log.total.saturating_add(cost);
+            return;
+        }
+        if log.len() >= self.physical() {
+            if self.is_exact() {
+                // Full only when parole has overfilled it. As many of the oldest must expire before a slot is free as
+                // there are calls too many, so merging those delays nothing.
+                while log.len() >= self.physical() {
+                    log.merge_oldest();
+                }
+            } else {
+                log.merge(self.cell);
+            }
+        }
+        log.push_back(Slot { at: now, count: cost }, self.physical());
+    }
+
+    /// Gives `cost` back. The oldest entries give first: whichever call it was, nothing then comes free early.
+    pub fn refund(&self, log: &mut Log, cost: u64) {
+        let mut rest = cost;
+        while rest > 0 {
+            let Some(oldest) = log.front_mut() else { return };
+            if oldest.count > rest {
+                oldest.count -= rest;
+                log.total -= rest;
+                return;
+            }
+            rest -= oldest.count;
+            log.pop_front();
+        }
+    }
+
+    /// When the log no longer holds anything.
+    pub fn idle_at(&self, log: &Log) -> Time {
+        log.back().map_or(Time::ZERO, |newest| newest.at + self.window)
+    }
+}
+
+/// What was admitted at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Slot {
+    /// When.
+    pub at: Time,
+    /// How much.
+    pub count: u64,
+}
+
+/// How many slots a log holds before it takes memory of its own.
+const INLINE: usize = 2;
+
+#[derive(Clone, Debug)]
+enum Ring {
+    Inline([Slot; INLINE]),
+    Heap(Box<[Slot]>),
+}
+
+/// When calls were admitted, oldest first: a ring that grows with use.
+#[derive(Clone, Debug)]
+pub struct Log {
+    total: u64,
+    head: u32,
+    len: u32,
+    ring: Ring,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { total: 0, head: 0, len: 0, ring: Ring::Inline([Slot::default(); INLINE]) }
+    }
+}
+
+impl Log {
+    /// A log of one admitted call.
+    pub fn once(at: Time, count: u64) -> Self {
+        let mut slots = [Slot::default(); INLINE];
+        slots[0] = Slot { at, count };
+        Self { total: count, head: 0, len: 1, ring: Ring::Inline(slots) }
+    }
+
+    /// The sum of all counts.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// How many slots are in use.
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Whether nothing is recorded.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The slots, oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = &Slot> {
+        let slots = self.slots();
+        (0..self.len()).map(move |index| &slots[self.place(index)])
+    }
+
+    /// Bytes held outside the log itself.
+    pub fn heap_bytes(&self) -> usize {
+        match &self.ring {
+            Ring::Inline(_) => 0,
+            Ring::Heap(slots) => size_of_val::<[Slot]>(slots),
+        }
+    }
+
+    fn slots(&self) -> &[Slot] {
+        match &self.ring {
+            Ring::Inline(slots) => slots,
+            Ring::Heap(slots) => slots,
+        }
+    }
+
+    fn slots_mut(&mut self) -> &mut [Slot] {
+        match &mut self.ring {
+            Ring::Inline(slots) => slots,
+            Ring::Heap(slots) => slots,
+        }
+    }
+
+    fn place(&self, index: usize) -> usize {
+        let place = self.head as usize + index;
+        let capacity = self.slots().len();
+        if place >= capacity { place - capacity } else { place }
+    }
+
+    fn front(&self) -> Option<&Slot> {
+        (self.len > 0).then(|| &self.slots()[self.place(0)])
+    }
+
+    fn back(&self) -> Option<&Slot> {
+        (self.len > 0).then(|| &self.slots()[self.place(self.len() - 1)])
+    }
+
+    fn front_mut(&mut self) -> Option<&mut Slot> {
+        let place = self.place(0);
+        (self.len > 0).then(|| &mut self.slots_mut()[place])
+    }
+
+    fn back_mut(&mut self) -> Option<&mut Slot> {
+        if self.len == 0 {
+            return None;
+        }
+        let place = self.place(self.len() - 1);
+        Some(&mut self.slots_mut()[place])
+    }
+
+    fn pop_front(&mut self) {
+        if let Some(slot) = self.front() {
+            self.total = self.total.saturating_sub(slot.count);
+            let next = self.place(1);
+            self.head = if next == self.slots().len() { 0 } else { next as u32 };
+            self.len -= 1;
+        }
+        if self.len == 0 {
+            self.head = 0;
+        }
+    }
+
+    fn push_back(&mut self, slot: Slot, most: usize) {
+        let capacity = self.slots().len();
+        if self.len() == capacity {
+            self.resize((capacity * 2).min(most.max(capacity + 1)));
+        }
+        let place = self.place(self.len());
+        self.slots_mut()[place] = slot;
+        self.len += 1;
+        self.total = self.total.saturating_add(slot.count);
+    }
+
+    fn resize(&mut self, capacity: usize) {
+        let mut slots = vec![Slot::default(); capacity].into_boxed_slice();
+        for (to, from) in slots.iter_mut().zip(self.iter()) {
+            *to = *from;
+        }
+        self.head = 0;
+        self.ring = Ring::Heap(slots);
+    }
+
+    /// Brings entries of the future to `now`: a clock stepped back, and who waited for it would be locked out.
+    fn pull_back(&mut self, now: Time) {
+        for index in (0..self.len()).rev() {
+            let place = self.place(index);
+            let slot = &mut self.slots_mut()[place];
+            if slot.at <= now {
+                break;
+            }
+            slot.at = now;
+        }
+    }
+
+    /// Merges neighbours that lie in the same cell of a grid of this width.
+    fn merge(&mut self, cell: u64) {
+        let len = self.len();
+        let mut kept = 0;
+        for index in 1..len {
+            let slot = self.slots()[self.place(index)];
+            let last = self.place(kept);
+            let into = &mut self.slots_mut()[last];
+            if into.at.as_micros() / cell == slot.at.as_micros() / cell {
+                *into = Slot { at: slot.at, count: into.count.saturating_add(slot.count) };
+            } else {
+                kept += 1;
+                let place = self.place(kept);
+                self.slots_mut()[place] = slot;
+            }
+        }
+        self.len = if len == 0 { 0 } else { kept as u32 + 1 };
+    }
+
+    fn merge_oldest(&mut self) {
+        if self.len < 2 {
+            return;
+        }
+        let oldest = self.slots()[self.place(0)];
+        let total = self.total;
+        self.pop_front();
+        self.total = total;
+        if let Some(next) = self.front_mut() {
+            next.count = next.count.saturating_add(oldest.count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::vec::Vec;
+
+    fn at(secs: u64) -> Time {
+        Time::from_secs(1_000_000 + secs)
+    }
+
+    fn take(window: &Window, log: &mut Log, cost: u64, now: Time) -> Look {
+        let now = window.settle(log, now);
+        let look = window.look(log, cost, now);
+        if look.retry_at == now {
+            window.charge(log, cost, now);
+        }
+        look
+    }
+
+    #[test]
+    fn five_in_any_minute() {
+        let window = Window::new(5, Span::from_secs(60), 64).unwrap();
+        let mut log = Log::default();
+        for second in [0, 10, 20, 30, 40] {
+            assert_eq!(take(&window, &mut log, 1, at(second)).retry_at, at(second));
+        }
+        assert_eq!(take(&window, &mut log, 1, at(50)).retry_at, at(60));
+        assert_eq!(take(&window, &mut log, 2, at(50)).retry_at, at(70));
+        assert_eq!(take(&window, &mut log, 6, at(50)).retry_at, Time::NEVER);
+        assert_eq!(take(&window, &mut log, 1, at(60)).retry_at, at(60));
+        assert_eq!(take(&window, &mut log, 1, at(60)).retry_at, at(70));
+    }
+
+    #[test]
+    fn merging_is_late_by_at_most_a_cell_and_never_early() {
+        let window = Window::new(1000, Span::from_secs(64), 64).unwrap();
+        let mut log = Log::default();
+        for step in 0..1000 {
+            let now = at(0) + Span::from_millis(step * 60);
+            assert_eq!(take(&window, &mut log, 1, now).retry_at, now, "step {step}");
+        }
+        assert_eq!(log.total(), 1000);
+        assert!(log.len() <= 98, "{}", log.len());
+        let retry = take(&window, &mut log, 1, at(60)).retry_at;
+        assert!(retry >= at(64) && retry <= at(65), "{retry:?}");
+    }
+
+    #[test]
+    fn refunds_give_back_the_oldest_first() {
+        let window = Window::new(5, Span::from_secs(60), 64).unwrap();
+        let mut log = Log::default();
+        take(&window, &mut log, 3, at(0));
+        take(&window, &mut log, 2, at(30));
+        window.refund(&mut log, 4);
+        assert_eq!(log.iter().copied().collect::<Vec<_>>(), [Slot { at: at(30), count: 1 }]);
+        window.refund(&mut log, u64::MAX);
+        assert_eq!((log.total(), log.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_step_back_locks_out_for_at_most_the_window() {
+        let window = Window::new(2, Span::from_secs(60), 64).unwrap();
+        let mut log = Log::default();
+        take(&window, &mut log, 2, at(31_536_000));
+        assert_eq!(take(&window, &mut log, 1, at(0)).retry_at, at(60));
+        assert_eq!(take(&window, &mut log, 1, at(60)).retry_at, at(60));
+    }
+
+    #[test]
+    fn an_overtaken_call_is_judged_at_the_newest_entry() {
+        let window = Window::new(2, Span::from_secs(60), 64).unwrap();
+        let mut log = Log::default();
+        take(&window, &mut log, 1, at(1));
+        let look = take(&window, &mut log, 1, at(1) - Span::from_millis(1));
+        assert_eq!((look.remaining, log.len()), (1, 1));
+        assert_eq!(log.iter().next().unwrap().at, at(1));
+    }
+}

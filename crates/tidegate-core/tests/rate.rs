@@ -1,0 +1,114 @@
+//! `rate` never exceeds its printed bound, in no window and after no idle time.
+
+use tidegate_core::{Kind, Limit, MAX_LIMIT, Rate, Span, Time};
+use tidegate_testkit::desk::{Desk, at};
+use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::property;
+
+const TEN_YEARS: Span = Span::from_secs(10 * 365 * 86_400);
+
+fn any_rate(dice: &mut Dice) -> Option<Rate> {
+    let number = dice.pick(&[1, 2, 3, 7, 10, 1_000, 999_983, MAX_LIMIT]);
+    let per = dice.pick(&[1, 7, 1_000, 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000]);
+    let burst = dice.pick(&[1, 2, 5, 20, 1_000, 1 << 20]);
+    // Nothing that takes more than ten years to refill: time ends in 2112, and arrivals saturate there.
+    let refill = u128::from(per) * u128::from(burst) / u128::from(number);
+    Rate::new(number, Span::from_micros(per), burst).ok().filter(|_| refill < u128::from(TEN_YEARS.as_micros()))
+}
+
+fn check_bound(rate: &Rate, admitted: &[(Time, u64)]) -> Result<(), String> {
+    for (first, &(start, _)) in admitted.iter().enumerate() {
+        let mut held = 0_u64;
+        for &(end, cost) in &admitted[first..] {
+            held += cost;
+            // Closed at both ends: the shortest window that holds both calls.
+            let length = end.since(start);
+            if held > rate.bound(length) {
+                return Err(format!("{held} in {length}, bound {} of {rate:?}", rate.bound(length)));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn never_above_the_printed_bound() {
+    property::check(count(600, 10_000), 600, |mut dice| {
+        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
+        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+        let mut admitted = Vec::new();
+        let mut now = at(0);
+        while !dice.exhausted() && now < at(0) + TEN_YEARS {
+            let cost = match dice.below(4) {
+                0..=1 => 1,
+                2 => dice.between(1, rate.burst()),
+                _ => rate.burst(),
+            };
+            let decision = desk.take(1, cost, now);
+            if decision.allowed {
+                admitted.push((now, cost));
+            }
+            now = now
+                + match (decision.retry_after, dice.below(8)) {
+                    (Some(wait), 0..=4) => wait,
+                    (None, 0..=3) => Span::ZERO,
+                    (_, 5) => Span::from_micros(dice.below(rate.per().as_micros() * 2)),
+                    (_, 6) => rate.per().times(dice.between(1, 1_000)),
+                    _ => Span::from_micros(dice.below(1_000)),
+                };
+        }
+        check_bound(&rate, &admitted)
+    });
+}
+
+#[test]
+fn a_key_idle_for_a_year_gets_its_burst_and_no_more() {
+    let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
+    let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+    for start in [at(0), at(0) + Span::from_secs(86_400 * 365)] {
+        let burst = (0..100).filter(|_| desk.call(1, start).allowed).count();
+        assert_eq!(burst, 20);
+        let steady = (1..=1_000_u64).filter(|&step| desk.call(1, start + Span::from_millis(step)).allowed).count();
+        assert_eq!(steady, 10);
+    }
+}
+
+#[test]
+fn spacing_is_even_and_waits_are_exact() {
+    for (number, per, spacing) in [(10, 1_000_000, 100_000), (3, 1_000_000, 333_334), (1, 7, 7), (1_000_000, 1_000_000, 1)] {
+        let rate = Rate::new(number, Span::from_micros(per), 1).unwrap();
+        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+        let mut now = at(0);
+        for _ in 0..100 {
+            assert!(desk.call(1, now).allowed);
+            let wait = desk.call(1, now).retry_after.unwrap();
+            assert!(wait.as_micros() <= spacing && wait.as_micros() + 1 >= spacing, "{wait} at {number} per {per} us");
+            assert!(!desk.call(1, now + wait - Span::from_micros(1)).allowed);
+            now = now + wait;
+        }
+    }
+}
+
+#[test]
+fn refunds_never_lift_the_bound() {
+    property::check(count(300, 5_000), 400, |mut dice| {
+        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
+        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+        let mut kept = Vec::new();
+        let mut now = at(0);
+        while !dice.exhausted() && now < at(0) + TEN_YEARS {
+            let cost = dice.between(1, rate.burst());
+            let decision = desk.take(1, cost, now);
+            if decision.allowed {
+                if dice.percent(30) {
+                    let place = [(tidegate_testkit::desk::id(0), 1)];
+                    desk.under(tidegate_core::Verb::Refund, &place, cost, now);
+                } else {
+                    kept.push((now, cost));
+                }
+            }
+            now = now + decision.retry_after.unwrap_or(Span::from_micros(dice.below(rate.per().as_micros())));
+        }
+        check_bound(&rate, &kept)
+    });
+}

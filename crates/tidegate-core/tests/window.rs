@@ -1,0 +1,194 @@
+//! No trailing window ever holds more than its limit, and a slot comes free at most W ÷ entries late.
+
+use tidegate_core::window::Log;
+use tidegate_core::{Kind, Limit, PenaltyMode, Span, Time, Window};
+use tidegate_testkit::desk::{Desk, at, doubling};
+use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::property;
+
+/// Calls that were admitted, and the window they must keep to.
+struct Ledger {
+    window: Window,
+    admitted: Vec<(Time, u64)>,
+}
+
+impl Ledger {
+    fn new(window: Window) -> Self {
+        Self { window, admitted: Vec::new() }
+    }
+
+    /// What the half-open window of this length that ends at `end` holds.
+    fn held(&self, end: Time, length: Span) -> u64 {
+        let recent = self.admitted.iter().rev().take_while(|(moment, _)| *moment + length > end);
+        recent.map(|(_, cost)| cost).sum()
+    }
+
+    fn record(&mut self, now: Time, cost: u64, allowed: bool) -> Result<(), String> {
+        let (limit, length) = (self.window.limit(), self.window.window());
+        if allowed {
+            self.admitted.push((now, cost));
+            let held = self.held(now, length);
+            if held > limit {
+                return Err(format!("{held} in {length} up to {now:?}, limit {limit}"));
+            }
+        } else if cost <= limit && self.held(now, length + self.window.lateness()) + cost <= limit {
+            return Err(format!("a call of {cost} at {now:?} was refused for longer than W/B too long"));
+        }
+        Ok(())
+    }
+}
+
+fn any_window(dice: &mut Dice) -> Result<Window, String> {
+    let entries = dice.pick(&[64, 64, 1, 2, 7, 4096]);
+    let limit = dice.pick(&[1, 3, 5, 40, 64, 65, 100, 1_000, 100_000]);
+    let length = Span::from_micros(dice.between(1, 1_000) * dice.pick(&[1, 1_000, 100_000]));
+    Window::new(limit, length, entries).map_err(|error| error.to_string())
+}
+
+fn step(dice: &mut Dice, window: &Window) -> Span {
+    let length = window.window().as_micros();
+    Span::from_micros(match dice.below(8) {
+        0..=2 => 0,
+        3..=4 => dice.below(length / 64 + 2),
+        5 => dice.below(length / 4 + 2),
+        6 => length,
+        _ => dice.below(length * 2),
+    })
+}
+
+#[test]
+fn no_trailing_window_holds_more() {
+    property::check(count(800, 20_000), 1_200, |mut dice| {
+        let window = any_window(&mut dice)?;
+        let desk = Desk::new([Limit::new(Kind::Window(window))]);
+        let mut ledger = Ledger::new(window);
+        let mut now = at(0);
+        while !dice.exhausted() {
+            now = now + step(&mut dice, &window);
+            let cost = match dice.below(4) {
+                0..=1 => dice.below(window.limit() / 20 + 2),
+                2 => 1,
+                _ => dice.below(window.limit() + 2),
+            };
+            let decision = desk.take(1, cost, now);
+            ledger.record(now, cost, decision.allowed)?;
+            if let Some(wait) = decision.retry_after
+                && dice.percent(70)
+            {
+                now = now + wait;
+                ledger.record(now, cost, desk.take(1, cost, now).allowed)?;
+            }
+        }
+        Ok(())
+    });
+}
+
+/// One call after another at a limit far above the entries kept: tens of thousands of single calls.
+#[test]
+fn single_calls_far_above_the_entries() {
+    property::check(count(6, 60), 4, |mut dice| {
+        let limit = dice.between(65, 3_000);
+        let window = Window::new(limit, Span::from_secs(60), 64).map_err(|error| error.to_string())?;
+        let mut log = Log::default();
+        let mut ledger = Ledger::new(window);
+        let mut dice = Dice::seeded(dice.word());
+        let pace = 60_000_000 / limit * dice.between(1, 4) / 2;
+        let mut now = at(0);
+        for _ in 0..8_000 {
+            now = now + Span::from_micros(dice.below(pace));
+            let judged_at = window.settle(&mut log, now);
+            let allowed = window.look(&log, 1, judged_at).retry_at == judged_at;
+            if allowed {
+                window.charge(&mut log, 1, judged_at);
+            }
+            ledger.record(now, 1, allowed)?;
+            if log.len() > 98 || log.heap_bytes() > 98 * 16 {
+                return Err(format!("a log of {} entries, {} bytes", log.len(), log.heap_bytes()));
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Calls that were overtaken between reading the clock and reaching the state count as made when the last one was.
+#[test]
+fn overtaken_calls_overfill_nothing() {
+    property::check(count(400, 10_000), 600, |mut dice| {
+        let limit = dice.between(1, 12);
+        let window = Window::new(limit, Span::from_millis(dice.between(1, 400)), 64).map_err(|error| error.to_string())?;
+        let desk = Desk::new([Limit::new(Kind::Window(window))]);
+        let mut ledger = Ledger::new(window);
+        let mut latest = at(0);
+        while !dice.exhausted() {
+            latest = latest + Span::from_micros(dice.below(window.window().as_micros() / 2));
+            for _ in 0..dice.between(1, 6) {
+                let now = latest - Span::from_micros(dice.below(100_000));
+                if desk.call(1, now).allowed {
+                    let newest = ledger.admitted.last().map_or(now, |&(moment, _)| moment.max(now));
+                    ledger.record(newest, 1, true)?;
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Paroles overfill a log of exact entries; they alone may exceed the limit, and what frees afterwards is exact.
+#[test]
+fn an_overfilled_log_stays_exact() {
+    property::check(count(400, 10_000), 500, |mut dice| {
+        let limit = dice.between(1, 8);
+        let window = Window::new(limit, Span::from_secs(60), limit as u32).map_err(|error| error.to_string())?;
+        let penalty = doubling(1, 16, PenaltyMode::Parole, window.window());
+        let desk = Desk::new([Limit::new(Kind::Window(window)).with_penalty(penalty)]);
+        let mut ledger = Ledger::new(window);
+        let mut now = at(0);
+        while !dice.exhausted() {
+            let look = desk.peek(1, now);
+            let held = ledger.held(now, window.window());
+            let paroled = look.reason == tidegate_core::Reason::Parole;
+            if !look.blocked && (held < limit) != (look.allowed && !paroled) {
+                return Err(format!("{held} of {limit} held, but {look:?}"));
+            }
+            let decision = desk.call(1, now);
+            if decision.allowed {
+                ledger.admitted.push((now, 1));
+            }
+            now = match decision.retry_after {
+                Some(wait) if dice.percent(80) => now + wait,
+                _ => now + Span::from_micros(dice.below(10_000_000)),
+            };
+        }
+        Ok(())
+    });
+}
+
+/// Refunds, which take the oldest calls, never let more through than the calls that were kept and those given back.
+#[test]
+fn refunds_within_the_window_mint_nothing() {
+    property::check(count(300, 5_000), 600, |mut dice| {
+        let window = any_window(&mut dice)?;
+        let limit = Limit::new(Kind::Window(window));
+        let desk = Desk::new([limit]);
+        let mut kept = Ledger::new(window);
+        let mut now = at(0);
+        while !dice.exhausted() {
+            now = now + step(&mut dice, &window);
+            let cost = dice.between(1, window.limit() / 3 + 1);
+            if !desk.take(1, cost, now).allowed {
+                continue;
+            }
+            if dice.percent(40) {
+                let place = [(tidegate_testkit::desk::id(0), 1)];
+                desk.under(tidegate_core::Verb::Refund, &place, cost, now);
+            } else {
+                kept.admitted.push((now, cost));
+                let held = kept.held(now, window.window());
+                if held > window.limit() {
+                    return Err(format!("{held} kept calls in {}, limit {}", window.window(), window.limit()));
+                }
+            }
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,288 @@
+//! Addresses as the gate counts them, and sets of networks.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::IpNet;
+
+/// The address itself, an IPv4-mapped one (`::ffff:1.2.3.4`) as the IPv4 address that it is.
+#[inline]
+pub fn canonical(ip: IpAddr) -> IpAddr {
+    ip.to_canonical()
+}
+
+/// The bytes of an address that are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PrefixBytes {
+    V4([u8; 4]),
+    V6([u8; 8]),
+}
+
+/// What an address is counted as: IPv4 by itself, IPv6 by its /64.
+#[inline]
+pub(crate) fn network_of(ip: IpAddr) -> PrefixBytes {
+    match canonical(ip) {
+        IpAddr::V4(ip) => PrefixBytes::V4(ip.octets()),
+        IpAddr::V6(ip) => {
+            let [a, b, c, d, e, f, g, h, ..] = ip.octets();
+            PrefixBytes::V6([a, b, c, d, e, f, g, h])
+        }
+    }
+}
+
+/// An address' neighbourhood: /24 for IPv4, /48 for IPv6.
+pub(crate) fn parent_of(ip: IpAddr) -> PrefixBytes {
+    match network_of(ip) {
+        PrefixBytes::V4([a, b, c, _]) => PrefixBytes::V4([a, b, c, 0]),
+        PrefixBytes::V6([a, b, c, d, e, f, ..]) => PrefixBytes::V6([a, b, c, d, e, f, 0, 0]),
+    }
+}
+
+/// A network with IPv4-mapped ones turned into IPv4.
+pub(crate) fn canonical_network(network: IpNet) -> IpNet {
+    if let IpNet::V6(v6) = network
+        && v6.prefix_len() >= 96
+        && let Some(v4) = v6.addr().to_ipv4_mapped()
+        && let Ok(v4) = ipnet::Ipv4Net::new(v4, v6.prefix_len() - 96)
+    {
+        return IpNet::V4(v4);
+    }
+    network
+}
+
+/// A map from addresses to labels, as sorted ranges without overlap: each lookup is one binary search.
+#[derive(Clone, Debug)]
+struct Ranges<A, L> {
+    /// Where a label begins; it holds until the next entry. Before the first entry there is none.
+    starts: Vec<(A, Option<L>)>,
+}
+
+impl<A: Ord + Copy, L: Copy + PartialEq> Ranges<A, L> {
+    /// From networks as (first address, last address, label); networks are nested or apart, never half over each other.
+    /// `next` gives the address after one, `None` after the last.
+    fn new(mut networks: Vec<(A, A, L)>, next: impl Fn(A) -> Option<A>) -> Self {
+        // Outer networks come before the inner ones that begin at the same address.
+        networks.sort_by(|left, right| left.0.cmp(&right.0).then(right.1.cmp(&left.1)));
+        let mut starts: Vec<(A, Option<L>)> = Vec::new();
+        let mut open: Vec<(A, L)> = Vec::new();
+        let mut put = |at: A, label: Option<L>| match starts.last_mut() {
+            Some(last) if last.0 == at => last.1 = label,
+            _ => starts.push((at, label)),
+        };
+        let close_until = |open: &mut Vec<(A, L)>, limit: Option<A>, put: &mut dyn FnMut(A, Option<L>)| {
+            while let Some(&(end, _)) = open.last() {
+                if limit.is_some_and(|limit| end >= limit) {
+                    break;
+                }
+                open.pop();
+                if let Some(after) = next(end) {
+                    put(after, open.last().map(|outer| outer.1));
+                }
+            }
+        };
+        for (first, last, label) in networks {
+            close_until(&mut open, Some(first), &mut put);
+            put(first, Some(label));
+            open.push((last, label));
+        }
+        close_until(&mut open, None, &mut put);
+        Self { starts }
+    }
+
+    #[inline]
+    fn find(&self, at: A) -> Option<L> {
+        let after = self.starts.partition_point(|(start, _)| *start <= at);
+        after.checked_sub(1).and_then(|index| self.starts[index].1)
+    }
+}
+
+/// Networks with labels, IPv4 and IPv6; of several that hold an address the smallest decides.
+#[derive(Clone, Debug)]
+struct Labelled<L> {
+    v4: Ranges<u32, L>,
+    v6: Ranges<u128, L>,
+}
+
+impl<L: Copy + PartialEq> Labelled<L> {
+    fn new(networks: impl IntoIterator<Item = (IpNet, L)>) -> Self {
+        let (mut v4, mut v6) = (Vec::new(), Vec::new());
+        for (network, label) in networks {
+            match canonical_network(network) {
+                IpNet::V4(net) => v4.push((u32::from(net.network()), u32::from(net.broadcast()), label)),
+                IpNet::V6(net) => v6.push((u128::from(net.network()), u128::from(net.broadcast()), label)),
+            }
+        }
+        Self { v4: Ranges::new(v4, |at| at.checked_add(1)), v6: Ranges::new(v6, |at| at.checked_add(1)) }
+    }
+
+    #[inline]
+    fn find(&self, ip: IpAddr) -> Option<L> {
+        match canonical(ip) {
+            IpAddr::V4(ip) => self.v4.find(v4_bits(ip)),
+            IpAddr::V6(ip) => self.v6.find(v6_bits(ip)),
+        }
+    }
+}
+
+fn v4_bits(ip: Ipv4Addr) -> u32 {
+    u32::from(ip)
+}
+
+fn v6_bits(ip: Ipv6Addr) -> u128 {
+    u128::from(ip)
+}
+
+/// A set of networks; membership is one binary search, however many there are.
+#[derive(Clone, Debug)]
+pub struct Networks {
+    labelled: Labelled<()>,
+    count: usize,
+}
+
+impl Default for Networks {
+    fn default() -> Self {
+        Self::new([])
+    }
+}
+
+impl Networks {
+    /// The union of these networks. IPv4-mapped ones count as IPv4.
+    pub fn new(networks: impl IntoIterator<Item = IpNet>) -> Self {
+        let mut count = 0;
+        let labelled = Labelled::new(networks.into_iter().map(|network| {
+            count += 1;
+            (network, ())
+        }));
+        Self { labelled, count }
+    }
+
+    /// Whether one of the networks holds the address.
+    #[inline]
+    pub fn contains(&self, ip: IpAddr) -> bool {
+        self.count > 0 && self.labelled.find(ip).is_some()
+    }
+
+    /// Whether there are no networks.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+}
+
+/// What the lists say of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listed {
+    /// It is never limited.
+    Allow,
+    /// It is always refused.
+    Deny,
+    /// It is counted like everybody.
+    Neither,
+}
+
+/// The allow and the deny list. Of several networks that hold an address, the smallest decides: with
+/// `deny = ["10.0.0.0/8"]` and `allow = ["10.1.0.0/16"]`, 10.1.2.3 is allowed.
+#[derive(Clone, Debug)]
+pub struct AddressLists {
+    labelled: Labelled<Listed>,
+    empty: bool,
+}
+
+impl Default for AddressLists {
+    fn default() -> Self {
+        Self::new([], [])
+    }
+}
+
+impl AddressLists {
+    /// Both lists. A network that is on both is denied.
+    pub fn new(allow: impl IntoIterator<Item = IpNet>, deny: impl IntoIterator<Item = IpNet>) -> Self {
+        let mut all: Vec<(IpNet, Listed)> = allow.into_iter().map(|network| (network, Listed::Allow)).collect();
+        all.extend(deny.into_iter().map(|network| (network, Listed::Deny)));
+        Self { empty: all.is_empty(), labelled: Labelled::new(all) }
+    }
+
+    /// What the lists say of the address.
+    #[inline]
+    pub fn find(&self, ip: IpAddr) -> Listed {
+        if self.empty { Listed::Neither } else { self.labelled.find(ip).unwrap_or(Listed::Neither) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn net(text: &str) -> IpNet {
+        text.parse().unwrap()
+    }
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn mapped_addresses_are_ipv4() {
+        assert_eq!(canonical(ip("::ffff:1.2.3.4")), ip("1.2.3.4"));
+        assert_eq!(canonical(ip("::1.2.3.4")), ip("::1.2.3.4"));
+        let networks = Networks::new([net("::ffff:10.0.0.0/104")]);
+        assert!(networks.contains(ip("10.255.0.1")) && networks.contains(ip("::ffff:10.0.0.1")));
+        assert!(!networks.contains(ip("11.0.0.1")));
+    }
+
+    #[test]
+    fn the_smallest_network_decides() {
+        let lists = AddressLists::new(
+            [net("10.1.0.0/16"), net("0.0.0.0/0"), net("2001:db8::/32")],
+            [net("10.0.0.0/8"), net("10.1.2.0/24"), net("255.255.255.255/32"), net("2001:db8:1::/48")],
+        );
+        for (address, listed) in [
+            ("10.0.0.1", Listed::Deny),
+            ("10.1.0.1", Listed::Allow),
+            ("10.1.2.1", Listed::Deny),
+            ("10.1.3.1", Listed::Allow),
+            ("10.2.0.0", Listed::Deny),
+            ("11.0.0.0", Listed::Allow),
+            ("255.255.255.254", Listed::Allow),
+            ("255.255.255.255", Listed::Deny),
+            ("2001:db8::1", Listed::Allow),
+            ("2001:db8:1::1", Listed::Deny),
+            ("2001:db9::1", Listed::Neither),
+        ] {
+            assert_eq!(lists.find(ip(address)), listed, "{address}");
+        }
+        assert_eq!(AddressLists::new([net("10.0.0.0/8")], [net("10.0.0.0/8")]).find(ip("10.0.0.1")), Listed::Deny);
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_agree_with_asking_every_network(
+            networks in prop::collection::vec((any::<u32>(), 0_u8..=32, any::<bool>()), 0..40),
+            probes in prop::collection::vec(any::<u32>(), 20),
+        ) {
+            let networks: Vec<(IpNet, bool)> = networks
+                .into_iter()
+                .map(|(bits, length, allow)| {
+                    (IpNet::V4(ipnet::Ipv4Net::new(Ipv4Addr::from(bits), length).unwrap().trunc()), allow)
+                })
+                .collect();
+            let of = |want| networks.iter().filter(move |(_, allow)| *allow == want).map(|(network, _)| *network);
+            let lists = AddressLists::new(of(true), of(false));
+            let edges = networks.iter().flat_map(|(network, _)| match network {
+                IpNet::V4(net) => {
+                    let (first, last) = (u32::from(net.network()), u32::from(net.broadcast()));
+                    [first, last, first.wrapping_sub(1), last.wrapping_add(1)]
+                }
+                IpNet::V6(_) => unreachable!(),
+            });
+            for probe in probes.into_iter().chain(edges) {
+                let address = IpAddr::V4(Ipv4Addr::from(probe));
+                let expected = networks
+                    .iter()
+                    .filter(|(network, _)| network.contains(&address))
+                    .max_by_key(|(network, allow)| (network.prefix_len(), !allow))
+                    .map_or(Listed::Neither, |(_, allow)| if *allow { Listed::Allow } else { Listed::Deny });
+                prop_assert_eq!(lists.find(address), expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Calendar periods in any time zone: where the hours, days, weeks, months and years of a quota begin and end.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use jiff::civil::Weekday;
+use jiff::tz::{TimeZone, TimeZoneDatabase};
+use jiff::{SignedDuration, Span as Calendrical, Timestamp, ToSpan as _, Zoned};
+use tidegate_core::{Calendar, Period, Time};
+
+use crate::nearest::nearest;
+
+/// A calendar period that a quota counts in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PeriodUnit {
+    /// From one full hour on the zone's clocks to the next.
+    Hour,
+    /// From midnight to midnight: 23 or 25 hours where clocks change.
+    Day,
+    /// From Monday to Monday.
+    Week,
+    /// From the first to the first.
+    Month,
+    /// From New Year to New Year.
+    Year,
+}
+
+impl PeriodUnit {
+    /// Every unit.
+    pub const ALL: [Self; 5] = [Self::Hour, Self::Day, Self::Week, Self::Month, Self::Year];
+
+    /// `hour`, `day`, `week`, `month` or `year`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Hour => "hour",
+            Self::Day => "day",
+            Self::Week => "week",
+            Self::Month => "month",
+            Self::Year => "year",
+        }
+    }
+}
+
+/// The time zone of this IANA name in any case, from the system's database, else from the one that is built in. Its
+/// name in the usual spelling comes with it.
+pub(crate) fn zone(name: &str) -> Result<(TimeZone, String), Option<String>> {
+    let zone = TimeZone::get(name).or_else(|_| TimeZoneDatabase::bundled().get(name));
+    match zone {
+        Ok(zone) => {
+            let name = zone.iana_name().unwrap_or(name).to_owned();
+            Ok((zone, name))
+        }
+        Err(_) => {
+            let names: Vec<String> =
+                TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
+            // "Los_Angeles" and "los angeles" are near no whole name, but near the last piece of one.
+            let wanted = name.replace(' ', "_");
+            let whole = nearest(&wanted, names.iter().map(String::as_str));
+            let by_city = || {
+                let cities = names.iter().filter_map(|name| name.rsplit_once('/').map(|(_, city)| city));
+                let city = nearest(&wanted, cities)?;
+                names.iter().map(String::as_str).find(|name| name.ends_with(city))
+            };
+            Err(whole.or_else(by_city).map(str::to_owned))
+        }
+    }
+}
+
+/// The periods of one unit in one zone.
+///
+/// The period last asked for is kept in one atomic word, so asking again within it costs a load and two comparisons.
+pub struct CivilCalendar {
+    unit: PeriodUnit,
+    zone: TimeZone,
+    /// The last period: its start in seconds above `LENGTH_BITS`, and below them its length in seconds.
+    last: AtomicU64,
+}
+
+/// 25 bits hold the seconds of 388 days; the 39 above them hold any start.
+const LENGTH_BITS: u32 = 25;
+
+impl CivilCalendar {
+    pub(crate) fn new(unit: PeriodUnit, zone: TimeZone) -> Self {
+        Self { unit, zone, last: AtomicU64::new(0) }
+    }
+
+    fn compute(&self, now: Time) -> Option<(u64, u64)> {
+        let secs = i64::try_from(now.as_micros() / 1_000_000).ok()?;
+        let at = Timestamp::from_second(secs).ok()?;
+        let local = at.to_zoned(self.zone.clone());
+        let (start, end) = match self.unit {
+            PeriodUnit::Hour => self.hour(&local)?,
+            PeriodUnit::Day => between(&local, local.date().first_day(self.unit)?, 1.day())?,
+            PeriodUnit::Week => between(&local, local.date().first_day(self.unit)?, 1.week())?,
+            PeriodUnit::Month => between(&local, local.date().first_day(self.unit)?, 1.month())?,
+            PeriodUnit::Year => between(&local, local.date().first_day(self.unit)?, 1.year())?,
+        };
+        // Periods that began before the epoch, in zones east of it, are cut at the epoch: time begins there.
+        let (start, end) = (start.max(0), end.max(start + 1));
+        Some((u64::try_from(start).ok()?, u64::try_from(end).ok()?))
+    }
+
+    /// The hour on the zone's clocks, cut where they are changed, so that hours follow each other without gap and
+    /// overlap even where the change isn't by a whole hour.
+    fn hour(&self, local: &Zoned) -> Option<(i64, i64)> {
+        let at = local.timestamp();
+        let into = i64::from(local.minute()) * 60 + i64::from(local.second());
+        let start = at.as_second() - into;
+        let end = start + 3600;
+        let changed = self.zone.preceding(at.checked_add(SignedDuration::from_secs(1)).ok()?).next();
+        let changes = self.zone.following(at).next();
+        let start = changed.map_or(start, |change| change.timestamp().as_second().max(start));
+        let end = changes.map_or(end, |change| change.timestamp().as_second().min(end));
+        Some((start, end))
+    }
+}
+
+trait FirstDay: Sized {
+    fn first_day(self, unit: PeriodUnit) -> Option<Self>;
+}
+
+impl FirstDay for jiff::civil::Date {
+    /// The first day of the period that holds the date.
+    fn first_day(self, unit: PeriodUnit) -> Option<Self> {
+        match unit {
+            PeriodUnit::Hour | PeriodUnit::Day => Some(self),
+            PeriodUnit::Week => {
+                let days = self.weekday().since(Weekday::Monday);
+                self.checked_sub(i64::from(days).days()).ok()
+            }
+            PeriodUnit::Month => Some(self.first_of_month()),
+            PeriodUnit::Year => Some(self.first_of_year()),
+        }
+    }
+}
+
+/// The moments at which `first` and the day `length` after it begin.
+fn between(local: &Zoned, first: jiff::civil::Date, length: Calendrical) -> Option<(i64, i64)> {
+    let begins = |date: jiff::civil::Date| {
+        let midnight = date.to_zoned(local.time_zone().clone()).ok()?;
+        Some(midnight.timestamp().as_second())
+    };
+    Some((begins(first)?, begins(first.checked_add(length).ok()?)?))
+}
+
+impl Calendar for CivilCalendar {
+    fn period(&self, now: Time) -> Period {
+        // One word holds both ends, so no ordering with other memory is needed.
+        let last = self.last.load(Ordering::Relaxed);
+        let start = last >> LENGTH_BITS;
+        let end = start + (last & ((1 << LENGTH_BITS) - 1));
+        if (Time::from_secs(start)..Time::from_secs(end)).contains(&now) {
+            return Period { start: Time::from_secs(start), end: Time::from_secs(end) };
+        }
+        let (start, end) = self.compute(now).unwrap_or_else(|| {
+            // No civil date: beyond jiff's range of years, which no `Time` reaches.
+            let day = now.as_micros() / 86_400_000_000;
+            (day * 86_400, (day + 1) * 86_400)
+        });
+        if end - start < 1 << LENGTH_BITS {
+            self.last.store(start << LENGTH_BITS | (end - start), Ordering::Relaxed);
+        }
+        Period { start: Time::from_secs(start), end: Time::from_secs(end) }
+    }
+}
+
+impl fmt::Debug for CivilCalendar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "per {} in {}", self.unit.as_str(), self.zone.iana_name().unwrap_or("?"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn calendar(unit: PeriodUnit, name: &str) -> CivilCalendar {
+        CivilCalendar::new(unit, zone(name).unwrap().0)
+    }
+
+    fn check(unit: PeriodUnit, name: &str, at: &str, start: &str, end: &str) {
+        let secs = |text: &str| u64::try_from(text.parse::<Timestamp>().unwrap().as_second()).unwrap();
+        let calendar = calendar(unit, name);
+        for _ in 0..2 {
+            let period = calendar.period(Time::from_secs(secs(at)));
+            let expected = Period { start: Time::from_secs(secs(start)), end: Time::from_secs(secs(end)) };
+            assert_eq!(period, expected, "{unit:?} {name} {at}");
+        }
+    }
+
+    #[test]
+    fn days_of_23_and_25_hours() {
+        let zone = "America/Los_Angeles";
+        check(PeriodUnit::Day, zone, "2026-03-08T12:00:00Z", "2026-03-08T08:00:00Z", "2026-03-09T07:00:00Z");
+        check(PeriodUnit::Day, zone, "2026-11-01T12:00:00Z", "2026-11-01T07:00:00Z", "2026-11-02T08:00:00Z");
+        check(PeriodUnit::Day, zone, "2026-07-01T06:59:59Z", "2026-06-30T07:00:00Z", "2026-07-01T07:00:00Z");
+    }
+
+    #[test]
+    fn odd_zones() {
+        // Samoa skipped 30 December 2011; Lord Howe moves its clocks by half an hour.
+        check(PeriodUnit::Day, "Pacific/Apia", "2011-12-30T09:59:59Z", "2011-12-29T10:00:00Z", "2011-12-30T10:00:00Z");
+        check(PeriodUnit::Day, "Pacific/Apia", "2011-12-30T10:00:00Z", "2011-12-30T10:00:00Z", "2011-12-31T10:00:00Z");
+        let howe = "Australia/Lord_Howe";
+        check(PeriodUnit::Hour, howe, "2026-10-03T15:40:00Z", "2026-10-03T15:30:00Z", "2026-10-03T16:00:00Z");
+        check(
+            PeriodUnit::Hour,
+            "Asia/Kathmandu",
+            "2026-01-01T00:00:00Z",
+            "2025-12-31T23:15:00Z",
+            "2026-01-01T00:15:00Z",
+        );
+        check(PeriodUnit::Day, "Asia/Beirut", "2022-03-26T23:00:00Z", "2022-03-26T22:00:00Z", "2022-03-27T21:00:00Z");
+    }
+
+    #[test]
+    fn weeks_months_and_years() {
+        check(PeriodUnit::Week, "UTC", "2026-11-21T08:00:00Z", "2026-11-16T00:00:00Z", "2026-11-23T00:00:00Z");
+        check(PeriodUnit::Month, "UTC", "2028-02-29T23:59:59Z", "2028-02-01T00:00:00Z", "2028-03-01T00:00:00Z");
+        check(PeriodUnit::Year, "Europe/Paris", "2026-12-31T23:30:00Z", "2026-12-31T23:00:00Z", "2027-12-31T23:00:00Z");
+    }
+
+    #[test]
+    fn the_first_and_last_moments() {
+        for unit in PeriodUnit::ALL {
+            for name in ["UTC", "Pacific/Kiritimati", "Pacific/Pago_Pago"] {
+                let calendar = calendar(unit, name);
+                for now in [Time::ZERO, Time::from_secs(1), Time::from_micros(Time::NEVER.as_micros() - 1)] {
+                    let period = calendar.period(now);
+                    assert!(period.start <= now && now < period.end, "{unit:?} {name} {now:?} {period:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_zones_have_a_nearest_name() {
+        assert_eq!(zone("america/los_angeles").unwrap().1, "America/Los_Angeles");
+        assert_eq!(zone("America/Los_Angles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
+        assert_eq!(zone("Los Angeles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
+        assert_eq!(zone("the moon").unwrap_err(), None);
+    }
+
+    proptest! {
+        #[test]
+        fn periods_follow_each_other(
+            secs in 1_u64..4_000_000_000,
+            unit in prop::sample::select(&PeriodUnit::ALL[..]),
+            name in prop::sample::select(vec![
+                "UTC", "America/Los_Angeles", "Europe/Paris", "Asia/Kolkata", "Australia/Lord_Howe", "America/Sao_Paulo",
+                "America/Havana", "Pacific/Apia", "Africa/Casablanca", "Antarctica/Troll", "Asia/Tehran",
+            ]),
+        ) {
+            let calendar = calendar(unit, name);
+            let now = Time::from_secs(secs);
+            let period = calendar.period(now);
+            prop_assert!(period.start <= now && now < period.end);
+            let next = calendar.period(period.end);
+            prop_assert_eq!(next.start, period.end);
+            prop_assert_eq!(calendar.period(now), period);
+            if period.start > Time::ZERO {
+                let before = calendar.period(Time::from_micros(period.start.as_micros() - 1));
+                prop_assert_eq!(before.end, period.start);
+            }
+        }
+    }
+}

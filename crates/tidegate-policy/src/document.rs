@@ -1,0 +1,368 @@
+//! A policy as written: TOML with the place of everything in it, before anything is judged.
+
+use std::ops::Range;
+
+use toml::Spanned;
+use toml::de::{DeArray, DeTable, DeValue};
+
+use crate::error::{Error, quoted};
+
+/// The largest policy file.
+const MAX_FILE: usize = 4 << 20;
+
+/// What kind of text a place is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TextKind {
+    File,
+    Variable,
+}
+
+/// One text that the policy is read from.
+#[derive(Clone, Debug)]
+pub(crate) struct Text {
+    pub(crate) kind: TextKind,
+    pub(crate) name: String,
+    pub(crate) body: String,
+    /// Whether the text itself may be a secret, and is never shown.
+    pub(crate) secret: bool,
+}
+
+/// A stretch of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct At {
+    text: u32,
+    start: u32,
+    end: u32,
+}
+
+impl At {
+    pub(crate) fn start(self) -> usize {
+        self.start as usize
+    }
+
+    pub(crate) fn end(self) -> usize {
+        self.end as usize
+    }
+}
+
+/// Every text that the policy is read from.
+#[derive(Debug, Default)]
+pub(crate) struct Texts(Vec<Text>);
+
+impl Texts {
+    /// Adds a text; its place in full.
+    pub(crate) fn add(&mut self, text: Text) -> At {
+        let end = u32::try_from(text.body.len()).unwrap_or(u32::MAX);
+        let number = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
+        self.0.push(text);
+        At { text: number, start: 0, end }
+    }
+
+    pub(crate) fn get(&self, at: At) -> &Text {
+        &self.0[at.text as usize]
+    }
+
+    pub(crate) fn raw(&self, at: At) -> &str {
+        self.get(at).body.get(at.start()..at.end()).unwrap_or("")
+    }
+
+    /// A stretch of the text that `at` is in, moved outwards to whole characters.
+    pub(crate) fn within(&self, at: At, range: Range<usize>) -> At {
+        let body = &self.get(at).body;
+        let mut start = range.start.min(body.len());
+        let mut end = range.end.clamp(start, body.len());
+        while !body.is_char_boundary(start) {
+            start -= 1;
+        }
+        while !body.is_char_boundary(end) {
+            end += 1;
+        }
+        let small = |index: usize| u32::try_from(index).unwrap_or(u32::MAX);
+        At { text: at.text, start: small(start), end: small(end) }
+    }
+
+    /// The stretch of a string's inside, where the source has it letter by letter; the whole string otherwise.
+    pub(crate) fn inside(&self, node: &Node, text: &str, range: Range<usize>) -> At {
+        let raw = self.raw(node.at);
+        let offset = if raw == text {
+            0
+        } else if raw.len() == text.len() + 2 && raw.get(1..=text.len()) == Some(text) {
+            1
+        } else {
+            return node.at;
+        };
+        let start = node.at.start() + offset;
+        // An empty stretch at the end is shown at the closing quote.
+        self.within(node.at, start + range.start..start + range.end)
+    }
+
+    /// The line that a place is on.
+    pub(crate) fn line(&self, at: At) -> usize {
+        self.get(at).body[..at.start()].matches('\n').count() + 1
+    }
+
+    /// "on line 12" or "in the variable NAME", for pointing at a second place.
+    pub(crate) fn pointer(&self, at: At) -> String {
+        match self.get(at).kind {
+            TextKind::File => format!("on line {}", self.line(at)),
+            TextKind::Variable => format!("in the variable {}", self.get(at).name),
+        }
+    }
+}
+
+/// A value and where it stands.
+#[derive(Clone, Debug)]
+pub(crate) struct Node {
+    pub(crate) at: At,
+    pub(crate) value: Value,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Value {
+    Text(String),
+    /// As written, without `_`; `None` if it doesn't fit.
+    Integer(Option<i64>),
+    Float,
+    Flag(bool),
+    Moment,
+    List(Vec<Node>),
+    Table(Table),
+}
+
+/// A table's entries in the order of the file.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Table {
+    pub(crate) entries: Vec<Entry>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) key: String,
+    pub(crate) key_at: At,
+    pub(crate) node: Node,
+}
+
+impl Table {
+    pub(crate) fn get(&self, key: &str) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.key == key)
+    }
+
+    pub(crate) fn get_mut(&mut self, key: &str) -> Option<&mut Entry> {
+        self.entries.iter_mut().find(|entry| entry.key == key)
+    }
+
+    pub(crate) fn node(&self, key: &str) -> Option<&Node> {
+        self.get(key).map(|entry| &entry.node)
+    }
+
+    pub(crate) fn table(&self, key: &str) -> Option<&Table> {
+        self.node(key).and_then(Node::as_table)
+    }
+
+    pub(crate) fn remove(&mut self, key: &str) {
+        self.entries.retain(|entry| entry.key != key);
+    }
+
+    /// Puts a value in, in place of the one there.
+    pub(crate) fn put(&mut self, key: &str, at: At, value: Value) {
+        let node = Node { at, value };
+        match self.get_mut(key) {
+            Some(entry) => entry.node = node,
+            None => self.entries.push(Entry { key: key.to_owned(), key_at: at, node }),
+        }
+    }
+
+    /// The table under this key, made if there is none; `None` if something else is there.
+    pub(crate) fn enter(&mut self, key: &str, at: At) -> Option<&mut Table> {
+        if self.get(key).is_none() {
+            self.put(key, at, Value::Table(Table::default()));
+        }
+        self.get_mut(key).and_then(|entry| match &mut entry.node.value {
+            Value::Table(table) => Some(table),
+            _ => None,
+        })
+    }
+}
+
+impl Node {
+    pub(crate) fn as_table(&self) -> Option<&Table> {
+        match &self.value {
+            Value::Table(table) => Some(table),
+            _ => None,
+        }
+    }
+
+    /// What it is, for telling: "the number 5", "a list".
+    pub(crate) fn described(&self, texts: &Texts) -> String {
+        match &self.value {
+            Value::Text(text) => format!("the string {}", quoted(text)),
+            Value::Integer(_) | Value::Float => {
+                format!("the number {}", quoted(texts.raw(self.at)))
+            }
+            Value::Flag(flag) => format!("`{flag}`"),
+            Value::Moment => "a date or time".to_owned(),
+            Value::List(list) if list.is_empty() => "an empty list".to_owned(),
+            Value::List(_) => "a list".to_owned(),
+            Value::Table(_) => "a table".to_owned(),
+        }
+    }
+}
+
+/// Reads a file's text. Broken TOML gives errors; what could be read all the same is not judged then, since it may
+/// not be what was meant.
+pub(crate) fn parse_file(texts: &mut Texts, name: &str, body: &str) -> Result<Table, Vec<Error>> {
+    // A byte order mark is no mistake of the person who wrote the file.
+    let body = body.strip_prefix('\u{feff}').unwrap_or(body);
+    let too_large = body.len() > MAX_FILE;
+    let body = if too_large { "" } else { body };
+    let text = Text { kind: TextKind::File, name: name.to_owned(), body: body.to_owned(), secret: false };
+    let whole = texts.add(text);
+    if too_large {
+        return Err(vec![Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file")]);
+    }
+    let (table, errors) = DeTable::parse_recoverable(body);
+    if errors.is_empty() {
+        Ok(convert_table(texts, whole, 0, table.into_inner()))
+    } else {
+        Err(explain_all(texts, whole, 0, &errors))
+    }
+}
+
+/// Reads one TOML value from the part of a text that `at` names.
+pub(crate) fn parse_value(texts: &Texts, at: At) -> Result<Node, Error> {
+    let raw = texts.raw(at);
+    match DeValue::parse(raw) {
+        Ok(value) => Ok(convert(texts, at, at.start(), value)),
+        Err(error) => {
+            let span = error.span().unwrap_or(0..0);
+            let place = texts.within(at, span.start + at.start()..span.end + at.start());
+            Err(explain(texts, place, error.message()))
+        }
+    }
+}
+
+fn convert(texts: &Texts, text: At, offset: usize, value: Spanned<DeValue<'_>>) -> Node {
+    let span = value.span();
+    let at = texts.within(text, span.start + offset..span.end + offset);
+    let value = match value.into_inner() {
+        DeValue::String(string) => Value::Text(string.into_owned()),
+        DeValue::Integer(integer) => Value::Integer(i64::from_str_radix(integer.as_str(), integer.radix()).ok()),
+        DeValue::Float(_) => Value::Float,
+        DeValue::Boolean(flag) => Value::Flag(flag),
+        DeValue::Datetime(_) => Value::Moment,
+        DeValue::Array(array) => Value::List(convert_array(texts, text, offset, array)),
+        DeValue::Table(table) => Value::Table(convert_table(texts, text, offset, table)),
+    };
+    Node { at, value }
+}
+
+fn convert_array(texts: &Texts, text: At, offset: usize, array: DeArray<'_>) -> Vec<Node> {
+    array.into_iter().map(|value| convert(texts, text, offset, value)).collect()
+}
+
+fn convert_table(texts: &Texts, text: At, offset: usize, table: DeTable<'_>) -> Table {
+    let mut entries: Vec<Entry> = table
+        .into_iter()
+        .map(|(key, value)| {
+            let span = key.span();
+            Entry {
+                key_at: texts.within(text, span.start + offset..span.end + offset),
+                key: key.into_inner().into_owned(),
+                node: convert(texts, text, offset, value),
+            }
+        })
+        .collect();
+    // The parser sorts by name; what stands first in the file matches first.
+    entries.sort_by_key(|entry| entry.key_at.start());
+    Table { entries }
+}
+
+/// A parser's complaints in words for people who don't know TOML by heart.
+fn explain_all(texts: &Texts, text: At, offset: usize, complaints: &[toml::de::Error]) -> Vec<Error> {
+    let body = &texts.get(text).body;
+    let place = |complaint: &toml::de::Error| {
+        let span = complaint.span().unwrap_or(0..0);
+        texts.within(text, span.start + offset..span.end + offset)
+    };
+    let is_header = |at: At| body[line_begins(body, at)..].trim_start().starts_with('[');
+    let mut errors = Vec::new();
+    let mut twice: Option<At> = None;
+    let mut last_line = None;
+    for complaint in complaints {
+        let at = place(complaint);
+        let is_twice = complaint.message().contains("duplicate key");
+        // A section that stands twice makes each of its keys stand twice, which needs no telling.
+        if let Some(header) = twice.filter(|_| is_twice && !is_header(at)) {
+            let between = &body[header.end()..at.start()];
+            if !between.lines().skip(1).any(|line| line.trim_start().starts_with('[')) {
+                continue;
+            }
+        }
+        twice = if is_twice && is_header(at) { Some(at) } else { twice };
+        let rest_of_line = body[at.start()..].lines().next().unwrap_or("");
+        let looks_like_yaml = rest_of_line.starts_with(':') && complaint.message().contains("unquoted key");
+        if looks_like_yaml {
+            let error = Error::new(texts, at, "not valid TOML: a colon behind a key", "`key = value`");
+            return vec![
+                error.help(
+                    "this looks like YAML; a policy is TOML: [inbound], and below it listen = \"127.0.0.1:8080\"",
+                ),
+            ];
+        }
+        // What follows on the same line is confusion about the first.
+        if last_line != Some(texts.line(at)) {
+            errors.push(explain(texts, at, complaint.message()));
+        }
+        last_line = Some(texts.line(at));
+    }
+    errors
+}
+
+fn line_begins(body: &str, at: At) -> usize {
+    body[..at.start()].rfind('\n').map_or(0, |newline| newline + 1)
+}
+
+fn explain(texts: &Texts, at: At, message: &str) -> Error {
+    let body = &texts.get(at).body;
+    let begins = line_begins(body, at);
+    let line = body[begins..].lines().next().unwrap_or("");
+    let (what, expected) = message.split_once(", expected ").unwrap_or((message, ""));
+    let expected = if expected == "nothing" { "" } else { expected };
+    if message.contains("duplicate key") {
+        let is_header = line.trim_start().starts_with('[');
+        let (key, home) = (quoted(texts.raw(at)), if is_header { "the file" } else { "its section" });
+        let error = Error::new(texts, at, format!("{key} stands twice in {home}"), "each name once");
+        return error.help("remove one of the two, or give it the name that was meant");
+    }
+    if what == "invalid basic string" || what == "invalid literal string" {
+        let closes = if what.contains("basic") { '"' } else { '\'' };
+        if expected.contains(closes) {
+            return Error::new(texts, at, "not valid TOML: the string isn't closed", format!("`{closes}` at its end"));
+        }
+    }
+    let made = Error::new(texts, at, format!("not valid TOML: {what}"), expected);
+    let Some((key, value)) = line.split_once('=') else {
+        if texts.get(at).kind == TextKind::File && !line.trim_start().starts_with('[') {
+            return made.help("a line is `key = value`, `[section]`, or a comment that begins with #");
+        }
+        return made;
+    };
+    let value = value.split('#').next().unwrap_or(value).trim();
+    let in_value = at.start() > begins + key.len();
+    if in_value
+        && value.starts_with(|first: char| first.is_alphanumeric() || "./:*-".contains(first))
+        && !value.contains('"')
+    {
+        let start = begins + key.len() + 1 + (line.len() - key.len() - 1 - line[key.len() + 1..].trim_start().len());
+        let whole = texts.within(at, start..start + value.len());
+        let name = key.trim().to_owned();
+        let error =
+            Error::new(texts, whole, format!("the value of {} isn't in quotes", quoted(&name)), "a string in quotes");
+        // What may be a secret isn't said again.
+        return match crate::error::may_be_secret(line) {
+            true => error.help("a secret doesn't belong in a policy; write where it is, such as \"env:NAME\""),
+            false => error.help(format!("write {name} = \"{}\"", crate::error::printable(value))),
+        };
+    }
+    made
+}

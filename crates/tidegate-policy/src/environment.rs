@@ -1,0 +1,339 @@
+//! Environment variables, laid over the file before anything is judged, so that both go through the same checks.
+
+use std::ops::Range;
+
+use tidegate_core::MAX_LIMIT;
+
+use crate::document::{At, Node, Table, Text, TextKind, Texts, Value, parse_value};
+use crate::error::{Error, quoted};
+use crate::nearest::{folded, nearest};
+use crate::quantity::Quantity;
+use crate::settings::{self, Form, PLAIN, PREFIX};
+
+/// The window of `GLOBAL_RATE_LIMIT` when nobody says one, in seconds.
+const WINDOW: u64 = 3600;
+/// The longest window or block that a plain name gives: ten years in seconds.
+const MAX_SECS: u64 = 315_360_000;
+
+/// Whether a variable is read at all.
+pub(crate) fn is_ours(name: &str) -> bool {
+    name.starts_with(PREFIX) || PLAIN.iter().any(|(plain, _, _)| *plain == name)
+}
+
+/// An action's name as a variable's name holds it, in lower case.
+pub(crate) fn foldable(name: &str) -> String {
+    folded(name).replace('.', "_")
+}
+
+/// Lays the variables over the file's table.
+pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, mut env: Vec<(String, String)>) {
+    env.retain(|(name, value)| is_ours(name) && !value.trim().is_empty());
+    env.sort();
+    plain_names(texts, errors, root, &env);
+    let mut seen: Vec<String> = Vec::new();
+    for (name, value) in env {
+        if let Some(path) = name.strip_prefix(PREFIX) {
+            let path: Vec<String> = path.split("__").map(str::to_ascii_lowercase).collect();
+            if seen.contains(&path.join(".")) {
+                let at = add(texts, &name, &value, true);
+                errors.push(Error::new(
+                    texts,
+                    at,
+                    format!("{name} sets the same as a variable before it"),
+                    "one of them",
+                ));
+                continue;
+            }
+            seen.push(path.join("."));
+            if let Err(error) = set(texts, root, &name, &value, &path) {
+                errors.push(error);
+            }
+        }
+    }
+}
+
+fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
+    texts.add(Text { kind: TextKind::Variable, name: name.to_owned(), body: value.to_owned(), secret })
+}
+
+/// Sets what one variable names.
+fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
+    let actions: Vec<String> = root
+        .table("inbound")
+        .and_then(|inbound| inbound.table("action"))
+        .map(|actions| actions.entries.iter().map(|entry| entry.key.clone()).collect())
+        .unwrap_or_default();
+    // The action's own spelling takes the place of the variable's, and `*` its place in the table of settings.
+    let (mut here, mut generic) = (path.to_vec(), path.join("."));
+    if let [section, actions_key, action, rest @ ..] = path
+        && section == "inbound"
+        && actions_key == "action"
+        && !rest.is_empty()
+    {
+        match actions.iter().find(|known| foldable(known) == foldable(action)) {
+            Some(known) => here[2].clone_from(known),
+            None => {
+                // What an unknown name holds may be anything, a secret too, and isn't shown.
+                let at = add(texts, name, value, true);
+                let meant = nearest(action, actions.iter().map(String::as_str));
+                let error = Error::new(texts, at, format!("{name} names no action of the policy"), known(&actions));
+                let variable = |known: &str| settings::variable(&format!("inbound.action.*.{}", rest.join(".")), known);
+                return Err(error.hint(meant.map(variable).as_deref()));
+            }
+        }
+        generic = format!("inbound.action.*.{}", rest.join("."));
+    }
+    let Some(setting) = settings::find(&generic).filter(|setting| setting.variable().is_some()) else {
+        let at = add(texts, name, value, true);
+        return Err(unknown(texts, at, name, &actions));
+    };
+    let at = add(texts, name, value, setting.path().ends_with("token") && !is_token_source(value));
+    let value_at = trimmed(texts, at);
+    let node = coerce(texts, value_at, setting.form)?;
+    let (last, sections) = here.split_last().expect("invariant: a setting's path has at least one name");
+    let mut table = &mut *root;
+    for section in sections {
+        if section == "penalty" {
+            table.remove("ban");
+        }
+        table = table.enter(section, value_at).ok_or_else(|| {
+            Error::new(texts, value_at, format!("{name} can't be set: `{section}` is no table in the file"), "a table")
+        })?;
+    }
+    // Of two ways to say a thing, the environment's takes the place of the file's.
+    match last.as_str() {
+        "ban" => table.remove("penalty"),
+        "penalty" => table.remove("ban"),
+        "limit" => table.remove("limits"),
+        "limits" => table.remove("limit"),
+        _ => {}
+    }
+    table.put(last, node.at, node.value);
+    Ok(())
+}
+
+fn is_token_source(value: &str) -> bool {
+    let bare = value.trim().trim_start_matches(['"', '\'']);
+    bare.starts_with("env:") || bare.starts_with("file:")
+}
+
+fn known(actions: &[String]) -> String {
+    let names: Vec<&str> = actions.iter().take(8).map(String::as_str).collect();
+    match names.as_slice() {
+        [] => "a policy with actions; variables change actions and never add one".to_owned(),
+        names if names.len() < actions.len() => format!("one of {} …", names.join(", ")),
+        names => format!("one of {}", names.join(", ")),
+    }
+}
+
+fn unknown(texts: &Texts, at: At, name: &str, actions: &[String]) -> Error {
+    if name.to_ascii_uppercase().starts_with("TIDEGATE__OUTBOUND") {
+        return Error::new(
+            texts,
+            at,
+            format!("{name} is not supported by this version"),
+            "no settings of [outbound] yet",
+        );
+    }
+    let names: Vec<String> = settings::all()
+        .iter()
+        .filter_map(|setting| setting.variable().map(|variable| (setting.path(), variable)))
+        .flat_map(|(path, variable)| {
+            if path.contains('*') {
+                actions.iter().take(100).map(|action| settings::variable(path, action)).collect()
+            } else {
+                vec![variable]
+            }
+        })
+        .collect();
+    let upper = name.to_ascii_uppercase();
+    // Two names in one section differ by their last word, so that is what is compared, within the section first.
+    let (section, word) = upper.rsplit_once("__").unwrap_or(("", &upper));
+    let siblings: Vec<&str> = names
+        .iter()
+        .filter_map(|name| name.rsplit_once("__").filter(|(inside, _)| *inside == section).map(|(_, word)| word))
+        .collect();
+    let meant = nearest(word, siblings).map(|word| format!("{section}__{word}"));
+    let meant = meant.or_else(|| nearest(&upper, names.iter().map(String::as_str)).map(str::to_owned));
+    Error::new(texts, at, format!("unknown environment variable {name}"), "the name of a setting")
+        .hint(meant.as_deref())
+}
+
+/// The place of a value without the white space around it.
+fn trimmed(texts: &Texts, at: At) -> At {
+    let body = texts.raw(at);
+    let start = body.len() - body.trim_start().len();
+    texts.within(at, start..start + body.trim().len())
+}
+
+/// Reads a variable's value in the form that its setting has. What doesn't fit stays text, for the reader to refuse.
+fn coerce(texts: &Texts, at: At, form: Form) -> Result<Node, Error> {
+    let raw = texts.raw(at);
+    let first = raw.chars().next();
+    let text = |at: At| Node { at, value: Value::Text(texts.raw(at).to_owned()) };
+    match form {
+        Form::Text if matches!(first, Some('"' | '\'')) => parse_value(texts, at),
+        Form::Text => Ok(text(at)),
+        Form::Words if first == Some('[') => parse_value(texts, at),
+        Form::Words => {
+            let mut items = Vec::new();
+            let mut begin = at.start();
+            for piece in raw.split(',') {
+                let place = trimmed_range(piece, begin);
+                let item = texts.within(at, place);
+                if matches!(texts.raw(item).chars().next(), Some('"' | '\'')) {
+                    items.push(parse_value(texts, item)?);
+                } else if !texts.raw(item).is_empty() {
+                    items.push(text(item));
+                }
+                begin += piece.len() + 1;
+            }
+            Ok(Node { at, value: Value::List(items) })
+        }
+        Form::Flag => Ok(match raw {
+            "true" => Node { at, value: Value::Flag(true) },
+            "false" => Node { at, value: Value::Flag(false) },
+            _ => text(at),
+        }),
+        Form::Count => {
+            let is_number = raw.starts_with(|digit: char| digit.is_ascii_digit())
+                && raw.bytes().all(|byte| byte.is_ascii_digit() || byte == b'_');
+            if is_number {
+                let digits: String = raw.chars().filter(char::is_ascii_digit).collect();
+                Ok(Node { at, value: Value::Integer(digits.parse().ok()) })
+            } else {
+                Ok(text(at))
+            }
+        }
+        Form::Tables => parse_value(texts, at),
+    }
+}
+
+fn trimmed_range(piece: &str, begin: usize) -> Range<usize> {
+    let start = begin + piece.len() - piece.trim_start().len();
+    start..start + piece.trim().len()
+}
+
+/// `GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE` and `BACKOFF_MAX`.
+fn plain_names(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, env: &[(String, String)]) {
+    let mut number = |name: &str, least: u64, most: u64, what: &str| -> Option<(At, u64)> {
+        let (_, value) = env.iter().find(|(found, _)| found == name)?;
+        let at = add(texts, name, value, false);
+        let at = trimmed(texts, at);
+        let raw = texts.raw(at);
+        match raw.parse::<u64>() {
+            Ok(number) if (least..=most).contains(&number) => return Some((at, number)),
+            Ok(_) => errors.push(Error::new(
+                texts,
+                at,
+                format!("{name} is {}, which is out of range", quoted(raw)),
+                format!("{what}, {least} to {most}"),
+            )),
+            Err(_) => {
+                let message = format!("{name} is {}, which is no whole number", quoted(raw));
+                errors.push(Error::new(texts, at, message, format!("{what}, {least} to {most}")));
+            }
+        }
+        None
+    };
+    let limit = number("GLOBAL_RATE_LIMIT", 0, MAX_LIMIT, "a number of calls");
+    let window = number("GLOBAL_RATE_WINDOW", 1, MAX_SECS, "a number of seconds");
+    let base = number("BACKOFF_BASE", 1, 86_400, "the base of the power, in seconds");
+    let cap = number("BACKOFF_MAX", 1, MAX_SECS, "a number of seconds");
+    global(texts, errors, root, limit, window);
+    if base.is_some() || cap.is_some() {
+        for penalty in growing_penalties(root) {
+            if let Some((at, base)) = base {
+                penalty.put("base", at, Value::Text(format!("{base}s")));
+                penalty.put("factor", at, Value::Integer(i64::try_from(base).ok()));
+            }
+            if let Some((at, cap)) = cap {
+                penalty.put("cap", at, Value::Text(format!("{cap}s")));
+            }
+        }
+    }
+}
+
+fn global(
+    texts: &Texts,
+    errors: &mut Vec<Error>,
+    root: &mut Table,
+    limit: Option<(At, u64)>,
+    window: Option<(At, u64)>,
+) {
+    let Some((at, _)) = limit.or(window) else {
+        return;
+    };
+    let written = root.table("inbound").and_then(|inbound| inbound.table("global"));
+    let in_file = written.and_then(|global| global.node("limit")).and_then(|node| match &node.value {
+        Value::Text(text) => match text.parse::<Quantity>() {
+            Ok(Quantity::Window { limit, window }) => Some((limit, window)),
+            _ => None,
+        },
+        _ => None,
+    });
+    let Some(count) = limit.map(|(_, limit)| limit).or(in_file.map(|(limit, _)| limit)) else {
+        let message = "GLOBAL_RATE_WINDOW is set, but there is no global limit for it";
+        errors.push(Error::new(
+            texts,
+            at,
+            message,
+            "GLOBAL_RATE_LIMIT beside it, or a limit such as \"1000 per 1h\" in [inbound.global]",
+        ));
+        return;
+    };
+    let length = match (window, in_file) {
+        (Some((_, secs)), _) => format!("{secs}s"),
+        (None, Some((_, window))) => window.to_string(),
+        (None, None) => format!("{WINDOW}s"),
+    };
+    let is_new = written.is_none();
+    // A file that has something else there is refused for that.
+    let Some(global) = root.enter("inbound", at).and_then(|inbound| inbound.enter("global", at)) else {
+        return;
+    };
+    global.put("limit", at, Value::Text(format!("{count} per {length}")));
+    if is_new {
+        global.put("penalty", at, Value::Table(Table::default()));
+    }
+}
+
+/// Every penalty table of the file.
+fn growing_penalties(root: &mut Table) -> Vec<&mut Table> {
+    fn tables<'t>(table: &'t mut Table, found: &mut Vec<&'t mut Table>) {
+        for entry in &mut table.entries {
+            match &mut entry.node.value {
+                Value::Table(penalty) if entry.key == "penalty" => found.push(penalty),
+                Value::List(items) if entry.key == "limits" => {
+                    for item in items {
+                        if let Value::Table(limit) = &mut item.value {
+                            tables(limit, found);
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+    let mut found = Vec::new();
+    let Some(Value::Table(inbound)) = root.get_mut("inbound").map(|entry| &mut entry.node.value) else {
+        return found;
+    };
+    for entry in &mut inbound.entries {
+        let Value::Table(table) = &mut entry.node.value else {
+            continue;
+        };
+        match entry.key.as_str() {
+            "global" => tables(table, &mut found),
+            "action" => {
+                for action in &mut table.entries {
+                    if let Value::Table(action) = &mut action.node.value {
+                        tables(action, &mut found);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    found
+}

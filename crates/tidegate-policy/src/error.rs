@@ -1,0 +1,355 @@
+//! What is wrong with a policy, told so that a newcomer can put it right.
+
+use std::fmt;
+
+use crate::document::{At, TextKind, Texts};
+use crate::nearest::similar;
+
+/// How many errors are told at once.
+const MAX_ERRORS: usize = 50;
+/// How much of a line is shown before and after the place in question, in characters.
+const BEFORE: usize = 60;
+const AFTER: usize = 60;
+/// What hides a secret.
+const HIDDEN: &str = "…";
+
+/// Where something is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the policy file.
+    File {
+        /// The file's name as it was given.
+        name: String,
+        /// The line, from 1.
+        line: usize,
+        /// The column in characters, from 1.
+        column: usize,
+    },
+    /// In an environment variable.
+    Variable {
+        /// Its name.
+        name: String,
+        /// The column in its value, in characters, from 1.
+        column: usize,
+    },
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File { name, line, column } => write!(f, "{}:{line}:{column}", printable(name)),
+            Self::Variable { name, .. } => write!(f, "environment variable {}", printable(name)),
+        }
+    }
+}
+
+/// One thing that is wrong. `Display` shows it with its place, the line in question and a caret under it; secrets in
+/// that line are hidden.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error {
+    place: Place,
+    message: String,
+    expected: String,
+    help: Vec<String>,
+    excerpt: Excerpt,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Excerpt {
+    /// The line number, which a variable has none of.
+    number: String,
+    line: String,
+    indent: String,
+    carets: usize,
+}
+
+impl Error {
+    pub(crate) fn new(texts: &Texts, at: At, message: impl Into<String>, expected: impl Into<String>) -> Self {
+        let text = texts.get(at);
+        let (start, end) = (at.start(), at.end());
+        let begins = text.body[..start].rfind('\n').map_or(0, |newline| newline + 1);
+        let column = text.body[begins..start].chars().count() + 1;
+        let line_number = text.body[..start].matches('\n').count() + 1;
+        let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
+        let line = text.body[begins..ends].trim_end_matches('\r');
+        let prefix = match text.kind {
+            TextKind::File => String::new(),
+            TextKind::Variable => format!("{}=", text.name),
+        };
+        let start = (start - begins).min(line.len());
+        let end = end.saturating_sub(begins).clamp(start, line.len());
+        let (place, number) = match text.kind {
+            TextKind::File => {
+                (Place::File { name: text.name.clone(), line: line_number, column }, line_number.to_string())
+            }
+            TextKind::Variable => (Place::Variable { name: text.name.clone(), column }, String::new()),
+        };
+        Self {
+            place,
+            message: message.into(),
+            expected: expected.into(),
+            help: Vec::new(),
+            excerpt: Excerpt::new(number, &prefix, line, start, end, text.secret),
+        }
+    }
+
+    pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
+        self.help.push(help.into());
+        self
+    }
+
+    /// Adds "did you mean" if there is something to offer.
+    pub(crate) fn hint(self, meant: Option<&str>) -> Self {
+        match meant {
+            Some(meant) => self.help(format!("did you mean `{meant}`?")),
+            None => self,
+        }
+    }
+
+    /// Where it is wrong.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// What was found.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// What was expected.
+    pub fn expected(&self) -> &str {
+        &self.expected
+    }
+
+    /// What may help: the nearest valid name, another way to write it.
+    pub fn help_texts(&self) -> &[String] {
+        &self.help
+    }
+}
+
+impl Excerpt {
+    fn new(number: String, prefix: &str, line: &str, start: usize, end: usize, secret: bool) -> Self {
+        let hidden = if secret { Some(0) } else { secret_begins(line) };
+        // What follows a hidden value stays hidden too: where it ends is guesswork.
+        let (line, start, end) = match hidden {
+            Some(at) => (format!("{}{HIDDEN}", &line[..at]), start.min(at), end.min(at + HIDDEN.len())),
+            None => hide_passwords(line, start, end),
+        };
+        let shown = format!("{prefix}{line}");
+        let (start, end) = (prefix.len() + start, prefix.len() + end);
+        let before = shown[..start].chars().count();
+        let carets = shown.get(start..end).map_or(1, |marked| marked.chars().count()).max(1);
+        let skipped = before.saturating_sub(BEFORE.max(prefix.chars().count() + 20));
+        let window: Vec<char> =
+            shown.chars().skip(skipped).take(before - skipped + carets.min(AFTER) + AFTER).collect();
+        let cut = shown.chars().count() > skipped + window.len();
+        let mut line: String = if skipped > 0 { "…".to_owned() } else { String::new() };
+        let mut indent = line.replace('…', " ");
+        for (index, letter) in window.into_iter().enumerate() {
+            let letter = if letter.is_control() && letter != '\t' { '\u{fffd}' } else { letter };
+            line.push(letter);
+            if index < before - skipped {
+                indent.push(if letter == '\t' { '\t' } else { ' ' });
+            }
+        }
+        if cut {
+            line.push('…');
+        }
+        Self { number, line, indent, carets: carets.min(AFTER) }
+    }
+}
+
+/// Whether something in a line may be a secret.
+pub(crate) fn may_be_secret(line: &str) -> bool {
+    secret_begins(line).is_some() || line.contains("://") && line.contains('@')
+}
+
+/// Where a value begins that may be a secret: after the `=` of a key that reads like one, unless the value only says
+/// where the secret is.
+fn secret_begins(line: &str) -> Option<usize> {
+    const SECRETS: [&str; 8] = ["token", "secret", "password", "passwd", "credential", "bearer", "api_key", "apikey"];
+    for (equals, _) in line.match_indices('=') {
+        let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
+        let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
+        let key = before.rsplit(|letter| !is_part(letter)).next().unwrap_or(before).to_ascii_lowercase();
+        let is_secret = SECRETS.iter().any(|word| key.contains(word)) || similar(&key, SECRETS).is_some();
+        let value = &line[equals + 1..];
+        let bare = value.trim_start().trim_start_matches(['"', '\'', '[', ' ']);
+        let names_a_place = bare.starts_with("env:") || bare.starts_with("file:");
+        if is_secret && !names_a_place && !bare.trim().is_empty() {
+            return Some(equals + 1 + (value.len() - value.trim_start().len()));
+        }
+    }
+    None
+}
+
+/// Hides what stands between `://` and `@`, and moves the marked range along.
+fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize) {
+    let mut shown = String::with_capacity(line.len());
+    let mut rest = 0;
+    let (mut new_start, mut new_end) = (start, end);
+    while let Some(found) = line[rest..].find("://") {
+        let user = rest + found + 3;
+        let stops = line[user..].find(['/', '"', '\'', ' ', '\t', '?', '#', ',']).map_or(line.len(), |at| user + at);
+        shown.push_str(&line[rest..user]);
+        rest = user;
+        if let Some(at) = line[user..stops].rfind('@') {
+            let moved = |place: usize| {
+                if place >= user + at { place + HIDDEN.len() - at } else { place.min(user) }
+            };
+            if start > user {
+                new_start = moved(start).max(shown.len());
+            }
+            if end > user {
+                new_end = moved(end).max(new_start);
+            }
+            shown.push_str(HIDDEN);
+            rest = user + at;
+        }
+    }
+    shown.push_str(&line[rest..]);
+    let boundary = |mut at: usize| {
+        at = at.min(shown.len());
+        while !shown.is_char_boundary(at) {
+            at -= 1;
+        }
+        at
+    };
+    let (new_start, new_end) = (boundary(new_start), boundary(new_end));
+    (shown, new_start, new_end.max(new_start))
+}
+
+/// A text without characters that would steer a terminal.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
+}
+
+/// Something that was found, for quoting in a message: without control characters, and cut to 60 characters.
+pub(crate) fn quoted(text: &str) -> String {
+    let shown = hide_passwords(text, 0, 0).0;
+    let mut cut: String = printable(&shown).chars().take(60).collect();
+    if shown.chars().count() > 60 {
+        cut.push('…');
+    }
+    format!("`{cut}`")
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Excerpt { number, line, indent, carets } = &self.excerpt;
+        let margin = " ".repeat(number.len());
+        writeln!(f, "error: {}", self.message)?;
+        writeln!(f, "{margin}--> {}", self.place)?;
+        writeln!(f, "{margin} |")?;
+        writeln!(f, "{number} | {line}")?;
+        write!(f, "{margin} | {indent}{}", "^".repeat(*carets))?;
+        if !self.expected.is_empty() {
+            write!(f, " expected {}", self.expected)?;
+        }
+        for help in &self.help {
+            write!(f, "\n{margin} = help: {help}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Everything that is wrong with a policy, in the order of the file. `Display` shows each, and how many there are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Errors {
+    list: Vec<Error>,
+    more: usize,
+}
+
+impl Errors {
+    /// In the order of the file, then of the variables' names.
+    pub(crate) fn new(mut list: Vec<Error>) -> Self {
+        list.sort_by(|left, right| left.place.order().cmp(&right.place.order()));
+        list.dedup();
+        let more = list.len().saturating_sub(MAX_ERRORS);
+        list.truncate(MAX_ERRORS);
+        Self { list, more }
+    }
+
+    /// Each error; at most 50 of them.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Error> {
+        self.list.iter()
+    }
+
+    /// How many there are, those that [`Errors::iter`] leaves out included.
+    pub fn count(&self) -> usize {
+        self.list.len() + self.more
+    }
+}
+
+impl Place {
+    fn order(&self) -> (usize, &str, usize) {
+        match self {
+            Self::File { line, column, .. } => (*line, "", *column),
+            Self::Variable { name, column } => (usize::MAX, name, *column),
+        }
+    }
+}
+
+impl fmt::Display for Errors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for error in &self.list {
+            write!(f, "{error}\n\n")?;
+        }
+        match self.count() {
+            1 => f.write_str("1 error"),
+            count if self.more > 0 => write!(f, "{count} errors, {} not shown", self.more),
+            count => write!(f, "{count} errors"),
+        }
+    }
+}
+
+impl std::error::Error for Errors {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn secrets_are_hidden() {
+        for line in [
+            "token = \"hunter2\"",
+            "api = { token=\"hunter2\", x = 1 }",
+            "tokn = 'hunter2'",
+            "\"token\" = \"hunter2",
+            "db_password = \"hunter2\"",
+            "url = \"redis://user:hunter2@host/0\"",
+            "upstream = \"http://a:b@c\" # http://hunter2@x",
+        ] {
+            for start in 0..=line.len() {
+                for end in start..=line.len() {
+                    let excerpt = Excerpt::new("1".into(), "", line, start, end, false);
+                    assert!(!excerpt.line.contains("hunter2"), "{}", excerpt.line);
+                }
+            }
+        }
+        assert_eq!(secret_begins("token = \"env:API_TOKEN\""), None);
+        assert_eq!(secret_begins("listen = \"127.0.0.1:1\""), None);
+        assert_eq!(quoted("redis://:hunter2@host"), "`redis://…@host`");
+    }
+
+    #[test]
+    fn the_caret_follows_the_text() {
+        let line = "url = \"redis://user:hunter2@host/0\" # x";
+        let at = line.find("# x").unwrap();
+        let excerpt = Excerpt::new(String::new(), "", line, at, at + 3, false);
+        assert_eq!(excerpt.line.chars().skip(excerpt.indent.chars().count()).collect::<String>(), "# x");
+    }
+
+    proptest! {
+        #[test]
+        fn any_line_is_shown_without_panic(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
+            let boundaries: Vec<usize> = line.char_indices().map(|(at, _)| at).chain([line.len()]).collect();
+            let (start, end) = (*start.get(&boundaries), *end.get(&boundaries));
+            let excerpt = Excerpt::new(String::new(), &prefix, &line, start.min(end), start.max(end), false);
+            prop_assert!(excerpt.line.chars().count() < 400);
+        }
+    }
+}

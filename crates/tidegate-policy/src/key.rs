@@ -1,0 +1,361 @@
+//! What is counted together: key parts, and how they become 128 bits.
+
+use std::fmt;
+use std::hash::Hasher as _;
+use std::net::IpAddr;
+
+use arrayvec::ArrayVec;
+use http::header::{COOKIE, HeaderName};
+use siphasher::sip128::{Hasher128 as _, SipHasher13};
+use tidegate_core::Key;
+
+use crate::address::{PrefixBytes, network_of, parent_of};
+use crate::path::{Normalised, PathQuirks};
+use crate::query::Query;
+
+/// The platforms that the key part `platform` knows.
+pub const PLATFORMS: [&str; 4] = ["web", "mobile", "api", "admin"];
+
+/// The most parts in one key.
+pub(crate) const MAX_PARTS: usize = 8;
+
+/// One thing that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.
+///
+/// Parts that a client chooses freely (`header:`, `cookie:`, `query:`) give each invented value a count of its own;
+/// [`inbound.global`](crate::settings) is there to bound a client that invents many. Where a request has such a part
+/// twice, the first one counts.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum KeyPart {
+    /// `client_ip`: the client's IPv4 address, or the /64 that its IPv6 address is in.
+    ClientIp,
+    /// `key`: the `key` of a decision-API query.
+    Key,
+    /// `platform`: web, mobile, api or admin, as a decision-API query says.
+    Platform,
+    /// `header:NAME`: the first header of this name.
+    Header(HeaderName),
+    /// `cookie:NAME`: the first cookie of this name.
+    Cookie(String),
+    /// `query:NAME`: the first parameter of this name in the query string, percent-decoded.
+    QueryParameter(String),
+    /// `method`: the request's method.
+    Method,
+    /// `host`: the request's host, in lower case and without its port.
+    Host,
+    /// `path`: the request's path without its query string, normalised as for matching.
+    Path,
+}
+
+impl KeyPart {
+    /// The plain part names; those with a colon want a name behind it.
+    pub(crate) const WORDS: [&'static str; 9] =
+        ["client_ip", "key", "platform", "header:NAME", "cookie:NAME", "query:NAME", "method", "host", "path"];
+
+    /// What an API query calls the part: `ip` for `client_ip`, otherwise its own word.
+    pub fn field(&self) -> String {
+        match self {
+            Self::ClientIp => "ip".to_owned(),
+            other => other.to_string(),
+        }
+    }
+
+    /// Whether a plain HTTP request carries the part, so that a proxy or forward-auth can fill it. `key` and
+    /// `platform` come only from the decision API or from a Rust program.
+    pub fn is_in_requests(&self) -> bool {
+        !matches!(self, Self::Key | Self::Platform)
+    }
+}
+
+impl fmt::Display for KeyPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ClientIp => f.write_str("client_ip"),
+            Self::Key => f.write_str("key"),
+            Self::Platform => f.write_str("platform"),
+            Self::Header(name) => write!(f, "header:{name}"),
+            Self::Cookie(name) => write!(f, "cookie:{name}"),
+            Self::QueryParameter(name) => write!(f, "query:{name}"),
+            Self::Method => f.write_str("method"),
+            Self::Host => f.write_str("host"),
+            Self::Path => f.write_str("path"),
+        }
+    }
+}
+
+/// A call lacks something that a limit counts by, or has it wrong.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KeyError {
+    /// A part is missing.
+    #[error(transparent)]
+    Missing(#[from] MissingPart),
+    /// The platform is none of [`PLATFORMS`].
+    #[error(transparent)]
+    Platform(#[from] UnknownPlatform),
+}
+
+/// A call lacks something that a limit counts by.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{part}` is missing: the limit `{limit}` counts by it")]
+pub struct MissingPart {
+    /// The field of an API query that would fill it: `ip`, `key`, `platform`, `header:NAME` …
+    pub part: String,
+    /// The limit that needs it.
+    pub limit: String,
+}
+
+/// A call's platform is none of [`PLATFORMS`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown platform {found:?}: expected web, mobile, api or admin")]
+pub struct UnknownPlatform {
+    /// What the call said, cut to 64 characters.
+    pub found: String,
+}
+
+/// The secret that key parts are hashed under (SipHash-1-3 with 128 bits of output, by Aumasson and Bernstein), so
+/// that nobody outside can choose keys that collide. Random for each process when state is its own; shared and kept
+/// when state is shared. `Debug` doesn't print it.
+#[derive(Clone)]
+pub struct KeySeed(SipHasher13);
+
+impl KeySeed {
+    /// A seed from 16 bytes, which should be random: `KeySeed::new(rand::random())`.
+    pub fn new(bytes: [u8; 16]) -> Self {
+        Self(SipHasher13::new_with_key(&bytes))
+    }
+}
+
+impl fmt::Debug for KeySeed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("KeySeed(…)")
+    }
+}
+
+/// The parts of one key, in order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Recipe(Box<[KeyPart]>);
+
+/// Why a recipe can't be followed.
+pub(crate) enum Lacking<'r> {
+    Part(&'r KeyPart),
+    Platform(String),
+}
+
+const DOMAIN_KEY: u8 = 0;
+const DOMAIN_PARENT: u8 = 1;
+const ABSENT: u8 = 0x80;
+
+impl Recipe {
+    pub(crate) fn new(parts: Vec<KeyPart>) -> Self {
+        Self(parts.into())
+    }
+
+    pub(crate) fn parts(&self) -> &[KeyPart] {
+        &self.0
+    }
+
+    /// The key of a call. Each part goes in with a tag and its length before it, so no two lists of parts read the
+    /// same.
+    #[inline]
+    pub(crate) fn key(&self, query: &Query<'_>, quirks: PathQuirks, seed: &KeySeed) -> Result<Key, Lacking<'_>> {
+        let mut encoder = Encoder::new(seed, DOMAIN_KEY);
+        for part in &self.0 {
+            encode(part, query, quirks, &mut encoder)?;
+        }
+        Ok(encoder.finish())
+    }
+
+    /// The key that a call shares with its whole neighbourhood: the /24 or /48 around its address if the recipe has
+    /// one, otherwise everybody.
+    pub(crate) fn parent(&self, query: &Query<'_>, seed: &KeySeed) -> Key {
+        let mut encoder = Encoder::new(seed, DOMAIN_PARENT);
+        if self.0.contains(&KeyPart::ClientIp)
+            && let Some(ip) = query.ip
+        {
+            encode_prefix(parent_of(ip), &mut encoder);
+        }
+        encoder.finish()
+    }
+}
+
+#[inline]
+fn encode<'r>(
+    part: &'r KeyPart,
+    query: &Query<'_>,
+    quirks: PathQuirks,
+    encoder: &mut Encoder,
+) -> Result<(), Lacking<'r>> {
+    let lacking = || Lacking::Part(part);
+    // A request that lacks a part which requests may lack is counted with all others that lack it; a query without
+    // request headers comes from somebody who forgot the field and is told so.
+    let is_request = query.headers.is_some();
+    match part {
+        KeyPart::ClientIp => encode_ip(query.ip.ok_or_else(lacking)?, encoder),
+        KeyPart::Key => encoder.part(16, query.key.ok_or_else(lacking)?.as_bytes()),
+        KeyPart::Platform => {
+            let found = query.platform.ok_or_else(lacking)?;
+            if !PLATFORMS.contains(&found) {
+                return Err(Lacking::Platform(found.chars().take(64).collect()));
+            }
+            encoder.part(17, found.as_bytes());
+        }
+        KeyPart::Header(name) => match query.headers.ok_or_else(lacking)?.get(name) {
+            Some(value) => encoder.part(18, value.as_bytes()),
+            None => encoder.absent(18),
+        },
+        KeyPart::Cookie(name) => match cookie(query, name).ok_or_else(lacking)? {
+            Some(value) => encoder.part(19, value),
+            None => encoder.absent(19),
+        },
+        KeyPart::QueryParameter(name) => match query.path.and_then(|path| parameter(path, name)) {
+            Some(value) => encoder.decoded(20, value),
+            None if is_request => encoder.absent(20),
+            None => return Err(lacking()),
+        },
+        KeyPart::Method => encoder.part(21, query.method.ok_or_else(lacking)?.as_bytes()),
+        KeyPart::Host => match query.host {
+            Some(host) => encoder.lowered(22, bare_host(host).as_bytes()),
+            None if is_request => encoder.absent(22),
+            None => return Err(lacking()),
+        },
+        KeyPart::Path => {
+            let path = query.path.ok_or_else(lacking)?;
+            encoder.part(23, Normalised::new(path, quirks).as_bytes());
+        }
+    }
+    Ok(())
+}
+
+#[inline]
+fn encode_ip(ip: IpAddr, encoder: &mut Encoder) {
+    encode_prefix(network_of(ip), encoder);
+}
+
+#[inline]
+fn encode_prefix(prefix: PrefixBytes, encoder: &mut Encoder) {
+    match prefix {
+        PrefixBytes::V4(bytes) => encoder.part(4, &bytes),
+        PrefixBytes::V6(bytes) => encoder.part(6, &bytes),
+    }
+}
+
+/// The value of the first cookie of this name; `None` outside when there are no headers to look in.
+fn cookie<'q>(query: &Query<'q>, name: &str) -> Option<Option<&'q [u8]>> {
+    let headers = query.headers?;
+    let pairs = headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'));
+    for pair in pairs {
+        let pair = pair.trim_ascii();
+        if let Some(equals) = pair.iter().position(|byte| *byte == b'=')
+            && pair[..equals].trim_ascii() == name.as_bytes()
+        {
+            return Some(Some(pair[equals + 1..].trim_ascii()));
+        }
+    }
+    Some(None)
+}
+
+/// The raw value of the first parameter of this name in the query string; a name counts in its decoded form.
+fn parameter<'q>(path: &'q str, name: &str) -> Option<&'q str> {
+    let (_, query) = path.split_once('?')?;
+    let query = query.split_once('#').map_or(query, |(query, _)| query);
+    query.split('&').find_map(|pair| {
+        let (found, value) = pair.split_once('=').unwrap_or((pair, ""));
+        form_decoded(found).eq(name.bytes()).then_some(value)
+    })
+}
+
+/// The bytes that a query string's piece stands for: `+` is a space, `%41` is `A`, what is no escape stays.
+fn form_decoded(text: &str) -> impl Iterator<Item = u8> + '_ {
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let byte = *bytes.get(at)?;
+        if let Some(decoded) = crate::path::escape(bytes, at) {
+            at += 3;
+            return Some(decoded);
+        }
+        at += 1;
+        Some(if byte == b'+' { b' ' } else { byte })
+    })
+}
+
+/// A host without its port and without the dot that may end it.
+pub(crate) fn bare_host(host: &str) -> &str {
+    let host = match host.rfind(':') {
+        // A colon inside brackets belongs to an IPv6 address.
+        Some(colon) if !host[colon..].contains(']') && (host.starts_with('[') || host.find(':') == Some(colon)) => {
+            &host[..colon]
+        }
+        _ => host,
+    };
+    host.strip_suffix('.').unwrap_or(host)
+}
+
+/// Collects a key's bytes on the stack and hashes them in one go; longer ones are streamed.
+struct Encoder {
+    hasher: SipHasher13,
+    pending: ArrayVec<u8, 96>,
+    spilled: bool,
+}
+
+impl Encoder {
+    #[inline]
+    fn new(seed: &KeySeed, domain: u8) -> Self {
+        let mut pending = ArrayVec::new();
+        pending.push(domain);
+        Self { hasher: seed.0, pending, spilled: false }
+    }
+
+    #[inline]
+    fn write(&mut self, bytes: &[u8]) {
+        if self.pending.try_extend_from_slice(bytes).is_err() {
+            self.hasher.write(&self.pending);
+            self.pending.clear();
+            self.spilled = true;
+            if self.pending.try_extend_from_slice(bytes).is_err() {
+                self.hasher.write(bytes);
+            }
+        }
+    }
+
+    #[inline]
+    fn head(&mut self, tag: u8, length: usize) {
+        let mut head = [tag, 0, 0, 0, 0];
+        head[1..].copy_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
+        self.write(&head);
+    }
+
+    #[inline]
+    fn part(&mut self, tag: u8, bytes: &[u8]) {
+        self.head(tag, bytes.len());
+        self.write(bytes);
+    }
+
+    fn lowered(&mut self, tag: u8, bytes: &[u8]) {
+        self.head(tag, bytes.len());
+        for byte in bytes {
+            self.write(&[byte.to_ascii_lowercase()]);
+        }
+    }
+
+    fn decoded(&mut self, tag: u8, text: &str) {
+        self.head(tag, form_decoded(text).count());
+        for byte in form_decoded(text) {
+            self.write(&[byte]);
+        }
+    }
+
+    fn absent(&mut self, tag: u8) {
+        self.write(&[tag | ABSENT]);
+    }
+
+    #[inline]
+    fn finish(mut self) -> Key {
+        let hash = if self.spilled {
+            self.hasher.write(&self.pending);
+            self.hasher.finish128()
+        } else {
+            self.hasher.hash(&self.pending)
+        };
+        Key::new(hash.h1, hash.h2)
+    }
+}

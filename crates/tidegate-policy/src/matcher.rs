@@ -1,0 +1,342 @@
+//! Which requests an action matches.
+
+use std::fmt;
+
+use http::Method;
+
+use crate::key::bare_host;
+use crate::path::{Normalised, PathQuirks};
+
+/// The most segments in a path pattern.
+const MAX_SEGMENTS: usize = 32;
+/// The longest path pattern, in bytes.
+const MAX_PATTERN: usize = 1024;
+
+/// Which requests an action matches: by method, path and host; what isn't said matches anything.
+///
+/// A path pattern is exact (`/login`), ends in `/*` for everything from there down (`/api/*` matches `/api`, `/api/`
+/// and `/api/v1/users`, not `/apis`), or has `*` within a segment for any run of characters there (`/users/*/avatar`).
+///
+/// Other spellings of a path match too, so that no limit is evaded by them: escapes are decoded (`/%6Cogin`), empty
+/// and `.` segments are dropped and `..` resolved (`//x/../login`), and a slash at the end makes no difference. By
+/// RFC 3986 letters of different case differ and `%2F` is no slash; for an upstream that sees that differently there
+/// is `inbound.path_quirks`. Hosts match in any case and whatever the port. The request itself is passed on as it
+/// came.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Matcher {
+    pub(crate) methods: Vec<Method>,
+    pub(crate) paths: Vec<Pattern>,
+    pub(crate) hosts: Vec<String>,
+}
+
+impl Matcher {
+    /// The methods that match; empty for any.
+    pub fn methods(&self) -> &[Method] {
+        &self.methods
+    }
+
+    /// The path patterns as written; empty for any path.
+    pub fn paths(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.paths.iter().map(|pattern| pattern.text.as_str())
+    }
+
+    /// The hosts that match, in lower case; empty for any.
+    pub fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
+    #[inline]
+    pub(crate) fn takes_method(&self, method: Option<&str>) -> bool {
+        self.methods.is_empty() || method.is_some_and(|method| self.methods.iter().any(|own| own.as_str() == method))
+    }
+
+    #[inline]
+    pub(crate) fn takes_host(&self, host: Option<&str>) -> bool {
+        self.hosts.is_empty()
+            || host.is_some_and(|host| {
+                let host = bare_host(host);
+                self.hosts.iter().any(|own| own.eq_ignore_ascii_case(host))
+            })
+    }
+
+    /// Whether every request that `later` matches is matched by this too.
+    pub(crate) fn covers(&self, later: &Self) -> bool {
+        let methods = self.methods.is_empty()
+            || !later.methods.is_empty() && later.methods.iter().all(|method| self.methods.contains(method));
+        let hosts = self.hosts.is_empty()
+            || !later.hosts.is_empty() && later.hosts.iter().all(|host| self.hosts.contains(host));
+        let paths = self.paths.is_empty()
+            || !later.paths.is_empty()
+                && later.paths.iter().all(|theirs| self.paths.iter().any(|own| own.covers(theirs)));
+        methods && hosts && paths
+    }
+}
+
+impl fmt::Display for Matcher {
+    /// `POST /login`, `GET or HEAD /api/* on example.org`, `any method /`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let methods: Vec<&str> = self.methods.iter().map(Method::as_str).collect();
+        let paths: Vec<&str> = self.paths().collect();
+        f.write_str(&if methods.is_empty() { "any method".to_owned() } else { methods.join(" or ") })?;
+        write!(f, " {}", if paths.is_empty() { "any path".to_owned() } else { paths.join(" or ") })?;
+        if self.hosts.is_empty() { Ok(()) } else { write!(f, " on {}", self.hosts.join(" or ")) }
+    }
+}
+
+/// A path pattern, taken apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Pattern {
+    text: String,
+    pub(crate) segments: Vec<Segment>,
+    /// Whether it ends in `/*`.
+    pub(crate) open: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Segment {
+    Literal(Vec<u8>),
+    /// With at least one `*`.
+    Glob(Vec<u8>),
+}
+
+/// Why a pattern can't be used: what is wrong, and how to write it instead.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct PatternError {
+    pub(crate) message: &'static str,
+    pub(crate) expected: &'static str,
+    pub(crate) instead: Option<String>,
+}
+
+impl Pattern {
+    pub(crate) fn new(text: &str, quirks: PathQuirks) -> Result<Self, PatternError> {
+        let wrong = |message, expected, instead| Err(PatternError { message, expected, instead });
+        if text.is_empty() {
+            return wrong("the path is empty", "a path such as \"/login\" or \"/api/*\"", None);
+        }
+        if !text.starts_with('/') {
+            let message = "the path doesn't begin with a slash";
+            return wrong(message, "a path such as \"/login\" or \"/api/*\"", Some(format!("/{text}")));
+        }
+        if text.len() > MAX_PATTERN {
+            return wrong("the path is longer than 1024 bytes", "a shorter one", None);
+        }
+        if let Some(at) = text.find(['?', '#']) {
+            let message = "a path has no query string or fragment: matching doesn't look at them";
+            return wrong(message, "a path alone", Some(text[..at].to_owned()));
+        }
+        if text.contains(|letter: char| letter.is_whitespace() || letter.is_control()) {
+            return wrong("the path has white space in it", "a path such as \"/login\" or \"/api/*\"", None);
+        }
+        if text.contains("**") {
+            let message = "`**` is no wildcard here";
+            return wrong(message, "`*` within a segment, or `/*` at the end", Some(text.replace("**", "*")));
+        }
+        let (head, open) = match text.strip_suffix("/*") {
+            Some(head) => (if head.is_empty() { "/" } else { head }, true),
+            None => (text, false),
+        };
+        let normal = Normalised::new(head, quirks);
+        let normal = String::from_utf8_lossy(normal.as_bytes());
+        let same = if quirks.case { normal.eq_ignore_ascii_case(head) } else { normal == head };
+        if !same && head.ends_with('/') && normal == head.trim_end_matches('/') {
+            let message = "a slash at the end makes no difference in matching";
+            let expected = "the path without it, or with a * for everything below";
+            return wrong(message, expected, Some(normal.into_owned()));
+        }
+        if !same {
+            let message = "paths are matched in their plain form, and this one isn't in it";
+            let below = if open { "/*" } else { "" };
+            return wrong(message, "the plain form", Some(format!("{}{below}", normal.trim_end_matches('/'))));
+        }
+        let segments: Vec<Segment> = split(normal.as_bytes())
+            .map(|segment| {
+                if segment.contains(&b'*') {
+                    Segment::Glob(segment.to_vec())
+                } else {
+                    Segment::Literal(segment.to_vec())
+                }
+            })
+            .collect();
+        if segments.len() > MAX_SEGMENTS {
+            return wrong("the path has more than 32 segments", "fewer; end it with /* to match longer ones", None);
+        }
+        Ok(Self { text: text.to_owned(), segments, open })
+    }
+
+    /// The path in full, if it is exact.
+    pub(crate) fn exact(&self) -> Option<Vec<u8>> {
+        if self.open {
+            return None;
+        }
+        let mut path = Vec::new();
+        for segment in &self.segments {
+            match segment {
+                Segment::Literal(bytes) => {
+                    path.push(b'/');
+                    path.extend_from_slice(bytes);
+                }
+                Segment::Glob(_) => return None,
+            }
+        }
+        if path.is_empty() {
+            path.push(b'/');
+        }
+        Some(path)
+    }
+
+    fn covers(&self, later: &Self) -> bool {
+        let lengths = if self.open {
+            self.segments.len() <= later.segments.len()
+        } else {
+            !later.open && self.segments.len() == later.segments.len()
+        };
+        lengths && self.segments.iter().zip(&later.segments).all(|(own, theirs)| own.covers(theirs))
+    }
+}
+
+impl Segment {
+    fn covers(&self, later: &Self) -> bool {
+        match (self, later) {
+            (Self::Glob(own), Self::Literal(theirs)) => glob(own, theirs),
+            (Self::Glob(own), Self::Glob(theirs)) => own == theirs || own == b"*",
+            (own, theirs) => own == theirs,
+        }
+    }
+}
+
+/// The segments of a normal path; none for `/`.
+pub(crate) fn split(path: &[u8]) -> impl Iterator<Item = &[u8]> {
+    path.get(1..).unwrap_or_default().split(|byte| *byte == b'/').filter(|segment| !segment.is_empty())
+}
+
+/// Whether `text` fits the pattern, in which each `*` stands for any run of bytes. Going back to the last `*` alone is
+/// enough, so the work is bounded by the product of the lengths.
+pub(crate) fn glob(pattern: &[u8], text: &[u8]) -> bool {
+    let (mut p, mut t) = (0, 0);
+    let mut retry: Option<(usize, usize)> = None;
+    while t < text.len() {
+        if pattern.get(p) == Some(&b'*') {
+            retry = Some((p + 1, t));
+            p += 1;
+        } else if pattern.get(p) == Some(&text[t]) {
+            p += 1;
+            t += 1;
+        } else if let Some((after_star, from)) = retry {
+            (p, t) = (after_star, from + 1);
+            retry = Some((after_star, t));
+        } else {
+            return false;
+        }
+    }
+    pattern[p..].iter().all(|byte| *byte == b'*')
+}
+
+/// A host of a match in the form that is compared, or why it can't be one.
+pub(crate) fn host(text: &str) -> Result<String, &'static str> {
+    let bare = bare_host(text).to_ascii_lowercase();
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_[]:".contains(&byte);
+    if bare.is_empty() {
+        Err("the host is empty")
+    } else if text.contains('/') {
+        Err("a host is no URL")
+    } else if text.contains('*') {
+        Err("hosts have no wildcards")
+    } else if !bare.bytes().all(fits) {
+        Err("a host has letters, digits, dots and dashes only")
+    } else {
+        Ok(bare)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pattern(text: &str) -> Pattern {
+        Pattern::new(text, PathQuirks::default()).unwrap()
+    }
+
+    #[test]
+    fn globs() {
+        for (pattern, text, fits) in [
+            ("*", "", true),
+            ("*", "abc", true),
+            ("a*c", "abc", true),
+            ("a*c", "ac", true),
+            ("a*c", "abd", false),
+            ("a*b*c", "aXbYbZc", true),
+            ("*.png", "x.png.png", true),
+            ("*.png", "x.pngs", false),
+            ("v*", "v1", true),
+            ("a*a", "a", false),
+        ] {
+            assert_eq!(glob(pattern.as_bytes(), text.as_bytes()), fits, "{pattern} {text}");
+        }
+    }
+
+    #[test]
+    fn which_patterns_cover_which() {
+        for (own, theirs, covers) in [
+            ("/*", "/login", true),
+            ("/*", "/", true),
+            ("/api/*", "/api", true),
+            ("/api/*", "/api/v1/*", true),
+            ("/api/v1/*", "/api/*", false),
+            ("/api/*", "/apis", false),
+            ("/users/*/avatar", "/users/me/avatar", true),
+            ("/users/me/avatar", "/users/*/avatar", false),
+            ("/users/a*/avatar", "/users/*/avatar", false),
+            ("/a", "/a", true),
+            ("/a/*", "/b/*", false),
+        ] {
+            assert_eq!(pattern(own).covers(&pattern(theirs)), covers, "{own} {theirs}");
+        }
+    }
+
+    #[test]
+    fn patterns_are_written_plainly() {
+        for (text, instead) in [
+            ("login", Some("/login")),
+            ("/login/", Some("/login")),
+            ("//login", Some("/login")),
+            ("/a/../login", Some("/login")),
+            ("/%6Cogin", Some("/login")),
+            ("/login?x=1", Some("/login")),
+            ("/api/**", Some("/api/*")),
+            ("/a//b/*", Some("/a/b/*")),
+            ("", None),
+            ("/a b", None),
+        ] {
+            assert_eq!(Pattern::new(text, PathQuirks::default()).unwrap_err().instead.as_deref(), instead, "{text}");
+        }
+    }
+
+    #[test]
+    fn hosts() {
+        assert_eq!(host("Example.ORG:8080"), Ok("example.org".to_owned()));
+        assert_eq!(host("example.org."), Ok("example.org".to_owned()));
+        assert_eq!(host("[::1]:80"), Ok("[::1]".to_owned()));
+        assert!(host("http://example.org").is_err() && host("*.example.org").is_err() && host("").is_err());
+        assert_eq!(bare_host("::1"), "::1");
+    }
+
+    proptest! {
+        #[test]
+        fn globs_agree_with_trying_everything(pattern in "[ab*]{0,6}", text in "[ab]{0,8}") {
+            fn slow(pattern: &[u8], text: &[u8]) -> bool {
+                match pattern.split_first() {
+                    None => text.is_empty(),
+                    Some((b'*', rest)) => (0..=text.len()).any(|skip| slow(rest, &text[skip..])),
+                    Some((byte, rest)) => text.first() == Some(byte) && slow(rest, &text[1..]),
+                }
+            }
+            prop_assert_eq!(glob(pattern.as_bytes(), text.as_bytes()), slow(pattern.as_bytes(), text.as_bytes()));
+        }
+
+        #[test]
+        fn any_pattern_is_read_without_panic(text in "\\PC*|/[a-z*/%.;?]{0,20}") {
+            let _ = Pattern::new(&text, PathQuirks { encoded_slash: true, parameters: true, case: true });
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! What the machine runs: limits with their names, actions with their matches, and the batch that a call asks.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::IpAddr;
+
+use tidegate_core::{Batch, Key, LimitId, Limits, Op, Verb};
+
+use crate::address::{AddressLists, Listed};
+use crate::key::{KeyError, KeyPart, KeySeed, Lacking, MissingPart, Recipe, UnknownPlatform};
+use crate::matcher::Matcher;
+use crate::nearest::nearest;
+use crate::path::PathQuirks;
+use crate::preset::Preset;
+use crate::quantity::Quantity;
+use crate::query::Query;
+use crate::router::Router;
+
+/// Names an action within its plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ActionId(pub(crate) u16);
+
+impl ActionId {
+    pub(crate) fn from_index(index: usize) -> Self {
+        Self(u16::try_from(index).expect("invariant: reading the policy bounds the number of actions"))
+    }
+
+    /// Where the action stands in the file, from 0.
+    pub fn index(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
+/// Whose limit it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// An action's own.
+    Action,
+    /// `inbound.global`, which counts over all actions.
+    Global,
+}
+
+impl Source {
+    /// `action` or `global`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Action => "action",
+            Self::Global => "global",
+        }
+    }
+}
+
+/// What a `RateLimit-Policy` item says of a limit (draft-ietf-httpapi-ratelimit-headers-10).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PolicyItem {
+    /// The item's name: the limit's, printable ASCII without quotes or backslashes.
+    pub name: String,
+    /// `q`: how many in each window.
+    pub quota: u64,
+    /// `w`: the window in whole seconds, rounded up; `None` for months, years and calls in flight.
+    pub window: Option<u64>,
+    /// `qu`: `Some("concurrent-requests")` for calls in flight, else `None`, which means requests.
+    pub unit: Option<&'static str>,
+}
+
+/// What is known of a limit besides its arithmetic.
+#[derive(Clone, Debug)]
+pub struct LimitInfo {
+    pub(crate) name: String,
+    pub(crate) source: Source,
+    pub(crate) action: Option<ActionId>,
+    pub(crate) quantity: Quantity,
+    pub(crate) words: String,
+    pub(crate) policy_item: PolicyItem,
+    pub(crate) recipe: u16,
+    pub(crate) concurrency: bool,
+}
+
+impl LimitInfo {
+    /// The name that decisions and headers use: the action's (`login`) or `global`; where there are several,
+    /// `login.NAME` for named ones and `login.1`, `login.2` … for the others.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whose limit it is.
+    pub fn source(&self) -> Source {
+        self.source
+    }
+
+    /// The action it belongs to; `None` for a global one.
+    pub fn action(&self) -> Option<ActionId> {
+        self.action
+    }
+
+    /// The quantity as written.
+    pub fn quantity(&self) -> &Quantity {
+        &self.quantity
+    }
+
+    /// The limit in words with its true bound: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
+    pub fn words(&self) -> &str {
+        &self.words
+    }
+
+    /// What a `RateLimit-Policy` header says of it.
+    pub fn policy_item(&self) -> &PolicyItem {
+        &self.policy_item
+    }
+}
+
+/// One action of the plan.
+#[derive(Clone, Debug)]
+pub struct Action {
+    pub(crate) name: String,
+    pub(crate) matcher: Option<Matcher>,
+    pub(crate) preset: Option<Preset>,
+    pub(crate) cost: u64,
+    pub(crate) shadow: bool,
+    pub(crate) limits: Vec<LimitId>,
+    pub(crate) unlimited: bool,
+    pub(crate) has_concurrency: bool,
+    pub(crate) program: Program,
+}
+
+impl Action {
+    /// Its name in the file.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Which requests it matches; `None` when only the decision API reaches it.
+    pub fn matcher(&self) -> Option<&Matcher> {
+        self.matcher.as_ref()
+    }
+
+    /// The preset it was made from.
+    pub fn preset(&self) -> Option<Preset> {
+        self.preset
+    }
+
+    /// How much a call weighs that doesn't say so itself.
+    pub fn cost(&self) -> u64 {
+        self.cost
+    }
+
+    /// Whether it only watches: `mode = "shadow"`.
+    pub fn is_shadow(&self) -> bool {
+        self.shadow
+    }
+
+    /// Its own limits, without the global ones.
+    pub fn limits(&self) -> &[LimitId] {
+        &self.limits
+    }
+
+    /// Whether it says `unlimited` and has no limit of its own.
+    pub fn is_unlimited(&self) -> bool {
+        self.unlimited
+    }
+
+    /// Whether one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not
+    /// serve such an action; see also [`Plan::global_has_concurrency`].
+    pub fn has_concurrency(&self) -> bool {
+        self.has_concurrency
+    }
+}
+
+/// The operations of a call, ready but for the keys: which limits, and which recipe each one's key follows.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Program {
+    pub(crate) steps: Vec<Step>,
+    /// The recipes in use, each of which is hashed once.
+    pub(crate) recipes: Vec<u16>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    pub(crate) limit: LimitId,
+    /// Index into the program's recipes.
+    pub(crate) recipe: u8,
+    pub(crate) concurrency: bool,
+    pub(crate) global: bool,
+}
+
+/// An action that the plan doesn't have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown action {found:?}{}", nearest.as_ref().map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
+pub struct UnknownAction {
+    /// What was asked for, cut to 128 characters.
+    pub found: String,
+    /// The most similar name that exists, if any is similar.
+    pub nearest: Option<String>,
+}
+
+/// A validated policy as the machine runs it: immutable, cheap to share, and free of clocks and state.
+pub struct Plan {
+    pub(crate) limits: Limits,
+    pub(crate) infos: Vec<LimitInfo>,
+    pub(crate) recipes: Vec<Recipe>,
+    pub(crate) actions: Vec<Action>,
+    pub(crate) names: HashMap<String, ActionId>,
+    pub(crate) fallback: Option<ActionId>,
+    pub(crate) router: Router,
+    pub(crate) lists: AddressLists,
+    /// The lists as written, for telling.
+    pub(crate) listed_networks: Vec<(String, Listed)>,
+    pub(crate) global: Vec<LimitId>,
+    pub(crate) global_has_concurrency: bool,
+    pub(crate) unmatched: Program,
+    pub(crate) path_quirks: PathQuirks,
+}
+
+impl fmt::Debug for Plan {
+    /// What the policy says, without the tables that are built from it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plan")
+            .field("limits", &self.limits)
+            .field("infos", &self.infos)
+            .field("recipes", &self.recipes)
+            .field("actions", &self.actions)
+            .field("listed", &self.listed_networks)
+            .field("global", &self.global)
+            .field("path_quirks", &self.path_quirks)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Plan {
+    /// Every limit, by id.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// What is known of a limit.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn info(&self, limit: LimitId) -> &LimitInfo {
+        &self.infos[limit.index()]
+    }
+
+    /// What a limit counts by.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
+        self.recipe(limit).parts()
+    }
+
+    /// Every action in file order.
+    pub fn actions(&self) -> impl ExactSizeIterator<Item = (ActionId, &Action)> {
+        self.actions.iter().enumerate().map(|(index, action)| (ActionId::from_index(index), action))
+    }
+
+    /// One action.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer actions.
+    pub fn action(&self, id: ActionId) -> &Action {
+        &self.actions[id.index()]
+    }
+
+    /// The limits of `inbound.global`, which every call meets.
+    pub fn global(&self) -> &[LimitId] {
+        &self.global
+    }
+
+    /// Whether `inbound.global` counts calls in flight, which forward-auth can't serve.
+    pub fn global_has_concurrency(&self) -> bool {
+        self.global_has_concurrency
+    }
+
+    /// The action of this name, or the one named `default` if there is one.
+    ///
+    /// # Errors
+    /// Neither exists; the nearest name is told.
+    pub fn find(&self, name: &str) -> Result<ActionId, UnknownAction> {
+        self.names.get(name).copied().or(self.fallback).ok_or_else(|| UnknownAction {
+            found: name.chars().take(128).collect(),
+            nearest: nearest(name, self.actions.iter().map(Action::name)).map(str::to_owned),
+        })
+    }
+
+    /// The first action in file order whose match fits the query's method, host and path. The query's `action` isn't
+    /// looked at. `None` means that the call meets only `inbound.global`.
+    pub fn matching(&self, query: &Query<'_>) -> Option<ActionId> {
+        self.router.find(query)
+    }
+
+    /// Whether the address is on the allow list (never limited) or the deny list (always refused). Of several
+    /// networks that hold it, the smallest decides.
+    pub fn listed(&self, ip: IpAddr) -> Listed {
+        self.lists.find(ip)
+    }
+
+    /// What a call weighs: as much as it says, else as its action says, else 1.
+    pub fn cost(&self, action: Option<ActionId>, query: &Query<'_>) -> u64 {
+        query.cost.unwrap_or_else(|| action.map_or(1, |id| self.action(id).cost))
+    }
+
+    /// The operations that a call asks of the store: its action's limits, then `inbound.global`.
+    ///
+    /// `verb` decides which limits take part: `Take` and `Peek` all of them; `Refund` all but calls in flight;
+    /// `Release` and `Renew` only calls in flight; `Reset` only the action's own (with no action, the global ones).
+    /// A call in flight is one call, whatever it weighs. `holder` is the batch's id, under which permits are held.
+    ///
+    /// Allocates nothing, but for the error and for paths over 255 bytes that need normalising.
+    ///
+    /// # Errors
+    /// [`KeyError`] if the query lacks a part that one of those limits counts by.
+    #[inline]
+    pub fn ops(
+        &self,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+        holder: u64,
+    ) -> Result<Batch, KeyError> {
+        let program = action.map_or(&self.unmatched, |id| &self.action(id).program);
+        let cost = self.cost(action, query);
+        let mut batch = Batch::new(holder);
+        let mut keys = [const { None::<Key> }; tidegate_core::MAX_OPS];
+        for step in &program.steps {
+            let takes_part = match verb {
+                Verb::Take | Verb::Peek => true,
+                Verb::Refund => !step.concurrency,
+                Verb::Release | Verb::Renew => step.concurrency,
+                Verb::Reset => !step.global || action.is_none(),
+            };
+            if !takes_part {
+                continue;
+            }
+            let slot = usize::from(step.recipe);
+            let key = match keys[slot] {
+                Some(key) => key,
+                None => {
+                    let recipe = &self.recipes[usize::from(program.recipes[slot])];
+                    let key = recipe
+                        .key(query, self.path_quirks, seed)
+                        .map_err(|lacking| self.key_error(lacking, step.limit))?;
+                    keys[slot] = Some(key);
+                    key
+                }
+            };
+            let cost = if step.concurrency { 1 } else { cost };
+            batch
+                .push(Op::new(step.limit, verb, key, cost))
+                .expect("invariant: reading the policy bounds each action's limits by the size of a batch");
+        }
+        Ok(batch)
+    }
+
+    /// The key under which a call is counted for this limit when the store has no room for a key of its own: that of
+    /// the /24 (IPv4) or /48 (IPv6) around its address, or, if the limit doesn't count by address, the one key that
+    /// everybody shares. Parent keys never equal other keys.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn parent_key(&self, limit: LimitId, query: &Query<'_>, seed: &KeySeed) -> Key {
+        self.recipe(limit).parent(query, seed)
+    }
+
+    /// The first part that the action (or `inbound.global`) counts by and that no plain HTTP request carries, with
+    /// the limit that wants it; such an action can't be served by a proxy or by forward-auth.
+    pub fn part_outside_requests(&self, action: Option<ActionId>) -> Option<(LimitId, &KeyPart)> {
+        let program = action.map_or(&self.unmatched, |id| &self.action(id).program);
+        program.steps.iter().find_map(|step| {
+            let part = self.key_parts(step.limit).iter().find(|part| !part.is_in_requests())?;
+            Some((step.limit, part))
+        })
+    }
+
+    fn recipe(&self, limit: LimitId) -> &Recipe {
+        &self.recipes[usize::from(self.info(limit).recipe)]
+    }
+
+    #[cold]
+    fn key_error(&self, lacking: Lacking<'_>, limit: LimitId) -> KeyError {
+        match lacking {
+            Lacking::Part(part) => MissingPart { part: part.field(), limit: self.info(limit).name.clone() }.into(),
+            Lacking::Platform(found) => UnknownPlatform { found }.into(),
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! A whole policy, and what it is read from.
+
+use std::sync::Arc;
+
+use crate::builder::PolicyBuilder;
+use crate::error::Errors;
+use crate::plan::Plan;
+use crate::sections::{Admin, Api, Inbound, Log, Store};
+
+/// The policy that runs when there is no file.
+const DEFAULT_POLICY: &str = include_str!("default.toml");
+
+/// What a policy is read from: at most one file's text, and environment variables. Reading them is the caller's part,
+/// so that a policy can be read from anywhere.
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    pub(crate) file: Option<(String, String)>,
+    pub(crate) env: Vec<(String, String)>,
+}
+
+impl Sources {
+    /// Nothing yet; as it is, it reads as the embedded default policy ([`Policy::default_text`]).
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Reads this text, which errors call `name` (its path, usually), instead of the embedded default policy.
+    #[must_use]
+    pub fn file(mut self, name: impl Into<String>, text: impl Into<String>) -> Self {
+        self.file = Some((name.into(), text.into()));
+        self
+    }
+
+    /// Lets environment variables override the file. Only names that begin with `TIDEGATE__` and the plain names
+    /// (`GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE`, `BACKOFF_MAX`) are looked at, so the whole
+    /// environment may be given: `std::env::vars()`.
+    #[must_use]
+    pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
+        let ours = variables.into_iter().map(|(name, value)| (name.into(), value.into()));
+        self.env.extend(ours.filter(|(name, _)| crate::environment::is_ours(name)));
+        self
+    }
+}
+
+/// A whole policy: every section checked, and the plan that the machine runs.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    pub(crate) store: Store,
+    pub(crate) inbound: Inbound,
+    pub(crate) api: Api,
+    pub(crate) admin: Admin,
+    pub(crate) log: Log,
+    pub(crate) plan: Arc<Plan>,
+}
+
+impl Policy {
+    /// Reads a policy. The environment beats the file, and the file beats the defaults; with no file, the embedded
+    /// default policy takes its place.
+    ///
+    /// # Errors
+    /// Everything that is wrong, not only the first thing; see [`Errors`].
+    pub fn load(sources: Sources) -> Result<Self, Errors> {
+        let (name, text) =
+            sources.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.to_owned()));
+        crate::read::policy(&name, &text, sources.env)
+    }
+
+    /// Makes a policy in Rust, in the same words and with the same checks as a file.
+    pub fn builder() -> PolicyBuilder {
+        PolicyBuilder::new()
+    }
+
+    /// The text of the embedded default policy: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
+    pub fn default_text() -> &'static str {
+        DEFAULT_POLICY
+    }
+
+    /// `[store]`.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// `[inbound]`, but for its limits, which are the [`plan`](Self::plan)'s. A proxy runs only if it has an upstream.
+    pub fn inbound(&self) -> &Inbound {
+        &self.inbound
+    }
+
+    /// `[api]`.
+    pub fn api(&self) -> &Api {
+        &self.api
+    }
+
+    /// `[admin]`.
+    pub fn admin(&self) -> &Admin {
+        &self.admin
+    }
+
+    /// `[log]`.
+    pub fn log(&self) -> &Log {
+        &self.log
+    }
+
+    /// What the machine runs.
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+}

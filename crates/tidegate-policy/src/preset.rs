@@ -1,0 +1,63 @@
+//! Ready-made limits for actions that most services have.
+
+use std::fmt;
+
+/// A ready-made limit and ban, chosen with `preset = "login"`; what stands beside it in the file overrides it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preset {
+    /// `login`: 5 per 60 s, then banned for 600 s.
+    Login,
+    /// `otp_request`: 3 per 120 s, then banned for 900 s.
+    OtpRequest,
+    /// `password_reset`: 2 per 300 s, then banned for 1200 s.
+    PasswordReset,
+    /// `register`: 5 per 60 s, then banned for 300 s.
+    Register,
+    /// `api_call`: 5 per 60 s, then banned for 300 s.
+    ApiCall,
+}
+
+impl Preset {
+    /// Every preset.
+    pub const ALL: [Self; 5] = [Self::Login, Self::OtpRequest, Self::PasswordReset, Self::Register, Self::ApiCall];
+
+    /// The preset's name in a policy.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Login => "login",
+            Self::OtpRequest => "otp_request",
+            Self::PasswordReset => "password_reset",
+            Self::Register => "register",
+            Self::ApiCall => "api_call",
+        }
+    }
+
+    /// Its limit, as a policy writes it.
+    pub fn limit(self) -> &'static str {
+        match self {
+            Self::Login | Self::Register | Self::ApiCall => "5 per 60s",
+            Self::OtpRequest => "3 per 120s",
+            Self::PasswordReset => "2 per 300s",
+        }
+    }
+
+    /// Its ban, as a policy writes it.
+    pub fn ban(self) -> &'static str {
+        match self {
+            Self::Login => "600s",
+            Self::OtpRequest => "900s",
+            Self::PasswordReset => "1200s",
+            Self::Register | Self::ApiCall => "300s",
+        }
+    }
+
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|preset| preset.as_str() == name)
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}

@@ -1,0 +1,584 @@
+//! Quantities: how much of what is allowed, as people write it.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use tidegate_core::{Concurrency, Kind, LimitError, MAX_LIMIT, Quota, Rate, Span, Window};
+
+use crate::calendar::{self, CivilCalendar, PeriodUnit};
+use crate::nearest::nearest;
+use crate::units::{Cursor, canonical, duration};
+
+/// How many calls a strict window remembers exactly; see [`Window`].
+const WINDOW_ENTRIES: u32 = 64;
+
+const NUMBER: &str = "a whole number, as in \"5 per 60s\"";
+const FORMS: &str = "\"5 per 60s\", \"10/s burst 20\", \"1000 per day\", \"8 in flight\" or \"unlimited\"";
+
+/// How much of what is allowed.
+///
+/// | written | means |
+/// | --- | --- |
+/// | `5 per 60s`, `5/60s` | strict window: no trailing 60 s ever holds more than 5 |
+/// | `10/s`, `10/s burst 20`, `10 per 1s burst 20` | rate: smooth, with up to 20 at once (1 if unsaid) |
+/// | `1000 per day in America/Los_Angeles` | quota: counted by calendar `hour`, `day`, `week` (from Monday), `month` or `year`; UTC if no zone |
+/// | `8 in flight` | at most 8 calls at the same time |
+/// | `unlimited` | no limit |
+///
+/// So a bare unit after a slash is a rate, a length of time is a window (`per second` and `per minute` too), and
+/// `burst` always makes a rate. Numbers go up to 2^40 and may have `_` between digits. A quantity prints in the
+/// shortest of these forms, which reads back as the same quantity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Quantity {
+    /// A strict trailing window.
+    Window {
+        /// The most in any window.
+        limit: u64,
+        /// The window's length.
+        window: Span,
+    },
+    /// GCRA: smooth, with a burst.
+    Rate {
+        /// Calls per `per`.
+        count: u64,
+        /// The period of the count.
+        per: Span,
+        /// How many may pass at once.
+        burst: u64,
+    },
+    /// A calendar quota.
+    Quota {
+        /// The most in each period.
+        limit: u64,
+        /// The period.
+        unit: PeriodUnit,
+        /// The IANA time zone; `None` is UTC.
+        zone: Option<String>,
+    },
+    /// Calls at the same time.
+    InFlight {
+        /// The most at once.
+        limit: u64,
+    },
+    /// No limit.
+    Unlimited,
+}
+
+/// What is wrong in a text, and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QuantityError {
+    at: Range<usize>,
+    message: String,
+    expected: String,
+    help: Option<String>,
+}
+
+impl QuantityError {
+    pub(crate) fn new(at: Range<usize>, message: impl Into<String>, expected: impl Into<String>) -> Self {
+        Self { at, message: message.into(), expected: expected.into(), help: None }
+    }
+
+    pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
+        self.help = Some(help.into());
+        self
+    }
+
+    /// Adds "did you mean" if there is something to offer.
+    pub(crate) fn hint(mut self, meant: Option<&str>) -> Self {
+        if let Some(meant) = meant {
+            self.help = Some(format!("did you mean `{meant}`?"));
+        }
+        self
+    }
+
+    /// Where in the text, in bytes.
+    pub fn at(&self) -> Range<usize> {
+        self.at.clone()
+    }
+
+    /// What is wrong.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// What would do.
+    pub fn expected(&self) -> &str {
+        &self.expected
+    }
+
+    /// What was probably meant.
+    pub fn help_text(&self) -> Option<&str> {
+        self.help.as_deref()
+    }
+}
+
+impl fmt::Display for QuantityError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at column {}: expected {}", self.message, self.at.start + 1, self.expected)?;
+        self.help.as_ref().map_or(Ok(()), |help| write!(f, "; {help}"))
+    }
+}
+
+impl std::error::Error for QuantityError {}
+
+impl Quantity {
+    /// The most that is ever free at once; `None` for `unlimited`.
+    pub fn capacity(&self) -> Option<u64> {
+        match self {
+            Self::Window { limit, .. } | Self::Quota { limit, .. } | Self::InFlight { limit } => Some(*limit),
+            Self::Rate { burst, .. } => Some(*burst),
+            Self::Unlimited => None,
+        }
+    }
+
+    /// The limit that the machine runs; `None` for `unlimited`.
+    ///
+    /// # Errors
+    /// A quantity that no machine runs, such as a rate of 0.
+    pub fn kind(&self) -> Result<Option<Kind>, LimitError> {
+        Ok(Some(match self {
+            Self::Window { limit, window } => Kind::Window(Window::new(*limit, *window, WINDOW_ENTRIES)?),
+            Self::Rate { count, per, burst } => Kind::Rate(Rate::new(*count, *per, *burst)?),
+            Self::Quota { limit, unit, zone } => {
+                // A zone that was removed from the system since it was read is UTC rather than a failure.
+                let zone = zone.as_deref().and_then(|name| calendar::zone(name).ok());
+                let zone = zone.map_or(jiff::tz::TimeZone::UTC, |(zone, _)| zone);
+                Kind::Quota(Quota::new(*limit, Arc::new(CivilCalendar::new(*unit, zone)))?)
+            }
+            Self::InFlight { limit } => Kind::Concurrency(Concurrency::new(*limit, Concurrency::LEASE)?),
+            Self::Unlimited => return Ok(None),
+        }))
+    }
+}
+
+impl fmt::Display for Quantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Window { limit, window } => write!(f, "{limit} per {}", canonical(*window)),
+            Self::Rate { count, per, burst } => {
+                let unit = match per.as_micros() {
+                    1_000_000 => Some("s"),
+                    60_000_000 => Some("m"),
+                    3_600_000_000 => Some("h"),
+                    _ => None,
+                };
+                match unit {
+                    Some(unit) if *burst == 1 => write!(f, "{count}/{unit}"),
+                    Some(unit) => write!(f, "{count}/{unit} burst {burst}"),
+                    None => write!(f, "{count}/{} burst {burst}", canonical(*per)),
+                }
+            }
+            Self::Quota { limit, unit, zone } => {
+                write!(f, "{limit} per {}", unit.as_str())?;
+                zone.as_ref().map_or(Ok(()), |zone| write!(f, " in {zone}"))
+            }
+            Self::InFlight { limit } => write!(f, "{limit} in flight"),
+            Self::Unlimited => f.write_str("unlimited"),
+        }
+    }
+}
+
+impl FromStr for Quantity {
+    type Err = QuantityError;
+
+    fn from_str(text: &str) -> Result<Self, QuantityError> {
+        let mut cursor = Cursor::new(text);
+        cursor.space();
+        let begin = cursor.at;
+        let word = cursor.word();
+        if word.text == "unlimited" {
+            cursor.end("nothing more after \"unlimited\"")?;
+            return Ok(Self::Unlimited);
+        }
+        if !word.text.is_empty() {
+            let error = QuantityError::new(word.at, format!("found `{}` where a number should be", word.text), FORMS);
+            return Err(error.hint(nearest(word.text, ["unlimited"])));
+        }
+        if cursor.rest().is_empty() {
+            return Err(QuantityError::new(0..text.len(), "the quantity is empty", FORMS));
+        }
+        let limit = cursor.number(MAX_LIMIT, NUMBER)?;
+        cursor.space();
+        let quantity = after_number(limit, &mut cursor)?;
+        cursor.space();
+        if cursor.rest().starts_with([',', ';']) {
+            return Err(QuantityError::new(
+                cursor.at..cursor.at + 1,
+                "found more than one limit in one string",
+                "one limit",
+            )
+            .help("write a list, [\"10/s\", \"1000 per day\"]: all of its limits must agree"));
+        }
+        cursor.end("nothing more after the quantity")?;
+        match quantity.kind() {
+            Ok(_) => Ok(quantity),
+            Err(error) => Err(unfit(begin..cursor.at, &error)),
+        }
+    }
+}
+
+fn unfit(at: Range<usize>, error: &LimitError) -> QuantityError {
+    let (message, expected) = match error {
+        LimitError::ZeroPeriod => ("a period of no length", "more than 0, as in \"5 per 60s\""),
+        LimitError::ZeroRate => ("a rate of 0", "at least 1; to refuse everything, write \"0 per 60s\""),
+        LimitError::ZeroBurst => ("a burst of 0, which lets nothing pass", "a burst of at least 1"),
+        LimitError::TooManyPermits { .. } => ("too many calls in flight", "at most 65,536"),
+        LimitError::TooSlow => ("a burst that takes more than 71 years to refill", "a smaller burst or a faster rate"),
+        other => return QuantityError::new(at, other.to_string(), FORMS),
+    };
+    QuantityError::new(at, message, expected)
+}
+
+fn after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    if cursor.take('/') {
+        cursor.space();
+        return if cursor.peek().is_some_and(char::is_alphabetic) {
+            rate_per_unit(limit, cursor)
+        } else {
+            window_or_rate(limit, cursor)
+        };
+    }
+    let (here, found) = cursor.here();
+    let word = cursor.word_while(|letter| letter.is_alphabetic() || letter == '-');
+    match word.text {
+        "per" => {
+            cursor.space();
+            if cursor.peek().is_some_and(char::is_alphabetic) {
+                per_word(limit, cursor)
+            } else {
+                window_or_rate(limit, cursor)
+            }
+        }
+        "in" => {
+            cursor.space();
+            let (here, found) = cursor.here();
+            let flight = cursor.word();
+            if flight.text == "flight" {
+                return Ok(Quantity::InFlight { limit });
+            }
+            let error =
+                QuantityError::new(here, format!("found {found} after `in`"), "`flight`, as in \"8 in flight\"");
+            Err(error.help(format!("a number in a length of time is written \"{limit} per 60s\"")))
+        }
+        "in-flight" | "inflight" => Ok(Quantity::InFlight { limit }),
+        "" if found == "nothing" => {
+            Err(QuantityError::new(here, "only a number", format!("{limit} per what? {FORMS}"))
+                .help(format!("did you mean \"{limit} per 60s\"?")))
+        }
+        "concurrent" | "parallel" | "simultaneous" => {
+            Err(QuantityError::new(here, format!("found {found}"), "`per`, `/` or `in flight`")
+                .help(format!("calls at the same time are written \"{limit} in flight\"")))
+        }
+        other => {
+            // "5 60s" and "5 requests per 60s" are the usual slips.
+            let rest = cursor.rest().find("per").map(|at| cursor.rest()[at..].to_owned());
+            let error =
+                QuantityError::new(here, format!("found {found} after the number"), "`per`, `/` or `in flight`");
+            Err(match rest {
+                Some(rest) if !other.is_empty() => {
+                    error.help(format!("what is counted isn't named: write \"{limit} {rest}\""))
+                }
+                _ => error.hint(nearest(other, ["per", "in flight"])),
+            })
+        }
+    }
+}
+
+/// After `per` or `/`, a length of time: a window, or with `burst` a rate.
+fn window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    let begin = cursor.at;
+    let per = duration(cursor)?;
+    if per.is_zero() {
+        return Err(unfit(begin..cursor.at, &LimitError::ZeroPeriod));
+    }
+    if let Some(burst) = burst(cursor)? {
+        return Ok(Quantity::Rate { count: limit, per, burst });
+    }
+    let mark = cursor.at;
+    cursor.space();
+    let word = cursor.word();
+    if word.text == "in" {
+        return Err(QuantityError::new(
+            word.at,
+            "a time zone after a length of time",
+            "a calendar period before the zone",
+        )
+        .help(format!("write \"{limit} per day in …\": calendar periods are hour, day, week, month and year")));
+    }
+    cursor.at = mark;
+    Ok(Quantity::Window { limit, window: per })
+}
+
+/// After `/`, a bare unit: a rate.
+fn rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    let word = cursor.word();
+    let per = match word.text {
+        "s" | "sec" | "second" => Span::from_secs(1),
+        "m" | "min" | "minute" => Span::from_secs(60),
+        "h" | "hr" | "hour" => Span::from_secs(3600),
+        "ms" => Span::from_millis(1),
+        "d" | "day" | "w" | "week" | "month" | "y" | "year" => {
+            let (calendar, window) = match word.text {
+                "d" | "day" => ("day", "24h"),
+                "w" | "week" => ("week", "7d"),
+                "month" => ("month", "30d"),
+                _ => ("year", "365d"),
+            };
+            return Err(QuantityError::new(
+                word.at,
+                format!("`/{}` could mean two things", word.text),
+                "a rate per s, m or h, as in \"10/s burst 20\"",
+            )
+            .help(format!(
+                "write \"{count} per {calendar}\" for a quota that resets with the calendar, or \"{count} per {window}\" \
+                 for any trailing {window}"
+            )));
+        }
+        other => {
+            return Err(QuantityError::new(
+                word.at,
+                format!("unknown unit `{other}` after `/`"),
+                "s, m or h, as in \"10/s\", or a length of time, as in \"5/60s\"",
+            )
+            .hint(nearest(other, ["sec", "second", "min", "minute", "hour"])));
+        }
+    };
+    Ok(Quantity::Rate { count, per, burst: burst(cursor)?.unwrap_or(1) })
+}
+
+/// After `per`, a word: a calendar period, or one second or minute.
+fn per_word(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    const WORDS: [&str; 7] = ["second", "minute", "hour", "day", "week", "month", "year"];
+    let word = cursor.word();
+    let fixed = match word.text {
+        "second" => Some(1),
+        "minute" => Some(60),
+        _ => None,
+    };
+    if let Some(secs) = fixed {
+        let per = Span::from_secs(secs);
+        return Ok(match burst(cursor)? {
+            Some(burst) => Quantity::Rate { count: limit, per, burst },
+            None => Quantity::Window { limit, window: per },
+        });
+    }
+    let Some(unit) = PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == word.text) else {
+        let expected = "a length of time (60s, 1h) or a calendar period: hour, day, week, month or year";
+        let error = QuantityError::new(word.at, format!("unknown period `{}`", word.text), expected);
+        return Err(match word.text {
+            "s" | "m" | "h" | "d" | "w" => {
+                error.help(format!("did you mean \"{limit} per 1{0}\", any trailing 1{0}?", word.text))
+            }
+            other => error.hint(nearest(other, WORDS)),
+        });
+    };
+    let mark = cursor.at;
+    cursor.space();
+    let next = cursor.word();
+    match next.text {
+        "in" => {
+            let zone = zone(cursor)?;
+            Ok(Quantity::Quota { limit, unit, zone })
+        }
+        "burst" => Err(QuantityError::new(next.at, "a calendar quota has no burst", "a quota or a rate")
+            .help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\""))),
+        _ => {
+            cursor.at = mark;
+            Ok(Quantity::Quota { limit, unit, zone: None })
+        }
+    }
+}
+
+fn zone(cursor: &mut Cursor<'_>) -> Result<Option<String>, QuantityError> {
+    const ZONE: &str = "a time zone from the IANA database, such as Europe/Paris";
+    cursor.space();
+    let begin = cursor.at;
+    let name = cursor.rest().trim_end_matches([' ', '\t']);
+    cursor.at += name.len();
+    let at = begin..cursor.at;
+    if name.is_empty() {
+        return Err(QuantityError::new(at, "the time zone is missing", ZONE));
+    }
+    match calendar::zone(name) {
+        Ok((_, name)) => Ok(Some(name).filter(|name| name != "UTC")),
+        Err(meant) => Err(QuantityError::new(at, format!("unknown time zone `{name}`"), ZONE).hint(meant.as_deref())),
+    }
+}
+
+fn burst(cursor: &mut Cursor<'_>) -> Result<Option<u64>, QuantityError> {
+    let mark = cursor.at;
+    cursor.space();
+    if cursor.word().text != "burst" {
+        cursor.at = mark;
+        return Ok(None);
+    }
+    cursor.space();
+    let begin = cursor.at;
+    let burst = cursor.number(MAX_LIMIT, "how many may pass at once, as in \"burst 20\"")?;
+    if burst == 0 {
+        return Err(unfit(begin..cursor.at, &LimitError::ZeroBurst));
+    }
+    Ok(Some(burst))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn secs(secs: u64) -> Span {
+        Span::from_secs(secs)
+    }
+
+    #[test]
+    fn what_people_write() {
+        let window = |limit, window| Quantity::Window { limit, window: secs(window) };
+        let rate = |count, per, burst| Quantity::Rate { count, per: secs(per), burst };
+        let quota = |limit, unit, zone: Option<&str>| Quantity::Quota { limit, unit, zone: zone.map(str::to_owned) };
+        for (text, quantity, printed) in [
+            ("5 per 60s", window(5, 60), "5 per 60s"),
+            ("5/60s", window(5, 60), "5 per 60s"),
+            ("  5  per  1m  ", window(5, 60), "5 per 60s"),
+            ("1000 per 1h", window(1000, 3600), "1000 per 1h"),
+            ("1_000 per 24 hours", window(1000, 86_400), "1000 per 1d"),
+            ("5 per minute", window(5, 60), "5 per 60s"),
+            ("5 per 1m 30s", window(5, 90), "5 per 90s"),
+            ("0 per 60s", window(0, 60), "0 per 60s"),
+            ("1099511627776 per 1s", window(1 << 40, 1), "1099511627776 per 1s"),
+            ("10/s", rate(10, 1, 1), "10/s"),
+            ("10/s burst 20", rate(10, 1, 20), "10/s burst 20"),
+            ("10 per 1s burst 20", rate(10, 1, 20), "10/s burst 20"),
+            ("10 per second burst 1", rate(10, 1, 1), "10/s"),
+            ("600/min burst 5", rate(600, 60, 5), "600/m burst 5"),
+            ("5/60s burst 1", rate(5, 60, 1), "5/m"),
+            ("7/10s burst 1", rate(7, 10, 1), "7/10s burst 1"),
+            ("1000 per day", quota(1000, PeriodUnit::Day, None), "1000 per day"),
+            ("1000 per day in UTC", quota(1000, PeriodUnit::Day, None), "1000 per day"),
+            (
+                "1000 per day in america/los_angeles",
+                quota(1000, PeriodUnit::Day, Some("America/Los_Angeles")),
+                "1000 per day in America/Los_Angeles",
+            ),
+            ("3 per month", quota(3, PeriodUnit::Month, None), "3 per month"),
+            ("8 in flight", Quantity::InFlight { limit: 8 }, "8 in flight"),
+            ("8 in-flight", Quantity::InFlight { limit: 8 }, "8 in flight"),
+            ("unlimited", Quantity::Unlimited, "unlimited"),
+        ] {
+            assert_eq!(text.parse::<Quantity>().as_ref(), Ok(&quantity), "{text}");
+            assert_eq!(quantity.to_string(), printed);
+            assert_eq!(printed.parse::<Quantity>(), Ok(quantity));
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_and_where() {
+        for (text, at, message, help) in [
+            ("", 0..0, "the quantity is empty", ""),
+            ("five per minute", 0..4, "found `five` where a number should be", ""),
+            ("unlimitd", 0..8, "found `unlimitd` where a number should be", "did you mean `unlimited`?"),
+            ("5", 1..1, "only a number", "did you mean \"5 per 60s\"?"),
+            ("5 pr 60s", 2..4, "found `pr` after the number", "did you mean `per`?"),
+            (
+                "5 requests per 60s",
+                2..10,
+                "found `requests` after the number",
+                "what is counted isn't named: write \"5 per 60s\"",
+            ),
+            ("5 per 60", 6..8, "the number 60 has no unit", "did you mean \"60s\"?"),
+            ("5 per", 5..5, "found nothing where a number should be", ""),
+            ("5 per 0s", 6..8, "a period of no length", ""),
+            ("5.5 per 60s", 0..3, "5.5 is not a whole number", ""),
+            ("-5 per 60s", 0..2, "found `-5`, but it can't be negative", ""),
+            ("1,000 per 1h", 0..5, "found a comma in the number 1,000", "write 1_000 or 1000"),
+            ("1099511627777 per 1s", 0..13, "1099511627777 is too large", ""),
+            ("99999999999999999999999 per 1s", 0..23, "the number has too many digits", ""),
+            ("5 per fortnight", 6..15, "unknown period `fortnight`", ""),
+            ("5 per dya", 6..9, "unknown period `dya`", "did you mean `day`?"),
+            ("5 per h", 6..7, "unknown period `h`", "did you mean \"5 per 1h\", any trailing 1h?"),
+            (
+                "1000/day",
+                5..8,
+                "`/day` could mean two things",
+                "write \"1000 per day\" for a quota that resets with the calendar, or \"1000 per 24h\" for any trailing 24h",
+            ),
+            ("10/sceond", 3..9, "unknown unit `sceond` after `/`", "did you mean `second`?"),
+            ("10/s bursts 20", 5..11, "found `bursts`", ""),
+            ("10/s burst", 10..10, "found nothing where a number should be", ""),
+            ("10/s burst 0", 11..12, "a burst of 0, which lets nothing pass", ""),
+            ("0/s", 0..3, "a rate of 0", ""),
+            (
+                "1000 per day burst 5",
+                13..18,
+                "a calendar quota has no burst",
+                "drop the burst, or write a rate: \"1000/h burst 20\"",
+            ),
+            ("1000 per day in", 15..15, "the time zone is missing", ""),
+            (
+                "1000 per day in Europe/Pariss",
+                16..29,
+                "unknown time zone `Europe/Pariss`",
+                "did you mean `Europe/Paris`?",
+            ),
+            (
+                "1000 per 24h in Europe/Paris",
+                13..15,
+                "a time zone after a length of time",
+                "write \"1000 per day in …\": calendar periods are hour, day, week, month and year",
+            ),
+            (
+                "8 in filght",
+                5..11,
+                "found `filght` after `in`",
+                "a number in a length of time is written \"8 per 60s\"",
+            ),
+            ("8 concurrent", 2..12, "found `concurrent`", "calls at the same time are written \"8 in flight\""),
+            ("70000 in flight", 0..15, "too many calls in flight", ""),
+            (
+                "5 per 60s, 100 per day",
+                9..10,
+                "found more than one limit in one string",
+                "write a list, [\"10/s\", \"1000 per day\"]: all of its limits must agree",
+            ),
+            ("5 per 60s please", 10..16, "found `please`", ""),
+        ] {
+            let error = text.parse::<Quantity>().expect_err(text);
+            assert_eq!((error.at(), error.message(), error.help_text().unwrap_or("")), (at, message, help), "{text}");
+        }
+    }
+
+    fn quantities() -> impl Strategy<Value = Quantity> {
+        let number = || prop_oneof![0..100_u64, 0..=MAX_LIMIT];
+        let span = || prop_oneof![1..1_000_000_u64, 1..1_000_000_000_000_u64].prop_map(Span::from_micros);
+        let zones =
+            prop::sample::select(vec![None, Some("America/Los_Angeles"), Some("Asia/Kolkata"), Some("Etc/UTC")]);
+        prop_oneof![
+            (number(), span()).prop_map(|(limit, window)| Quantity::Window { limit, window }),
+            (number(), span(), number()).prop_map(|(count, per, burst)| Quantity::Rate { count, per, burst }),
+            (number(), prop::sample::select(&PeriodUnit::ALL[..]), zones)
+                .prop_map(|(limit, unit, zone)| Quantity::Quota { limit, unit, zone: zone.map(str::to_owned) }),
+            (0..100_000_u64).prop_map(|limit| Quantity::InFlight { limit }),
+            Just(Quantity::Unlimited),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn prints_what_it_reads(quantity in quantities()) {
+            let reads = quantity.to_string().parse::<Quantity>();
+            if quantity.kind().is_ok() {
+                prop_assert_eq!(reads, Ok(quantity));
+            } else {
+                prop_assert!(reads.is_err());
+            }
+        }
+
+        #[test]
+        fn any_text_is_read_without_panic(text in "\\PC*|[0-9]{1,3}[ /](per|in|burst|day|s|[0-9a-z ./_,]){0,6}") {
+            if let Err(error) = text.parse::<Quantity>() {
+                prop_assert!(text.get(error.at()).is_some(), "{:?} splits a character or lies outside", error.at());
+            }
+        }
+    }
+}

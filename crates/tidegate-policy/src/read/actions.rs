@@ -1,0 +1,740 @@
+//! `[inbound.global]` and `[inbound.action.*]`: limits, penalties, keys, matches.
+
+use http::Method;
+use http::header::HeaderName;
+use tidegate_core::{Count, LimitError, MAX_COST, MAX_OPS, Penalty, PenaltyMode, PenaltySpec, Span};
+
+use super::{Reader, listed};
+use crate::document::{At, Entry, Node, Table, Value};
+use crate::environment::foldable;
+use crate::error::{Error, quoted};
+use crate::key::{KeyPart, MAX_PARTS};
+use crate::matcher::{self, Matcher, Pattern};
+use crate::nearest::nearest;
+use crate::path::PathQuirks;
+use crate::preset::Preset;
+use crate::quantity::Quantity;
+
+/// The longest name of an action or a limit.
+const MAX_NAME: usize = 64;
+/// The most methods, paths or hosts in one match.
+const MAX_MATCH: usize = 64;
+
+/// What exceeding a limit costs, as read.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Cost {
+    Nothing,
+    Growing(PenaltySpec, At),
+    Ban(Span, At),
+}
+
+/// Limits that share a key and a penalty.
+#[derive(Debug)]
+pub(super) struct Group {
+    pub(super) name: Option<String>,
+    pub(super) key: Vec<KeyPart>,
+    pub(super) quantities: Vec<(Quantity, At)>,
+    pub(super) cost: Cost,
+    pub(super) count: Count,
+}
+
+#[derive(Debug)]
+pub(super) struct GlobalRead {
+    pub(super) group: Option<Group>,
+    pub(super) shadow: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct ActionRead {
+    pub(super) name: String,
+    pub(super) name_at: At,
+    pub(super) matcher: Option<(Matcher, At)>,
+    pub(super) preset: Option<Preset>,
+    pub(super) cost: u64,
+    pub(super) cost_at: Option<At>,
+    pub(super) shadow: bool,
+    pub(super) groups: Vec<Group>,
+}
+
+impl ActionRead {
+    /// How many operations its limits take in a batch.
+    pub(super) fn operations(&self) -> usize {
+        self.groups.iter().map(Group::operations).sum()
+    }
+}
+
+impl Group {
+    pub(super) fn operations(&self) -> usize {
+        self.quantities.iter().filter(|(quantity, _)| *quantity != Quantity::Unlimited).count()
+    }
+}
+
+impl Reader<'_> {
+    pub(super) fn global(&mut self, inbound: Option<&Table>) -> Option<GlobalRead> {
+        let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
+            let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
+            return (!is_wrong).then_some(GlobalRead { group: None, shadow: false });
+        };
+        let shadow = self.shadow(table);
+        let count = self.counted(table, Count::Admitted);
+        let cost = self.cost(table, "inbound.global", Cost::Nothing);
+        let Some(limit) = table.node("limit") else {
+            let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
+            let error = Error::new(
+                self.texts,
+                at,
+                "[inbound.global] has no limit",
+                "a limit in it, such as limit = \"1000 per 1h\"",
+            );
+            self.push(error.help("to have no global limit, leave the section out or write limit = \"unlimited\""));
+            return None;
+        };
+        let quantities = self.quantities(limit, "limit")?;
+        let group = Group { name: None, key: vec![KeyPart::ClientIp], quantities, cost: cost?, count: count? };
+        Some(GlobalRead { group: Some(group), shadow: shadow? })
+    }
+
+    pub(super) fn actions(
+        &mut self,
+        inbound: Option<&Table>,
+        quirks: PathQuirks,
+        taken: usize,
+    ) -> Option<Vec<ActionRead>> {
+        let Some(entry) = inbound.and_then(|inbound| inbound.get("action")) else {
+            return Some(Vec::new());
+        };
+        let Some(table) = entry.node.as_table() else {
+            let found = entry.node.described(self.texts);
+            self.wrong(
+                entry.key_at,
+                format!("`action` is {found}"),
+                "a section for each action, [inbound.action.NAME]",
+            );
+            return None;
+        };
+        let mut actions: Vec<ActionRead> = Vec::new();
+        let mut fine = true;
+        for entry in &table.entries {
+            match self.action(entry, quirks) {
+                Some(action) => {
+                    fine &= self.fits(&action, &actions, taken);
+                    actions.push(action);
+                }
+                None => fine = false,
+            }
+        }
+        fine.then_some(actions)
+    }
+
+    fn action(&mut self, entry: &Entry, quirks: PathQuirks) -> Option<ActionRead> {
+        let settings = crate::settings::keys_of("inbound.action.*");
+        if settings.contains(&entry.key.as_str()) && self.is_setting(entry) {
+            let message = format!("{} stands outside of any action", quoted(&entry.key));
+            let error =
+                Error::new(self.texts, entry.key_at, message, "a section for each action, [inbound.action.NAME]");
+            self.push(error.help("give the action a name, such as [inbound.action.login]"));
+            return None;
+        }
+        let name_is_fine = self.name(&entry.key, entry.key_at, "action");
+        self.action.clone_from(&entry.key);
+        let name = &entry.key;
+        let Some(table) = entry.node.as_table() else {
+            let found = entry.node.described(self.texts);
+            let expected = format!("a section of its own, [inbound.action.{name}]");
+            let error =
+                Error::new(self.texts, entry.key_at, format!("the action {} is {found}", quoted(name)), expected);
+            self.push(error);
+            return None;
+        };
+        self.check_keys(table, "inbound.action.*");
+        let preset = self.or_default(table.into(), "preset", None, |reader, node| reader.preset(node).map(Some));
+        let key = self.or_default(table.into(), "key", vec![KeyPart::ClientIp], Self::key);
+        let shadow = self.shadow(table);
+        let count = self.counted(table, Count::Admitted);
+        let cost = self.or_default(table.into(), "cost", 1, |reader, node| reader.count(node, "cost", 1..=MAX_COST));
+        let matcher = self.or_default(table.into(), "match", None, |reader, node| {
+            reader.matcher(node, quirks).map(|matcher| Some((matcher, node.at)))
+        });
+        // A preset's ban is the default of what its limit costs.
+        let preset_cost = match preset {
+            Some(Some(preset)) => self.preset_cost(preset, entry.key_at),
+            _ => Cost::Nothing,
+        };
+        let penalty = self.cost(table, "inbound.action.*", preset_cost);
+        let groups = match (preset, penalty, count, &key) {
+            (Some(preset), Some(penalty), Some(count), Some(key)) => self.groups(
+                entry,
+                table,
+                preset,
+                Group { name: None, key: key.clone(), quantities: Vec::new(), cost: penalty, count },
+            ),
+            _ => {
+                // Told once more only if it is a mistake of its own.
+                let _ = table.node("limit").map(|node| self.quantities(node, "limit"));
+                None
+            }
+        };
+        let action = ActionRead {
+            name: name.clone(),
+            name_at: entry.key_at,
+            matcher: matcher?,
+            preset: preset?,
+            cost: cost?,
+            cost_at: table.node("cost").map(|node| node.at),
+            shadow: shadow?,
+            groups: groups?,
+        };
+        name_is_fine.then_some(action)
+    }
+
+    /// Whether what stands in an action's place is a setting of an action that lacks its name.
+    fn is_setting(&self, entry: &Entry) -> bool {
+        let inner = crate::settings::keys_of(&format!("inbound.action.*.{}", entry.key));
+        match entry.node.as_table() {
+            Some(table) => {
+                !table.entries.is_empty() && table.entries.iter().all(|entry| inner.contains(&entry.key.as_str()))
+            }
+            None => true,
+        }
+    }
+
+    /// The limits of an action: `limit`, `limits`, or the preset's.
+    fn groups(&mut self, entry: &Entry, table: &Table, preset: Option<Preset>, model: Group) -> Option<Vec<Group>> {
+        match (table.get("limit"), table.get("limits")) {
+            (Some(_), Some(limits)) => {
+                let error =
+                    Error::new(self.texts, limits.key_at, "`limit` and `limits` stand side by side", "one of them");
+                self.push(error.help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }"));
+                None
+            }
+            (Some(limit), None) => Some(vec![Group { quantities: self.quantities(&limit.node, "limit")?, ..model }]),
+            (None, Some(limits)) => self.limits(&limits.node, &model),
+            (None, None) => match preset {
+                Some(preset) => {
+                    let quantity = preset.limit().parse().expect("invariant: presets are tested to parse");
+                    Some(vec![Group { quantities: vec![(quantity, entry.key_at)], ..model }])
+                }
+                None if ["limit", "limits", "preset"]
+                    .iter()
+                    .any(|key| self.is_misspelt(table, "inbound.action.*", key)) =>
+                {
+                    None
+                }
+                None => {
+                    let error = Error::new(
+                        self.texts,
+                        entry.key_at,
+                        format!("the action {} has neither a limit nor a preset", quoted(&entry.key)),
+                        "a limit in it, such as limit = \"5 per 60s\", or preset = \"login\"",
+                    );
+                    self.push(error.help("to let everything pass, write limit = \"unlimited\""));
+                    None
+                }
+            },
+        }
+    }
+
+    fn limits(&mut self, node: &Node, model: &Group) -> Option<Vec<Group>> {
+        const PATH: &str = "inbound.action.*.limits.#";
+        const EXPECTED: &str = "a list of tables: [{ name = \"per-account\", key = [\"key\"], limit = \"5 per 60s\" }]";
+        let Value::List(items) = &node.value else {
+            let found = node.described(self.texts);
+            self.wrong(node.at, format!("`limits` is {found}"), EXPECTED);
+            return None;
+        };
+        if items.is_empty() || items.len() > MAX_OPS {
+            self.wrong(node.at, format!("`limits` has {} items", items.len()), format!("1 to {MAX_OPS} tables"));
+            return None;
+        }
+        let mut groups: Vec<Group> = Vec::new();
+        let mut fine = true;
+        for item in items {
+            let Some(table) = item.as_table() else {
+                let found = item.described(self.texts);
+                let error = Error::new(self.texts, item.at, format!("an item of `limits` is {found}"), EXPECTED);
+                self.push(match &item.value {
+                    Value::Text(text) => {
+                        error.help(format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings"))
+                    }
+                    _ => error,
+                });
+                fine = false;
+                continue;
+            };
+            self.check_keys(table, PATH);
+            let name = self.or_default(table.into(), "name", None, |reader, node| {
+                let name = reader.text(node, "name", "a name in quotes, such as \"per-account\"")?;
+                reader.name(name, node.at, "limit").then(|| Some(name.to_owned()))
+            });
+            if let Some(Some(name)) = &name
+                && groups.iter().any(|group| group.name.as_ref() == Some(name))
+            {
+                self.wrong(
+                    item.at,
+                    format!("two limits of this action are named {}", quoted(name)),
+                    "names that differ",
+                );
+                fine = false;
+            }
+            let key = self.or_default(table.into(), "key", model.key.clone(), Self::key);
+            let count = self.counted(table, model.count);
+            let cost = self.cost(table, PATH, model.cost);
+            let quantities = match table.node("limit") {
+                Some(limit) => self.quantities(limit, "limit"),
+                None => {
+                    self.wrong(
+                        item.at,
+                        "this item of `limits` has no `limit`",
+                        "a limit in it, such as limit = \"5 per 60s\"",
+                    );
+                    None
+                }
+            };
+            match (name, key, quantities, cost, count) {
+                (Some(name), Some(key), Some(quantities), Some(cost), Some(count)) => {
+                    groups.push(Group { name, key, quantities, cost, count });
+                }
+                _ => fine = false,
+            }
+        }
+        fine.then_some(groups)
+    }
+
+    /// Names end up in headers, logs, variables and URLs.
+    fn name(&mut self, name: &str, at: At, what: &str) -> bool {
+        let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
+        let expected = "letters, digits, and single _ - . between them";
+        let article = if what == "action" { "an" } else { "a" };
+        let (message, expected) = if name.is_empty() {
+            (format!("the {what} has no name"), expected)
+        } else if name.len() > MAX_NAME {
+            (format!("the {what}'s name is longer than {MAX_NAME} characters"), "a shorter one")
+        } else if !name.bytes().all(fits) || !name.starts_with(|first: char| first.is_ascii_alphanumeric()) {
+            (format!("{} can't be the name of {article} {what}", quoted(name)), expected)
+        } else if name.contains("__") {
+            let why = "two underscores separate the names in an environment variable";
+            (format!("{} can't be the name of {article} {what}: {why}", quoted(name)), expected)
+        } else if what == "action" && name == "global" {
+            ("no action can be named `global`, which names the limit over all actions".to_owned(), "another name")
+        } else {
+            return true;
+        };
+        self.wrong(at, message, expected);
+        false
+    }
+
+    fn preset(&mut self, node: &Node) -> Option<Preset> {
+        let names = Preset::ALL.map(Preset::as_str);
+        let text = self.text(node, "preset", &listed(&names))?;
+        let preset = Preset::named(text);
+        if preset.is_none() {
+            let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), listed(&names));
+            let meant = match text {
+                "signup" | "sign_up" | "sign-up" | "registration" => Some("register"),
+                "signin" | "sign_in" | "sign-in" | "auth" => Some("login"),
+                "otp" | "sms" | "code" => Some("otp_request"),
+                "reset" | "forgot_password" => Some("password_reset"),
+                other => nearest(other, names),
+            };
+            self.push(error.hint(meant));
+        }
+        preset
+    }
+
+    fn preset_cost(&mut self, preset: Preset, at: At) -> Cost {
+        let ban = crate::units::parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
+        Cost::Ban(ban, at)
+    }
+
+    fn shadow(&mut self, table: &Table) -> Option<bool> {
+        self.or_default(table.into(), "mode", false, |reader, node| {
+            if matches!(&node.value, Value::Text(text) if text == "strict" || text == "parole") {
+                let error = Error::new(reader.texts, node.at, "this mode is the penalty's", "`enforce` or `shadow`");
+                reader.push(error.help("write it inside the penalty: penalty = { mode = \"strict\" }"));
+                return None;
+            }
+            reader.choice(node, "mode", &[("enforce", false), ("shadow", true)])
+        })
+    }
+
+    fn counted(&mut self, table: &Table, default: Count) -> Option<Count> {
+        self.or_default(table.into(), "count", default, |reader, node| {
+            reader.choice(node, "count", &[("admitted", Count::Admitted), ("all", Count::All)])
+        })
+    }
+
+    /// `penalty` or `ban`.
+    fn cost(&mut self, table: &Table, path: &str, default: Cost) -> Option<Cost> {
+        match (table.get("penalty"), table.get("ban")) {
+            (Some(_), Some(ban)) => {
+                let error = Error::new(self.texts, ban.key_at, "`penalty` and `ban` stand side by side", "one of them");
+                self.push(error.help("a penalty's blocks grow; with a ban every block has the same length"));
+                None
+            }
+            (Some(penalty), None) => self.penalty(penalty, &format!("{path}.penalty")),
+            (None, Some(ban)) => {
+                if matches!(&ban.node.value, Value::Text(text) if text == "none") {
+                    return Some(Cost::Nothing);
+                }
+                self.span(&ban.node, "ban").map(|length| Cost::Ban(length, ban.node.at))
+            }
+            (None, None) => Some(default),
+        }
+    }
+
+    fn penalty(&mut self, entry: &Entry, path: &str) -> Option<Cost> {
+        let node = &entry.node;
+        let Some(table) = node.as_table() else {
+            if matches!(&node.value, Value::Text(text) if text == "none") {
+                return Some(Cost::Nothing);
+            }
+            let found = node.described(self.texts);
+            let expected = "a table such as { base = \"2s\", cap = \"1h\" }, or \"none\"";
+            let error = Error::new(self.texts, node.at, format!("`penalty` is {found}"), expected);
+            self.push(match &node.value {
+                Value::Text(text) if crate::units::parse_duration(text).is_ok() => {
+                    error.help(format!("for blocks that all have this length, write ban = \"{text}\""))
+                }
+                _ => error,
+            });
+            return None;
+        };
+        self.check_keys(table, path);
+        let default = PenaltySpec::default();
+        let base = self.or_default(table.into(), "base", default.base, |reader, node| reader.span(node, "base"));
+        let factor = self.or_default(table.into(), "factor", default.factor, |reader, node| {
+            reader.count(node, "factor", 1..=u64::from(u32::MAX)).and_then(|factor| u32::try_from(factor).ok())
+        });
+        let cap = self.or_default(table.into(), "cap", default.cap, |reader, node| reader.span(node, "cap"));
+        let forgive_after = self.or_default(table.into(), "forgive_after", None, |reader, node| {
+            reader.span(node, "forgive_after").map(Some)
+        });
+        let mode = self.or_default(table.into(), "mode", default.mode, |reader, node| {
+            if matches!(&node.value, Value::Text(text) if text == "enforce" || text == "shadow") {
+                let error = Error::new(reader.texts, node.at, "this mode is the action's", "`parole` or `strict`");
+                reader.push(error.help("write it beside the penalty, not inside: mode = \"shadow\""));
+                return None;
+            }
+            reader.choice(node, "mode", &[("parole", PenaltyMode::Parole), ("strict", PenaltyMode::Strict)])
+        });
+        let (base, cap) = (base?, cap?);
+        if cap < base {
+            let (longest, first) = (crate::units::in_words(cap), crate::units::in_words(base));
+            let at = table.node("cap").or(table.node("base")).map_or(node.at, |node| node.at);
+            let unsaid = match (table.node("base"), table.node("cap")) {
+                (None, _) => " (the default base)",
+                (_, None) => " (the default cap)",
+                _ => "",
+            };
+            let message = format!("the longest block, {longest}, is shorter than the first, {first}{unsaid}");
+            let error = Error::new(self.texts, at, message, "a `cap` no shorter than `base`");
+            let variable = table.node("base").filter(|node| node.at != at).map(|node| self.texts.pointer(node.at));
+            self.push(match variable {
+                Some(pointer) => error.help(format!("the base stands {pointer}")),
+                None => error,
+            });
+            return None;
+        }
+        let spec = PenaltySpec { base, factor: factor?, cap, forgive_after: forgive_after?, mode: mode? };
+        Some(Cost::Growing(spec, node.at))
+    }
+
+    /// What a limit costs, once its window is known.
+    pub(super) fn settled(&mut self, cost: Cost, window: Span) -> Option<(Option<Penalty>, bool)> {
+        let (made, at, is_ban): (Result<Penalty, LimitError>, At, bool) = match cost {
+            Cost::Nothing => return Some((None, false)),
+            Cost::Growing(spec, at) => (Penalty::new(spec, window), at, false),
+            Cost::Ban(length, at) => (Penalty::ban(length, window), at, true),
+        };
+        match made {
+            Ok(penalty) => Some((Some(penalty), is_ban)),
+            Err(error) => {
+                self.wrong(at, error.to_string(), "a penalty such as { base = \"2s\", cap = \"1h\" }");
+                None
+            }
+        }
+    }
+
+    fn key(&mut self, node: &Node) -> Option<Vec<KeyPart>> {
+        let expected = format!("parts such as [\"client_ip\"]: {}", listed(&KeyPart::WORDS));
+        let words = self.words(node, "key", &expected)?;
+        if words.is_empty() || words.len() > MAX_PARTS {
+            self.wrong(
+                node.at,
+                format!("`key` has {} parts", words.len()),
+                format!("1 to {MAX_PARTS}: {}", listed(&KeyPart::WORDS)),
+            );
+            return None;
+        }
+        let mut parts: Vec<KeyPart> = Vec::new();
+        let mut fine = true;
+        for (text, item) in words {
+            match self.part(text, item) {
+                Some(part) if parts.contains(&part) => {
+                    self.wrong(item.at, format!("the part {} stands twice in the key", quoted(text)), "each part once");
+                    fine = false;
+                }
+                Some(part) => parts.push(part),
+                None => fine = false,
+            }
+        }
+        fine.then_some(parts)
+    }
+
+    fn part(&mut self, text: &str, node: &Node) -> Option<KeyPart> {
+        let name_fits = |name: &str| {
+            !name.is_empty()
+                && name.len() <= MAX_NAME
+                && name.bytes().all(|byte| byte.is_ascii_graphic() && !b"=;,&\"".contains(&byte))
+        };
+        let (kind, name) = text.split_once(':').unwrap_or((text, ""));
+        let part = match (kind, name) {
+            ("client_ip", "") => Some(KeyPart::ClientIp),
+            ("key", "") => Some(KeyPart::Key),
+            ("platform", "") => Some(KeyPart::Platform),
+            ("method", "") => Some(KeyPart::Method),
+            ("host", "") => Some(KeyPart::Host),
+            ("path", "") => Some(KeyPart::Path),
+            ("header", name) => HeaderName::from_bytes(name.as_bytes()).ok().map(KeyPart::Header),
+            ("cookie", name) if name_fits(name) => Some(KeyPart::Cookie(name.to_owned())),
+            ("query", name) if name_fits(name) => Some(KeyPart::QueryParameter(name.to_owned())),
+            _ => None,
+        };
+        if part.is_none() {
+            let expected = listed(&KeyPart::WORDS);
+            let known = ["client_ip", "key", "platform", "header", "cookie", "query", "method", "host", "path"];
+            let message = match kind {
+                "header" | "cookie" | "query" if name.is_empty() => {
+                    format!("{} lacks the name of a {kind}", quoted(text))
+                }
+                "header" | "cookie" | "query" => {
+                    format!("{} has no valid name behind the colon", quoted(text))
+                }
+                _ => format!("unknown key part {}", quoted(text)),
+            };
+            let error = Error::new(self.texts, node.at, message, expected);
+            let meant = match kind {
+                "header" | "cookie" | "query" => Some(format!("{kind}:NAME")),
+                "ip" | "addr" | "address" | "remote_addr" => Some("client_ip".to_owned()),
+                "user" | "user_id" | "account" | "api_key" | "id" => Some("key".to_owned()),
+                "url" | "uri" => Some("path".to_owned()),
+                _ => nearest(kind, known).map(|meant| {
+                    if matches!(meant, "header" | "cookie" | "query") {
+                        format!("{meant}:{}", if name.is_empty() { "NAME" } else { name })
+                    } else {
+                        meant.to_owned()
+                    }
+                }),
+            };
+            self.push(error.hint(meant.as_deref()));
+        }
+        part
+    }
+
+    fn matcher(&mut self, node: &Node, quirks: PathQuirks) -> Option<Matcher> {
+        const EXPECTED: &str = "a table such as { method = \"POST\", path = \"/login\" }";
+        let Some(table) = node.as_table() else {
+            let found = node.described(self.texts);
+            let error = Error::new(self.texts, node.at, format!("`match` is {found}"), EXPECTED);
+            self.push(match &node.value {
+                Value::Text(text) if text.starts_with('/') => {
+                    error.help(format!("did you mean {{ path = \"{text}\" }}?"))
+                }
+                _ => error,
+            });
+            return None;
+        };
+        self.check_keys(table, "inbound.action.*.match");
+        if table.entries.is_empty() {
+            let error = Error::new(self.texts, node.at, "`match` is empty", EXPECTED);
+            self.push(error.help("to match every request, write { path = \"/*\" }; to match none, leave `match` out"));
+            return None;
+        }
+        let methods = self.match_words(table, "method", "a method such as \"POST\", or a list of them", Self::method);
+        let paths = self.match_words(
+            table,
+            "path",
+            "a path such as \"/login\" or \"/api/*\", or a list of them",
+            |reader, text, item| reader.pattern(text, item, quirks),
+        );
+        let hosts = self.match_words(
+            table,
+            "host",
+            "a host such as \"example.org\", or a list of them",
+            |reader, text, item| {
+                let host = matcher::host(text);
+                if let Err(why) = host {
+                    reader.wrong(
+                        item.at,
+                        format!("{} can't be a host: {why}", quoted(text)),
+                        "a host such as \"example.org\"",
+                    );
+                }
+                host.ok()
+            },
+        );
+        Some(Matcher { methods: methods?, paths: paths?, hosts: hosts? })
+    }
+
+    fn match_words<T: PartialEq>(
+        &mut self,
+        table: &Table,
+        key: &str,
+        expected: &str,
+        mut read: impl FnMut(&mut Self, &str, &Node) -> Option<T>,
+    ) -> Option<Vec<T>> {
+        let Some(node) = table.node(key) else {
+            return Some(Vec::new());
+        };
+        let words = self.words(node, key, expected)?;
+        if words.is_empty() || words.len() > MAX_MATCH {
+            self.wrong(
+                node.at,
+                format!("`{key}` is a list of {}", words.len()),
+                format!("1 to {MAX_MATCH} items; leave it out for any {key}"),
+            );
+            return None;
+        }
+        let mut list = Vec::new();
+        let mut fine = true;
+        for (text, item) in words {
+            match read(self, text, item) {
+                Some(read) if list.contains(&read) => {
+                    self.wrong(item.at, format!("{} stands twice in `{key}`", quoted(text)), "each once");
+                    fine = false;
+                }
+                Some(read) => list.push(read),
+                None => fine = false,
+            }
+        }
+        fine.then_some(list)
+    }
+
+    fn method(&mut self, text: &str, node: &Node) -> Option<Method> {
+        const KNOWN: [&str; 9] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"];
+        let upper = text.to_ascii_uppercase();
+        let expected = "a method in capitals, such as \"POST\"";
+        if upper != text && KNOWN.contains(&upper.as_str()) {
+            let error =
+                Error::new(self.texts, node.at, format!("the method {} isn't in capitals", quoted(text)), expected);
+            self.push(error.hint(Some(&upper)));
+            return None;
+        }
+        if text == "*" || upper == "ANY" || upper == "ALL" {
+            let error = Error::new(self.texts, node.at, format!("{} is no method", quoted(text)), expected);
+            self.push(error.help("to match any method, leave `method` out"));
+            return None;
+        }
+        if let Some(meant) = nearest(text, KNOWN).filter(|meant| *meant != text) {
+            let error = Error::new(self.texts, node.at, format!("unknown method {}", quoted(text)), expected);
+            self.push(error.hint(Some(meant)));
+            return None;
+        }
+        let method = Method::from_bytes(text.as_bytes()).ok();
+        if method.is_none() {
+            self.wrong(node.at, format!("{} is no method", quoted(text)), expected);
+        }
+        method
+    }
+
+    fn pattern(&mut self, text: &str, node: &Node, quirks: PathQuirks) -> Option<Pattern> {
+        match Pattern::new(text, quirks) {
+            Ok(pattern) => Some(pattern),
+            Err(wrong) => {
+                let error = Error::new(
+                    self.texts,
+                    node.at,
+                    format!("`path` is {}: {}", quoted(text), wrong.message),
+                    wrong.expected,
+                );
+                self.push(match wrong.instead {
+                    Some(instead) => error.help(format!("write \"{instead}\"")),
+                    None => error,
+                });
+                None
+            }
+        }
+    }
+
+    /// What an action must not share with the ones before it, and what must fit into one batch.
+    fn fits(&mut self, action: &ActionRead, before: &[ActionRead], taken: usize) -> bool {
+        let mut fine = true;
+        if let Some(other) = before.iter().find(|other| foldable(&other.name) == foldable(&action.name)) {
+            let message = format!(
+                "{} and {} differ only in ways that a variable's name can't show",
+                quoted(&action.name),
+                quoted(&other.name)
+            );
+            let error =
+                Error::new(self.texts, action.name_at, message, "names that differ in more than case and dashes");
+            let pointer = self.texts.pointer(other.name_at);
+            self.push(error.help(format!("the other stands {pointer}")));
+            fine = false;
+        }
+        if let Some((matcher, at)) = &action.matcher
+            && let Some((other, cover, other_at)) = before.iter().find_map(|other| {
+                other.matcher.as_ref().filter(|(cover, _)| cover.covers(matcher)).map(|(cover, at)| (other, cover, *at))
+            })
+        {
+            let pointer = self.texts.pointer(other_at);
+            let (message, help) = if cover == matcher {
+                (
+                    format!("the actions {} and {} match the same requests", quoted(&other.name), quoted(&action.name)),
+                    format!("the first match wins, and {} stands first, {pointer}", quoted(&other.name)),
+                )
+            } else {
+                (
+                    format!(
+                        "the action {} can never match: {} takes every request first",
+                        quoted(&action.name),
+                        quoted(&other.name)
+                    ),
+                    format!(
+                        "the first match wins; put {} above {}, which stands {pointer}",
+                        quoted(&action.name),
+                        quoted(&other.name)
+                    ),
+                )
+            };
+            let error = Error::new(self.texts, *at, message, "requests that no action above it matches");
+            self.push(error.help(help));
+            fine = false;
+        }
+        let operations = action.operations();
+        if operations + taken > MAX_OPS {
+            let message = format!(
+                "the action {} has {operations} limits{}; one decision asks at most {MAX_OPS}",
+                quoted(&action.name),
+                if taken > 0 { format!(", and [inbound.global] {taken} more") } else { String::new() },
+            );
+            self.wrong(
+                action.name_at,
+                message,
+                format!("at most {} limits in the action", MAX_OPS - taken.min(MAX_OPS)),
+            );
+            fine = false;
+        }
+        fine
+    }
+
+    /// A call that weighs more than a limit ever holds would never pass.
+    pub(super) fn fits_capacity(
+        &mut self,
+        cost: u64,
+        cost_at: Option<At>,
+        quantity: &Quantity,
+        at: At,
+        whose: &str,
+    ) -> bool {
+        let Some(capacity) = quantity.capacity() else {
+            return true;
+        };
+        if matches!(quantity, Quantity::InFlight { .. }) || capacity == 0 || cost <= capacity {
+            return true;
+        }
+        let message =
+            format!("each call weighs {cost}, but {whose} \"{quantity}\" never has room for more than {capacity}");
+        self.wrong(cost_at.unwrap_or(at), message, "a cost that fits: a heavier call would never pass");
+        false
+    }
+}

@@ -1,0 +1,261 @@
+//! Puts what was read together into a plan.
+
+use std::collections::HashMap;
+
+use tidegate_core::{Concurrency, Kind, Limit, LimitId, Limits, MAX_OPS, Span};
+
+use super::Reader;
+use super::actions::{ActionRead, GlobalRead, Group};
+use crate::address::{AddressLists, Listed};
+use crate::calendar::PeriodUnit;
+use crate::document::{At, Table};
+use crate::error::Error;
+use crate::key::Recipe;
+use crate::path::PathQuirks;
+use crate::plan::{Action, ActionId, LimitInfo, Plan, Program, Source, Step};
+use crate::quantity::Quantity;
+use crate::router::Router;
+use crate::words;
+
+/// The most actions in a policy.
+const MAX_ACTIONS: usize = 4095;
+
+/// Limits as they are collected, each with what is known of it.
+#[derive(Default)]
+struct Collected {
+    limits: Vec<Limit>,
+    infos: Vec<LimitInfo>,
+    recipes: Vec<Recipe>,
+}
+
+impl Reader<'_> {
+    pub(super) fn plan(&mut self, root: &Table, path_quirks: PathQuirks, whole: At) -> Option<Plan> {
+        let inbound = root.table("inbound");
+        let lists = self.lists(inbound);
+        let global = self.global(inbound);
+        let taken = global.as_ref().and_then(|global| global.group.as_ref()).map_or(0, Group::operations);
+        if taken > MAX_OPS
+            && let Some(entry) = inbound.and_then(|inbound| inbound.get("global"))
+        {
+            self.wrong(entry.key_at, format!("[inbound.global] has {taken} limits"), format!("at most {MAX_OPS}"));
+            return None;
+        }
+        let actions = self.actions(inbound, path_quirks, taken);
+        let (lists, global, actions) = (lists?, global?, actions?);
+        if actions.len() > MAX_ACTIONS {
+            let at = actions.last().map_or(whole, |action| action.name_at);
+            self.wrong(at, format!("the policy has {} actions", actions.len()), format!("at most {MAX_ACTIONS}"));
+            return None;
+        }
+        self.assemble(global, actions, lists, path_quirks, whole)
+    }
+
+    fn lists(&mut self, inbound: Option<&Table>) -> Option<Vec<(ipnet::IpNet, Listed)>> {
+        let mut all: Vec<(ipnet::IpNet, Listed, At)> = Vec::new();
+        let mut fine = true;
+        for (key, listed) in [("allow", Listed::Allow), ("deny", Listed::Deny)] {
+            let Some(node) = inbound.and_then(|inbound| inbound.node(key)) else {
+                continue;
+            };
+            let Some(networks) = self.networks(node, key) else {
+                fine = false;
+                continue;
+            };
+            for (network, at) in networks {
+                if let Some((_, _, other)) = all.iter().find(|(known, label, _)| *known == network && *label != listed)
+                {
+                    let pointer = self.texts.pointer(*other);
+                    let error =
+                        Error::new(self.texts, at, format!("{network} is on both lists"), "each network on one list");
+                    self.push(error.help(format!("`allow` has it {pointer}")));
+                    fine = false;
+                }
+                all.push((network, listed, at));
+            }
+        }
+        fine.then(|| all.into_iter().map(|(network, listed, _)| (network, listed)).collect())
+    }
+
+    fn assemble(
+        &mut self,
+        global: GlobalRead,
+        read: Vec<ActionRead>,
+        lists: Vec<(ipnet::IpNet, Listed)>,
+        path_quirks: PathQuirks,
+        whole: At,
+    ) -> Option<Plan> {
+        let mut all = Collected::default();
+        let mut fine = true;
+        let mut global_ids = Vec::new();
+        let mut global_quantities = Vec::new();
+        if let Some(group) = global.group {
+            global_quantities.clone_from(&group.quantities);
+            let ids = self.collect(&mut all, "global", None, global.shadow, vec![group]);
+            fine &= ids.is_some();
+            global_ids = ids.unwrap_or_default();
+        }
+        let mut actions = Vec::new();
+        let mut matchers = Vec::new();
+        for (index, read) in read.into_iter().enumerate() {
+            let id = ActionId::from_index(index);
+            let ActionRead { name, name_at, matcher, preset, cost, cost_at, shadow, groups } = read;
+            for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
+                fine &= self.fits_capacity(cost, cost_at, quantity, *at, "the limit");
+            }
+            for (quantity, _) in &global_quantities {
+                fine &= self.fits_capacity(cost, cost_at, quantity, name_at, "[inbound.global]'s limit");
+            }
+            let Some(limits) = self.collect(&mut all, &name, Some(id), shadow, groups) else {
+                fine = false;
+                continue;
+            };
+            if let Some((matcher, _)) = &matcher {
+                matchers.push((id, matcher.clone()));
+            }
+            let has_concurrency = limits.iter().any(|id| all.infos[id.index()].concurrency);
+            let program = program(&all, &limits, &global_ids);
+            actions.push(Action {
+                name,
+                matcher: matcher.map(|(matcher, _)| matcher),
+                preset,
+                cost,
+                shadow,
+                unlimited: limits.is_empty(),
+                limits,
+                has_concurrency,
+                program,
+            });
+        }
+        if !fine {
+            return None;
+        }
+        let unmatched = program(&all, &[], &global_ids);
+        let global_has_concurrency = global_ids.iter().any(|id| all.infos[id.index()].concurrency);
+        let names: HashMap<String, ActionId> = actions
+            .iter()
+            .enumerate()
+            .map(|(index, action)| (action.name.clone(), ActionId::from_index(index)))
+            .collect();
+        let of = |label: Listed| lists.iter().filter(move |(_, listed)| *listed == label).map(|(network, _)| *network);
+        let limits = match Limits::new(all.limits) {
+            Ok(limits) => limits,
+            Err(error) => {
+                self.wrong(whole, error.to_string(), "fewer limits");
+                return None;
+            }
+        };
+        Some(Plan {
+            limits,
+            infos: all.infos,
+            recipes: all.recipes,
+            fallback: names.get("default").copied(),
+            names,
+            actions,
+            router: Router::new(matchers, path_quirks),
+            lists: AddressLists::new(of(Listed::Allow), of(Listed::Deny)),
+            listed_networks: lists.iter().map(|(network, listed)| (shown(*network), *listed)).collect(),
+            global: global_ids,
+            global_has_concurrency,
+            unmatched,
+            path_quirks,
+        })
+    }
+
+    /// Adds the limits of an action or of `inbound.global`; their ids.
+    fn collect(
+        &mut self,
+        all: &mut Collected,
+        owner: &str,
+        action: Option<ActionId>,
+        shadow: bool,
+        groups: Vec<Group>,
+    ) -> Option<Vec<LimitId>> {
+        let alone = groups.iter().map(Group::operations).sum::<usize>() == 1;
+        let mut ids = Vec::new();
+        let mut number = 0;
+        for group in groups {
+            let several = group.operations() > 1;
+            let recipe = Recipe::new(group.key);
+            let recipe = match all.recipes.iter().position(|known| *known == recipe) {
+                Some(known) => known,
+                None => {
+                    all.recipes.push(recipe);
+                    all.recipes.len() - 1
+                }
+            };
+            for (index, (quantity, at)) in
+                group.quantities.into_iter().filter(|(quantity, _)| *quantity != Quantity::Unlimited).enumerate()
+            {
+                number += 1;
+                let name = match &group.name {
+                    Some(name) if several => format!("{owner}.{name}.{}", index + 1),
+                    Some(name) => format!("{owner}.{name}"),
+                    None if alone => owner.to_owned(),
+                    None => format!("{owner}.{number}"),
+                };
+                let kind = quantity.kind().ok().flatten()?;
+                let (penalty, is_ban) = self.settled(group.cost, window_of(&quantity))?;
+                let concurrency = matches!(kind, Kind::Concurrency(_));
+                let words = words::limit(&quantity, penalty.as_ref(), is_ban, group.count);
+                let policy_item = words::policy_item(&name, &quantity)?;
+                let mut limit = Limit::new(kind).counting(group.count).in_shadow(shadow);
+                if let Some(penalty) = penalty {
+                    limit = limit.with_penalty(penalty);
+                }
+                let Some(id) = LimitId::from_index(all.limits.len()) else {
+                    self.wrong(at, "the policy has more than 4095 limits", "at most 4095");
+                    return None;
+                };
+                let source = if action.is_some() { Source::Action } else { Source::Global };
+                let recipe = u16::try_from(recipe).ok()?;
+                all.limits.push(limit);
+                all.infos.push(LimitInfo { name, source, action, quantity, words, policy_item, recipe, concurrency });
+                ids.push(id);
+            }
+        }
+        Some(ids)
+    }
+}
+
+/// The operations of an action's calls: its own limits, then the global ones.
+fn program(all: &Collected, own: &[LimitId], global: &[LimitId]) -> Program {
+    let mut program = Program::default();
+    let own = own.iter().map(|id| (id, false));
+    for (id, is_global) in own.chain(global.iter().map(|id| (id, true))) {
+        let info = &all.infos[id.index()];
+        let slot = program.recipes.iter().position(|known| *known == info.recipe).unwrap_or_else(|| {
+            program.recipes.push(info.recipe);
+            program.recipes.len() - 1
+        });
+        let recipe =
+            u8::try_from(slot).expect("invariant: a program has at most as many recipes as a batch has operations");
+        program.steps.push(Step { limit: *id, recipe, concurrency: info.concurrency, global: is_global });
+    }
+    program
+}
+
+/// How long it takes until a limit has forgotten everything.
+fn window_of(quantity: &Quantity) -> Span {
+    const DAY: u64 = 86_400;
+    match quantity {
+        Quantity::Window { window, .. } => *window,
+        Quantity::Rate { count, per, burst } => {
+            let refill = (u128::from(per.as_micros()) * u128::from(*burst)).div_ceil(u128::from((*count).max(1)));
+            Span::from_micros(u64::try_from(refill).unwrap_or(u64::MAX))
+        }
+        Quantity::Quota { unit, .. } => Span::from_secs(match unit {
+            PeriodUnit::Hour => 3600,
+            PeriodUnit::Day => DAY,
+            PeriodUnit::Week => 7 * DAY,
+            PeriodUnit::Month => 31 * DAY,
+            PeriodUnit::Year => 366 * DAY,
+        }),
+        Quantity::InFlight { .. } => Concurrency::LEASE,
+        Quantity::Unlimited => Span::ZERO,
+    }
+}
+
+/// A network as a person writes it: one address without its prefix.
+fn shown(network: ipnet::IpNet) -> String {
+    if network.prefix_len() == network.max_prefix_len() { network.addr().to_string() } else { network.to_string() }
+}

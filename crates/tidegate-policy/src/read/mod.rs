@@ -1,0 +1,171 @@
+//! From a document to a policy: every value is checked, and every mistake is told.
+
+mod actions;
+mod assemble;
+mod server;
+mod values;
+
+use std::sync::Arc;
+
+use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, parse_file};
+use crate::environment::overlay;
+use crate::error::{Error, Errors};
+use crate::nearest::{nearest, similar};
+use crate::policy::Policy;
+use crate::settings;
+
+/// Reads a policy from a file's text and from the environment.
+pub(crate) fn policy(name: &str, body: &str, env: Vec<(String, String)>) -> Result<Policy, Errors> {
+    let mut texts = Texts::default();
+    let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
+    let mut errors = Vec::new();
+    overlay(&mut texts, &mut errors, &mut root, env);
+    let whole = texts.add(Text { kind: TextKind::File, name: name.to_owned(), body: String::new(), secret: false });
+    let mut reader = Reader { texts: &texts, errors, action: "NAME".to_owned() };
+    let read = reader.policy(&root, whole);
+    match read {
+        Some(policy) if reader.errors.is_empty() => Ok(policy),
+        _ => Err(Errors::new(reader.errors)),
+    }
+}
+
+/// Reads values and collects what is wrong with them. A method that returns `None` has told why.
+pub(crate) struct Reader<'t> {
+    texts: &'t Texts,
+    errors: Vec<Error>,
+    /// The action that is being read, for telling.
+    action: String,
+}
+
+impl Reader<'_> {
+    fn policy(&mut self, root: &Table, whole: At) -> Option<Policy> {
+        self.check_keys(root, "");
+        let store = self.store(root);
+        let inbound = self.inbound(root);
+        let api = self.api(root);
+        let admin = self.admin(root);
+        let log = self.log(root);
+        self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref());
+        let quirks = inbound.as_ref().map(|inbound| inbound.path_quirks).unwrap_or_default();
+        let plan = self.plan(root, quirks, whole);
+        Some(Policy { store: store?, inbound: inbound?, api: api?, admin: admin?, log: log?, plan: Arc::new(plan?) })
+    }
+
+    fn push(&mut self, error: Error) {
+        self.errors.push(error);
+    }
+
+    fn wrong(&mut self, at: At, message: impl Into<String>, expected: impl Into<String>) {
+        self.errors.push(Error::new(self.texts, at, message, expected));
+    }
+
+    /// Refuses keys that the table of this path doesn't have.
+    fn check_keys(&mut self, table: &Table, path: &str) {
+        let known = settings::keys_of(path);
+        for entry in &table.entries {
+            if !known.contains(&entry.key.as_str()) {
+                let error = self.unknown_key(entry, path, &known);
+                self.push(error);
+            }
+        }
+    }
+
+    /// Whether an unknown key of the table was probably meant to be this one, so that its absence needs no telling.
+    fn is_misspelt(&self, table: &Table, path: &str, key: &str) -> bool {
+        let known = settings::keys_of(path);
+        let unknown = table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str()));
+        unknown.into_iter().any(|entry| nearest(&entry.key, known.iter().copied()) == Some(key))
+    }
+
+    fn unknown_key(&self, entry: &Entry, path: &str, known: &[&'static str]) -> Error {
+        let key = entry.key.as_str();
+        let found = crate::error::quoted(key);
+        if path.is_empty() && key == "outbound" {
+            let message = "[outbound] is not supported by this version";
+            return Error::new(self.texts, entry.key_at, message, format!("only {}", bracketed(known)))
+                .help("remove it: a limit that isn't kept must not look as if it were");
+        }
+        let message = if path.is_empty() {
+            format!("unknown section {found}")
+        } else {
+            format!("unknown key {found} in [{}]", path.replace('*', &self.action).replace(".#", ""))
+        };
+        let expected = match known {
+            [only] => format!("only `{only}`"),
+            known => listed(known),
+        };
+        let error = Error::new(self.texts, entry.key_at, message, expected);
+        if let Some(meant) = similar(key, known.iter().copied()) {
+            return error.hint(Some(meant));
+        }
+        // A key in the wrong section is the other usual slip.
+        let homes: Vec<String> = settings::all()
+            .iter()
+            .filter_map(|setting| {
+                setting.path().rsplit_once('.').filter(|(_, last)| *last == key).map(|(home, _)| home)
+            })
+            .filter(|home| !home.contains('#') && *home != path)
+            .map(|home| format!("[{}]", home.replace('*', "NAME")))
+            .collect();
+        let section_homes: Vec<String> = settings::keys_of("inbound")
+            .into_iter()
+            .filter(|section| {
+                path.is_empty() && *section == key && settings::find(&format!("inbound.{section}")).is_none()
+            })
+            .map(|section| match section {
+                "action" => "[inbound.action.NAME]".to_owned(),
+                other => format!("[inbound.{other}]"),
+            })
+            .collect();
+        match (homes.as_slice(), section_homes.as_slice()) {
+            ([], []) => error.hint(nearest(key, known.iter().copied())),
+            ([], sections) => error.help(format!("the section's whole name is {}", sections.join(" or "))),
+            (homes, _) => error.help(format!("`{key}` belongs in {}", homes.join(" or "))),
+        }
+    }
+
+    /// The table under a key, checked for unknown keys; `None` if there is none, or something else, which is told.
+    fn section<'n>(&mut self, parent: &'n Table, key: &str, path: &str) -> Option<&'n Table> {
+        let entry = parent.get(key)?;
+        match entry.node.as_table() {
+            Some(table) => {
+                self.check_keys(table, path);
+                Some(table)
+            }
+            None => {
+                let found = entry.node.described(self.texts);
+                let form = format!("a section, [{path}], or a table, {{ … }}");
+                self.wrong(entry.node.at, format!("`{key}` is {found}"), form);
+                None
+            }
+        }
+    }
+
+    /// Reads a value if it is there; the default if not. `None` if it is wrong.
+    fn or_default<T>(
+        &mut self,
+        table: Option<&Table>,
+        key: &str,
+        default: T,
+        read: impl FnOnce(&mut Self, &Node) -> Option<T>,
+    ) -> Option<T> {
+        match table.and_then(|table| table.node(key)) {
+            Some(node) => read(self, node),
+            None => Some(default),
+        }
+    }
+}
+
+/// "`a`, `b` or `c`".
+fn listed(names: &[&str]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+    match quoted.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}
+
+fn bracketed(names: &[&str]) -> String {
+    let sections: Vec<String> = names.iter().map(|name| format!("[{name}]")).collect();
+    sections.join(", ")
+}

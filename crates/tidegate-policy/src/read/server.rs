@@ -1,0 +1,301 @@
+//! The sections that say how the programme runs: store, inbound, api, admin, log.
+
+use std::net::SocketAddr;
+
+use super::Reader;
+use crate::address::Networks;
+use crate::document::{Node, Table};
+use crate::error::{Error, quoted};
+use crate::forwarding::{ForwardedBy, Forwarding};
+use crate::nearest::nearest;
+use crate::path::PathQuirks;
+use crate::secret::TokenSource;
+use crate::sections::{
+    Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, OnOutage, Store, StoreUrl, Timeouts,
+};
+
+impl Reader<'_> {
+    pub(super) fn store(&mut self, root: &Table) -> Option<Store> {
+        let table = self.section(root, "store", "store");
+        let default = Store::default();
+        let url = self.or_default(table, "url", default.url, Self::store_url);
+        let max_bytes = self.or_default(table, "max_bytes", default.max_bytes, |reader, node| {
+            reader.bytes(node, "max_bytes", 64 << 10..=1 << 44)
+        });
+        let on_outage = self.or_default(table, "on_outage", default.on_outage, |reader, node| {
+            let words = [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("deny", OnOutage::Deny)];
+            reader.choice(node, "on_outage", &words)
+        });
+        Some(Store { url: url?, max_bytes: max_bytes?, on_outage: on_outage? })
+    }
+
+    fn store_url(&mut self, node: &Node) -> Option<StoreUrl> {
+        const PLANNED: [&str; 8] =
+            ["file", "redis", "rediss", "redis-cluster", "mysql", "postgres", "postgresql", "mongodb"];
+        let text = self.text(node, "url", "\"memory\"")?;
+        if text == "memory" {
+            return Some(StoreUrl::Memory);
+        }
+        let scheme = text.split(':').next().unwrap_or(text);
+        let error = if PLANNED.contains(&scheme) {
+            Error::new(
+                self.texts,
+                node.at,
+                format!("the store {scheme} is not supported by this version"),
+                "\"memory\"",
+            )
+        } else {
+            Error::new(self.texts, node.at, format!("unknown store {}", quoted(text)), "\"memory\"")
+                .hint(nearest(text, ["memory"]))
+        };
+        self.push(error);
+        None
+    }
+
+    pub(super) fn inbound(&mut self, root: &Table) -> Option<Inbound> {
+        let table = self.section(root, "inbound", "inbound");
+        let default = Inbound::default();
+        let listen = self.or_default(table, "listen", default.listen, |reader, node| reader.listen(node, "listen"));
+        let upstream =
+            self.or_default(table, "upstream", None, |reader, node| reader.upstream(node, "upstream").map(Some));
+        let trusted = self.or_default(table, "trusted_proxies", Networks::default(), Self::trusted_proxies);
+        let header = self.or_default(table, "forwarded", ForwardedBy::default(), |reader, node| {
+            let words = [("x-forwarded-for", ForwardedBy::XForwardedFor), ("forwarded", ForwardedBy::Forwarded)];
+            reader.choice(node, "forwarded", &words)
+        });
+        let path_quirks = self.or_default(table, "path_quirks", PathQuirks::default(), Self::path_quirks);
+        let headers = self.or_default(table, "headers", default.headers, |reader, node| {
+            let words = [
+                ("draft-10", HeaderDialect::Draft10),
+                ("draft-7", HeaderDialect::Draft7),
+                ("none", HeaderDialect::None),
+            ];
+            reader.choice(node, "headers", &words)
+        });
+        let x_ratelimit =
+            self.or_default(table, "x_ratelimit", default.x_ratelimit, |reader, node| reader.flag(node, "x_ratelimit"));
+        let timeouts = self.timeouts(table);
+        let caps = self.caps(table);
+        if let Some(table) = table
+            && let Some(entry) = table.get("listen")
+            && table.get("upstream").is_none()
+        {
+            let error = Error::new(
+                self.texts,
+                entry.key_at,
+                "[inbound] says where to listen, but not for which server",
+                "an `upstream` beside it, such as upstream = \"http://127.0.0.1:3000\"",
+            );
+            self.push(error.help("for the decision API alone, leave `listen` out here; [api] has one of its own"));
+        }
+        Some(Inbound {
+            listen: listen?,
+            upstream: upstream?,
+            forwarding: Forwarding { trusted: trusted?, header: header? },
+            path_quirks: path_quirks?,
+            headers: headers?,
+            x_ratelimit: x_ratelimit?,
+            timeouts: timeouts?,
+            caps: caps?,
+        })
+    }
+
+    fn trusted_proxies(&mut self, node: &Node) -> Option<Networks> {
+        let networks = self.networks(node, "trusted_proxies")?;
+        let mut fine = true;
+        for (network, at) in &networks {
+            if network.prefix_len() == 0 {
+                let message = format!(
+                    "`trusted_proxies`: {network} trusts everybody, so any client could choose its own address"
+                );
+                self.wrong(*at, message, "the networks of your own proxies, such as \"10.0.0.0/8\"");
+                fine = false;
+            }
+        }
+        fine.then(|| Networks::new(networks.into_iter().map(|(network, _)| network)))
+    }
+
+    fn path_quirks(&mut self, node: &Node) -> Option<PathQuirks> {
+        const WORDS: [&str; 3] = ["encoded_slash", "parameters", "case"];
+        let expected = "`encoded_slash`, `parameters` or `case`";
+        let mut quirks = PathQuirks::default();
+        let mut fine = true;
+        for (text, item) in self.words(node, "path_quirks", expected)? {
+            match text {
+                "encoded_slash" => quirks.encoded_slash = true,
+                "parameters" => quirks.parameters = true,
+                "case" => quirks.case = true,
+                other => {
+                    let error = Error::new(self.texts, item.at, format!("unknown quirk {}", quoted(other)), expected);
+                    self.push(error.hint(nearest(other, WORDS)));
+                    fine = false;
+                }
+            }
+        }
+        fine.then_some(quirks)
+    }
+
+    fn timeouts(&mut self, inbound: Option<&Table>) -> Option<Timeouts> {
+        let table = inbound.and_then(|inbound| self.section(inbound, "timeouts", "inbound.timeouts"));
+        let mut timeouts = Timeouts::default();
+        let mut fine = true;
+        for (key, place) in [
+            ("header", &mut timeouts.header),
+            ("body", &mut timeouts.body),
+            ("connect", &mut timeouts.connect),
+            ("response", &mut timeouts.response),
+            ("idle", &mut timeouts.idle),
+            ("shutdown", &mut timeouts.shutdown),
+        ] {
+            match self.or_default(table, key, *place, |reader, node| reader.timeout(node, key)) {
+                Some(timeout) => *place = timeout,
+                None => fine = false,
+            }
+        }
+        fine.then_some(timeouts)
+    }
+
+    fn caps(&mut self, inbound: Option<&Table>) -> Option<Caps> {
+        let table = inbound.and_then(|inbound| self.section(inbound, "caps", "inbound.caps"));
+        let default = Caps::default();
+        let mut count = |key: &str, default: usize, least: u64, most: u64| {
+            self.or_default(table, key, default, |reader, node| {
+                reader.count(node, key, least..=most).and_then(|count| usize::try_from(count).ok())
+            })
+        };
+        let connections = count("connections", default.connections as usize, 1, 1_000_000);
+        let headers = count("headers", default.headers, 1, 10_000);
+        let pool_idle = count("pool_idle", default.pool_idle, 0, 100_000);
+        let header_bytes = self.or_default(table, "header_bytes", default.header_bytes, |reader, node| {
+            // Eight KiB is the least that hyper reads heads with.
+            reader.bytes(node, "header_bytes", 8 << 10..=1 << 20).and_then(|bytes| usize::try_from(bytes).ok())
+        });
+        let body = self.or_default(table, "body", default.body, |reader, node| {
+            if matches!(&node.value, crate::document::Value::Text(text) if text == "unlimited") {
+                return Some(None);
+            }
+            reader.bytes(node, "body", 0..=u64::MAX >> 1).map(Some)
+        });
+        Some(Caps {
+            connections: u32::try_from(connections?).ok()?,
+            header_bytes: header_bytes?,
+            headers: headers?,
+            body: body?,
+            pool_idle: pool_idle?,
+        })
+    }
+
+    pub(super) fn api(&mut self, root: &Table) -> Option<Api> {
+        let table = self.section(root, "api", "api");
+        let default = Api::default();
+        let (listen, token) = self.guarded(table, default.listen, "the decision API");
+        let deny_status = self.or_default(table, "deny_status", default.deny_status, |reader, node| {
+            reader.count(node, "deny_status", 400..=599).and_then(|status| u16::try_from(status).ok())
+        });
+        Some(Api { listen: listen?, token: token?, deny_status: deny_status? })
+    }
+
+    pub(super) fn admin(&mut self, root: &Table) -> Option<Admin> {
+        let table = self.section(root, "admin", "admin");
+        let (listen, token) = self.guarded(table, Admin::default().listen, "admin");
+        Some(Admin { listen: listen?, token: token? })
+    }
+
+    /// A listener that may be off, and that needs a token beyond loopback.
+    #[expect(clippy::type_complexity, reason = "two answers, each of which may be wrong or absent")]
+    fn guarded(
+        &mut self,
+        table: Option<&Table>,
+        default: Option<SocketAddr>,
+        what: &str,
+    ) -> (Option<Option<SocketAddr>>, Option<Option<TokenSource>>) {
+        let token = self.or_default(table, "token", None, |reader, node| reader.token(node, "token").map(Some));
+        let listen = self.or_default(table, "listen", default, |reader, node| {
+            if matches!(&node.value, crate::document::Value::Text(text) if text == "off") {
+                return Some(None);
+            }
+            let listen = reader.listen(node, "listen")?;
+            if !listen.ip().to_canonical().is_loopback()
+                && token == Some(None)
+                && !table.is_some_and(|table| reader.is_misspelt(table, "admin", "token"))
+            {
+                let error = Error::new(
+                    reader.texts,
+                    node.at,
+                    format!("{what} listens beyond loopback ({listen}) without a token, so anybody could use it"),
+                    "a `token` beside it, or an address on loopback such as \"127.0.0.1:8082\"",
+                );
+                reader.push(error.help("add token = \"env:NAME\", with the token in the environment variable NAME"));
+                return None;
+            }
+            Some(Some(listen))
+        });
+        (listen, token)
+    }
+
+    pub(super) fn log(&mut self, root: &Table) -> Option<Log> {
+        let table = self.section(root, "log", "log");
+        let default = Log::default();
+        let format = self.or_default(table, "format", default.format, |reader, node| {
+            reader.choice(node, "format", &[("text", LogFormat::Text), ("json", LogFormat::Json)])
+        });
+        let level = self.or_default(table, "level", default.level, |reader, node| {
+            let words = [LogLevel::Error, LogLevel::Warn, LogLevel::Info, LogLevel::Debug, LogLevel::Trace];
+            reader.choice(node, "level", &words.map(|level| (level.as_str(), level)))
+        });
+        let refusals = self.or_default(table, "refusals_per_second", default.refusals_per_second, |reader, node| {
+            reader.count(node, "refusals_per_second", 1..=1_000_000).and_then(|count| u32::try_from(count).ok())
+        });
+        Some(Log { format: format?, level: level?, refusals_per_second: refusals? })
+    }
+
+    /// Two listeners can't share an address, and the gate can't be its own upstream.
+    pub(super) fn check_listeners(
+        &mut self,
+        root: &Table,
+        inbound: Option<&Inbound>,
+        api: Option<&Api>,
+        admin: Option<&Admin>,
+    ) {
+        let place =
+            |section: &str, key: &str| root.table(section).and_then(|table| table.node(key)).map(|node| node.at);
+        let gate = inbound.filter(|inbound| inbound.upstream.is_some());
+        let listeners = [
+            ("inbound", gate.map(|inbound| inbound.listen)),
+            ("api", api.and_then(|api| api.listen)),
+            ("admin", admin.and_then(|admin| admin.listen)),
+        ];
+        for (index, (name, address)) in listeners.iter().enumerate() {
+            for (other, taken) in &listeners[..index] {
+                let (Some(address), Some(taken)) = (address, taken) else {
+                    continue;
+                };
+                let Some(at) = place(name, "listen").or(place(other, "listen")) else {
+                    continue;
+                };
+                if clash(*address, *taken) {
+                    let message = format!("[{name}] and [{other}] would both listen on {address}");
+                    self.wrong(at, message, "an address or a port of its own for each");
+                }
+            }
+        }
+        if let Some(inbound) = gate
+            && let Some(upstream) = &inbound.upstream
+            && let Some(at) = place("inbound", "upstream")
+        {
+            let host = if upstream.host() == "localhost" { "127.0.0.1" } else { upstream.host() };
+            let to = host.parse().map(|ip| SocketAddr::new(ip, upstream.port()));
+            if to.is_ok_and(|to| clash(to, inbound.listen)) {
+                let message = format!("the upstream {upstream} is the gate's own address");
+                self.wrong(at, message, "the address of the server behind the gate");
+            }
+        }
+    }
+}
+
+/// Whether two listeners can't both have their address. Port 0 is a free one each time.
+fn clash(left: SocketAddr, right: SocketAddr) -> bool {
+    let (a, b) = (left.ip().to_canonical(), right.ip().to_canonical());
+    let same = a == b || a.is_unspecified() || b.is_unspecified();
+    left.port() == right.port() && left.port() != 0 && same
+}

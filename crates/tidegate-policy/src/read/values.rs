@@ -1,0 +1,373 @@
+//! Single values: strings, numbers, durations, addresses, tokens, quantities.
+
+use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use tidegate_core::Span;
+
+use super::{Reader, listed};
+use crate::document::{At, Node, Value};
+use crate::error::{Error, quoted};
+use crate::nearest::nearest;
+use crate::quantity::{Quantity, QuantityError};
+use crate::secret::TokenSource;
+use crate::sections::Upstream;
+use crate::units::{parse_bytes, parse_duration};
+
+/// The longest list of strings.
+const MAX_LIST: usize = 10_000;
+/// The longest timeout: ten years.
+const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
+
+impl Reader<'_> {
+    pub(super) fn text<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<&'n str> {
+        if let Value::Text(text) = &node.value {
+            return Some(text);
+        }
+        let found = node.described(self.texts);
+        self.wrong(node.at, format!("`{key}` is {found}"), expected);
+        None
+    }
+
+    /// One of a few words.
+    pub(super) fn choice<T: Copy>(&mut self, node: &Node, key: &str, words: &[(&'static str, T)]) -> Option<T> {
+        let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
+        let text = self.text(node, key, &listed(&names))?;
+        if let Some((_, value)) = words.iter().find(|(name, _)| *name == text) {
+            return Some(*value);
+        }
+        let meant = nearest(text, names.iter().copied());
+        let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), listed(&names));
+        self.push(error.hint(meant));
+        None
+    }
+
+    pub(super) fn flag(&mut self, node: &Node, key: &str) -> Option<bool> {
+        if let Value::Flag(flag) = node.value {
+            return Some(flag);
+        }
+        let found = node.described(self.texts);
+        self.wrong(node.at, format!("`{key}` is {found}"), "true or false, without quotes");
+        None
+    }
+
+    /// A whole number.
+    pub(super) fn count(&mut self, node: &Node, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
+        let expected = format!("a whole number from {} to {}", range.start(), range.end());
+        match &node.value {
+            Value::Integer(number) => {
+                let fits = number.and_then(|number| u64::try_from(number).ok()).filter(|number| range.contains(number));
+                if fits.is_none() {
+                    let found = quoted(self.texts.raw(node.at));
+                    self.wrong(node.at, format!("`{key}` is {found}, which is out of range"), expected);
+                }
+                fits
+            }
+            _ => {
+                let found = node.described(self.texts);
+                let error = Error::new(
+                    self.texts,
+                    node.at,
+                    format!("`{key}` is {found}"),
+                    format!("{expected}, without quotes"),
+                );
+                self.push(error);
+                None
+            }
+        }
+    }
+
+    /// Tells what is wrong inside a string.
+    fn inside(&mut self, node: &Node, text: &str, key: &str, error: &QuantityError) {
+        let at = self.texts.inside(node, text, error.at());
+        let made = Error::new(self.texts, at, format!("`{key}`: {}", error.message()), error.expected());
+        self.push(match error.help_text() {
+            Some(help) => made.help(help),
+            None => made,
+        });
+    }
+
+    /// A duration of more than nothing.
+    pub(super) fn span(&mut self, node: &Node, key: &str) -> Option<Span> {
+        let expected = "a duration in quotes, such as \"500ms\", \"30s\", \"1m30s\" or \"2h\"";
+        if let Value::Integer(Some(number)) = node.value {
+            let message = format!("`{key}` is the number {number}, which has no unit");
+            let error = Error::new(self.texts, node.at, message, expected);
+            self.push(error.help(format!("did you mean \"{number}s\"?")));
+            return None;
+        }
+        let text = self.text(node, key, expected)?;
+        match parse_duration(text) {
+            Ok(span) if !span.is_zero() => Some(span),
+            Ok(_) => {
+                self.wrong(node.at, format!("`{key}` is {}", quoted(text)), "a duration of more than nothing");
+                None
+            }
+            Err(error) => {
+                self.inside(node, text, key, &error);
+                None
+            }
+        }
+    }
+
+    pub(super) fn timeout(&mut self, node: &Node, key: &str) -> Option<Duration> {
+        let span = self.span(node, key)?;
+        if span > MAX_TIMEOUT {
+            self.wrong(node.at, format!("`{key}` is longer than ten years"), "a shorter duration");
+            return None;
+        }
+        Some(span.as_duration())
+    }
+
+    pub(super) fn bytes(&mut self, node: &Node, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
+        let expected = "a number of bytes in quotes, such as \"64KiB\" or \"10MiB\"";
+        let bytes = match &node.value {
+            Value::Integer(Some(number)) if *number >= 0 => number.unsigned_abs(),
+            _ => {
+                let text = self.text(node, key, expected)?;
+                match parse_bytes(text) {
+                    Ok(bytes) => bytes,
+                    Err(error) => {
+                        self.inside(node, text, key, &error);
+                        return None;
+                    }
+                }
+            }
+        };
+        if !range.contains(&bytes) {
+            let message = format!("`{key}` is {}, which is out of range", shown_bytes(bytes));
+            let expected = format!("{} to {}", shown_bytes(*range.start()), shown_bytes(*range.end()));
+            self.wrong(node.at, message, expected);
+            return None;
+        }
+        Some(bytes)
+    }
+
+    /// A string or a list of strings, with the node of each.
+    pub(super) fn words<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<Vec<(&'n str, &'n Node)>> {
+        let Value::List(items) = &node.value else {
+            return self.text(node, key, expected).map(|text| vec![(text, node)]);
+        };
+        if items.len() > MAX_LIST {
+            self.wrong(node.at, format!("`{key}` has {} items", items.len()), format!("at most {MAX_LIST}"));
+            return None;
+        }
+        let texts: Vec<Option<(&str, &Node)>> =
+            items.iter().map(|item| self.text(item, key, expected).map(|text| (text, item))).collect();
+        texts.into_iter().collect()
+    }
+
+    /// A list of quantities.
+    pub(super) fn quantities(&mut self, node: &Node, key: &str) -> Option<Vec<(Quantity, At)>> {
+        const FORMS: &str =
+            "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per day\" or \"8 in flight\"";
+        if let Value::Integer(Some(number)) = node.value {
+            let message = format!("`{key}` is only the number {number}");
+            let error = Error::new(self.texts, node.at, message, FORMS);
+            self.push(error.help(format!("did you mean \"{number} per 60s\"?")));
+            return None;
+        }
+        let words = self.words(node, key, FORMS)?;
+        if words.is_empty() {
+            let error = Error::new(self.texts, node.at, format!("`{key}` is an empty list"), FORMS);
+            self.push(error.help("to allow everything, write \"unlimited\""));
+            return None;
+        }
+        let quantities: Vec<Option<(Quantity, At)>> = words
+            .into_iter()
+            .map(|(text, item)| match text.parse() {
+                Ok(quantity) => Some((quantity, item.at)),
+                Err(error) => {
+                    self.inside(item, text, key, &error);
+                    None
+                }
+            })
+            .collect();
+        quantities.into_iter().collect()
+    }
+
+    /// Where something listens.
+    pub(super) fn listen(&mut self, node: &Node, key: &str) -> Option<SocketAddr> {
+        const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
+        let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));
+        if let Value::Integer(Some(number)) = node.value {
+            let error = Error::new(self.texts, node.at, format!("`{key}` is only the number {number}"), EXPECTED);
+            self.push(error.hint(as_port(&number.to_string()).as_deref()));
+            return None;
+        }
+        let text = self.text(node, key, EXPECTED)?;
+        if let Ok(address) = text.parse() {
+            return Some(address);
+        }
+        let (host, port) = text.rsplit_once(':').unwrap_or((text, ""));
+        let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), EXPECTED);
+        self.push(match (host, port) {
+            (_, "") if as_port(text).is_some() => error.hint(as_port(text).as_deref()),
+            (_, "") if text.parse::<IpAddr>().is_ok() => error.help("the port is missing"),
+            ("", port) if as_port(port).is_some() => error.help(format!(
+                "write \"127.0.0.1:{port}\" to be reached from this machine, or \"0.0.0.0:{port}\" from everywhere"
+            )),
+            ("localhost", port) if as_port(port).is_some() => error.hint(as_port(port).as_deref()),
+            (host, port) if host.parse::<IpAddr>().is_ok() && port.bytes().all(|digit| digit.is_ascii_digit()) => {
+                error.help("a port is at most 65535")
+            }
+            (host, _) if host.parse::<std::net::Ipv6Addr>().is_ok() => error.help("an IPv6 address stands in brackets"),
+            ("http" | "https", _) => error.help("an address has no scheme"),
+            _ => error.help("names aren't looked up here; write the address itself"),
+        });
+        None
+    }
+
+    /// Networks and addresses.
+    pub(super) fn networks(&mut self, node: &Node, key: &str) -> Option<Vec<(IpNet, At)>> {
+        const EXPECTED: &str = "a network such as \"10.1.0.0/16\" or an address such as \"192.0.2.7\"";
+        let words = self.words(node, key, EXPECTED)?;
+        let networks: Vec<Option<(IpNet, At)>> =
+            words.into_iter().map(|(text, item)| self.network(text, item, key, EXPECTED)).collect();
+        networks.into_iter().collect()
+    }
+
+    fn network(&mut self, text: &str, node: &Node, key: &str, expected: &str) -> Option<(IpNet, At)> {
+        if let Ok(ip) = text.parse::<IpAddr>() {
+            return Some((crate::address::canonical_network(IpNet::from(ip)), node.at));
+        }
+        let error = |message: String| Error::new(self.texts, node.at, message, expected);
+        let error = match text.parse::<IpNet>() {
+            Ok(network) if network.trunc() == network => {
+                return Some((crate::address::canonical_network(network), node.at));
+            }
+            Ok(network) => error(format!("`{key}`: the network {} has bits set outside its prefix", quoted(text)))
+                .help(format!(
+                    "did you mean the network `{}`, or the one address `{}`?",
+                    network.trunc(),
+                    network.addr()
+                )),
+            Err(_) => {
+                let wrong = error(format!("`{key}`: {} is no network", quoted(text)));
+                match text.split_once('/') {
+                    Some((ip, _)) if ip.parse::<IpAddr>().is_ok() => wrong
+                        .help("after the slash stands how many bits are fixed: 0 to 32 for IPv4, 0 to 128 for IPv6"),
+                    None if text == "localhost" => wrong.help("write 127.0.0.0/8 and ::1"),
+                    None if text.contains('*') => {
+                        wrong.help("networks have no wildcards: 10.1.* is written 10.1.0.0/16")
+                    }
+                    None if text.contains('-') => wrong.help("ranges are written as networks, such as 10.1.0.0/16"),
+                    _ => wrong,
+                }
+            }
+        };
+        self.push(error);
+        None
+    }
+
+    /// Where a token is. The token itself is never told, nor is what was found in its place.
+    pub(super) fn token(&mut self, node: &Node, key: &str) -> Option<TokenSource> {
+        const EXPECTED: &str = "where the token is: \"env:NAME\" or \"file:PATH\"";
+        let Value::Text(text) = &node.value else {
+            self.wrong(node.at, format!("`{key}` is no string"), EXPECTED);
+            return None;
+        };
+        if let Some(name) = text.strip_prefix("env:") {
+            let fits = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+            if fits && !name.is_empty() && !name.starts_with(|first: char| first.is_ascii_digit()) {
+                return Some(TokenSource::Env(name.to_owned()));
+            }
+            self.wrong(node.at, format!("`{key}` names no environment variable"), "a name such as \"env:API_TOKEN\"");
+            return None;
+        }
+        if let Some(path) = text.strip_prefix("file:") {
+            if !path.is_empty() && !path.contains('\0') {
+                return Some(TokenSource::File(path.into()));
+            }
+            self.wrong(node.at, format!("`{key}` names no file"), "a path such as \"file:/run/secrets/api_token\"");
+            return None;
+        }
+        let message = format!("`{key}` holds something else than a place; a token itself doesn't belong in a policy");
+        let error = Error::new(self.texts, node.at, message, EXPECTED);
+        self.push(error.help("put the token into an environment variable and write its name: \"env:API_TOKEN\""));
+        None
+    }
+
+    /// The server behind the gate.
+    pub(super) fn upstream(&mut self, node: &Node, key: &str) -> Option<Upstream> {
+        const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
+        let text = self.text(node, key, EXPECTED)?;
+        let error = |message: String| Error::new(self.texts, node.at, message, EXPECTED);
+        let error = match split_upstream(text) {
+            Ok(upstream) => return Some(upstream),
+            Err(UpstreamError::Scheme(None)) => error(format!("`{key}` is {}, which has no scheme", quoted(text)))
+                .hint(Some(&format!("http://{text}")).filter(|_| text.contains([':', '.'])).map(String::as_str)),
+            Err(UpstreamError::Scheme(Some("https"))) => error(format!(
+                "`{key}`: https to the upstream is not supported by this version"
+            ))
+            .help("use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it"),
+            Err(UpstreamError::Scheme(Some(other))) => error(format!("`{key}` has the scheme {}", quoted(other))),
+            Err(UpstreamError::User) => {
+                error(format!("`{key}` has a user name or password in it; the gate passes on what clients send"))
+            }
+            Err(UpstreamError::Path(rest)) => error(format!("`{key}` has the path {} in it", quoted(rest)))
+                .help("requests are passed on with the path they came with"),
+            Err(UpstreamError::Host) => error(format!("`{key}` is {}, which has no valid host", quoted(text))),
+            Err(UpstreamError::Port(port)) => {
+                error(format!("`{key}` has the port {}", quoted(port))).help("a port is a number from 1 to 65535")
+            }
+        };
+        self.push(error);
+        None
+    }
+}
+
+enum UpstreamError<'t> {
+    Scheme(Option<&'t str>),
+    User,
+    Path(&'t str),
+    Host,
+    Port(&'t str),
+}
+
+fn split_upstream(text: &str) -> Result<Upstream, UpstreamError<'_>> {
+    let (scheme, rest) = text.split_once("://").ok_or(UpstreamError::Scheme(None))?;
+    if !scheme.eq_ignore_ascii_case("http") {
+        return Err(UpstreamError::Scheme(Some(scheme)));
+    }
+    let (authority, path) = rest.find(['/', '?', '#']).map_or((rest, ""), |at| rest.split_at(at));
+    if authority.contains('@') {
+        return Err(UpstreamError::User);
+    }
+    if !matches!(path, "" | "/") {
+        return Err(UpstreamError::Path(path));
+    }
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(inside) => {
+            let (host, after) = inside.split_once(']').ok_or(UpstreamError::Host)?;
+            host.parse::<std::net::Ipv6Addr>().map_err(|_| UpstreamError::Host)?;
+            match after.strip_prefix(':') {
+                Some(port) => (host, Some(port)),
+                None if after.is_empty() => (host, None),
+                None => return Err(UpstreamError::Host),
+            }
+        }
+        None => {
+            let (host, port) = authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port)));
+            let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
+            if host.is_empty() || host.len() > 253 || !host.bytes().all(fits) {
+                return Err(UpstreamError::Host);
+            }
+            (host, port)
+        }
+    };
+    let number = match port {
+        Some(port) => port.parse().ok().filter(|port| *port > 0).ok_or(UpstreamError::Port(port))?,
+        None => 80,
+    };
+    Ok(Upstream { host: host.to_ascii_lowercase(), port: number, explicit_port: port.is_some() })
+}
+
+/// A number of bytes in the largest unit that divides it.
+fn shown_bytes(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let unit = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
+    unit.map_or_else(|| format!("{bytes} bytes"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
+}

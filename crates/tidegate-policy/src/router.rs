@@ -1,0 +1,251 @@
+//! Finds the first action in file order that matches a request.
+
+use std::collections::HashMap;
+
+#[cfg(test)]
+use crate::matcher::split;
+use crate::matcher::{Matcher, Segment, glob};
+use crate::path::{Normalised, PathQuirks};
+use crate::plan::ActionId;
+use crate::query::Query;
+
+/// One action's matcher; where it stands in the list is the order in which it matches.
+#[derive(Clone, Debug)]
+struct Rule {
+    action: ActionId,
+    matcher: Matcher,
+}
+
+/// Exact paths are found in a hash map; patterns in a tree of segments, in which each node is visited at most once a
+/// lookup. Nothing is ever added after it is built, so a client can't make the map collide.
+#[derive(Clone, Debug)]
+pub(crate) struct Router {
+    quirks: PathQuirks,
+    rules: Vec<Rule>,
+    /// By path, the rules that name it exactly.
+    exact: HashMap<Vec<u8>, Vec<u16>>,
+    /// The rules that name no path.
+    any_path: Vec<u16>,
+    /// The tree of the other patterns; its root comes first.
+    nodes: Vec<Node>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Node {
+    /// The lowest rule at or below the node: nothing under it is better than that.
+    best: u16,
+    literals: HashMap<Vec<u8>, usize>,
+    globs: Vec<(Vec<u8>, usize)>,
+    /// The rules whose pattern ends here.
+    here: Vec<u16>,
+    /// The rules whose pattern ends here with `/*`.
+    below: Vec<u16>,
+}
+
+impl Router {
+    pub(crate) fn new(matchers: impl IntoIterator<Item = (ActionId, Matcher)>, quirks: PathQuirks) -> Self {
+        let root = Node { best: u16::MAX, ..Node::default() };
+        let mut router =
+            Self { quirks, rules: Vec::new(), exact: HashMap::new(), any_path: Vec::new(), nodes: vec![root] };
+        for (rule, (action, matcher)) in (0_u16..).zip(matchers) {
+            if matcher.paths.is_empty() {
+                router.any_path.push(rule);
+            }
+            for pattern in &matcher.paths {
+                match pattern.exact() {
+                    Some(path) => router.exact.entry(path).or_default().push(rule),
+                    None => router.plant(rule, &pattern.segments, pattern.open),
+                }
+            }
+            router.rules.push(Rule { action, matcher });
+        }
+        router
+    }
+
+    fn plant(&mut self, rule: u16, segments: &[Segment], open: bool) {
+        let mut at = 0;
+        self.nodes[0].best = self.nodes[0].best.min(rule);
+        for segment in segments {
+            let known = match segment {
+                Segment::Literal(text) => self.nodes[at].literals.get(text).copied(),
+                Segment::Glob(text) => {
+                    self.nodes[at].globs.iter().find(|(known, _)| known == text).map(|(_, next)| *next)
+                }
+            };
+            let next = known.unwrap_or(self.nodes.len());
+            if known.is_none() {
+                match segment {
+                    Segment::Literal(text) => {
+                        self.nodes[at].literals.insert(text.clone(), next);
+                    }
+                    Segment::Glob(text) => self.nodes[at].globs.push((text.clone(), next)),
+                }
+                self.nodes.push(Node { best: rule, ..Node::default() });
+            }
+            self.nodes[next].best = self.nodes[next].best.min(rule);
+            at = next;
+        }
+        if open { self.nodes[at].below.push(rule) } else { self.nodes[at].here.push(rule) }
+    }
+
+    #[inline]
+    pub(crate) fn find(&self, query: &Query<'_>) -> Option<ActionId> {
+        if self.rules.is_empty() {
+            return None;
+        }
+        let mut best = u16::MAX;
+        self.offer(&self.any_path, query, &mut best);
+        if let Some(path) = query.path {
+            let path = Normalised::new(path, self.quirks);
+            let path = path.as_bytes();
+            if let Some(rules) = self.exact.get(path) {
+                self.offer(rules, query, &mut best);
+            }
+            if self.nodes[0].best < best && path.first() == Some(&b'/') {
+                self.descend(0, path.get(1..).filter(|rest| !rest.is_empty()), query, &mut best);
+            }
+        }
+        self.rules.get(usize::from(best)).map(|rule| rule.action)
+    }
+
+    /// Takes the first of these rules that fits and is better than the best so far.
+    #[inline]
+    fn offer(&self, rules: &[u16], query: &Query<'_>, best: &mut u16) {
+        for rule in rules {
+            if rule >= best {
+                return;
+            }
+            let matcher = &self.rules[usize::from(*rule)].matcher;
+            if matcher.takes_method(query.method) && matcher.takes_host(query.host) {
+                *best = *rule;
+                return;
+            }
+        }
+    }
+
+    /// Looks for better rules at and below a node; `rest` is what is left of the path, without a slash before it. The
+    /// depth is bounded by the patterns'.
+    fn descend(&self, at: usize, rest: Option<&[u8]>, query: &Query<'_>, best: &mut u16) {
+        let node = &self.nodes[at];
+        self.offer(&node.below, query, best);
+        let Some(rest) = rest else {
+            self.offer(&node.here, query, best);
+            return;
+        };
+        let slash = rest.iter().position(|byte| *byte == b'/');
+        let (segment, rest) = slash.map_or((rest, None), |slash| (&rest[..slash], Some(&rest[slash + 1..])));
+        if let Some(next) = node.literals.get(segment)
+            && self.nodes[*next].best < *best
+        {
+            self.descend(*next, rest, query, best);
+        }
+        for (pattern, next) in &node.globs {
+            if self.nodes[*next].best < *best && glob(pattern, segment) {
+                self.descend(*next, rest, query, best);
+            }
+        }
+    }
+}
+
+/// What [`Router::find`] must answer, by asking every rule in turn.
+#[cfg(test)]
+fn find_slowly(router: &Router, query: &Query<'_>) -> Option<ActionId> {
+    let path = query.path.map(|path| Normalised::new(path, router.quirks));
+    let fits = |segments: &[Segment], open: bool, path: &[u8]| {
+        let found: Vec<&[u8]> = split(path).collect();
+        path.first() == Some(&b'/')
+            && (found.len() == segments.len() || open && found.len() > segments.len())
+            && segments.iter().zip(found).all(|(segment, found)| match segment {
+                Segment::Literal(text) => text == found,
+                Segment::Glob(pattern) => glob(pattern, found),
+            })
+    };
+    let rule = router.rules.iter().find(|rule| {
+        let patterns = &rule.matcher.paths;
+        rule.matcher.takes_method(query.method)
+            && rule.matcher.takes_host(query.host)
+            && (patterns.is_empty()
+                || path.as_ref().is_some_and(|path| {
+                    patterns.iter().any(|pattern| fits(&pattern.segments, pattern.open, path.as_bytes()))
+                }))
+    });
+    rule.map(|rule| rule.action)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::matcher::Pattern;
+    use http::Method;
+    use proptest::prelude::*;
+
+    fn router(rules: &[(&str, &str, &str)]) -> Router {
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        let matchers = rules.iter().enumerate().map(|(index, (methods, paths, hosts))| {
+            let methods = words(methods).iter().map(|method| method.parse::<Method>().unwrap()).collect();
+            let paths = words(paths).iter().map(|path| Pattern::new(path, PathQuirks::default()).unwrap()).collect();
+            (ActionId::from_index(index), Matcher { methods, paths, hosts: words(hosts) })
+        });
+        Router::new(matchers, PathQuirks::default())
+    }
+
+    #[test]
+    fn the_first_in_file_order_wins() {
+        let router = router(&[
+            ("POST", "/login", ""),
+            ("", "/api/v1/*", ""),
+            ("GET HEAD", "/api/*", ""),
+            ("", "/users/*/avatar /users/*.png", ""),
+            ("", "/", ""),
+            ("", "", "admin.example"),
+            ("", "/login", ""),
+            ("OPTIONS", "", ""),
+        ]);
+        for (method, host, path, index) in [
+            ("POST", "x", "/login", Some(0)),
+            ("POST", "x", "//x/../%6cogin/?a", Some(0)),
+            ("post", "x", "/login", Some(6)),
+            ("GET", "x", "/login", Some(6)),
+            ("GET", "ADMIN.example:80", "/login", Some(5)),
+            ("POST", "x", "/api/v1", Some(1)),
+            ("GET", "x", "/api/v2/x/y", Some(2)),
+            ("POST", "x", "/api/v2", None),
+            ("GET", "x", "/apis", None),
+            ("GET", "x", "/users/7/avatar", Some(3)),
+            ("GET", "x", "/users/7/avatar/x", None),
+            ("GET", "x", "/users/7.png", Some(3)),
+            ("GET", "x", "/", Some(4)),
+            ("GET", "x", "/nothing", None),
+            ("OPTIONS", "x", "*", Some(7)),
+        ] {
+            let query = Query { method: Some(method), host: Some(host), path: Some(path), ..Query::default() };
+            assert_eq!(router.find(&query).map(ActionId::index), index, "{method} {host} {path}");
+            assert_eq!(find_slowly(&router, &query).map(ActionId::index), index, "{method} {host} {path}");
+        }
+        assert_eq!(router.find(&Query::default()), None);
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_asking_every_rule(
+            rules in prop::collection::vec(
+                ("(GET|POST|)", prop::collection::vec("(/(a|b|\\*|a\\*)){0,3}", 0..3), "(h|)"), 0..12),
+            requests in prop::collection::vec(("(GET|POST)", "(/(a|b|ab|)){0,4}", "(h|i)"), 1..20),
+        ) {
+            let rules: Vec<(String, String, String)> = rules
+                .into_iter()
+                .map(|(method, paths, host)| {
+                    let paths = paths.into_iter().map(|path| if path.is_empty() { "/".to_owned() } else { path });
+                    (method, paths.collect::<Vec<_>>().join(" "), host)
+                })
+                .collect();
+            let rules: Vec<(&str, &str, &str)> =
+                rules.iter().map(|(method, paths, host)| (&**method, &**paths, &**host)).collect();
+            let router = router(&rules);
+            for (method, path, host) in &requests {
+                let query = Query { method: Some(method), path: Some(path), host: Some(host), ..Query::default() };
+                prop_assert_eq!(router.find(&query), find_slowly(&router, &query));
+            }
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! What a policy file's sections say, checked and with every default filled in.
+
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use crate::forwarding::Forwarding;
+use crate::path::PathQuirks;
+use crate::secret::TokenSource;
+
+const fn loopback(port: u16) -> SocketAddr {
+    SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), port)
+}
+
+/// `[store]`: where counts live.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Store {
+    /// Which engine. Default `memory`.
+    pub url: StoreUrl,
+    /// The most memory that counts may take, in bytes. Default 64 MiB; at least 64 KiB.
+    pub max_bytes: u64,
+    /// What to answer while the store can't be reached. Default [`OnOutage::Local`]. The memory store has no outages.
+    pub on_outage: OnOutage,
+}
+
+impl Default for Store {
+    fn default() -> Self {
+        Self { url: StoreUrl::Memory, max_bytes: 64 << 20, on_outage: OnOutage::Local }
+    }
+}
+
+/// The engine that keeps counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StoreUrl {
+    /// This process's memory.
+    Memory,
+}
+
+/// What to answer while a shared store can't be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnOutage {
+    /// Count in this process alone.
+    Local,
+    /// Admit everything.
+    Allow,
+    /// Refuse everything.
+    Deny,
+}
+
+/// `[inbound]`: the gate in front of a server.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Inbound {
+    /// Where the gate listens. Default 127.0.0.1:8080.
+    pub listen: SocketAddr,
+    /// The server behind the gate. `None` means that no proxy runs: the policy serves the decision API, forward-auth
+    /// or a Rust program only.
+    pub upstream: Option<Upstream>,
+    /// Whose forwarding headers are believed, and which one. Nobody's by default.
+    pub forwarding: Forwarding,
+    /// What the upstream takes for the same path beyond RFC 3986. Nothing by default; see
+    /// [`Matcher`](crate::Matcher).
+    pub path_quirks: PathQuirks,
+    /// Which rate-limit headers answers carry. Default [`HeaderDialect::Draft10`].
+    pub headers: HeaderDialect,
+    /// Whether answers also carry `X-RateLimit-Limit`, `-Remaining` and `-Reset`. Default false.
+    pub x_ratelimit: bool,
+    /// How long each phase of a request may take.
+    pub timeouts: Timeouts,
+    /// How much of everything is accepted.
+    pub caps: Caps,
+}
+
+impl Default for Inbound {
+    fn default() -> Self {
+        Self {
+            listen: loopback(8080),
+            upstream: None,
+            forwarding: Forwarding::default(),
+            path_quirks: PathQuirks::default(),
+            headers: HeaderDialect::Draft10,
+            x_ratelimit: false,
+            timeouts: Timeouts::default(),
+            caps: Caps::default(),
+        }
+    }
+}
+
+/// The server behind the gate: plain HTTP, a host and a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Upstream {
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    pub(crate) explicit_port: bool,
+}
+
+impl Upstream {
+    /// The host: a name, an IPv4 address, or an IPv6 address without brackets.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The port; 80 if the URL has none.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// `host:port` as a URL has it (IPv6 in brackets, the port only if it was written).
+    pub fn authority(&self) -> String {
+        let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.clone() };
+        if self.explicit_port { format!("{host}:{}", self.port) } else { host }
+    }
+}
+
+impl fmt::Display for Upstream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}", self.authority())
+    }
+}
+
+/// Which rate-limit headers an answer carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeaderDialect {
+    /// `RateLimit-Policy` and `RateLimit` as the IETF's draft-ietf-httpapi-ratelimit-headers-10 has them.
+    Draft10,
+    /// `RateLimit-Limit`, `-Remaining`, `-Reset` and `RateLimit-Policy` as its version 06 (in use as "draft-7") had them.
+    Draft7,
+    /// None.
+    None,
+}
+
+/// `[inbound.timeouts]`: how long each phase of a request may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Timeouts {
+    /// From a request's first byte to the end of its head. Default 10 s.
+    pub header: Duration,
+    /// Between two pieces of a body, either way. Default 30 s.
+    pub body: Duration,
+    /// Connecting to the upstream. Default 5 s.
+    pub connect: Duration,
+    /// Until the head of the upstream's answer. Default 60 s.
+    pub response: Duration,
+    /// How long a connection is kept without a request. Default 75 s.
+    pub idle: Duration,
+    /// How long a shutdown waits for requests in flight. Default 30 s.
+    pub shutdown: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            header: Duration::from_secs(10),
+            body: Duration::from_secs(30),
+            connect: Duration::from_secs(5),
+            response: Duration::from_secs(60),
+            idle: Duration::from_secs(75),
+            shutdown: Duration::from_secs(30),
+        }
+    }
+}
+
+/// `[inbound.caps]`: how much of everything is accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Caps {
+    /// Connections open at once. Default 10,000.
+    pub connections: u32,
+    /// Bytes in a request's head. Default 64 KiB; 8 KiB to 1 MiB.
+    pub header_bytes: usize,
+    /// Header lines in a request. Default 100.
+    pub headers: usize,
+    /// Bytes in a request's body; `None` is unlimited, which is the default.
+    pub body: Option<u64>,
+    /// Idle connections kept to the upstream. Default 128.
+    pub pool_idle: usize,
+}
+
+impl Default for Caps {
+    fn default() -> Self {
+        Self { connections: 10_000, header_bytes: 64 << 10, headers: 100, body: None, pool_idle: 128 }
+    }
+}
+
+/// `[api]`: the decision API and forward-auth.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Api {
+    /// Where it listens; `None` for `listen = "off"`. Default 127.0.0.1:8082.
+    pub listen: Option<SocketAddr>,
+    /// The bearer token callers must show. Required beyond loopback.
+    pub token: Option<TokenSource>,
+    /// The status with which forward-auth refuses: 400 to 599, default 429. nginx' `auth_request` takes 401 or 403.
+    pub deny_status: u16,
+}
+
+impl Default for Api {
+    fn default() -> Self {
+        Self { listen: Some(loopback(8082)), token: None, deny_status: 429 }
+    }
+}
+
+/// `[admin]`: health and readiness.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Admin {
+    /// Where it listens; `None` for `listen = "off"`. Default 127.0.0.1:8083.
+    pub listen: Option<SocketAddr>,
+    /// The bearer token callers must show. Required beyond loopback.
+    pub token: Option<TokenSource>,
+}
+
+impl Default for Admin {
+    fn default() -> Self {
+        Self { listen: Some(loopback(8083)), token: None }
+    }
+}
+
+/// `[log]`: what is written to standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Log {
+    /// Text or JSON. Default text.
+    pub format: LogFormat,
+    /// The least important level that is written. Default info.
+    pub level: LogLevel,
+    /// The most lines about refusals in any second, at least 1. Default 10.
+    pub refusals_per_second: u32,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { format: LogFormat::Text, level: LogLevel::Info, refusals_per_second: 10 }
+    }
+}
+
+/// The form of a log line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// How important a log line must be to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LogLevel {
+    /// Only what broke.
+    Error,
+    /// Also what may break soon.
+    Warn,
+    /// Also what happened.
+    Info,
+    /// Also how.
+    Debug,
+    /// Everything.
+    Trace,
+}
+
+impl LogLevel {
+    /// The word that the file uses: `error`, `warn`, `info`, `debug` or `trace`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+            Self::Trace => "trace",
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! Every setting of a policy: its name in the file, its environment variable, its default and what it is for.
+//!
+//! The environment beats the file, and the file beats the default. A variable's name is `TIDEGATE__` and the setting's
+//! path in capitals, joined by two underscores: `TIDEGATE__INBOUND__TIMEOUTS__CONNECT=2s`,
+//! `TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT=10 per 60s`. Values are written without quotes; lists with commas between
+//! their items or as in TOML. An action's name is found in any case, with `_` for what a variable's name can't hold;
+//! the environment changes actions and never adds one. An empty value counts as not set.
+//!
+//! Four plain names are honoured too; those that begin with `TIDEGATE__` win over them:
+//!
+//! | name | means |
+//! | --- | --- |
+//! | `GLOBAL_RATE_LIMIT` | the count of `inbound.global`'s limit; turns that limit on, with a penalty, if the file has none |
+//! | `GLOBAL_RATE_WINDOW` | its window in seconds; 3600 if neither this nor the file says one |
+//! | `BACKOFF_BASE` | the base of the power: with 3, blocks of 3, 9, 27 s …, that is `base = "3s"` and `factor = 3` |
+//! | `BACKOFF_MAX` | the longest block in seconds |
+//!
+//! Being environment, `BACKOFF_BASE` and `BACKOFF_MAX` beat what the file says, for every growing penalty in it; bans
+//! and limits without a penalty stay as they are.
+
+use std::fmt::Write as _;
+
+/// How a setting's value is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// One string.
+    Text,
+    /// A string or a list of strings.
+    Words,
+    /// `true` or `false`.
+    Flag,
+    /// A whole number.
+    Count,
+    /// A table, or a list of tables.
+    Tables,
+}
+
+/// One setting.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    path: &'static str,
+    pub(crate) form: Form,
+    default: &'static str,
+    meaning: &'static str,
+}
+
+const fn setting(path: &'static str, form: Form, default: &'static str, meaning: &'static str) -> Setting {
+    Setting { path, form, default, meaning }
+}
+
+use Form::{Count, Flag, Tables, Text, Words};
+
+/// The table that the reader checks names against; `*` stands for an action's name, `#` for an item of a list.
+static SETTINGS: &[Setting] = &[
+    setting("store.url", Text, "memory", "where counts live; this version has memory"),
+    setting("store.max_bytes", Text, "64MiB", "the most memory that counts may take"),
+    setting("store.on_outage", Text, "local", "what to answer while a shared store is away: local, allow or deny"),
+    setting("inbound.listen", Text, "127.0.0.1:8080", "where the gate listens"),
+    setting("inbound.upstream", Text, "", "the server behind the gate, as http://HOST:PORT; without one no proxy runs"),
+    setting("inbound.trusted_proxies", Words, "", "networks whose forwarding headers are believed"),
+    setting(
+        "inbound.forwarded",
+        Text,
+        "x-forwarded-for",
+        "the header that trusted proxies write: x-forwarded-for or forwarded (RFC 7239)",
+    ),
+    setting("inbound.allow", Words, "", "networks that are never limited"),
+    setting("inbound.deny", Words, "", "networks that are always refused"),
+    setting(
+        "inbound.path_quirks",
+        Words,
+        "",
+        "what the upstream takes for the same path beyond RFC 3986: encoded_slash, parameters, case",
+    ),
+    setting("inbound.headers", Text, "draft-10", "rate-limit headers on answers: draft-10, draft-7 or none"),
+    setting("inbound.x_ratelimit", Flag, "false", "whether answers also carry X-RateLimit-* headers"),
+    setting("inbound.timeouts.header", Text, "10s", "for the head of a request to arrive"),
+    setting("inbound.timeouts.body", Text, "30s", "between two pieces of a body"),
+    setting("inbound.timeouts.connect", Text, "5s", "for connecting to the upstream"),
+    setting("inbound.timeouts.response", Text, "60s", "until the head of the upstream's answer"),
+    setting("inbound.timeouts.idle", Text, "75s", "how long a connection is kept without a request"),
+    setting("inbound.timeouts.shutdown", Text, "30s", "how long a shutdown waits for requests in flight"),
+    setting("inbound.caps.connections", Count, "10000", "connections open at once"),
+    setting("inbound.caps.header_bytes", Text, "64KiB", "bytes in the head of a request"),
+    setting("inbound.caps.headers", Count, "100", "header lines in a request"),
+    setting("inbound.caps.body", Text, "unlimited", "bytes in the body of a request"),
+    setting("inbound.caps.pool_idle", Count, "128", "idle connections kept to the upstream"),
+    setting("inbound.global.limit", Words, "", "how much one client address may do over all actions"),
+    setting("inbound.global.count", Text, "admitted", "which calls count: admitted, or all for refused ones too"),
+    setting("inbound.global.mode", Text, "enforce", "enforce, or shadow to decide, log and let pass"),
+    setting("inbound.global.penalty", Tables, "", "what exceeding it costs: blocks that grow"),
+    setting("inbound.global.penalty.base", Text, "2s", "the first block"),
+    setting("inbound.global.penalty.factor", Count, "2", "what each further block is multiplied by"),
+    setting("inbound.global.penalty.cap", Text, "1h", "the longest block"),
+    setting(
+        "inbound.global.penalty.forgive_after",
+        Text,
+        "",
+        "how long without a refusal takes one strike off; the longer of cap and window if unsaid",
+    ),
+    setting("inbound.global.penalty.mode", Text, "parole", "parole, or strict to tell the longer of block and window"),
+    setting("inbound.global.ban", Text, "", "instead of a penalty: how long each block is"),
+    setting(
+        "inbound.action.*.match",
+        Tables,
+        "",
+        "which requests it matches; without one only the decision API reaches it",
+    ),
+    setting("inbound.action.*.match.method", Words, "", "the methods it matches; any if unsaid"),
+    setting("inbound.action.*.match.path", Words, "", "the paths it matches, such as /login or /api/*; any if unsaid"),
+    setting("inbound.action.*.match.host", Words, "", "the hosts it matches; any if unsaid"),
+    setting("inbound.action.*.key", Words, "client_ip", "what its calls are counted by"),
+    setting("inbound.action.*.limit", Words, "", "how much is allowed"),
+    setting("inbound.action.*.limits", Tables, "", "several limits with keys of their own"),
+    setting(
+        "inbound.action.*.preset",
+        Text,
+        "",
+        "a ready-made limit: login, otp_request, password_reset, register or api_call",
+    ),
+    setting("inbound.action.*.cost", Count, "1", "how much a call weighs"),
+    setting("inbound.action.*.count", Text, "admitted", "which calls count: admitted, or all for refused ones too"),
+    setting("inbound.action.*.mode", Text, "enforce", "enforce, or shadow to decide, log and let pass"),
+    setting("inbound.action.*.penalty", Tables, "", "what exceeding it costs: blocks that grow"),
+    setting("inbound.action.*.penalty.base", Text, "2s", "the first block"),
+    setting("inbound.action.*.penalty.factor", Count, "2", "what each further block is multiplied by"),
+    setting("inbound.action.*.penalty.cap", Text, "1h", "the longest block"),
+    setting(
+        "inbound.action.*.penalty.forgive_after",
+        Text,
+        "",
+        "how long without a refusal takes one strike off; the longer of cap and window if unsaid",
+    ),
+    setting(
+        "inbound.action.*.penalty.mode",
+        Text,
+        "parole",
+        "parole, or strict to tell the longer of block and window",
+    ),
+    setting("inbound.action.*.ban", Text, "", "instead of a penalty: how long each block is"),
+    setting("inbound.action.*.limits.#.name", Text, "", "its name in decisions and headers"),
+    setting("inbound.action.*.limits.#.key", Words, "", "what its calls are counted by; the action's key if unsaid"),
+    setting("inbound.action.*.limits.#.limit", Words, "", "how much is allowed"),
+    setting("inbound.action.*.limits.#.penalty", Tables, "", "what exceeding it costs; the action's penalty if unsaid"),
+    setting("inbound.action.*.limits.#.penalty.base", Text, "2s", "the first block"),
+    setting("inbound.action.*.limits.#.penalty.factor", Count, "2", "what each further block is multiplied by"),
+    setting("inbound.action.*.limits.#.penalty.cap", Text, "1h", "the longest block"),
+    setting(
+        "inbound.action.*.limits.#.penalty.forgive_after",
+        Text,
+        "",
+        "how long without a refusal takes one strike off",
+    ),
+    setting("inbound.action.*.limits.#.penalty.mode", Text, "parole", "parole, or strict"),
+    setting("inbound.action.*.limits.#.ban", Text, "", "instead of a penalty: how long each block is"),
+    setting("inbound.action.*.limits.#.count", Text, "", "which calls count; the action's word if unsaid"),
+    setting("api.listen", Text, "127.0.0.1:8082", "where the decision API and forward-auth listen, or off"),
+    setting("api.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
+    setting("api.deny_status", Count, "429", "the status with which forward-auth refuses; nginx wants 401 or 403"),
+    setting("admin.listen", Text, "127.0.0.1:8083", "where health and readiness listen, or off"),
+    setting("admin.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
+    setting("log.format", Text, "text", "text or json"),
+    setting("log.level", Text, "info", "the least important level written: error, warn, info, debug or trace"),
+    setting("log.refusals_per_second", Count, "10", "the most lines about refusals in a second"),
+];
+
+/// The plain names: name, default, meaning.
+pub(crate) const PLAIN: [(&str, &str, &str); 4] = [
+    ("GLOBAL_RATE_LIMIT", "1000", "how many calls one client address may make over all actions"),
+    ("GLOBAL_RATE_WINDOW", "3600", "the window of GLOBAL_RATE_LIMIT, in seconds"),
+    ("BACKOFF_BASE", "2", "the base of the power in blocks: with 3, blocks of 3, 9, 27 s"),
+    ("BACKOFF_MAX", "3600", "the longest block, in seconds"),
+];
+
+/// What every other variable's name begins with.
+pub(crate) const PREFIX: &str = "TIDEGATE__";
+
+impl Setting {
+    /// Its path in the file; `*` stands for an action's name, `#` for each item of a list.
+    pub fn path(&self) -> &'static str {
+        self.path
+    }
+
+    /// Its environment variable, with `NAME` for an action's name; `None` inside lists, which a variable sets whole.
+    pub fn variable(&self) -> Option<String> {
+        let in_list = self.path.contains('#');
+        (!in_list).then(|| variable(self.path, "NAME"))
+    }
+
+    /// Its default as a variable would say it; empty if there is none.
+    pub fn default(&self) -> &'static str {
+        self.default
+    }
+
+    /// What it is for, in one line.
+    pub fn meaning(&self) -> &'static str {
+        self.meaning
+    }
+}
+
+/// The name of the variable for a setting of this action.
+pub(crate) fn variable(path: &str, action: &str) -> String {
+    let path = path.replace('*', &crate::environment::foldable(action));
+    format!("{PREFIX}{}", path.to_ascii_uppercase().replace('.', "__"))
+}
+
+/// Every setting, section by section.
+pub fn all() -> &'static [Setting] {
+    SETTINGS
+}
+
+/// The keys that a table may have, by the table's path; `""` for the whole file.
+pub(crate) fn keys_of(table: &str) -> Vec<&'static str> {
+    let mut keys = Vec::new();
+    for setting in SETTINGS {
+        let inside = if table.is_empty() {
+            Some(setting.path)
+        } else {
+            setting.path.strip_prefix(table).and_then(|rest| rest.strip_prefix('.'))
+        };
+        if let Some(key) = inside.and_then(|rest| rest.split('.').next())
+            && !keys.contains(&key)
+        {
+            keys.push(key);
+        }
+    }
+    keys
+}
+
+/// The setting of this path.
+pub(crate) fn find(path: &str) -> Option<&'static Setting> {
+    SETTINGS.iter().find(|setting| setting.path == path)
+}
+
+/// Every environment variable with its default and its meaning, as an `.env` file with all of them commented out.
+pub fn env_example() -> String {
+    let mut text = String::from(
+        "# Every environment variable that Tidegate reads, with its default. The environment beats the policy file.\n\
+         # NAME stands for the name of an action in the policy file, in capitals.\n\n",
+    );
+    let plain = PLAIN.iter().map(|(name, default, meaning)| ((*name).to_owned(), *default, *meaning));
+    let rest = SETTINGS.iter().filter_map(|setting| Some((setting.variable()?, setting.default, setting.meaning)));
+    for (name, default, meaning) in plain.chain(rest) {
+        // Writing to a string can't fail.
+        let _ = writeln!(text, "# {meaning}\n#{name}={default}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_come_from_the_table() {
+        assert_eq!(keys_of(""), ["store", "inbound", "api", "admin", "log"]);
+        assert_eq!(keys_of("api"), ["listen", "token", "deny_status"]);
+        assert_eq!(keys_of("inbound.action.*.match"), ["method", "path", "host"]);
+    }
+
+    #[test]
+    fn variables() {
+        let setting = find("inbound.action.*.match.path").unwrap();
+        assert_eq!(setting.variable().as_deref(), Some("TIDEGATE__INBOUND__ACTION__NAME__MATCH__PATH"));
+        assert_eq!(variable(setting.path, "otp-request"), "TIDEGATE__INBOUND__ACTION__OTP_REQUEST__MATCH__PATH");
+        assert_eq!(find("inbound.action.*.limits.#.name").unwrap().variable(), None);
+        for line in env_example().lines() {
+            assert!(line.is_empty() || line.starts_with('#'), "{line}");
+        }
+    }
+}

@@ -1,0 +1,402 @@
+//! Durations, byte counts and whole numbers as people write them.
+
+use std::ops::Range;
+
+use tidegate_core::{MAX_LIMIT, Span};
+
+use crate::nearest::nearest;
+use crate::quantity::QuantityError;
+
+/// What a bare number is told to look like.
+const DURATION: &str = "a duration such as \"500ms\", \"30s\", \"1m30s\", \"1.5h\" or \"2d\"";
+const BYTES: &str = "a number of bytes such as \"64KiB\", \"10MiB\" or \"1GB\"";
+
+/// Time units: every spelling, and its length in microseconds.
+const TIME: [(&[&str], u64); 7] = [
+    (&["us", "µs", "μs", "usec", "usecs", "microsecond", "microseconds"], 1),
+    (&["ms", "msec", "msecs", "millis", "millisecond", "milliseconds"], 1_000),
+    (&["s", "sec", "secs", "second", "seconds"], 1_000_000),
+    (&["m", "min", "mins", "minute", "minutes"], 60_000_000),
+    (&["h", "hr", "hrs", "hour", "hours"], 3_600_000_000),
+    (&["d", "day", "days"], 86_400_000_000),
+    (&["w", "wk", "wks", "week", "weeks"], 604_800_000_000),
+];
+
+const SIZES: [(&str, u64); 9] = [
+    ("B", 1),
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("kB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
+];
+
+/// Reads a duration as humantime and Go write them: `500ms`, `30s`, `1m30s`, `1.5h`, `2d`, `1h 30min`; units from
+/// `us` to `w`. Fractions of a microsecond are rounded up.
+///
+/// # Errors
+/// Says where in the text, what was found and what would do. Also for more than 142 years.
+pub fn parse_duration(text: &str) -> Result<Span, QuantityError> {
+    let mut cursor = Cursor::new(text);
+    cursor.space();
+    let span = duration(&mut cursor)?;
+    cursor.end("nothing more after the duration")?;
+    Ok(span)
+}
+
+/// Reads a whole number of bytes: `512`, `64KiB`, `10MiB`, `1GB` (kB, MB, GB are powers of 1000; KiB, MiB, GiB of 1024).
+///
+/// # Errors
+/// Says where in the text, what was found and what would do. Also for numbers past 2^63.
+pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
+    let mut cursor = Cursor::new(text);
+    cursor.space();
+    let number = cursor.number(u64::MAX >> 1, BYTES)?;
+    cursor.space();
+    let word = cursor.word();
+    let size = if word.text.is_empty() {
+        1
+    } else {
+        let exact = SIZES.iter().find(|(name, _)| *name == word.text);
+        // A bare K, M or G is told to choose; letters in the wrong case are taken when they can only mean one thing.
+        let size = exact.or_else(|| SIZES.iter().find(|(name, _)| name.eq_ignore_ascii_case(word.text)));
+        let Some((_, size)) = size else {
+            return Err(
+                QuantityError::new(word.at, format!("unknown unit `{}`", word.text), BYTES).hint(meant_size(word.text))
+            );
+        };
+        *size
+    };
+    cursor.end("nothing more after the unit")?;
+    number
+        .checked_mul(size)
+        .filter(|bytes| *bytes <= u64::MAX >> 1)
+        .ok_or_else(|| QuantityError::new(0..text.len(), "too many bytes", "fewer than 2^63"))
+}
+
+/// The unit that an unknown one stands for.
+fn meant_size(word: &str) -> Option<&'static str> {
+    let lower = word.to_ascii_lowercase();
+    let letter = match lower.as_str() {
+        "b" | "byte" | "bytes" => return Some("B"),
+        "k" | "kilobyte" | "kilobytes" | "kibibyte" | "kibibytes" => "KiB",
+        "m" | "megabyte" | "megabytes" | "mebibyte" | "mebibytes" => "MiB",
+        "g" | "gigabyte" | "gigabytes" | "gibibyte" | "gibibytes" => "GiB",
+        _ => return nearest(word, SIZES.iter().map(|(name, _)| *name)),
+    };
+    Some(letter)
+}
+
+/// Reads as much of a duration as there is: at least one number with its unit.
+pub(crate) fn duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
+    let begin = cursor.at;
+    let mut total: u128 = 0;
+    loop {
+        let number_at = cursor.at;
+        if cursor.peek() == Some('-') {
+            return Err(QuantityError::new(number_at..number_at + 1, "a duration can't be negative", DURATION));
+        }
+        let (whole, fraction, digits) = cursor.decimal(DURATION)?;
+        let number = number_at..cursor.at;
+        let number_text = cursor.slice(number.clone());
+        cursor.space();
+        let word = cursor.word();
+        let unit = time_unit(&word, number, number_text)?;
+        let scale = 10_u128.pow(digits);
+        let micros = (u128::from(whole) * scale + u128::from(fraction)) * u128::from(unit);
+        total = total.saturating_add(micros.div_ceil(scale));
+        let after_unit = cursor.at;
+        cursor.space();
+        if !cursor.peek().is_some_and(|next| next.is_ascii_digit()) {
+            cursor.at = after_unit;
+            break;
+        }
+    }
+    u64::try_from(total)
+        .ok()
+        .filter(|micros| *micros <= Span::MAX.as_micros())
+        .map(Span::from_micros)
+        .ok_or_else(|| QuantityError::new(begin..cursor.at, "that is too long", "at most 142 years (52,000 days)"))
+}
+
+fn time_unit(word: &Word<'_>, number: Range<usize>, number_text: &str) -> Result<u64, QuantityError> {
+    if let Some((_, micros)) = TIME.iter().find(|(spellings, _)| spellings.contains(&word.text)) {
+        return Ok(*micros);
+    }
+    if word.text.is_empty() {
+        return Err(QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION)
+            .help(format!("did you mean \"{number_text}s\"?")));
+    }
+    let error = QuantityError::new(word.at.clone(), format!("unknown unit of time `{}`", word.text), DURATION);
+    Err(match word.text {
+        "ns" | "nsec" | "nanos" => error.help("the smallest unit is us (a millionth of a second)"),
+        "M" | "mo" | "month" | "months" | "y" | "yr" | "year" | "years" => error.help(
+            "months and years differ in length: give days (\"30d\"), or a calendar quota (\"1000 per month\") where a \
+             limit is wanted",
+        ),
+        other => error.hint(nearest(other, TIME.iter().flat_map(|(spellings, _)| spellings.iter().copied()))),
+    })
+}
+
+/// Walks through a text and knows where it is.
+pub(crate) struct Cursor<'t> {
+    text: &'t str,
+    pub(crate) at: usize,
+}
+
+/// A run of letters, and where it stands.
+pub(crate) struct Word<'t> {
+    pub(crate) text: &'t str,
+    pub(crate) at: Range<usize>,
+}
+
+impl<'t> Cursor<'t> {
+    pub(crate) fn new(text: &'t str) -> Self {
+        Self { text, at: 0 }
+    }
+
+    pub(crate) fn rest(&self) -> &'t str {
+        &self.text[self.at..]
+    }
+
+    pub(crate) fn slice(&self, range: Range<usize>) -> &'t str {
+        &self.text[range]
+    }
+
+    pub(crate) fn peek(&self) -> Option<char> {
+        self.rest().chars().next()
+    }
+
+    pub(crate) fn space(&mut self) {
+        self.skip_while(|letter| letter == ' ' || letter == '\t');
+    }
+
+    /// Takes this character if it is next.
+    pub(crate) fn take(&mut self, wanted: char) -> bool {
+        let found = self.peek() == Some(wanted);
+        if found {
+            self.at += wanted.len_utf8();
+        }
+        found
+    }
+
+    fn skip_while(&mut self, holds: impl Fn(char) -> bool) {
+        let rest = self.rest();
+        self.at += rest.find(|letter| !holds(letter)).unwrap_or(rest.len());
+    }
+
+    /// A run of letters, perhaps empty.
+    pub(crate) fn word(&mut self) -> Word<'t> {
+        self.word_while(char::is_alphabetic)
+    }
+
+    pub(crate) fn word_while(&mut self, holds: impl Fn(char) -> bool) -> Word<'t> {
+        let begin = self.at;
+        self.skip_while(holds);
+        Word { text: &self.text[begin..self.at], at: begin..self.at }
+    }
+
+    /// What stands here, for telling: the text up to the next space, or the end.
+    pub(crate) fn here(&self) -> (Range<usize>, String) {
+        let length = self.rest().find([' ', '\t', ',']).unwrap_or(self.rest().len());
+        let length = if length == 0 { self.peek().map_or(0, char::len_utf8) } else { length };
+        let at = self.at..self.at + length;
+        let found = if length == 0 { "nothing".to_owned() } else { format!("`{}`", self.slice(at.clone())) };
+        (at, found)
+    }
+
+    /// Only white space may follow.
+    pub(crate) fn end(&mut self, expected: &str) -> Result<(), QuantityError> {
+        self.space();
+        if self.rest().is_empty() {
+            return Ok(());
+        }
+        let (at, found) = self.here();
+        Err(QuantityError::new(at, format!("found {found}"), expected))
+    }
+
+    /// A whole number; `_` may stand between digits.
+    pub(crate) fn number(&mut self, most: u64, expected: &str) -> Result<u64, QuantityError> {
+        let begin = self.at;
+        let (whole, _, fraction_digits) = self.decimal(expected)?;
+        let at = begin..self.at;
+        let text = self.slice(at.clone());
+        if fraction_digits > 0 {
+            return Err(QuantityError::new(at, format!("{text} is not a whole number"), expected));
+        }
+        if whole > most {
+            let limit = if most == MAX_LIMIT { "2^40 (1,099,511,627,776)".to_owned() } else { most.to_string() };
+            return Err(QuantityError::new(at, format!("{text} is too large"), format!("at most {limit}")));
+        }
+        Ok(whole)
+    }
+
+    /// A number with perhaps a fraction: the whole part, the fraction's digits as a number, and how many they are.
+    fn decimal(&mut self, expected: &str) -> Result<(u64, u64, u32), QuantityError> {
+        let begin = self.at;
+        let whole = self.digits();
+        if whole.is_empty() {
+            let (at, found) = self.here();
+            let message = if self.peek() == Some('-') {
+                format!("found {found}, but it can't be negative")
+            } else {
+                format!("found {found} where a number should be")
+            };
+            return Err(QuantityError::new(at, message, expected));
+        }
+        let mut fraction = String::new();
+        if self.take('.') {
+            fraction = self.digits();
+            if fraction.is_empty() {
+                return Err(QuantityError::new(begin..self.at, "digits are missing after the point", expected));
+            }
+        }
+        if self.peek() == Some(',') && self.rest()[1..].starts_with(|next: char| next.is_ascii_digit()) {
+            self.word_while(|next| next.is_ascii_digit() || next == ',');
+            let text = self.slice(begin..self.at);
+            let plain = text.replace(',', "_");
+            return Err(QuantityError::new(begin..self.at, format!("found a comma in the number {text}"), expected)
+                .help(format!("write {plain} or {}", text.replace(',', ""))));
+        }
+        let too_long = |at: usize| QuantityError::new(begin..at, "the number has too many digits", expected);
+        let digits =
+            u32::try_from(fraction.len()).ok().filter(|digits| *digits <= 9).ok_or_else(|| too_long(self.at))?;
+        let whole = whole.parse().map_err(|_| too_long(self.at))?;
+        let fraction = if digits == 0 { 0 } else { fraction.parse().map_err(|_| too_long(self.at))? };
+        Ok((whole, fraction, digits))
+    }
+
+    /// Digits without the `_` between them; a `_` that isn't between digits ends them.
+    fn digits(&mut self) -> String {
+        let mut digits = String::new();
+        while let Some(next) = self.peek() {
+            let follows_digit = self.rest()[next.len_utf8()..].starts_with(|after: char| after.is_ascii_digit());
+            if next.is_ascii_digit() {
+                digits.push(next);
+            } else if next != '_' || digits.is_empty() || !follows_digit {
+                break;
+            }
+            self.at += 1;
+        }
+        digits
+    }
+}
+
+/// A duration for people: `60 s`, `10 min`, `1 h 30 min`, `500 ms`. Up to two minutes in seconds.
+pub(crate) fn in_words(span: Span) -> String {
+    let micros = span.as_micros();
+    if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {
+        return format!("{} s", micros / 1_000_000);
+    }
+    let mut rest = micros;
+    let mut pieces = Vec::new();
+    for (unit, size) in
+        [("d", 86_400_000_000), ("h", 3_600_000_000), ("min", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("µs", 1)]
+    {
+        if rest >= size {
+            pieces.push(format!("{} {unit}", rest / size));
+            rest %= size;
+        }
+    }
+    pieces.join(" ")
+}
+
+/// A duration as a policy writes it, for [`parse_duration`] to read back: `60s`, `10m`, `1h30m`.
+pub(crate) fn canonical(span: Span) -> String {
+    let micros = span.as_micros();
+    if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {
+        format!("{}s", micros / 1_000_000)
+    } else {
+        span.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn durations() {
+        for (text, micros) in [
+            ("500ms", 500_000),
+            ("30s", 30_000_000),
+            ("1m30s", 90_000_000),
+            ("1.5h", 5_400_000_000),
+            ("2d", 172_800_000_000),
+            ("1h 30min", 5_400_000_000),
+            ("1h15m30.918273645s", 4_530_918_274),
+            ("0s", 0),
+            ("3 us", 3),
+            ("0.1us", 1),
+            ("1_000ms", 1_000_000),
+            ("1w", 604_800_000_000),
+            ("2 days", 172_800_000_000),
+        ] {
+            assert_eq!(parse_duration(text).map(Span::as_micros), Ok(micros), "{text}");
+        }
+    }
+
+    #[test]
+    fn wrong_durations_say_where() {
+        for (text, at, message) in [
+            ("60", 0..2, "the number 60 has no unit"),
+            ("", 0..0, "found nothing where a number should be"),
+            ("5sx", 1..3, "unknown unit of time `sx`"),
+            ("10 minuts", 3..9, "unknown unit of time `minuts`"),
+            ("-5s", 0..1, "a duration can't be negative"),
+            ("1.s", 0..2, "digits are missing after the point"),
+            ("5s!", 2..3, "found `!`"),
+            ("1,000s", 0..5, "found a comma in the number 1,000"),
+            ("99999999d", 0..9, "that is too long"),
+            ("99999999999999999999999s", 0..23, "the number has too many digits"),
+            ("NaN", 0..3, "found `NaN` where a number should be"),
+            ("2 months", 2..8, "unknown unit of time `months`"),
+        ] {
+            let error = parse_duration(text).unwrap_err();
+            assert_eq!((error.at(), error.message()), (at, message), "{text}");
+        }
+        assert_eq!(parse_duration("10 minuts").unwrap_err().help_text(), Some("did you mean `minute`?"));
+    }
+
+    #[test]
+    fn bytes() {
+        for (text, bytes) in [
+            ("512", 512),
+            ("64KiB", 65_536),
+            ("64 kib", 65_536),
+            ("10MiB", 10 << 20),
+            ("1GB", 1_000_000_000),
+            ("1_000 B", 1000),
+        ] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "1.5MiB", "10MiBB", "KiB", "-1", "9223372036854775808", "9999999999 TiB", "1 K", "1 MiB x"] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn words_for_people() {
+        for (secs, words) in [(2, "2 s"), (60, "60 s"), (600, "10 min"), (3600, "1 h"), (5400, "1 h 30 min")] {
+            assert_eq!(in_words(Span::from_secs(secs)), words);
+        }
+        assert_eq!(in_words(Span::from_millis(1500)), "1 s 500 ms");
+    }
+
+    proptest! {
+        #[test]
+        fn canonical_durations_read_back(micros in 0_u64..1 << 52) {
+            let span = Span::from_micros(micros);
+            prop_assert_eq!(parse_duration(&canonical(span)), Ok(span));
+        }
+
+        #[test]
+        fn any_text_is_read_without_panic(text in "\\PC*|[0-9._a-z ,µ-]*") {
+            let _ = (parse_duration(&text), parse_bytes(&text));
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! A plan in words, with the true bound of every limit.
+
+use std::fmt::Write as _;
+
+use tidegate_core::{Count, Penalty, PenaltyMode, Rate, Span};
+
+use crate::address::Listed;
+use crate::calendar::PeriodUnit;
+use crate::key::KeyPart;
+use crate::plan::{Plan, PolicyItem};
+use crate::quantity::Quantity;
+use crate::units::in_words;
+
+/// A limit and its penalty: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
+pub(crate) fn limit(quantity: &Quantity, penalty: Option<&Penalty>, is_ban: bool, count: Count) -> String {
+    let mut words = bound(quantity);
+    if count == Count::All {
+        words.push_str(", refused calls counted");
+    }
+    if let Some(penalty) = penalty {
+        words.push_str("; over that, ");
+        words.push_str(&cost(penalty, is_ban));
+    }
+    words
+}
+
+/// What a quantity allows at most.
+pub(crate) fn bound(quantity: &Quantity) -> String {
+    match quantity {
+        Quantity::Window { limit: 0, .. } | Quantity::Quota { limit: 0, .. } | Quantity::InFlight { limit: 0 } => {
+            "refuses every call".to_owned()
+        }
+        Quantity::Window { limit, window } => {
+            format!("at most {limit} in any {}", in_words(*window))
+        }
+        Quantity::Rate { count, per, burst } => {
+            let unit = match per.as_micros() {
+                1_000_000 => "second".to_owned(),
+                60_000_000 => "minute".to_owned(),
+                3_600_000_000 => "hour".to_owned(),
+                _ => in_words(*per),
+            };
+            let window = (*per).max(Span::from_secs(60));
+            let shape = if *burst == 1 { "evenly spaced".to_owned() } else { format!("bursts of {burst}") };
+            let most = Rate::new(*count, *per, *burst).map_or(0, |rate| rate.bound(window));
+            format!("{count} per {unit}, {shape}: at most {most} in any {}", in_words(window))
+        }
+        Quantity::Quota { limit, unit, zone } => {
+            let zone = zone.as_deref().unwrap_or("UTC");
+            let end = match unit {
+                PeriodUnit::Hour => "the next full hour",
+                PeriodUnit::Day => "midnight",
+                PeriodUnit::Week => "Monday, midnight,",
+                PeriodUnit::Month => "the first of the next month",
+                PeriodUnit::Year => "New Year",
+            };
+            format!("{limit} per {}, until {end} in {zone}", unit.as_str())
+        }
+        Quantity::InFlight { limit } => format!("at most {limit} at the same time"),
+        Quantity::Unlimited => "unlimited".to_owned(),
+    }
+}
+
+fn cost(penalty: &Penalty, is_ban: bool) -> String {
+    let (first, second, last) = (penalty.block(1), penalty.block(2), penalty.cap());
+    let steps = penalty.last_strike();
+    let mut words = if is_ban {
+        format!("blocked for {}", in_words(first))
+    } else if steps == 1 {
+        format!("blocks of {} each", in_words(first))
+    } else if steps == 2 {
+        format!("blocks of {}, then {}", in_words(first), in_words(last))
+    } else {
+        format!("blocks of {}, {} … {}", in_words(first), in_words(second), in_words(last))
+    };
+    if penalty.mode() == PenaltyMode::Strict {
+        words.push_str(", or until there is room if that is longer");
+    }
+    if steps > 1 {
+        let _ = write!(words, "; one step back after each {} without a refusal", in_words(penalty.forgive_after()));
+    }
+    words
+}
+
+/// What a `RateLimit-Policy` item says of a quantity; `None` for `unlimited`.
+pub(crate) fn policy_item(name: &str, quantity: &Quantity) -> Option<PolicyItem> {
+    let (quota, window, unit) = match quantity {
+        Quantity::Window { limit, window } => (*limit, Some(window.as_secs_ceil()), None),
+        // The number that refills in the window: whoever keeps to it is never refused, and what remains of a burst is
+        // never above it.
+        Quantity::Rate { count, per, burst } => {
+            let per = u128::from(per.as_micros());
+            let refill = u128::from(*burst) * per;
+            let secs = refill.div_ceil(u128::from((*count).max(1)) * 1_000_000).max(1);
+            let quota = (secs * 1_000_000 * u128::from(*count) / per.max(1)).max(u128::from(*burst));
+            let fit = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
+            (fit(quota), Some(fit(secs)), None)
+        }
+        Quantity::Quota { limit, unit, .. } => {
+            let window = match unit {
+                PeriodUnit::Hour => Some(3_600),
+                PeriodUnit::Day => Some(86_400),
+                PeriodUnit::Week => Some(604_800),
+                PeriodUnit::Month | PeriodUnit::Year => None,
+            };
+            (*limit, window, None)
+        }
+        Quantity::InFlight { limit } => (*limit, None, Some("concurrent-requests")),
+        Quantity::Unlimited => return None,
+    };
+    Some(PolicyItem { name: name.to_owned(), quota, window, unit })
+}
+
+/// "client_ip", "client_ip and header:x-tenant".
+fn parts(parts: &[KeyPart]) -> String {
+    let words: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
+    words.join(" and ")
+}
+
+impl Plan {
+    /// The whole plan in words: each action with its match, what it counts by, and every limit with its true bound.
+    pub fn words(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string can't fail.
+        if self.global.is_empty() {
+            let _ = writeln!(text, "inbound.global: no limit");
+        } else {
+            let _ = writeln!(text, "inbound.global, over all actions");
+            self.limit_lines(&self.global, &mut text);
+        }
+        for (_, action) in self.actions() {
+            let reached = match action.matcher() {
+                Some(matcher) => matcher.to_string(),
+                None => "asked for by name only".to_owned(),
+            };
+            let shadow = if action.is_shadow() { ", in shadow: logged, never refused" } else { "" };
+            let weight =
+                if action.cost() == 1 { String::new() } else { format!(", each call weighs {}", action.cost()) };
+            let _ = writeln!(text, "{}: {reached}{weight}{shadow}", action.name());
+            if action.is_unlimited() {
+                let _ = writeln!(text, "    unlimited");
+            }
+            self.limit_lines(action.limits(), &mut text);
+        }
+        for (what, listed) in [("never limited", Listed::Allow), ("always refused", Listed::Deny)] {
+            let networks: Vec<String> =
+                self.listed_networks.iter().filter(|(_, label)| *label == listed).map(|(net, _)| net.clone()).collect();
+            if !networks.is_empty() {
+                let _ = writeln!(text, "{what}: {}", networks.join(", "));
+            }
+        }
+        text
+    }
+
+    fn limit_lines(&self, limits: &[tidegate_core::LimitId], text: &mut String) {
+        for id in limits {
+            let info = self.info(*id);
+            let _ = writeln!(text, "    {}, by {}: {}", info.name(), parts(self.key_parts(*id)), info.words());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tidegate_core::PenaltySpec;
+
+    #[test]
+    fn bounds_are_true() {
+        for (quantity, words) in [
+            ("5 per 60s", "at most 5 in any 60 s"),
+            ("1000 per 1h", "at most 1000 in any 1 h"),
+            ("10/s burst 20", "10 per second, bursts of 20: at most 620 in any 60 s"),
+            ("100/h", "100 per hour, evenly spaced: at most 101 in any 1 h"),
+            ("7/10s burst 7", "7 per 10 s, bursts of 7: at most 49 in any 60 s"),
+            ("1000 per day in America/Los_Angeles", "1000 per day, until midnight in America/Los_Angeles"),
+            ("9 per month", "9 per month, until the first of the next month in UTC"),
+            ("8 in flight", "at most 8 at the same time"),
+            ("0 per 60s", "refuses every call"),
+            ("unlimited", "unlimited"),
+        ] {
+            assert_eq!(bound(&quantity.parse().unwrap()), words);
+        }
+    }
+
+    #[test]
+    fn penalties() {
+        let window = Span::from_secs(60);
+        let words = |spec: PenaltySpec| cost(&Penalty::new(spec, window).unwrap(), false);
+        let spec = PenaltySpec::default();
+        assert_eq!(words(spec), "blocks of 2 s, 4 s … 1 h; one step back after each 1 h without a refusal");
+        assert_eq!(
+            words(PenaltySpec { cap: Span::from_secs(3), mode: PenaltyMode::Strict, ..spec }),
+            "blocks of 2 s, then 3 s, or until there is room if that is longer; one step back after each 60 s without \
+             a refusal"
+        );
+        assert_eq!(words(PenaltySpec { factor: 1, ..spec }), "blocks of 2 s each");
+        let ban = Penalty::ban(Span::from_secs(600), window).unwrap();
+        let quantity = "5 per 60s".parse().unwrap();
+        assert_eq!(
+            limit(&quantity, Some(&ban), true, Count::All),
+            "at most 5 in any 60 s, refused calls counted; over that, blocked for 10 min"
+        );
+    }
+
+    #[test]
+    fn policy_items() {
+        for (quantity, quota, window) in [
+            ("5 per 60s", 5, Some(60)),
+            ("10/s", 10, Some(1)),
+            ("10/s burst 20", 20, Some(2)),
+            ("10/s burst 15", 20, Some(2)),
+            ("1/m burst 3", 3, Some(180)),
+            ("5 per 500ms", 5, Some(1)),
+            ("1000 per day", 1000, Some(86_400)),
+            ("1000 per month", 1000, None),
+            ("8 in flight", 8, None),
+        ] {
+            let item = policy_item("x", &quantity.parse().unwrap()).unwrap();
+            assert_eq!((item.quota, item.window), (quota, window), "{quantity}");
+        }
+    }
+}

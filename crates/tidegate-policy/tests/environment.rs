@@ -1,0 +1,254 @@
+//! Environment beats file beats default.
+
+use tidegate_policy::{LogLevel, OnOutage, Policy, Query, Sources, settings};
+
+const FILE: &str = r#"
+[inbound]
+upstream = "http://127.0.0.1:3000"
+
+[inbound.global]
+limit = "1000 per 1h"
+penalty = { base = "2s", cap = "1h" }
+
+[inbound.action.login]
+match = { method = "POST", path = "/login" }
+limit = "5 per 60s"
+penalty = { base = "2s", cap = "1h" }
+
+[inbound.action.otp-request]
+preset = "otp_request"
+"#;
+
+fn load(file: Option<&str>, env: &[(&str, &str)]) -> Result<Policy, String> {
+    let sources = Sources::new().env(env.iter().copied());
+    let sources = match file {
+        Some(text) => sources.file("tidegate.toml", text),
+        None => sources,
+    };
+    Policy::load(sources).map_err(|errors| errors.to_string())
+}
+
+fn words(file: Option<&str>, env: &[(&str, &str)]) -> String {
+    load(file, env).unwrap().plan().words()
+}
+
+#[test]
+fn the_embedded_default_runs_without_a_file() {
+    let policy = load(None, &[]).unwrap();
+    assert_eq!(policy.inbound().listen.to_string(), "127.0.0.1:8080");
+    assert_eq!(policy.inbound().upstream.as_ref().unwrap().to_string(), "http://127.0.0.1:3000");
+    assert_eq!(
+        policy.plan().words(),
+        "inbound.global, over all actions\n    \
+         global, by client_ip: at most 1000 in any 1 h; over that, blocks of 2 s, 4 s … 1 h; one step back after each \
+         1 h without a refusal\n\
+         login: POST /login\n    \
+         login, by client_ip: at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h; one step back after each \
+         1 h without a refusal\n"
+    );
+}
+
+#[test]
+fn every_kind_of_setting_can_be_overridden() {
+    let policy = load(
+        Some(FILE),
+        &[
+            ("TIDEGATE__INBOUND__TIMEOUTS__CONNECT", "2s"),
+            ("TIDEGATE__INBOUND__TIMEOUTS__BODY", " \"90s\" "),
+            ("TIDEGATE__INBOUND__TRUSTED_PROXIES", "10.0.0.0/8, 192.168.0.0/16"),
+            ("TIDEGATE__INBOUND__ALLOW", "[\"10.1.0.0/16\"]"),
+            ("TIDEGATE__INBOUND__X_RATELIMIT", "true"),
+            ("TIDEGATE__INBOUND__CAPS__HEADERS", "50"),
+            ("TIDEGATE__INBOUND__CAPS__BODY", "10MiB"),
+            ("TIDEGATE__INBOUND__UPSTREAM", "http://[::1]:4000"),
+            ("TIDEGATE__STORE__ON_OUTAGE", "deny"),
+            ("TIDEGATE__API__LISTEN", "0.0.0.0:9000"),
+            ("TIDEGATE__API__TOKEN", "env:API_TOKEN"),
+            ("TIDEGATE__API__DENY_STATUS", "403"),
+            ("TIDEGATE__ADMIN__LISTEN", "off"),
+            ("TIDEGATE__log__Level", "debug"),
+            ("TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT", "10 per 60s, 100 per day"),
+            ("TIDEGATE__INBOUND__ACTION__OTP_REQUEST__BAN", "5m"),
+            ("TIDEGATE__INBOUND__ACTION__OTP_REQUEST__MATCH", "{ path = \"/otp\" }"),
+            ("TIDEGATE__INBOUND__GLOBAL__PENALTY__BASE", "5s"),
+            ("TIDEGATE__INBOUND__FORWARDED", ""),
+            ("PATH", "/bin"),
+            ("TIDEGATE_CONFIG", "not ours"),
+        ],
+    )
+    .unwrap();
+    let inbound = policy.inbound();
+    assert_eq!((inbound.timeouts.connect.as_secs(), inbound.timeouts.body.as_secs()), (2, 90));
+    assert!(inbound.forwarding.trusted.contains("192.168.3.4".parse().unwrap()) && inbound.x_ratelimit);
+    assert_eq!((inbound.caps.headers, inbound.caps.body), (50, Some(10 << 20)));
+    assert_eq!(inbound.upstream.as_ref().unwrap().authority(), "[::1]:4000");
+    assert_eq!(policy.store().on_outage, OnOutage::Deny);
+    assert_eq!((policy.api().listen.unwrap().to_string().as_str(), policy.api().deny_status), ("0.0.0.0:9000", 403));
+    assert_eq!((policy.admin().listen, policy.log().level), (None, LogLevel::Debug));
+    let words = policy.plan().words();
+    for expected in [
+        "global, by client_ip: at most 1000 in any 1 h; over that, blocks of 5 s, 10 s … 1 h",
+        "login.1, by client_ip: at most 10 in any 60 s",
+        "login.2, by client_ip: 100 per day, until midnight in UTC",
+        "otp-request: any method /otp",
+        "at most 3 in any 120 s; over that, blocked for 5 min",
+        "never limited: 10.1.0.0/16",
+    ] {
+        assert!(words.contains(expected), "{expected}\n{words}");
+    }
+}
+
+#[test]
+fn plain_names() {
+    let all =
+        [("GLOBAL_RATE_LIMIT", "50"), ("GLOBAL_RATE_WINDOW", "120"), ("BACKOFF_BASE", "3"), ("BACKOFF_MAX", "100")];
+    let found = words(None, &all);
+    assert!(
+        found.contains("global, by client_ip: at most 50 in any 120 s; over that, blocks of 3 s, 9 s … 100 s"),
+        "{found}"
+    );
+    assert!(
+        found.contains("login, by client_ip: at most 5 in any 60 s; over that, blocks of 3 s, 9 s … 100 s"),
+        "{found}"
+    );
+
+    // The environment beats the file, wherever a penalty grows; bans stay.
+    let found = words(Some(FILE), &all[2..]);
+    assert!(found.contains("at most 1000 in any 1 h; over that, blocks of 3 s, 9 s … 100 s"), "{found}");
+    assert!(found.contains("at most 5 in any 60 s; over that, blocks of 3 s, 9 s … 100 s"), "{found}");
+    assert!(found.contains("at most 3 in any 120 s; over that, blocked for 15 min"), "{found}");
+
+    // Each alone.
+    assert!(words(Some(FILE), &all[..1]).contains("at most 50 in any 1 h"));
+    assert!(words(Some(FILE), &all[1..2]).contains("at most 1000 in any 120 s"));
+
+    // A file without a global limit gets one, with a penalty.
+    let bare = "[inbound.action.x]\nlimit = \"1 per 1s\"\n";
+    assert!(words(Some(bare), &[]).contains("inbound.global: no limit"));
+    assert!(words(Some(bare), &all[..1]).contains("at most 50 in any 1 h; over that, blocks of 2 s, 4 s … 1 h"));
+    assert!(words(Some(bare), &all).contains("at most 50 in any 120 s; over that, blocks of 3 s, 9 s … 100 s"));
+
+    // The longer names win.
+    let both = [("GLOBAL_RATE_LIMIT", "50"), ("TIDEGATE__INBOUND__GLOBAL__LIMIT", "7 per 1s")];
+    assert!(words(None, &both).contains("at most 7 in any 1 s"));
+    let both = [("BACKOFF_BASE", "3"), ("TIDEGATE__INBOUND__ACTION__LOGIN__PENALTY__BASE", "4s")];
+    assert!(words(Some(FILE), &both).contains("at most 5 in any 60 s; over that, blocks of 4 s, 12 s … 1 h"));
+}
+
+#[test]
+fn wrong_variables_are_named() {
+    for (name, value, expected) in [
+        (
+            "GLOBAL_RATE_LIMIT",
+            "many",
+            "error: GLOBAL_RATE_LIMIT is `many`, which is no whole number\n--> environment variable GLOBAL_RATE_LIMIT\n |\n | GLOBAL_RATE_LIMIT=many\n |                   ^^^^ expected a number of calls, 0 to 1099511627776\n\n1 error",
+        ),
+        (
+            "GLOBAL_RATE_WINDOW",
+            "0",
+            "error: GLOBAL_RATE_WINDOW is `0`, which is out of range\n--> environment variable GLOBAL_RATE_WINDOW\n |\n | GLOBAL_RATE_WINDOW=0\n |                    ^ expected a number of seconds, 1 to 315360000\n\n1 error",
+        ),
+        ("GLOBAL_RATE_LIMIT", "NaN", "which is no whole number"),
+        ("GLOBAL_RATE_LIMIT", "9223372036854775807", "which is out of range"),
+        ("GLOBAL_RATE_LIMIT", "99999999999999999999999999", "which is no whole number"),
+        ("BACKOFF_BASE", "2.5", "BACKOFF_BASE is `2.5`, which is no whole number"),
+        ("BACKOFF_MAX", "1h", "BACKOFF_MAX is `1h`, which is no whole number"),
+        ("BACKOFF_MAX", "1", "the longest block, 1 s, is shorter than the first, 2 s"),
+        (
+            "TIDEGATE__INBOUND__TIMEOUTS__CONNECT",
+            "2 sceonds",
+            " | TIDEGATE__INBOUND__TIMEOUTS__CONNECT=2 sceonds\n |                                        ^^^^^^^ expected a duration",
+        ),
+        ("TIDEGATE__INBOUND__TIMEOUTS__CONECT", "2s", "did you mean `TIDEGATE__INBOUND__TIMEOUTS__CONNECT`?"),
+        ("TIDEGATE__INBUND__LISTEN", "127.0.0.1:1", "did you mean `TIDEGATE__INBOUND__LISTEN`?"),
+        (
+            "TIDEGATE__INBOUND__ACTION__LOGN__LIMIT",
+            "5 per 60s",
+            "did you mean `TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT`?",
+        ),
+        (
+            "TIDEGATE__INBOUND__ACTION__LOGIN__LIMT",
+            "5 per 60s",
+            "did you mean `TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT`?",
+        ),
+        ("TIDEGATE__INBOUND__ACTION__SEARCH__LIMIT", "5 per 60s", "expected one of login, otp-request"),
+        ("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:8081", "not supported by this version"),
+        ("TIDEGATE__", "x", "unknown environment variable TIDEGATE__"),
+        ("TIDEGATE__INBOUND", "x", "unknown environment variable TIDEGATE__INBOUND"),
+        ("TIDEGATE__INBOUND__X_RATELIMIT", "yes", "`x_ratelimit` is the string `yes`"),
+        ("TIDEGATE__INBOUND__CAPS__HEADERS", "-1", "`headers` is the string `-1`"),
+        ("TIDEGATE__INBOUND__ALLOW", "[\"10.0.0.0/8\"", "unclosed"),
+        ("TIDEGATE__INBOUND__ALLOW", "10.0.0.0/8, 10.1.2.3/16", "did you mean the network `10.1.0.0/16`"),
+        ("TIDEGATE__INBOUND__ACTION__LOGIN__PENALTY", "2s", "penalty"),
+        (
+            "TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT",
+            "10 per 60s, 100 pr day",
+            "100 pr day\n |                                                        ^^ expected",
+        ),
+    ] {
+        let told = load(Some(FILE), &[(name, value)]).expect_err(name);
+        assert!(told.contains(name) && told.contains(expected), "{name}={value}\n{told}");
+    }
+    let bare = "[inbound.action.x]\nlimit = \"1 per 1s\"\n";
+    let told = load(Some(bare), &[("GLOBAL_RATE_WINDOW", "60")]).unwrap_err();
+    assert!(told.contains("GLOBAL_RATE_WINDOW is set, but there is no global limit for it"), "{told}");
+}
+
+#[test]
+fn secrets_in_variables_are_not_told() {
+    for (name, value) in [
+        ("TIDEGATE__API__TOKEN", "hunter2"),
+        ("TIDEGATE__API__TOKN", "hunter2"),
+        ("TIDEGATE__ADMIN__TOKEN", "[\"hunter2\"]"),
+        ("TIDEGATE__ADMIN__TOKEN", "\"hunter2\\"),
+        ("TIDEGATE__INBOUND__ACTION__NOBODY__LIMIT", "hunter2"),
+        ("TIDEGATE__STORE__URL", "redis://:hunter2@127.0.0.1/0"),
+        ("TIDEGATE__INBOUND__UPSTREAM", "http://user:hunter2@127.0.0.1:3000"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__X__CREDENTIALS", "hunter2"),
+    ] {
+        let told = load(Some(FILE), &[(name, value)]).expect_err(name);
+        assert!(told.contains(name) && !told.contains("hunter2"), "{told}");
+    }
+}
+
+/// Nothing in the table of settings may be a name that nothing reads.
+#[test]
+fn every_setting_is_read() {
+    for setting in settings::all() {
+        let Some(variable) = setting.variable() else { continue };
+        let variable = variable.replace("__NAME", "__LOGIN");
+        // For some settings almost any text will do; these are wrong for all.
+        let told = load(Some(FILE), &[(&variable, "\u{1} [ /x")]).expect_err(&variable);
+        assert!(told.contains(&variable), "{variable}\n{told}");
+    }
+}
+
+/// What the table calls the default must be the default.
+#[test]
+fn every_default_is_the_default() {
+    let file = "[inbound.action.login]\nlimit = \"5 per 60s\"\npenalty = {}\n\
+                [inbound.global]\nlimit = \"1000 per 1h\"\npenalty = {}\n\
+                [inbound]\nupstream = \"http://127.0.0.1:3000\"\n";
+    let usual = format!("{:?}", load(Some(file), &[]).unwrap());
+    for setting in settings::all() {
+        let Some(variable) = setting.variable().filter(|_| !setting.default().is_empty()) else { continue };
+        let variable = variable.replace("__NAME", "__LOGIN");
+        let found = format!("{:?}", load(Some(file), &[(&variable, setting.default())]).unwrap());
+        assert_eq!(found, usual, "{variable}={}", setting.default());
+    }
+    let plain =
+        [("GLOBAL_RATE_LIMIT", "1000"), ("GLOBAL_RATE_WINDOW", "3600"), ("BACKOFF_BASE", "2"), ("BACKOFF_MAX", "3600")];
+    assert_eq!(words(None, &plain), words(None, &[]));
+    let example = settings::env_example();
+    for (name, default) in plain {
+        assert!(example.contains(&format!("#{name}={default}\n")), "{name}");
+    }
+}
+
+#[test]
+fn a_variable_changes_what_is_matched() {
+    let policy = load(Some(FILE), &[("TIDEGATE__INBOUND__ACTION__LOGIN__MATCH__PATH", "/signin,/sign-in")]).unwrap();
+    let matches =
+        |path| policy.plan().matching(&Query { method: Some("POST"), path: Some(path), ..Query::default() }).is_some();
+    assert!(matches("/signin") && matches("/sign-in") && !matches("/login"));
+}

@@ -1,0 +1,347 @@
+//! What a plan asks of a store: which limits, under which keys.
+
+use std::collections::HashSet;
+use std::net::IpAddr;
+
+use http::HeaderMap;
+use proptest::prelude::*;
+use tidegate_core::{Key, Op, Verb};
+use tidegate_policy::{ActionSpec, KeyError, KeySeed, LimitSpec, Listed, Plan, Policy, Query, Sources};
+
+fn plan(file: &str) -> std::sync::Arc<Plan> {
+    match Policy::load(Sources::new().file("test.toml", file)) {
+        Ok(policy) => policy.plan().clone(),
+        Err(errors) => panic!("{errors}"),
+    }
+}
+
+fn seed() -> KeySeed {
+    KeySeed::new(*b"0123456789abcdef")
+}
+
+fn ops(plan: &Plan, action: &str, query: &Query<'_>, verb: Verb) -> Result<Vec<Op>, KeyError> {
+    let id = plan.find(action).unwrap();
+    plan.ops(Some(id), query, &seed(), verb, 7).map(|batch| batch.ops().to_vec())
+}
+
+fn one_key(parts: &[&str], query: &Query<'_>) -> Key {
+    let policy = Policy::builder().action("a", ActionSpec::new("5 per 60s").key(parts)).build().unwrap();
+    ops(policy.plan(), "a", query, Verb::Take).unwrap()[0].key
+}
+
+fn ip(text: &str) -> Option<IpAddr> {
+    Some(text.parse().unwrap())
+}
+
+#[test]
+fn addresses_count_by_their_network() {
+    let key = |text: &str| one_key(&["client_ip"], &Query { ip: ip(text), ..Query::default() });
+    assert_eq!(key("::ffff:1.2.3.4"), key("1.2.3.4"));
+    assert_ne!(key("1.2.3.4"), key("1.2.3.5"));
+    assert_ne!(key("2001:db8:0:1::1"), key("2001:db8:0:2::1"));
+    let same: HashSet<Key> = (0..10_000_u32).map(|n| key(&format!("2001:db8:0:1:{:x}:{:x}::1", n % 7, n))).collect();
+    assert_eq!(same.len(), 1);
+}
+
+#[test]
+fn ten_thousand_forged_headers_are_one_key() {
+    let policy =
+        Policy::builder().trusted_proxies(["10.0.0.0/8"]).action("a", ActionSpec::new("5 per 60s")).build().unwrap();
+    let peer = "203.0.113.9".parse().unwrap();
+    let keys: HashSet<Key> = (0..10_000_u32)
+        .map(|n| {
+            let mut headers = HeaderMap::new();
+            let forged = format!("{}, {}", std::net::Ipv4Addr::from(n.wrapping_mul(2_654_435_761)), n % 256);
+            headers.insert("x-forwarded-for", forged.parse().unwrap());
+            let ip = policy.inbound().forwarding.client(peer, &headers);
+            let query = Query { ip: Some(ip), headers: Some(&headers), ..Query::default() };
+            ops(policy.plan(), "a", &query, Verb::Take).unwrap()[0].key
+        })
+        .collect();
+    assert_eq!(keys.len(), 1);
+}
+
+#[test]
+fn parts_do_not_run_into_each_other() {
+    let mut headers = HeaderMap::new();
+    let mut key = |one: &str, other: &str| {
+        headers.insert("x-one", one.parse().unwrap());
+        headers.insert("x-other", other.parse().unwrap());
+        one_key(&["header:x-one", "header:x-other"], &Query { headers: Some(&headers), ..Query::default() })
+    };
+    assert_ne!(key("a_b", "c"), key("a", "b_c"));
+    assert_ne!(key("ab", ""), key("a", "b"));
+    assert_ne!(key("", "ab"), key("ab", ""));
+    assert_eq!(key("a", "b"), key("a", "b"));
+}
+
+#[test]
+fn every_part_counts() {
+    let mut headers = HeaderMap::new();
+    headers.insert("x-tenant", "t1".parse().unwrap());
+    headers.insert("cookie", "a=1; session=s1; session=s2".parse().unwrap());
+    let query = Query {
+        ip: ip("1.2.3.4"),
+        key: Some("k1"),
+        platform: Some("web"),
+        method: Some("GET"),
+        path: Some("/x/../search?b=2&q=a+b%21"),
+        host: Some("Example.org:80"),
+        headers: Some(&headers),
+        ..Query::default()
+    };
+    let parts = ["client_ip", "key", "platform", "header:x-tenant", "cookie:session", "query:q", "method", "host"];
+    let base = one_key(&parts, &query);
+    let mut other = headers.clone();
+    other.insert("x-tenant", "t2".parse().unwrap());
+    let mut cookies = headers.clone();
+    cookies.insert("cookie", "session=s2".parse().unwrap());
+    for changed in [
+        Query { ip: ip("1.2.3.5"), ..query },
+        Query { key: Some("k2"), ..query },
+        Query { platform: Some("api"), ..query },
+        Query { headers: Some(&other), ..query },
+        Query { headers: Some(&cookies), ..query },
+        Query { path: Some("/search?q=a"), ..query },
+        Query { path: Some("/search"), ..query },
+        Query { method: Some("POST"), ..query },
+        Query { host: Some("example.com"), ..query },
+    ] {
+        assert_ne!(one_key(&parts, &changed), base, "{changed:?}");
+    }
+    // Other spellings of the same.
+    for same in [
+        Query { path: Some("/search?%71=a%20b!&q=z#q=y"), ..query },
+        Query { host: Some("example.ORG."), ..query },
+        Query { ip: ip("::ffff:1.2.3.4"), ..query },
+    ] {
+        assert_eq!(one_key(&parts, &same), base, "{same:?}");
+    }
+    assert_eq!(one_key(&["path"], &query), one_key(&["path"], &Query { path: Some("/search/"), ..query }));
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let plan = plan(
+        r#"
+        [inbound.global]
+        limit = "1000 per 1h"
+        [inbound.action.a]
+        key = ["key", "platform", "header:X-Tenant"]
+        limit = "5 per 60s"
+        "#,
+    );
+    let missing = |query: Query<'_>| ops(&plan, "a", &query, Verb::Take).unwrap_err().to_string();
+    assert_eq!(missing(Query::default()), "`key` is missing: the limit `a` counts by it");
+    let query = Query { key: Some("k"), ..Query::default() };
+    assert_eq!(missing(query), "`platform` is missing: the limit `a` counts by it");
+    let tv = Query { platform: Some("tv"), ..query };
+    assert_eq!(missing(tv), "unknown platform \"tv\": expected web, mobile, api or admin");
+    let query = Query { platform: Some("web"), ..query };
+    assert_eq!(missing(query), "`header:x-tenant` is missing: the limit `a` counts by it");
+    // A request that lacks the header is counted with all others that lack it.
+    let headers = HeaderMap::new();
+    let query = Query { headers: Some(&headers), ..query };
+    assert_eq!(missing(query), "`ip` is missing: the limit `global` counts by it");
+    let absent = ops(&plan, "a", &Query { ip: ip("1.2.3.4"), ..query }, Verb::Take).unwrap();
+    let mut empty = HeaderMap::new();
+    empty.insert("x-tenant", "".parse().unwrap());
+    let empty = ops(&plan, "a", &Query { ip: ip("1.2.3.4"), headers: Some(&empty), ..query }, Verb::Take).unwrap();
+    assert_ne!(absent[0].key, empty[0].key);
+    let KeyError::Missing(part) = ops(&plan, "a", &Query::default(), Verb::Take).unwrap_err() else { panic!() };
+    assert_eq!((part.part.as_str(), part.limit.as_str()), ("key", "a"));
+    let (limit, part) = plan.part_outside_requests(plan.find("a").ok()).unwrap();
+    assert_eq!((plan.info(limit).name(), part.to_string().as_str()), ("a", "key"));
+    assert_eq!(plan.part_outside_requests(None), None);
+}
+
+#[test]
+fn which_limits_take_part() {
+    let plan = plan(
+        r#"
+        [inbound.global]
+        limit = "1000 per 1h"
+        [inbound.action.a]
+        limit = ["5 per 60s", "8 in flight", "unlimited"]
+        cost = 2
+        "#,
+    );
+    let query = Query { ip: ip("1.2.3.4"), ..Query::default() };
+    let asked = |verb| -> Vec<(String, u64)> {
+        let ops = ops(&plan, "a", &query, verb).unwrap();
+        assert!(ops.iter().all(|op| op.verb == verb));
+        ops.iter().map(|op| (plan.info(op.limit).name().to_owned(), op.cost)).collect()
+    };
+    let all = |names: &[(&str, u64)]| names.iter().map(|(name, cost)| ((*name).to_owned(), *cost)).collect::<Vec<_>>();
+    assert_eq!(asked(Verb::Take), all(&[("a.1", 2), ("a.2", 1), ("global", 2)]));
+    assert_eq!(asked(Verb::Peek), asked(Verb::Take));
+    assert_eq!(asked(Verb::Refund), all(&[("a.1", 2), ("global", 2)]));
+    assert_eq!(asked(Verb::Release), all(&[("a.2", 1)]));
+    assert_eq!(asked(Verb::Renew), all(&[("a.2", 1)]));
+    assert_eq!(asked(Verb::Reset), all(&[("a.1", 2), ("a.2", 1)]));
+    let unmatched = plan.ops(None, &query, &seed(), Verb::Take, 9).unwrap();
+    assert_eq!((unmatched.id(), unmatched.ops().len(), unmatched.ops()[0].cost), (9, 1, 1));
+    assert_eq!(plan.ops(None, &query, &seed(), Verb::Reset, 9).unwrap().ops().len(), 1);
+    let action = plan.action(plan.find("a").unwrap());
+    assert!(action.has_concurrency() && !plan.global_has_concurrency() && !action.is_unlimited());
+    // Limits with one recipe share the key; other limits, other entries.
+    let ops = ops(&plan, "a", &Query { cost: Some(5), ..query }, Verb::Take).unwrap();
+    assert_eq!(ops.iter().map(|op| op.cost).collect::<Vec<_>>(), [5, 1, 5]);
+    assert!(ops.iter().all(|op| op.key == ops[0].key));
+}
+
+#[test]
+fn overflow_is_by_neighbourhood() {
+    let plan = plan(
+        r#"
+        [inbound.action.a]
+        limits = [{ limit = "5 per 60s" }, { key = ["key"], limit = "5 per 60s" }]
+        "#,
+    );
+    let limits = plan.action(plan.find("a").unwrap()).limits().to_vec();
+    let parent = |limit: usize, text: &str| {
+        plan.parent_key(limits[limit], &Query { ip: ip(text), key: Some(text), ..Query::default() }, &seed())
+    };
+    assert_eq!(parent(0, "192.0.2.1"), parent(0, "::ffff:192.0.2.200"));
+    assert_ne!(parent(0, "192.0.2.1"), parent(0, "192.0.3.1"));
+    assert_eq!(parent(0, "2001:db8:1:1::1"), parent(0, "2001:db8:1:ffff::1"));
+    assert_ne!(parent(0, "2001:db8:1:1::1"), parent(0, "2001:db8:2:1::1"));
+    assert_eq!(parent(1, "192.0.2.1"), parent(1, "2001:db8::1"));
+    let own = ops(&plan, "a", &Query { ip: ip("192.0.2.0"), key: Some("k"), ..Query::default() }, Verb::Take).unwrap();
+    assert_ne!(own[0].key, parent(0, "192.0.2.0"), "a parent is never somebody's own key");
+}
+
+#[test]
+fn seeds_make_other_keys() {
+    let plan = plan("[inbound.action.a]\nlimit = \"5 per 60s\"\n");
+    let query = Query { ip: ip("1.2.3.4"), ..Query::default() };
+    let key = |bytes| plan.ops(plan.find("a").ok(), &query, &KeySeed::new(bytes), Verb::Take, 0).unwrap().ops()[0].key;
+    assert_ne!(key([0; 16]), key([1; 16]));
+    assert_eq!(format!("{:?}", KeySeed::new([7; 16])), "KeySeed(…)");
+}
+
+#[test]
+fn names_and_fallback() {
+    let policy = Policy::builder()
+        .action("login", ActionSpec::preset("login"))
+        .action(
+            "export",
+            ActionSpec::limits([
+                LimitSpec::new("1 per 1s").named("burst"),
+                LimitSpec::new(["5 per 60s", "9 per day"]).named("long"),
+            ]),
+        )
+        .build()
+        .unwrap();
+    let plan = policy.plan();
+    let unknown = plan.find("logn").unwrap_err();
+    assert_eq!((unknown.found.as_str(), unknown.nearest.as_deref()), ("logn", Some("login")));
+    assert_eq!(unknown.to_string(), "unknown action \"logn\"; did you mean \"login\"?");
+    let names: Vec<&str> = plan.limits().iter().map(|(id, _)| plan.info(id).name()).collect();
+    assert_eq!(names, ["login", "export.burst", "export.long.1", "export.long.2"]);
+    let with_default = Policy::builder().action("default", ActionSpec::new("1 per 1s")).build().unwrap();
+    assert_eq!(with_default.plan().find("anything").map(|id| id.index()), Ok(0));
+}
+
+#[test]
+fn presets_are_what_they_say() {
+    for (name, limit, ban) in [
+        ("login", "5 per 60s", 600),
+        ("otp_request", "3 per 120s", 900),
+        ("password_reset", "2 per 5m", 1200),
+        ("register", "5 per 60s", 300),
+        ("api_call", "5 per 60s", 300),
+    ] {
+        let policy = Policy::builder().action("a", ActionSpec::preset(name)).build().unwrap();
+        let (id, found) = policy.plan().limits().iter().next().unwrap();
+        assert_eq!(policy.plan().info(id).quantity().to_string(), limit);
+        let penalty = found.penalty().unwrap();
+        assert_eq!((penalty.block(1).as_secs_ceil(), penalty.last_strike()), (ban, 1));
+    }
+}
+
+#[test]
+fn lists() {
+    let policy = Policy::builder().allow("10.1.0.0/16").deny(["10.0.0.0/8", "2001:db8::1"]).build().unwrap();
+    let listed = |text: &str| policy.plan().listed(text.parse().unwrap());
+    assert_eq!(listed("10.1.2.3"), Listed::Allow);
+    assert_eq!(listed("::ffff:10.2.2.3"), Listed::Deny);
+    assert_eq!(listed("2001:db8::1"), Listed::Deny);
+    assert_eq!(listed("2001:db8::2"), Listed::Neither);
+}
+
+#[test]
+fn the_design_file_reads() {
+    let text = r#"
+[store]
+url = "memory"
+on_outage = "local"
+
+[inbound]
+listen = "127.0.0.1:8080"
+upstream = "http://127.0.0.1:3000"
+trusted_proxies = ["127.0.0.0/8"]
+allow = ["10.1.0.0/16"]
+
+[inbound.global]
+limit = "1000 per 1h"
+count = "admitted"
+penalty = { base = "2s", cap = "1h", forgive_after = "1h" }
+
+[inbound.action.login]
+match = { method = "POST", path = "/login" }
+key = ["client_ip"]
+limit = "5 per 60s"
+penalty = { base = "2s", cap = "1h" }
+mode = "enforce"
+
+[api]
+listen = "127.0.0.1:8082"
+
+[admin]
+listen = "127.0.0.1:8083"
+"#;
+    assert_eq!(plan(text).actions().len(), 1);
+}
+
+proptest! {
+    #[test]
+    fn any_file_is_read_without_panic(text in "\\PC{0,200}") {
+        let _ = Policy::load(Sources::new().file("x", text));
+    }
+
+    #[test]
+    fn files_that_are_almost_right_are_read_without_panic(
+        pieces in prop::collection::vec(prop::sample::select(vec![
+            "[inbound]\n", "[inbound.global]\n", "[inbound.action.a]\n", "[inbound.action.b]\n", "[api]\n", "limit = ",
+            "\"5 per 60s\"", "\"", "\n", " = ", "match = ", "{", "}", "[", "]", ",", "path = ", "\"/a/*\"", "key = ",
+            "\"client_ip\"", "penalty = ", "base = \"2s\"", "token = ", "5", "\"\"\"", "é", "#", "listen", "\\u00e9",
+            "\"10.0.0.1/8\"", "allow = ", "limits = ", "preset = \"login\"", "cost = 9223372036854775807", "'", "ban = ",
+        ]), 0..24),
+        env in prop::collection::vec((prop::sample::select(vec![
+            "TIDEGATE__INBOUND__GLOBAL__LIMIT", "TIDEGATE__INBOUND__ACTION__A__LIMIT", "TIDEGATE__API__TOKEN",
+            "TIDEGATE__INBOUND__ACTION__A__MATCH", "TIDEGATE__INBOUND__ALLOW", "GLOBAL_RATE_LIMIT", "BACKOFF_BASE",
+            "TIDEGATE__X", "TIDEGATE__INBOUND__ACTION__A__PENALTY__CAP", "GLOBAL_RATE_WINDOW",
+        ]), "\\PC{0,12}|[0-9]{1,20}|[\\[{\"0-9a-z, .=é]{0,12}"), 0..4),
+    ) {
+        if let Err(errors) = Policy::load(Sources::new().file("x", pieces.concat()).env(env)) {
+            prop_assert!(errors.count() > 0 && !errors.to_string().is_empty());
+        }
+    }
+
+    #[test]
+    fn any_query_is_keyed_without_panic(path in "\\PC{0,80}", host in "\\PC{0,40}", key in "\\PC{0,300}", cookie in prop::collection::vec(32_u8..=255, 0..40)) {
+        let policy = Policy::builder()
+            .setting("inbound.path_quirks", "case")
+            .action("a", ActionSpec::new("5 per 60s").path("/a/*").key(["path", "host", "key", "cookie:c", "query:q"]))
+            .build()
+            .unwrap();
+        let mut headers = HeaderMap::new();
+        if let Ok(value) = http::HeaderValue::from_bytes(&cookie) {
+            headers.insert("cookie", value);
+        }
+        let query = Query { path: Some(&path), host: Some(&host), key: Some(&key), headers: Some(&headers), ..Query::default() };
+        policy.plan().matching(&query);
+        prop_assert!(ops(policy.plan(), "a", &query, Verb::Take).is_ok());
+    }
+}

@@ -1,0 +1,123 @@
+//! The gate's own answers: small, fixed, and the same everywhere.
+
+use bytes::Bytes;
+use http::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
+use http::{Response, StatusCode};
+
+use crate::body::Body;
+
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const CLOSE: HeaderValue = HeaderValue::from_static("close");
+
+/// Why the gate answers a request itself, other than by a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Trouble {
+    /// `Content-Length` and `Transfer-Encoding` in one request.
+    TwoFramings,
+    /// A transfer coding other than a single `chunked`.
+    Encoding,
+    /// No `Host`, several, or one that isn't a host.
+    Host,
+    /// A request target that isn't a path or a whole URL of http.
+    Target,
+    /// The request target names another host than `Host`.
+    HostConflict,
+    /// The body broke off or is badly framed.
+    BrokenBody,
+    /// The client stopped sending.
+    ClientTimeout,
+    /// The body is over the cap.
+    TooLarge,
+    /// CONNECT or TRACE.
+    Method,
+    /// The upstream refuses connections, or breaks them off.
+    BadGateway,
+    /// The upstream doesn't answer in time.
+    GatewayTimeout,
+    /// The store can't be asked and the policy says to refuse.
+    Unavailable,
+}
+
+impl Trouble {
+    pub(crate) fn status(self) -> StatusCode {
+        match self {
+            Self::TwoFramings | Self::Encoding | Self::Host | Self::Target | Self::HostConflict | Self::BrokenBody => {
+                StatusCode::BAD_REQUEST
+            }
+            Self::ClientTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Method => StatusCode::METHOD_NOT_ALLOWED,
+            Self::BadGateway => StatusCode::BAD_GATEWAY,
+            Self::GatewayTimeout => StatusCode::GATEWAY_TIMEOUT,
+            Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    /// What happened, in a few words.
+    pub(crate) fn message(self) -> &'static str {
+        match self {
+            Self::TwoFramings => "Content-Length and Transfer-Encoding in one request",
+            Self::Encoding => "the only transfer coding taken is chunked, once",
+            Self::Host => "a request has one valid Host",
+            Self::Target => "the request target is a path or a whole http URL",
+            Self::HostConflict => "the request target and Host name different hosts",
+            Self::BrokenBody => "the request's body broke off or is badly framed",
+            Self::ClientTimeout => "the request took too long to arrive",
+            Self::TooLarge => "the request's body is too large",
+            Self::Method => "CONNECT and TRACE are not served",
+            Self::BadGateway => "the upstream refused or broke the connection",
+            Self::GatewayTimeout => "the upstream did not answer in time",
+            Self::Unavailable => "the store can't be reached",
+        }
+    }
+
+    fn error(self) -> &'static str {
+        self.status().canonical_reason().unwrap_or("Error")
+    }
+
+    /// Whether the connection is of no use afterwards: where the next request begins is in doubt, or the client is
+    /// one whose framing isn't to be trusted.
+    fn closes(self) -> bool {
+        !matches!(self, Self::BadGateway | Self::GatewayTimeout | Self::Unavailable)
+    }
+
+    pub(crate) fn response(self) -> Response<Body> {
+        let body = format!(r#"{{"error":"{}","message":"{}"}}"#, self.error(), self.message());
+        let mut response = json(self.status(), body.into());
+        if self.closes() {
+            close(&mut response);
+        }
+        if self == Self::Method {
+            const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, DELETE, PATCH, OPTIONS");
+            response.headers_mut().insert(http::header::ALLOW, ALLOW);
+        }
+        response
+    }
+}
+
+/// An answer with a JSON body.
+pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<Body> {
+    let mut response = Response::new(Body::full(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, JSON);
+    response
+}
+
+/// Makes an answer the connection's last.
+pub(crate) fn close<B>(response: &mut Response<B>) {
+    response.headers_mut().insert(CONNECTION, CLOSE);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bodies_are_json() {
+        for trouble in [Trouble::TwoFramings, Trouble::Method, Trouble::BadGateway, Trouble::Unavailable] {
+            let text = format!(r#"{{"error":"{}","message":"{}"}}"#, trouble.error(), trouble.message());
+            let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(value["error"], trouble.status().canonical_reason().unwrap());
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Bodies on their way through: never collected, always watched.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use atomic_waker::AtomicWaker;
+use bytes::{Buf as _, Bytes};
+use http_body::{Frame, SizeHint};
+use hyper::body::Incoming;
+use tokio::time::Sleep;
+
+use crate::permit::Permit;
+use crate::upstream::Lease;
+use crate::watch::{Fault, Phase, Watch};
+
+/// The body of an answer to a client.
+pub(crate) enum Body {
+    /// The gate's own.
+    Full(Option<Bytes>),
+    /// The upstream's.
+    Stream(Download),
+}
+
+impl Body {
+    pub(crate) fn empty() -> Self {
+        Self::Full(None)
+    }
+
+    pub(crate) fn full(bytes: Bytes) -> Self {
+        Self::Full((!bytes.is_empty()).then_some(bytes))
+    }
+}
+
+impl http_body::Body for Body {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match &mut *self {
+            Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Self::Stream(download) => download.poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Full(bytes) => bytes.is_none(),
+            Self::Stream(download) => download.inner.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Self::Stream(download) => download.inner.size_hint(),
+        }
+    }
+}
+
+/// The upstream's body on its way to the client. Its end gives the upstream's connection back to the pool; dropped
+/// before, it takes the connection down with it, which tells the upstream that the client is gone.
+pub(crate) struct Download {
+    inner: Incoming,
+    watch: Arc<Watch>,
+    lease: Option<Lease>,
+    /// What the request holds of limits on calls in flight, until the last byte is through.
+    permit: Option<Permit>,
+    expectation: Option<Arc<Expectation>>,
+}
+
+impl Download {
+    pub(crate) fn new(
+        inner: Incoming,
+        watch: Arc<Watch>,
+        lease: Lease,
+        permit: Option<Permit>,
+        expectation: Option<Arc<Expectation>>,
+    ) -> Self {
+        let mut download = Self { inner, watch, lease: Some(lease), permit, expectation };
+        if http_body::Body::is_end_stream(&download.inner) {
+            download.finish();
+        } else {
+            download.watch.enter(Phase::Download);
+        }
+        download
+    }
+
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
+        match &polled {
+            Poll::Pending => {}
+            Poll::Ready(Some(Ok(_))) => {
+                if http_body::Body::is_end_stream(&self.inner) {
+                    self.finish();
+                } else {
+                    self.watch.touch();
+                }
+            }
+            Poll::Ready(None) => self.finish(),
+            Poll::Ready(Some(Err(_))) => self.lease = None,
+        }
+        polled
+    }
+
+    fn finish(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            lease.give_back();
+            self.permit = None;
+            self.watch.enter(Phase::Idle);
+        }
+    }
+}
+
+impl Drop for Download {
+    fn drop(&mut self) {
+        if let Some(expectation) = &self.expectation {
+            expectation.abandon();
+        }
+    }
+}
+
+/// The client's body on its way to the upstream.
+pub(crate) struct Upload {
+    inner: Incoming,
+    /// `None` where there is no body to watch.
+    watch: Option<Arc<Watch>>,
+    left: u64,
+    expectation: Option<(Arc<Expectation>, Pin<Box<Sleep>>)>,
+}
+
+/// Why a request's body ended early.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UploadError {
+    #[error("the body is larger than the cap")]
+    TooLarge,
+    #[error("the client broke off")]
+    Broken(#[source] hyper::Error),
+    #[error("the upstream has answered without the body")]
+    NotWanted,
+}
+
+impl Upload {
+    /// A body of nothing.
+    pub(crate) fn none(inner: Incoming) -> Self {
+        Self { inner, watch: None, left: 0, expectation: None }
+    }
+
+    /// A body of at most `cap` bytes that waits for `expectation`, if there is one.
+    pub(crate) fn new(inner: Incoming, watch: Arc<Watch>, cap: u64, expectation: Option<Arc<Expectation>>) -> Self {
+        let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_AFTER))));
+        Self { inner, watch: Some(watch), left: cap, expectation }
+    }
+}
+
+impl http_body::Body for Upload {
+    type Data = Bytes;
+    type Error = UploadError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
+        let this = &mut *self;
+        if let Some((expectation, patience)) = &mut this.expectation {
+            expectation.waker.register(cx.waker());
+            match expectation.state() {
+                Expected::Abandoned => return Poll::Ready(Some(Err(UploadError::NotWanted))),
+                Expected::Waiting if patience.as_mut().poll(cx).is_pending() => return Poll::Pending,
+                Expected::Waiting => expectation.go(),
+                Expected::Go => {}
+            }
+        }
+        let polled = http_body::Body::poll_frame(Pin::new(&mut this.inner), cx);
+        let Some(watch) = &this.watch else { return polled.map_err(UploadError::Broken) };
+        watch.set_waits_on_client(polled.is_pending());
+        match polled {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(Some(Ok(frame))) => {
+                if let Some(data) = frame.data_ref() {
+                    let size = data.remaining() as u64;
+                    if size > this.left {
+                        watch.set_fault(Fault::TooLarge);
+                        return Poll::Ready(Some(Err(UploadError::TooLarge)));
+                    }
+                    this.left -= size;
+                }
+                if http_body::Body::is_end_stream(&this.inner) {
+                    watch.enter_from(Phase::Upload, Phase::Await);
+                } else {
+                    watch.touch();
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(Err(error))) => {
+                watch.set_fault(Fault::Broken);
+                Poll::Ready(Some(Err(UploadError::Broken(error))))
+            }
+            Poll::Ready(None) => {
+                watch.enter_from(Phase::Upload, Phase::Await);
+                Poll::Ready(None)
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        http_body::Body::is_end_stream(&self.inner)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        http_body::Body::size_hint(&self.inner)
+    }
+}
+
+/// How long a body waits for the upstream's `100 Continue` before it goes all the same: not every server answers
+/// `Expect` (RFC 9110 §10.1.1 asks not to wait for ever).
+const CONTINUE_AFTER: Duration = Duration::from_secs(1);
+
+/// What became of an `Expect: 100-continue`. The client's body isn't asked for before the upstream wants it.
+#[derive(Debug, Default)]
+pub(crate) struct Expectation {
+    state: AtomicU8,
+    waker: AtomicWaker,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Expected {
+    /// Nothing was heard.
+    Waiting,
+    /// The body is wanted.
+    Go,
+    /// The final answer came first.
+    Abandoned,
+}
+
+impl Expectation {
+    pub(crate) fn state(&self) -> Expected {
+        match self.state.load(Ordering::Acquire) {
+            0 => Expected::Waiting,
+            1 => Expected::Go,
+            _ => Expected::Abandoned,
+        }
+    }
+
+    pub(crate) fn go(&self) {
+        self.settle(1);
+    }
+
+    pub(crate) fn abandon(&self) {
+        self.settle(2);
+    }
+
+    fn settle(&self, to: u8) {
+        if self.state.compare_exchange(0, to, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            self.waker.wake();
+        }
+    }
+}

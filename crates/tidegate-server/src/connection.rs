@@ -1,0 +1,169 @@
+//! One client connection from its first byte to its last.
+
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use hyper::body::Incoming;
+use hyper::server::conn::http1::UpgradeableConnection;
+use hyper::service::HttpService;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::body::Body;
+use crate::socket::Socket;
+use crate::watch::{Entry, Phase, Watch};
+
+/// How much of a refused request's body is read away to keep its connection.
+pub(crate) const DRAINED: usize = 64 << 10;
+/// How much is read away after a connection's last answer. Past it the socket closes, and the answer may be lost to
+/// the reset.
+const LINGERED: usize = 1 << 20;
+
+const TOO_SLOW: &[u8] = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\
+    content-length: 79\r\n\r\n{\"error\":\"Request Timeout\",\"message\":\"the request took too long to arrive\"}";
+
+/// What a service must be for a connection to carry it.
+pub(crate) trait Serves: HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin {}
+impl<S: HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin> Serves for S {}
+
+/// One client connection, as a future that ends with it.
+pub(crate) struct Connection<S: Serves> {
+    state: State<S>,
+    watch: Arc<Watch>,
+    _entry: Arc<Entry>,
+    waker: Option<Waker>,
+    leftover: Option<Incoming>,
+    drained: usize,
+}
+
+enum State<S: Serves> {
+    Http(UpgradeableConnection<TokioIo<Socket>, S>),
+    Farewell { stream: TcpStream, said: bool, read: usize },
+    Over,
+}
+
+impl<S: Serves> Connection<S> {
+    pub(crate) fn new(http: UpgradeableConnection<TokioIo<Socket>, S>, watch: Arc<Watch>, entry: Arc<Entry>) -> Self {
+        Self { state: State::Http(http), watch, _entry: entry, waker: None, leftover: None, drained: 0 }
+    }
+
+    /// What to do about a phase that lasts too long; true if the connection is over.
+    fn overdue(&mut self) -> bool {
+        if self.watch.is_aborted() {
+            return true;
+        }
+        match self.watch.phase() {
+            // The request in hand answers with 408 or 504.
+            Phase::Deciding | Phase::Upload | Phase::Await => false,
+            Phase::Idle | Phase::Download | Phase::Tunnel | Phase::Linger => true,
+            Phase::Head => {
+                let State::Http(http) = mem::replace(&mut self.state, State::Over) else { return true };
+                let Some(parts) = http.into_parts() else { return true };
+                if parts.read_buf.is_empty() {
+                    return true;
+                }
+                let stream = parts.io.into_inner().into_stream();
+                // The socket's buffer is empty, or nearly: nothing was sent since the last answer. If it isn't, the
+                // client goes without.
+                if stream.try_write(TOO_SLOW).is_err() {
+                    return true;
+                }
+                self.farewell(stream);
+                false
+            }
+        }
+    }
+
+    fn farewell(&mut self, stream: TcpStream) {
+        self.watch.forgive(Phase::Linger);
+        self.state = State::Farewell { stream, said: false, read: 0 };
+    }
+
+    /// Reads away what a refused request left. False if there is nothing to do before the connection moves.
+    fn drain(&mut self, cx: &mut Context<'_>) -> bool {
+        if let Some(body) = self.watch.take_leftover() {
+            self.drained = 0;
+            self.leftover = Some(body);
+        }
+        let Some(body) = &mut self.leftover else { return false };
+        match http_body::Body::poll_frame(Pin::new(body), cx) {
+            Poll::Pending => return false,
+            Poll::Ready(Some(Ok(frame))) => {
+                self.drained += frame.data_ref().map_or(0, |data| data.len());
+                if self.drained <= DRAINED {
+                    return true;
+                }
+                self.watch.set_lingers();
+            }
+            Poll::Ready(Some(Err(_)) | None) => {}
+        }
+        self.leftover = None;
+        self.watch.enter_from(Phase::Linger, Phase::Idle);
+        true
+    }
+}
+
+impl<S> Future for Connection<S>
+where
+    S: Serves,
+    UpgradeableConnection<TokioIo<Socket>, S>: Future<Output = hyper::Result<()>> + Unpin,
+{
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        if this.waker.as_ref().is_none_or(|waker| !waker.will_wake(cx.waker())) {
+            this.watch.register(cx.waker());
+            this.waker = Some(cx.waker().clone());
+        }
+        if this.watch.is_overdue() && this.overdue() {
+            return Poll::Ready(());
+        }
+        loop {
+            match &mut this.state {
+                State::Over => return Poll::Ready(()),
+                State::Http(http) => match Pin::new(http).poll(cx) {
+                    Poll::Pending => {
+                        if !this.drain(cx) {
+                            return Poll::Pending;
+                        }
+                    }
+                    Poll::Ready(ended) => {
+                        let lingers = match &ended {
+                            Ok(()) => this.watch.lingers(),
+                            Err(error) => error.is_parse(),
+                        };
+                        if let Err(error) = ended {
+                            tracing::debug!(%error, "a client connection ended");
+                        }
+                        let State::Http(http) = mem::replace(&mut this.state, State::Over) else { continue };
+                        if let Some(parts) = http.into_parts().filter(|_| lingers) {
+                            this.farewell(parts.io.into_inner().into_stream());
+                        }
+                    }
+                },
+                State::Farewell { stream, said, read } => {
+                    if !*said {
+                        match Pin::new(&mut *stream).poll_shutdown(cx) {
+                            Poll::Pending => return Poll::Pending,
+                            Poll::Ready(Err(_)) => return Poll::Ready(()),
+                            Poll::Ready(Ok(())) => *said = true,
+                        }
+                    }
+                    let mut scratch = [0; 4096];
+                    let mut buf = ReadBuf::new(&mut scratch);
+                    match Pin::new(&mut *stream).poll_read(cx, &mut buf) {
+                        Poll::Pending => return Poll::Pending,
+                        Poll::Ready(Ok(())) if !buf.filled().is_empty() && *read < LINGERED => {
+                            *read += buf.filled().len();
+                        }
+                        Poll::Ready(_) => return Poll::Ready(()),
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Headers that belong to one hop, taken off both ways (RFC 9110 §7.6.1), and those that tell the next hop who called.
+//!
+//! | header | towards the upstream | towards the client |
+//! | --- | --- | --- |
+//! | `Connection` and whatever it names, `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding` | removed | removed |
+//! | `Proxy-Authenticate`, `Proxy-Authorization` | removed: this hop asks for none | removed |
+//! | `Upgrade` | kept only while upgrading, never to `h2c` | kept only on 101 |
+//! | `TE` | `trailers` kept, all else removed | removed |
+//! | `Host`, `Content-Length` | kept, even if `Connection` names them | kept |
+//! | `X-Forwarded-For` | the peer's address, behind what a trusted peer sent | |
+//! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else `http` and the request's host | |
+//! | `Forwarded` | the peer's address behind what a trusted peer sent; anybody else's is removed | |
+//! | `Via` | none is added: an nginx that sees one stops compressing | |
+
+use http::header::{
+    CONNECTION, CONTENT_LENGTH, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
+};
+
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
+const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const HTTP: HeaderValue = HeaderValue::from_static("http");
+const TRAILERS: HeaderValue = HeaderValue::from_static("trailers");
+const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
+const CONNECTION_TE: HeaderValue = HeaderValue::from_static("te");
+const CONNECTION_UPGRADE: HeaderValue = HeaderValue::from_static("upgrade");
+const CONNECTION_TE_UPGRADE: HeaderValue = HeaderValue::from_static("te, upgrade");
+
+/// What the removed headers asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Hop {
+    /// The protocol that the client wants to change to.
+    pub(crate) upgrade: Option<HeaderValue>,
+    /// Whether the client takes trailers.
+    trailers: bool,
+}
+
+/// Takes the hop's headers off a request and notes what they asked for.
+pub(crate) fn strip_request(headers: &mut HeaderMap) -> Hop {
+    let mut hop = Hop::default();
+    let Some(found) = Found::in_headers(headers) else { return hop };
+    if found.te {
+        hop.trailers = tokens(headers, &TE).any(|token| {
+            token.split(|byte| *byte == b';').next().is_some_and(|name| name.trim_ascii() == b"trailers")
+        });
+    }
+    if found.upgrade && tokens(headers, &CONNECTION).any(|token| token.eq_ignore_ascii_case(b"upgrade")) {
+        // Over an h2c connection a client could call anything, unseen by the gate.
+        let to_h2c = tokens(headers, &UPGRADE).any(|token| token.eq_ignore_ascii_case(b"h2c"));
+        hop.upgrade = headers.get(UPGRADE).filter(|_| !to_h2c).cloned();
+    }
+    strip(headers, &found);
+    hop
+}
+
+/// Takes the hop's headers off an answer; gives back its `Upgrade`.
+pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    let found = Found::in_headers(headers)?;
+    let upgrade = if found.upgrade { headers.get(UPGRADE).cloned() } else { None };
+    strip(headers, &found);
+    upgrade
+}
+
+/// Adds what the next hop is to know of this one.
+pub(crate) fn arm_request(headers: &mut HeaderMap, hop: &Hop, chunked: bool) {
+    if chunked {
+        // The client side of the HTTP machinery takes a GET of unknown length for one without a body unless told.
+        headers.insert(TRANSFER_ENCODING, CHUNKED);
+    }
+    let connection = match (&hop.upgrade, hop.trailers) {
+        (None, false) => return,
+        (None, true) => CONNECTION_TE,
+        (Some(_), false) => CONNECTION_UPGRADE,
+        (Some(_), true) => CONNECTION_TE_UPGRADE,
+    };
+    headers.insert(CONNECTION, connection);
+    if hop.trailers {
+        headers.insert(TE, TRAILERS);
+    }
+    if let Some(protocol) = &hop.upgrade {
+        headers.insert(UPGRADE, protocol.clone());
+    }
+}
+
+/// Adds the headers of a switch of protocols to a 101.
+pub(crate) fn arm_switch(headers: &mut HeaderMap, protocol: Option<HeaderValue>) {
+    headers.insert(CONNECTION, CONNECTION_UPGRADE);
+    if let Some(protocol) = protocol {
+        headers.insert(UPGRADE, protocol);
+    }
+}
+
+/// Tells the upstream who called. `peer` is the peer's address as a header value; what a peer says about those before
+/// it counts only if the peer is trusted.
+pub(crate) fn tell_origin(headers: &mut HeaderMap, peer: &HeaderValue, peer_is_trusted: bool) {
+    let earlier = if peer_is_trusted { join(headers, &X_FORWARDED_FOR, peer) } else { None };
+    if headers.contains_key(FORWARDED) {
+        let element = if peer_is_trusted { join(headers, &FORWARDED, &forwarded_for(peer)) } else { None };
+        match element {
+            Some(element) => headers.insert(FORWARDED, element),
+            None => headers.remove(FORWARDED),
+        };
+    }
+    headers.insert(X_FORWARDED_FOR, earlier.unwrap_or_else(|| peer.clone()));
+    if !peer_is_trusted || !headers.contains_key(X_FORWARDED_PROTO) {
+        headers.insert(X_FORWARDED_PROTO, HTTP);
+    }
+    if !peer_is_trusted || !headers.contains_key(X_FORWARDED_HOST) {
+        match headers.get(HOST).cloned() {
+            Some(host) => headers.insert(X_FORWARDED_HOST, host),
+            None => headers.remove(X_FORWARDED_HOST),
+        };
+    }
+}
+
+/// `for=192.0.2.7` or `for="[2001:db8::7]"` (RFC 7239 §6).
+fn forwarded_for(peer: &HeaderValue) -> HeaderValue {
+    let address = peer.to_str().unwrap_or("unknown");
+    let element = if address.contains(':') { format!("for=\"[{address}]\"") } else { format!("for={address}") };
+    HeaderValue::try_from(element).unwrap_or_else(|_| HeaderValue::from_static("for=unknown"))
+}
+
+/// All values of a list header and one more, in one line; `None` if there are none yet.
+fn join(headers: &HeaderMap, name: &HeaderName, last: &HeaderValue) -> Option<HeaderValue> {
+    let mut line = Vec::new();
+    for value in headers.get_all(name) {
+        line.extend_from_slice(value.as_bytes());
+        line.extend_from_slice(b", ");
+    }
+    if line.is_empty() {
+        return None;
+    }
+    line.extend_from_slice(last.as_bytes());
+    HeaderValue::from_bytes(&line).ok()
+}
+
+/// Which of the hop's headers are there: one look over the map instead of a search for each.
+#[derive(Default)]
+struct Found {
+    connection: bool,
+    upgrade: bool,
+    te: bool,
+    rest: bool,
+}
+
+impl Found {
+    fn in_headers(headers: &HeaderMap) -> Option<Self> {
+        let mut found = Self::default();
+        let mut any = false;
+        for name in headers.keys() {
+            let flag = if name == CONNECTION {
+                &mut found.connection
+            } else if name == UPGRADE {
+                &mut found.upgrade
+            } else if name == TE {
+                &mut found.te
+            } else if name == TRANSFER_ENCODING
+                || name == PROXY_AUTHENTICATE
+                || name == PROXY_AUTHORIZATION
+                || name == KEEP_ALIVE
+                || name == PROXY_CONNECTION
+                || name == HTTP2_SETTINGS
+            {
+                &mut found.rest
+            } else {
+                continue;
+            };
+            *flag = true;
+            any = true;
+        }
+        any.then_some(found)
+    }
+}
+
+fn strip(headers: &mut HeaderMap, found: &Found) {
+    if found.connection {
+        let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
+            .filter(|token| !token.eq_ignore_ascii_case(b"close") && !token.eq_ignore_ascii_case(b"keep-alive"))
+            .filter_map(|token| HeaderName::from_bytes(token).ok())
+            .filter(|name| name != HOST && name != CONTENT_LENGTH)
+            .collect();
+        for name in named {
+            headers.remove(name);
+        }
+        headers.remove(CONNECTION);
+    }
+    if found.upgrade {
+        headers.remove(UPGRADE);
+    }
+    if found.te {
+        headers.remove(TE);
+    }
+    if found.rest {
+        for name in
+            [TRANSFER_ENCODING, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, KEEP_ALIVE, PROXY_CONNECTION, HTTP2_SETTINGS]
+        {
+            headers.remove(name);
+        }
+    }
+}
+
+fn tokens<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a [u8]> {
+    let lines = headers.get_all(name).iter();
+    lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b',')).map(<[u8]>::trim_ascii)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        lines.iter().map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value))).collect()
+    }
+
+    fn shown(headers: &HeaderMap) -> Vec<String> {
+        let mut lines: Vec<_> =
+            headers.iter().map(|(name, value)| format!("{name}: {}", value.to_str().unwrap())).collect();
+        lines.sort();
+        lines
+    }
+
+    fn forwarded(lines: &[(&'static str, &'static str)]) -> Vec<String> {
+        let mut map = headers(&[]);
+        for (name, value) in lines {
+            map.append(HeaderName::from_static(name), HeaderValue::from_static(value));
+        }
+        let hop = strip_request(&mut map);
+        arm_request(&mut map, &hop, false);
+        shown(&map)
+    }
+
+    #[test]
+    fn towards_the_upstream() {
+        assert_eq!(forwarded(&[("host", "a"), ("accept", "*/*")]), ["accept: */*", "host: a"]);
+        assert_eq!(
+            forwarded(&[
+                ("host", "a"),
+                ("connection", "close, X-Private"),
+                ("connection", "Authorization"),
+                ("x-private", "1"),
+                ("authorization", "2"),
+                ("keep-alive", "timeout=5"),
+                ("proxy-connection", "keep-alive"),
+                ("proxy-authorization", "Basic x"),
+                ("transfer-encoding", "chunked"),
+                ("x-kept", "3"),
+            ]),
+            ["host: a", "x-kept: 3"]
+        );
+    }
+
+    #[test]
+    fn framing_and_host_survive_being_named() {
+        assert_eq!(
+            forwarded(&[("host", "a"), ("content-length", "3"), ("connection", "host, content-length, , \"")]),
+            ["content-length: 3", "host: a"]
+        );
+    }
+
+    #[test]
+    fn trailers_and_upgrades() {
+        assert_eq!(forwarded(&[("te", "gzip, trailers;q=0.5"), ("connection", "TE")]), ["connection: te", "te: trailers"]);
+        assert!(forwarded(&[("te", "gzip")]).is_empty());
+        assert_eq!(
+            forwarded(&[("upgrade", "websocket"), ("connection", "keep-alive, Upgrade")]),
+            ["connection: upgrade", "upgrade: websocket"]
+        );
+        assert!(forwarded(&[("upgrade", "websocket")]).is_empty(), "not named by Connection");
+        assert!(
+            forwarded(&[("upgrade", "h2c"), ("http2-settings", "AAA"), ("connection", "Upgrade, HTTP2-Settings")])
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn towards_the_client() {
+        let mut map = headers(&[
+            ("connection", "x-hop"),
+            ("x-hop", "1"),
+            ("keep-alive", "timeout=5"),
+            ("transfer-encoding", "chunked"),
+            ("proxy-authenticate", "Basic"),
+            ("upgrade", "h2"),
+            ("trailer", "grpc-status"),
+            ("server", "nginx"),
+        ]);
+        assert_eq!(strip_response(&mut map).unwrap(), "h2");
+        assert_eq!(shown(&map), ["server: nginx", "trailer: grpc-status"]);
+    }
+
+    #[test]
+    fn who_called() {
+        let peer = HeaderValue::from_static("192.0.2.7");
+        let lies = [
+            ("host", "a"),
+            ("x-forwarded-for", "1.1.1.1"),
+            ("x-forwarded-proto", "https"),
+            ("x-forwarded-host", "b"),
+            ("forwarded", "for=1.1.1.1"),
+        ];
+        let mut map = headers(&lies);
+        tell_origin(&mut map, &peer, false);
+        assert_eq!(shown(&map), [
+            "host: a",
+            "x-forwarded-for: 192.0.2.7",
+            "x-forwarded-host: a",
+            "x-forwarded-proto: http"
+        ]);
+        let mut map = headers(&lies);
+        map.append(X_FORWARDED_FOR, HeaderValue::from_static("2.2.2.2"));
+        tell_origin(&mut map, &peer, true);
+        assert_eq!(shown(&map), [
+            "forwarded: for=1.1.1.1, for=192.0.2.7",
+            "host: a",
+            "x-forwarded-for: 1.1.1.1, 2.2.2.2, 192.0.2.7",
+            "x-forwarded-host: b",
+            "x-forwarded-proto: https"
+        ]);
+    }
+}

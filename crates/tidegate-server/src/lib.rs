@@ -1,0 +1,409 @@
+//! The Tidegate gate as a server: reverse proxy, forward-auth and decision API.
+//!
+//! ```no_run
+//! use tidegate_policy::{Policy, Sources};
+//! use tidegate_server::{Server, signals};
+//!
+//! # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+//! let policy = Policy::load(Sources::new().env(std::env::vars()))?;
+//! let server = Server::new(&policy).bind()?;
+//! println!("guarding {:?}", server.inbound());
+//! server.run(signals::stop()?).await;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | listener | serves | bounded by |
+//! | --- | --- | --- |
+//! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
+//! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB a question |
+//! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
+//!
+//! # What the proxy speaks
+//! HTTP/1.1 and 1.0, both ways. Bodies stream through; nothing is collected. A client that goes away takes its
+//! upstream request with it. HTTP/2 is not spoken: a gRPC service is guarded by the tower layer of the crate
+//! `tidegate`, or by forward-auth. `CONNECT` and `TRACE` are refused with 405. Upgrades other than `h2c` pass.
+//!
+//! # At the bounds
+//! - **Connections**: at the cap no more are accepted; they wait in the system's queue.
+//! - **Heads** too large or with too many lines: 431. **Bodies** over the cap: 413. **Slow heads**: 408.
+//! - **A refused request's body** is read away up to 64 KiB, so that the connection lives on; past that it closes.
+//! - **Shutdown** stops accepting, lets every request in flight end, each answer with `Connection: close`, closes
+//!   idle connections after two ticks, and ends what is left when `timeouts.shutdown` is over.
+
+mod answer;
+mod body;
+mod connection;
+mod framing;
+mod hop;
+mod listener;
+pub mod log;
+mod permit;
+mod proxy;
+mod refusals;
+pub mod signals;
+mod socket;
+mod upgrade;
+mod upstream;
+mod watch;
+mod wire;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use http::StatusCode;
+use hyper::service::service_fn;
+use tidegate::core::Clock;
+use tidegate::reply::Replies;
+use tidegate::store::Immediate;
+use tidegate::{Gate, Memory, SystemClock};
+use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
+use tokio::task::JoinSet;
+
+use crate::listener::{Bounds, Listener};
+use crate::permit::Keeper;
+use crate::proxy::{Proxy, Visitor};
+use crate::refusals::Refusals;
+use crate::watch::{Patience, Sweep};
+use crate::wire::admin::{self, Admin};
+use crate::wire::http_api::{self, Api};
+
+/// How many connections the API takes at once: front servers and programs keep theirs.
+const API_CONNECTIONS: usize = 1024;
+/// How many connections the admin listener takes at once.
+const ADMIN_CONNECTIONS: usize = 64;
+/// The most bytes and lines of a head on the API and admin listeners.
+const OWN_HEADER_BYTES: usize = 64 << 10;
+const OWN_HEADERS: usize = 128;
+
+/// A gate that is to be served: a policy, and the gate that decides by it.
+pub struct Server<S: Immediate = Memory, C: Clock = SystemClock> {
+    gate: Gate<S, C>,
+    policy: Policy,
+    env: Box<dyn Fn(&str) -> Option<String> + Send + Sync>,
+    clock_follower: Option<SystemClock>,
+}
+
+/// Why a gate can't be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// A listener's address is taken or isn't this machine's.
+    #[error("{listener} can't listen on {address}: {source}")]
+    Bind {
+        /// `inbound`, `api` or `admin`.
+        listener: &'static str,
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A listener would be open to the network without a token.
+    #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
+    Open {
+        /// `api` or `admin`.
+        listener: &'static str,
+        /// The address.
+        address: SocketAddr,
+    },
+    /// A listener's token can't be had.
+    #[error("{listener}.token: {source}")]
+    Token {
+        /// `api` or `admin`.
+        listener: &'static str,
+        /// Why.
+        source: TokenError,
+    },
+    /// An action that proxied requests match counts by something that no request carries.
+    #[error("the limit `{limit}` counts by `{part}`, which a proxied request doesn't have")]
+    Part {
+        /// The limit.
+        limit: String,
+        /// The part.
+        part: String,
+    },
+}
+
+impl Server {
+    /// A server for a policy, with state in memory and the machine's clock.
+    pub fn new(policy: &Policy) -> Self {
+        let clock = SystemClock::new();
+        let mut server = Self::with(Gate::in_memory(policy, clock.clone()), policy);
+        server.clock_follower = Some(clock);
+        server
+    }
+}
+
+impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
+    /// A server for a gate that was made from this policy.
+    pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
+        let env = Box::new(|name: &str| std::env::var(name).ok());
+        Self { gate, policy: policy.clone(), env, clock_follower: None }
+    }
+
+    /// Looks tokens (`env:NAME`) up here instead of in the process' environment.
+    #[must_use]
+    pub fn env(mut self, look_up: impl Fn(&str) -> Option<String> + Send + Sync + 'static) -> Self {
+        self.env = Box::new(look_up);
+        self
+    }
+
+    /// Opens the listeners. From here on clients can connect; they are answered by [`Bound::run`]. Needs a tokio
+    /// runtime with IO and time.
+    ///
+    /// # Errors
+    /// See [`ServeError`]; nothing is left half-open.
+    pub fn bind(self) -> Result<Bound<S, C>, ServeError> {
+        let inbound = self.policy.inbound();
+        let api = self.policy.api();
+        let admin = self.policy.admin();
+        let api_token = self.token("api", api.listen, api.token.as_ref())?;
+        let admin_token = self.token("admin", admin.listen, admin.token.as_ref())?;
+        if inbound.upstream.is_some() {
+            self.proxied_requests_have_all_parts()?;
+        }
+        let patience = Patience {
+            idle: inbound.timeouts.idle,
+            head: inbound.timeouts.header,
+            body: inbound.timeouts.body,
+            response: inbound.timeouts.response,
+            tunnel: inbound.timeouts.idle,
+        };
+        let own = |connections| Bounds {
+            connections,
+            header_bytes: OWN_HEADER_BYTES,
+            headers: OWN_HEADERS,
+            patience,
+        };
+        let proxied = Bounds {
+            connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
+            header_bytes: inbound.caps.header_bytes,
+            headers: inbound.caps.headers,
+            patience,
+        };
+        let refusals = Arc::new(Refusals::new(self.policy.log().refusals_per_second));
+        let keeper = Arc::new(Keeper::default());
+        let draining = Arc::new(AtomicBool::new(false));
+        let inbound = match &inbound.upstream {
+            None => None,
+            Some(upstream) => Some(Open {
+                listener: open("inbound", inbound.listen, proxied)?,
+                service: Arc::new(Proxy::new(
+                    self.gate.clone(),
+                    inbound,
+                    upstream,
+                    Arc::clone(&keeper),
+                    Arc::clone(&refusals),
+                )),
+            }),
+        };
+        let settings = self.policy.inbound();
+        let api = match api.listen {
+            None => None,
+            Some(address) => Some(Open {
+                listener: open("api", address, own(API_CONNECTIONS))?,
+                service: Arc::new(Api {
+                    gate: self.gate.clone(),
+                    replies: Replies::new(self.gate.plan(), settings.headers, settings.x_ratelimit),
+                    token: api_token,
+                    forwarding: settings.forwarding.clone(),
+                    deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
+                    refusals: Arc::clone(&refusals),
+                }),
+            }),
+        };
+        let admin = match admin.listen {
+            None => None,
+            Some(address) => Some(Open {
+                listener: open("admin", address, own(ADMIN_CONNECTIONS))?,
+                service: Arc::new(Admin {
+                    gate: self.gate.clone(),
+                    token: admin_token,
+                    draining: Arc::clone(&draining),
+                }),
+            }),
+        };
+        Ok(Bound {
+            inbound,
+            api,
+            admin,
+            keeper,
+            refusals,
+            draining,
+            shutdown: settings.timeouts.shutdown,
+            clock_follower: self.clock_follower,
+        })
+    }
+
+    fn token(
+        &self,
+        listener: &'static str,
+        address: Option<SocketAddr>,
+        source: Option<&TokenSource>,
+    ) -> Result<Option<Secret>, ServeError> {
+        match (address, source) {
+            (None, _) => Ok(None),
+            (Some(address), None) if !address.ip().to_canonical().is_loopback() => {
+                Err(ServeError::Open { listener, address })
+            }
+            (Some(_), None) => Ok(None),
+            (Some(_), Some(source)) => {
+                let secret = source.resolve(&self.env).map_err(|source| ServeError::Token { listener, source })?;
+                Ok(Some(secret))
+            }
+        }
+    }
+
+    fn proxied_requests_have_all_parts(&self) -> Result<(), ServeError> {
+        let plan = self.gate.plan();
+        let matched = plan.actions().filter(|(_, action)| action.matcher().is_some()).map(|(id, _)| Some(id));
+        for action in matched.chain([None]) {
+            if let Some((limit, part)) = plan.part_outside_requests(action) {
+                let (limit, part) = (plan.info(limit).name().to_owned(), KeyPart::to_string(part));
+                return Err(ServeError::Part { limit, part });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn open(listener: &'static str, address: SocketAddr, bounds: Bounds) -> Result<Listener, ServeError> {
+    Listener::bind(address, bounds).map_err(|source| ServeError::Bind { listener, address, source })
+}
+
+/// A gate whose listeners are open.
+pub struct Bound<S: Immediate = Memory, C: Clock = SystemClock> {
+    inbound: Option<Open<Proxy<S, C>>>,
+    api: Option<Open<Api<S, C>>>,
+    admin: Option<Open<Admin<S, C>>>,
+    keeper: Arc<Keeper>,
+    refusals: Arc<Refusals>,
+    draining: Arc<AtomicBool>,
+    shutdown: Duration,
+    clock_follower: Option<SystemClock>,
+}
+
+struct Open<T> {
+    listener: Listener,
+    service: Arc<T>,
+}
+
+/// How a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Connections that had to be cut off because the time for shutting down was over.
+    pub cut_off: usize,
+}
+
+impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
+    /// Where the proxy listens, if there is one.
+    pub fn inbound(&self) -> Option<SocketAddr> {
+        self.inbound.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Where the decision API and forward-auth listen.
+    pub fn api(&self) -> Option<SocketAddr> {
+        self.api.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Where health and readiness are answered.
+    pub fn admin(&self) -> Option<SocketAddr> {
+        self.admin.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Serves until `stop` ends, and then until every request in flight has its answer, or the policy's
+    /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
+    /// connections to the runtime.
+    pub async fn run(self, stop: impl Future<Output = ()>) -> Ended {
+        let (stopping, stopped) = tokio::sync::watch::channel(false);
+        let (ending, ended) = tokio::sync::watch::channel(false);
+        let mut housekeeping = JoinSet::new();
+        let mut accepting = JoinSet::new();
+        let mut admin_accepting = JoinSet::new();
+        let mut sweeps: Vec<Arc<Sweep>> = Vec::new();
+        let mut admin_sweep = None;
+        if let Some(Open { listener, service }) = self.inbound {
+            sweeps.push(Arc::clone(&listener.sweep));
+            let upstream = Arc::clone(&service.upstream);
+            housekeeping.spawn(async move { upstream.age().await });
+            let keeper = self.keeper;
+            housekeeping.spawn(async move { keeper.run().await });
+            let meet = move |client| Visitor(service.meet(client));
+            accepting.spawn(listener.run(meet, told(stopped.clone())));
+        }
+        if let Some(Open { listener, service }) = self.api {
+            sweeps.push(Arc::clone(&listener.sweep));
+            let meet = move |client| {
+                let (service, client) = (Arc::clone(&service), Arc::new(client));
+                service_fn(move |request| http_api::serve(Arc::clone(&service), Arc::clone(&client), request))
+            };
+            accepting.spawn(listener.run(meet, told(stopped.clone())));
+        }
+        if let Some(Open { listener, service }) = self.admin {
+            admin_sweep = Some(Arc::clone(&listener.sweep));
+            let meet = move |client| {
+                let (service, client) = (Arc::clone(&service), Arc::new(client));
+                service_fn(move |request| admin::serve(Arc::clone(&service), Arc::clone(&client), request))
+            };
+            admin_accepting.spawn(listener.run(meet, told(ended)));
+        }
+        for sweep in sweeps.iter().chain(&admin_sweep).cloned() {
+            housekeeping.spawn(async move { sweep.run().await });
+        }
+        let refusals = self.refusals;
+        housekeeping.spawn(async move { refusals.run().await });
+        if let Some(clock) = self.clock_follower {
+            housekeeping.spawn(async move { follow(&clock).await });
+        }
+
+        stop.await;
+        tracing::info!(patience = ?self.shutdown, "stopping: no more connections; requests in flight get their answers");
+        self.draining.store(true, Ordering::Relaxed);
+        for sweep in &sweeps {
+            sweep.drain();
+        }
+        let _ = stopping.send(true);
+        let emptied = async {
+            while accepting.join_next().await.is_some() {}
+            for sweep in &sweeps {
+                sweep.emptied().await;
+            }
+        };
+        let in_time = tokio::time::timeout(self.shutdown, emptied).await.is_ok();
+        let cut_off = sweeps.iter().map(|sweep| sweep.len()).sum();
+        if !in_time {
+            tracing::warn!(connections = cut_off, "the time for shutting down is over: connections are cut off");
+        }
+        let _ = ending.send(true);
+        for sweep in sweeps.iter().chain(&admin_sweep) {
+            sweep.abort();
+        }
+        while admin_accepting.join_next().await.is_some() {}
+        // What was aborted gets a moment to let go of its permits and sockets.
+        let gone = async {
+            for sweep in sweeps.iter().chain(&admin_sweep) {
+                sweep.emptied().await;
+            }
+        };
+        let _ = tokio::time::timeout(Duration::from_secs(1), gone).await;
+        tracing::info!(cut_off, "stopped");
+        Ended { cut_off }
+    }
+}
+
+async fn told(mut signal: tokio::sync::watch::Receiver<bool>) {
+    // An error means that the sender is gone, which is as good as being told.
+    let _ = signal.wait_for(|told| *told).await;
+}
+
+/// How often the clock is moved towards the wall's.
+const FOLLOW_EVERY: Duration = Duration::from_secs(1);
+
+async fn follow(clock: &SystemClock) {
+    loop {
+        tokio::time::sleep(FOLLOW_EVERY).await;
+        clock.follow(tidegate::Span::from_duration(FOLLOW_EVERY));
+    }
+}

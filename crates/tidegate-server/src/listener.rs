@@ -1,0 +1,133 @@
+//! Accepting connections, never more than the cap at once.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::HttpService;
+use hyper::body::Incoming;
+use hyper_util::rt::TokioIo;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+
+use crate::connection::{Connection, Serves};
+use crate::socket::Socket;
+use crate::watch::{Entry, Patience, Sweep, Watch};
+
+/// How many connections may wait to be accepted.
+const BACKLOG: u32 = 1024;
+/// How long to pause when the process has no descriptors left.
+const OUT_OF_FILES: Duration = Duration::from_millis(50);
+/// The smallest read buffer that the HTTP machinery takes.
+const MIN_BUFFER: usize = 8 << 10;
+
+/// What a listener accepts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    /// Connections at once. At the bound no more are accepted: they wait in the system's queue until one leaves.
+    pub(crate) connections: usize,
+    /// Bytes of a head; over it the answer is 431.
+    pub(crate) header_bytes: usize,
+    /// Lines of a head; over it the answer is 431.
+    pub(crate) headers: usize,
+    pub(crate) patience: Patience,
+}
+
+/// A listening socket and the connections that came from it.
+pub(crate) struct Listener {
+    socket: TcpListener,
+    bounds: Bounds,
+    pub(crate) sweep: Arc<Sweep>,
+    http: http1::Builder,
+}
+
+/// What a service is told of its connection.
+pub(crate) struct Client {
+    pub(crate) address: SocketAddr,
+    pub(crate) watch: Arc<Watch>,
+    pub(crate) entry: Arc<Entry>,
+}
+
+impl Listener {
+    pub(crate) fn bind(address: SocketAddr, bounds: Bounds) -> io::Result<Self> {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        // A restarted gate takes its port back while old connections linger in TIME_WAIT.
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        let mut http = http1::Builder::new();
+        http.max_headers(bounds.headers)
+            .max_header_size(bounds.header_bytes)
+            .max_buf_size(bounds.header_bytes.max(MIN_BUFFER));
+        Ok(Self { socket: socket.listen(BACKLOG)?, bounds, sweep: Sweep::new(bounds.patience), http })
+    }
+
+    pub(crate) fn address(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    /// Accepts until `stop` ends, then whoever was waiting already.
+    pub(crate) async fn run<S>(self, serve: impl Fn(Client) -> S, stop: impl Future<Output = ()>)
+    where
+        S: Serves + Send + 'static,
+        Connection<S>: Future<Output = ()> + Send,
+        S: HttpService<Incoming, ResBody = crate::body::Body>,
+        <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let mut stop = std::pin::pin!(stop);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stop => break,
+                accepted = self.accept() => self.admit(accepted, &serve),
+            }
+        }
+        while self.sweep.len() < self.bounds.connections {
+            match tokio::time::timeout(Duration::from_millis(1), self.socket.accept()).await {
+                Ok(Ok(accepted)) => self.admit(accepted, &serve),
+                Ok(Err(_)) => {}
+                Err(_) => break,
+            }
+        }
+    }
+
+    async fn accept(&self) -> (TcpStream, SocketAddr) {
+        loop {
+            while self.sweep.len() >= self.bounds.connections {
+                self.sweep.one_left().await;
+            }
+            match self.socket.accept().await {
+                Ok(accepted) => return accepted,
+                Err(error) if is_the_clients(&error) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "can't accept connections");
+                    tokio::time::sleep(OUT_OF_FILES).await;
+                }
+            }
+        }
+    }
+
+    fn admit<S>(&self, (stream, address): (TcpStream, SocketAddr), serve: &impl Fn(Client) -> S)
+    where
+        S: Serves + Send + 'static,
+        Connection<S>: Future<Output = ()> + Send,
+        S: HttpService<Incoming, ResBody = crate::body::Body>,
+        <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        if stream.set_nodelay(true).is_err() {
+            return;
+        }
+        let (watch, entry) = self.sweep.join();
+        let entry = Arc::new(entry);
+        let service = serve(Client { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
+        let io = TokioIo::new(Socket::new(stream, Arc::clone(&watch)));
+        let http = self.http.serve_connection(io, service).with_upgrades();
+        tokio::spawn(Connection::new(http, watch, entry));
+    }
+}
+
+/// Whether an error of `accept` is about one connection only.
+fn is_the_clients(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}

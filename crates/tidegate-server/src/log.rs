@@ -1,0 +1,199 @@
+//! What the gate writes down, and how it keeps hostile clients from writing in it.
+
+use std::fmt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tidegate::core::{Kind, Limit, State, Time, Verdict, Window};
+use tidegate::Span;
+use tidegate_policy::sections;
+use tidegate_policy::{LogFormat, LogLevel};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+use crate::watch::lock;
+
+/// Begins to write log lines to standard error, as the policy's `[log]` says; `RUST_LOG`-like `filter` beats its
+/// level.
+///
+/// # Errors
+/// The filter makes no sense, or this process logs already.
+pub fn start(settings: &sections::Log, filter: Option<&str>) -> Result<(), StartError> {
+    start_to(settings, filter, std::io::stderr)
+}
+
+/// [`start`], but the lines go to `writer`.
+///
+/// # Errors
+/// As [`start`].
+pub fn start_to<W>(settings: &sections::Log, filter: Option<&str>, writer: W) -> Result<(), StartError>
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    let subscriber = subscriber(settings, filter, writer)?;
+    tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::Started)
+}
+
+/// The subscriber that [`start`] would install, for programs (and tests) that install it themselves.
+///
+/// # Errors
+/// The filter makes no sense.
+pub fn subscriber<W>(
+    settings: &sections::Log,
+    filter: Option<&str>,
+    writer: W,
+) -> Result<tracing::Dispatch, StartError>
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    let level = match settings.level {
+        LogLevel::Error => "error",
+        LogLevel::Warn => "warn",
+        LogLevel::Info => "info",
+        LogLevel::Debug => "debug",
+        LogLevel::Trace => "trace",
+    };
+    let filter = EnvFilter::try_new(filter.unwrap_or(level)).map_err(|error| StartError::Filter(error.to_string()))?;
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer).with_ansi(false);
+    Ok(match settings.format {
+        LogFormat::Text => lines.finish().into(),
+        LogFormat::Json => lines.json().flatten_event(true).with_current_span(false).with_span_list(false).finish().into(),
+    })
+}
+
+/// Why logging can't begin.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum StartError {
+    /// The filter makes no sense.
+    #[error("the log filter makes no sense: {0}")]
+    Filter(String),
+    /// This process logs already.
+    #[error("this process logs already")]
+    Started,
+}
+
+/// How many characters of a client's text a line holds.
+const SHOWN: usize = 128;
+
+/// A client's text, safe to write down: control characters, ANSI sequences, line and direction marks and quotes come
+/// out as escapes, and what is over 128 characters is cut off with `…`.
+#[derive(Clone, Copy)]
+pub struct Escaped<'a>(pub &'a str);
+
+impl fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use fmt::Write as _;
+        let mut chars = self.0.chars();
+        for char in chars.by_ref().take(SHOWN) {
+            match char {
+                '"' | '\\' => write!(f, "\\{char}")?,
+                ' '..='~' => f.write_char(char)?,
+                char if char.is_alphanumeric() => f.write_char(char)?,
+                char => write!(f, "{}", char.escape_unicode())?,
+            }
+        }
+        if chars.next().is_some() { f.write_char('…') } else { Ok(()) }
+    }
+}
+
+impl fmt::Debug for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{self}\"")
+    }
+}
+
+/// A caller's key, which may be a secret: its first four characters and its length.
+#[derive(Clone, Copy)]
+pub(crate) struct Masked<'a>(pub(crate) &'a str);
+
+impl fmt::Display for Masked<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let end = self.0.char_indices().nth(4).map_or(self.0.len(), |(at, _)| at);
+        let (shown, hidden) = self.0.split_at(end);
+        write!(f, "{}", Escaped(shown))?;
+        if hidden.is_empty() { Ok(()) } else { write!(f, "…({})", self.0.chars().count()) }
+    }
+}
+
+/// Lets so many lines a second through, by the same strict window that limits clients, and counts the rest.
+pub(crate) struct Throttle {
+    limit: Limit,
+    state: Mutex<State>,
+    /// Microseconds until which every line is one too many.
+    shut_until: AtomicU64,
+    suppressed: AtomicU64,
+}
+
+impl Throttle {
+    /// At most `lines` (at least 1) in any second.
+    pub(crate) fn new(lines: u32) -> Self {
+        let lines = lines.max(1);
+        let window = Window::new(u64::from(lines), Span::from_secs(1), lines.min(1024))
+            .expect("invariant: a window of a second with 1 to 2^32 entries is a valid limit");
+        Self {
+            limit: Limit::new(Kind::Window(window)),
+            state: Mutex::default(),
+            shut_until: AtomicU64::new(0),
+            suppressed: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether a line may be written at `now`; if so, how many were suppressed before it.
+    pub(crate) fn admit(&self, now: Time) -> Option<u64> {
+        if now.as_micros() < self.shut_until.load(Ordering::Relaxed) {
+            self.suppressed.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        let mut state = lock(&self.state);
+        let mut outcome = state.judge(&self.limit, 1, 0, now);
+        if outcome.verdict != Verdict::Admitted {
+            self.shut_until.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
+            self.suppressed.fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        state.charge(&self.limit, 1, 0, now, &mut outcome);
+        Some(self.take_suppressed())
+    }
+
+    /// How many lines were suppressed since the last one that was written.
+    pub(crate) fn take_suppressed(&self) -> u64 {
+        self.suppressed.swap(0, Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_text_stays_on_its_line() {
+        for (text, shown) in [
+            ("user-42 ünïcode 漢", "user-42 ünïcode 漢"),
+            ("a\r\nFAKE LINE", "a\\u{d}\\u{a}FAKE LINE"),
+            ("\x1b[31mred", "\\u{1b}[31mred"),
+            ("\u{9b}31m\u{2028}\u{202e}\0\x7f", "\\u{9b}31m\\u{2028}\\u{202e}\\u{0}\\u{7f}"),
+            (r#"" level=error \"#, r#"\" level=error \\"#),
+        ] {
+            assert_eq!(Escaped(text).to_string(), shown);
+        }
+        let long = Escaped(&"x".repeat(1 << 20)).to_string();
+        assert_eq!((long.chars().count(), long.chars().last()), (SHOWN + 1, Some('…')));
+    }
+
+    #[test]
+    fn keys_are_masked() {
+        assert_eq!(Masked("bob").to_string(), "bob");
+        assert_eq!(Masked("sk_live_51H8").to_string(), "sk_l…(12)");
+        assert_eq!(Masked("\n\n").to_string(), "\\u{a}\\u{a}");
+    }
+
+    #[test]
+    fn so_many_lines_a_second() {
+        let throttle = Throttle::new(10);
+        let at = |millis: u64| Time::from_secs(1_800_000_000) + Span::from_millis(millis);
+        let written = (0..1000).filter(|millis| throttle.admit(at(*millis)).is_some()).count();
+        assert_eq!(written, 10);
+        assert_eq!(throttle.admit(at(1000)), Some(990));
+        assert_eq!(throttle.take_suppressed(), 0);
+    }
+}

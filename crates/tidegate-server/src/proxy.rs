@@ -1,0 +1,357 @@
+//! The reverse proxy: each request is checked, decided about, and then forwarded or refused.
+
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use http::header::{CONTENT_LENGTH, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::uri::Authority;
+use http::{Method, Request, Response, StatusCode, Uri, Version};
+use http_body::Body as _;
+use hyper::body::Incoming;
+use hyper::service::Service;
+use tidegate::core::Clock;
+use tidegate::reply::Replies;
+use tidegate::store::Immediate;
+use tidegate::{ActionId, CheckError, Decision, Gate, Query};
+use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical};
+
+use crate::answer::{self, Trouble};
+use crate::body::{Body, Download, Expectation, Expected, Upload};
+use crate::connection::DRAINED;
+use crate::hop;
+use crate::listener::Client;
+use crate::permit::{Keeper, Permit};
+use crate::refusals::{Refusal, Refusals};
+use crate::upgrade;
+use crate::upstream::{Failure, Upstream};
+use crate::watch::{Entry, Fault, Phase, Watch};
+
+/// What all connections of the proxy share.
+pub(crate) struct Proxy<S: Immediate, C: Clock> {
+    pub(crate) gate: Gate<S, C>,
+    pub(crate) replies: Replies,
+    pub(crate) upstream: Arc<Upstream>,
+    pub(crate) host: HeaderValue,
+    pub(crate) forwarding: Forwarding,
+    pub(crate) body_cap: u64,
+    pub(crate) keeper: Arc<Keeper>,
+    pub(crate) refusals: Arc<Refusals>,
+}
+
+impl<S: Immediate, C: Clock> Proxy<S, C> {
+    pub(crate) fn new(
+        gate: Gate<S, C>,
+        inbound: &Inbound,
+        upstream: &UpstreamAddress,
+        keeper: Arc<Keeper>,
+        refusals: Arc<Refusals>,
+    ) -> Self {
+        let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
+        Self {
+            gate,
+            replies,
+            upstream: Upstream::new(
+                upstream.host(),
+                upstream.port(),
+                inbound.timeouts.connect,
+                inbound.caps.pool_idle,
+            ),
+            host: HeaderValue::try_from(upstream.authority()).unwrap_or_else(|_| HeaderValue::from_static("upstream")),
+            forwarding: inbound.forwarding.clone(),
+            body_cap: inbound.caps.body.unwrap_or(u64::MAX),
+            keeper,
+            refusals,
+        }
+    }
+
+    /// The part of a connection that its requests share.
+    pub(crate) fn meet(self: &Arc<Self>, client: Client) -> Arc<Visit<S, C>> {
+        let ip = canonical(client.address.ip());
+        let trusted = self.forwarding.trusted.contains(ip);
+        let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
+        Arc::new(Visit { proxy: Arc::clone(self), ip, peer, trusted, watch: client.watch, entry: client.entry })
+    }
+}
+
+/// One client connection to the proxy.
+pub(crate) struct Visit<S: Immediate, C: Clock> {
+    proxy: Arc<Proxy<S, C>>,
+    ip: IpAddr,
+    /// The peer's address as a header has it.
+    peer: HeaderValue,
+    trusted: bool,
+    watch: Arc<Watch>,
+    entry: Arc<Entry>,
+}
+
+/// A connection's requests, served. A refusal is answered in place; only what is forwarded has a future of its own.
+pub(crate) struct Visitor<S: Immediate, C: Clock>(pub(crate) Arc<Visit<S, C>>);
+
+impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Visitor<S, C> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Answering;
+
+    fn call(&self, request: Request<Incoming>) -> Answering {
+        let visit = &self.0;
+        let number = visit.watch.count_request();
+        if let Err(trouble) = sound(&request, number, &visit.watch) {
+            return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
+        }
+        match visit.decide(&request) {
+            Err(refusal) => {
+                let expects = request.headers().contains_key(EXPECT);
+                visit.now(visit.dismiss(request.into_body(), expects, refusal))
+            }
+            Ok(admitted) => {
+                let visit = Arc::clone(visit);
+                Answering::Later(Box::pin(async move {
+                    let response = visit.forward(request, admitted).await;
+                    visit.last(response)
+                }))
+            }
+        }
+    }
+}
+
+/// An answer that is there, or on its way.
+pub(crate) enum Answering {
+    Now(Option<Response<Body>>),
+    Later(Pin<Box<dyn Future<Output = Response<Body>> + Send>>),
+}
+
+impl Future for Answering {
+    type Output = Result<Response<Body>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut *self {
+            Self::Now(response) => Poll::Ready(Ok(response.take().expect("invariant: a future that is ready is not polled again"))),
+            Self::Later(later) => later.as_mut().poll(cx).map(Ok),
+        }
+    }
+}
+
+/// What a request was admitted by.
+struct Admitted {
+    action: Option<ActionId>,
+    decision: Decision,
+    permit: Option<Permit>,
+}
+
+impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
+    fn now(&self, response: Response<Body>) -> Answering {
+        Answering::Now(Some(self.last(response)))
+    }
+
+    /// While the server drains, every answer is its connection's last.
+    fn last(&self, mut response: Response<Body>) -> Response<Body> {
+        if self.watch.is_draining() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            answer::close(&mut response);
+        }
+        response
+    }
+
+    fn decide(&self, request: &Request<Incoming>) -> Result<Admitted, Response<Body>> {
+        let proxy = &*self.proxy;
+        let headers = request.headers();
+        let query = Query {
+            ip: Some(if self.trusted { proxy.forwarding.client(self.ip, headers) } else { self.ip }),
+            method: Some(request.method().as_str()),
+            path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
+            host: headers.get(HOST).and_then(|host| host.to_str().ok()),
+            headers: Some(headers),
+            ..Query::default()
+        };
+        let action = proxy.gate.plan().matching(&query);
+        let decision = proxy.gate.check_as_now(action, &query).map_err(|error| self.undecided(&error))?;
+        if !decision.allowed || decision.shadow {
+            proxy.refusals.note(proxy.gate.plan(), &Refusal { action, query: &query, decision: &decision });
+        }
+        if !decision.allowed {
+            return Err(proxy.replies.refusal(action, &decision, headers).map(Body::full));
+        }
+        let hold = match decision.permit {
+            None => None,
+            Some(_) => proxy.gate.hold(action, &query, &decision).map_err(|error| self.undecided(&error))?,
+        };
+        Ok(Admitted { action, decision, permit: hold.map(|hold| proxy.keeper.keep(hold)) })
+    }
+
+    #[cold]
+    fn undecided(&self, error: &CheckError) -> Response<Body> {
+        self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), error);
+        Trouble::Unavailable.response()
+    }
+
+    async fn forward(
+        &self,
+        mut request: Request<Incoming>,
+        Admitted { action, decision, permit }: Admitted,
+    ) -> Response<Body> {
+        let proxy = &*self.proxy;
+        let has_body = !request.body().is_end_stream();
+        if has_body && request.body().size_hint().lower() > proxy.body_cap {
+            return self.dismiss(request.into_body(), true, Trouble::TooLarge.response());
+        }
+        let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
+        let expectation = (has_body && expects_continue(&request)).then(Arc::<Expectation>::default);
+        let hop = hop::strip_request(request.headers_mut());
+        let switching = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
+        if let Some(expectation) = &expectation {
+            let expectation = Arc::clone(expectation);
+            hyper::ext::on_informational(&mut request, move |head| {
+                if head.status() == StatusCode::CONTINUE {
+                    expectation.go();
+                }
+            });
+        }
+        hop::arm_request(request.headers_mut(), &hop, chunked);
+        hop::tell_origin(request.headers_mut(), &self.peer, self.trusted);
+        if !request.headers().contains_key(HOST) {
+            request.headers_mut().insert(HOST, proxy.host.clone());
+        }
+        if request.uri().authority().is_some()
+            && let Some(path) = request.uri().path_and_query().cloned()
+        {
+            *request.uri_mut() = Uri::from(path);
+        }
+        *request.version_mut() = Version::HTTP_11;
+        let request = request.map(|body| {
+            if has_body {
+                self.watch.enter(Phase::Upload);
+                Upload::new(body, Arc::clone(&self.watch), proxy.body_cap, expectation.clone())
+            } else {
+                self.watch.enter(Phase::Await);
+                Upload::none(body)
+            }
+        });
+        let (mut response, lease) = match proxy.upstream.send(request, &self.watch).await {
+            Ok(answered) => answered,
+            Err(failure) => return self.fail(&failure, has_body),
+        };
+        let protocol = hop::strip_response(response.headers_mut());
+        *response.version_mut() = Version::HTTP_11;
+        proxy.replies.annotate(action, &decision, response.headers_mut());
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            let Some(client) = switching else {
+                return self.fail(&Failure::Switched, has_body);
+            };
+            hop::arm_switch(response.headers_mut(), protocol);
+            let upstream = hyper::upgrade::on(&mut response);
+            self.watch.enter(Phase::Tunnel);
+            upgrade::splice(client, upstream, Arc::clone(&self.watch), Arc::clone(&self.entry), permit);
+            return response.map(|_| Body::empty());
+        }
+        if expectation.as_ref().is_some_and(|it| it.state() == Expected::Waiting) {
+            // The client was never told to send its body, and nobody can say whether it will.
+            answer::close(&mut response);
+        }
+        response.map(|body| {
+            Body::Stream(Download::new(body, Arc::clone(&self.watch), lease, permit, expectation))
+        })
+    }
+
+    /// Answers without having read the request's body: a small one is read away behind the answer so that the
+    /// connection can go on, a large one ends it.
+    fn dismiss(&self, body: Incoming, ends: bool, mut response: Response<Body>) -> Response<Body> {
+        if body.is_end_stream() {
+            self.watch.enter(Phase::Idle);
+            return response;
+        }
+        let small = body.size_hint().lower() <= DRAINED as u64;
+        self.watch.enter(Phase::Linger);
+        if small && !ends {
+            self.watch.leave(body);
+        } else {
+            self.watch.set_lingers();
+            answer::close(&mut response);
+        }
+        response
+    }
+
+    fn fail(&self, failure: &Failure, has_body: bool) -> Response<Body> {
+        let trouble = match (failure, self.watch.fault()) {
+            (Failure::Broken(_), Fault::TooLarge) => Trouble::TooLarge,
+            (Failure::Broken(_), Fault::Broken) => Trouble::BrokenBody,
+            (Failure::Overdue, _) if self.watch.phase() == Phase::Upload && self.watch.waits_on_client() => {
+                Trouble::ClientTimeout
+            }
+            (Failure::Overdue | Failure::ConnectTimeout, _) => Trouble::GatewayTimeout,
+            (Failure::Connect(_) | Failure::Broken(_) | Failure::Switched, _) => Trouble::BadGateway,
+        };
+        if trouble.status().is_server_error() {
+            self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), failure);
+        }
+        let mut response = trouble.response();
+        if has_body {
+            self.watch.set_lingers();
+            answer::close(&mut response);
+        }
+        self.watch.forgive(Phase::Idle);
+        response
+    }
+}
+
+/// Whether a request can be forwarded without two servers reading it differently.
+fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> Result<(), Trouble> {
+    let headers = request.headers();
+    if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
+        return Err(Trouble::Method);
+    }
+    let mut hosts = headers.get_all(HOST).iter();
+    let host = match (hosts.next(), hosts.next()) {
+        (Some(host), None) => Some(host.as_bytes()),
+        (None, _) if request.version() == Version::HTTP_10 => None,
+        _ => return Err(Trouble::Host),
+    };
+    if !host.is_none_or(is_host) {
+        return Err(Trouble::Host);
+    }
+    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
+    if let Some(coding) = codings.next() {
+        if watch.ambiguous_head() == number || headers.contains_key(CONTENT_LENGTH) {
+            return Err(Trouble::TwoFramings);
+        }
+        if codings.next().is_some() || !coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
+            return Err(Trouble::Encoding);
+        }
+    }
+    let uri = request.uri();
+    match uri.authority() {
+        None if uri.path().starts_with('/') => Ok(()),
+        None if uri.path() == "*" && request.method() == Method::OPTIONS => Ok(()),
+        Some(authority) if uri.scheme().is_some() => same_host(authority, uri, host),
+        _ => Err(Trouble::Target),
+    }
+}
+
+/// Whether this could be a host and port (RFC 3986 §3.2.2). An empty one is allowed: it says that the client has no
+/// name for the server.
+fn is_host(host: &[u8]) -> bool {
+    host.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+;=:[]".contains(byte))
+}
+
+fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<(), Trouble> {
+    let named = authority.as_str();
+    if named.contains('@') || !matches!(uri.scheme_str(), Some("http" | "https")) {
+        return Err(Trouble::Target);
+    }
+    match host {
+        Some(host) if !without_port(host).eq_ignore_ascii_case(without_port(named.as_bytes())) => {
+            Err(Trouble::HostConflict)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `host:80` and `host` are the same server.
+fn without_port(host: &[u8]) -> &[u8] {
+    host.strip_suffix(b":80").unwrap_or(host)
+}
+
+fn expects_continue(request: &Request<Incoming>) -> bool {
+    request.headers().get(EXPECT).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"))
+}

@@ -1,0 +1,93 @@
+//! One log line a refusal at most, and not more than so many a second.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tidegate::core::Time;
+use tidegate::{ActionId, Decision, Plan, Query};
+
+use crate::log::{Escaped, Masked, Throttle};
+
+/// How often suppressed lines are summed up, when no line came after them.
+const SUM_UP_EVERY: Duration = Duration::from_secs(5);
+
+/// What is logged of refusals, and of failures while asking or forwarding.
+pub(crate) struct Refusals {
+    throttle: Throttle,
+    failures: Throttle,
+    busy: AtomicBool,
+}
+
+/// A refusal (or one that shadow mode let pass).
+pub(crate) struct Refusal<'a> {
+    pub(crate) action: Option<ActionId>,
+    pub(crate) query: &'a Query<'a>,
+    pub(crate) decision: &'a Decision,
+}
+
+impl Refusals {
+    /// At most `lines` of either kind in any second.
+    pub(crate) fn new(lines: u32) -> Self {
+        Self { throttle: Throttle::new(lines), failures: Throttle::new(lines), busy: AtomicBool::new(false) }
+    }
+
+    /// Writes a line, if there is room for one.
+    pub(crate) fn note(&self, plan: &Plan, refusal: &Refusal<'_>) {
+        if !tracing::enabled!(tracing::Level::INFO) {
+            return;
+        }
+        match self.throttle.admit(refusal.decision.now) {
+            Some(suppressed) => write(plan, refusal, suppressed),
+            None => self.busy.store(true, Ordering::Relaxed),
+        }
+    }
+
+    /// Writes a line about something that broke, if there is room for one.
+    pub(crate) fn note_failure(&self, now: Time, failure: &dyn fmt::Display) {
+        if let Some(suppressed) = self.failures.admit(now) {
+            tracing::warn!(suppressed, "{failure}");
+        }
+    }
+
+    /// Sums up what was suppressed; runs for ever.
+    pub(crate) async fn run(&self) {
+        loop {
+            tokio::time::sleep(SUM_UP_EVERY).await;
+            if self.busy.swap(false, Ordering::Relaxed) {
+                let suppressed = self.throttle.take_suppressed();
+                if suppressed > 0 {
+                    tracing::info!(suppressed, "refusals not logged one by one");
+                }
+            }
+            let suppressed = self.failures.take_suppressed();
+            if suppressed > 0 {
+                tracing::warn!(suppressed, "failures not logged one by one");
+            }
+        }
+    }
+}
+
+#[cold]
+fn write(plan: &Plan, refusal: &Refusal<'_>, suppressed: u64) {
+    let Refusal { action, query, decision } = refusal;
+    let action = action.map(|id| plan.action(id).name());
+    let limit = decision.bound_by.map(|id| plan.info(id).name());
+    let path = query.path.map(|path| Escaped(path.split('?').next().unwrap_or(path)));
+    let method = query.method.map(Escaped);
+    let key = query.key.map(Masked);
+    let ip = query.ip;
+    tracing::info!(
+        action = action.map(tracing::field::display),
+        limit = limit.map(tracing::field::display),
+        ip = ip.map(tracing::field::display),
+        key = key.map(tracing::field::display),
+        method = method.map(tracing::field::display),
+        path = path.map(tracing::field::display),
+        retry_after = decision.retry_after.map(|wait| wait.as_secs_ceil()),
+        blocked = decision.blocked,
+        shadow = decision.shadow,
+        suppressed,
+        "refused"
+    );
+}

@@ -1,0 +1,449 @@
+//! How long a connection has been where it is: one clock tick for all of them, no timer of their own.
+//!
+//! Each connection notes, in two plain stores, its phase and the tick at which it last got anywhere. One sweeper task
+//! looks over all connections every tick and wakes those that have been silent for longer than their phase allows.
+//! So a request costs no timer, a timeout is never early and at most one tick (an eighth of the shortest timeout, at
+//! most a second) late, and an idle process has nothing to do.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use atomic_waker::AtomicWaker;
+use hyper::body::Incoming;
+use slab::Slab;
+use tokio::sync::Notify;
+
+/// Where a connection is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Phase {
+    /// Between requests.
+    Idle = 0,
+    /// A head has begun to arrive (or the connection is new).
+    Head = 1,
+    /// The gate decides; the store has its own deadlines.
+    Deciding = 2,
+    /// The client is sending a body.
+    Upload = 3,
+    /// The upstream has the whole request and hasn't answered.
+    Await = 4,
+    /// The answer's body is on its way to the client.
+    Download = 5,
+    /// The connection has been upgraded.
+    Tunnel = 6,
+    /// The last answer is out; what the client still sends is read away, so that the answer isn't lost to a reset.
+    Linger = 7,
+}
+
+impl Phase {
+    const ALL: [Self; 8] =
+        [Self::Idle, Self::Head, Self::Deciding, Self::Upload, Self::Await, Self::Download, Self::Tunnel, Self::Linger];
+
+    fn from_u8(number: u8) -> Self {
+        Self::ALL.get(usize::from(number)).copied().unwrap_or(Self::Idle)
+    }
+}
+
+/// How long what is left of a request may keep coming after its answer.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// How long each phase may go without progress.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    pub(crate) idle: Duration,
+    pub(crate) head: Duration,
+    pub(crate) body: Duration,
+    pub(crate) response: Duration,
+    pub(crate) tunnel: Duration,
+}
+
+impl Patience {
+    fn of(&self, phase: Phase) -> Option<Duration> {
+        match phase {
+            Phase::Idle => Some(self.idle),
+            Phase::Head => Some(self.head),
+            Phase::Deciding => None,
+            Phase::Upload | Phase::Download => Some(self.body),
+            Phase::Await => Some(self.response),
+            Phase::Tunnel => Some(self.tunnel),
+            Phase::Linger => Some(LINGER),
+        }
+    }
+
+    fn tick(&self) -> Duration {
+        let shortest = [self.idle, self.head, self.body, self.response, self.tunnel, LINGER].into_iter().min();
+        (shortest.unwrap_or(Duration::from_secs(8)) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
+    }
+
+    fn ticks(&self, phase: Phase) -> u32 {
+        let Some(patience) = self.of(phase) else { return u32::MAX };
+        // One more than fits, because the first tick may come right after the phase began.
+        let whole = patience.as_nanos().div_ceil(self.tick().as_nanos().max(1));
+        u32::try_from(whole).unwrap_or(u32::MAX).saturating_add(1)
+    }
+}
+
+/// What is wrong with a request's body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Fault {
+    /// Nothing.
+    None = 0,
+    /// It is larger than the cap.
+    TooLarge = 1,
+    /// The client broke off or sent bad framing.
+    Broken = 2,
+}
+
+/// One connection's place in the sweep. Shared by the connection, its current request and the sweeper.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    sweep: Arc<Sweep>,
+    phase: AtomicU8,
+    since: AtomicU32,
+    overdue: AtomicBool,
+    waits_on_client: AtomicBool,
+    ambiguous_head: AtomicU32,
+    fault: AtomicU8,
+    requests: AtomicU32,
+    lingers: AtomicBool,
+    waker: AtomicWaker,
+    has_leftover: AtomicBool,
+    leftover: Mutex<Option<Incoming>>,
+}
+
+impl Watch {
+    /// Moves the connection on to a phase, from now.
+    pub(crate) fn enter(&self, phase: Phase) {
+        self.touch();
+        self.phase.store(phase as u8, Ordering::Relaxed);
+    }
+
+    /// Moves the connection on, if it still is where it is thought to be.
+    pub(crate) fn enter_from(&self, from: Phase, to: Phase) {
+        self.touch();
+        let _ = self.phase.compare_exchange(from as u8, to as u8, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    /// Notes that something moved.
+    pub(crate) fn touch(&self) {
+        self.since.store(self.sweep.now.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        Phase::from_u8(self.phase.load(Ordering::Relaxed))
+    }
+
+    /// Whether the current phase has outlived its patience.
+    pub(crate) fn is_overdue(&self) -> bool {
+        self.overdue.load(Ordering::Relaxed)
+    }
+
+    /// Lets the connection live on after it was overdue, in this phase.
+    pub(crate) fn forgive(&self, phase: Phase) {
+        self.enter(phase);
+        self.overdue.store(false, Ordering::Relaxed);
+    }
+
+    /// Counts a request; gives its number on this connection, from 1.
+    pub(crate) fn count_request(&self) -> u32 {
+        let number = self.requests.load(Ordering::Relaxed).wrapping_add(1);
+        self.requests.store(number, Ordering::Relaxed);
+        number
+    }
+
+    /// Notes that the last answer goes out while the client may still be sending.
+    pub(crate) fn set_lingers(&self) {
+        self.lingers.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn lingers(&self) -> bool {
+        self.lingers.load(Ordering::Relaxed)
+    }
+
+    /// Whether the server's time is up and the connection has to go, whatever it is doing.
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.sweep.aborting.load(Ordering::Relaxed)
+    }
+
+    /// Whether the server is going down, so that this connection takes no further request.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.sweep.draining.load(Ordering::Relaxed)
+    }
+
+    /// Notes whether the request's body waits for the client (or else for the upstream to take it).
+    pub(crate) fn set_waits_on_client(&self, waits: bool) {
+        self.waits_on_client.store(waits, Ordering::Relaxed);
+    }
+
+    pub(crate) fn waits_on_client(&self) -> bool {
+        self.waits_on_client.load(Ordering::Relaxed)
+    }
+
+    /// Who is woken when the connection is overdue or the server drains.
+    pub(crate) fn register(&self, waker: &std::task::Waker) {
+        self.waker.register(waker);
+    }
+
+    pub(crate) fn set_ambiguous_head(&self, number: u32) {
+        self.ambiguous_head.store(number, Ordering::Relaxed);
+    }
+
+    /// The number, from 1, of the connection's first head with two framings; 0 if there is none.
+    pub(crate) fn ambiguous_head(&self) -> u32 {
+        self.ambiguous_head.load(Ordering::Relaxed)
+    }
+
+    /// Notes what is wrong with the body that the client sends.
+    pub(crate) fn set_fault(&self, fault: Fault) {
+        self.fault.store(fault as u8, Ordering::Relaxed);
+    }
+
+    pub(crate) fn fault(&self) -> Fault {
+        match self.fault.load(Ordering::Relaxed) {
+            1 => Fault::TooLarge,
+            2 => Fault::Broken,
+            _ => Fault::None,
+        }
+    }
+
+    /// Leaves the rest of a refused request's body to the connection, which reads it away.
+    pub(crate) fn leave(&self, body: Incoming) {
+        *lock(&self.leftover) = Some(body);
+        self.has_leftover.store(true, Ordering::Release);
+    }
+
+    /// Takes what [`Watch::leave`] left.
+    pub(crate) fn take_leftover(&self) -> Option<Incoming> {
+        if !self.has_leftover.load(Ordering::Acquire) {
+            return None;
+        }
+        self.has_leftover.store(false, Ordering::Relaxed);
+        lock(&self.leftover).take()
+    }
+}
+
+/// A connection's entry in its server's list; leaving scope takes it off.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    sweep: Arc<Sweep>,
+    index: usize,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let left = {
+            let mut open = lock(&self.sweep.open);
+            open.try_remove(self.index);
+            open.len()
+        };
+        self.sweep.left.notify_one();
+        if left == 0 {
+            self.sweep.emptied.notify_waiters();
+        }
+    }
+}
+
+/// All connections of one listener.
+#[derive(Debug)]
+pub(crate) struct Sweep {
+    now: AtomicU32,
+    draining: AtomicBool,
+    aborting: AtomicBool,
+    limits: [u32; Phase::ALL.len()],
+    tick: Duration,
+    open: Mutex<Slab<Arc<Watch>>>,
+    joined: Notify,
+    left: Notify,
+    emptied: Notify,
+}
+
+/// How many ticks an idle connection is kept while the server drains: a request that is already on its way still
+/// gets its answer.
+const DRAIN_TICKS: u32 = 2;
+
+impl Sweep {
+    pub(crate) fn new(patience: Patience) -> Arc<Self> {
+        Arc::new(Self {
+            now: AtomicU32::new(0),
+            draining: AtomicBool::new(false),
+            aborting: AtomicBool::new(false),
+            limits: Phase::ALL.map(|phase| patience.ticks(phase)),
+            tick: patience.tick(),
+            open: Mutex::default(),
+            joined: Notify::new(),
+            left: Notify::new(),
+            emptied: Notify::new(),
+        })
+    }
+
+    /// Adds a connection.
+    pub(crate) fn join(self: &Arc<Self>) -> (Arc<Watch>, Entry) {
+        let watch = Arc::new(Watch {
+            sweep: Arc::clone(self),
+            phase: AtomicU8::new(Phase::Head as u8),
+            since: AtomicU32::new(self.now.load(Ordering::Relaxed)),
+            overdue: AtomicBool::new(false),
+            waits_on_client: AtomicBool::new(false),
+            ambiguous_head: AtomicU32::new(0),
+            fault: AtomicU8::new(Fault::None as u8),
+            requests: AtomicU32::new(0),
+            lingers: AtomicBool::new(false),
+            waker: AtomicWaker::new(),
+            has_leftover: AtomicBool::new(false),
+            leftover: Mutex::new(None),
+        });
+        let (index, first) = {
+            let mut open = lock(&self.open);
+            let first = open.is_empty();
+            (open.insert(Arc::clone(&watch)), first)
+        };
+        if first {
+            self.joined.notify_one();
+        }
+        (watch, Entry { sweep: Arc::clone(self), index })
+    }
+
+    /// How many connections are open.
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.open).len()
+    }
+
+    /// Returns once a connection has left since the last call.
+    pub(crate) async fn one_left(&self) {
+        self.left.notified().await;
+    }
+
+    /// Asks every connection to end after what it is doing.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends every connection that is still open.
+    pub(crate) fn abort(&self) {
+        self.aborting.store(true, Ordering::Relaxed);
+        for (_, watch) in &*lock(&self.open) {
+            watch.overdue.store(true, Ordering::Relaxed);
+            watch.waker.wake();
+        }
+    }
+
+    /// Returns once no connection is open.
+    pub(crate) async fn emptied(&self) {
+        loop {
+            let emptied = self.emptied.notified();
+            if lock(&self.open).is_empty() {
+                return;
+            }
+            emptied.await;
+        }
+    }
+
+    /// Sweeps for ever.
+    pub(crate) async fn run(&self) {
+        loop {
+            while lock(&self.open).is_empty() {
+                self.joined.notified().await;
+            }
+            tokio::time::sleep(self.tick).await;
+            self.sweep();
+        }
+    }
+
+    fn sweep(&self) {
+        let now = self.now.load(Ordering::Relaxed).wrapping_add(1);
+        self.now.store(now, Ordering::Relaxed);
+        let draining = self.draining.load(Ordering::Relaxed);
+        for (_, watch) in &*lock(&self.open) {
+            let phase = watch.phase();
+            let mut limit = self.limits[phase as usize];
+            if draining && phase == Phase::Idle {
+                limit = limit.min(DRAIN_TICKS);
+            }
+            if now.wrapping_sub(watch.since.load(Ordering::Relaxed)) > limit {
+                watch.overdue.store(true, Ordering::Relaxed);
+                watch.waker.wake();
+            }
+        }
+    }
+}
+
+/// Nothing that runs under these locks can leave what they guard half-changed, so a panic elsewhere doesn't spoil it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn patience() -> Patience {
+        Patience {
+            idle: Duration::from_millis(800),
+            head: Duration::from_millis(80),
+            body: Duration::from_millis(160),
+            response: Duration::from_millis(240),
+            tunnel: Duration::from_secs(3600),
+        }
+    }
+
+    fn ticks_until_overdue(sweep: &Arc<Sweep>, watch: &Watch) -> u32 {
+        let mut ticks = 0;
+        while !watch.is_overdue() {
+            sweep.sweep();
+            ticks += 1;
+            assert!(ticks < 1000);
+        }
+        ticks
+    }
+
+    #[test]
+    fn each_phase_has_its_own_patience_and_is_never_cut_short() {
+        let tick = patience().tick();
+        assert_eq!(tick, Duration::from_millis(10));
+        for (phase, whole) in [(Phase::Head, 8), (Phase::Upload, 16), (Phase::Await, 24), (Phase::Idle, 80)] {
+            let sweep = Sweep::new(patience());
+            let (watch, _entry) = sweep.join();
+            watch.enter(phase);
+            let ticks = ticks_until_overdue(&sweep, &watch);
+            assert!((whole + 1..=whole + 2).contains(&ticks), "{phase:?}: {ticks}");
+        }
+    }
+
+    #[test]
+    fn progress_starts_the_wait_anew() {
+        let sweep = Sweep::new(patience());
+        let (watch, _entry) = sweep.join();
+        watch.enter(Phase::Upload);
+        for _ in 0..100 {
+            sweep.sweep();
+            watch.touch();
+        }
+        assert!(!watch.is_overdue());
+    }
+
+    #[test]
+    fn a_decision_is_never_overdue_and_the_tick_count_may_wrap() {
+        let sweep = Sweep::new(patience());
+        sweep.now.store(u32::MAX - 3, Ordering::Relaxed);
+        let (watch, _entry) = sweep.join();
+        watch.enter(Phase::Deciding);
+        for _ in 0..1000 {
+            sweep.sweep();
+        }
+        assert!(!watch.is_overdue());
+        watch.enter(Phase::Head);
+        sweep.sweep();
+        assert!(!watch.is_overdue());
+    }
+
+    #[test]
+    fn leaving_scope_leaves_the_list() {
+        let sweep = Sweep::new(patience());
+        let (_watch, entry) = sweep.join();
+        assert_eq!(sweep.len(), 1);
+        drop(entry);
+        assert_eq!(sweep.len(), 0);
+    }
+}

@@ -1,0 +1,76 @@
+//! The admin listener: `/healthz` (the process lives) and `/readyz` (it may be sent requests).
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use http::header::{ALLOW, HeaderValue};
+use http::{Method, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use tidegate::core::{Batch, Clock};
+use tidegate::policy::Secret;
+use tidegate::store::{Answer, Store};
+use tidegate::Gate;
+
+use crate::answer::{self, json};
+use crate::body::Body;
+use crate::listener::Client;
+use crate::watch::Phase;
+use crate::wire::http_api::{authorised, dismiss, error, unauthorised};
+
+/// How long the store may take to answer before the gate counts as not ready.
+const STORE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+
+/// What all connections of the admin listener share.
+pub(crate) struct Admin<S: Store, C: Clock> {
+    pub(crate) gate: Gate<S, C>,
+    pub(crate) token: Option<Secret>,
+    pub(crate) draining: Arc<AtomicBool>,
+}
+
+/// Answers one request of a connection.
+pub(crate) async fn serve<S: Store, C: Clock>(
+    admin: Arc<Admin<S, C>>,
+    client: Arc<Client>,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, Infallible> {
+    let watch = &*client.watch;
+    watch.enter(Phase::Deciding);
+    let response = if !authorised(request.headers(), admin.token.as_ref()) {
+        unauthorised()
+    } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        let mut response = error(StatusCode::METHOD_NOT_ALLOWED, "this listener takes GET and HEAD");
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        response
+    } else {
+        match request.uri().path() {
+            "/healthz" => json(StatusCode::OK, r#"{"status":"alive"}"#.into()),
+            "/readyz" => ready(&admin).await,
+            _ => error(StatusCode::NOT_FOUND, "no such path; there are /healthz and /readyz"),
+        }
+    };
+    let mut response = dismiss(watch, request, response);
+    if watch.phase() != Phase::Linger {
+        watch.enter(Phase::Idle);
+    }
+    if watch.is_draining() {
+        answer::close(&mut response);
+    }
+    Ok(response)
+}
+
+async fn ready<S: Store, C: Clock>(admin: &Admin<S, C>) -> Response<Body> {
+    if admin.draining.load(Ordering::Relaxed) {
+        return json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"draining"}"#.into());
+    }
+    let answers = match admin.gate.store().apply(&Batch::new(0), admin.gate.clock().now()) {
+        Answer::Ready(_) => true,
+        Answer::Later(later) => matches!(tokio::time::timeout(STORE_ANSWERS_WITHIN, later).await, Ok(Ok(_))),
+    };
+    if answers {
+        json(StatusCode::OK, r#"{"status":"ready"}"#.into())
+    } else {
+        json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"the store does not answer"}"#.into())
+    }
+}

@@ -1,0 +1,220 @@
+//! Forward-auth: a front server (nginx `auth_request`, Traefik ForwardAuth, Caddy `forward_auth`) asks about each of
+//! its requests and obeys the status.
+//!
+//! The request is described by `X-Forwarded-Method`, `-Uri` and `-Host`, or by `X-Original-Method` and
+//! `X-Original-URI` or `X-Original-URL`. Front servers pass their clients' headers on, so where both are there and
+//! disagree, one of them is a client's and the answer is 400. `?action=NAME` names the action instead.
+
+use http::header::{HeaderMap, HeaderName};
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use tidegate::core::{Clock, Reason};
+use tidegate::policy::canonical;
+use tidegate::store::Store;
+use tidegate::{ActionId, Query};
+
+use crate::body::Body;
+use crate::listener::Client;
+use crate::refusals::Refusal;
+use crate::wire::http_api::{Api, error, refused_to_decide};
+
+const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
+const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
+const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const X_ORIGINAL_METHOD: HeaderName = HeaderName::from_static("x-original-method");
+const X_ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
+const X_ORIGINAL_URL: HeaderName = HeaderName::from_static("x-original-url");
+
+/// Answers whether a front server may serve a request of its own: 200, or the configured status for a refusal (403
+/// for a client on the deny list), with all headers that a refusal has, for the front server to copy.
+pub(crate) async fn answer<S: Store, C: Clock>(
+    api: &Api<S, C>,
+    client: &Client,
+    request: &Request<Incoming>,
+) -> Response<Body> {
+    let headers = request.headers();
+    let peer = canonical(client.address.ip());
+    let ip = api.forwarding.client(peer, headers);
+    if !api.forwarding.trusted.contains(peer) {
+        let hint = format_args!(
+            "forward-auth is asked by {peer}, which is not in inbound.trusted_proxies: all of its clients count as one"
+        )
+        .to_string();
+        api.refusals.note_failure(api.gate.clock().now(), &hint);
+    }
+    let named = match named_action(request.uri().query().unwrap_or_default()) {
+        Ok(named) => named,
+        Err(message) => return error(StatusCode::BAD_REQUEST, message),
+    };
+    let described = match Described::by(headers) {
+        Ok(described) => described,
+        Err(message) => return error(StatusCode::BAD_REQUEST, message),
+    };
+    if named.is_none() && (described.method.is_none() || described.path.is_none()) {
+        let message = "no header says which request this is about: X-Forwarded-Method and X-Forwarded-Uri, or \
+            X-Original-Method and X-Original-URI, or ?action=NAME";
+        return error(StatusCode::BAD_REQUEST, message);
+    }
+    let query = Query {
+        action: named,
+        ip: Some(ip),
+        method: described.method,
+        path: described.path,
+        host: described.host,
+        headers: Some(headers),
+        ..Query::default()
+    };
+    let action = match api.gate.action(&query) {
+        Ok(action) => action,
+        Err(error) => return refused_to_decide(api, &error),
+    };
+    if counts_calls_in_flight(api, action) {
+        let message = "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
+        return error(StatusCode::BAD_REQUEST, message);
+    }
+    let decision = match api.gate.check_as(action, &query).await {
+        Ok(decision) => decision,
+        Err(error) => return refused_to_decide(api, &error),
+    };
+    if !decision.allowed || decision.shadow {
+        api.refusals.note(api.gate.plan(), &Refusal { action, query: &query, decision: &decision });
+    }
+    if decision.allowed {
+        let mut response = Response::new(Body::empty());
+        api.replies.annotate(action, &decision, response.headers_mut());
+        return response;
+    }
+    let mut response = api.replies.refusal(action, &decision, headers).map(Body::full);
+    if decision.reason != Reason::DenyList {
+        *response.status_mut() = api.deny_status;
+    }
+    response
+}
+
+fn counts_calls_in_flight<S: Store, C: Clock>(api: &Api<S, C>, action: Option<ActionId>) -> bool {
+    let plan = api.gate.plan();
+    plan.global_has_concurrency() || action.is_some_and(|id| plan.action(id).has_concurrency())
+}
+
+/// The `action` of `?action=NAME`. Names in a policy need no escapes.
+fn named_action(query: &str) -> Result<Option<&str>, &'static str> {
+    let mut named = None;
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        match pair.split_once('=') {
+            Some(("action", name)) if named.is_none() => named = Some(name),
+            _ => return Err("forward-auth takes one parameter: ?action=NAME"),
+        }
+    }
+    Ok(named)
+}
+
+/// What the front server says of its request.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Described<'a> {
+    method: Option<&'a str>,
+    path: Option<&'a str>,
+    host: Option<&'a str>,
+}
+
+impl<'a> Described<'a> {
+    fn by(headers: &'a HeaderMap) -> Result<Self, &'static str> {
+        let original = match (one(headers, &X_ORIGINAL_URL)?, one(headers, &X_ORIGINAL_URI)?) {
+            (None, uri) => (None, uri),
+            (Some(url), uri) => {
+                let (host, path) = split_url(url);
+                (host, agreed(Some(path), uri)?)
+            }
+        };
+        Ok(Self {
+            method: agreed(one(headers, &X_FORWARDED_METHOD)?, one(headers, &X_ORIGINAL_METHOD)?)?,
+            path: agreed(one(headers, &X_FORWARDED_URI)?, original.1)?.map(|uri| split_url(uri).1),
+            // A front server behind another one passes on the outer host; where a URL names one, that is this one's.
+            host: original.0.or(one(headers, &X_FORWARDED_HOST)?),
+        })
+    }
+}
+
+/// The one value of a header; an empty one is as good as none, since nginx can only empty a header, not remove it.
+fn one<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, &'static str> {
+    let mut values = headers.get_all(name).iter();
+    match (values.next(), values.next()) {
+        (None, _) => Ok(None),
+        (Some(value), None) => match value.to_str() {
+            Ok("") => Ok(None),
+            Ok(text) => Ok(Some(text)),
+            Err(_) => Err("a header that describes the request isn't plain text"),
+        },
+        _ => Err("a header that describes the request is there twice"),
+    }
+}
+
+fn agreed<'a>(forwarded: Option<&'a str>, original: Option<&'a str>) -> Result<Option<&'a str>, &'static str> {
+    match (forwarded, original) {
+        (Some(forwarded), Some(original)) if forwarded != original => {
+            Err("X-Forwarded-* and X-Original-* describe different requests: one of them is the client's own; \
+                the front server must set or empty both")
+        }
+        (forwarded, original) => Ok(forwarded.or(original)),
+    }
+}
+
+/// The host and the path of a URL; a path is itself.
+fn split_url(url: &str) -> (Option<&str>, &str) {
+    let Some((_, rest)) = url.split_once("://").filter(|(scheme, _)| !scheme.contains('/')) else { return (None, url) };
+    match rest.find(['/', '?']) {
+        Some(at) if rest[at..].starts_with('/') => (Some(&rest[..at]), &rest[at..]),
+        Some(at) => (Some(&rest[..at]), "/"),
+        None => (Some(rest), "/"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+
+    fn described(lines: &[(&'static str, &'static str)]) -> Result<[Option<String>; 3], &'static str> {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(HeaderName::from_static(name), HeaderValue::from_static(value));
+        }
+        let found = Described::by(&headers)?;
+        Ok([found.method, found.path, found.host].map(|text| text.map(str::to_owned)))
+    }
+
+    fn three(method: &str, path: &str, host: Option<&str>) -> Result<[Option<String>; 3], &'static str> {
+        Ok([Some(method.to_owned()), Some(path.to_owned()), host.map(str::to_owned)])
+    }
+
+    #[test]
+    fn the_styles_of_front_servers() {
+        let traefik =
+            [("x-forwarded-method", "POST"), ("x-forwarded-uri", "/login?x=1"), ("x-forwarded-host", "a.example")];
+        assert_eq!(described(&traefik), three("POST", "/login?x=1", Some("a.example")));
+        let nginx = [("x-original-method", "POST"), ("x-original-uri", "/login")];
+        assert_eq!(described(&nginx), three("POST", "/login", None));
+        let ingress = [("x-original-method", "POST"), ("x-original-url", "https://a.example:8443/login?x=1")];
+        assert_eq!(described(&ingress), three("POST", "/login?x=1", Some("a.example:8443")));
+        assert_eq!(described(&[]), Ok([None, None, None]));
+    }
+
+    #[test]
+    fn a_clients_own_description_is_noticed() {
+        let both = [("x-forwarded-uri", "/harmless"), ("x-original-uri", "/login")];
+        assert!(described(&both).is_err());
+        assert!(described(&[("x-forwarded-method", "GET"), ("x-original-method", "POST")]).is_err());
+        assert!(described(&[("x-forwarded-uri", "/a"), ("x-forwarded-uri", "/b")]).is_err());
+        let emptied = [("x-forwarded-uri", "/login"), ("x-original-uri", "")];
+        assert_eq!(described(&emptied).unwrap()[1].as_deref(), Some("/login"));
+    }
+
+    #[test]
+    fn urls() {
+        assert_eq!(split_url("http://a"), (Some("a"), "/"));
+        assert_eq!(split_url("http://a?x"), (Some("a"), "/"));
+        assert_eq!(split_url("/redirect?to=http://b/"), (None, "/redirect?to=http://b/"));
+        assert_eq!(named_action("action=login"), Ok(Some("login")));
+        assert!(named_action("acton=login").is_err());
+        assert!(named_action("action=a&action=b").is_err());
+    }
+}

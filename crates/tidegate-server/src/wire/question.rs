@@ -1,0 +1,376 @@
+//! What a caller of the decision API asks, as JSON or as a query string, read strictly.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use serde::de::{self, DeserializeSeed, MapAccess, Visitor};
+use serde::Deserialize;
+use tidegate::core::MAX_COST;
+use tidegate::{Permit, Query};
+
+/// The fields of a question. `header:NAME` stands for any header in a query string; in JSON they are an object.
+const FIELDS: [&str; 10] = ["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+/// The most headers that one question gives.
+const MAX_HEADERS: usize = 64;
+
+/// One question.
+#[derive(Debug, Default)]
+pub(crate) struct Question<'a> {
+    pub(crate) action: Option<Cow<'a, str>>,
+    ip: Option<IpAddr>,
+    key: Option<Cow<'a, str>>,
+    platform: Option<Cow<'a, str>>,
+    cost: Option<u64>,
+    pub(crate) permit: Option<Permit>,
+    method: Option<Cow<'a, str>>,
+    pub(crate) path: Option<Cow<'a, str>>,
+    host: Option<Cow<'a, str>>,
+    headers: Option<HeaderMap>,
+}
+
+/// What is wrong with a question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Wrong {
+    /// Which field, if it is one.
+    pub(crate) field: Option<String>,
+    pub(crate) message: String,
+    /// The nearest name that exists, where a name was wrong.
+    pub(crate) nearest: Option<&'static str>,
+}
+
+impl Wrong {
+    pub(crate) fn with(field: &str, message: impl Into<String>) -> Self {
+        Self { field: Some(field.to_owned()), message: message.into(), nearest: None }
+    }
+
+    fn unknown(field: &str) -> Self {
+        let field: String = field.chars().take(64).collect();
+        let nearest = nearest(&field, FIELDS.iter().copied());
+        let message = match nearest {
+            Some(name) => format!("unknown field `{field}`; did you mean `{name}`?"),
+            None => format!("unknown field `{field}`; the fields are {}", FIELDS.join(", ")),
+        };
+        Self { field: Some(field), message, nearest }
+    }
+}
+
+/// The most similar name, if any is similar.
+pub(crate) fn nearest<'n>(found: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    names
+        .map(|name| (strsim::damerau_levenshtein(&found.to_ascii_lowercase(), name), name))
+        .filter(|(distance, name)| *distance <= name.len().max(3) / 3)
+        .min()
+        .map(|(_, name)| name)
+}
+
+impl<'a> Question<'a> {
+    pub(crate) fn query(&self) -> Query<'_> {
+        Query {
+            action: self.action.as_deref(),
+            ip: self.ip,
+            key: self.key.as_deref(),
+            platform: self.platform.as_deref(),
+            cost: self.cost,
+            method: self.method.as_deref(),
+            path: self.path.as_deref(),
+            host: self.host.as_deref(),
+            headers: self.headers.as_ref(),
+        }
+    }
+
+    /// Reads a JSON object.
+    pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, Wrong> {
+        let mut reading = Reading::default();
+        let mut json = serde_json::Deserializer::from_slice(bytes);
+        let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
+        match read {
+            Ok(()) => Ok(reading.question),
+            Err(error) => Err(reading.wrong.unwrap_or_else(|| match (error.classify(), reading.field) {
+                (serde_json::error::Category::Data, Some(field)) => {
+                    Wrong { field: Some(field.to_owned()), message: format!("`{field}`: {error}"), nearest: None }
+                }
+                (serde_json::error::Category::Data, None) => {
+                    Wrong { field: None, message: "the body is no JSON object".to_owned(), nearest: None }
+                }
+                _ => Wrong { field: None, message: format!("the body is no JSON: {error}"), nearest: None },
+            })),
+        }
+    }
+
+    /// Reads a query string.
+    pub(crate) fn from_query(query: &'a str) -> Result<Self, Wrong> {
+        let mut question = Self::default();
+        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let name = decode(name).ok_or_else(|| Wrong::unknown(name))?;
+            let value = decode(value).ok_or_else(|| Wrong::with(&name, "the value isn't UTF-8"))?;
+            question.set_text(&name, value)?;
+        }
+        Ok(question)
+    }
+
+    fn set_text(&mut self, name: &str, value: Cow<'a, str>) -> Result<(), Wrong> {
+        let slot = match name {
+            "action" => &mut self.action,
+            "key" => &mut self.key,
+            "platform" => &mut self.platform,
+            "method" => &mut self.method,
+            "path" => &mut self.path,
+            "host" => &mut self.host,
+            "ip" => return set_once(&mut self.ip, name, parse_ip(&value)?),
+            "permit" => return set_once(&mut self.permit, name, parse_permit(&value)?),
+            "cost" => {
+                let cost = value.parse().ok().filter(|cost| *cost <= MAX_COST).ok_or_else(|| Wrong::with(name, COST))?;
+                return set_once(&mut self.cost, name, cost);
+            }
+            _ => {
+                let Some(header) = name.strip_prefix("header:") else { return Err(Wrong::unknown(name)) };
+                return self.set_header(header, &value);
+            }
+        };
+        set_once(slot, name, value)
+    }
+
+    fn set_header(&mut self, name: &str, value: &str) -> Result<(), Wrong> {
+        let field = || format!("header:{}", name.chars().take(64).collect::<String>());
+        let header = HeaderName::from_bytes(name.as_bytes())
+            .map_err(|_| Wrong::with(&field(), "this is no header's name"))?;
+        let value = HeaderValue::from_str(value)
+            .map_err(|_| Wrong::with(&field(), "a header's value has no control characters"))?;
+        let headers = self.headers.get_or_insert_default();
+        if headers.len() >= MAX_HEADERS {
+            return Err(Wrong::with("headers", format!("there are more than {MAX_HEADERS} headers")));
+        }
+        headers.append(header, value);
+        Ok(())
+    }
+}
+
+const COST: &str = "a cost is a whole number from 0 to 1099511627776 (2^40)";
+
+fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), Wrong> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(Wrong::with(name, format!("`{name}` is there twice"))),
+    }
+}
+
+fn parse_ip(text: &str) -> Result<IpAddr, Wrong> {
+    text.parse().map_err(|_| Wrong::with("ip", "an `ip` is an IPv4 or IPv6 address without a port"))
+}
+
+fn parse_permit(text: &str) -> Result<Permit, Wrong> {
+    text.parse::<Permit>().map_err(|error| Wrong::with("permit", error.to_string()))
+}
+
+/// Undoes `%41` and `+`; nothing is copied where there is nothing to undo.
+fn decode(text: &str) -> Option<Cow<'_, str>> {
+    if !text.bytes().any(|byte| matches!(byte, b'%' | b'+')) {
+        return Some(Cow::Borrowed(text));
+    }
+    let bytes = text.as_bytes();
+    let mut decoded = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while let Some(byte) = bytes.get(at) {
+        let escape = bytes.get(at + 1..at + 3).filter(|_| *byte == b'%');
+        let value = escape.and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
+        match (byte, value) {
+            (_, Some(value)) => {
+                decoded.push(value);
+                at += 2;
+            }
+            (b'+', _) => decoded.push(b' '),
+            _ => decoded.push(*byte),
+        }
+        at += 1;
+    }
+    String::from_utf8(decoded).ok().map(Cow::Owned)
+}
+
+/// Where reading a JSON question stands, so that an error can name its field.
+#[derive(Default)]
+struct Reading<'a> {
+    question: Question<'a>,
+    field: Option<&'static str>,
+    wrong: Option<Wrong>,
+}
+
+impl<'de> DeserializeSeed<'de> for &mut Reading<'de> {
+    type Value = ();
+    fn deserialize<D: de::Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for &mut Reading<'de> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(Text(name)) = map.next_key::<Text<'de>>()? {
+            let Some(field) = FIELDS.iter().copied().find(|field| *field == name) else {
+                self.wrong = Some(Wrong::unknown(&name));
+                return Err(de::Error::custom("unknown field"));
+            };
+            self.field = Some(field);
+            let set = match field {
+                "cost" => match map.next_value::<Option<Cost>>()? {
+                    Some(Cost(cost)) => set_once(&mut self.question.cost, field, cost),
+                    None => Ok(()),
+                },
+                "headers" => match map.next_value::<Option<Headers>>()? {
+                    Some(headers) => headers.give(&mut self.question),
+                    None => Ok(()),
+                },
+                _ => match map.next_value::<Option<Text<'de>>>()? {
+                    Some(Text(text)) => self.question.set_text(field, text),
+                    None => Ok(()),
+                },
+            };
+            if let Err(wrong) = set {
+                self.wrong = Some(wrong);
+                return Err(de::Error::custom("wrong value"));
+            }
+            self.field = None;
+        }
+        Ok(())
+    }
+}
+
+/// A string, borrowed where it has no escapes.
+struct Text<'a>(Cow<'a, str>);
+
+impl<'de> Deserialize<'de> for Text<'de> {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Text<'de>;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+            fn visit_str<E>(self, text: &str) -> Result<Text<'de>, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(Reader)
+    }
+}
+
+struct Cost(u64);
+
+impl<'de> Deserialize<'de> for Cost {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl Visitor<'_> for Reader {
+            type Value = Cost;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(COST)
+            }
+            fn visit_u64<E: de::Error>(self, cost: u64) -> Result<Cost, E> {
+                if cost <= MAX_COST { Ok(Cost(cost)) } else { Err(E::invalid_value(de::Unexpected::Unsigned(cost), &self)) }
+            }
+        }
+        deserializer.deserialize_u64(Reader)
+    }
+}
+
+/// `{"name": "value", …}`, with `null` for a header that isn't there.
+#[derive(Default)]
+struct Headers(Vec<(String, String)>);
+
+impl Headers {
+    fn give(self, question: &mut Question<'_>) -> Result<(), Wrong> {
+        question.headers.get_or_insert_default();
+        self.0.iter().try_for_each(|(name, value)| question.set_header(name, value))
+    }
+}
+
+impl<'de> Deserialize<'de> for Headers {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Headers;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of header names and their values")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Headers, A::Error> {
+                let mut headers = Headers::default();
+                while let Some((name, value)) = map.next_entry::<String, Option<String>>()? {
+                    headers.0.extend(value.map(|value| (name, value)));
+                    if headers.0.len() > MAX_HEADERS {
+                        break;
+                    }
+                }
+                Ok(headers)
+            }
+        }
+        deserializer.deserialize_map(Reader)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wrong(json: &str) -> (Option<String>, String) {
+        let wrong = Question::from_json(json.as_bytes()).unwrap_err();
+        (wrong.field, wrong.message)
+    }
+
+    #[test]
+    fn a_whole_question() {
+        let json = br#"{"action":"login","ip":"203.0.113.7","key":"a\nb","platform":null,"cost":3,
+            "headers":{"X-Tenant":"t1","x-none":null},"method":"POST","path":"/login?x=1","host":"h"}"#;
+        let question = Question::from_json(json).unwrap();
+        let query = question.query();
+        assert_eq!(query.action, Some("login"));
+        assert_eq!(query.ip, Some("203.0.113.7".parse().unwrap()));
+        assert_eq!(query.key, Some("a\nb"));
+        assert_eq!((query.platform, query.cost), (None, Some(3)));
+        assert_eq!(query.headers.unwrap()["x-tenant"], "t1");
+        let question =
+            Question::from_query("action=log%69n&ip=::1&key=a+b%26&cost=3&header:x-tenant=t%201").unwrap();
+        let query = question.query();
+        assert_eq!((query.action, query.key, query.cost), (Some("login"), Some("a b&"), Some(3)));
+        assert_eq!(query.headers.unwrap()["x-tenant"], "t 1");
+    }
+
+    #[test]
+    fn a_wrong_field_is_named() {
+        for (json, field, says) in [
+            (r#"{"acton":"login"}"#, Some("acton"), "did you mean `action`?"),
+            (r#"{"zzzzzz":1}"#, Some("zzzzzz"), "the fields are action, ip"),
+            (r#"{"action":5}"#, Some("action"), "expected a string"),
+            (r#"{"ip":"1.2.3.4:80"}"#, Some("ip"), "without a port"),
+            (r#"{"ip":["1.2.3.4"]}"#, Some("ip"), "expected a string"),
+            (r#"{"cost":-1}"#, Some("cost"), "whole number"),
+            (r#"{"cost":1.5}"#, Some("cost"), "whole number"),
+            (r#"{"cost":"1"}"#, Some("cost"), "whole number"),
+            (r#"{"cost":1099511627777}"#, Some("cost"), "whole number"),
+            (r#"{"key":"a","key":"b"}"#, Some("key"), "twice"),
+            (r#"{"permit":"xyz"}"#, Some("permit"), "hexadecimal"),
+            (r#"{"headers":{"a b":"c"}}"#, Some("header:a b"), "no header's name"),
+            (r#"{"headers":{"a":"b\nc"}}"#, Some("header:a"), "control characters"),
+            (r#"{"headers":[]}"#, Some("headers"), "an object of header names"),
+            ("[]", None, "no JSON object"),
+            ("", None, "no JSON"),
+            (r#"{"action":"login""#, None, "no JSON"),
+            (r#"{"action":"login"}x"#, None, "no JSON"),
+        ] {
+            let (found, message) = wrong(json);
+            assert_eq!(found.as_deref(), field, "{json}: {message}");
+            assert!(message.contains(says), "{json}: {message}");
+        }
+        for (query, field) in [("acton=login", "acton"), ("cost=x", "cost"), ("key=%ff", "key"), ("ip=1&ip=2", "ip")] {
+            assert_eq!(Question::from_query(query).unwrap_err().field.as_deref(), Some(field));
+        }
+    }
+}

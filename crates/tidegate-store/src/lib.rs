@@ -1,0 +1,59 @@
+//! Where Tidegate's state lives: one trait, operations as data, and the memory store.
+//!
+//! # What every store promises
+//! - A [`Batch`] is atomic: no other batch sees half of it, and when one of its limits refuses, none is charged.
+//! - It is decided by the store's own time where the store has one, else by the `now` that comes with it.
+//! - The answers are those of [`tidegate_core::batch::settle`], operation by operation.
+//! - A state that has become idle ([`tidegate_core::State::idle_at`]) is forgotten without being asked for.
+//! - Keys are hashes. A store never holds what they were made of.
+#![deny(unsafe_code)]
+
+mod memory;
+
+use std::future::Future;
+use std::sync::Arc;
+
+pub use memory::{Memory, MemoryStats};
+use tidegate_core::{Batch, Limits, Outcomes, Time};
+
+/// Where state lives.
+pub trait Store: Send + Sync + 'static {
+    /// What answers later, where the store has to be waited for.
+    type Later: Future<Output = Result<Outcomes, StoreError>> + Send;
+
+    /// The limits that batches are judged by.
+    fn limits(&self) -> &Arc<Limits>;
+
+    /// Carries out a batch at `now`, atomically.
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later>;
+
+    /// Carries out a batch whose answer nobody waits for, such as giving back a permit when a caller goes away.
+    fn tell(&self, batch: &Batch, now: Time);
+}
+
+/// A store whose answers never have to be waited for.
+pub trait Immediate: Store {
+    /// Carries out a batch at `now`, atomically and in place.
+    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes;
+}
+
+/// A store's answer: at hand, or to be waited for.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
+pub enum Answer<F> {
+    /// At hand.
+    Ready(Outcomes),
+    /// To be waited for.
+    Later(F),
+}
+
+/// What broke in a store. A refusal is never an error.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The store did not answer in time.
+    #[error("the store did not answer within {0:?}")]
+    Timeout(std::time::Duration),
+    /// The store can't be reached or answered with an error.
+    #[error("the store failed: {0}")]
+    Failed(String),
+}

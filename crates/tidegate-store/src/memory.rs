@@ -1,0 +1,245 @@
+//! The memory store: shards of sorted tables under a fixed number of bytes.
+//!
+//! A key's entry is 16 bytes where it is a plain rate or a window that saw one call; other states take a cell of
+//! their own beside the table. A shard is small, so growing one is over in microseconds and never stops the others;
+//! idle entries are taken out a few at a time by later insertions and by [`Memory::sweep`]. At the bound the idle go
+//! first, then the least used, then full limits, blocked keys last; and once blocked keys fill half of it, keys that
+//! are new are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to share.
+
+mod lock;
+mod shard;
+mod table;
+
+use std::future::Ready;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use arrayvec::ArrayVec;
+use tidegate_core::batch::{self, Cells, MAX_OPS, Op, Outcome, settle};
+use tidegate_core::{Batch, Key, Kind, Limit, Limits, Outcomes, State, Time, Verdict};
+
+use crate::{Answer, Immediate, Store, StoreError};
+use lock::{Lock, LockGuard};
+use shard::{About, Room, Shard};
+use table::Table;
+
+/// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
+/// thousand keys lie close together.
+const SHARD_BYTES: usize = 1 << 20;
+/// A tag leaves out the twelve bits of a key that choose its shard.
+const MAX_SHARD_BITS: u32 = 12;
+/// Shards for each processor at the least, so that threads seldom meet.
+const SHARDS_PER_PROCESSOR: usize = 16;
+/// What a blocked entry takes: its state and its slot, at the load of a full table.
+const BLOCKED_BYTES: usize = size_of::<State>() + 20;
+
+/// State in this process' memory, within a fixed number of bytes.
+pub struct Memory {
+    limits: Arc<Limits>,
+    shards: Box<[Padded]>,
+    shift: u32,
+    room: Room,
+    max_bytes: usize,
+    hand: AtomicUsize,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("max_bytes", &self.max_bytes).finish_non_exhaustive()
+    }
+}
+
+/// A shard on cache lines of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Padded(Lock<Shard>);
+
+/// What a memory store holds and has had to let go. Counters run from the store's making.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Entries: one for each key under each limit.
+    pub entries: usize,
+    /// Bytes in use.
+    pub bytes: usize,
+    /// The configured most.
+    pub max_bytes: usize,
+    /// Evicted entries that had used part of their limit.
+    pub evicted_used: u64,
+    /// Evicted entries whose limit was full.
+    pub evicted_full: u64,
+    /// Evicted entries under a block.
+    pub evicted_blocked: u64,
+    /// Answers that told a new key to share.
+    pub shared: u64,
+}
+
+impl MemoryStats {
+    /// Evicted entries that still counted.
+    pub fn evicted_live(&self) -> u64 {
+        self.evicted_used + self.evicted_full + self.evicted_blocked
+    }
+}
+
+impl Memory {
+    /// The bound when nothing else is said: 64 MiB.
+    pub const MAX_BYTES: usize = 64 << 20;
+
+    /// A store for these limits within `max_bytes`. Less than 1 MiB counts as 1 MiB.
+    ///
+    /// Beyond the bound comes one fixed cost: the shards themselves, 256 bytes for each MiB.
+    pub fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
+        let max_bytes = max_bytes.max(1 << 20);
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let shards = (max_bytes / SHARD_BYTES).max(processors * SHARDS_PER_PROCESSOR);
+        let bits = shards.ilog2().min(MAX_SHARD_BITS);
+        let bytes = max_bytes >> bits;
+        let plain = limits.iter().all(|(_, limit)| matches!(limit.kind(), Kind::Rate(_)) && limit.penalty().is_none());
+        // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
+        let table = if plain { bytes } else { bytes / 3 };
+        let room = Room {
+            homes: Table::homes_in(table),
+            states: bytes - table,
+            blocked: bytes / 2 / BLOCKED_BYTES,
+        };
+        let shards = (0..1_usize << bits).map(|_| Padded::default()).collect();
+        Self { limits, shards, shift: 64 - bits, room, max_bytes, hand: AtomicUsize::new(0) }
+    }
+
+    /// What the store holds and has had to let go. Visits every shard.
+    pub fn stats(&self) -> MemoryStats {
+        let mut stats = MemoryStats { max_bytes: self.max_bytes, ..MemoryStats::default() };
+        for shard in &self.shards {
+            let shard = shard.0.lock();
+            let tally = shard.tally();
+            stats.entries += shard.len();
+            stats.bytes += shard.bytes();
+            stats.evicted_used += tally.evicted_used;
+            stats.evicted_full += tally.evicted_full;
+            stats.evicted_blocked += tally.evicted_blocked;
+            stats.shared += tally.shared;
+        }
+        stats
+    }
+
+    /// Looks over the next `slots` slots and forgets what is idle: for a timer, so that a store which nobody asks
+    /// gives its memory back too.
+    pub fn sweep(&self, slots: usize, now: Time) {
+        let about = self.about();
+        let each = slots.div_ceil(self.shards.len()).max(64);
+        for _ in 0..slots.div_ceil(each) {
+            let at = self.hand.fetch_add(1, Ordering::Relaxed) % self.shards.len();
+            self.shards[at].0.lock().sweep(each, now, &about);
+        }
+    }
+
+    /// Takes `op.cost` of one limit, without the batch around it.
+    #[inline]
+    pub fn take(&self, op: &Op, now: Time) -> Outcome {
+        let Some(limit) = self.limits.get(op.limit) else { return Outcome::plain(Verdict::Admitted, now) };
+        let shard = self.shard(op.key);
+        let mut held = Held { store: self, about: self.about(), shards: ArrayVec::new() };
+        held.shards.push((shard, self.shards[shard].0.lock()));
+        batch::take(op, limit, 0, &mut held, now)
+    }
+
+    /// [`Memory::take`] where only the wait is asked for: when the call has room, `now` if that is at once and the
+    /// cost was taken.
+    #[inline]
+    pub fn turn(&self, op: &Op, now: Time) -> Time {
+        match self.limits.get(op.limit) {
+            Some(limit) if limit.penalty().is_none() && let Kind::Rate(rate) = limit.kind() => {
+                self.shards[self.shard(op.key)].0.lock().turn(op, rate, now, &self.about())
+            }
+            _ => self.take(op, now).retry_at,
+        }
+    }
+
+    fn about(&self) -> About<'_> {
+        About { limits: &self.limits, room: self.room }
+    }
+
+    #[inline]
+    fn shard(&self, key: Key) -> usize {
+        (key.lo() >> self.shift) as usize
+    }
+}
+
+impl Store for Memory {
+    type Later = Ready<Result<Outcomes, StoreError>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        &self.limits
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        Answer::Ready(self.apply_now(batch, now))
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.apply_now(batch, now);
+    }
+}
+
+impl Immediate for Memory {
+    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
+        let mut wanted = ArrayVec::<usize, MAX_OPS>::new();
+        for op in batch.ops() {
+            let shard = self.shard(op.key);
+            if !wanted.contains(&shard) {
+                wanted.push(shard);
+            }
+        }
+        // Always in the same order, so that two batches never wait for each other.
+        wanted.sort_unstable();
+        let mut held = Held {
+            store: self,
+            about: self.about(),
+            shards: wanted.iter().map(|&shard| (shard, self.shards[shard].0.lock())).collect(),
+        };
+        settle(batch, &self.limits, &mut held, now)
+    }
+}
+
+/// The shards that a batch has locked.
+struct Held<'a> {
+    store: &'a Memory,
+    about: About<'a>,
+    shards: ArrayVec<(usize, LockGuard<'a, Shard>), MAX_OPS>,
+}
+
+impl Held<'_> {
+    #[inline]
+    fn shard(&mut self, op: &Op) -> &mut Shard {
+        let wanted = self.store.shard(op.key);
+        let held = self.shards.iter_mut().find(|(shard, _)| *shard == wanted);
+        &mut held.expect("invariant: every operation's shard was locked").1
+    }
+}
+
+impl Cells for Held<'_> {
+    #[inline]
+    fn judge(&mut self, _: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome {
+        let about = self.about;
+        self.shard(op).judge(op, limit, holder, now, &about)
+    }
+
+    #[inline]
+    fn charge(&mut self, _: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome) {
+        let about = self.about;
+        self.shard(op).charge(op, limit, holder, now, outcome, &about);
+    }
+
+    fn strike(&mut self, _: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome) {
+        let about = self.about;
+        self.shard(op).strike(op, limit, now, outcome, &about);
+    }
+
+    fn alter(&mut self, _: usize, op: &Op, _: &Limit, now: Time, change: &mut dyn FnMut(&mut State)) {
+        let about = self.about;
+        self.shard(op).alter_existing(op, now, &about, change);
+    }
+
+    fn forget(&mut self, _: usize, op: &Op) {
+        self.shard(op).forget(op);
+    }
+}

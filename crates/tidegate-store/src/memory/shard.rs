@@ -1,0 +1,508 @@
+//! One shard: a table of tags, the states that don't fit into a word, and what must go when there is no room.
+
+use tidegate_core::batch::{Op, Outcome, Verdict};
+use tidegate_core::penalty::Record;
+use tidegate_core::rate::Arrival;
+use tidegate_core::state::Usage;
+use tidegate_core::window::Log;
+use tidegate_core::{Kind, Limit, LimitId, Limits, Rate, Span, State, Time};
+
+use super::table::{Place, Slot, Table};
+
+/// How many slots an insertion looks over for idle entries.
+const SWEPT_PER_INSERT: usize = 4;
+/// How many entries compete to be evicted.
+const CANDIDATES: usize = 24;
+/// How long a count of blocked entries is trusted.
+const RECOUNT: Span = Span::from_secs(1);
+
+/// What a slot's word says. Most keys are seen once or are plain rates; they need no state of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Word {
+    /// A rate's arrival time, with a clean record.
+    Arrival(Arrival),
+    /// A window that admitted one call of cost 1 at this moment, with a clean record.
+    Once(Time),
+    /// The state at this index.
+    State(u32),
+}
+
+const ONCE: u64 = 1 << 62;
+const STATE: u64 = 2 << 62;
+const PAYLOAD: u64 = (1 << 62) - 1;
+
+impl Word {
+    #[inline]
+    fn unpack(word: u64) -> Self {
+        match word & !PAYLOAD {
+            0 => Self::Arrival(Arrival::from_bits(word)),
+            ONCE => Self::Once(Time::from_micros(word & PAYLOAD)),
+            _ => Self::State((word & PAYLOAD) as u32),
+        }
+    }
+
+    #[inline]
+    fn pack(self) -> u64 {
+        match self {
+            Self::Arrival(arrival) => arrival.to_bits(),
+            Self::Once(at) => ONCE | at.as_micros(),
+            Self::State(index) => STATE | u64::from(index),
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Cell {
+    Free { next: Option<u32> },
+    Used(State),
+}
+
+/// How many bytes a shard's parts may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Homes of the table.
+    pub homes: usize,
+    /// Bytes of states, with what they hold outside themselves.
+    pub states: usize,
+    /// Blocked entries from which on new keys must share.
+    pub blocked: usize,
+}
+
+/// What happened in a shard that somebody should know.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tally {
+    pub evicted_used: u64,
+    pub evicted_full: u64,
+    pub evicted_blocked: u64,
+    pub shared: u64,
+}
+
+/// How much an entry would be missed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Worth {
+    Idle,
+    /// With the thousandths of its limit that are used.
+    Used(u64),
+    Full,
+    /// With the time that its block has left.
+    Blocked(Span),
+}
+
+/// The table comes first, so that it shares a cache line with the lock.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(super) struct Shard {
+    table: Table,
+    cells: Vec<Cell>,
+    free: Option<u32>,
+    heap: usize,
+    hand: usize,
+    blocked: usize,
+    counted_at: Time,
+    tally: Tally,
+}
+
+/// The tag of a key under a limit: 52 bits of the key, then the limit. The key leads, so that all limits of one
+/// client lie side by side.
+#[inline]
+pub(super) fn tag(op: &Op) -> u64 {
+    op.key.lo() << 12 | u64::from(op.limit.get())
+}
+
+fn limit_of(limits: &Limits, tag: u64) -> Option<&Limit> {
+    limits.get(LimitId::from_index((tag as usize & 0xfff).checked_sub(1)?)?)
+}
+
+impl Shard {
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.table.bytes() + self.cells.capacity() * size_of::<Cell>() + self.heap
+    }
+
+    pub(super) fn tally(&self) -> Tally {
+        self.tally
+    }
+
+    #[inline]
+    fn find(&self, tag: u64) -> Option<usize> {
+        if self.table.homes() == 0 {
+            return None;
+        }
+        match self.table.find(tag) {
+            Place::Found(at) => Some(at),
+            Place::Vacant(_) => None,
+        }
+    }
+
+    #[inline]
+    pub(super) fn judge(&mut self, op: &Op, limit: &Limit, holder: u64, now: Time, about: &About<'_>) -> Outcome {
+        match self.find(tag(op)) {
+            None => {
+                if !op.must_fit && self.is_crowded(now, about) {
+                    self.tally.shared += 1;
+                    return Outcome::plain(Verdict::NoRoom, now);
+                }
+                match limit.kind() {
+                    Kind::Rate(rate) => Outcome::of(rate.look(Arrival::default(), op.cost, now), now),
+                    _ => State::default().judge(limit, op.cost, holder, now),
+                }
+            }
+            Some(at) => match (Word::unpack(self.table.word(at)), limit.kind()) {
+                (Word::Arrival(arrival), Kind::Rate(rate)) => Outcome::of(rate.look(arrival, op.cost, now), now),
+                (Word::State(index), _) => self.state(index).judge(limit, op.cost, holder, now),
+                (word, _) => Self::unfold(word).judge(limit, op.cost, holder, now),
+            },
+        }
+    }
+
+    /// A take of a plain rate, answered with when it has room.
+    #[inline]
+    pub(super) fn turn(&mut self, op: &Op, rate: &Rate, now: Time, about: &About<'_>) -> Time {
+        let tag = tag(op);
+        let found = self.find(tag);
+        let arrival = match found {
+            Some(at) => Arrival::from_bits(self.table.word(at)),
+            None => Arrival::default(),
+        };
+        let retry_at = rate.retry_at(arrival, op.cost, now);
+        if retry_at <= now {
+            let word = Word::Arrival(rate.charge(arrival, op.cost, now));
+            match found {
+                Some(at) => self.table.set_word(at, word.pack()),
+                None => self.insert(tag, word, now, about),
+            }
+        }
+        retry_at
+    }
+
+    /// The state that a word stands for.
+    fn unfold(word: Word) -> State {
+        match word {
+            Word::Arrival(arrival) => State::new(Usage::Rate(arrival), Record::default()),
+            Word::Once(at) => State::new(Usage::Window(Log::once(at, 1)), Record::default()),
+            Word::State(_) => State::default(),
+        }
+    }
+
+    fn state(&mut self, index: u32) -> &mut State {
+        match &mut self.cells[index as usize] {
+            Cell::Used(state) => state,
+            Cell::Free { .. } => unreachable!("invariant: a word of the table names a used cell"),
+        }
+    }
+
+    #[inline]
+    pub(super) fn charge(
+        &mut self,
+        op: &Op,
+        limit: &Limit,
+        holder: u64,
+        now: Time,
+        outcome: &mut Outcome,
+        about: &About<'_>,
+    ) {
+        let found = self.find(tag(op));
+        let word = found.map(|at| Word::unpack(self.table.word(at)));
+        let folded = match (limit.kind(), word) {
+            (Kind::Rate(rate), None | Some(Word::Arrival(_))) => {
+                let before = if let Some(Word::Arrival(arrival)) = word { arrival } else { Arrival::default() };
+                let arrival = rate.charge(before, op.cost, now);
+                outcome.spend(op.cost);
+                outcome.reset_at = arrival.idle_at();
+                Some(Word::Arrival(arrival))
+            }
+            (Kind::Window(window), None | Some(Word::Once(_))) if op.cost == 1 => {
+                let fresh = match word {
+                    Some(Word::Once(at)) => now.since(at) >= window.window(),
+                    _ => true,
+                };
+                if fresh {
+                    outcome.spend(1);
+                    outcome.reset_at = now + window.window();
+                }
+                fresh.then_some(Word::Once(now))
+            }
+            _ => None,
+        };
+        match (folded, found) {
+            (Some(word), Some(at)) => self.table.set_word(at, word.pack()),
+            (Some(word), None) => self.insert(tag(op), word, now, about),
+            (None, _) => self.alter(op, now, about, |state| state.charge(limit, op.cost, holder, now, outcome)),
+        }
+    }
+
+    pub(super) fn strike(&mut self, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome, about: &About<'_>) {
+        if limit.penalty().is_none() || outcome.retry_at.is_never() {
+            return;
+        }
+        let counted_at = self.counted_at;
+        let mut newly_blocked = false;
+        self.alter(op, now, about, |state| {
+            newly_blocked = state.record().strikes == 0 || state.record().until <= counted_at;
+            state.strike(limit, op.cost, now, outcome);
+        });
+        self.blocked += usize::from(newly_blocked);
+    }
+
+    /// Runs `change` on the key's whole state, making one if need be.
+    pub(super) fn alter(&mut self, op: &Op, now: Time, about: &About<'_>, change: impl FnOnce(&mut State)) {
+        let tag = tag(op);
+        if let Some(at) = self.find(tag) {
+            let word = Word::unpack(self.table.word(at));
+            if let Word::State(index) = word {
+                if self.change(index, change) {
+                    self.make_room(0, tag, now, about);
+                }
+            } else {
+                let mut state = Self::unfold(word);
+                change(&mut state);
+                let index = self.allocate(state, tag, now, about);
+                // Making room may have moved the entry.
+                if let Some(at) = self.find(tag) {
+                    self.table.set_word(at, Word::State(index).pack());
+                }
+            }
+        } else {
+            let mut state = State::default();
+            change(&mut state);
+            let index = self.allocate(state, tag, now, about);
+            self.insert(tag, Word::State(index), now, about);
+        }
+    }
+
+    /// Runs `change` on the key's state if there is one.
+    pub(super) fn alter_existing(&mut self, op: &Op, now: Time, about: &About<'_>, change: impl FnOnce(&mut State)) {
+        if self.find(tag(op)).is_some() {
+            self.alter(op, now, about, change);
+        }
+    }
+
+    pub(super) fn forget(&mut self, op: &Op) {
+        if let Some(at) = self.find(tag(op)) {
+            self.remove(at);
+        }
+    }
+
+    /// Runs `change` on a state; true if it holds more memory than before.
+    fn change(&mut self, index: u32, change: impl FnOnce(&mut State)) -> bool {
+        let state = self.state(index);
+        let before = state.heap_bytes();
+        change(state);
+        let after = state.heap_bytes();
+        self.heap = self.heap + after - before;
+        after > before
+    }
+
+    fn insert(&mut self, tag: u64, word: Word, now: Time, about: &About<'_>) {
+        self.sweep(SWEPT_PER_INSERT, now, about);
+        let slot = Slot { tag, word: word.pack() };
+        // Each turn either makes the table larger or takes an entry out; the table of a store with room for
+        // anything has room for one.
+        for _ in 0..=self.table.slots().len() + 1 {
+            let homes = self.table.homes();
+            if homes > 0
+                && let Place::Vacant(at) = self.table.find(tag)
+                && self.table.insert(at, slot) == Ok(())
+            {
+                return;
+            }
+            if homes < about.room.homes {
+                self.table.rebuild((homes + homes / 4 + 4).min(about.room.homes));
+            } else if !self.evict(tag, false, now, about) {
+                break;
+            }
+        }
+        self.free_cell(word);
+    }
+
+    fn allocate(&mut self, state: State, tag: u64, now: Time, about: &About<'_>) -> u32 {
+        self.make_room(size_of::<Cell>() + state.heap_bytes(), tag, now, about);
+        self.heap += state.heap_bytes();
+        match self.free {
+            Some(index) => {
+                let cell = &mut self.cells[index as usize];
+                self.free = if let Cell::Free { next } = cell { *next } else { None };
+                *cell = Cell::Used(state);
+                index
+            }
+            None => {
+                if self.cells.len() == self.cells.capacity() {
+                    self.cells.reserve_exact(self.cells.len() / 4 + 4);
+                }
+                self.cells.push(Cell::Used(state));
+                (self.cells.len() - 1) as u32
+            }
+        }
+    }
+
+    fn free_cell(&mut self, word: Word) {
+        if let Word::State(index) = word {
+            let cell = &mut self.cells[index as usize];
+            if let Cell::Used(state) = cell {
+                self.heap -= state.heap_bytes();
+            }
+            *cell = Cell::Free { next: self.free };
+            self.free = Some(index);
+        }
+    }
+
+    fn remove(&mut self, at: usize) {
+        let word = Word::unpack(self.table.word(at));
+        self.free_cell(word);
+        self.table.remove(at);
+        if self.table.len() == 0 {
+            self.table = Table::default();
+            self.cells = Vec::new();
+            self.free = None;
+        }
+    }
+
+    /// Evicts states until `more` bytes fit beside those in use; a free cell counts as room.
+    fn make_room(&mut self, more: usize, tag: u64, now: Time, about: &About<'_>) {
+        for _ in 0..self.table.len() {
+            let spare = self.free.is_some() || self.cells.len() < self.cells.capacity();
+            let cells = if more == 0 || spare { 0 } else { self.cells.len() / 4 + 4 };
+            let held = (self.cells.capacity() + cells) * size_of::<Cell>() + self.heap;
+            let grown = more.saturating_sub(size_of::<Cell>());
+            if held + grown <= about.room.states || !self.evict(tag, true, now, about) {
+                return;
+            }
+        }
+    }
+
+    /// Takes out the entry that will be missed least among a few, sparing every entry of the client that asks.
+    fn evict(&mut self, tag: u64, states_only: bool, now: Time, about: &About<'_>) -> bool {
+        let slots = self.table.slots().len();
+        let mut best: Option<(Worth, usize)> = None;
+        let mut seen = 0;
+        for step in 0..slots {
+            let at = (self.hand + step) % slots;
+            let slot = self.table.slots()[at];
+            let word = Word::unpack(slot.word);
+            if slot.tag == 0 || slot.tag >> 12 == tag >> 12 || (states_only && !matches!(word, Word::State(_))) {
+                continue;
+            }
+            let worth = self.worth(slot, now, about.limits);
+            if best.is_none_or(|(least, _)| worth < least) {
+                best = Some((worth, at));
+            }
+            seen += 1;
+            let only_blocks = matches!(best, Some((Worth::Blocked(_), _)));
+            if worth == Worth::Idle || (seen >= CANDIDATES && !only_blocks) {
+                break;
+            }
+        }
+        let Some((worth, at)) = best else { return false };
+        match worth {
+            Worth::Idle => {}
+            Worth::Used(_) => self.tally.evicted_used += 1,
+            Worth::Full => self.tally.evicted_full += 1,
+            Worth::Blocked(_) => self.tally.evicted_blocked += 1,
+        }
+        self.hand = at;
+        self.remove(at);
+        true
+    }
+
+    fn worth(&mut self, slot: Slot, now: Time, limits: &Limits) -> Worth {
+        let Some(limit) = limit_of(limits, slot.tag) else { return Worth::Idle };
+        let word = Word::unpack(slot.word);
+        let mut unfolded;
+        let state = match word {
+            Word::State(index) => self.state(index),
+            _ => {
+                unfolded = Self::unfold(word);
+                &mut unfolded
+            }
+        };
+        if state.idle_at(limit) <= now {
+            return Worth::Idle;
+        }
+        let block = state.record().until;
+        if block > now {
+            return Worth::Blocked(block.since(now));
+        }
+        let outcome = state.judge(limit, 0, 0, now);
+        match outcome.remaining {
+            0 => Worth::Full,
+            _ => Worth::Used(outcome.used.saturating_mul(1000) / outcome.limit.max(1)),
+        }
+    }
+
+    /// Whether blocked entries fill their half, so that new keys must share.
+    fn is_crowded(&mut self, now: Time, about: &About<'_>) -> bool {
+        if self.blocked < about.room.blocked {
+            return false;
+        }
+        if now.since(self.counted_at) >= RECOUNT || now < self.counted_at {
+            self.blocked = self.cells.iter().filter(|cell| matches!(cell, Cell::Used(state) if state.record().blocks(now))).count();
+            self.counted_at = now;
+        }
+        self.blocked >= about.room.blocked
+    }
+
+    /// Looks over the next `slots` slots and takes out what is idle.
+    pub(super) fn sweep(&mut self, slots: usize, now: Time, about: &About<'_>) {
+        for _ in 0..slots {
+            if self.hand >= self.table.slots().len() {
+                self.hand = 0;
+                self.shrink();
+            }
+            let Some(&slot) = self.table.slots().get(self.hand) else { return };
+            if slot.tag != 0 && self.is_idle(slot, now, about.limits) {
+                self.remove(self.hand);
+            } else {
+                self.hand += 1;
+            }
+        }
+    }
+
+    #[inline]
+    fn is_idle(&self, slot: Slot, now: Time, limits: &Limits) -> bool {
+        let Some(limit) = limit_of(limits, slot.tag) else { return true };
+        match (Word::unpack(slot.word), limit.kind()) {
+            (Word::Arrival(arrival), _) => arrival.idle_at() <= now,
+            (Word::Once(at), Kind::Window(window)) => now.since(at) >= window.window(),
+            (Word::Once(_), _) => true,
+            (Word::State(index), _) => match &self.cells[index as usize] {
+                Cell::Used(state) => state.idle_at(limit) <= now,
+                Cell::Free { .. } => true,
+            },
+        }
+    }
+
+    /// Gives memory back when most of the table, or most of the cells, is empty.
+    fn shrink(&mut self) {
+        let homes = self.table.homes();
+        if homes > 64 && self.table.len() * 4 < homes {
+            self.table.rebuild(self.table.len() * 2);
+        }
+        let unused = self.cells.iter().filter(|cell| matches!(cell, Cell::Free { .. })).count();
+        if unused > 64 && unused * 4 > self.cells.len() * 3 {
+            let used = Vec::with_capacity(self.cells.len() - unused);
+            let mut cells = std::mem::replace(&mut self.cells, used);
+            self.free = None;
+            for at in 0..self.table.slots().len() {
+                let slot = self.table.slots()[at];
+                if slot.tag != 0
+                    && let Word::State(index) = Word::unpack(slot.word)
+                {
+                    let cell = std::mem::replace(&mut cells[index as usize], Cell::Free { next: None });
+                    self.cells.push(cell);
+                    self.table.set_word(at, Word::State((self.cells.len() - 1) as u32).pack());
+                }
+            }
+        }
+    }
+}
+
+/// What a shard must know of the store it is part of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct About<'a> {
+    pub limits: &'a Limits,
+    pub room: Room,
+}
+

@@ -1,0 +1,58 @@
+//! The memory store answers as every store must.
+
+use std::sync::Arc;
+
+use tidegate_core::{Batch, Kind, Limit, Limits, Op, Rate, Span, Verb};
+use tidegate_store::{Immediate, Memory};
+use tidegate_testkit::conformance::{Effort, conform};
+use tidegate_testkit::world::{Wanted, World};
+use tidegate_testkit::{desk, dice, property};
+
+fn memory(limits: Arc<Limits>) -> Memory {
+    Memory::new(limits, Memory::MAX_BYTES)
+}
+
+#[test]
+fn memory_conforms() {
+    conform(&memory, &Effort::default()).unwrap();
+}
+
+/// The shorter ways in answer as a batch of one does.
+#[test]
+fn short_cuts_agree_with_batches() {
+    property::check(dice::count(400, 8_000), 800, |dice| {
+        let mut world = World::new(dice, Wanted::Plain);
+        let (whole, short) = (memory(Arc::clone(world.limits())), memory(Arc::clone(world.limits())));
+        let turns = memory(Arc::clone(world.limits()));
+        while !world.dice().exhausted() {
+            let now = world.pass_time();
+            let call = world.call();
+            let mut batch = Batch::new(0);
+            batch.push(call.ops()[0]).map_err(|full| full.to_string())?;
+            let outcomes = whole.apply_now(&batch, now);
+            let (expected, found) = (outcomes.list()[0], short.take(&call.ops()[0], now));
+            if found != expected {
+                return Err(format!("take answered {found:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
+            }
+            let turn = turns.turn(&call.ops()[0], now);
+            if turn != expected.retry_at {
+                return Err(format!("turn answered {turn:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
+            }
+            world.heard(&outcomes);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_turn_is_not_locked_out_by_a_clock_that_jumped() {
+    let rate = Rate::new(1, Span::from_secs(60), 1).unwrap();
+    let limits = Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap();
+    let store = memory(Arc::new(limits));
+    let op = Op::new(desk::id(0), Verb::Take, desk::key(1), 1);
+    let year_on = desk::at(0) + Span::from_secs(365 * 86_400);
+    assert_eq!(store.turn(&op, year_on), year_on);
+    let told = store.turn(&op, desk::at(0));
+    assert!(told <= desk::at(60_000), "{told:?}");
+    assert_eq!(store.turn(&op, told), told);
+}

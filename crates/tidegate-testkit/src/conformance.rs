@@ -1,0 +1,189 @@
+//! What every store must pass, whatever it keeps its state in.
+//!
+//! A store comes with a [`Backend`], which opens it empty and, where that can be done, tells it the time. A closure
+//! that makes a store from its limits is one already:
+//!
+//! ```
+//! use tidegate_testkit::conformance::{Effort, conform};
+//! use tidegate_testkit::reference::ReferenceStore;
+//!
+//! let effort = Effort { batches: 1_000, tasks: 4, calls: 100, seed: 1 };
+//! conform(&ReferenceStore::new, &effort).unwrap();
+//! ```
+
+mod concurrent;
+mod random;
+
+use std::fmt;
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use tidegate_core::{Batch, Key, LimitId, Limits, Op, Outcomes, Time, Verb, Verdict};
+use tidegate_store::{Answer, Store};
+
+use crate::dice;
+
+/// How to get a store of this kind.
+pub trait Backend: Sync {
+    /// The store.
+    type Store: Store;
+
+    /// An empty store of its own: two stores that were opened share nothing.
+    fn open(&self, limits: Arc<Limits>) -> Self::Store;
+
+    /// Tells the store the time. False, if it goes by a clock that can't be told; the suite then takes the time from
+    /// its answers and leaves out what needs time to pass. By default the store goes by the `now` of each batch.
+    fn set_now(&self, store: &Self::Store, now: Time) -> bool {
+        let _ = (store, now);
+        true
+    }
+
+    /// Waits for an answer. By default the thread sleeps until it is there; a store that needs a runtime waits on
+    /// that.
+    fn wait<F: Future>(&self, answer: F) -> F::Output {
+        block_on(answer)
+    }
+}
+
+impl<S: Store, F: Fn(Arc<Limits>) -> S + Sync> Backend for F {
+    type Store = S;
+
+    fn open(&self, limits: Arc<Limits>) -> S {
+        self(limits)
+    }
+}
+
+/// How much to try.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Random batches in all.
+    pub batches: u32,
+    /// Threads that call at once.
+    pub tasks: u32,
+    /// Calls of each.
+    pub calls: u32,
+    /// Where random choices start.
+    pub seed: u64,
+}
+
+impl Default for Effort {
+    /// For a store in memory: 100,000 random batches (a million where `TIDEGATE_FULL=1`), and 64 × 5,000 calls.
+    fn default() -> Self {
+        Self { batches: dice::count(100_000, 1_000_000), tasks: 64, calls: 5_000, seed: dice::seed() }
+    }
+}
+
+/// What a store got wrong.
+#[derive(Clone)]
+pub struct Failure {
+    check: &'static str,
+    seed: u64,
+    what: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}\n  repeat with TIDEGATE_SEED={}", self.check, self.what, self.seed)
+    }
+}
+
+impl fmt::Debug for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// Runs every check.
+///
+/// # Errors
+/// The first [`Failure`].
+pub fn conform<B: Backend>(backend: &B, effort: &Effort) -> Result<(), Failure> {
+    type Check<B> = fn(&B, &Effort) -> Result<(), String>;
+    let checks: [(&str, Check<B>); 8] = [
+        ("random batches against the model", random::batches::<B>),
+        ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
+        ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
+        ("all or nothing over three keys", concurrent::all_or_nothing::<B>),
+        ("permits", concurrent::permits::<B>),
+        ("peeking changes nothing", random::peek::<B>),
+        ("resetting", random::reset::<B>),
+        ("a clock that jumps a year and back", random::jump::<B>),
+    ];
+    for (check, run) in checks {
+        run(backend, effort).map_err(|what| Failure { check, seed: effort.seed, what })?;
+    }
+    Ok(())
+}
+
+/// A store under test, to be asked plainly.
+struct Subject<'a, B: Backend> {
+    backend: &'a B,
+    store: B::Store,
+}
+
+impl<'a, B: Backend> Subject<'a, B> {
+    fn open(backend: &'a B, limits: &Arc<Limits>) -> Self {
+        Self { backend, store: backend.open(Arc::clone(limits)) }
+    }
+
+    fn set_now(&self, now: Time) -> bool {
+        self.backend.set_now(&self.store, now)
+    }
+
+    fn ask(&self, batch: &Batch, now: Time) -> Result<Outcomes, String> {
+        match self.store.apply(batch, now) {
+            Answer::Ready(outcomes) => Ok(outcomes),
+            Answer::Later(answer) => self.backend.wait(answer).map_err(|error| error.to_string()),
+        }
+    }
+
+    /// One operation of cost 1 for each key.
+    fn one(&self, verb: Verb, holder: u64, keys: &[(LimitId, Key)], now: Time) -> Result<Outcomes, String> {
+        let mut batch = Batch::new(holder);
+        for &(limit, key) in keys {
+            batch.push(Op::new(limit, verb, key, 1)).map_err(|full| full.to_string())?;
+        }
+        self.ask(&batch, now)
+    }
+}
+
+fn passes(outcomes: &Outcomes) -> bool {
+    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
+}
+
+fn verdicts(outcomes: &Outcomes) -> Vec<Verdict> {
+    outcomes.list().iter().map(|outcome| outcome.verdict).collect()
+}
+
+fn expect<T: PartialEq + fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
+    if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
+}
+
+/// The moment at which the checks start, for stores that can be told.
+fn start() -> Time {
+    Time::from_secs(1_700_000_000)
+}
+
+/// Waits for a future on this thread.
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Where random tests draw from: a seeded generator, or a tape of words that a shrinking test runner can shorten.
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+/// A source of choices. The same seed or tape makes the same choices on every machine of one word size.
+#[derive(Clone, Debug)]
+pub struct Dice {
+    words: Words,
+}
+
+#[derive(Clone, Debug)]
+enum Words {
+    Seeded(Box<SmallRng>),
+    Tape { words: Vec<u64>, at: usize },
+}
+
+impl Dice {
+    /// Endless choices from a seed.
+    pub fn seeded(seed: u64) -> Self {
+        Self { words: Words::Seeded(Box::new(SmallRng::seed_from_u64(seed))) }
+    }
+
+    /// Choices from a tape; past its end every draw is 0, which is always the first choice.
+    pub fn tape(words: Vec<u64>) -> Self {
+        Self { words: Words::Tape { words, at: 0 } }
+    }
+
+    /// Whether a tape is used up; a seed never is.
+    pub fn exhausted(&self) -> bool {
+        matches!(&self.words, Words::Tape { words, at } if *at >= words.len())
+    }
+
+    /// 64 random bits.
+    pub fn word(&mut self) -> u64 {
+        match &mut self.words {
+            Words::Seeded(rng) => rng.next_u64(),
+            Words::Tape { words, at } => {
+                let word = words.get(*at).copied().unwrap_or(0);
+                *at += 1;
+                word
+            }
+        }
+    }
+
+    /// A number below `end`; 0 if `end` is 0.
+    pub fn below(&mut self, end: u64) -> u64 {
+        ((u128::from(self.word()) * u128::from(end)) >> 64) as u64
+    }
+
+    /// A number from `low` to `high`, both included.
+    pub fn between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high.saturating_sub(low).saturating_add(1))
+    }
+
+    /// True `percent` times in a hundred.
+    pub fn percent(&mut self, percent: u64) -> bool {
+        // Turned round, so that the zeros past a tape's end say no.
+        self.below(100) >= 100 - percent.min(100)
+    }
+
+    /// One of the choices.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len() as u64) as usize]
+    }
+}
+
+/// The seed of a run: `TIDEGATE_SEED` where it is set to a number, a new one each time where `TIDEGATE_FULL` is set,
+/// else always the same. Tests print it when they fail.
+pub fn seed() -> u64 {
+    let given = std::env::var("TIDEGATE_SEED").ok().and_then(|text| text.parse().ok());
+    given.unwrap_or_else(|| if full() { fresh() } else { 0x7469_6465 })
+}
+
+/// Whether `TIDEGATE_FULL` asks for the long counts.
+pub fn full() -> bool {
+    std::env::var_os("TIDEGATE_FULL").is_some_and(|value| value == "1")
+}
+
+/// `quick`, or `thorough` where `TIDEGATE_FULL` asks for it.
+pub fn count(quick: u32, thorough: u32) -> u32 {
+    if full() { thorough } else { quick }
+}
+
+fn fresh() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(0)
+}

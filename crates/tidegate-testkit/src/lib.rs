@@ -1,0 +1,13 @@
+//! What Tidegate's tests share: a naive model of its semantics, a conformance suite that every store passes, a
+//! reference store, and bad clocks.
+//!
+//! A new store is held to the others by three lines: see [`conformance`].
+
+pub mod clock;
+pub mod conformance;
+pub mod desk;
+pub mod dice;
+pub mod model;
+pub mod property;
+pub mod reference;
+pub mod world;

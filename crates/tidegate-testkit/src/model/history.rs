@@ -1,0 +1,211 @@
+//! What happened to one key under one limit, and what follows from it.
+
+use tidegate_core::{Concurrency, Kind, Quota, Rate, Span, Time, Window};
+
+use super::Look;
+
+/// Something that happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    /// A call was admitted.
+    Taken { at: Time, cost: u64, holder: u64 },
+    /// A cost was given back.
+    Refunded { at: Time, cost: u64 },
+    /// A permit was given back.
+    Released { at: Time, holder: u64 },
+    /// A lease was lengthened.
+    Renewed { at: Time, holder: u64 },
+}
+
+/// All that happened, in order.
+#[derive(Clone, Debug, Default)]
+pub(super) struct History(Vec<Event>);
+
+impl History {
+    pub(super) fn push(&mut self, event: Event) {
+        self.0.push(event);
+    }
+
+    /// What was taken in the trailing `span`, whatever was given back.
+    pub(super) fn taken_within(&self, span: Span, now: Time) -> u64 {
+        let events = self.0.iter().filter_map(|event| match *event {
+            Event::Taken { at, cost, .. } if at + span > now => Some(cost),
+            _ => None,
+        });
+        events.sum()
+    }
+
+    /// What a call would meet if each event of a window counted `late` longer than it must.
+    pub(super) fn look(&self, kind: &Kind, cost: u64, holder: u64, now: Time, late: Span) -> Look {
+        match kind {
+            Kind::Window(window) => self.window(window, cost, now, window.window() + late),
+            Kind::Rate(rate) => self.rate(rate, cost, now),
+            Kind::Quota(quota) => self.quota(quota, cost, now),
+            Kind::Concurrency(concurrency) => self.concurrency(concurrency, cost, holder, now),
+        }
+    }
+
+    /// Whether `holder` has a permit.
+    pub(super) fn holds(&self, kind: &Kind, holder: u64, now: Time) -> bool {
+        let Kind::Concurrency(concurrency) = kind else { return false };
+        self.permits(concurrency, now).iter().any(|permit| permit.holder == holder)
+    }
+
+    /// The calls that count in a window: until `life` after they were made, and unless a refund, which takes the
+    /// oldest that count, took them.
+    fn counting(&self, life: Span, now: Time) -> Vec<(Time, u128)> {
+        let mut calls: Vec<(Time, u128)> = Vec::new();
+        for event in &self.0 {
+            match *event {
+                Event::Taken { at, cost, .. } => calls.push((at, u128::from(cost))),
+                Event::Refunded { at, cost } => {
+                    let mut rest = u128::from(cost);
+                    for (_, count) in calls.iter_mut().filter(|(made, _)| *made + life > at) {
+                        let back = rest.min(*count);
+                        *count -= back;
+                        rest -= back;
+                    }
+                }
+                _ => {}
+            }
+        }
+        calls.retain(|&(made, count)| made + life > now && count > 0);
+        calls
+    }
+
+    fn window(&self, window: &Window, cost: u64, now: Time, life: Span) -> Look {
+        let calls = self.counting(life, now);
+        let limit = u128::from(window.limit());
+        let used_at = |moment: Time| -> u128 {
+            calls.iter().filter(|(made, _)| *made + life > moment).map(|(_, count)| count).sum()
+        };
+        let room_at = |moment: Time| u128::from(cost) <= limit.saturating_sub(used_at(moment));
+        let frees = calls.iter().map(|&(made, _)| made + life);
+        let retry_at = if u128::from(cost) > limit {
+            Time::NEVER
+        } else {
+            std::iter::once(now).chain(frees.clone()).find(|&moment| room_at(moment)).unwrap_or(Time::NEVER)
+        };
+        Look {
+            fits: retry_at == now,
+            remaining: limit.saturating_sub(used_at(now)) as u64,
+            retry_at,
+            reset_at: frees.max().unwrap_or(now),
+        }
+    }
+
+    /// The virtual-scheduling form of GCRA in units of 1/1024 µs, to which the spacing is rounded up. What paroles
+    /// overdraw counts up to one more burst.
+    fn rate(&self, rate: &Rate, cost: u64, now: Time) -> Look {
+        let units = |time: Time| u128::from(time.as_micros()) * 1024;
+        let micros = |units: u128| Time::from_micros(units.div_ceil(1024) as u64);
+        let spacing = (u128::from(rate.per().as_micros()) * 1024).div_ceil(u128::from(rate.count()));
+        let burst = spacing * u128::from(rate.burst());
+        let mut arrival = 0;
+        for event in &self.0 {
+            match *event {
+                Event::Taken { at, cost, .. } => {
+                    arrival = arrival.max(units(at)) + spacing * u128::from(cost);
+                    arrival = arrival.min(units(at) + 2 * burst);
+                }
+                Event::Refunded { at, cost } => {
+                    arrival = arrival.saturating_sub(spacing * u128::from(cost)).max(units(at));
+                }
+                _ => {}
+            }
+        }
+        let arrival = arrival.max(units(now));
+        let need = spacing * u128::from(cost);
+        let free = (units(now) + burst).saturating_sub(arrival);
+        let fits = cost <= rate.burst() && need <= free;
+        let retry_at = if cost > rate.burst() {
+            Time::NEVER
+        } else if fits {
+            now
+        } else {
+            micros(arrival + need - burst)
+        };
+        Look { fits, remaining: (free / spacing) as u64, retry_at, reset_at: micros(arrival) }
+    }
+
+    fn quota(&self, quota: &Quota, cost: u64, now: Time) -> Look {
+        let this = quota.period(now);
+        let mut used = 0_u128;
+        for event in &self.0 {
+            match *event {
+                Event::Taken { at, cost, .. } if at >= this.start => used += u128::from(cost),
+                Event::Refunded { at, cost } if at >= this.start => used = used.saturating_sub(u128::from(cost)),
+                _ => {}
+            }
+        }
+        let remaining = u128::from(quota.limit()).saturating_sub(used);
+        let fits = u128::from(cost) <= remaining;
+        let retry_at = if cost > quota.limit() {
+            Time::NEVER
+        } else if fits {
+            now
+        } else {
+            this.end
+        };
+        Look { fits, remaining: remaining as u64, retry_at, reset_at: if used == 0 { now } else { this.end } }
+    }
+
+    fn permits(&self, concurrency: &Concurrency, now: Time) -> Vec<Permit> {
+        let mut permits: Vec<Permit> = Vec::new();
+        for event in &self.0 {
+            let (Event::Taken { at, .. }
+            | Event::Refunded { at, .. }
+            | Event::Released { at, .. }
+            | Event::Renewed { at, .. }) = *event;
+            permits.retain(|permit| permit.expires > at);
+            match *event {
+                Event::Taken { at, cost, holder } => {
+                    let expires = at + concurrency.lease();
+                    match permits.iter_mut().find(|permit| permit.holder == holder) {
+                        Some(permit) => permit.expires = expires,
+                        None => permits.push(Permit { holder, count: u128::from(cost), expires }),
+                    }
+                }
+                Event::Renewed { at, holder } => {
+                    for permit in permits.iter_mut().filter(|permit| permit.holder == holder) {
+                        permit.expires = at + concurrency.lease();
+                    }
+                }
+                Event::Released { holder, .. } => permits.retain(|permit| permit.holder != holder),
+                Event::Refunded { .. } => {}
+            }
+            permits.retain(|permit| permit.count > 0);
+        }
+        permits.retain(|permit| permit.expires > now);
+        permits
+    }
+
+    fn concurrency(&self, concurrency: &Concurrency, cost: u64, holder: u64, now: Time) -> Look {
+        let permits = self.permits(concurrency, now);
+        let limit = u128::from(concurrency.limit());
+        let used_at = |moment: Time| -> u128 {
+            permits.iter().filter(|permit| permit.expires > moment).map(|permit| permit.count).sum()
+        };
+        let mut moments: Vec<Time> = permits.iter().map(|permit| permit.expires).chain([now]).collect();
+        moments.sort_unstable();
+        let room = moments.into_iter().find(|&moment| used_at(moment) + u128::from(cost) <= limit);
+        let retry_at = if permits.iter().any(|permit| permit.holder == holder) {
+            now
+        } else {
+            room.unwrap_or(Time::NEVER)
+        };
+        Look {
+            fits: retry_at == now,
+            remaining: limit.saturating_sub(used_at(now)) as u64,
+            retry_at,
+            reset_at: permits.iter().map(|permit| permit.expires).max().unwrap_or(now),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Permit {
+    holder: u64,
+    count: u128,
+    expires: Time,
+}

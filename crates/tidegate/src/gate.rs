@@ -1,0 +1,372 @@
+//! Asking a store what a policy says of a call.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tidegate_core::admit::decide;
+use tidegate_core::{Batch, Clock, Decision, MAX_COST, Outcomes, Reason, Verb, Verdict};
+use tidegate_policy::{ActionId, KeyError, KeySeed, Listed, Plan, Policy, Query, UnknownAction};
+use tidegate_store::{Answer, Immediate, Memory, Store, StoreError};
+
+use crate::SystemClock;
+use crate::explain::Explanation;
+use crate::hold::Hold;
+use crate::report::{Permit, Report};
+
+/// Decides about inbound calls: a plan, a store, a clock. Cheap to clone; clones are the same gate.
+pub struct Gate<S = Memory, C = SystemClock>(Arc<Parts<S, C>>);
+
+struct Parts<S, C> {
+    plan: Arc<Plan>,
+    store: S,
+    clock: C,
+    seed: KeySeed,
+    holders: Holders,
+}
+
+impl<S, C> Clone for Gate<S, C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S, C> std::fmt::Debug for Gate<S, C> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gate").field("limits", &self.0.plan.limits().len()).finish_non_exhaustive()
+    }
+}
+
+/// Why a call could not be decided about. A refusal is a [`Decision`], never an error.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum CheckError {
+    /// The plan has no such action, and none named `default`.
+    #[error(transparent)]
+    UnknownAction(#[from] UnknownAction),
+    /// The call lacks a part that one of its limits counts by, or has it wrong.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    /// The cost is above 2^40.
+    #[error("a cost of {found} is above the largest, {MAX_COST}")]
+    Cost {
+        /// What the call said.
+        found: u64,
+    },
+    /// The store broke.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl Gate {
+    /// A gate whose state lives in this process' memory, within the policy's `store.max_bytes`.
+    pub fn new(policy: &Policy) -> Self {
+        Self::in_memory(policy, SystemClock::new())
+    }
+}
+
+impl<C: Clock> Gate<Memory, C> {
+    /// A gate in memory with a clock of your own: a [`ManualClock`](crate::clock::ManualClock) in tests.
+    pub fn in_memory(policy: &Policy, clock: C) -> Self {
+        let limits = Arc::new(policy.plan().limits().clone());
+        let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
+        Self::with(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, random_seed())
+    }
+}
+
+impl<S: Store, C: Clock> Gate<S, C> {
+    /// A gate of these parts. `seed` is random where the store is this process' own, and the same for every node
+    /// where it is shared; the store's limits must be the plan's.
+    pub fn with(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed) -> Self {
+        Self(Arc::new(Parts { plan, store, clock, seed, holders: Holders::new() }))
+    }
+
+    /// What this gate decides by.
+    pub fn plan(&self) -> &Plan {
+        &self.0.plan
+    }
+
+    /// Where its state lives.
+    pub fn store(&self) -> &S {
+        &self.0.store
+    }
+
+    /// What it tells the time by.
+    pub fn clock(&self) -> &C {
+        &self.0.clock
+    }
+
+    /// Which action a query means: the one it names, else the first that matches its method, host and path. `None`
+    /// meets only `inbound.global`.
+    ///
+    /// # Errors
+    /// It names one that the plan doesn't have.
+    pub fn action(&self, query: &Query<'_>) -> Result<Option<ActionId>, CheckError> {
+        match query.action {
+            Some(name) => Ok(Some(self.0.plan.find(name)?)),
+            None => Ok(self.0.plan.matching(query)),
+        }
+    }
+
+    /// Decides about a call and counts it: lists first, then penalties and limits, all or nothing.
+    ///
+    /// # Errors
+    /// The query is not one that the plan can decide about, or the store broke.
+    pub async fn check(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
+        self.check_as(self.action(query)?, query).await
+    }
+
+    /// [`Gate::check`] for an action that is already known.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn check_as(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Decision, CheckError> {
+        self.decide(action, query, Verb::Take).await
+    }
+
+    /// What a check would answer. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn status(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
+        self.decide(self.action(query)?, query, Verb::Peek).await
+    }
+
+    /// Every limit that a check would ask, with what is used, when it is free and what blocks it. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
+        let action = self.action(query)?;
+        let mut batch = self.batch(action, query, Verb::Peek, 0)?;
+        let outcomes = self.ask(query, &mut batch).await?;
+        let decision = self.listed(query).unwrap_or_else(|| decide(&batch, self.0.plan.limits(), &outcomes));
+        Ok(Explanation::new(self, action, &decision, &batch, &outcomes))
+    }
+
+    /// Forgets the caller under the action's own limits: usage, block and strikes. Other actions and the global limit
+    /// are left alone. Doing it again changes nothing.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn reset(&self, query: &Query<'_>) -> Result<(), CheckError> {
+        self.settle(query, Verb::Reset, 0).await.map(drop)
+    }
+
+    /// Gives back what an admitted call was charged, never beyond the capacity. Permits are given back by
+    /// [`Gate::release`].
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn refund(&self, query: &Query<'_>) -> Result<(), CheckError> {
+        self.settle(query, Verb::Refund, 0).await.map(drop)
+    }
+
+    /// Gives back the permit of a call that has ended; false if its lease had ended before, or it was given back
+    /// already.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn release(&self, query: &Query<'_>, permit: Permit) -> Result<bool, CheckError> {
+        self.settle(query, Verb::Release, permit.get()).await
+    }
+
+    /// Lengthens the lease of a call that still runs; false if it had ended.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn renew(&self, query: &Query<'_>, permit: Permit) -> Result<bool, CheckError> {
+        self.settle(query, Verb::Renew, permit.get()).await
+    }
+
+    /// Holds the permit that an admitted call was given, if its limits gave one, and gives it back when dropped.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub fn hold(
+        &self,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        decision: &Decision,
+    ) -> Result<Option<Hold<S, C>>, CheckError> {
+        let Some(permit) = decision.permit else { return Ok(None) };
+        let release = self.everywhere(action, query, Verb::Release, permit)?;
+        let renew = self.everywhere(action, query, Verb::Renew, permit)?;
+        Ok(Some(Hold::new(self.clone(), release, renew)))
+    }
+
+    /// A decision in the form that people and programs read; see [`Report`].
+    pub fn report(&self, decision: &Decision) -> Report {
+        Report::new(&self.0.plan, decision)
+    }
+
+    /// The batch under the caller's own keys and, in case the store had no room for those, under their parents' too.
+    fn everywhere(
+        &self,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        verb: Verb,
+        holder: u64,
+    ) -> Result<Batch, CheckError> {
+        let mut batch = self.batch(action, query, verb, holder)?;
+        let own = batch.clone();
+        for mut op in own.ops().iter().copied() {
+            op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
+            if batch.push(op).is_err() {
+                break;
+            }
+        }
+        Ok(batch)
+    }
+
+    fn batch(
+        &self,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        verb: Verb,
+        holder: u64,
+    ) -> Result<Batch, CheckError> {
+        if let Some(found) = query.cost
+            && found > MAX_COST
+        {
+            return Err(CheckError::Cost { found });
+        }
+        Ok(self.0.plan.ops(action, query, &self.0.seed, verb, holder)?)
+    }
+
+    /// The decision for a client that is on a list.
+    #[inline]
+    fn listed(&self, query: &Query<'_>) -> Option<Decision> {
+        match self.0.plan.listed(query.ip?) {
+            Listed::Neither => None,
+            Listed::Allow => Some(Decision::without_limit(true, Reason::AllowList, self.0.clock.now())),
+            Listed::Deny => Some(Decision::without_limit(false, Reason::DenyList, self.0.clock.now())),
+        }
+    }
+
+    async fn decide(
+        &self,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        verb: Verb,
+    ) -> Result<Decision, CheckError> {
+        if let Some(decision) = self.listed(query) {
+            return Ok(decision);
+        }
+        let mut batch = self.batch(action, query, verb, self.0.holders.next())?;
+        let outcomes = self.ask(query, &mut batch).await?;
+        Ok(decide(&batch, self.0.plan.limits(), &outcomes))
+    }
+
+    /// Asks the store, a second time under shared keys where it has no room for the caller's own.
+    async fn ask(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
+        let outcomes = self.apply(batch).await?;
+        if self.share(query, batch, &outcomes) { self.apply(batch).await } else { Ok(outcomes) }
+    }
+
+    async fn settle(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
+        let action = self.action(query)?;
+        // A refund under both keys would give back twice; one that finds no entry gives back nothing.
+        let batch = match verb {
+            Verb::Refund => self.batch(action, query, verb, holder)?,
+            _ => self.everywhere(action, query, verb, holder)?,
+        };
+        let outcomes = self.apply(&batch).await?;
+        Ok(outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted))
+    }
+
+    async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
+        match self.0.store.apply(batch, self.0.clock.now()) {
+            Answer::Ready(outcomes) => Ok(outcomes),
+            Answer::Later(later) => later.await,
+        }
+    }
+
+    pub(crate) fn tell(&self, batch: &Batch) {
+        self.0.store.tell(batch, self.0.clock.now());
+    }
+
+    /// Where the store had no room for a key, moves the operation to the key of its parent prefix, which always fits.
+    fn share(&self, query: &Query<'_>, batch: &mut Batch, outcomes: &Outcomes) -> bool {
+        let mut moved = false;
+        for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
+            if outcome.verdict == Verdict::NoRoom {
+                op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
+                op.must_fit = true;
+                moved = true;
+            }
+        }
+        moved
+    }
+}
+
+impl<S: Immediate, C: Clock> Gate<S, C> {
+    /// [`Gate::check`] for a store that answers in place: no future, no allocation.
+    ///
+    /// # Errors
+    /// The query is not one that the plan can decide about.
+    pub fn check_now(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
+        self.check_as_now(self.action(query)?, query)
+    }
+
+    /// [`Gate::check_now`] for an action that is already known.
+    ///
+    /// # Errors
+    /// As [`Gate::check_now`].
+    pub fn check_as_now(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Decision, CheckError> {
+        if let Some(decision) = self.listed(query) {
+            return Ok(decision);
+        }
+        let mut batch = self.batch(action, query, Verb::Take, self.0.holders.next())?;
+        let mut outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
+        if self.share(query, &mut batch, &outcomes) {
+            outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
+        }
+        Ok(decide(&batch, self.0.plan.limits(), &outcomes))
+    }
+}
+
+/// Hands out the ids under which permits are held: never the same twice, and hard to guess.
+#[derive(Debug)]
+struct Holders {
+    secret: u64,
+    next: AtomicU64,
+}
+
+impl Holders {
+    fn new() -> Self {
+        Self { secret: random_u64(), next: AtomicU64::new(random_u64()) }
+    }
+
+    #[inline]
+    fn next(&self) -> u64 {
+        // SplitMix64's output function (Steele, Lea and Flood 2014): a bijection, so that ids repeat only after 2^64.
+        let mut id = self.next.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed) ^ self.secret;
+        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        id ^ (id >> 31)
+    }
+}
+
+fn random_u64() -> u64 {
+    // The standard library keys its hasher from the operating system's randomness.
+    RandomState::new().hash_one(0)
+}
+
+fn random_seed() -> KeySeed {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&random_u64().to_le_bytes());
+    bytes[8..].copy_from_slice(&random_u64().to_le_bytes());
+    KeySeed::new(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holders_never_repeat() {
+        let holders = Holders::new();
+        let ids: std::collections::HashSet<u64> = (0..100_000).map(|_| holders.next()).collect();
+        assert_eq!(ids.len(), 100_000);
+    }
+}

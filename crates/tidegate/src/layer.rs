@@ -1,0 +1,355 @@
+//! A gate as a layer of tower, for axum, tonic and whatever else speaks `http` through `tower::Service`.
+
+use std::any::Any;
+use std::future::Future;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, HOST};
+use http::request::Parts;
+use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+use tidegate_core::{Clock, Decision};
+use tidegate_policy::{ActionId, Forwarding, HeaderDialect, Policy, Query, UnknownAction};
+use tidegate_store::{Memory, Store};
+use tokio::task::AbortHandle;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::reply::Replies;
+use crate::{CheckError, Gate, Hold, SystemClock};
+
+/// Limits a service: a call that the gate refuses gets its 429 (or, for gRPC, `RESOURCE_EXHAUSTED`) without reaching
+/// the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension
+/// of the request.
+///
+/// The action is the first of the policy that matches the request, or the one named by [`GateLayer::action`]. The
+/// client's address is the peer's, seen through the policy's trusted proxies; the peer is taken from the request's
+/// extensions: a [`SocketAddr`] or, with the features of those names, what axum's
+/// `into_make_service_with_connect_info::<SocketAddr>()` and tonic's server put there. [`GateLayer::peer`] takes it
+/// from anywhere else. A request without any peer is answered 500 if its limits count by address.
+pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<Guard<S, C>>);
+
+struct Guard<S: Store, C: Clock> {
+    gate: Gate<S, C>,
+    replies: Replies,
+    forwarding: Forwarding,
+    action: Option<ActionId>,
+    peer: Arc<dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync>,
+}
+
+impl<S: Store, C: Clock> Clone for GateLayer<S, C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S: Store, C: Clock> std::fmt::Debug for GateLayer<S, C> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GateLayer").field("gate", &self.0.gate).finish_non_exhaustive()
+    }
+}
+
+impl GateLayer {
+    /// A layer with a gate of its own, in memory.
+    pub fn new(policy: &Policy) -> Self {
+        Self::with(Gate::new(policy), policy)
+    }
+}
+
+impl<S: Store, C: Clock> GateLayer<S, C> {
+    /// A layer that asks this gate. The policy says which proxies are trusted and which headers are written.
+    pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
+        let inbound = policy.inbound();
+        let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
+        let forwarding = inbound.forwarding.clone();
+        Self(Arc::new(Guard { gate, replies, forwarding, action: None, peer: Arc::new(peer_of) }))
+    }
+
+    /// Counts every request as this action, whatever its method and path.
+    ///
+    /// # Errors
+    /// The policy has no such action.
+    pub fn action(self, name: &str) -> Result<Self, UnknownAction> {
+        let action = self.0.gate.plan().find(name)?;
+        Ok(self.change(|guard| guard.action = Some(action)))
+    }
+
+    /// Takes the peer's address from the request's extensions by this function.
+    #[must_use]
+    pub fn peer(self, peer: impl Fn(&Extensions) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
+        self.change(|guard| guard.peer = Arc::new(peer))
+    }
+
+    /// Writes the rate-limit headers in another dialect than the policy says.
+    #[must_use]
+    pub fn headers(self, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
+        let replies = Replies::new(self.0.gate.plan(), dialect, x_ratelimit);
+        self.change(|guard| guard.replies = replies)
+    }
+
+    /// The gate that is asked.
+    pub fn gate(&self) -> &Gate<S, C> {
+        &self.0.gate
+    }
+
+    fn change(self, change: impl FnOnce(&mut Guard<S, C>)) -> Self {
+        let old = &self.0;
+        let mut guard = Guard {
+            gate: old.gate.clone(),
+            replies: old.replies.clone(),
+            forwarding: old.forwarding.clone(),
+            action: old.action,
+            peer: Arc::clone(&old.peer),
+        };
+        change(&mut guard);
+        Self(Arc::new(guard))
+    }
+}
+
+fn peer_of(extensions: &Extensions) -> Option<IpAddr> {
+    #[cfg(feature = "axum")]
+    if let Some(info) = extensions.get::<axum::extract::ConnectInfo<SocketAddr>>() {
+        return Some(info.0.ip());
+    }
+    #[cfg(feature = "tonic")]
+    if let Some(info) = extensions.get::<tonic::transport::server::TcpConnectInfo>() {
+        return info.remote_addr().map(|peer| peer.ip());
+    }
+    extensions.get::<SocketAddr>().map(SocketAddr::ip)
+}
+
+impl<I, S: Store, C: Clock> Layer<I> for GateLayer<S, C> {
+    type Service = GateService<I, S, C>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        GateService { inner, guard: Arc::clone(&self.0) }
+    }
+}
+
+/// A service behind a [`GateLayer`].
+pub struct GateService<I, S: Store = Memory, C: Clock = SystemClock> {
+    inner: I,
+    guard: Arc<Guard<S, C>>,
+}
+
+impl<I: Clone, S: Store, C: Clock> Clone for GateService<I, S, C> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), guard: Arc::clone(&self.guard) }
+    }
+}
+
+impl<I: std::fmt::Debug, S: Store, C: Clock> std::fmt::Debug for GateService<I, S, C> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GateService").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl<I, B, R, S, C> Service<Request<B>> for GateService<I, S, C>
+where
+    I: Service<Request<B>, Response = Response<R>> + Clone + Send + 'static,
+    I::Future: Send,
+    B: Send + 'static,
+    S: Store,
+    C: Clock,
+{
+    type Response = Response<GateBody<R>>;
+    type Error = I::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, I::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), I::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        // The service that was made ready must be the one that is called.
+        let fresh = self.inner.clone();
+        let mut inner = std::mem::replace(&mut self.inner, fresh);
+        let guard = Arc::clone(&self.guard);
+        Box::pin(async move {
+            let (mut parts, body) = request.into_parts();
+            let admitted = match guard.admit(&parts).await {
+                Ok(admitted) => admitted,
+                Err(refusal) => return Ok(refusal.map(GateBody::refused)),
+            };
+            parts.extensions.insert(admitted.decision);
+            let response = inner.call(Request::from_parts(parts, body)).await?;
+            let (mut parts, body) = response.into_parts();
+            guard.replies.annotate(admitted.action, &admitted.decision, &mut parts.headers);
+            Ok(Response::from_parts(parts, GateBody { inner: Inner::Passed { body }, lease: admitted.lease }))
+        })
+    }
+}
+
+struct Admitted {
+    action: Option<ActionId>,
+    decision: Decision,
+    lease: Option<Lease>,
+}
+
+impl<S: Store, C: Clock> Guard<S, C> {
+    async fn admit(&self, parts: &Parts) -> Result<Admitted, Response<Bytes>> {
+        let peer = (self.peer)(&parts.extensions);
+        let host = parts.uri.host().or_else(|| parts.headers.get(HOST)?.to_str().ok());
+        let query = Query {
+            ip: peer.map(|peer| self.forwarding.client(peer, &parts.headers)),
+            method: Some(parts.method.as_str()),
+            path: Some(parts.uri.path_and_query().map_or("/", |path| path.as_str())),
+            host,
+            headers: Some(&parts.headers),
+            ..Query::default()
+        };
+        let action = self.action.or_else(|| self.gate.plan().matching(&query));
+        let decision = self.gate.check_as(action, &query).await.map_err(|error| broken(&error, &parts.headers))?;
+        if !decision.allowed {
+            return Err(if is_grpc(&parts.headers) {
+                exhausted(&decision)
+            } else {
+                self.replies.refusal(action, &decision, &parts.headers)
+            });
+        }
+        let hold = self.gate.hold(action, &query, &decision).map_err(|error| broken(&error, &parts.headers))?;
+        Ok(Admitted { action, decision, lease: hold.map(Lease::of) })
+    }
+}
+
+fn is_grpc(headers: &HeaderMap) -> bool {
+    headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+}
+
+/// A gRPC answer without messages: status 8 with, on refusals that a wait mends, the wait.
+fn exhausted(decision: &Decision) -> Response<Bytes> {
+    let message = match decision.retry_after {
+        Some(wait) => format!("too many requests; retry after {} s", wait.as_secs_ceil()),
+        None => "not allowed".to_owned(),
+    };
+    let mut response = grpc(if decision.retry_after.is_some() { "8" } else { "7" }, &message);
+    if let Some(wait) = decision.retry_after {
+        let millis = wait.as_micros().div_ceil(1000);
+        response.headers_mut().insert("grpc-retry-pushback-ms", HeaderValue::from(millis));
+        response.headers_mut().insert(http::header::RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
+    }
+    response
+}
+
+fn grpc(status: &'static str, message: &str) -> Response<Bytes> {
+    let mut response = Response::new(Bytes::new());
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert("grpc-status", HeaderValue::from_static(status));
+    if let Ok(message) = HeaderValue::from_str(message) {
+        headers.insert("grpc-message", message);
+    }
+    response
+}
+
+/// The layer was put where it can't decide: an error of the program, which the client learns nothing more about.
+fn broken(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
+    tracing::error!(%error, "a request could not be decided about");
+    if is_grpc(request) {
+        return grpc("13", "the request could not be decided about");
+    }
+    let mut response = Response::new(Bytes::from_static(br#"{"error":"Internal server error"}"#));
+    *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// A permit that is renewed in the background and given back when dropped.
+struct Lease {
+    _hold: Arc<dyn Any + Send + Sync>,
+    renewing: AbortHandle,
+}
+
+impl Lease {
+    fn of<S: Store, C: Clock>(hold: Hold<S, C>) -> Self {
+        let hold = Arc::new(hold);
+        let held = Arc::downgrade(&hold);
+        let renewing = tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(Hold::<S, C>::RENEW_EVERY.as_duration()).await;
+                let Some(hold) = held.upgrade() else { return };
+                hold.renew();
+            }
+        });
+        Self { _hold: hold, renewing: renewing.abort_handle() }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.renewing.abort();
+    }
+}
+
+pin_project! {
+    /// The body of an answer that passed a [`GateLayer`]: the service's own, or the refusal's.
+    pub struct GateBody<B> {
+        #[pin]
+        inner: Inner<B>,
+        lease: Option<Lease>,
+    }
+}
+
+pin_project! {
+    #[project = InnerProjection]
+    enum Inner<B> {
+        Passed { #[pin] body: B },
+        Refused { body: Option<Bytes> },
+    }
+}
+
+impl<B> GateBody<B> {
+    fn refused(body: Bytes) -> Self {
+        Self { inner: Inner::Refused { body: Some(body).filter(|body| !body.is_empty()) }, lease: None }
+    }
+}
+
+impl<B: Default> Default for GateBody<B> {
+    fn default() -> Self {
+        Self { inner: Inner::Passed { body: B::default() }, lease: None }
+    }
+}
+
+impl<B> std::fmt::Debug for GateBody<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GateBody").finish_non_exhaustive()
+    }
+}
+
+impl<B: Body<Data = Bytes>> Body for GateBody<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let this = self.project();
+        match this.inner.project() {
+            InnerProjection::Passed { body } => {
+                let frame = body.poll_frame(context);
+                if matches!(frame, Poll::Ready(None)) {
+                    *this.lease = None;
+                }
+                frame
+            }
+            InnerProjection::Refused { body } => Poll::Ready(body.take().map(|bytes| Ok(Frame::data(bytes)))),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.inner {
+            Inner::Passed { body } => body.is_end_stream(),
+            Inner::Refused { body } => body.is_none(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.inner {
+            Inner::Passed { body } => body.size_hint(),
+            Inner::Refused { body } => SizeHint::with_exact(body.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+        }
+    }
+}

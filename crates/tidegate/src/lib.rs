@@ -1,0 +1,64 @@
+//! A traffic governor in both directions: rate limits, quotas, growing penalties and true waits.
+//!
+//! A [`Gate`] answers for every call whether it may pass and, if not, when to come back. Its [`Policy`] is read from a
+//! TOML file, or made in Rust with the same words:
+//!
+//! ```
+//! use tidegate::clock::ManualClock;
+//! use tidegate::policy::{ActionSpec, Policy};
+//! use tidegate::{Gate, Query, Span};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let policy = Policy::builder()
+//!     .action("login", ActionSpec::new("5 per 60s").penalty("2s", "1h").key(["client_ip"]))
+//!     .build()?;
+//! let clock = ManualClock::default();
+//! let gate = Gate::in_memory(&policy, clock.clone());
+//!
+//! let call = Query { action: Some("login"), ip: Some("203.0.113.7".parse()?), ..Query::default() };
+//! for left in (0..5).rev() {
+//!     assert_eq!(gate.check_now(&call)?.remaining, Some(left));
+//! }
+//! let refused = gate.check_now(&call)?;
+//! assert!(!refused.allowed);
+//! assert_eq!(refused.retry_after, Some(Span::from_secs(2)));
+//!
+//! clock.advance(Span::from_secs(2));
+//! assert!(gate.check_now(&call)?.allowed, "the wait that was told is true");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | to | use |
+//! | --- | --- |
+//! | guard an axum or tonic service, or any other of tower's | `GateLayer`, feature `tower` (on by default) |
+//! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
+//! | limit one thing, or one kind of key, without any policy | [`Limiter`], [`KeyedLimiter`] |
+//! | test with a clock of your own | [`clock::ManualClock`] |
+//! | write a decision out | [`Gate::report`], [`reply::Replies`] |
+
+pub mod clock;
+mod explain;
+mod gate;
+mod hold;
+#[cfg(feature = "tower")]
+mod layer;
+mod limiter;
+pub mod reply;
+mod report;
+
+pub use clock::SystemClock;
+pub use explain::{Explanation, LimitState};
+pub use gate::{CheckError, Gate};
+pub use hold::Hold;
+#[cfg(feature = "tower")]
+pub use layer::{GateBody, GateLayer, GateService};
+pub use limiter::{KeyedLimiter, Limiter, LimiterError, Turn};
+pub use report::{Permit, Report};
+
+pub use tidegate_core as core;
+pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, Time};
+pub use tidegate_policy as policy;
+pub use tidegate_policy::{ActionId, Plan, Policy, Query};
+pub use tidegate_store as store;
+pub use tidegate_store::{Memory, Store};

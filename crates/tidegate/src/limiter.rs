@@ -1,0 +1,260 @@
+//! Limiting one thing, or one kind of key, without any policy.
+
+use std::hash::{BuildHasher, Hash, RandomState};
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tidegate_core::rate::Arrival;
+use tidegate_core::{Clock, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_policy::{Quantity, QuantityError};
+use tidegate_store::Memory;
+
+use crate::SystemClock;
+
+/// Whose turn it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "a call that is not admitted must not be made"]
+pub enum Turn {
+    /// This call's: it was counted.
+    Now,
+    /// This call's after that long, if nobody else takes it meanwhile. Nothing was counted.
+    After(Span),
+    /// Never: the cost is above the capacity.
+    Never,
+}
+
+impl Turn {
+    /// Whether the call may be made now.
+    pub fn is_now(self) -> bool {
+        self == Self::Now
+    }
+
+    #[inline]
+    fn at(time: Time, now: Time) -> Self {
+        if time <= now {
+            Self::Now
+        } else if time.is_never() {
+            Self::Never
+        } else {
+            Self::After(time.since(now))
+        }
+    }
+}
+
+/// Why a limiter can't be made.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum LimiterError {
+    /// The quantity can't be read.
+    #[error(transparent)]
+    Quantity(#[from] QuantityError),
+    /// The quantity is read but can't be a limit.
+    #[error("{0}")]
+    Limit(LimitError),
+    /// A [`Limiter`] keeps one number, which is enough for a rate and for nothing else.
+    #[error("`{found}` is not a rate; write one as \"10/s burst 20\", or use a KeyedLimiter")]
+    NotARate {
+        /// What was asked.
+        found: String,
+    },
+    /// `unlimited` limits nothing.
+    #[error("`unlimited` limits nothing; leave the limiter out")]
+    Unlimited,
+}
+
+impl From<LimitError> for LimiterError {
+    fn from(error: LimitError) -> Self {
+        Self::Limit(error)
+    }
+}
+
+/// One rate for all calls: a single atomic number, without locks.
+///
+/// ```
+/// use tidegate::{Limiter, Turn};
+///
+/// let limiter = Limiter::new("10/s burst 2")?;
+/// assert!(limiter.check().is_now() && limiter.check().is_now());
+/// assert!(matches!(limiter.check(), Turn::After(wait) if wait.as_micros() <= 100_000));
+/// # Ok::<(), tidegate::LimiterError>(())
+/// ```
+#[derive(Debug)]
+pub struct Limiter<C = SystemClock> {
+    rate: Rate,
+    arrival: Line,
+    clock: C,
+}
+
+/// A number on a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Line(AtomicU64);
+
+impl Limiter {
+    /// A limiter for a rate as policies write it: `"10/s burst 20"`.
+    ///
+    /// # Errors
+    /// The quantity can't be read, or isn't a rate.
+    pub fn new(quantity: &str) -> Result<Self, LimiterError> {
+        Self::with_clock(quantity, SystemClock::new())
+    }
+}
+
+impl<C: Clock> Limiter<C> {
+    /// [`Limiter::new`] with a clock of your own.
+    ///
+    /// # Errors
+    /// As [`Limiter::new`].
+    pub fn with_clock(quantity: &str, clock: C) -> Result<Self, LimiterError> {
+        let kind = kind(quantity)?;
+        let Kind::Rate(rate) = kind else { return Err(LimiterError::NotARate { found: quantity.to_owned() }) };
+        Ok(Self::of(rate, clock))
+    }
+
+    /// A limiter for this rate.
+    pub fn of(rate: Rate, clock: C) -> Self {
+        Self { rate, arrival: Line::default(), clock }
+    }
+
+    /// Takes one call's turn.
+    #[inline]
+    pub fn check(&self) -> Turn {
+        self.check_cost(1)
+    }
+
+    /// Takes the turn of a call that weighs `cost`.
+    #[inline]
+    pub fn check_cost(&self, cost: u64) -> Turn {
+        let now = self.clock.now();
+        let mut before = self.arrival.0.load(Ordering::Relaxed);
+        loop {
+            let arrival = Arrival::from_bits(before);
+            let retry_at = self.rate.retry_at(arrival, cost, now);
+            if retry_at > now {
+                return Turn::at(retry_at, now);
+            }
+            let after = self.rate.charge(arrival, cost, now).to_bits();
+            match self.arrival.0.compare_exchange_weak(before, after, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Turn::Now,
+                Err(current) => before = current,
+            }
+        }
+    }
+}
+
+/// One limit for each key, kept in memory within a number of bytes.
+///
+/// ```
+/// use tidegate::KeyedLimiter;
+///
+/// let limiter = KeyedLimiter::new("5 per 60s")?;
+/// assert!(limiter.check("203.0.113.7").is_now());
+/// # Ok::<(), tidegate::LimiterError>(())
+/// ```
+#[derive(Debug)]
+pub struct KeyedLimiter<K: ?Sized, C = SystemClock, S = RandomState> {
+    memory: Memory,
+    id: LimitId,
+    clock: C,
+    hasher: S,
+    keys: PhantomData<fn(&K)>,
+}
+
+impl<K: Hash + ?Sized> KeyedLimiter<K> {
+    /// A limiter for any quantity that policies write, within [`Memory::MAX_BYTES`].
+    ///
+    /// # Errors
+    /// The quantity can't be read.
+    pub fn new(quantity: &str) -> Result<Self, LimiterError> {
+        Self::with_clock(quantity, Memory::MAX_BYTES, SystemClock::new())
+    }
+}
+
+impl<K: Hash + ?Sized, C: Clock> KeyedLimiter<K, C> {
+    /// [`KeyedLimiter::new`] with a bound and a clock of your own.
+    ///
+    /// # Errors
+    /// As [`KeyedLimiter::new`].
+    pub fn with_clock(quantity: &str, max_bytes: usize, clock: C) -> Result<Self, LimiterError> {
+        Ok(Self::of(Limit::new(kind(quantity)?), max_bytes, clock, RandomState::new()))
+    }
+}
+
+impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
+    /// A limiter for this limit, penalty and all. The hasher must be keyed at random if strangers choose keys.
+    pub fn of(limit: Limit, max_bytes: usize, clock: C, hasher: S) -> Self {
+        let limits = Arc::new(Limits::of_one(limit));
+        Self { memory: Memory::new(limits, max_bytes), id: LimitId::FIRST, clock, hasher, keys: PhantomData }
+    }
+
+    /// Takes one call's turn for a key.
+    #[inline]
+    pub fn check(&self, key: &K) -> Turn {
+        self.check_cost(key, 1)
+    }
+
+    /// Takes the turn of a call that weighs `cost`.
+    #[inline]
+    pub fn check_cost(&self, key: &K, cost: u64) -> Turn {
+        let now = self.clock.now();
+        let mut op = Op::new(self.id, Verb::Take, Key::new(0, self.hasher.hash_one(key)), cost);
+        op.must_fit = true;
+        Turn::at(self.memory.turn(&op, now), now)
+    }
+
+    /// The store behind it, for its statistics.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+}
+
+fn kind(quantity: &str) -> Result<Kind, LimiterError> {
+    let quantity: Quantity = quantity.parse()?;
+    quantity.kind()?.ok_or(LimiterError::Unlimited)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ManualClock;
+
+    #[test]
+    fn a_limiter_is_exact_under_concurrency() {
+        let limiter = Limiter::with_clock("1/h burst 1000", ManualClock::default()).unwrap();
+        let admitted: usize = std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                (0..4).map(|_| scope.spawn(|| (0..1000).filter(|_| limiter.check().is_now()).count())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(admitted, 1000);
+    }
+
+    #[test]
+    fn waits_are_true() {
+        let clock = ManualClock::default();
+        let limiter = Limiter::with_clock("10/s burst 2", clock.clone()).unwrap();
+        assert!(limiter.check_cost(2).is_now());
+        let Turn::After(wait) = limiter.check() else { panic!("admitted beyond the burst") };
+        clock.advance(wait - Span::from_micros(1));
+        assert!(!limiter.check().is_now());
+        clock.advance(Span::from_micros(1));
+        assert!(limiter.check().is_now());
+        assert_eq!(limiter.check_cost(3), Turn::Never);
+    }
+
+    #[test]
+    fn keys_are_apart() {
+        let limiter = KeyedLimiter::with_clock("2 per 60s", 1 << 20, ManualClock::default()).unwrap();
+        for key in ["a", "b"] {
+            assert!(limiter.check(key).is_now() && limiter.check(key).is_now());
+            assert_eq!(limiter.check(key), Turn::After(Span::from_secs(60)));
+        }
+    }
+
+    #[test]
+    fn what_is_no_limit_is_refused() {
+        assert!(matches!(Limiter::new("5 per 60s"), Err(LimiterError::NotARate { .. })));
+        assert!(matches!(KeyedLimiter::<str>::new("unlimited"), Err(LimiterError::Unlimited)));
+        assert!(matches!(KeyedLimiter::<str>::new("0/s"), Err(LimiterError::Limit(_) | LimiterError::Quantity(_))));
+    }
+}

@@ -1,0 +1,129 @@
+//! A decision as JSON.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use tidegate_core::{Decision, Reason, Span};
+use tidegate_policy::Plan;
+
+use crate::reply::timestamp;
+
+/// A decision as people and programs read it; it serialises to JSON and parses back. Times are whole seconds, rounded
+/// up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Whether the call may pass.
+    pub allowed: bool,
+    /// The capacity of the limit that bound the decision; null where no limit had a say.
+    pub limit: Option<u64>,
+    /// What is left of it.
+    pub remaining: Option<u64>,
+    /// Seconds until that limit is whole again.
+    pub reset_after: u64,
+    /// On refusal, seconds to stay away; null on a refusal that no wait mends, and on admission.
+    pub retry_after: Option<u64>,
+    /// Whether a penalty lives.
+    pub blocked: bool,
+    /// The whole length of the block in force, in seconds.
+    pub backoff_seconds: Option<u64>,
+    /// When a blocked client may call again, in UTC: `2026-11-21 12:01:45Z`.
+    pub next_allowed_at: Option<String>,
+    /// The limit that bound the decision: the one with the longest wait, or with the least left.
+    pub bound_by: Option<String>,
+    /// `ok`, `unlimited`, `parole`, `allow_list`, `deny_list`, `limit` or `penalty`.
+    pub reason: String,
+    /// Whose limit bound it: `action` or `global`.
+    pub source: Option<String>,
+    /// Present and true when a limit in shadow mode would have refused the call; the other fields then describe that
+    /// refusal.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub shadow: bool,
+    /// Present when the call holds a permit of a concurrency limit, to be released when it ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub permit: Option<Permit>,
+}
+
+impl Report {
+    pub(crate) fn new(plan: &Plan, decision: &Decision) -> Self {
+        let bound = decision.bound_by.map(|id| plan.info(id));
+        Self {
+            allowed: decision.allowed,
+            limit: decision.limit,
+            remaining: decision.remaining,
+            reset_after: decision.reset_after.as_secs_ceil(),
+            retry_after: decision.retry_after.map(Span::as_secs_ceil),
+            blocked: decision.blocked,
+            backoff_seconds: decision.backoff.map(Span::as_secs_ceil),
+            next_allowed_at: decision.next_allowed_at.map(|at| timestamp(at).to_string()),
+            bound_by: bound.map(|info| info.name().to_owned()),
+            reason: reason(decision.reason).to_owned(),
+            source: bound.map(|info| info.source().as_str().to_owned()),
+            shadow: decision.shadow,
+            permit: decision.permit.map(Permit::new),
+        }
+    }
+}
+
+fn reason(reason: Reason) -> &'static str {
+    match reason {
+        Reason::Ok => "ok",
+        Reason::Unlimited => "unlimited",
+        Reason::Parole => "parole",
+        Reason::AllowList => "allow_list",
+        Reason::DenyList => "deny_list",
+        Reason::Limit => "limit",
+        Reason::Penalty => "penalty",
+    }
+}
+
+/// Names the permits that one call holds: sixteen hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Permit(u64);
+
+impl Permit {
+    /// The permit of a [`Decision::permit`].
+    pub const fn new(holder: u64) -> Self {
+        Self(holder)
+    }
+
+    /// The number that a [`Decision`] holds it as.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// A permit is sixteen hexadecimal digits, and this was not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a permit is sixteen hexadecimal digits, as the check that was allowed gave it")]
+pub struct PermitError;
+
+impl FromStr for Permit {
+    type Err = PermitError;
+    fn from_str(text: &str) -> Result<Self, PermitError> {
+        if text.len() != 16 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(PermitError);
+        }
+        u64::from_str_radix(text, 16).map(Self).map_err(|_| PermitError)
+    }
+}
+
+impl TryFrom<String> for Permit {
+    type Error = PermitError;
+    fn try_from(text: String) -> Result<Self, PermitError> {
+        text.parse()
+    }
+}
+
+impl From<Permit> for String {
+    fn from(permit: Permit) -> Self {
+        permit.to_string()
+    }
+}
+
+impl fmt::Display for Permit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}

@@ -1,0 +1,271 @@
+//! What a gate promises, on a clock that the test sets.
+
+use std::net::IpAddr;
+
+use tidegate::clock::ManualClock;
+use tidegate::policy::{Policy, Sources};
+use tidegate::{CheckError, Clock, Gate, Memory, Query, Reason, Report, Span};
+
+fn gate(toml: &str) -> (Gate<Memory, ManualClock>, ManualClock) {
+    let policy = match Policy::load(Sources::new().file("test.toml", toml)) {
+        Ok(policy) => policy,
+        Err(errors) => panic!("{errors}"),
+    };
+    let clock = ManualClock::default();
+    (Gate::in_memory(&policy, clock.clone()), clock)
+}
+
+fn call<'a>(action: &'a str, ip: &str) -> Query<'a> {
+    Query { action: Some(action), ip: Some(ip.parse().unwrap()), ..Query::default() }
+}
+
+const LOGIN: &str = r#"
+[inbound.action.login]
+limit = "5 per 60s"
+penalty = { base = "2s", cap = "1h" }
+"#;
+
+#[test]
+fn the_ladder() {
+    let (gate, clock) = gate(LOGIN);
+    let login = call("login", "203.0.113.7");
+    for left in (0..5).rev() {
+        let decision = gate.check_now(&login).unwrap();
+        assert!(decision.allowed && !decision.blocked);
+        assert_eq!((decision.remaining, decision.retry_after), (Some(left), None));
+    }
+    let mut block = 2;
+    let mut refused = gate.check_now(&login).unwrap();
+    for rung in 1..=14 {
+        assert!(!refused.allowed && refused.blocked, "rung {rung}");
+        assert_eq!(refused.retry_after, Some(Span::from_secs(block)));
+        assert_eq!(refused.backoff, Some(Span::from_secs(block)));
+        clock.advance(Span::from_secs(block) - Span::from_millis(1));
+        let still = gate.check_now(&login).unwrap();
+        assert!(!still.allowed);
+        assert_eq!(still.retry_after, Some(Span::from_millis(1)), "calls during a block change nothing");
+        clock.advance(Span::from_millis(1));
+        let mut admitted = 0;
+        refused = loop {
+            let decision = gate.check_now(&login).unwrap();
+            if !decision.allowed {
+                break decision;
+            }
+            admitted += 1;
+        };
+        // The first four blocks end while the window is still full; the later ones outlast it.
+        let expected = if rung <= 4 { 1..=1 } else { 1..=5 };
+        assert!(expected.contains(&admitted), "rung {rung}: {admitted}");
+        block = (block * 2).min(3600);
+    }
+    assert_eq!(block, 3600);
+}
+
+#[test]
+fn the_global_limit_counts_over_all_actions() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.global]
+        limit = "1000 per 1h"
+        [inbound.action.login]
+        limit = "600 per 1h"
+        [inbound.action.otp]
+        limit = "600 per 1h"
+        "#,
+    );
+    let (login, otp) = (call("login", "203.0.113.7"), call("otp", "203.0.113.7"));
+    for _ in 0..500 {
+        assert!(gate.check_now(&login).unwrap().allowed && gate.check_now(&otp).unwrap().allowed);
+    }
+    let refused = gate.report(&gate.check_now(&login).unwrap());
+    assert_eq!((refused.allowed, refused.source.as_deref(), refused.bound_by.as_deref()), (false, Some("global"), Some("global")));
+    let used = block_on(gate.explain(&login)).unwrap().limits.iter().map(|limit| limit.used).collect::<Vec<_>>();
+    assert_eq!(used, [500, 1000], "the action's own count is unchanged");
+    assert!(gate.check_now(&call("login", "203.0.113.8")).unwrap().allowed, "another address is not affected");
+}
+
+#[test]
+fn a_call_that_its_action_refuses_counts_against_global_only_if_told_so() {
+    for (count, counted) in [("admitted", 2), ("all", 10)] {
+        let (gate, _) = gate(&format!(
+            r#"
+            [inbound.global]
+            limit = "1000 per 1h"
+            count = "{count}"
+            [inbound.action.login]
+            limit = "2 per 60s"
+            penalty = {{ base = "2s", cap = "1h" }}
+            "#
+        ));
+        let login = call("login", "203.0.113.7");
+        for _ in 0..10 {
+            gate.check_now(&login).unwrap();
+        }
+        assert_eq!(block_on(gate.explain(&login)).unwrap().limits[1].used, counted, "count = {count}");
+    }
+}
+
+#[test]
+fn a_thousand_blocked_clients_return_when_told() {
+    let (gate, clock) = gate(LOGIN);
+    let clients: Vec<IpAddr> = (0..1000_u32).map(|n| IpAddr::from((0x0a00_0000 + n * 256).to_be_bytes())).collect();
+    let ask = |ip: IpAddr| gate.check_now(&Query { action: Some("login"), ip: Some(ip), ..Query::default() }).unwrap();
+    let start = clock.now();
+    let mut returns: Vec<(u64, IpAddr)> = Vec::new();
+    for (n, ip) in clients.iter().enumerate() {
+        clock.set(start + Span::from_micros(n as u64 * 777));
+        (0..5).for_each(|_| assert!(ask(*ip).allowed));
+        let refused = ask(*ip);
+        let raw = clock.now() + refused.retry_after.unwrap();
+        assert_eq!(refused.next_allowed_at, Some(raw));
+        returns.push((raw.as_micros(), *ip));
+    }
+    for (raw, ip) in &returns {
+        clock.set(tidegate::Time::from_micros(raw - 1000));
+        assert!(!ask(*ip).allowed, "a millisecond early");
+    }
+    for (n, (raw, ip)) in returns.iter().enumerate() {
+        let told_at = start + Span::from_micros(n as u64 * 777);
+        let told = told_at + Span::from_secs(2);
+        assert!(told.as_micros() >= *raw);
+        clock.set(told);
+        assert!(ask(*ip).allowed, "at the integer Retry-After");
+    }
+}
+
+#[test]
+fn addresses_of_one_network_are_one_key() {
+    let (gate, _) = gate("[inbound.action.login]\nlimit = \"10000 per 1h\"\n");
+    for n in 0..10_000_u64 {
+        let ip = IpAddr::from(std::net::Ipv6Addr::from(0x2001_0db8_0000_0001_u128 << 64 | u128::from(n * 7919)));
+        let decision = gate.check_now(&Query { action: Some("login"), ip: Some(ip), ..Query::default() }).unwrap();
+        assert_eq!(decision.remaining, Some(9_999 - n));
+    }
+    assert!(!gate.check_now(&call("login", "2001:db8:0:1::ffff")).unwrap().allowed);
+    assert!(gate.check_now(&call("login", "2001:db8:0:2::1")).unwrap().allowed, "the neighbouring /64");
+    assert_eq!(gate.check_now(&call("login", "1.2.3.4")).unwrap().remaining, Some(9_999));
+    assert_eq!(gate.check_now(&call("login", "::ffff:1.2.3.4")).unwrap().remaining, Some(9_998));
+}
+
+#[test]
+fn status_and_explain_change_nothing_and_reset_forgets_one_action() {
+    let (gate, clock) = gate(&format!("[inbound.global]\nlimit = \"100 per 1h\"\n{LOGIN}\n[inbound.action.otp]\nlimit = \"3 per 60s\"\n"));
+    let (login, otp) = (call("login", "203.0.113.7"), call("otp", "203.0.113.7"));
+    for _ in 0..6 {
+        gate.check_now(&login).unwrap();
+    }
+    assert!(gate.check_now(&otp).unwrap().allowed);
+    let before = block_on(gate.explain(&login)).unwrap();
+    for _ in 0..100 {
+        assert!(!block_on(gate.status(&login)).unwrap().allowed);
+        assert_eq!(block_on(gate.explain(&login)).unwrap(), before);
+    }
+    let fresh = call("login", "198.51.100.1");
+    assert_eq!(block_on(gate.status(&fresh)).unwrap().remaining, Some(5));
+    assert_eq!(gate.store().stats().entries, 3, "asking makes no entries");
+    for _ in 0..2 {
+        block_on(gate.reset(&login)).unwrap();
+        assert_eq!(block_on(gate.status(&login)).unwrap().remaining, Some(5));
+        let left = block_on(gate.explain(&otp)).unwrap().limits.iter().map(|limit| limit.used).collect::<Vec<_>>();
+        assert_eq!(left, [1, 6], "the other action and the global limit");
+    }
+    clock.advance(Span::from_secs(1));
+    assert!(gate.check_now(&login).unwrap().allowed);
+}
+
+#[test]
+fn lists_come_first_and_shadow_lets_pass() {
+    let (gate, _) = gate(
+        r#"
+        [inbound]
+        allow = ["10.1.0.0/16"]
+        deny = ["192.0.2.0/24"]
+        [inbound.action.login]
+        limit = "1 per 60s"
+        [inbound.action.watched]
+        limit = "1 per 60s"
+        penalty = { base = "2s", cap = "1h" }
+        mode = "shadow"
+        "#,
+    );
+    for _ in 0..3 {
+        assert_eq!(gate.check_now(&call("login", "10.1.2.3")).unwrap().reason, Reason::AllowList);
+        let denied = gate.check_now(&call("login", "192.0.2.9")).unwrap();
+        assert_eq!((denied.allowed, denied.reason, denied.retry_after), (false, Reason::DenyList, None));
+    }
+    let watched = call("watched", "203.0.113.7");
+    assert!(!gate.check_now(&watched).unwrap().shadow);
+    for _ in 0..3 {
+        let decision = gate.check_now(&watched).unwrap();
+        assert!(decision.allowed && decision.shadow);
+        assert_eq!(decision.retry_after, Some(Span::from_secs(2)), "what it would have been told");
+    }
+}
+
+#[test]
+fn permits_are_held_and_given_back() {
+    let (gate, clock) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");
+    let export = call("export", "203.0.113.7");
+    let action = gate.action(&export).unwrap();
+    let first = gate.check_now(&export).unwrap();
+    let second = gate.check_now(&export).unwrap();
+    assert!(!gate.check_now(&export).unwrap().allowed);
+    let hold = gate.hold(action, &export, &first).unwrap().expect("a permit");
+    clock.advance(Span::from_secs(20));
+    hold.renew();
+    clock.advance(Span::from_secs(20));
+    assert_eq!(block_on(gate.status(&export)).unwrap().remaining, Some(1), "the second's lease has ended");
+    drop(hold);
+    assert_eq!(block_on(gate.status(&export)).unwrap().remaining, Some(2));
+    let permit = gate.report(&second).permit.unwrap();
+    assert!(!block_on(gate.release(&export, permit)).unwrap());
+}
+
+#[test]
+fn what_cannot_be_decided_is_an_error() {
+    let (gate, _) = gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));
+    let unknown = gate.check_now(&call("logn", "203.0.113.7")).unwrap_err();
+    assert_eq!(unknown.to_string(), "unknown action \"logn\"; did you mean \"login\"?");
+    let missing = gate.check_now(&call("api", "203.0.113.7")).unwrap_err();
+    assert!(matches!(missing, CheckError::Key(_)) && missing.to_string().contains("`key` is missing"), "{missing}");
+    let huge = Query { cost: Some(u64::MAX), ..call("login", "203.0.113.7") };
+    assert!(matches!(gate.check_now(&huge), Err(CheckError::Cost { found: u64::MAX })));
+    let above = Query { cost: Some(6), ..call("login", "203.0.113.7") };
+    let refused = gate.check_now(&above).unwrap();
+    assert_eq!((refused.allowed, refused.retry_after, refused.blocked), (false, None, false));
+    assert_eq!(gate.check_now(&call("login", "203.0.113.7")).unwrap().remaining, Some(4), "nothing was charged");
+}
+
+#[test]
+fn a_report_parses_back() {
+    let (gate, _) = gate(LOGIN);
+    let login = call("login", "203.0.113.7");
+    let refused = (0..9).map(|_| gate.check_now(&login).unwrap()).last().unwrap();
+    let json = serde_json::to_string(&gate.report(&refused)).unwrap();
+    assert_eq!(
+        json,
+        r#"{"allowed":false,"limit":5,"remaining":0,"reset_after":60,"retry_after":2,"blocked":true,"backoff_seconds":2,"next_allowed_at":"2026-01-01 00:00:02Z","bound_by":"login","reason":"penalty","source":"action"}"#
+    );
+    assert_eq!(serde_json::from_str::<Report>(&json).unwrap(), gate.report(&refused));
+}
+
+#[test]
+fn exactly_ten_of_a_hundred_at_once() {
+    let (gate, _) = gate("[inbound.action.login]\nlimit = \"10 per 60s\"\n");
+    let admitted: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..100)
+            .map(|_| scope.spawn(|| usize::from(gate.check_now(&call("login", "203.0.113.7")).unwrap().allowed)))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert_eq!(admitted, 10);
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let mut future = std::pin::pin!(future);
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    match future.as_mut().poll(&mut context) {
+        std::task::Poll::Ready(value) => value,
+        std::task::Poll::Pending => panic!("memory answers in place"),
+    }
+}

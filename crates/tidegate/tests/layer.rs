@@ -1,0 +1,165 @@
+//! The tower layer in front of axum and tonic services as they are, over real sockets.
+#![cfg(all(feature = "axum", feature = "tonic"))]
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::Router;
+use axum::routing::get;
+use http::{HeaderMap, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Empty};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use tidegate::clock::ManualClock;
+use tidegate::policy::{ActionSpec, Policy};
+use tidegate::{Decision, Gate, GateLayer, Memory, Span};
+use tokio::net::TcpListener;
+use tower::Service;
+
+fn policy() -> Policy {
+    Policy::builder()
+        .action("page", ActionSpec::new("2 per 60s").penalty("2s", "1h").path("/page"))
+        .action("slow", ActionSpec::new("1 in flight").path("/slow"))
+        .action("rpc", ActionSpec::new("1 per 60s").penalty("2s", "1h").path("/test.Echo/*"))
+        .build()
+        .unwrap()
+}
+
+fn layer() -> (GateLayer<Memory, ManualClock>, ManualClock) {
+    let policy = policy();
+    let clock = ManualClock::default();
+    (GateLayer::with(Gate::in_memory(&policy, clock.clone()), &policy), clock)
+}
+
+async fn ask(address: SocketAddr, path: &str, headers: &[(&str, &str)]) -> (StatusCode, HeaderMap, String) {
+    let client = Client::builder(TokioExecutor::new()).build_http::<Empty<bytes::Bytes>>();
+    let mut request = Request::get(format!("http://{address}{path}"));
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let response = client.request(request.body(Empty::new()).unwrap()).await.unwrap();
+    let (parts, body) = response.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    (parts.status, parts.headers, String::from_utf8(body.to_vec()).unwrap())
+}
+
+async fn serve_axum(layer: GateLayer<Memory, ManualClock>, reached: Arc<AtomicUsize>) -> SocketAddr {
+    let page = move |decision: axum::Extension<Decision>| async move {
+        reached.fetch_add(1, Ordering::SeqCst);
+        format!("{} left", decision.remaining.unwrap())
+    };
+    let app = Router::new().route("/page", get(page)).route("/free", get(async || "free")).layer(layer);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await.unwrap();
+    });
+    address
+}
+
+#[tokio::test]
+async fn axum_is_limited() {
+    let (layer, clock) = layer();
+    let reached = Arc::new(AtomicUsize::new(0));
+    let address = serve_axum(layer, Arc::clone(&reached)).await;
+    for left in [1, 0] {
+        let (status, headers, body) = ask(address, "/page", &[]).await;
+        assert_eq!((status, body), (StatusCode::OK, format!("{left} left")));
+        assert_eq!(headers["ratelimit-policy"], r#""page";q=2;w=60"#);
+        assert_eq!(headers["ratelimit"], format!(r#""page";r={left};t=60"#));
+    }
+    let (status, headers, body) = ask(address, "/page", &[]).await;
+    assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(headers["retry-after"], "2");
+    assert_eq!(body, r#"{"error":"Too many requests","retry_after":2,"next_allowed_at":"2026-01-01 00:00:02Z"}"#);
+    assert_eq!(reached.load(Ordering::SeqCst), 2, "a refused request never reaches the handler");
+    let (_, headers, body) = ask(address, "/page", &[("accept", "application/problem+json")]).await;
+    assert_eq!(headers["content-type"], "application/problem+json");
+    assert!(serde_json::from_str::<serde_json::Value>(&body).unwrap()["violated-policies"][0] == "page", "{body}");
+    assert_eq!(ask(address, "/free", &[]).await.0, StatusCode::OK);
+    clock.advance(Span::from_secs(2));
+    assert_eq!(ask(address, "/page", &[]).await.0, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_stranger_cannot_choose_an_address() {
+    let (layer, _) = layer();
+    let address = serve_axum(layer, Arc::default()).await;
+    for (n, forged) in ["198.51.100.1", "198.51.100.2", "198.51.100.3"].iter().enumerate() {
+        let status = ask(address, "/page", &[("x-forwarded-for", forged)]).await.0;
+        assert_eq!(status.is_success(), n < 2);
+    }
+}
+
+#[tokio::test]
+async fn a_permit_is_held_until_the_body_ends() {
+    let (layer, _) = layer();
+    let layer = layer.peer(|_| Some([203, 0, 113, 7].into()));
+    let service = tower::service_fn(|_: Request<()>| async {
+        Ok::<_, Infallible>(Response::new(http_body_util::Full::new(bytes::Bytes::from_static(b"slow"))))
+    });
+    let mut limited = tower::Layer::layer(&layer, service);
+    let request = || Request::get("/slow").body(()).unwrap();
+    let first = limited.call(request()).await.unwrap();
+    assert_eq!(limited.call(request()).await.unwrap().status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(first.into_body().collect().await.unwrap().to_bytes(), "slow");
+    let second = limited.call(request()).await.unwrap();
+    assert_eq!(second.status(), StatusCode::OK);
+    drop(second);
+    assert_eq!(limited.call(request()).await.unwrap().status(), StatusCode::OK, "an abandoned body gives back too");
+}
+
+#[tokio::test]
+async fn a_layer_without_a_peer_says_nothing_false() {
+    let (layer, _) = layer();
+    let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });
+    let mut limited = tower::Layer::layer(&layer, service);
+    let response = limited.call(Request::get("/page").body(()).unwrap()).await.unwrap();
+    assert_eq!(response.status(), StatusCode::INTERNAL_SERVER_ERROR);
+}
+
+#[derive(Clone)]
+struct Echo;
+
+impl tonic::server::NamedService for Echo {
+    const NAME: &'static str = "test.Echo";
+}
+
+impl Service<Request<tonic::body::Body>> for Echo {
+    type Response = Response<tonic::body::Body>;
+    type Error = Infallible;
+    type Future = std::future::Ready<Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), Infallible>> {
+        std::task::Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<tonic::body::Body>) -> Self::Future {
+        let response = Response::builder().header("content-type", "application/grpc").header("grpc-status", "0");
+        std::future::ready(Ok(response.body(tonic::body::Body::empty()).unwrap()))
+    }
+}
+
+#[tokio::test]
+async fn tonic_is_limited() {
+    let (layer, _) = layer();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let incoming = tonic::transport::server::TcpIncoming::from(listener);
+    tokio::spawn(async move {
+        tonic::transport::Server::builder().layer(layer).add_service(Echo).serve_with_incoming(incoming).await.unwrap();
+    });
+    let client = Client::builder(TokioExecutor::new()).http2_only(true).build_http::<Empty<bytes::Bytes>>();
+    let call = || {
+        let request = Request::post(format!("http://{address}/test.Echo/Say"));
+        client.request(request.header("content-type", "application/grpc").body(Empty::new()).unwrap())
+    };
+    let admitted = call().await.unwrap();
+    assert_eq!((admitted.status(), admitted.headers()["grpc-status"].as_bytes()), (StatusCode::OK, &b"0"[..]));
+    let refused = call().await.unwrap();
+    assert_eq!(refused.status(), StatusCode::OK, "gRPC tells its own status");
+    assert_eq!(refused.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
+    assert_eq!(refused.headers()["grpc-retry-pushback-ms"], "2000");
+}
