@@ -4,6 +4,7 @@ use crate::keys::{Draw, Sequence, name};
 use crate::measure::{Spread, Worker, chunk};
 use crate::options::Options;
 use crate::rows::{Row, Unit};
+use crate::subjects::tidegate::Filling;
 use crate::subjects::{Subject, Terms, backon, governor, limitador, throttlecrab, tidegate};
 
 /// What every decision of a row must answer. A row that measured something else is no row.
@@ -29,10 +30,9 @@ struct Work {
 const CHUNKS: usize = 7;
 
 impl Work {
-    fn measure(self, rounds: usize) -> Row {
-        let sequences: Vec<Sequence> = (0..self.threads)
-            .map(|thread| Sequence::new(self.draw, self.keys, thread as u64))
-            .collect();
+    fn measure(self, options: &Options) -> Row {
+        let sequences: Vec<Sequence> =
+            (0..self.threads).map(|thread| Sequence::new(self.draw, self.keys, thread as u64)).collect();
         let mut row = Row::new(self.name, Unit::Nanoseconds);
         let touches = match self.answer {
             Answer::Allow => 1,
@@ -40,13 +40,15 @@ impl Work {
         };
         let mut teams: Vec<Team<'_>> = Vec::new();
         for subject in &self.subjects {
+            if !options.wants_subject(subject.name()) {
+                continue;
+            }
             let filled = (0..self.keys).all(|index| {
                 let key = name(index);
                 (0..touches).all(|_| subject.touch(&key))
             });
             if !filled {
-                row.skipped
-                    .push(format!("{}: refuses a first call", subject.name()));
+                row.skipped.push(format!("{}: refuses a first call", subject.name()));
                 continue;
             }
             let worker = |sequence| subject.worker(sequence, self.threads);
@@ -58,7 +60,7 @@ impl Work {
                 astray: 0,
             });
         }
-        for round in 0..rounds {
+        for round in 0..options.rounds() {
             for turn in 0..CHUNKS {
                 for place in 0..teams.len() {
                     let place = (place + turn + round) % teams.len();
@@ -101,8 +103,7 @@ impl Team<'_> {
     }
 
     fn close_round(&mut self) {
-        self.rounds
-            .extend(Spread::of(&self.chunks).map(|spread| spread.median));
+        self.rounds.extend(Spread::of(&self.chunks).map(|spread| spread.median));
         self.chunks.clear();
     }
 }
@@ -111,15 +112,12 @@ impl Team<'_> {
 pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
     let mut offer = |name: String, work: &dyn Fn(String) -> Work| {
         if options.wants(&name) {
-            done(work(name).measure(options.rounds()));
+            done(work(name).measure(options));
         }
     };
     for threads in [1, 2] {
         for answer in [Answer::Allow, Answer::Deny] {
-            offer(
-                format!("decision/one/{}/T{threads}", word(answer)),
-                &|name| one(name, threads, answer),
-            );
+            offer(format!("decision/one/{}/T{threads}", word(answer)), &|name| one(name, threads, answer));
         }
         for (keys, words) in [(1_000, "1k"), (1_000_000, "1M")] {
             for (draw, how) in [(Draw::Uniform, "uniform"), (Draw::Zipf, "zipf")] {
@@ -132,13 +130,8 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         offer(format!("decision/10k/hot/allow/T{threads}"), &|name| {
             many(name, 10_000, Draw::Hot, threads, Answer::Allow)
         });
-        for (answer, row) in [
-            (Answer::Allow, "inbound"),
-            (Answer::Deny, "inbound-blocked"),
-        ] {
-            offer(format!("decision/{row}/T{threads}"), &|name| {
-                inbound(name, threads, answer)
-            });
+        for (answer, row) in [(Answer::Allow, "inbound"), (Answer::Deny, "inbound-blocked")] {
+            offer(format!("decision/{row}/T{threads}"), &|name| inbound(name, threads, answer));
         }
     }
     offer("decision/backoff/T1".to_owned(), &backoff);
@@ -152,18 +145,10 @@ fn word(answer: Answer) -> &'static str {
 }
 
 fn one(name: String, threads: usize, answer: Answer) -> Work {
-    let terms = if answer == Answer::Allow {
-        Terms::ROOMY
-    } else {
-        Terms::TIGHT
-    };
+    let terms = if answer == Answer::Allow { Terms::ROOMY } else { Terms::TIGHT };
     Work {
         name,
-        subjects: vec![
-            tidegate::direct(terms),
-            governor::direct(terms),
-            throttlecrab::direct(terms),
-        ],
+        subjects: vec![tidegate::direct(terms), governor::direct(terms), throttlecrab::direct(terms)],
         keys: 1,
         draw: Draw::Hot,
         threads,
@@ -173,47 +158,28 @@ fn one(name: String, threads: usize, answer: Answer) -> Work {
 }
 
 fn many(name: String, keys: u32, draw: Draw, threads: usize, answer: Answer) -> Work {
-    let terms = if answer == Answer::Allow {
-        Terms::ROOMY_KEYED
-    } else {
-        Terms::TIGHT
-    };
-    let mut subjects = vec![
-        tidegate::keyed(terms),
-        tidegate::windowed(terms),
-        governor::keyed(terms),
-        throttlecrab::keyed(terms),
-    ];
+    let terms = if answer == Answer::Allow { Terms::ROOMY_KEYED } else { Terms::TIGHT };
+    let mut subjects =
+        vec![tidegate::keyed(terms), tidegate::windowed(terms), governor::keyed(terms), throttlecrab::keyed(terms)];
     // A million counters built beforehand are a gigabyte for each thread, and would time the fetching of them.
     if keys <= 10_000 {
         subjects.push(limitador::prebuilt(terms));
     }
-    Work {
-        name,
-        subjects,
-        keys,
-        draw,
-        threads,
-        answer,
-        steps: if keys > 100_000 { 4_000 } else { 20_000 },
-    }
+    Work { name, subjects, keys, draw, threads, answer, steps: if keys > 100_000 { 4_000 } else { 20_000 } }
 }
 
 fn inbound(name: String, threads: usize, answer: Answer) -> Work {
-    let terms = if answer == Answer::Allow {
-        Terms::ROOMY_KEYED
-    } else {
-        Terms::TIGHT
+    const CLIENTS: u32 = 10_000;
+    let subjects = match answer {
+        Answer::Allow => vec![
+            tidegate::inbound(Filling::Everyday, CLIENTS),
+            tidegate::inbound(Filling::Rates, CLIENTS),
+            tidegate::inbound(Filling::Packed, CLIENTS),
+            limitador::whole(Terms::ROOMY_KEYED),
+        ],
+        Answer::Deny => vec![tidegate::inbound(Filling::Blocked, CLIENTS), limitador::whole(Terms::TIGHT)],
     };
-    Work {
-        name,
-        subjects: vec![tidegate::inbound(terms), limitador::whole(terms)],
-        keys: 10_000,
-        draw: Draw::Uniform,
-        threads,
-        answer,
-        steps: 8_000,
-    }
+    Work { name, subjects, keys: CLIENTS, draw: Draw::Uniform, threads, answer, steps: 8_000 }
 }
 
 fn backoff(name: String) -> Work {

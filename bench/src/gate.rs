@@ -31,21 +31,15 @@ impl Work {
 
     fn load(self) -> Load {
         match self {
-            Self::Admitted => Load::Get {
-                path: "/admit",
-                refused: false,
-            },
-            Self::Refused => Load::Get {
-                path: "/refuse",
-                refused: true,
-            },
-            Self::DecisionApi => Load::Post {
-                path: "/v1/check",
-                body: r#"{"action":"ask","ip":"192.0.2.7"}"#,
-            },
+            Self::Admitted => Load::Get { path: "/admit", refused: false },
+            Self::Refused => Load::Get { path: "/refuse", refused: true },
+            Self::DecisionApi => Load::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
         }
     }
 }
+
+/// Starts a subject in front of the upstream's port.
+type Start = fn(&Folder, Work, u16) -> Result<Server, Failure>;
 
 /// The core of every proxy.
 const PROXY_CORE: &str = "0";
@@ -74,25 +68,17 @@ fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Resu
     let folder = Folder::new()?;
     let client = Client::new(&folder, CLIENT_CORE, work.load())?;
     let upstream = Server::nginx(&folder, CLIENT_CORE, "upstream", UPSTREAM)?;
-    let subjects: Vec<(&str, Result<Server, Failure>)> = match work {
-        Work::Admitted => vec![
-            (OURS, ours(&folder, work, upstream.port)),
-            ("nginx limit_req", limit_req(&folder, upstream.port)),
-            ("bare hyper-util proxy", bare("bare-proxy", upstream.port)),
-        ],
-        Work::Refused => vec![
-            (OURS, ours(&folder, work, upstream.port)),
-            ("nginx limit_req", limit_req(&folder, upstream.port)),
-            ("bare hyper 429", bare("bare-refuser", upstream.port)),
-        ],
-        Work::DecisionApi => vec![
-            (OURS, ours(&folder, work, upstream.port)),
-            ("bare hyper POST", bare("bare-api", upstream.port)),
-        ],
+    let subjects: Vec<(&str, Start)> = match work {
+        Work::Admitted => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper-util proxy", bare)],
+        Work::Refused => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper 429", bare)],
+        Work::DecisionApi => vec![(OURS, ours), ("bare hyper POST", bare)],
     };
     let mut running = Vec::new();
-    for (name, server) in subjects {
-        match server {
+    for (name, start) in subjects {
+        if !options.wants_subject(name) {
+            continue;
+        }
+        match start(&folder, work, upstream.port) {
             Ok(server) => running.push((name, server, Vec::new(), Vec::new())),
             Err(failure) => cpu.skipped.push(format!("{name}: {failure}")),
         }
@@ -119,13 +105,18 @@ fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Resu
     Ok(())
 }
 
-fn bare(program: &'static str, upstream: u16) -> Result<Server, Failure> {
+fn bare(_: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
+    let program = match work {
+        Work::Admitted => "bare-proxy",
+        Work::Refused => "bare-refuser",
+        Work::DecisionApi => "bare-api",
+    };
     let port = free_port()?;
     let arguments = [port.to_string(), upstream.to_string()];
     Server::start(PROXY_CORE, program, &sibling(program)?, &arguments, port)
 }
 
-fn limit_req(folder: &Folder, upstream: u16) -> Result<Server, Failure> {
+fn limit_req(folder: &Folder, _: Work, upstream: u16) -> Result<Server, Failure> {
     let text = LIMIT_REQ.replace("{upstream}", &upstream.to_string());
     Server::nginx(folder, PROXY_CORE, "limit_req", &text)
 }
@@ -139,16 +130,8 @@ fn ours(folder: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
         .replace("{api}", &api.to_string())
         .replace("{admin}", &admin.to_string());
     let file = folder.write("tidegate.toml", &text)?;
-    let port = if work == Work::DecisionApi {
-        api
-    } else {
-        inbound
-    };
-    let arguments = [
-        "serve".to_owned(),
-        "--config".to_owned(),
-        file.display().to_string(),
-    ];
+    let port = if work == Work::DecisionApi { api } else { inbound };
+    let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
     Server::start(PROXY_CORE, OURS, &program, &arguments, port)
 }
 

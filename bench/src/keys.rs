@@ -90,11 +90,7 @@ mod tests {
     fn uniform_meets_every_key_about_equally() {
         let sequence = Sequence::new(Draw::Uniform, 10, 1);
         let share = |wanted| {
-            let met = sequence
-                .indexes
-                .iter()
-                .filter(|index| **index == wanted)
-                .count();
+            let met = sequence.indexes.iter().filter(|index| **index == wanted).count();
             met as f64 / sequence.indexes.len() as f64
         };
         assert!((0..10).all(|key| (0.08..0.12).contains(&share(key))));
@@ -103,23 +99,14 @@ mod tests {
     #[test]
     fn zipf_halves_from_the_first_key_to_the_second() {
         let sequence = Sequence::new(Draw::Zipf, 1_000, 1);
-        let met = |wanted| {
-            sequence
-                .indexes
-                .iter()
-                .filter(|index| **index == wanted)
-                .count() as f64
-        };
+        let met = |wanted| sequence.indexes.iter().filter(|index| **index == wanted).count() as f64;
         assert!((1.7..2.3).contains(&(met(0) / met(1))));
         assert!(sequence.indexes.iter().all(|index| *index < 1_000));
     }
 
     #[test]
     fn two_seeds_give_two_orders() {
-        let (one, other) = (
-            Sequence::new(Draw::Uniform, 1_000, 1),
-            Sequence::new(Draw::Uniform, 1_000, 2),
-        );
+        let (one, other) = (Sequence::new(Draw::Uniform, 1_000, 1), Sequence::new(Draw::Uniform, 1_000, 2));
         assert_ne!(one.indexes, other.indexes);
     }
 }

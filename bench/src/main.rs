@@ -30,9 +30,7 @@ fn main() -> ExitCode {
     weight::measure(&options, &mut done);
     gate::measure(&options, &mut done);
     println!("{}", Table { rows: &rows, scale });
-    println!(
-        "Reading the clock costs {scale:.2} × the reference's 24 ns; absolute times are scaled by that."
-    );
+    println!("Reading the clock costs {scale:.2} × the reference's 24 ns; absolute times are scaled by that.");
     if !options.check {
         return ExitCode::SUCCESS;
     }
@@ -48,9 +46,5 @@ fn main() -> ExitCode {
     for name in &missed {
         eprintln!("missed: {name}");
     }
-    if missed.is_empty() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    if missed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

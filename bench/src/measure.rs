@@ -35,11 +35,7 @@ impl Spread {
         sorted.sort_by(f64::total_cmp);
         let (min, max) = (*sorted.first()?, *sorted.last()?);
         let half = sorted.len() / 2;
-        let median = if sorted.len() % 2 == 1 {
-            sorted[half]
-        } else {
-            (sorted[half - 1] + sorted[half]) / 2.0
-        };
+        let median = if sorted.len() % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 };
         Some(Self { median, min, max })
     }
 }
@@ -147,15 +143,9 @@ fn attempt(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Chunk, u64) {
                 })
             })
             .collect();
-        handles
-            .into_iter()
-            .map(|handle| handle.join().expect("a worker does not panic"))
-            .collect()
+        handles.into_iter().map(|handle| handle.join().expect("a worker does not panic")).collect()
     });
-    let total: f64 = results
-        .iter()
-        .map(|(taken, ..)| taken.as_nanos() as f64)
-        .sum();
+    let total: f64 = results.iter().map(|(taken, ..)| taken.as_nanos() as f64).sum();
     let chunk = Chunk {
         ns: total / threads as f64 / steps as f64,
         admitted: results.iter().map(|(_, admitted, _)| admitted).sum(),
@@ -196,8 +186,7 @@ mod tests {
                     .count()
             }
         }
-        let mut workers: Vec<Box<dyn Worker>> =
-            vec![Box::new(EverySecond(0)), Box::new(EverySecond(0))];
+        let mut workers: Vec<Box<dyn Worker>> = vec![Box::new(EverySecond(0)), Box::new(EverySecond(0))];
         let chunk = chunk(&mut workers, 8_000);
         assert_eq!((chunk.admitted, chunk.steps), (8_000, 16_000));
         assert!(chunk.ns > 0.0);

@@ -22,18 +22,21 @@ pub struct Options {
     pub quick: bool,
     /// Only rows whose name holds one of these; all if empty.
     pub filters: Vec<String>,
+    /// Only subjects whose name holds one of these; all if empty. For profiling: a row of one subject has no ratio.
+    pub subjects: Vec<String>,
 }
 
 /// Printed by `--help`, and after a mistake.
 pub const USAGE: &str = "\
-usage: bench [decision|gate|all] [--check] [--quick] [--filter TEXT]...
+usage: bench [decision|gate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
 
   decision   decisions in process, against governor, throttlecrab, limitador and backon
   gate       requests through the gate, against nginx and bare hyper programs
   all        both (default)
   --check    exit with 1 and name each row that misses its target
   --quick    fewer and shorter rounds; the figures are not for quoting
-  --filter   only rows whose name holds TEXT; several are alternatives";
+  --filter   only rows whose name holds TEXT; several are alternatives
+  --subject  only subjects whose name holds TEXT: to look at one of them with a profiler";
 
 impl Options {
     /// Reads arguments, without the program's name.
@@ -42,12 +45,8 @@ impl Options {
     ///
     /// What is wrong, for a person; the empty text when help is asked for.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, String> {
-        let mut options = Self {
-            part: Part::All,
-            check: false,
-            quick: false,
-            filters: Vec::new(),
-        };
+        let mut options =
+            Self { part: Part::All, check: false, quick: false, filters: Vec::new(), subjects: Vec::new() };
         let mut arguments = arguments.into_iter();
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
@@ -56,9 +55,8 @@ impl Options {
                 "all" => options.part = Part::All,
                 "--check" => options.check = true,
                 "--quick" => options.quick = true,
-                "--filter" => options
-                    .filters
-                    .push(arguments.next().ok_or("--filter needs a text")?),
+                "--filter" => options.filters.push(arguments.next().ok_or("--filter needs a text")?),
+                "--subject" => options.subjects.push(arguments.next().ok_or("--subject needs a text")?),
                 "--help" | "-h" => return Err(String::new()),
                 other => return Err(format!("unknown argument '{other}'")),
             }
@@ -73,11 +71,13 @@ impl Options {
             Part::Gate => row.starts_with("gate/"),
             Part::All => true,
         };
-        part && (self.filters.is_empty()
-            || self
-                .filters
-                .iter()
-                .any(|filter| row.contains(filter.as_str())))
+        part && (self.filters.is_empty() || self.filters.iter().any(|filter| row.contains(filter.as_str())))
+    }
+
+    /// Whether a subject of this name is asked for.
+    pub fn wants_subject(&self, subject: &str) -> bool {
+        let mut texts = self.subjects.iter();
+        self.subjects.is_empty() || texts.any(|text| subject.contains(text.as_str()))
     }
 
     /// Rounds of a timed row.
@@ -98,18 +98,21 @@ mod tests {
     fn arguments_in_any_order() {
         let options = parse("--check decision --filter T1 --filter hot").expect("it is valid");
         assert!(options.check && !options.quick && options.part == Part::Decision);
-        assert!(
-            options.wants("decision/one/allow/T1") && options.wants("decision/10k/hot/allow/T2")
-        );
+        assert!(options.wants("decision/one/allow/T1") && options.wants("decision/10k/hot/allow/T2"));
         assert!(!options.wants("decision/one/allow/T2") && !options.wants("gate/hot"));
+        assert!(options.wants_subject("governor"));
+    }
+
+    #[test]
+    fn subjects_can_be_chosen() {
+        let options = parse("--subject crab --subject gov").expect("it is valid");
+        assert!(options.wants_subject("governor") && options.wants_subject("throttlecrab"));
+        assert!(!options.wants_subject("limitador"));
     }
 
     #[test]
     fn mistakes_are_named() {
-        assert_eq!(
-            parse("--chekc"),
-            Err("unknown argument '--chekc'".to_owned())
-        );
+        assert_eq!(parse("--chekc"), Err("unknown argument '--chekc'".to_owned()));
         assert_eq!(parse("--filter"), Err("--filter needs a text".to_owned()));
     }
 }

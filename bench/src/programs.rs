@@ -15,10 +15,7 @@ pub struct Failure {
 impl Failure {
     /// A failure of `program` for the reason shown.
     pub fn new(program: impl Into<String>, reason: impl Display) -> Self {
-        Self {
-            program: program.into(),
-            reason: reason.to_string(),
-        }
+        Self { program: program.into(), reason: reason.to_string() }
     }
 }
 
@@ -77,22 +74,14 @@ pub fn system(name: &'static str) -> Result<PathBuf, Failure> {
 fn build(manifest: &Path, what: &[&str]) -> Result<Vec<PathBuf>, Failure> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
-        .args([
-            "build",
-            "--release",
-            "--message-format=json",
-            "--manifest-path",
-        ])
+        .args(["build", "--release", "--message-format=json", "--manifest-path"])
         .arg(manifest)
         .args(what)
         .stderr(Stdio::inherit())
         .output()
         .map_err(|error| Failure::new("cargo", error))?;
     if !output.status.success() {
-        return Err(Failure::new(
-            "cargo",
-            format!("cannot build {}", manifest.display()),
-        ));
+        return Err(Failure::new("cargo", format!("cannot build {}", manifest.display())));
     }
     let messages = String::from_utf8_lossy(&output.stdout);
     let executable = |line| {

@@ -73,38 +73,23 @@ pub enum Verdict {
 impl Row {
     /// A row with no figures yet.
     pub fn new(name: impl Into<String>, unit: Unit) -> Self {
-        Self {
-            name: name.into(),
-            unit,
-            figures: Vec::new(),
-            skipped: Vec::new(),
-        }
+        Self { name: name.into(), unit, figures: Vec::new(), skipped: Vec::new() }
     }
 
     /// Adds a subject's figures.
     pub fn push(&mut self, subject: &str, rounds: Vec<f64>) {
-        self.figures.push(Figures {
-            subject: subject.to_owned(),
-            rounds,
-        });
+        self.figures.push(Figures { subject: subject.to_owned(), rounds });
     }
 
     fn rounds(&self, subject: &str) -> Option<&[f64]> {
-        let of = self
-            .figures
-            .iter()
-            .find(|figures| figures.subject == subject)?;
+        let of = self.figures.iter().find(|figures| figures.subject == subject)?;
         Some(&of.rounds)
     }
 
     /// Our figures over a rival's, round by round.
     pub fn ratio(&self, rival: &str) -> Option<Spread> {
         let (ours, rivals) = (self.rounds(OURS)?, self.rounds(rival)?);
-        let ratios: Vec<f64> = ours
-            .iter()
-            .zip(rivals)
-            .map(|(ours, rival)| ours / rival)
-            .collect();
+        let ratios: Vec<f64> = ours.iter().zip(rivals).map(|(ours, rival)| ours / rival).collect();
         Spread::of(&ratios)
     }
 
@@ -113,24 +98,14 @@ impl Row {
         let Some(bound) = targets::of(&self.name) else {
             return Verdict::Informs;
         };
-        let median = || {
-            self.rounds(OURS)
-                .and_then(Spread::of)
-                .map(|spread| spread.median)
-        };
+        let median = || self.rounds(OURS).and_then(Spread::of).map(|spread| spread.median);
         let reached = match bound {
-            Bound::Ratio(rival, at_most) => self
-                .ratio(rival)
-                .is_some_and(|ratio| ratio.median <= at_most),
+            Bound::Ratio(rival, at_most) => self.ratio(rival).is_some_and(|ratio| ratio.median <= at_most),
             Bound::Nanoseconds(at_most) => median().is_some_and(|median| median <= at_most * scale),
             Bound::AtMost(at_most) => median().is_some_and(|median| median <= at_most),
             Bound::AtLeast(at_least) => median().is_some_and(|median| median >= at_least),
         };
-        if reached {
-            Verdict::Reached
-        } else {
-            Verdict::Missed
-        }
+        if reached { Verdict::Reached } else { Verdict::Missed }
     }
 
     fn reach(&self, scale: f64) -> String {
@@ -154,14 +129,7 @@ pub struct Table<'a> {
     pub scale: f64,
 }
 
-const HEAD: [&str; 6] = [
-    "work",
-    "subject",
-    "median (min–max)",
-    "ours / it",
-    "reach",
-    "",
-];
+const HEAD: [&str; 6] = ["work", "subject", "median (min–max)", "ours / it", "reach", ""];
 
 impl Table<'_> {
     fn lines(&self) -> Vec<[String; 6]> {
@@ -184,9 +152,7 @@ impl Table<'_> {
                     row.unit.write(spread.min),
                     row.unit.write(spread.max)
                 );
-                let ratio = row
-                    .ratio(&figures.subject)
-                    .filter(|_| figures.subject != OURS);
+                let ratio = row.ratio(&figures.subject).filter(|_| figures.subject != OURS);
                 let ratio = ratio.map_or_else(String::new, |ratio| {
                     format!("{:.2} ({:.2}–{:.2})", ratio.median, ratio.min, ratio.max)
                 });
@@ -221,9 +187,7 @@ impl Display for Table<'_> {
         let widths: Vec<usize> = (0..HEAD.len())
             .map(|column| {
                 let all = std::iter::once(&head).chain(&lines);
-                all.map(|line| line[column].chars().count())
-                    .max()
-                    .unwrap_or(0)
+                all.map(|line| line[column].chars().count()).max().unwrap_or(0)
             })
             .collect();
         let write = |f: &mut Formatter<'_>, line: &[String; 6]| {
@@ -284,11 +248,7 @@ mod tests {
     #[test]
     fn the_table_names_a_row_once() {
         let rows = [row("decision/inbound/T1", &[300.0], &[600.0])];
-        let table = Table {
-            rows: &rows,
-            scale: 1.0,
-        }
-        .to_string();
+        let table = Table { rows: &rows, scale: 1.0 }.to_string();
         assert_eq!(table.matches("decision/inbound/T1").count(), 1);
         assert!(table.contains("300.0 ns (300.0 ns–300.0 ns)"), "{table}");
         assert!(table.contains("0.50 (0.50–0.50)"), "{table}");

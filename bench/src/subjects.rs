@@ -25,22 +25,13 @@ pub struct Terms {
 
 impl Terms {
     /// One limit for all calls, which no run of this benchmark uses up.
-    pub const ROOMY: Self = Self {
-        every: Duration::from_secs(1),
-        burst: 1_000_000_000,
-    };
+    pub const ROOMY: Self = Self { every: Duration::from_secs(1), burst: 1_000_000_000 };
     /// A limit a key, which no run uses up, and slow enough that no key's state lapses during a run: a limiter that may
     /// forget a key between two calls would be timed on an empty store.
-    pub const ROOMY_KEYED: Self = Self {
-        every: Duration::from_secs(10),
-        burst: 100_000_000,
-    };
+    pub const ROOMY_KEYED: Self = Self { every: Duration::from_secs(10), burst: 100_000_000 };
     /// Two calls, and then refusals for longer than any run. Not one: throttlecrab forgets a key of burst 1 at once, and
     /// admits every call.
-    pub const TIGHT: Self = Self {
-        every: Duration::from_secs(3600),
-        burst: 2,
-    };
+    pub const TIGHT: Self = Self { every: Duration::from_secs(3600), burst: 2 };
 }
 
 /// The keyed limiter of each library by the name that [`crate::weight`] gives its child process.
@@ -70,15 +61,8 @@ pub trait Subject: Sync {
 }
 
 /// A loop that asks with the sequence's keys, one after the other, round and round.
-pub fn keyed<'a>(
-    sequence: &'a Sequence,
-    decide: impl FnMut(&String) -> bool + Send + 'a,
-) -> Box<dyn Worker + 'a> {
-    Box::new(Keyed {
-        keys: &sequence.keys,
-        at: 0,
-        decide,
-    })
+pub fn keyed<'a>(sequence: &'a Sequence, decide: impl FnMut(&String) -> bool + Send + 'a) -> Box<dyn Worker + 'a> {
+    Box::new(Keyed { keys: &sequence.keys, at: 0, decide })
 }
 
 /// A loop that asks without a key.
@@ -121,11 +105,7 @@ struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     fn new(at: &'a mut usize, len: usize, steps: usize) -> Self {
-        Self {
-            at,
-            len,
-            left: steps,
-        }
+        Self { at, len, left: steps }
     }
 }
 
@@ -148,6 +128,7 @@ impl Iterator for Parts<'_> {
 mod tests {
     use super::*;
     use crate::keys::Draw;
+    use crate::subjects::tidegate::Filling;
 
     #[test]
     fn parts_go_round_a_ring() {
@@ -164,31 +145,24 @@ mod tests {
             vec![
                 tidegate::keyed(terms),
                 tidegate::windowed(terms),
-                tidegate::inbound(terms),
                 governor::keyed(terms),
                 throttlecrab::keyed(terms),
                 limitador::prebuilt(terms),
                 limitador::whole(terms),
             ]
         };
+        for filling in [Filling::Everyday, Filling::Packed, Filling::Rates] {
+            let subject = tidegate::inbound(filling, 100);
+            assert_eq!(subject.worker(&sequence, 1).run(40_000), 40_000, "{filling:?}");
+        }
         for subject in subjects(Terms::ROOMY_KEYED) {
-            assert_eq!(
-                subject.worker(&sequence, 1).run(40_000),
-                40_000,
-                "{}",
-                subject.name()
-            );
+            assert_eq!(subject.worker(&sequence, 1).run(40_000), 40_000, "{}", subject.name());
         }
         for subject in subjects(Terms::TIGHT) {
             for key in (0..100).chain(0..100) {
                 assert!(subject.touch(&crate::keys::name(key)), "{}", subject.name());
             }
-            assert_eq!(
-                subject.worker(&sequence, 2).run(40_000),
-                0,
-                "{}",
-                subject.name()
-            );
+            assert_eq!(subject.worker(&sequence, 2).run(40_000), 0, "{}", subject.name());
         }
     }
 }

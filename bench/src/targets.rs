@@ -31,22 +31,10 @@ const fn reach(row: &'static str, bound: Bound) -> Reach {
 pub const REACHES: &[Reach] = &[
     reach("decision/one/allow/T1", Bound::Ratio("governor", 1.0)),
     reach("decision/one/allow/T2", Bound::Ratio("governor", 0.8)),
-    reach(
-        "decision/1k/uniform/allow/T1",
-        Bound::Ratio("governor", 0.9),
-    ),
-    reach(
-        "decision/1k/uniform/allow/T2",
-        Bound::Ratio("governor", 0.6),
-    ),
-    reach(
-        "decision/1M/uniform/allow/T1",
-        Bound::Ratio("governor", 0.5),
-    ),
-    reach(
-        "decision/1M/uniform/allow/T2",
-        Bound::Ratio("governor", 0.4),
-    ),
+    reach("decision/1k/uniform/allow/T1", Bound::Ratio("governor", 0.9)),
+    reach("decision/1k/uniform/allow/T2", Bound::Ratio("governor", 0.6)),
+    reach("decision/1M/uniform/allow/T1", Bound::Ratio("governor", 0.5)),
+    reach("decision/1M/uniform/allow/T2", Bound::Ratio("governor", 0.4)),
     reach("decision/10k/hot/allow/T2", Bound::Ratio("governor", 0.5)),
     reach("decision/bytes-per-key", Bound::AtMost(48.0)),
     reach("decision/longest-insert", Bound::Nanoseconds(2_000_000.0)),
@@ -55,19 +43,10 @@ pub const REACHES: &[Reach] = &[
     reach("decision/junk/p99", Bound::Nanoseconds(1_000_000.0)),
     reach("decision/junk/still-blocked", Bound::AtLeast(100.0)),
     reach("decision/junk/resident", Bound::AtMost(FLOOD_RESIDENT_MIB)),
-    reach(
-        "decision/blocked/resident",
-        Bound::AtMost(FLOOD_RESIDENT_MIB),
-    ),
-    reach(
-        "gate/admitted/cpu",
-        Bound::Ratio("bare hyper-util proxy", 1.15),
-    ),
+    reach("decision/blocked/resident", Bound::AtMost(FLOOD_RESIDENT_MIB)),
+    reach("gate/admitted/cpu", Bound::Ratio("bare hyper-util proxy", 1.15)),
     reach("gate/refused/cpu", Bound::Ratio("bare hyper 429", 1.1)),
-    reach(
-        "gate/decision-api/cpu",
-        Bound::Ratio("bare hyper POST", 1.15),
-    ),
+    reach("gate/decision-api/cpu", Bound::Ratio("bare hyper POST", 1.15)),
 ];
 
 /// What a store capped at 64 MiB may add to the process's resident memory: the cap, and a constant for the policy, the
@@ -76,8 +55,5 @@ pub const FLOOD_RESIDENT_MIB: f64 = 64.0 + 8.0;
 
 /// The bound of a row, if it has one.
 pub fn of(row: &str) -> Option<Bound> {
-    REACHES
-        .iter()
-        .find(|reach| reach.row == row)
-        .map(|reach| reach.bound)
+    REACHES.iter().find(|reach| reach.row == row).map(|reach| reach.bound)
 }

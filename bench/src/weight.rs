@@ -25,20 +25,16 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
     if options.wants("decision/bytes-per-key") {
         let mut resident = Row::new("decision/bytes-per-key", Unit::Bytes);
         let mut counted = Row::new("decision/bytes-per-key/allocated", Unit::Bytes);
-        each(rounds, "bytes", &mut resident, &mut |listing| {
+        each(options, rounds, "bytes", &mut resident, &mut |listing| {
             field(listing, "resident ") as f64 / f64::from(KEYS)
         });
-        each(1, "bytes", &mut counted, &mut |listing| {
-            field(listing, "counted ") as f64 / f64::from(KEYS)
-        });
+        each(options, 1, "bytes", &mut counted, &mut |listing| field(listing, "counted ") as f64 / f64::from(KEYS));
         done(resident);
         done(counted);
     }
     if options.wants("decision/longest-insert") {
         let mut row = Row::new("decision/longest-insert", Unit::Nanoseconds);
-        each(rounds, "growth", &mut row, &mut |listing| {
-            field(listing, "longest ") as f64
-        });
+        each(options, rounds, "growth", &mut row, &mut |listing| field(listing, "longest ") as f64);
         done(row);
     }
     for flood in ["junk", "blocked"] {
@@ -50,15 +46,10 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         if !rows.iter().any(|row| options.wants(&row.name)) {
             continue;
         }
-        let listings: Result<Vec<String>, Failure> =
-            (0..rounds).map(|_| weigh(flood, OURS)).collect();
+        let listings: Result<Vec<String>, Failure> = (0..rounds).map(|_| weigh(flood, OURS)).collect();
         match listings {
             Ok(listings) => {
-                let units = [
-                    ("p99 ", 1.0),
-                    ("still-blocked ", 1.0),
-                    ("resident ", 1.0 / 1024.0 / 1024.0),
-                ];
+                let units = [("p99 ", 1.0), ("still-blocked ", 1.0), ("resident ", 1.0 / 1024.0 / 1024.0)];
                 for (row, (name, unit)) in rows.iter_mut().zip(units) {
                     let read = |listing: &String| field(listing, name) as f64 * unit;
                     row.push(OURS, listings.iter().map(read).collect());
@@ -74,10 +65,11 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
     }
 }
 
-fn each(rounds: usize, what: &str, row: &mut Row, read: &mut dyn FnMut(&str) -> f64) {
-    let mut figures = vec![Vec::new(); SUBJECTS.len()];
+fn each(options: &Options, rounds: usize, what: &str, row: &mut Row, read: &mut dyn FnMut(&str) -> f64) {
+    let subjects: Vec<_> = SUBJECTS.iter().filter(|(_, shown)| options.wants_subject(shown)).collect();
+    let mut figures = vec![Vec::new(); subjects.len()];
     for _ in 0..rounds {
-        for ((child, shown), figures) in SUBJECTS.iter().zip(&mut figures) {
+        for ((child, shown), figures) in subjects.iter().zip(&mut figures) {
             match weigh(what, child) {
                 Ok(listing) => figures.push(read(&listing)),
                 Err(failure) => {
@@ -89,7 +81,7 @@ fn each(rounds: usize, what: &str, row: &mut Row, read: &mut dyn FnMut(&str) -> 
             }
         }
     }
-    for ((_, shown), figures) in SUBJECTS.iter().zip(figures) {
+    for ((_, shown), figures) in subjects.iter().zip(figures) {
         if figures.len() == rounds {
             row.push(shown, figures);
         }
@@ -103,10 +95,7 @@ fn weigh(what: &str, subject: &str) -> Result<String, Failure> {
         .map_err(|error| Failure::new("weigh", error))?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr);
-        return Err(Failure::new(
-            "weigh",
-            words.lines().next().unwrap_or("failed"),
-        ));
+        return Err(Failure::new("weigh", words.lines().next().unwrap_or("failed")));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

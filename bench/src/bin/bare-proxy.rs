@@ -9,9 +9,7 @@ use hyper_util::rt::TokioExecutor;
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let upstream = bare::address(2)?
-        .to_string()
-        .parse::<hyper::http::uri::Authority>()?;
+    let upstream = bare::address(2)?.to_string().parse::<hyper::http::uri::Authority>()?;
     let mut connector = HttpConnector::new();
     connector.set_nodelay(true);
     let client: Client<_, Incoming> = Client::builder(TokioExecutor::new()).build(connector);

@@ -7,8 +7,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
 use std::error::Error;
 
-const BODY: &[u8] =
-    br#"{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}"#;
+const BODY: &[u8] = br#"{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}"#;
 
 fn main() -> Result<(), Box<dyn Error>> {
     bare::serve(bare::address(1)?, |_| async {

@@ -155,10 +155,7 @@ impl Flood {
         let guests = 0xc000_0200..0xc000_0200 + GUESTS;
         for guest in guests.clone() {
             let last = (0..=limit).fold(None, |_, _| Some(ask(guest)));
-            assert!(
-                last.is_some_and(|decision| decision.blocked),
-                "a guest is blocked beforehand"
-            );
+            assert!(last.is_some_and(|decision| decision.blocked), "a guest is blocked beforehand");
         }
         for (call, taken) in taken.iter_mut().enumerate() {
             let stranger = 0x0a00_0000 + call as u32 / 2;
@@ -167,10 +164,7 @@ impl Flood {
             *taken = u32::try_from(begin.elapsed().as_nanos()).unwrap_or(u32::MAX);
         }
         println!("resident {}", resident() - held);
-        println!(
-            "still-blocked {}",
-            guests.filter(|guest| ask(*guest).blocked).count()
-        );
+        println!("still-blocked {}", guests.filter(|guest| ask(*guest).blocked).count());
         taken.sort_unstable();
         println!("p99 {}", taken[taken.len() / 100 * 99]);
     }

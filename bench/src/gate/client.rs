@@ -11,10 +11,7 @@ pub(super) enum Load {
     /// A page, that is refused or not.
     Get { path: &'static str, refused: bool },
     /// A question with a JSON body.
-    Post {
-        path: &'static str,
-        body: &'static str,
-    },
+    Post { path: &'static str, body: &'static str },
 }
 
 /// What the client counted.
@@ -73,15 +70,7 @@ impl Client {
         let output = Command::new(&self.taskset)
             .args(["-c", self.core])
             .arg(&self.wrk)
-            .args([
-                "-t",
-                "1",
-                "-c",
-                CONNECTIONS,
-                "-d",
-                &format!("{seconds}s"),
-                "-s",
-            ])
+            .args(["-t", "1", "-c", CONNECTIONS, "-d", &format!("{seconds}s"), "-s"])
             .arg(&self.script)
             .arg(format!("http://127.0.0.1:{port}{path}"))
             .output()
@@ -90,10 +79,7 @@ impl Client {
         if !output.status.success() {
             return Err(Failure::new("wrk", String::from_utf8_lossy(&output.stderr)));
         }
-        judge(
-            &listing,
-            matches!(self.load, Load::Get { refused: true, .. }),
-        )
+        judge(&listing, matches!(self.load, Load::Get { refused: true, .. }))
     }
 }
 
@@ -109,15 +95,9 @@ fn judge(listing: &str, refused: bool) -> Result<Answered, Failure> {
     // The first request of an hour is admitted even where the rest are not.
     let (met, wanted) = (read("refused "), if refused { requests } else { 0.0 });
     if (met - wanted).abs() > 1.0 {
-        return Err(Failure::new(
-            "wrk",
-            format!("{met} of {requests} were refused, not {wanted}"),
-        ));
+        return Err(Failure::new("wrk", format!("{met} of {requests} were refused, not {wanted}")));
     }
-    Ok(Answered {
-        requests,
-        seconds: read("microseconds ") / 1e6,
-    })
+    Ok(Answered { requests, seconds: read("microseconds ") / 1e6 })
 }
 
 #[cfg(test)]

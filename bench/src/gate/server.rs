@@ -21,17 +21,14 @@ impl Folder {
     pub(super) fn new() -> Result<Self, Failure> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path =
-            std::env::temp_dir().join(format!("tidegate-bench-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path)
-            .map_err(|error| Failure::new(path.display().to_string(), error))?;
+        let path = std::env::temp_dir().join(format!("tidegate-bench-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).map_err(|error| Failure::new(path.display().to_string(), error))?;
         Ok(Self(path))
     }
 
     pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, Failure> {
         let path = self.0.join(name);
-        std::fs::write(&path, text)
-            .map_err(|error| Failure::new(path.display().to_string(), error))?;
+        std::fs::write(&path, text).map_err(|error| Failure::new(path.display().to_string(), error))?;
         Ok(path)
     }
 }
@@ -75,22 +72,13 @@ impl Server {
             .stdout(Stdio::null())
             .spawn()
             .map_err(|error| Failure::new(name, error))?;
-        let mut server = Self {
-            name: name.to_owned(),
-            child,
-            port,
-        };
+        let mut server = Self { name: name.to_owned(), child, port };
         server.await_listening()?;
         Ok(server)
     }
 
     /// Starts nginx as a single process with one server, into which `inside` is put.
-    pub(super) fn nginx(
-        folder: &Folder,
-        core: &str,
-        name: &str,
-        inside: &str,
-    ) -> Result<Self, Failure> {
+    pub(super) fn nginx(folder: &Folder, core: &str, name: &str, inside: &str) -> Result<Self, Failure> {
         let port = free_port()?;
         let home = folder.0.display().to_string();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
@@ -113,12 +101,7 @@ http {{
 "
         );
         let file = folder.write(&format!("{name}.conf"), &text)?;
-        let arguments = [
-            "-p".to_owned(),
-            home,
-            "-c".to_owned(),
-            file.display().to_string(),
-        ];
+        let arguments = ["-p".to_owned(), home, "-c".to_owned(), file.display().to_string()];
         let arguments = [&arguments[..], &["-e".to_owned(), "stderr".to_owned()]].concat();
         Self::start(core, "nginx", &system("nginx")?, &arguments, port)
     }
@@ -130,10 +113,7 @@ http {{
                 return Ok(());
             }
             if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(Failure::new(
-                    &self.name,
-                    format!("ended before it listened ({status})"),
-                ));
+                return Err(Failure::new(&self.name, format!("ended before it listened ({status})")));
             }
             thread::sleep(Duration::from_millis(20));
         }

@@ -52,12 +52,7 @@ impl Subject for Backon {
     }
 
     fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        let mut delays = Delays {
-            builder: &self.0,
-            seed: 1,
-            tries: 0,
-            current: self.0.build(),
-        };
+        let mut delays = Delays { builder: &self.0, seed: 1, tries: 0, current: self.0.build() };
         unkeyed(move || std::hint::black_box(delays.next()).is_some())
     }
 }

@@ -26,9 +26,7 @@ pub fn keyed_by_number(terms: Terms) -> Box<dyn Subject> {
 
 fn quota(terms: Terms) -> Quota {
     let burst = NonZeroU32::new(terms.burst).expect("terms have a burst");
-    Quota::with_period(terms.every)
-        .expect("terms have an interval")
-        .allow_burst(burst)
+    Quota::with_period(terms.every).expect("terms have an interval").allow_burst(burst)
 }
 
 struct Direct(RateLimiter<NotKeyed, InMemoryState, DefaultClock>);

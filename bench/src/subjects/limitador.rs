@@ -18,10 +18,7 @@ const CACHE: u64 = 2_000_000;
 
 /// A limit for each text, asked with counters that were built before the clock ran. `touch` builds its own.
 pub fn prebuilt(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Prebuilt {
-        storage: InMemoryStorage::new(CACHE),
-        limit: Arc::new(limit(terms)),
-    })
+    Box::new(Prebuilt { storage: InMemoryStorage::new(CACHE), limit: Arc::new(limit(terms)) })
 }
 
 /// A limit for each text, asked as a server does: a context of the request's method, path and key, the limit's
@@ -29,15 +26,12 @@ pub fn prebuilt(terms: Terms) -> Box<dyn Subject> {
 pub fn whole(terms: Terms) -> Box<dyn Subject> {
     let limiter = RateLimiter::new(CACHE);
     limiter.add_limit(limit(terms));
-    Box::new(Whole {
-        limiter,
-        namespace: Namespace::from("bench"),
-    })
+    Box::new(Whole { limiter, namespace: Namespace::from("bench") })
 }
 
 fn limit(terms: Terms) -> Limit {
-    let conditions = ["method == 'POST'", "path == '/login'"]
-        .map(|condition| condition.try_into().expect("the condition is valid"));
+    let conditions =
+        ["method == 'POST'", "path == '/login'"].map(|condition| condition.try_into().expect("the condition is valid"));
     let variables = ["client".try_into().expect("the variable is valid")];
     Limit::new("bench", u64::from(terms.burst), 3600, conditions, variables)
 }
@@ -59,11 +53,7 @@ struct Prebuilt {
 impl Prebuilt {
     fn counter(&self, key: &str) -> Vec<Counter> {
         let counter = Counter::new(Arc::clone(&self.limit), &context(key));
-        vec![
-            counter
-                .expect("the variable resolves")
-                .expect("the context has the variable"),
-        ]
+        vec![counter.expect("the variable resolves").expect("the context has the variable")]
     }
 
     fn decide(&self, counters: &mut Vec<Counter>) -> bool {
@@ -119,9 +109,7 @@ struct Whole {
 
 impl Whole {
     fn decide(&self, key: &str) -> bool {
-        let answer = self
-            .limiter
-            .check_rate_limited_and_update(&self.namespace, &context(key), 1);
+        let answer = self.limiter.check_rate_limited_and_update(&self.namespace, &context(key), 1);
         !answer.expect("memory does not fail").limited
     }
 }

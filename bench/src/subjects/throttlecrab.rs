@@ -10,10 +10,7 @@ use throttlecrab::{PeriodicStore, RateLimiter};
 
 /// One limit for all calls: it has no limiter without keys, so every call has the same one.
 pub fn direct(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Throttlecrab {
-        same: vec![crate::keys::name(0); 4096],
-        ..Throttlecrab::new(terms)
-    })
+    Box::new(Throttlecrab { same: vec![crate::keys::name(0); 4096], ..Throttlecrab::new(terms) })
 }
 
 /// A limit for each text.
@@ -30,24 +27,13 @@ struct Throttlecrab {
 
 impl Throttlecrab {
     fn new(terms: Terms) -> Self {
-        Self {
-            limiter: Mutex::new(RateLimiter::new(PeriodicStore::new())),
-            terms,
-            same: Vec::new(),
-        }
+        Self { limiter: Mutex::new(RateLimiter::new(PeriodicStore::new())), terms, same: Vec::new() }
     }
 
     fn decide(&self, limiter: &mut RateLimiter<PeriodicStore>, key: &str) -> bool {
         let every = i64::try_from(self.terms.every.as_secs()).expect("terms are short");
         limiter
-            .rate_limit(
-                key,
-                i64::from(self.terms.burst),
-                1,
-                every,
-                1,
-                SystemTime::now(),
-            )
+            .rate_limit(key, i64::from(self.terms.burst), 1, every, 1, SystemTime::now())
             .expect("the terms are valid")
             .0
     }
@@ -64,17 +50,8 @@ impl Subject for Throttlecrab {
     }
 
     fn worker<'a>(&'a self, sequence: &'a Sequence, threads: usize) -> Box<dyn Worker + 'a> {
-        let keys = if self.same.is_empty() {
-            &sequence.keys
-        } else {
-            &self.same
-        };
-        Box::new(Asking {
-            of: self,
-            keys,
-            at: 0,
-            alone: threads == 1,
-        })
+        let keys = if self.same.is_empty() { &sequence.keys } else { &self.same };
+        Box::new(Asking { of: self, keys, at: 0, alone: threads == 1 })
     }
 }
 
@@ -88,18 +65,13 @@ struct Asking<'a> {
 impl Worker for Asking<'_> {
     fn run(&mut self, steps: usize) -> usize {
         let mut admitted = 0;
-        let mut whole = self
-            .alone
-            .then(|| self.of.limiter.lock().expect("no thread panicked"));
+        let mut whole = self.alone.then(|| self.of.limiter.lock().expect("no thread panicked"));
         for part in Parts::new(&mut self.at, self.keys.len(), steps) {
             for key in &self.keys[part] {
                 let key = black_box(key);
                 let allowed = match &mut whole {
                     Some(limiter) => self.of.decide(limiter, key),
-                    None => self.of.decide(
-                        &mut self.of.limiter.lock().expect("no thread panicked"),
-                        key,
-                    ),
+                    None => self.of.decide(&mut self.of.limiter.lock().expect("no thread panicked"), key),
                 };
                 admitted += usize::from(black_box(allowed));
             }

@@ -2,28 +2,24 @@
 
 use super::backon::TRIES;
 use super::{OURS, Subject, Terms, keyed as keyed_loop, unkeyed};
-use crate::keys::Sequence;
+use crate::keys::{Sequence, name as key_name};
 use crate::measure::Worker;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::atomic::{AtomicU64, Ordering};
 use tidegate::policy::Sources;
-use tidegate::{Backoff, Gate, KeyedLimiter, Limiter, Policy, Query, Span, SystemClock};
+use tidegate::{Backoff, Clock, Gate, KeyedLimiter, Limiter, Memory, Policy, Query, Span, SystemClock, Time};
 
 /// One rate, no key.
 pub fn direct(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Direct(
-        Limiter::new(&rate(terms)).expect("the terms are a rate"),
-    ))
+    Box::new(Direct(Limiter::new(&rate(terms)).expect("the terms are a rate")))
 }
 
 /// A rate for each text, in a store of the default size.
 pub fn keyed(terms: Terms) -> Box<dyn Subject> {
-    Box::new(ByText {
-        name: OURS,
-        limiter: KeyedLimiter::new(&rate(terms)).expect("the terms are a rate"),
-    })
+    Box::new(ByText { name: OURS, limiter: KeyedLimiter::new(&rate(terms)).expect("the terms are a rate") })
 }
 
 /// A strict window for each text, which none of the rivals has: to see what strictness costs. Its store is larger than
@@ -32,18 +28,37 @@ pub fn windowed(terms: Terms) -> Box<dyn Subject> {
     const MAX_BYTES: usize = 2 << 30;
     let window = format!("{} per 1h", terms.burst);
     let limiter = KeyedLimiter::with_clock(&window, MAX_BYTES, SystemClock::new());
-    Box::new(ByText {
-        name: "tidegate (strict window)",
-        limiter: limiter.expect("the terms are a window"),
-    })
+    Box::new(ByText { name: "tidegate (strict window)", limiter: limiter.expect("the terms are a window") })
 }
 
-/// The whole inbound decision: three actions to match, a penalty, the action's limit and the global one.
-pub fn inbound(terms: Terms) -> Box<dyn Subject> {
+/// How full the state is that an inbound decision meets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filling {
+    /// Of clients that each call about four times a minute: short logs for the action, long ones for the hour that the
+    /// global limit counts. Time passes quickly, so that this state lasts however fast the calls come.
+    Everyday,
+    /// Of clients that call as fast as they can under limits that none of them reaches: every window's log is full and
+    /// merges its neighbours. The worst case.
+    Packed,
+    /// No logs: both limits are rates.
+    Rates,
+    /// Blocked clients.
+    Blocked,
+}
+
+/// The whole inbound decision: three actions to match, a penalty, the action's limit and the global one; for `clients`
+/// that call in no particular order.
+pub fn inbound(filling: Filling, clients: u32) -> Box<dyn Subject> {
+    let (name, login, global) = match filling {
+        Filling::Everyday => (OURS, "100 per 60s", "1000 per 1h"),
+        Filling::Packed => ("tidegate (packed logs)", "1000000000 per 60s", "1000000000 per 1h"),
+        Filling::Rates => ("tidegate (rates)", "1 per 10s burst 1000000", "1 per 10s burst 1000000"),
+        Filling::Blocked => (OURS, "2 per 1h", "1000000000 per 1h"),
+    };
     let text = format!(
         r#"
 [inbound.global]
-limit = "1000000000 per 1h"
+limit = "{global}"
 penalty = {{ base = "2s", cap = "1h" }}
 
 [inbound.action.register]
@@ -59,20 +74,30 @@ limit = "100 per 60s"
 [inbound.action.login]
 match = {{ method = "POST", path = "/login" }}
 key = ["client_ip"]
-limit = "{} per 1h"
+limit = "{login}"
 penalty = {{ base = "1h", cap = "1h" }}
-"#,
-        terms.burst
+"#
     );
-    Box::new(Inbound(Gate::new(&policy(&text))))
+    let step = match filling {
+        Filling::Everyday => Span::from_micros(15_000_000 / u64::from(clients)),
+        _ => Span::ZERO,
+    };
+    let clock = QuickClock { real: SystemClock::new(), ahead: AtomicU64::new(0), step };
+    let gate = Gate::in_memory(&policy(&text), clock);
+    let inbound = Inbound { name, gate };
+    if filling == Filling::Everyday {
+        // An hour and more of them, until as many calls leave the global windows as enter.
+        for call in 0..260 * clients {
+            let number = call.wrapping_mul(0x9e37_79b1) % clients;
+            inbound.touch(&key_name(number));
+        }
+    }
+    Box::new(inbound)
 }
 
 /// Base 1 s, factor 2, cap one hour, full jitter.
 pub fn backoff() -> Box<dyn Subject> {
-    Box::new(Delays(Backoff::exponential(
-        Span::from_secs(1),
-        Span::from_secs(3600),
-    )))
+    Box::new(Delays(Backoff::exponential(Span::from_secs(1), Span::from_secs(3600))))
 }
 
 /// A policy of this text alone.
@@ -87,13 +112,7 @@ pub fn policy(text: &str) -> Policy {
 
 /// A login from this address.
 pub fn login(ip: IpAddr) -> Query<'static> {
-    Query {
-        ip: Some(ip),
-        method: Some("POST"),
-        path: Some("/login"),
-        host: Some("example.com"),
-        ..Query::default()
-    }
+    Query { ip: Some(ip), method: Some("POST"), path: Some("/login"), host: Some("example.com"), ..Query::default() }
 }
 
 fn rate(terms: Terms) -> String {
@@ -135,18 +154,37 @@ impl Subject for ByText {
     }
 }
 
-struct Inbound(Gate);
+/// The machine's clock, read every time, and ahead of it by a step for every call that was made.
+struct QuickClock {
+    real: SystemClock,
+    ahead: AtomicU64,
+    step: Span,
+}
+
+impl Clock for QuickClock {
+    fn now(&self) -> Time {
+        // Not one atomic operation, which costs as much as some of what is measured: two threads may lose a step.
+        let ahead = self.ahead.load(Ordering::Relaxed) + self.step.as_micros();
+        self.ahead.store(ahead, Ordering::Relaxed);
+        self.real.now() + Span::from_micros(ahead)
+    }
+}
+
+struct Inbound {
+    name: &'static str,
+    gate: Gate<Memory, QuickClock>,
+}
 
 impl Inbound {
     fn decide(&self, ip: IpAddr) -> bool {
-        let decision = self.0.check_now(black_box(&login(ip)));
+        let decision = self.gate.check_now(black_box(&login(ip)));
         decision.expect("the query has every part").allowed
     }
 }
 
 impl Subject for Inbound {
     fn name(&self) -> &'static str {
-        OURS
+        self.name
     }
 
     fn touch(&self, key: &String) -> bool {

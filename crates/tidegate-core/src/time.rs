@@ -147,8 +147,14 @@ impl Sub for Span {
 impl fmt::Display for Span {
     /// The shortest exact form in one or two units: `2s`, `1m30s`, `500ms`, `1h`, `1d`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [(u64, &str); 6] =
-            [(86_400_000_000, "d"), (3_600_000_000, "h"), (60_000_000, "m"), (1_000_000, "s"), (1_000, "ms"), (1, "us")];
+        const UNITS: [(u64, &str); 6] = [
+            (86_400_000_000, "d"),
+            (3_600_000_000, "h"),
+            (60_000_000, "m"),
+            (1_000_000, "s"),
+            (1_000, "ms"),
+            (1, "us"),
+        ];
         if self.0 == 0 {
             return f.write_str("0s");
         }

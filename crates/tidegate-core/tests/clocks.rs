@@ -3,10 +3,13 @@
 
 use std::sync::Arc;
 
+use tidegate_core::batch::settle;
 use tidegate_core::quota::Every;
-use tidegate_core::{Concurrency, Kind, Limit, PenaltyMode, Quota, Rate, Span, Time, Window};
+use tidegate_core::{
+    Batch, Concurrency, Kind, Limit, Limits, Op, PenaltyMode, Quota, Rate, Span, State, Time, Verb, Window,
+};
 use tidegate_testkit::clock::{Reading, Trouble, readings};
-use tidegate_testkit::desk::{Desk, at, doubling, window};
+use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
 use tidegate_testkit::dice::{Dice, count};
 use tidegate_testkit::property;
 
@@ -18,22 +21,16 @@ const MINUTE: Span = Span::from_secs(60);
 fn every_kind(limit: u64) -> [(Limit, Span); 5] {
     [
         (window(limit, 60), MINUTE),
-        (Limit::new(Kind::Window(Window::new(limit, MINUTE, 1).unwrap())), MINUTE + MINUTE),
-        (Limit::new(Kind::Rate(Rate::new(limit, MINUTE, limit).unwrap())), MINUTE + MINUTE),
-        (Limit::new(Kind::Quota(Quota::new(limit, Arc::new(Every(MINUTE))).unwrap())), MINUTE + MINUTE),
-        (Limit::new(Kind::Concurrency(Concurrency::new(limit, MINUTE).unwrap())), MINUTE),
+        (Limit::new(Kind::Window(Window::new(limit, MINUTE, 1).expect("a window"))), MINUTE + MINUTE),
+        (Limit::new(Kind::Rate(Rate::new(limit, MINUTE, limit).expect("a rate"))), MINUTE + MINUTE),
+        (Limit::new(Kind::Quota(Quota::new(limit, Arc::new(Every(MINUTE))).expect("a quota"))), MINUTE + MINUTE),
+        (Limit::new(Kind::Concurrency(Concurrency::new(limit, MINUTE).expect("permits"))), MINUTE),
     ]
 }
 
 fn take(desk: &Desk, holder: u64, now: Time) -> bool {
-    let mut batch = tidegate_core::Batch::new(holder);
-    let op = tidegate_core::Op::new(
-        tidegate_testkit::desk::id(0),
-        tidegate_core::Verb::Take,
-        tidegate_testkit::desk::key(1),
-        1,
-    );
-    batch.push(op).unwrap();
+    let mut batch = Batch::new(holder);
+    batch.push(Op::new(id(0), Verb::Take, key(1), 1)).expect("room for one");
     desk.ask(&batch, now).0.allowed
 }
 
@@ -74,6 +71,29 @@ fn a_step_back_never_lengthens_a_block() {
             let wait = told.retry_after.unwrap();
             assert!(!desk.fork().call(1, at(0) + wait - Span::from_micros(1)).allowed);
             assert!(desk.call(1, at(0) + wait).allowed);
+        }
+    }
+}
+
+/// A look leaves a state as it is to the last bit, though the clock it is asked by has jumped or stepped back.
+#[test]
+fn a_look_by_a_wrong_clock_changes_nothing() {
+    for (plan, _) in every_kind(2) {
+        let plan = plan.with_penalty(doubling(2, 64, PenaltyMode::Parole, MINUTE));
+        let limits = Limits::new(vec![plan]).unwrap();
+        let ask = |cells: &mut [State], verb, holder, now| {
+            let mut batch = Batch::new(holder);
+            batch.push(Op::new(id(0), verb, key(1), 1)).unwrap();
+            settle(&batch, &limits, cells, now)
+        };
+        let mut cells = [State::default()];
+        for holder in 0..3 {
+            ask(&mut cells, Verb::Take, holder, at(0));
+        }
+        let before = format!("{cells:?}");
+        for now in [at(0), at(0) - Span::from_secs(10), at(0) - YEAR, at(0) + YEAR, Time::ZERO, Time::NEVER] {
+            ask(&mut cells, Verb::Peek, 9, now);
+            assert_eq!(format!("{cells:?}"), before, "{now:?}");
         }
     }
 }
@@ -140,7 +160,8 @@ fn no_trouble_locks_out() {
         let mut last = readings[0];
         for (holder, &reading) in readings.iter().enumerate() {
             let passed = take(&desk, holder as u64, reading.shown);
-            shown_passed = shown_passed + reading.shown.since(last.shown).as_micros().min(1_000_000).micros();
+            // A jump ahead is no time that a client waited.
+            shown_passed = shown_passed + reading.shown.since(last.shown).min(Span::from_secs(1));
             if reading.shown < last.shown {
                 // A step back starts the wait anew, at most.
                 (refused_since, shown_passed) = (None, Span::ZERO);
@@ -156,16 +177,6 @@ fn no_trouble_locks_out() {
         }
         Ok(())
     });
-}
-
-trait Micros {
-    fn micros(self) -> Span;
-}
-
-impl Micros for u64 {
-    fn micros(self) -> Span {
-        Span::from_micros(self)
-    }
 }
 
 /// A quota's period is granted once, though the clock crosses its boundary back and forth.

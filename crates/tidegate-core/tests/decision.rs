@@ -88,12 +88,15 @@ fn every_advertised_wait_is_true() {
                 world.heard(&outcomes);
                 let Some(wait) = decision.retry_after.filter(|_| !decision.allowed) else { continue };
                 let (back, again) = desk.fork().ask(&call, now + wait);
-                let filled_itself = call.ops().iter().zip(outcomes.list()).zip(again.list()).any(|((op, then), now)| {
-                    let all = limits.get(op.limit).is_some_and(|limit| limit.count() == Count::All);
-                    all && !then.verdict.refuses() && now.verdict.refuses()
-                });
+                let filled_itself =
+                    call.ops().iter().zip(outcomes.list()).zip(again.list()).any(|((op, then), now)| {
+                        let all = limits.get(op.limit).is_some_and(|limit| limit.count() == Count::All);
+                        all && !then.verdict.refuses() && now.verdict.refuses()
+                    });
                 if !back.allowed && !filled_itself {
-                    return Err(format!("told {wait} by {decision:?}\n  then {back:?}\n  in {call:?}\n  under {limits:?}"));
+                    return Err(format!(
+                        "told {wait} by {decision:?}\n  then {back:?}\n  in {call:?}\n  under {limits:?}"
+                    ));
                 }
                 if desk.fork().ask(&call, now + wait - Span::from_micros(1)).0.allowed {
                     return Err(format!("told {wait}, but a microsecond less would do: {decision:?} in {call:?}"));
@@ -179,7 +182,10 @@ fn shadow_decides_and_lets_pass() {
     assert!(first.allowed && !first.shadow);
     let second = desk.call(1, at(0));
     assert!(second.allowed && second.shadow && second.blocked);
-    assert_eq!((second.bound_by, second.retry_after, second.reason), (Some(id(0)), Some(Span::from_secs(2)), Reason::Penalty));
+    assert_eq!(
+        (second.bound_by, second.retry_after, second.reason),
+        (Some(id(0)), Some(Span::from_secs(2)), Reason::Penalty)
+    );
     assert!(desk.call(1, at(1)).shadow, "its block lives");
     let fourth = desk.call(1, at(1));
     assert_eq!((fourth.allowed, fourth.shadow, fourth.bound_by), (false, false, Some(id(1))));

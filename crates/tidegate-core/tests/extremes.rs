@@ -10,8 +10,8 @@ use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::Log;
 use tidegate_core::{
-    Batch, Concurrency, Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, Op, Penalty,
-    PenaltyMode, PenaltySpec, Quota, Rate, Span, State, Time, Verb, Window,
+    Batch, Concurrency, Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, Op, Penalty, PenaltyMode,
+    PenaltySpec, Quota, Rate, Span, State, Time, Verb, Window,
 };
 use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
 use tidegate_testkit::dice::{Dice, count};
@@ -41,8 +41,7 @@ fn any_number(dice: &mut Dice) -> u64 {
 }
 
 fn any_kind(dice: &mut Dice) -> Result<Kind, LimitError> {
-    let (number, span, other) =
-        (any_number(dice), Span::from_micros(any_number(dice)), any_number(dice));
+    let (number, span, other) = (any_number(dice), Span::from_micros(any_number(dice)), any_number(dice));
     match dice.below(4) {
         0 => Window::new(number, span, dice.pick(&[0, 1, 2, 64, 1 << 16, u32::MAX])).map(Kind::Window),
         1 => Rate::new(number, span, other).map(Kind::Rate),

@@ -2,9 +2,7 @@
 
 use tidegate_core::penalty::Record;
 use tidegate_core::state::Usage;
-use tidegate_core::{
-    Kind, Limit, Penalty, PenaltyMode, PenaltySpec, Reason, Span, State, Time, Verdict, Window,
-};
+use tidegate_core::{Kind, Limit, Penalty, PenaltyMode, PenaltySpec, Reason, Span, State, Time, Verdict, Window};
 use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
 use tidegate_testkit::dice::{Dice, count};
 use tidegate_testkit::property;
@@ -214,7 +212,11 @@ fn strict_tells_the_longer_of_block_and_window() {
     assert_eq!(refused.next_allowed_at, Some(at(60_000)));
     let again = desk.fork();
     let served = again.call(1, at(7_000));
-    assert_eq!((secs(served.retry_after), secs(served.backoff)), (Some(53.0), Some(4.0)), "nothing passes a full window");
+    assert_eq!(
+        (secs(served.retry_after), secs(served.backoff)),
+        (Some(53.0), Some(4.0)),
+        "nothing passes a full window"
+    );
     assert!(!desk.fork().call(1, at(59_999)).allowed);
     assert_eq!(desk.call(1, at(60_000)).reason, Reason::Ok);
     let mut now = at(60_000);

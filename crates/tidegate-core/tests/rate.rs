@@ -75,7 +75,9 @@ fn a_key_idle_for_a_year_gets_its_burst_and_no_more() {
 
 #[test]
 fn spacing_is_even_and_waits_are_exact() {
-    for (number, per, spacing) in [(10, 1_000_000, 100_000), (3, 1_000_000, 333_334), (1, 7, 7), (1_000_000, 1_000_000, 1)] {
+    for (number, per, spacing) in
+        [(10, 1_000_000, 100_000), (3, 1_000_000, 333_334), (1, 7, 7), (1_000_000, 1_000_000, 1)]
+    {
         let rate = Rate::new(number, Span::from_micros(per), 1).unwrap();
         let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
         let mut now = at(0);

@@ -115,7 +115,8 @@ fn single_calls_far_above_the_entries() {
 fn overtaken_calls_overfill_nothing() {
     property::check(count(400, 10_000), 600, |mut dice| {
         let limit = dice.between(1, 12);
-        let window = Window::new(limit, Span::from_millis(dice.between(1, 400)), 64).map_err(|error| error.to_string())?;
+        let window =
+            Window::new(limit, Span::from_millis(dice.between(1, 400)), 64).map_err(|error| error.to_string())?;
         let desk = Desk::new([Limit::new(Kind::Window(window))]);
         let mut ledger = Ledger::new(window);
         let mut latest = at(0);

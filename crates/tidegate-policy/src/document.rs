@@ -25,6 +25,26 @@ pub(crate) struct Text {
     pub(crate) body: String,
     /// Whether the text itself may be a secret, and is never shown.
     pub(crate) secret: bool,
+    /// Where each line begins.
+    lines: Vec<u32>,
+}
+
+impl Text {
+    pub(crate) fn new(kind: TextKind, name: &str, body: &str, secret: bool) -> Self {
+        let begins = body.match_indices('\n').map(|(newline, _)| newline + 1);
+        let lines = std::iter::once(0).chain(begins).map(|at| u32::try_from(at).unwrap_or(u32::MAX)).collect();
+        Self { kind, name: name.to_owned(), body: body.to_owned(), secret, lines }
+    }
+
+    /// The number of the line that holds this byte, from 1.
+    pub(crate) fn line(&self, at: usize) -> usize {
+        self.lines.partition_point(|begin| *begin as usize <= at)
+    }
+
+    /// Where the line that holds this byte begins.
+    pub(crate) fn line_begins(&self, at: usize) -> usize {
+        self.lines[self.line(at) - 1] as usize
+    }
 }
 
 /// A stretch of a text.
@@ -98,7 +118,7 @@ impl Texts {
 
     /// The line that a place is on.
     pub(crate) fn line(&self, at: At) -> usize {
-        self.get(at).body[..at.start()].matches('\n').count() + 1
+        self.get(at).line(at.start())
     }
 
     /// "on line 12" or "in the variable NAME", for pointing at a second place.
@@ -215,7 +235,7 @@ pub(crate) fn parse_file(texts: &mut Texts, name: &str, body: &str) -> Result<Ta
     let body = body.strip_prefix('\u{feff}').unwrap_or(body);
     let too_large = body.len() > MAX_FILE;
     let body = if too_large { "" } else { body };
-    let text = Text { kind: TextKind::File, name: name.to_owned(), body: body.to_owned(), secret: false };
+    let text = Text::new(TextKind::File, name, body, false);
     let whole = texts.add(text);
     if too_large {
         return Err(vec![Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file")]);

@@ -53,7 +53,7 @@ pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Tab
 }
 
 fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
-    texts.add(Text { kind: TextKind::Variable, name: name.to_owned(), body: value.to_owned(), secret })
+    texts.add(Text::new(TextKind::Variable, name, value, secret))
 }
 
 /// Sets what one variable names.
@@ -205,7 +205,8 @@ fn coerce(texts: &Texts, at: At, form: Form) -> Result<Node, Error> {
                 Ok(text(at))
             }
         }
-        Form::Tables => parse_value(texts, at),
+        Form::Tables if matches!(first, Some('{' | '[')) => parse_value(texts, at),
+        Form::Tables => Ok(text(at)),
     }
 }
 

@@ -46,7 +46,10 @@ impl fmt::Display for Place {
 /// One thing that is wrong. `Display` shows it with its place, the line in question and a caret under it; secrets in
 /// that line are hidden.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Error {
+pub struct Error(Box<Told>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Told {
     place: Place,
     message: String,
     expected: String,
@@ -67,9 +70,9 @@ impl Error {
     pub(crate) fn new(texts: &Texts, at: At, message: impl Into<String>, expected: impl Into<String>) -> Self {
         let text = texts.get(at);
         let (start, end) = (at.start(), at.end());
-        let begins = text.body[..start].rfind('\n').map_or(0, |newline| newline + 1);
+        let begins = text.line_begins(start);
         let column = text.body[begins..start].chars().count() + 1;
-        let line_number = text.body[..start].matches('\n').count() + 1;
+        let line_number = text.line(start);
         let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
         let line = text.body[begins..ends].trim_end_matches('\r');
         let prefix = match text.kind {
@@ -84,17 +87,17 @@ impl Error {
             }
             TextKind::Variable => (Place::Variable { name: text.name.clone(), column }, String::new()),
         };
-        Self {
+        Self(Box::new(Told {
             place,
             message: message.into(),
             expected: expected.into(),
             help: Vec::new(),
             excerpt: Excerpt::new(number, &prefix, line, start, end, text.secret),
-        }
+        }))
     }
 
     pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
-        self.help.push(help.into());
+        self.0.help.push(help.into());
         self
     }
 
@@ -108,22 +111,22 @@ impl Error {
 
     /// Where it is wrong.
     pub fn place(&self) -> &Place {
-        &self.place
+        &self.0.place
     }
 
     /// What was found.
     pub fn message(&self) -> &str {
-        &self.message
+        &self.0.message
     }
 
     /// What was expected.
     pub fn expected(&self) -> &str {
-        &self.expected
+        &self.0.expected
     }
 
     /// What may help: the nearest valid name, another way to write it.
     pub fn help_texts(&self) -> &[String] {
-        &self.help
+        &self.0.help
     }
 }
 
@@ -236,17 +239,17 @@ pub(crate) fn quoted(text: &str) -> String {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Excerpt { number, line, indent, carets } = &self.excerpt;
+        let Excerpt { number, line, indent, carets } = &self.0.excerpt;
         let margin = " ".repeat(number.len());
-        writeln!(f, "error: {}", self.message)?;
-        writeln!(f, "{margin}--> {}", self.place)?;
+        writeln!(f, "error: {}", self.0.message)?;
+        writeln!(f, "{margin}--> {}", self.0.place)?;
         writeln!(f, "{margin} |")?;
         writeln!(f, "{number} | {line}")?;
         write!(f, "{margin} | {indent}{}", "^".repeat(*carets))?;
-        if !self.expected.is_empty() {
-            write!(f, " expected {}", self.expected)?;
+        if !self.0.expected.is_empty() {
+            write!(f, " expected {}", self.0.expected)?;
         }
-        for help in &self.help {
+        for help in &self.0.help {
             write!(f, "\n{margin} = help: {help}")?;
         }
         Ok(())
@@ -265,7 +268,7 @@ pub struct Errors {
 impl Errors {
     /// In the order of the file, then of the variables' names.
     pub(crate) fn new(mut list: Vec<Error>) -> Self {
-        list.sort_by(|left, right| left.place.order().cmp(&right.place.order()));
+        list.sort_by(|left, right| left.0.place.order().cmp(&right.0.place.order()));
         list.dedup();
         let more = list.len().saturating_sub(MAX_ERRORS);
         list.truncate(MAX_ERRORS);

@@ -157,6 +157,12 @@ impl Recipe {
     /// same.
     #[inline]
     pub(crate) fn key(&self, query: &Query<'_>, quirks: PathQuirks, seed: &KeySeed) -> Result<Key, Lacking<'_>> {
+        // What most limits count by, without the detour over a buffer.
+        if let [KeyPart::ClientIp] = &*self.0
+            && let Some(ip) = query.ip
+        {
+            return Ok(address_key(network_of(ip), seed));
+        }
         let mut encoder = Encoder::new(seed, DOMAIN_KEY);
         for part in &self.0 {
             encode(part, query, quirks, &mut encoder)?;
@@ -223,6 +229,59 @@ fn encode<'r>(
         }
     }
     Ok(())
+}
+
+/// The key of an address alone; the same that an [`Encoder`] gives.
+#[inline]
+fn address_key(prefix: PrefixBytes, seed: &KeySeed) -> Key {
+    // Eight bytes, the rest, and in the last word's top byte the length, as SipHash pads.
+    let (first, last) = match prefix {
+        PrefixBytes::V4([a, b, c, d]) => ([DOMAIN_KEY, 4, 4, 0, 0, 0, a, b], [c, d, 0, 0, 0, 0, 0, 10]),
+        PrefixBytes::V6([a, b, c, d, e, f, g, h]) => ([DOMAIN_KEY, 6, 8, 0, 0, 0, a, b], [c, d, e, f, g, h, 0, 14]),
+    };
+    let (k0, k1) = seed.0.keys();
+    sip_two_words(k0, k1, u64::from_le_bytes(first), u64::from_le_bytes(last))
+}
+
+/// SipHash-1-3 with 128 bits of output for a message of two padded words, written out so that it can be inlined: half
+/// of the time of the general way.
+#[inline]
+fn sip_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
+    #[inline(always)]
+    fn round([a, b, c, d]: &mut [u64; 4]) {
+        *a = a.wrapping_add(*b);
+        *c = c.wrapping_add(*d);
+        *b = b.rotate_left(13) ^ *a;
+        *d = d.rotate_left(16) ^ *c;
+        *a = a.rotate_left(32);
+        *c = c.wrapping_add(*b);
+        *a = a.wrapping_add(*d);
+        *b = b.rotate_left(17) ^ *c;
+        *d = d.rotate_left(21) ^ *a;
+        *c = c.rotate_left(32);
+    }
+    // "somepseudorandomlygeneratedbytes", and 0xee for the long output.
+    let mut state = [
+        k0 ^ 0x736f_6d65_7073_6575,
+        k1 ^ 0x646f_7261_6e64_6f6d ^ 0xee,
+        k0 ^ 0x6c79_6765_6e65_7261,
+        k1 ^ 0x7465_6462_7974_6573,
+    ];
+    for word in [first, last] {
+        state[3] ^= word;
+        round(&mut state);
+        state[0] ^= word;
+    }
+    let mut finish = |index: usize, mark: u64| {
+        state[index] ^= mark;
+        for _ in 0..3 {
+            round(&mut state);
+        }
+        state[0] ^ state[1] ^ state[2] ^ state[3]
+    };
+    let hi = finish(2, 0xee);
+    let lo = finish(1, 0xdd);
+    Key::new(hi, lo)
 }
 
 #[inline]
@@ -357,5 +416,37 @@ impl Encoder {
             self.hasher.hash(&self.pending)
         };
         Key::new(hash.h1, hash.h2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_short_way_gives_the_same_key() {
+        for number in 0..1000_u128 {
+            let bits = number.wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+            let seed = KeySeed::new(bits.swap_bytes().to_le_bytes());
+            let v6 = IpAddr::V6(bits.into());
+            let prefix = network_of(if number % 2 == 0 { v6 } else { IpAddr::V4(((bits >> 96) as u32).into()) });
+            let mut encoder = Encoder::new(&seed, DOMAIN_KEY);
+            encode_prefix(prefix, &mut encoder);
+            assert_eq!(address_key(prefix, &seed), encoder.finish());
+        }
+    }
+
+    #[test]
+    fn long_keys_are_streamed_to_the_same_hash() {
+        let seed = KeySeed::new([3; 16]);
+        let text = "x".repeat(1000);
+        let mut whole = vec![DOMAIN_KEY, 16];
+        whole.extend(1000_u32.to_le_bytes());
+        whole.extend(text.as_bytes());
+        let hash = seed.0.hash(&whole);
+        let recipe = Recipe::new(vec![KeyPart::Key]);
+        let query = Query { key: Some(&text), ..Query::default() };
+        let key = recipe.key(&query, PathQuirks::default(), &seed).unwrap_or_default();
+        assert_eq!(key, Key::new(hash.h1, hash.h2));
     }
 }

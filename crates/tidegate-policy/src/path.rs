@@ -19,6 +19,7 @@ pub struct PathQuirks {
 
 /// A path in the one spelling that matches and keys use: without query string and fragment; escapes decoded, but for
 /// `%2F` and `%25`; empty and `.` segments dropped, `..` resolved; no slash at the end (but `/` alone).
+#[expect(clippy::large_enum_variant, reason = "the large variant is there to spare an allocation")]
 pub(crate) enum Normalised<'a> {
     Borrowed(&'a [u8]),
     Short(ArrayVec<u8, INLINE>),

@@ -318,10 +318,28 @@ impl Plan {
         verb: Verb,
         holder: u64,
     ) -> Result<Batch, KeyError> {
+        let mut batch = Batch::new(holder);
+        self.fill(&mut batch, action, query, seed, verb)?;
+        Ok(batch)
+    }
+
+    /// Does what [`Plan::ops`] does, into an empty batch that is already there, which spares copying it.
+    ///
+    /// # Errors
+    /// As [`Plan::ops`]; the batch then holds some of the operations, and must not be asked.
+    #[inline]
+    pub fn fill(
+        &self,
+        batch: &mut Batch,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) -> Result<(), KeyError> {
         let program = action.map_or(&self.unmatched, |id| &self.action(id).program);
         let cost = self.cost(action, query);
-        let mut batch = Batch::new(holder);
-        let mut keys = [const { None::<Key> }; tidegate_core::MAX_OPS];
+        let mut keys = [Key::default(); tidegate_core::MAX_OPS];
+        let mut hashed = 0_u8;
         for step in &program.steps {
             let takes_part = match verb {
                 Verb::Take | Verb::Peek => true,
@@ -333,23 +351,18 @@ impl Plan {
                 continue;
             }
             let slot = usize::from(step.recipe);
-            let key = match keys[slot] {
-                Some(key) => key,
-                None => {
-                    let recipe = &self.recipes[usize::from(program.recipes[slot])];
-                    let key = recipe
-                        .key(query, self.path_quirks, seed)
-                        .map_err(|lacking| self.key_error(lacking, step.limit))?;
-                    keys[slot] = Some(key);
-                    key
-                }
-            };
+            if hashed & 1 << slot == 0 {
+                let recipe = &self.recipes[usize::from(program.recipes[slot])];
+                keys[slot] =
+                    recipe.key(query, self.path_quirks, seed).map_err(|lacking| self.key_error(lacking, step.limit))?;
+                hashed |= 1 << slot;
+            }
             let cost = if step.concurrency { 1 } else { cost };
             batch
-                .push(Op::new(step.limit, verb, key, cost))
+                .push(Op::new(step.limit, verb, keys[slot], cost))
                 .expect("invariant: reading the policy bounds each action's limits by the size of a batch");
         }
-        Ok(batch)
+        Ok(())
     }
 
     /// The key under which a call is counted for this limit when the store has no room for a key of its own: that of

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// A ready-made limit and ban, chosen with `preset = "login"`; what stands beside it in the file overrides it.
+/// A ready-made limit and ban, chosen with `preset = "login"`; what stands beside it in the file overrides it, and
+/// `ban = "none"` takes the ban away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preset {
     /// `login`: 5 per 60 s, then banned for 600 s.

@@ -1,5 +1,6 @@
 //! Broken policies, each of which must be told in words that a newcomer can act on. What is told is kept next to the
 //! file; to accept a change after reading it, run the test with `UPDATE_EXPECT=1`.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
 //! Environment beats file beats default.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use tidegate_policy::{LogLevel, OnOutage, Policy, Query, Sources, settings};
 
@@ -183,7 +184,7 @@ fn wrong_variables_are_named() {
         (
             "TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT",
             "10 per 60s, 100 pr day",
-            "100 pr day\n |                                                        ^^ expected",
+            "100 pr day\n |                                                         ^^ expected",
         ),
     ] {
         let told = load(Some(FILE), &[(name, value)]).expect_err(name);
@@ -215,7 +216,9 @@ fn secrets_in_variables_are_not_told() {
 #[test]
 fn every_setting_is_read() {
     for setting in settings::all() {
-        let Some(variable) = setting.variable() else { continue };
+        let Some(variable) = setting.variable() else {
+            continue;
+        };
         let variable = variable.replace("__NAME", "__LOGIN");
         // For some settings almost any text will do; these are wrong for all.
         let told = load(Some(FILE), &[(&variable, "\u{1} [ /x")]).expect_err(&variable);
@@ -231,7 +234,9 @@ fn every_default_is_the_default() {
                 [inbound]\nupstream = \"http://127.0.0.1:3000\"\n";
     let usual = format!("{:?}", load(Some(file), &[]).unwrap());
     for setting in settings::all() {
-        let Some(variable) = setting.variable().filter(|_| !setting.default().is_empty()) else { continue };
+        let Some(variable) = setting.variable().filter(|_| !setting.default().is_empty()) else {
+            continue;
+        };
         let variable = variable.replace("__NAME", "__LOGIN");
         let found = format!("{:?}", load(Some(file), &[(&variable, setting.default())]).unwrap());
         assert_eq!(found, usual, "{variable}={}", setting.default());

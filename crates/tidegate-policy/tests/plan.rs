@@ -1,4 +1,5 @@
 //! What a plan asks of a store: which limits, under which keys.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -344,4 +345,40 @@ proptest! {
         policy.plan().matching(&query);
         prop_assert!(ops(policy.plan(), "a", &query, Verb::Take).is_ok());
     }
+}
+
+#[test]
+fn huge_and_deep_files_are_read_in_bounded_time_and_depth() {
+    let deep = format!("[{}]\n", vec!["a"; 100_000].join("."));
+    let dotted = format!("{} = 1\n", vec!["a"; 100_000].join("."));
+    let lists = format!("a = {}", "[".repeat(20_000));
+    let inline = format!("a = {}", "{a=".repeat(20_000));
+    let many_keys: String = (0..20_000).map(|n| format!("key{n} = 1\n")).collect();
+    let many_actions: String = (0..5_000).map(|n| format!("[inbound.action.a{n}]\n")).collect();
+    for text in [deep, dotted, lists, inline, many_keys, many_actions] {
+        assert!(Policy::load(Sources::new().file("x", text)).is_err());
+    }
+}
+
+#[test]
+fn the_most_actions_are_read() {
+    let many: String = (0..4_000)
+        .map(|n| format!("[inbound.action.a{n}]\nlimit = \"5 per 60s\"\nmatch = {{ path = \"/x{n}/*\" }}\nkey = \"header:x{n}\"\n"))
+        .collect();
+    let plan = plan(&many);
+    let query = Query { path: Some("/x3999/y"), ..Query::default() };
+    assert_eq!(plan.matching(&query).map(|id| plan.action(id).name().to_owned()).as_deref(), Some("a3999"));
+}
+
+#[test]
+fn what_stands_beside_a_preset_overrides_it() {
+    let words = |beside: &str| {
+        let plan = plan(&format!("[inbound.action.a]\npreset = \"login\"\n{beside}\n"));
+        plan.info(plan.action(plan.find("a").unwrap()).limits()[0]).words().to_owned()
+    };
+    assert_eq!(words(""), "at most 5 in any 60 s; over that, blocked for 10 min");
+    assert_eq!(words("limit = \"9 per 60s\""), "at most 9 in any 60 s; over that, blocked for 10 min");
+    assert_eq!(words("ban = \"60s\""), "at most 5 in any 60 s; over that, blocked for 60 s");
+    assert_eq!(words("ban = \"none\""), "at most 5 in any 60 s");
+    assert!(words("penalty = {}").starts_with("at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h"));
 }

@@ -21,12 +21,16 @@ pub(crate) enum Body {
     /// The gate's own.
     Full(Option<Bytes>),
     /// The upstream's.
-    Stream(Download),
+    Stream(Box<Download>),
 }
 
 impl Body {
     pub(crate) fn empty() -> Self {
         Self::Full(None)
+    }
+
+    pub(crate) fn stream(download: Download) -> Self {
+        Self::Stream(Box::new(download))
     }
 
     pub(crate) fn full(bytes: Bytes) -> Self {

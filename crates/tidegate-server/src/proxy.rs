@@ -250,7 +250,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
             answer::close(&mut response);
         }
         response.map(|body| {
-            Body::Stream(Download::new(body, Arc::clone(&self.watch), lease, permit, expectation))
+            Body::stream(Download::new(body, Arc::clone(&self.watch), lease, permit, expectation))
         })
     }
 
@@ -301,21 +301,30 @@ fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> Result<(), 
     if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
         return Err(Trouble::Method);
     }
-    let mut hosts = headers.get_all(HOST).iter();
-    let host = match (hosts.next(), hosts.next()) {
-        (Some(host), None) => Some(host.as_bytes()),
-        (None, _) if request.version() == Version::HTTP_10 => None,
-        _ => return Err(Trouble::Host),
-    };
-    if !host.is_none_or(is_host) {
-        return Err(Trouble::Host);
+    let (mut host, mut coding) = (None, None);
+    // One look over all lines costs less than finding each of these.
+    for (name, value) in headers {
+        let (slot, trouble) = if name == HOST {
+            (&mut host, Trouble::Host)
+        } else if name == TRANSFER_ENCODING {
+            (&mut coding, Trouble::Encoding)
+        } else {
+            continue;
+        };
+        if slot.replace(value.as_bytes()).is_some() {
+            return Err(trouble);
+        }
     }
-    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
-    if let Some(coding) = codings.next() {
+    match host {
+        Some(host) if !is_host(host) => return Err(Trouble::Host),
+        None if request.version() != Version::HTTP_10 => return Err(Trouble::Host),
+        _ => {}
+    }
+    if let Some(coding) = coding {
         if watch.ambiguous_head() == number || headers.contains_key(CONTENT_LENGTH) {
             return Err(Trouble::TwoFramings);
         }
-        if codings.next().is_some() || !coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
+        if !coding.eq_ignore_ascii_case(b"chunked") {
             return Err(Trouble::Encoding);
         }
     }
@@ -331,8 +340,19 @@ fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> Result<(), 
 /// Whether this could be a host and port (RFC 3986 §3.2.2). An empty one is allowed: it says that the client has no
 /// name for the server.
 fn is_host(host: &[u8]) -> bool {
-    host.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+;=:[]".contains(byte))
+    host.iter().all(|byte| IN_HOST[usize::from(*byte)])
 }
+
+const IN_HOST: [bool; 256] = {
+    let mut table = [false; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        table[byte] = matches!(byte as u8, b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' | b'-' | b'.' | b'_' | b'~' | b'%'
+            | b'!' | b'$' | b'&' | b'\'' | b'(' | b')' | b'*' | b'+' | b';' | b'=' | b':' | b'[' | b']');
+        byte += 1;
+    }
+    table
+};
 
 fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<(), Trouble> {
     let named = authority.as_str();

@@ -29,6 +29,48 @@ pub trait Store: Send + Sync + 'static {
 
     /// Carries out a batch whose answer nobody waits for, such as giving back a permit when a caller goes away.
     fn tell(&self, batch: &Batch, now: Time);
+
+    /// Housekeeping, to be called about once a second: forgets a share of what is idle, and says what still counted
+    /// but had to go since the last call.
+    fn tend(&self, _now: Time) -> Losses {
+        Losses::default()
+    }
+}
+
+/// What a store that is full had to let go although it still counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Losses {
+    /// Entries that had used part of their limit.
+    pub used: u64,
+    /// Entries whose limit was full.
+    pub full: u64,
+    /// Entries under a block.
+    pub blocked: u64,
+    /// Answers that told a new key to share its parent's limit.
+    pub shared: u64,
+}
+
+impl Losses {
+    /// Entries that went.
+    pub fn evicted(&self) -> u64 {
+        self.used + self.full + self.blocked
+    }
+
+    /// Whether anything was lost.
+    pub fn any(&self) -> bool {
+        *self != Self::default()
+    }
+
+    /// What was lost since `before`, an earlier count of the same store.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            used: self.used - before.used,
+            full: self.full - before.full,
+            blocked: self.blocked - before.blocked,
+            shared: self.shared - before.shared,
+        }
+    }
 }
 
 /// A store whose answers never have to be waited for.

@@ -2,7 +2,7 @@
 //!
 //! A key's entry is 16 bytes where it is a plain rate or a window that saw one call; other states take a cell of
 //! their own beside the table. A shard is small, so growing one is over in microseconds and never stops the others;
-//! idle entries are taken out a few at a time by later insertions and by [`Memory::sweep`]. At the bound the idle go
+//! idle entries are taken out a few at a time by later insertions and by [`Store::tend`]. At the bound the idle go
 //! first, then the least used, then full limits, blocked keys last; and once blocked keys fill half of it, keys that
 //! are new are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to share.
 
@@ -12,13 +12,12 @@ mod table;
 
 use std::future::Ready;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{self, Cells, MAX_OPS, Op, Outcome, settle};
 use tidegate_core::{Batch, Key, Kind, Limit, Limits, Outcomes, State, Time, Verdict};
 
-use crate::{Answer, Immediate, Store, StoreError};
+use crate::{Answer, Immediate, Losses, Store, StoreError};
 use lock::{Lock, LockGuard};
 use shard::{About, Room, Shard};
 use table::Table;
@@ -40,7 +39,8 @@ pub struct Memory {
     shift: u32,
     room: Room,
     max_bytes: usize,
-    hand: AtomicUsize,
+    /// The losses that [`Store::tend`] has told.
+    told: Lock<Losses>,
 }
 
 impl std::fmt::Debug for Memory {
@@ -54,7 +54,7 @@ impl std::fmt::Debug for Memory {
 #[repr(align(128))]
 struct Padded(Lock<Shard>);
 
-/// What a memory store holds and has had to let go. Counters run from the store's making.
+/// What a memory store holds, and what it has had to let go since it was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Entries: one for each key under each limit.
@@ -63,21 +63,8 @@ pub struct MemoryStats {
     pub bytes: usize,
     /// The configured most.
     pub max_bytes: usize,
-    /// Evicted entries that had used part of their limit.
-    pub evicted_used: u64,
-    /// Evicted entries whose limit was full.
-    pub evicted_full: u64,
-    /// Evicted entries under a block.
-    pub evicted_blocked: u64,
-    /// Answers that told a new key to share.
-    pub shared: u64,
-}
-
-impl MemoryStats {
-    /// Evicted entries that still counted.
-    pub fn evicted_live(&self) -> u64 {
-        self.evicted_used + self.evicted_full + self.evicted_blocked
-    }
+    /// What it has had to let go.
+    pub losses: Losses,
 }
 
 impl Memory {
@@ -96,40 +83,18 @@ impl Memory {
         let plain = limits.iter().all(|(_, limit)| matches!(limit.kind(), Kind::Rate(_)) && limit.penalty().is_none());
         // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
         let table = if plain { bytes } else { bytes / 3 };
-        let room = Room {
-            homes: Table::homes_in(table),
-            states: bytes - table,
-            blocked: bytes / 2 / BLOCKED_BYTES,
-        };
+        let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 / BLOCKED_BYTES };
         let shards = (0..1_usize << bits).map(|_| Padded::default()).collect();
-        Self { limits, shards, shift: 64 - bits, room, max_bytes, hand: AtomicUsize::new(0) }
+        Self { limits, shards, shift: 64 - bits, room, max_bytes, told: Lock::default() }
     }
 
     /// What the store holds and has had to let go. Visits every shard.
     pub fn stats(&self) -> MemoryStats {
         let mut stats = MemoryStats { max_bytes: self.max_bytes, ..MemoryStats::default() };
         for shard in &self.shards {
-            let shard = shard.0.lock();
-            let tally = shard.tally();
-            stats.entries += shard.len();
-            stats.bytes += shard.bytes();
-            stats.evicted_used += tally.evicted_used;
-            stats.evicted_full += tally.evicted_full;
-            stats.evicted_blocked += tally.evicted_blocked;
-            stats.shared += tally.shared;
+            shard.0.lock().count(&mut stats);
         }
         stats
-    }
-
-    /// Looks over the next `slots` slots and forgets what is idle: for a timer, so that a store which nobody asks
-    /// gives its memory back too.
-    pub fn sweep(&self, slots: usize, now: Time) {
-        let about = self.about();
-        let each = slots.div_ceil(self.shards.len()).max(64);
-        for _ in 0..slots.div_ceil(each) {
-            let at = self.hand.fetch_add(1, Ordering::Relaxed) % self.shards.len();
-            self.shards[at].0.lock().sweep(each, now, &about);
-        }
     }
 
     /// Takes `op.cost` of one limit, without the batch around it.
@@ -147,7 +112,10 @@ impl Memory {
     #[inline]
     pub fn turn(&self, op: &Op, now: Time) -> Time {
         match self.limits.get(op.limit) {
-            Some(limit) if limit.penalty().is_none() && let Kind::Rate(rate) = limit.kind() => {
+            Some(limit)
+                if limit.penalty().is_none()
+                    && let Kind::Rate(rate) = limit.kind() =>
+            {
                 self.shards[self.shard(op.key)].0.lock().turn(op, rate, now, &self.about())
             }
             _ => self.take(op, now).retry_at,
@@ -177,6 +145,20 @@ impl Store for Memory {
 
     fn tell(&self, batch: &Batch, now: Time) {
         self.apply_now(batch, now);
+    }
+
+    fn tend(&self, now: Time) -> Losses {
+        let about = self.about();
+        let mut stats = MemoryStats::default();
+        for shard in &self.shards {
+            let mut shard = shard.0.lock();
+            shard.sweep_share(now, &about);
+            shard.count(&mut stats);
+        }
+        let mut told = self.told.lock();
+        let news = stats.losses.since(&told);
+        *told = stats.losses;
+        news
     }
 }
 

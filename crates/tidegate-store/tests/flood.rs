@@ -7,7 +7,7 @@ use tidegate_core::{
     Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcome, Penalty, PenaltySpec, Rate, Span, Time, Verb,
     Verdict, Window,
 };
-use tidegate_store::{Immediate, Memory};
+use tidegate_store::{Immediate, Memory, Store};
 use tidegate_testkit::dice::{self, Dice};
 
 const MIB: usize = 1 << 20;
@@ -36,19 +36,19 @@ fn key(number: u64) -> Key {
 /// `limit` an hour, and a ban of two hours.
 fn store(limit: u64, bytes: usize) -> Memory {
     let hour = Span::from_secs(3600);
-    let window = Window::new(limit, hour, 64).unwrap();
-    let ban = Penalty::ban(hour + hour, hour).unwrap();
-    let limits = Limits::new(vec![Limit::new(Kind::Window(window)).with_penalty(ban)]).unwrap();
+    let window = Window::new(limit, hour, 64).expect("a window");
+    let ban = Penalty::ban(hour + hour, hour).expect("a ban");
+    let limits = Limits::new(vec![Limit::new(Kind::Window(window)).with_penalty(ban)]).expect("a plan");
     Memory::new(Arc::new(limits), bytes)
 }
 
 fn op(verb: Verb, key: Key, must_fit: bool) -> Op {
-    Op { must_fit, ..Op::new(LimitId::from_index(0).unwrap(), verb, key, 1) }
+    Op { must_fit, ..Op::new(LimitId::from_index(0).expect("the first limit"), verb, key, 1) }
 }
 
 fn ask(store: &Memory, op: Op, now: Time) -> Outcome {
     let mut batch = Batch::new(0);
-    batch.push(op).unwrap();
+    batch.push(op).expect("room for one");
     store.apply_now(&batch, now).list()[0]
 }
 
@@ -100,9 +100,9 @@ fn a_million_junk_keys() {
         assert_eq!(take(&store, client, at(KEYS)), Verdict::Blocked, "client {client}");
     }
     let stats = store.stats();
-    assert_eq!((stats.evicted_blocked, stats.shared), (0, 0));
+    assert_eq!((stats.losses.blocked, stats.losses.shared), (0, 0));
     let lost = (0..KEYS).filter(|junk| ask(&store, op(Verb::Peek, key(1_000 + junk), false), at(KEYS)).used == 0);
-    assert_eq!(lost.count() as u64, stats.evicted_live(), "every live entry that went was counted");
+    assert_eq!(lost.count() as u64, stats.losses.evicted(), "every live entry that went was counted");
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn a_million_blocked_keys() {
         if take(&store, client, at(client)) == Verdict::NoRoom {
             // As the caller does: the key of the parent prefix, which must fit.
             shared += 1;
-            let parent = ask(&store, op(Verb::Take, key(1 << 40 | client % 256), true), at(client));
+            let parent = ask(&store, op(Verb::Take, key((1 << 40) | (client % 256)), true), at(client));
             assert_ne!(parent.verdict, Verdict::NoRoom);
         } else {
             assert_eq!(take(&store, client, at(client)), Verdict::Refused, "the ban begins");
@@ -128,11 +128,14 @@ fn a_million_blocked_keys() {
     check_bytes(&store, before);
     let stats = store.stats();
     assert!(shared > 0 && blocked.len() > 10_000, "{} blocked, {stats:?}", blocked.len());
-    assert_eq!(stats.shared, shared, "every new key that had to share was counted");
+    assert_eq!(stats.losses.shared, shared, "every new key that had to share was counted");
     let kept = blocked.iter().filter(|&&client| peek(&store, client, at(KEYS)) == Verdict::Blocked).count();
-    let evicted = store.stats().evicted_blocked;
+    let evicted = store.stats().losses.blocked;
     assert_eq!((blocked.len() - kept) as u64, evicted, "every block that went was counted");
     assert_eq!(evicted, 0, "blocked keys stay while they fill at most half of the store");
+    let told = store.tend(at(KEYS));
+    assert_eq!((told.evicted(), told.shared), (0, stats.losses.shared), "what happened is told");
+    assert!(!store.tend(at(KEYS)).any(), "once");
 }
 
 #[test]
@@ -146,8 +149,8 @@ fn what_must_fit_fits_though_everything_is_blocked() {
     }
     check_bytes(&store, None);
     let stats = store.stats();
-    assert_eq!(stats.shared, 0);
-    assert_eq!(stats.entries as u64 + stats.evicted_blocked, 100_000, "{stats:?}");
+    assert_eq!(stats.losses.shared, 0);
+    assert_eq!(stats.entries as u64 + stats.losses.blocked, 100_000, "{stats:?}");
     assert_eq!(peek(&store, 99_999, at(100_000)), Verdict::Blocked, "the newest is there");
 }
 
@@ -202,17 +205,17 @@ fn eviction_in_order() {
         clients.filter(|&client| used(client) > 0).count()
     };
     assert_eq!((known(used.clone()), known(full.clone()), known(banned.clone())), (1_000, 500, 300));
-    assert_eq!(store.stats().evicted_live(), 0, "two thousand idle entries were enough");
+    assert_eq!(store.stats().losses.evicted(), 0, "two thousand idle entries were enough");
     let mut next = 100_000;
-    while store.stats().evicted_used < 3_000 {
+    while store.stats().losses.used < 3_000 {
         for _ in 0..2 {
             take(&store, next, now(1));
         }
         next += 1;
     }
     let stats = store.stats();
-    assert_eq!(stats.evicted_blocked, 0);
-    assert!(stats.evicted_full * 20 <= stats.evicted_used, "{stats:?}");
+    assert_eq!(stats.losses.blocked, 0);
+    assert!(stats.losses.full * 20 <= stats.losses.used, "{stats:?}");
     assert!(known(full) >= 450 && known(banned) == 300);
     check_bytes(&store, None);
 }
@@ -229,11 +232,11 @@ fn what_is_idle_is_given_back() {
     assert!(store.stats().bytes > 2 * MIB);
     let later = at(0) + Span::from_secs(86_400);
     for _ in 0..1_000 {
-        store.sweep(1_000, later);
+        store.tend(later);
     }
     let stats = store.stats();
     assert!(stats.entries == 0 && stats.bytes < MIB / 8, "{stats:?}");
-    assert_eq!(stats.evicted_live(), 0);
+    assert_eq!(stats.losses.evicted(), 0);
 }
 
 /// Operations of every kind on more keys than fit, all at the bound: nothing breaks, and the bound holds.

@@ -10,4 +10,5 @@ pub mod dice;
 pub mod model;
 pub mod property;
 pub mod reference;
+pub mod servers;
 pub mod world;

@@ -66,6 +66,7 @@ struct Judged {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Look {
     fits: bool,
+    used: u64,
     remaining: u64,
     retry_at: Time,
     reset_at: Time,
@@ -76,9 +77,7 @@ impl Judged {
         let full = if self.paroled { Verdict::Parole } else { Verdict::Refused };
         match self.blocked {
             Some(_) => verdict == Verdict::Blocked,
-            None => {
-                verdict == Verdict::Admitted && self.soonest.fits || verdict == full && !self.latest.fits
-            }
+            None => verdict == Verdict::Admitted && self.soonest.fits || verdict == full && !self.latest.fits,
         }
     }
 }
@@ -86,6 +85,7 @@ impl Judged {
 /// The least and the most that a store may answer.
 #[derive(Clone, Copy, Debug)]
 struct Bracket {
+    used: (u64, u64),
     remaining: (u64, u64),
     retry_at: (Time, Time),
     reset_at: (Time, Time),
@@ -103,6 +103,9 @@ impl Bracket {
         }
         let capacity = limit.kind().capacity();
         within("limit", found.limit, (capacity, capacity))?;
+        // An overdrawn limit may count what overdrew it as one: it is full either way.
+        let most = if self.used.1 >= capacity { u64::MAX } else { self.used.1 };
+        within("used", found.used, (self.used.0, most))?;
         within("remaining", found.remaining, self.remaining)?;
         within("retry_at", found.retry_at, self.retry_at)?;
         within("reset_at", found.reset_at, self.reset_at)?;
@@ -226,19 +229,23 @@ impl Cell {
     ) -> Result<(), String> {
         let Some(judged) = judged else { return self.give_back(limit, holder, op, outcome, now) };
         let refuses = outcome.verdict.refuses();
-        if op.verb == Verb::Take && refuses && !sides.blocked && !outcome.retry_at.is_never() {
-            if let Some(penalty) = limit.penalty() {
-                let parole = waives(limit.kind()) && penalty.mode() == PenaltyMode::Parole;
-                let (strikes, block, until) = self.penalties.strike(penalty, parole.then_some(op.cost), now);
-                let retry_at = if parole {
-                    (until, until)
-                } else {
-                    (until.max(judged.soonest.retry_at), until.max(judged.latest.retry_at))
-                };
-                let reset_at = (until.max(judged.soonest.reset_at), until.max(judged.latest.reset_at));
-                let remaining = (0, 0);
-                return Bracket { remaining, retry_at, reset_at, block: (block, until), strikes }.check(limit, outcome);
-            }
+        if op.verb == Verb::Take
+            && refuses
+            && !sides.blocked
+            && !judged.soonest.retry_at.is_never()
+            && let Some(penalty) = limit.penalty()
+        {
+            let parole = waives(limit.kind()) && penalty.mode() == PenaltyMode::Parole;
+            let (strikes, block, until) = self.penalties.strike(penalty, parole.then_some(op.cost), now);
+            let retry_at = if parole {
+                (until, until)
+            } else {
+                (until.max(judged.soonest.retry_at), until.max(judged.latest.retry_at))
+            };
+            let reset_at = (until.max(judged.soonest.reset_at), until.max(judged.latest.reset_at));
+            let untold = Bracket { strikes, ..bracket(judged) };
+            let expected = Bracket { remaining: (0, 0), retry_at, reset_at, block: (block, until), ..untold };
+            return expected.check(limit, outcome);
         }
         let own = outcome.verdict == Verdict::Admitted && limit.count() == Count::All;
         if op.verb == Verb::Take && !refuses && (!sides.refused || own) {
@@ -265,14 +272,7 @@ impl Cell {
         expected.check(limit, outcome)
     }
 
-    fn give_back(
-        &mut self,
-        limit: &Limit,
-        holder: u64,
-        op: &Op,
-        outcome: &Outcome,
-        now: Time,
-    ) -> Result<(), String> {
+    fn give_back(&mut self, limit: &Limit, holder: u64, op: &Op, outcome: &Outcome, now: Time) -> Result<(), String> {
         let held = matches!(limit.kind(), Kind::Concurrency(_)) && self.history.holds(limit.kind(), holder, now);
         match op.verb {
             Verb::Refund => self.history.push(Event::Refunded { at: now, cost: op.cost }),
@@ -291,6 +291,7 @@ impl Cell {
 
 fn bracket(judged: &Judged) -> Bracket {
     Bracket {
+        used: (judged.soonest.used, judged.latest.used),
         remaining: (judged.latest.remaining, judged.soonest.remaining),
         retry_at: (judged.soonest.retry_at, judged.latest.retry_at),
         reset_at: (judged.soonest.reset_at, judged.latest.reset_at),

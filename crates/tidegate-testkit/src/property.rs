@@ -21,7 +21,7 @@ pub fn check(cases: u32, words: usize, property: impl Fn(Dice) -> Result<(), Str
 pub fn check_from(seed: u64, cases: u32, words: usize, property: impl Fn(Dice) -> Result<(), String>) {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 20_000, ..Config::default() };
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: 4_000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
     let found = runner.run(&vec(ANY, 1..=words.max(1)), |tape| property(Dice::tape(tape)).map_err(TestCaseError::fail));
     match found {

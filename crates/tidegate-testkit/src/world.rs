@@ -94,14 +94,7 @@ impl World {
                 89..92 => Verb::Release,
                 92..94 => Verb::Renew,
                 94..96 => Verb::Reset,
-                _ => self.dice.pick(&[
-                    Verb::Take,
-                    Verb::Peek,
-                    Verb::Refund,
-                    Verb::Release,
-                    Verb::Renew,
-                    Verb::Reset,
-                ]),
+                _ => self.dice.pick(&[Verb::Take, Verb::Peek, Verb::Refund, Verb::Release, Verb::Renew, Verb::Reset]),
             };
             let cost = self.cost(limit);
             batch.push(Op::new(limit, verb, key, cost)).expect("invariant: at most 4 operations");

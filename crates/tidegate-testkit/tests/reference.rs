@@ -1,9 +1,175 @@
-//! The reference store passes the suite it is the reference for.
+//! The reference store passes the suite it is the reference for, near and far, and a store that is wrong doesn't.
 
-use tidegate_testkit::conformance::{Effort, conform};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use tidegate_core::{Batch, Count, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Window};
+use tidegate_store::{Answer, Immediate, Store, StoreError};
+use tidegate_testkit::conformance::{Backend, Effort, conform};
+use tidegate_testkit::dice;
 use tidegate_testkit::reference::ReferenceStore;
+
+const FEW: Effort = Effort { batches: 5_000, tasks: 8, calls: 200, seed: 1 };
 
 #[test]
 fn the_reference_store_conforms() {
     conform(&ReferenceStore::new, &Effort::default()).unwrap();
+}
+
+/// A store that answers later and goes by a clock of its own, as one behind a network does.
+struct Remote {
+    near: ReferenceStore,
+    clock: AtomicU64,
+}
+
+impl Remote {
+    fn now(&self) -> Time {
+        Time::from_secs(1_800_000_000) + Span::from_micros(self.clock.fetch_add(7, Ordering::SeqCst))
+    }
+}
+
+impl Store for Remote {
+    type Later = Reply;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.near.limits()
+    }
+
+    fn apply(&self, batch: &Batch, _: Time) -> Answer<Reply> {
+        Answer::Later(Reply { outcomes: Some(self.near.apply_now(batch, self.now())), asked: false })
+    }
+
+    fn tell(&self, batch: &Batch, _: Time) {
+        self.near.tell(batch, self.now());
+    }
+}
+
+/// Ready the second time it is asked.
+struct Reply {
+    outcomes: Option<Outcomes>,
+    asked: bool,
+}
+
+impl Future for Reply {
+    type Output = Result<Outcomes, StoreError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if !self.asked {
+            self.asked = true;
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        Poll::Ready(self.outcomes.take().ok_or(StoreError::Failed("asked after the answer".into())))
+    }
+}
+
+struct Far;
+
+impl Backend for Far {
+    type Store = Remote;
+
+    fn open(&self, limits: Arc<Limits>) -> Remote {
+        Remote { near: ReferenceStore::new(limits), clock: AtomicU64::new(0) }
+    }
+
+    fn set_now(&self, _: &Remote, _: Time) -> bool {
+        false
+    }
+}
+
+#[test]
+fn a_store_behind_a_network_conforms() {
+    conform(&Far, &Effort { batches: dice::count(20_000, 200_000), tasks: 16, calls: 500, seed: dice::seed() })
+        .unwrap();
+}
+
+/// A way to answer wrongly.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// A `Take` that is refused is tried again one operation at a time.
+    Halves,
+    /// Looking counts.
+    Looks,
+    /// A reset resets the next limit as well.
+    Resets,
+    /// Every hundredth batch is carried out twice.
+    Doubles,
+}
+
+struct Wrong {
+    near: ReferenceStore,
+    fault: Fault,
+    batches: AtomicU64,
+}
+
+impl Store for Wrong {
+    type Later = <ReferenceStore as Store>::Later;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.near.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        let number = self.batches.fetch_add(1, Ordering::SeqCst);
+        let outcomes = self.near.apply_now(batch, now);
+        let alone = |op: Op| {
+            let mut batch = Batch::new(batch.id());
+            batch.push(op).expect("room for one");
+            self.near.apply_now(&batch, now);
+        };
+        match self.fault {
+            Fault::Halves if outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) => {
+                batch.ops().iter().filter(|op| op.verb == Verb::Take).for_each(|op| alone(*op));
+            }
+            Fault::Looks => {
+                let looks = batch.ops().iter().filter(|op| op.verb == Verb::Peek);
+                looks.for_each(|op| alone(Op { verb: Verb::Take, ..*op }));
+            }
+            Fault::Resets => {
+                for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
+                    let next = LimitId::from_index(op.limit.index() + 1).expect("few limits");
+                    alone(Op { limit: next, ..*op });
+                }
+            }
+            Fault::Doubles if number % 100 == 99 => {
+                self.near.apply_now(batch, now);
+            }
+            Fault::Halves | Fault::Doubles => {}
+        }
+        Answer::Ready(outcomes)
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.near.tell(batch, now);
+    }
+}
+
+#[test]
+fn a_store_that_is_wrong_does_not_conform() {
+    for fault in [Fault::Halves, Fault::Looks, Fault::Resets, Fault::Doubles] {
+        let open = |limits| Wrong { near: ReferenceStore::new(limits), fault, batches: AtomicU64::new(0) };
+        let failure = conform(&open, &FEW).expect_err("the fault must be found");
+        assert!(failure.to_string().contains("TIDEGATE_SEED=1"), "{fault:?}: {failure}");
+    }
+}
+
+#[test]
+fn a_snapshot_shows_what_matters_and_no_more() {
+    let window = Window::new(2, Span::from_secs(60), 64).unwrap();
+    let limit = Limit::new(Kind::Window(window)).counting(Count::Admitted);
+    let store = ReferenceStore::new(Arc::new(Limits::new(vec![limit]).unwrap()));
+    let mut batch = Batch::new(1);
+    batch.push(Op::new(LimitId::from_index(0).unwrap(), Verb::Take, Key::new(1, 1), 1)).unwrap();
+    let now = Time::from_secs(1_700_000_000);
+    store.apply_now(&batch, now);
+    let before = store.snapshot(now);
+    assert_eq!((before.len(), store.len()), (1, 1));
+    let fork = store.fork();
+    fork.apply_now(&batch, now);
+    assert_ne!(fork.snapshot(now), before);
+    assert_eq!(store.snapshot(now), before);
+    assert!(store.snapshot(now + Span::from_secs(60)).is_empty());
 }

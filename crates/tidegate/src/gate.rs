@@ -218,19 +218,26 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(batch)
     }
 
-    fn batch(
+    fn batch(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb, holder: u64) -> Result<Batch, CheckError> {
+        let mut batch = Batch::new(holder);
+        self.fill(&mut batch, action, query, verb)?;
+        Ok(batch)
+    }
+
+    #[inline]
+    fn fill(
         &self,
+        batch: &mut Batch,
         action: Option<ActionId>,
         query: &Query<'_>,
         verb: Verb,
-        holder: u64,
-    ) -> Result<Batch, CheckError> {
+    ) -> Result<(), CheckError> {
         if let Some(found) = query.cost
             && found > MAX_COST
         {
             return Err(CheckError::Cost { found });
         }
-        Ok(self.0.plan.ops(action, query, &self.0.seed, verb, holder)?)
+        Ok(self.0.plan.fill(batch, action, query, &self.0.seed, verb)?)
     }
 
     /// The decision for a client that is on a list.
@@ -243,12 +250,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    async fn decide(
-        &self,
-        action: Option<ActionId>,
-        query: &Query<'_>,
-        verb: Verb,
-    ) -> Result<Decision, CheckError> {
+    async fn decide(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
         if let Some(decision) = self.listed(query) {
             return Ok(decision);
         }
@@ -316,7 +318,8 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
         if let Some(decision) = self.listed(query) {
             return Ok(decision);
         }
-        let mut batch = self.batch(action, query, Verb::Take, self.0.holders.next())?;
+        let mut batch = Batch::new(self.0.holders.next());
+        self.fill(&mut batch, action, query, Verb::Take)?;
         let mut outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
         if self.share(query, &mut batch, &outcomes) {
             outcomes = self.0.store.apply_now(&batch, self.0.clock.now());

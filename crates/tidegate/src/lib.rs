@@ -62,3 +62,8 @@ pub use tidegate_policy as policy;
 pub use tidegate_policy::{ActionId, Plan, Policy, Query};
 pub use tidegate_store as store;
 pub use tidegate_store::{Memory, Store};
+
+/// The README's examples, so that they are tested with the others.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -34,6 +34,8 @@ pub const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-r
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
+/// Holds a place.
+const UNKNOWN: HeaderValue = HeaderValue::from_static("0");
 const PROBLEM_TYPE: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const PROBLEM_TITLE: &str = "Request cannot be satisfied as assigned quota has been exceeded";
 /// What fits on the stack: a limit's name of up to 200 bytes and two numbers.
@@ -46,10 +48,19 @@ pub struct Replies {
     x_ratelimit: bool,
     /// By limit.
     limits: Vec<Named>,
-    /// By action: its limits and the global ones.
-    policies: Vec<Option<HeaderValue>>,
+    /// By action.
+    actions: Vec<Fixed>,
     /// For calls that match no action.
-    unmatched: Option<HeaderValue>,
+    unmatched: Fixed,
+}
+
+/// What is the same in all replies of an action.
+#[derive(Clone, Debug)]
+struct Fixed {
+    /// The `RateLimit-Policy` of its limits and the global ones.
+    policy: Option<HeaderValue>,
+    /// The headers of a refusal. Copying them and filling in what differs is cheaper than putting each in its place.
+    refusal: HeaderMap,
 }
 
 #[derive(Clone, Debug)]
@@ -63,10 +74,29 @@ struct Named {
 impl Replies {
     /// Prepares the replies of a plan.
     pub fn new(plan: &Plan, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
-        let policy = |own: &[LimitId]| {
+        let fixed = |own: &[LimitId]| {
             let items = own.iter().chain(plan.global()).map(|id| policy_item(plan.info(*id).policy_item(), dialect));
             let text = items.collect::<Vec<_>>().join(", ");
-            if text.is_empty() { None } else { HeaderValue::from_str(&text).ok() }
+            let policy = match dialect {
+                HeaderDialect::None => None,
+                _ if text.is_empty() => None,
+                _ => HeaderValue::from_str(&text).ok(),
+            };
+            let mut refusal = HeaderMap::with_capacity(8);
+            refusal.insert(CONTENT_TYPE, JSON);
+            refusal.insert(RETRY_AFTER, UNKNOWN);
+            if let Some(policy) = &policy {
+                refusal.insert(RATELIMIT_POLICY, policy.clone());
+            }
+            if dialect != HeaderDialect::None {
+                refusal.insert(RATELIMIT, UNKNOWN);
+            }
+            if x_ratelimit {
+                refusal.insert(X_RATELIMIT_LIMIT, UNKNOWN);
+                refusal.insert(X_RATELIMIT_REMAINING, UNKNOWN);
+                refusal.insert(X_RATELIMIT_RESET, UNKNOWN);
+            }
+            Fixed { policy, refusal }
         };
         let limits = plan.limits().iter().map(|(id, _)| {
             let name = &plan.info(id).policy_item().name;
@@ -80,11 +110,8 @@ impl Replies {
             dialect,
             x_ratelimit,
             limits: limits.collect(),
-            policies: match dialect {
-                HeaderDialect::None => Vec::new(),
-                _ => plan.actions().map(|(_, action)| policy(action.limits())).collect(),
-            },
-            unmatched: if dialect == HeaderDialect::None { None } else { policy(&[]) },
+            actions: plan.actions().map(|(_, action)| fixed(action.limits())).collect(),
+            unmatched: fixed(&[]),
         }
     }
 
@@ -96,11 +123,7 @@ impl Replies {
             return;
         };
         if self.dialect != HeaderDialect::None {
-            let policy = match action {
-                Some(action) => self.policies.get(action.index()).and_then(Option::as_ref),
-                None => self.unmatched.as_ref(),
-            };
-            if let Some(policy) = policy {
+            if let Some(policy) = &self.fixed(action).policy {
                 headers.append(RATELIMIT_POLICY, policy.clone());
             }
             if let Some(state) = self.state(id, limit, remaining, reset(decision)) {
@@ -114,6 +137,10 @@ impl Replies {
                 headers.insert(X_RATELIMIT_RESET, number(seconds));
             }
         }
+    }
+
+    fn fixed(&self, action: Option<ActionId>) -> &Fixed {
+        action.and_then(|id| self.actions.get(id.index())).unwrap_or(&self.unmatched)
     }
 
     fn state(&self, id: LimitId, limit: u64, remaining: u64, reset: Option<u64>) -> Option<HeaderValue> {
@@ -162,17 +189,41 @@ impl Replies {
     /// *quota exceeded*.
     pub fn refusal(&self, action: Option<ActionId>, decision: &Decision, request: &HeaderMap) -> Response<Bytes> {
         let problem = wants_problem(request);
-        let status = refusal_status(decision);
-        let mut headers = HeaderMap::with_capacity(8);
-        headers.insert(CONTENT_TYPE, if problem { PROBLEM_JSON } else { JSON });
-        if let Some(wait) = decision.retry_after {
-            headers.insert(RETRY_AFTER, number(wait.as_secs_ceil()));
-        }
-        self.annotate(action, decision, &mut headers);
+        let headers = match self.filled(action, decision) {
+            Some(headers) if !problem => headers,
+            _ => {
+                let mut headers = HeaderMap::with_capacity(8);
+                headers.insert(CONTENT_TYPE, if problem { PROBLEM_JSON } else { JSON });
+                if let Some(wait) = decision.retry_after {
+                    headers.insert(RETRY_AFTER, number(wait.as_secs_ceil()));
+                }
+                self.annotate(action, decision, &mut headers);
+                headers
+            }
+        };
         let mut response = Response::new(self.refusal_body(decision, problem));
-        *response.status_mut() = status;
+        *response.status_mut() = refusal_status(decision);
         *response.headers_mut() = headers;
         response
+    }
+
+    /// The action's fixed headers of a refusal, filled in; `None` for a refusal that lacks one of them.
+    fn filled(&self, action: Option<ActionId>, decision: &Decision) -> Option<HeaderMap> {
+        let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
+        let wait = decision.retry_after?.as_secs_ceil();
+        let mut headers = self.fixed(action).refusal.clone();
+        for (name, value) in &mut headers {
+            if *name == RETRY_AFTER || *name == X_RATELIMIT_RESET {
+                *value = number(wait);
+            } else if *name == RATELIMIT {
+                *value = self.state(id, limit, remaining, Some(wait))?;
+            } else if *name == X_RATELIMIT_LIMIT {
+                *value = number(limit);
+            } else if *name == X_RATELIMIT_REMAINING {
+                *value = number(remaining);
+            }
+        }
+        Some(headers)
     }
 
     fn refusal_body(&self, decision: &Decision, problem: bool) -> Bytes {
@@ -441,19 +492,18 @@ mod tests {
 
     #[test]
     fn each_dialect() {
-        assert_eq!(annotated(HeaderDialect::Draft10, false), [
-            r#"ratelimit-policy: "login";q=5;w=60, "global";q=1000;w=3600"#,
-            r#"ratelimit: "login";r=4;t=60"#,
-        ]);
-        assert_eq!(annotated(HeaderDialect::Draft7, false), [
-            "ratelimit-policy: 5;w=60, 1000;w=3600",
-            "ratelimit: limit=5, remaining=4, reset=60",
-        ]);
-        assert_eq!(annotated(HeaderDialect::None, true), [
-            "x-ratelimit-limit: 5",
-            "x-ratelimit-remaining: 4",
-            "x-ratelimit-reset: 60",
-        ]);
+        assert_eq!(
+            annotated(HeaderDialect::Draft10, false),
+            [r#"ratelimit-policy: "login";q=5;w=60, "global";q=1000;w=3600"#, r#"ratelimit: "login";r=4;t=60"#,]
+        );
+        assert_eq!(
+            annotated(HeaderDialect::Draft7, false),
+            ["ratelimit-policy: 5;w=60, 1000;w=3600", "ratelimit: limit=5, remaining=4, reset=60",]
+        );
+        assert_eq!(
+            annotated(HeaderDialect::None, true),
+            ["x-ratelimit-limit: 5", "x-ratelimit-remaining: 4", "x-ratelimit-reset: 60",]
+        );
     }
 
     #[test]
@@ -472,8 +522,13 @@ mod tests {
         let policy = policy();
         let (id, _, refused) = login(&policy);
         let response =
-            Replies::new(policy.plan(), HeaderDialect::Draft10, false).refusal(Some(id), &refused, &HeaderMap::new());
+            Replies::new(policy.plan(), HeaderDialect::Draft10, true).refusal(Some(id), &refused, &HeaderMap::new());
         assert_eq!(response.status(), 429);
+        assert_eq!(response.headers().len(), 7);
+        assert_eq!(response.headers()["x-ratelimit-limit"], "5");
+        assert_eq!(response.headers()["x-ratelimit-remaining"], "0");
+        assert_eq!(response.headers()["x-ratelimit-reset"], "16");
+        assert_eq!(response.headers()["ratelimit-policy"], r#""login";q=5;w=60, "global";q=1000;w=3600"#);
         assert_eq!(response.headers()["retry-after"], "16");
         assert_eq!(response.headers()["ratelimit"], r#""login";r=0;t=16"#);
         assert_eq!(response.headers()["content-type"], "application/json");
@@ -507,14 +562,17 @@ mod tests {
         let response = replies.refusal(Some(id), &refused, &request);
         assert_eq!(response.headers()["content-type"], "application/problem+json");
         let body: serde_json::Value = serde_json::from_slice(response.body()).unwrap();
-        assert_eq!(body, serde_json::json!({
-            "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
-            "title": "Request cannot be satisfied as assigned quota has been exceeded",
-            "status": 429,
-            "violated-policies": ["login"],
-            "retry_after": 16,
-            "next_allowed_at": "2026-11-21 12:01:45Z",
-        }));
+        assert_eq!(
+            body,
+            serde_json::json!({
+                "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+                "title": "Request cannot be satisfied as assigned quota has been exceeded",
+                "status": 429,
+                "violated-policies": ["login"],
+                "retry_after": 16,
+                "next_allowed_at": "2026-11-21 12:01:45Z",
+            })
+        );
         for accept in ["*/*", "application/json", "application/problem+json;q=0", "application/problem+json; Q=0.000"] {
             request.insert(ACCEPT, HeaderValue::from_static(accept));
             assert!(!wants_problem(&request), "{accept}");
@@ -527,7 +585,10 @@ mod tests {
         let denied = Decision::without_limit(false, Reason::DenyList, Time::ZERO);
         let response =
             Replies::new(policy.plan(), HeaderDialect::Draft10, false).refusal(None, &denied, &HeaderMap::new());
-        assert_eq!((response.status(), response.body().as_ref()), (StatusCode::FORBIDDEN, &br#"{"error":"Forbidden"}"#[..]));
+        assert_eq!(
+            (response.status(), response.body().as_ref()),
+            (StatusCode::FORBIDDEN, &br#"{"error":"Forbidden"}"#[..])
+        );
         assert_eq!(response.headers().len(), 1);
     }
 

@@ -78,7 +78,10 @@ fn the_global_limit_counts_over_all_actions() {
         assert!(gate.check_now(&login).unwrap().allowed && gate.check_now(&otp).unwrap().allowed);
     }
     let refused = gate.report(&gate.check_now(&login).unwrap());
-    assert_eq!((refused.allowed, refused.source.as_deref(), refused.bound_by.as_deref()), (false, Some("global"), Some("global")));
+    assert_eq!(
+        (refused.allowed, refused.source.as_deref(), refused.bound_by.as_deref()),
+        (false, Some("global"), Some("global"))
+    );
     let used = block_on(gate.explain(&login)).unwrap().limits.iter().map(|limit| limit.used).collect::<Vec<_>>();
     assert_eq!(used, [500, 1000], "the action's own count is unchanged");
     assert!(gate.check_now(&call("login", "203.0.113.8")).unwrap().allowed, "another address is not affected");
@@ -149,7 +152,9 @@ fn addresses_of_one_network_are_one_key() {
 
 #[test]
 fn status_and_explain_change_nothing_and_reset_forgets_one_action() {
-    let (gate, clock) = gate(&format!("[inbound.global]\nlimit = \"100 per 1h\"\n{LOGIN}\n[inbound.action.otp]\nlimit = \"3 per 60s\"\n"));
+    let (gate, clock) = gate(&format!(
+        "[inbound.global]\nlimit = \"100 per 1h\"\n{LOGIN}\n[inbound.action.otp]\nlimit = \"3 per 60s\"\n"
+    ));
     let (login, otp) = (call("login", "203.0.113.7"), call("otp", "203.0.113.7"));
     for _ in 0..6 {
         gate.check_now(&login).unwrap();
@@ -223,7 +228,8 @@ fn permits_are_held_and_given_back() {
 
 #[test]
 fn what_cannot_be_decided_is_an_error() {
-    let (gate, _) = gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));
+    let (gate, _) =
+        gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));
     let unknown = gate.check_now(&call("logn", "203.0.113.7")).unwrap_err();
     assert_eq!(unknown.to_string(), "unknown action \"logn\"; did you mean \"login\"?");
     let missing = gate.check_now(&call("api", "203.0.113.7")).unwrap_err();

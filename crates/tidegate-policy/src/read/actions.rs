@@ -1,24 +1,22 @@
 //! `[inbound.global]` and `[inbound.action.*]`: limits, penalties, keys, matches.
 
-use http::Method;
-use http::header::HeaderName;
-use tidegate_core::{Count, LimitError, MAX_COST, MAX_OPS, Penalty, PenaltyMode, PenaltySpec, Span};
+use tidegate_core::{Count, MAX_COST, MAX_OPS, PenaltySpec, Span};
 
 use super::{Reader, listed};
 use crate::document::{At, Entry, Node, Table, Value};
 use crate::environment::foldable;
 use crate::error::{Error, quoted};
-use crate::key::{KeyPart, MAX_PARTS};
-use crate::matcher::{self, Matcher, Pattern};
+use crate::key::KeyPart;
+use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::PathQuirks;
 use crate::preset::Preset;
 use crate::quantity::Quantity;
 
+/// The most actions in a policy.
+const MAX_ACTIONS: usize = 4095;
 /// The longest name of an action or a limit.
 const MAX_NAME: usize = 64;
-/// The most methods, paths or hosts in one match.
-const MAX_MATCH: usize = 64;
 
 /// What exceeding a limit costs, as read.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +45,8 @@ pub(super) struct GlobalRead {
 #[derive(Debug)]
 pub(super) struct ActionRead {
     pub(super) name: String,
+    /// The name as a variable's name holds it.
+    folded: String,
     pub(super) name_at: At,
     pub(super) matcher: Option<(Matcher, At)>,
     pub(super) preset: Option<Preset>,
@@ -112,6 +112,11 @@ impl Reader<'_> {
             );
             return None;
         };
+        if table.entries.len() > MAX_ACTIONS {
+            let message = format!("the policy has {} actions", table.entries.len());
+            self.wrong(entry.key_at, message, format!("at most {MAX_ACTIONS}"));
+            return None;
+        }
         let mut actions: Vec<ActionRead> = Vec::new();
         let mut fine = true;
         for entry in &table.entries {
@@ -176,6 +181,7 @@ impl Reader<'_> {
         };
         let action = ActionRead {
             name: name.clone(),
+            folded: foldable(name),
             name_at: entry.key_at,
             matcher: matcher?,
             preset: preset?,
@@ -363,303 +369,10 @@ impl Reader<'_> {
         })
     }
 
-    /// `penalty` or `ban`.
-    fn cost(&mut self, table: &Table, path: &str, default: Cost) -> Option<Cost> {
-        match (table.get("penalty"), table.get("ban")) {
-            (Some(_), Some(ban)) => {
-                let error = Error::new(self.texts, ban.key_at, "`penalty` and `ban` stand side by side", "one of them");
-                self.push(error.help("a penalty's blocks grow; with a ban every block has the same length"));
-                None
-            }
-            (Some(penalty), None) => self.penalty(penalty, &format!("{path}.penalty")),
-            (None, Some(ban)) => {
-                if matches!(&ban.node.value, Value::Text(text) if text == "none") {
-                    return Some(Cost::Nothing);
-                }
-                self.span(&ban.node, "ban").map(|length| Cost::Ban(length, ban.node.at))
-            }
-            (None, None) => Some(default),
-        }
-    }
-
-    fn penalty(&mut self, entry: &Entry, path: &str) -> Option<Cost> {
-        let node = &entry.node;
-        let Some(table) = node.as_table() else {
-            if matches!(&node.value, Value::Text(text) if text == "none") {
-                return Some(Cost::Nothing);
-            }
-            let found = node.described(self.texts);
-            let expected = "a table such as { base = \"2s\", cap = \"1h\" }, or \"none\"";
-            let error = Error::new(self.texts, node.at, format!("`penalty` is {found}"), expected);
-            self.push(match &node.value {
-                Value::Text(text) if crate::units::parse_duration(text).is_ok() => {
-                    error.help(format!("for blocks that all have this length, write ban = \"{text}\""))
-                }
-                _ => error,
-            });
-            return None;
-        };
-        self.check_keys(table, path);
-        let default = PenaltySpec::default();
-        let base = self.or_default(table.into(), "base", default.base, |reader, node| reader.span(node, "base"));
-        let factor = self.or_default(table.into(), "factor", default.factor, |reader, node| {
-            reader.count(node, "factor", 1..=u64::from(u32::MAX)).and_then(|factor| u32::try_from(factor).ok())
-        });
-        let cap = self.or_default(table.into(), "cap", default.cap, |reader, node| reader.span(node, "cap"));
-        let forgive_after = self.or_default(table.into(), "forgive_after", None, |reader, node| {
-            reader.span(node, "forgive_after").map(Some)
-        });
-        let mode = self.or_default(table.into(), "mode", default.mode, |reader, node| {
-            if matches!(&node.value, Value::Text(text) if text == "enforce" || text == "shadow") {
-                let error = Error::new(reader.texts, node.at, "this mode is the action's", "`parole` or `strict`");
-                reader.push(error.help("write it beside the penalty, not inside: mode = \"shadow\""));
-                return None;
-            }
-            reader.choice(node, "mode", &[("parole", PenaltyMode::Parole), ("strict", PenaltyMode::Strict)])
-        });
-        let (base, cap) = (base?, cap?);
-        if cap < base {
-            let (longest, first) = (crate::units::in_words(cap), crate::units::in_words(base));
-            let at = table.node("cap").or(table.node("base")).map_or(node.at, |node| node.at);
-            let unsaid = match (table.node("base"), table.node("cap")) {
-                (None, _) => " (the default base)",
-                (_, None) => " (the default cap)",
-                _ => "",
-            };
-            let message = format!("the longest block, {longest}, is shorter than the first, {first}{unsaid}");
-            let error = Error::new(self.texts, at, message, "a `cap` no shorter than `base`");
-            let variable = table.node("base").filter(|node| node.at != at).map(|node| self.texts.pointer(node.at));
-            self.push(match variable {
-                Some(pointer) => error.help(format!("the base stands {pointer}")),
-                None => error,
-            });
-            return None;
-        }
-        let spec = PenaltySpec { base, factor: factor?, cap, forgive_after: forgive_after?, mode: mode? };
-        Some(Cost::Growing(spec, node.at))
-    }
-
-    /// What a limit costs, once its window is known.
-    pub(super) fn settled(&mut self, cost: Cost, window: Span) -> Option<(Option<Penalty>, bool)> {
-        let (made, at, is_ban): (Result<Penalty, LimitError>, At, bool) = match cost {
-            Cost::Nothing => return Some((None, false)),
-            Cost::Growing(spec, at) => (Penalty::new(spec, window), at, false),
-            Cost::Ban(length, at) => (Penalty::ban(length, window), at, true),
-        };
-        match made {
-            Ok(penalty) => Some((Some(penalty), is_ban)),
-            Err(error) => {
-                self.wrong(at, error.to_string(), "a penalty such as { base = \"2s\", cap = \"1h\" }");
-                None
-            }
-        }
-    }
-
-    fn key(&mut self, node: &Node) -> Option<Vec<KeyPart>> {
-        let expected = format!("parts such as [\"client_ip\"]: {}", listed(&KeyPart::WORDS));
-        let words = self.words(node, "key", &expected)?;
-        if words.is_empty() || words.len() > MAX_PARTS {
-            self.wrong(
-                node.at,
-                format!("`key` has {} parts", words.len()),
-                format!("1 to {MAX_PARTS}: {}", listed(&KeyPart::WORDS)),
-            );
-            return None;
-        }
-        let mut parts: Vec<KeyPart> = Vec::new();
-        let mut fine = true;
-        for (text, item) in words {
-            match self.part(text, item) {
-                Some(part) if parts.contains(&part) => {
-                    self.wrong(item.at, format!("the part {} stands twice in the key", quoted(text)), "each part once");
-                    fine = false;
-                }
-                Some(part) => parts.push(part),
-                None => fine = false,
-            }
-        }
-        fine.then_some(parts)
-    }
-
-    fn part(&mut self, text: &str, node: &Node) -> Option<KeyPart> {
-        let name_fits = |name: &str| {
-            !name.is_empty()
-                && name.len() <= MAX_NAME
-                && name.bytes().all(|byte| byte.is_ascii_graphic() && !b"=;,&\"".contains(&byte))
-        };
-        let (kind, name) = text.split_once(':').unwrap_or((text, ""));
-        let part = match (kind, name) {
-            ("client_ip", "") => Some(KeyPart::ClientIp),
-            ("key", "") => Some(KeyPart::Key),
-            ("platform", "") => Some(KeyPart::Platform),
-            ("method", "") => Some(KeyPart::Method),
-            ("host", "") => Some(KeyPart::Host),
-            ("path", "") => Some(KeyPart::Path),
-            ("header", name) => HeaderName::from_bytes(name.as_bytes()).ok().map(KeyPart::Header),
-            ("cookie", name) if name_fits(name) => Some(KeyPart::Cookie(name.to_owned())),
-            ("query", name) if name_fits(name) => Some(KeyPart::QueryParameter(name.to_owned())),
-            _ => None,
-        };
-        if part.is_none() {
-            let expected = listed(&KeyPart::WORDS);
-            let known = ["client_ip", "key", "platform", "header", "cookie", "query", "method", "host", "path"];
-            let message = match kind {
-                "header" | "cookie" | "query" if name.is_empty() => {
-                    format!("{} lacks the name of a {kind}", quoted(text))
-                }
-                "header" | "cookie" | "query" => {
-                    format!("{} has no valid name behind the colon", quoted(text))
-                }
-                _ => format!("unknown key part {}", quoted(text)),
-            };
-            let error = Error::new(self.texts, node.at, message, expected);
-            let meant = match kind {
-                "header" | "cookie" | "query" => Some(format!("{kind}:NAME")),
-                "ip" | "addr" | "address" | "remote_addr" => Some("client_ip".to_owned()),
-                "user" | "user_id" | "account" | "api_key" | "id" => Some("key".to_owned()),
-                "url" | "uri" => Some("path".to_owned()),
-                _ => nearest(kind, known).map(|meant| {
-                    if matches!(meant, "header" | "cookie" | "query") {
-                        format!("{meant}:{}", if name.is_empty() { "NAME" } else { name })
-                    } else {
-                        meant.to_owned()
-                    }
-                }),
-            };
-            self.push(error.hint(meant.as_deref()));
-        }
-        part
-    }
-
-    fn matcher(&mut self, node: &Node, quirks: PathQuirks) -> Option<Matcher> {
-        const EXPECTED: &str = "a table such as { method = \"POST\", path = \"/login\" }";
-        let Some(table) = node.as_table() else {
-            let found = node.described(self.texts);
-            let error = Error::new(self.texts, node.at, format!("`match` is {found}"), EXPECTED);
-            self.push(match &node.value {
-                Value::Text(text) if text.starts_with('/') => {
-                    error.help(format!("did you mean {{ path = \"{text}\" }}?"))
-                }
-                _ => error,
-            });
-            return None;
-        };
-        self.check_keys(table, "inbound.action.*.match");
-        if table.entries.is_empty() {
-            let error = Error::new(self.texts, node.at, "`match` is empty", EXPECTED);
-            self.push(error.help("to match every request, write { path = \"/*\" }; to match none, leave `match` out"));
-            return None;
-        }
-        let methods = self.match_words(table, "method", "a method such as \"POST\", or a list of them", Self::method);
-        let paths = self.match_words(
-            table,
-            "path",
-            "a path such as \"/login\" or \"/api/*\", or a list of them",
-            |reader, text, item| reader.pattern(text, item, quirks),
-        );
-        let hosts = self.match_words(
-            table,
-            "host",
-            "a host such as \"example.org\", or a list of them",
-            |reader, text, item| {
-                let host = matcher::host(text);
-                if let Err(why) = host {
-                    reader.wrong(
-                        item.at,
-                        format!("{} can't be a host: {why}", quoted(text)),
-                        "a host such as \"example.org\"",
-                    );
-                }
-                host.ok()
-            },
-        );
-        Some(Matcher { methods: methods?, paths: paths?, hosts: hosts? })
-    }
-
-    fn match_words<T: PartialEq>(
-        &mut self,
-        table: &Table,
-        key: &str,
-        expected: &str,
-        mut read: impl FnMut(&mut Self, &str, &Node) -> Option<T>,
-    ) -> Option<Vec<T>> {
-        let Some(node) = table.node(key) else {
-            return Some(Vec::new());
-        };
-        let words = self.words(node, key, expected)?;
-        if words.is_empty() || words.len() > MAX_MATCH {
-            self.wrong(
-                node.at,
-                format!("`{key}` is a list of {}", words.len()),
-                format!("1 to {MAX_MATCH} items; leave it out for any {key}"),
-            );
-            return None;
-        }
-        let mut list = Vec::new();
-        let mut fine = true;
-        for (text, item) in words {
-            match read(self, text, item) {
-                Some(read) if list.contains(&read) => {
-                    self.wrong(item.at, format!("{} stands twice in `{key}`", quoted(text)), "each once");
-                    fine = false;
-                }
-                Some(read) => list.push(read),
-                None => fine = false,
-            }
-        }
-        fine.then_some(list)
-    }
-
-    fn method(&mut self, text: &str, node: &Node) -> Option<Method> {
-        const KNOWN: [&str; 9] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"];
-        let upper = text.to_ascii_uppercase();
-        let expected = "a method in capitals, such as \"POST\"";
-        if upper != text && KNOWN.contains(&upper.as_str()) {
-            let error =
-                Error::new(self.texts, node.at, format!("the method {} isn't in capitals", quoted(text)), expected);
-            self.push(error.hint(Some(&upper)));
-            return None;
-        }
-        if text == "*" || upper == "ANY" || upper == "ALL" {
-            let error = Error::new(self.texts, node.at, format!("{} is no method", quoted(text)), expected);
-            self.push(error.help("to match any method, leave `method` out"));
-            return None;
-        }
-        if let Some(meant) = nearest(text, KNOWN).filter(|meant| *meant != text) {
-            let error = Error::new(self.texts, node.at, format!("unknown method {}", quoted(text)), expected);
-            self.push(error.hint(Some(meant)));
-            return None;
-        }
-        let method = Method::from_bytes(text.as_bytes()).ok();
-        if method.is_none() {
-            self.wrong(node.at, format!("{} is no method", quoted(text)), expected);
-        }
-        method
-    }
-
-    fn pattern(&mut self, text: &str, node: &Node, quirks: PathQuirks) -> Option<Pattern> {
-        match Pattern::new(text, quirks) {
-            Ok(pattern) => Some(pattern),
-            Err(wrong) => {
-                let error = Error::new(
-                    self.texts,
-                    node.at,
-                    format!("`path` is {}: {}", quoted(text), wrong.message),
-                    wrong.expected,
-                );
-                self.push(match wrong.instead {
-                    Some(instead) => error.help(format!("write \"{instead}\"")),
-                    None => error,
-                });
-                None
-            }
-        }
-    }
-
     /// What an action must not share with the ones before it, and what must fit into one batch.
     fn fits(&mut self, action: &ActionRead, before: &[ActionRead], taken: usize) -> bool {
         let mut fine = true;
-        if let Some(other) = before.iter().find(|other| foldable(&other.name) == foldable(&action.name)) {
+        if let Some(other) = before.iter().find(|other| other.folded == action.folded) {
             let message = format!(
                 "{} and {} differ only in ways that a variable's name can't show",
                 quoted(&action.name),

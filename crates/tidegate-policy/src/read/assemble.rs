@@ -17,9 +17,6 @@ use crate::quantity::Quantity;
 use crate::router::Router;
 use crate::words;
 
-/// The most actions in a policy.
-const MAX_ACTIONS: usize = 4095;
-
 /// Limits as they are collected, each with what is known of it.
 #[derive(Default)]
 struct Collected {
@@ -42,11 +39,6 @@ impl Reader<'_> {
         }
         let actions = self.actions(inbound, path_quirks, taken);
         let (lists, global, actions) = (lists?, global?, actions?);
-        if actions.len() > MAX_ACTIONS {
-            let at = actions.last().map_or(whole, |action| action.name_at);
-            self.wrong(at, format!("the policy has {} actions", actions.len()), format!("at most {MAX_ACTIONS}"));
-            return None;
-        }
         self.assemble(global, actions, lists, path_quirks, whole)
     }
 
@@ -98,7 +90,7 @@ impl Reader<'_> {
         let mut matchers = Vec::new();
         for (index, read) in read.into_iter().enumerate() {
             let id = ActionId::from_index(index);
-            let ActionRead { name, name_at, matcher, preset, cost, cost_at, shadow, groups } = read;
+            let ActionRead { name, name_at, matcher, preset, cost, cost_at, shadow, groups, .. } = read;
             for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
                 fine &= self.fits_capacity(cost, cost_at, quantity, *at, "the limit");
             }

@@ -2,6 +2,9 @@
 
 mod actions;
 mod assemble;
+mod keys;
+mod matching;
+mod penalties;
 mod server;
 mod values;
 
@@ -20,7 +23,7 @@ pub(crate) fn policy(name: &str, body: &str, env: Vec<(String, String)>) -> Resu
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
     let mut errors = Vec::new();
     overlay(&mut texts, &mut errors, &mut root, env);
-    let whole = texts.add(Text { kind: TextKind::File, name: name.to_owned(), body: String::new(), secret: false });
+    let whole = texts.add(Text::new(TextKind::File, name, "", false));
     let mut reader = Reader { texts: &texts, errors, action: "NAME".to_owned() };
     let read = reader.policy(&root, whole);
     match read {

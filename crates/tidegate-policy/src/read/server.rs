@@ -202,7 +202,6 @@ impl Reader<'_> {
     }
 
     /// A listener that may be off, and that needs a token beyond loopback.
-    #[expect(clippy::type_complexity, reason = "two answers, each of which may be wrong or absent")]
     fn guarded(
         &mut self,
         table: Option<&Table>,

@@ -5,12 +5,16 @@ use tidegate_core::penalty::Record;
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::Log;
-use tidegate_core::{Kind, Limit, LimitId, Limits, Rate, Span, State, Time};
+use tidegate_core::{Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
 
+use super::MemoryStats;
 use super::table::{Place, Slot, Table};
+use crate::Losses;
 
 /// How many slots an insertion looks over for idle entries.
 const SWEPT_PER_INSERT: usize = 4;
+/// How many shares a shard is swept in.
+const SHARES: usize = 60;
 /// How many entries compete to be evicted.
 const CANDIDATES: usize = 24;
 /// How long a count of blocked entries is trusted.
@@ -68,15 +72,6 @@ pub(super) struct Room {
     pub blocked: usize,
 }
 
-/// What happened in a shard that somebody should know.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Tally {
-    pub evicted_used: u64,
-    pub evicted_full: u64,
-    pub evicted_blocked: u64,
-    pub shared: u64,
-}
-
 /// How much an entry would be missed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Worth {
@@ -99,7 +94,7 @@ pub(super) struct Shard {
     hand: usize,
     blocked: usize,
     counted_at: Time,
-    tally: Tally,
+    losses: Losses,
 }
 
 /// The tag of a key under a limit: 52 bits of the key, then the limit. The key leads, so that all limits of one
@@ -114,16 +109,14 @@ fn limit_of(limits: &Limits, tag: u64) -> Option<&Limit> {
 }
 
 impl Shard {
-    pub(super) fn len(&self) -> usize {
-        self.table.len()
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.table.bytes() + self.cells.capacity() * size_of::<Cell>() + self.heap
-    }
-
-    pub(super) fn tally(&self) -> Tally {
-        self.tally
+    /// Adds what the shard holds and has lost.
+    pub(super) fn count(&self, stats: &mut MemoryStats) {
+        stats.entries += self.table.len();
+        stats.bytes += self.table.bytes() + self.cells.capacity() * size_of::<Cell>() + self.heap;
+        stats.losses.used += self.losses.used;
+        stats.losses.full += self.losses.full;
+        stats.losses.blocked += self.losses.blocked;
+        stats.losses.shared += self.losses.shared;
     }
 
     #[inline]
@@ -142,7 +135,7 @@ impl Shard {
         match self.find(tag(op)) {
             None => {
                 if !op.must_fit && self.is_crowded(now, about) {
-                    self.tally.shared += 1;
+                    self.losses.shared += 1;
                     return Outcome::plain(Verdict::NoRoom, now);
                 }
                 match limit.kind() {
@@ -151,9 +144,27 @@ impl Shard {
                 }
             }
             Some(at) => match (Word::unpack(self.table.word(at)), limit.kind()) {
-                (Word::Arrival(arrival), Kind::Rate(rate)) => Outcome::of(rate.look(arrival, op.cost, now), now),
-                (Word::State(index), _) => self.state(index).judge(limit, op.cost, holder, now),
-                (word, _) => Self::unfold(word).judge(limit, op.cost, holder, now),
+                (Word::Arrival(arrival), Kind::Rate(rate)) if op.verb == Verb::Take => {
+                    let arrival = self.settled(at, arrival, rate, now);
+                    Outcome::of(rate.look(arrival, op.cost, now), now)
+                }
+                (Word::State(index), _) if op.verb == Verb::Take => {
+                    self.state(index).judge(limit, op.cost, holder, now)
+                }
+                (Word::State(index), _) => self.state(index).peek(limit, op.cost, holder, now),
+                (word, _) => {
+                    let mut state = Self::unfold(word);
+                    let outcome = state.judge(limit, op.cost, holder, now);
+                    // A clock that stepped back makes the moment another one for good.
+                    if op.verb == Verb::Take
+                        && let (Word::Once(before), Usage::Window(log)) = (word, state.usage())
+                        && let Some(slot) = log.iter().next()
+                        && slot.at != before
+                    {
+                        self.table.set_word(at, Word::Once(slot.at).pack());
+                    }
+                    outcome
+                }
             },
         }
     }
@@ -164,7 +175,7 @@ impl Shard {
         let tag = tag(op);
         let found = self.find(tag);
         let arrival = match found {
-            Some(at) => Arrival::from_bits(self.table.word(at)),
+            Some(at) => self.settled(at, Arrival::from_bits(self.table.word(at)), rate, now),
             None => Arrival::default(),
         };
         let retry_at = rate.retry_at(arrival, op.cost, now);
@@ -176,6 +187,16 @@ impl Shard {
             }
         }
         retry_at
+    }
+
+    /// The arrival time as it counts now, which a clock that stepped back makes another one for good.
+    #[inline]
+    fn settled(&mut self, at: usize, arrival: Arrival, rate: &Rate, now: Time) -> Arrival {
+        let settled = rate.settle(arrival, now);
+        if settled != arrival {
+            self.table.set_word(at, Word::Arrival(settled).pack());
+        }
+        settled
     }
 
     /// The state that a word stands for.
@@ -353,11 +374,6 @@ impl Shard {
         let word = Word::unpack(self.table.word(at));
         self.free_cell(word);
         self.table.remove(at);
-        if self.table.len() == 0 {
-            self.table = Table::default();
-            self.cells = Vec::new();
-            self.free = None;
-        }
     }
 
     /// Evicts states until `more` bytes fit beside those in use; a free cell counts as room.
@@ -398,9 +414,9 @@ impl Shard {
         let Some((worth, at)) = best else { return false };
         match worth {
             Worth::Idle => {}
-            Worth::Used(_) => self.tally.evicted_used += 1,
-            Worth::Full => self.tally.evicted_full += 1,
-            Worth::Blocked(_) => self.tally.evicted_blocked += 1,
+            Worth::Used(_) => self.losses.used += 1,
+            Worth::Full => self.losses.full += 1,
+            Worth::Blocked(_) => self.losses.blocked += 1,
         }
         self.hand = at;
         self.remove(at);
@@ -438,18 +454,27 @@ impl Shard {
             return false;
         }
         if now.since(self.counted_at) >= RECOUNT || now < self.counted_at {
-            self.blocked = self.cells.iter().filter(|cell| matches!(cell, Cell::Used(state) if state.record().blocks(now))).count();
+            self.blocked = self
+                .cells
+                .iter()
+                .filter(|cell| matches!(cell, Cell::Used(state) if state.record().blocks(now)))
+                .count();
             self.counted_at = now;
         }
         self.blocked >= about.room.blocked
     }
 
+    /// Looks over a share of the slots: called once a second, it comes round every minute.
+    pub(super) fn sweep_share(&mut self, now: Time, about: &About<'_>) {
+        self.sweep(self.table.slots().len() / SHARES + 1, now, about);
+        self.shrink();
+    }
+
     /// Looks over the next `slots` slots and takes out what is idle.
-    pub(super) fn sweep(&mut self, slots: usize, now: Time, about: &About<'_>) {
+    fn sweep(&mut self, slots: usize, now: Time, about: &About<'_>) {
         for _ in 0..slots {
             if self.hand >= self.table.slots().len() {
                 self.hand = 0;
-                self.shrink();
             }
             let Some(&slot) = self.table.slots().get(self.hand) else { return };
             if slot.tag != 0 && self.is_idle(slot, now, about.limits) {
@@ -474,8 +499,15 @@ impl Shard {
         }
     }
 
-    /// Gives memory back when most of the table, or most of the cells, is empty.
+    /// Gives memory back when most of the table, or most of the cells, is empty. Moves cells, so that no index may be
+    /// held meanwhile.
     fn shrink(&mut self) {
+        if self.table.len() == 0 {
+            self.table = Table::default();
+            self.cells = Vec::new();
+            self.free = None;
+            return;
+        }
         let homes = self.table.homes();
         if homes > 64 && self.table.len() * 4 < homes {
             self.table.rebuild(self.table.len() * 2);
@@ -505,4 +537,3 @@ pub(super) struct About<'a> {
     pub limits: &'a Limits,
     pub room: Room,
 }
-

@@ -103,7 +103,7 @@ pub(super) fn permits<B: Backend>(backend: &B, effort: &Effort) -> Result<(), St
     let (held, most) = (AtomicU64::new(0), AtomicU64::new(0));
     let calls = effort.calls.min(500);
     let granted = count(effort.tasks, calls, |task, call| {
-        let holder = u64::from(task) << 32 | u64::from(call) + 1;
+        let holder = (u64::from(task) << 32) | (u64::from(call) + 1);
         if !passes(&subject.one(Verb::Take, holder, &place, start())?) {
             return Ok(false);
         }

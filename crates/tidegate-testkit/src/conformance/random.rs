@@ -70,7 +70,10 @@ fn every_kind(most: u64, penalised: bool) -> Result<Arc<Limits>, LimitError> {
     Ok(Arc::new(Limits::new(limits.collect::<Result<_, LimitError>>()?)?))
 }
 
-fn each_kind(key: Key, most: u64, penalised: bool) -> Result<(Arc<Limits>, Vec<(LimitId, Key)>), String> {
+/// A plan, and its limits each on one key.
+type Plan = (Arc<Limits>, Vec<(LimitId, Key)>);
+
+fn each_kind(key: Key, most: u64, penalised: bool) -> Result<Plan, String> {
     let limits = every_kind(most, penalised).map_err(|error| error.to_string())?;
     let places = limits.iter().map(|(limit, _)| (limit, key)).collect();
     Ok((limits, places))
@@ -84,7 +87,7 @@ pub(super) fn peek<B: Backend>(backend: &B, _: &Effort) -> Result<(), String> {
     let told = watched.set_now(start());
     for call in 0..40_u64 {
         let now = start() + Span::from_millis(700).times(call);
-        let moments = [now, now - Span::from_secs(10), now + YEAR];
+        let moments = [now, now - Span::from_secs(10), now - YEAR, now + YEAR];
         for &moment in if told { &moments[..] } else { &moments[..1] } {
             watched.set_now(moment);
             let first = watched.one(Verb::Peek, call, &places, moment)?;

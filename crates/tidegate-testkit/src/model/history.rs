@@ -88,6 +88,7 @@ impl History {
         };
         Look {
             fits: retry_at == now,
+            used: used_at(now) as u64,
             remaining: limit.saturating_sub(used_at(now)) as u64,
             retry_at,
             reset_at: frees.max().unwrap_or(now),
@@ -125,7 +126,8 @@ impl History {
         } else {
             micros(arrival + need - burst)
         };
-        Look { fits, remaining: (free / spacing) as u64, retry_at, reset_at: micros(arrival) }
+        let remaining = (free / spacing) as u64;
+        Look { fits, used: rate.burst() - remaining, remaining, retry_at, reset_at: micros(arrival) }
     }
 
     fn quota(&self, quota: &Quota, cost: u64, now: Time) -> Look {
@@ -147,7 +149,8 @@ impl History {
         } else {
             this.end
         };
-        Look { fits, remaining: remaining as u64, retry_at, reset_at: if used == 0 { now } else { this.end } }
+        let reset_at = if used == 0 { now } else { this.end };
+        Look { fits, used: used as u64, remaining: remaining as u64, retry_at, reset_at }
     }
 
     fn permits(&self, concurrency: &Concurrency, now: Time) -> Vec<Permit> {
@@ -189,13 +192,11 @@ impl History {
         let mut moments: Vec<Time> = permits.iter().map(|permit| permit.expires).chain([now]).collect();
         moments.sort_unstable();
         let room = moments.into_iter().find(|&moment| used_at(moment) + u128::from(cost) <= limit);
-        let retry_at = if permits.iter().any(|permit| permit.holder == holder) {
-            now
-        } else {
-            room.unwrap_or(Time::NEVER)
-        };
+        let retry_at =
+            if permits.iter().any(|permit| permit.holder == holder) { now } else { room.unwrap_or(Time::NEVER) };
         Look {
             fits: retry_at == now,
+            used: used_at(now) as u64,
             remaining: limit.saturating_sub(used_at(now)) as u64,
             retry_at,
             reset_at: permits.iter().map(|permit| permit.expires).max().unwrap_or(now),

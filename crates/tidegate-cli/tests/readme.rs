@@ -1,0 +1,127 @@
+//! Runs the README's commands in order, in one shell, and compares what they print. `…` stands for anything.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use tidegate_testkit::servers;
+
+const README: &str = include_str!("../../../README.md");
+const END: &str = "-- end of the output --";
+
+struct Step {
+    command: String,
+    expected: Vec<String>,
+}
+
+/// The commands of all `console` blocks with what the README says they print.
+fn steps() -> Vec<Step> {
+    let mut steps: Vec<Step> = Vec::new();
+    let mut inside = false;
+    for line in README.lines() {
+        match (inside, line) {
+            (false, "```console") => inside = true,
+            (true, "```") => inside = false,
+            (true, line) => {
+                if let Some(command) = line.strip_prefix("$ ") {
+                    steps.push(Step { command: command.to_owned(), expected: Vec::new() });
+                } else {
+                    let step = steps.last_mut().expect("a block begins with a command");
+                    match line.strip_prefix("> ") {
+                        Some(more) if step.expected.is_empty() => step.command += &format!("\n{more}"),
+                        _ => step.expected.push(line.trim_end().to_owned()),
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    steps
+}
+
+fn matches(pattern: &str, text: &str) -> bool {
+    let Some((head, tail)) = pattern.split_once('…') else { return pattern == text };
+    let Some(rest) = text.strip_prefix(head) else { return false };
+    rest.char_indices().map(|(at, _)| at).chain([rest.len()]).any(|at| matches(tail, &rest[at..]))
+}
+
+#[test]
+fn the_set_up_is_two_commands() {
+    let block = README.split("```console setup\n").nth(1).and_then(|rest| rest.split("```").next());
+    assert_eq!(block, Some("$ cargo run --release -- serve\n$ ./test\n"));
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    assert!(root.join("test").is_file());
+    let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
+    assert!(manifest.contains(r#"default-members = ["crates/tidegate-cli"]"#), "`cargo run` runs the command");
+}
+
+#[test]
+fn the_policy_is_one() {
+    let toml = README.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a policy");
+    let folder = servers::Scratch::new();
+    let file = folder.write("tidegate.toml", toml);
+    let check = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("check").arg(file).output().unwrap();
+    assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stderr));
+}
+
+#[test]
+fn the_environment_is_listed_in_full() {
+    let printed = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("env").output().unwrap();
+    let listed = include_str!("../../../.env.example");
+    assert_eq!(String::from_utf8(printed.stdout).unwrap(), listed, ".env.example is what `tidegate env` prints");
+}
+
+#[test]
+fn the_tour_prints_what_it_says() {
+    if ["bash", "caddy", "curl"].into_iter().any(|program| servers::require(program).is_none()) {
+        return;
+    }
+    // The tour's ports may be taken here; each is swapped for a free one on the way in and back on the way out.
+    let ports = ["3000", "8080", "8082", "8083"].map(|port| (port, servers::free_port().to_string()));
+    let swap = |text: &str, inward: bool| {
+        ports.iter().fold(text.to_owned(), |text, (ours, free)| {
+            let (from, to) = if inward { (*ours, free.as_str()) } else { (free.as_str(), *ours) };
+            text.replace(&format!(":{from}"), &format!(":{to}"))
+        })
+    };
+
+    let folder = servers::Scratch::new();
+    let bin = std::path::Path::new(env!("CARGO_BIN_EXE_tidegate")).parent().unwrap();
+    let mut shell = Command::new("bash")
+        .current_dir(folder.path())
+        .env("PATH", format!("{}:{}:/usr/sbin", bin.display(), std::env::var("PATH").unwrap()))
+        .env("HOME", folder.path())
+        .env("TIDEGATE__INBOUND__LISTEN", swap("127.0.0.1:8080", true))
+        .env("TIDEGATE__INBOUND__UPSTREAM", swap("http://127.0.0.1:3000", true))
+        .env("TIDEGATE__API__LISTEN", swap("127.0.0.1:8082", true))
+        .env("TIDEGATE__ADMIN__LISTEN", swap("127.0.0.1:8083", true))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .unwrap();
+    let group = shell.id();
+    let mut stdin = shell.stdin.take().unwrap();
+    let mut stdout = BufReader::new(shell.stdout.take().unwrap()).lines();
+    let mut wrong = Vec::new();
+    for step in steps() {
+        let mut command = swap(&step.command, true);
+        for ask in ["status", "explain", "reset"] {
+            let url = swap("http://127.0.0.1:8082", true);
+            command = command.replace(&format!("tidegate {ask} "), &format!("tidegate {ask} --url {url} "));
+        }
+        // A group would outlive a command in the background, and its output with it.
+        let grouped = if command.ends_with('&') { command } else { format!("{{ {command}\n}} 2>&1") };
+        write!(stdin, "{grouped}\necho\necho '{END}'\n").unwrap();
+        let printed = stdout.by_ref().map(Result::unwrap).take_while(|line| line != END);
+        let printed = printed.map(|line| swap(line.trim_end(), false)).collect::<Vec<_>>().join("\n");
+        let (printed, expected) = (printed.trim_end(), step.expected.join("\n"));
+        if !matches(&expected, printed) {
+            wrong.push(format!("$ {}\n{printed}\n-- instead of --\n{expected}", step.command));
+        }
+    }
+    drop(stdin);
+    let _ = Command::new("kill").args(["--", &format!("-{group}")]).status();
+    let _ = shell.wait();
+    assert!(wrong.is_empty(), "the README says otherwise:\n\n{}", wrong.join("\n\n"));
+}

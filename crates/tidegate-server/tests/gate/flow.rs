@@ -1,0 +1,86 @@
+//! Which address a request counts for, which action it matches, and what becomes of a refused request's body.
+
+use crate::common::{Echo, HELLO, Peer, get, header, once, post, start, status};
+
+const ONE: &str = "[inbound.action.one]\nmatch = { path = \"/one\" }\nlimit = \"1 per 60s\"\n";
+
+#[tokio::test]
+async fn addresses_behind_trusted_proxies_count_apart() {
+    let upstream = Echo::start(HELLO).await;
+    let from = |address: &str| format!("GET /one HTTP/1.1\r\nhost: a\r\nx-forwarded-for: {address}\r\n\r\n");
+    let gate = start(upstream.address, ONE).await;
+    assert_eq!(status(&once(gate.inbound, from("203.0.113.1")).await), 200);
+    assert_eq!(status(&once(gate.inbound, from("203.0.113.2")).await), 429, "an untrusted peer is not believed");
+
+    let gate = start(upstream.address, &format!("[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n{ONE}")).await;
+    for (address, expected) in [
+        ("203.0.113.1", 200),
+        ("203.0.113.2", 200),
+        ("198.51.100.1, 203.0.113.2", 429),
+        ("203.0.113.2:4711, 127.0.0.9", 429),
+        ("2001:db8::1", 200),
+        ("2001:db8::ffff", 429),
+        ("2001:db8:0:1::1", 200),
+    ] {
+        assert_eq!(status(&once(gate.inbound, from(address)).await), expected, "{address}");
+    }
+}
+
+#[tokio::test]
+async fn requests_that_match_nothing_meet_only_the_global_limit() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, &format!("[inbound.global]\nlimit = \"3 per 1h\"\n{ONE}")).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    assert_eq!(status(&client.ask(get("/one")).await), 200);
+    let answer = client.ask(get("/one?x")).await;
+    assert_eq!((status(&answer), header(&answer, "ratelimit")), (429, Some("\"one\";r=0;t=60")));
+    for expected in [200, 200, 429] {
+        let answer = client.ask(get("/two")).await;
+        assert_eq!(status(&answer), expected);
+        assert_eq!(header(&answer, "ratelimit-policy"), Some("\"global\";q=3;w=3600"));
+    }
+}
+
+#[tokio::test]
+async fn a_refused_body_is_read_away_if_it_is_small() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
+
+    // Sent with its head, or only after the answer: the connection goes on.
+    let mut client = Peer::connect(gate.inbound).await;
+    assert_eq!(status(&client.ask(post("/no", "abc")).await), 429);
+    client.send("POST /no HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n").await;
+    assert_eq!(status(&client.message().await), 429, "at once");
+    client.send("hello").await;
+    client.send("POST /no HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n").await;
+    assert_eq!(status(&client.message().await), 429);
+    client.send("3\r\nabc\r\n0\r\n\r\n").await;
+    assert_eq!(status(&client.ask(get("/yes")).await), 200);
+    assert_eq!(upstream.seen().len(), 1);
+
+    // A large one is not waited for.
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send("POST /no HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n").await;
+    client.send(vec![b'x'; 200_000]).await;
+    let answer = client.message().await;
+    assert_eq!((status(&answer), header(&answer, "connection")), (429, Some("close")));
+
+    // Nor is an endless one.
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send("POST /no HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n").await;
+    assert_eq!(status(&client.message().await), 429);
+    client.send(format!("20000\r\n{}\r\n", "x".repeat(0x20000))).await;
+    client.send(get("/yes")).await;
+    assert!(client.ends().await);
+}
+
+#[tokio::test]
+async fn a_refused_expectation_gets_no_continue() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send("POST /no HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n").await;
+    let answer = client.message().await;
+    assert_eq!((status(&answer), header(&answer, "connection")), (429, Some("close")));
+    assert!(client.ends().await);
+}

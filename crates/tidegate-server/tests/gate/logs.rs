@@ -1,0 +1,88 @@
+//! What the gate writes down.
+
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+
+use tidegate::Span;
+use tidegate_policy::{Policy, Sources};
+use tidegate_server::log;
+
+use crate::common::{Echo, HELLO, once, post, start, status};
+
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Lines {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
+
+fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
+    let policy = Policy::load(Sources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let dispatch = log::subscriber(policy.log(), None, move || writer.clone()).unwrap();
+    (lines, tracing::dispatcher::set_default(&dispatch))
+}
+
+const NO: &str = r#"
+    [inbound.action.no]
+    match = { path = "/no*" }
+    limit = "0 per 1s"
+    [inbound.action.account]
+    key = ["key"]
+    limit = "0 per 1s"
+"#;
+
+#[tokio::test]
+async fn hostile_text_is_escaped_and_secrets_are_masked() {
+    for format in ["text", "json"] {
+        let (lines, _guard) = capture(format);
+        let upstream = Echo::start(HELLO).await;
+        let gate = start(upstream.address, NO).await;
+        let hostile = "GET /no/%0A\u{9b}31m?token=s3cret HTTP/1.1\r\nhost: a\r\nauthorization: Bearer s3cret\r\n\r\n";
+        assert_eq!(status(&once(gate.inbound, hostile).await), 429);
+        let key = r#"{"action":"account","key":"sk\u001b[2J\nINFO forged s3cret"}"#;
+        assert_eq!(status(&once(gate.api, post("/v1/check", key)).await), 429);
+        let text = lines.text();
+        let refused: Vec<&str> = text.lines().filter(|line| line.contains("refused")).collect();
+        assert_eq!(refused.len(), 2, "{text}");
+        assert!(!text.contains("s3cret") && !text.contains("forged"), "{text}");
+        assert!(text.bytes().all(|byte| byte >= b' ' || byte == b'\n'), "{text}");
+        assert!(!text.contains('\u{9b}'), "{text}");
+        if format == "json" {
+            let line: serde_json::Value = serde_json::from_str(refused[0]).unwrap();
+            assert_eq!((&line["action"], &line["method"], &line["limit"]), (&"no".into(), &"GET".into(), &"no".into()));
+            assert_eq!(line["ip"], "127.0.0.1");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_flood_writes_ten_lines_a_second() {
+    let (lines, _guard) = capture("text");
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, NO).await;
+    let mut client = crate::common::Peer::connect(gate.inbound).await;
+    for _ in 0..200 {
+        assert_eq!(status(&client.ask(crate::common::get("/no")).await), 429);
+    }
+    let refused = |text: &str| text.lines().filter(|line| line.contains("refused ")).count();
+    assert_eq!(refused(&lines.text()), 10);
+    gate.clock.advance(Span::from_secs(1));
+    client.ask(crate::common::get("/no")).await;
+    let text = lines.text();
+    assert_eq!(refused(&text), 11);
+    assert!(text.lines().last().unwrap().contains("suppressed=190"), "{text}");
+}

@@ -1,0 +1,17 @@
+//! The gate over real sockets.
+
+mod api;
+mod caps;
+mod common;
+mod flow;
+mod forward_auth;
+mod hop;
+mod logs;
+mod permits;
+mod shutdown;
+mod smuggling;
+mod streaming;
+mod timeouts;
+mod tokens;
+mod upgrade;
+mod wire;

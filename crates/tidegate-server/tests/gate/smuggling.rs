@@ -1,0 +1,123 @@
+//! Requests that two servers might read differently never reach the second one.
+
+use std::time::Duration;
+
+use crate::common::{Echo, HELLO, Peer, start, status};
+
+/// What is sent, and the status of the answer.
+const REFUSED: &[(&str, &str, u16)] = &[
+    ("both framings", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    ("both, the other way round", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", 400),
+    ("two lengths", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+    ("a list of lengths", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3, 3\r\n\r\nabc", 400),
+    ("a signed length", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc", 400),
+    ("a negative length", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -3\r\n\r\nabc", 400),
+    ("a hexadecimal length", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0x3\r\n\r\nabc", 400),
+    ("an endless length", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999\r\n\r\nabc", 400),
+    ("an empty length", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length:\r\n\r\nabc", 400),
+    ("an unknown coding", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 400),
+    ("gzip, chunked", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+    ("chunked, gzip", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    ("chunked twice", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    ("identity and chunked", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    ("a coding of HTTP/1.0", "POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    ("a quoted coding", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: \"chunked\"\r\n\r\n0\r\n\r\n", 400),
+    ("a folded line", "GET / HTTP/1.1\r\nHost: a\r\nX-A: b\r\n c\r\n\r\n", 400),
+    ("a folded coding", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n", 400),
+    ("a space before the colon", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length : 3\r\n\r\nabc", 400),
+    ("a line without a colon", "GET / HTTP/1.1\r\nHost: a\r\nX-A\r\n\r\n", 400),
+    ("a NUL in a value", "GET / HTTP/1.1\r\nHost: a\r\nX-A: b\0c\r\n\r\n", 400),
+    ("a bare CR in a value", "GET / HTTP/1.1\r\nHost: a\r\nX-A: b\rX-B: c\r\n\r\n", 400),
+    ("no host", "GET / HTTP/1.1\r\n\r\n", 400),
+    ("two hosts", "GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),
+    ("a host with a path", "GET / HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
+    ("a host with a user", "GET / HTTP/1.1\r\nHost: u@a\r\n\r\n", 400),
+    ("two hosts in one", "GET / HTTP/1.1\r\nHost: a, b\r\n\r\n", 400),
+    ("another host in the target", "GET http://b/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("a user in the target", "GET http://u@a/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("another scheme", "GET ftp://a/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("an authority as target", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("a star that isn't OPTIONS'", "GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("a space in the target", "GET /a b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("another version", "GET / HTTP/2.0\r\nHost: a\r\n\r\n", 400),
+    ("CONNECT", "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", 405),
+    ("TRACE", "TRACE / HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+    ("a bad chunk size", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n0\r\n\r\n", 400),
+    ("a signed chunk size", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n+3\r\nabc\r\n0\r\n\r\n", 400),
+    ("a chunk size with 0x", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n", 400),
+    ("an endless chunk", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc", 400),
+    ("a chunk longer than it says", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcdef\r\n0\r\n\r\n", 400),
+    ("a chunk line ended by LF", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\r\n0\r\n\r\n", 400),
+];
+
+const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
+
+#[tokio::test]
+async fn refused_and_then_closed() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    for (what, bytes, expected) in REFUSED {
+        let mut client = Peer::connect(gate.inbound).await;
+        // Whatever follows is not to be taken for a request of its own.
+        client.send(format!("{bytes}{SMUGGLED}")).await;
+        let answer = client.message().await;
+        assert_eq!(status(&answer), *expected, "{what}: {answer}");
+        assert!(client.ends().await, "{what}: the connection goes on");
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let seen = upstream.seen();
+    assert!(!seen.iter().any(|request| request.contains("smuggled")), "{seen:#?}");
+    assert!(seen.iter().all(|request| request.starts_with("POST / ")), "only bodies that break later: {seen:#?}");
+}
+
+#[tokio::test]
+async fn forwarded_in_one_reading() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    let mut client = Peer::connect(gate.inbound).await;
+    // Allowed, if sloppy: they come out in the one form that everybody reads alike.
+    for bytes in [
+        "POST /1 HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+        "POST /2 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: CHUNKED\r\n\r\n3;ext=1\r\nabc\r\n0\r\n\r\n",
+        "\r\nGET /3 HTTP/1.1\nHost: a\n\n",
+        "GET HTTP://A:80/4 HTTP/1.1\r\nHost: a\r\n\r\n",
+    ] {
+        assert_eq!(status(&client.ask(bytes).await), 200, "{bytes}");
+    }
+    let seen = upstream.seen();
+    assert_eq!(seen.len(), 4);
+    assert_eq!(seen[0].matches("content-length: 3\r\n").count(), 1, "{}", seen[0]);
+    assert!(seen[1].contains("transfer-encoding: chunked\r\n") && seen[1].ends_with("\r\n\r\n3\r\nabc\r\n0\r\n\r\n"));
+    assert!(seen[2].starts_with("GET /3 HTTP/1.1\r\nhost: a\r\n"));
+    assert!(seen[3].starts_with("GET /4 HTTP/1.1\r\nhost: a\r\n"));
+}
+
+#[tokio::test]
+async fn requests_in_one_packet_stay_apart() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    let mut client = Peer::connect(gate.inbound).await;
+    let chunked = "POST /1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
+    let sized = "POST /2 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nTrans";
+    let both = "POST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
+    client.send([chunked, sized, chunked, both, SMUGGLED].concat()).await;
+    for expected in [200, 200, 200, 400] {
+        assert_eq!(status(&client.message().await), expected);
+    }
+    assert!(client.ends().await);
+    assert_eq!(upstream.seen().len(), 3);
+}
+
+#[tokio::test]
+async fn an_upstream_cannot_split_answers() {
+    for answer in [
+        "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        "HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nx-a: b\0c\r\ncontent-length: 0\r\n\r\n",
+    ] {
+        let upstream = Echo::start(answer).await;
+        let gate = start(upstream.address, "").await;
+        let mut client = Peer::connect(gate.inbound).await;
+        assert_eq!(status(&client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await), 502, "{answer:?}");
+    }
+}

@@ -1,0 +1,78 @@
+//! Who may ask.
+
+use tidegate_server::ServeError;
+
+use crate::common::{get, header, nobody, once, policy, post, status, try_start};
+
+fn with_env(rest: &str, variables: &[(&str, &str)]) -> Result<crate::common::Running, ServeError> {
+    let policy = policy(nobody(), rest);
+    let variables: Vec<(String, String)> =
+        variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    try_start(&policy, move |name| variables.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()))
+}
+
+#[tokio::test]
+async fn the_token_is_asked_for() {
+    let file = "[api]\ntoken = \"env:API\"\n[admin]\ntoken = \"env:ADMIN\"\n";
+    let gate = with_env(file, &[("API", "s3cret\n"), ("ADMIN", "other")]).unwrap();
+    let ask = |path: &str, line: &str| format!("GET {path} HTTP/1.1\r\nhost: a\r\n{line}\r\n");
+    let paths = ["/v1/status?path=/", "/v1/auth", "/v1/nowhere"];
+    for path in paths {
+        for line in ["", "authorization: Bearer wrong\r\n", "authorization: Basic s3cret\r\n", "authorization: Bearer s3cret2\r\n", "authorization: Bearer \r\n", "authorization: s3cret\r\n", "x-tidegate-token: S3cret\r\n"] {
+            let answer = once(gate.api, ask(path, line)).await;
+            assert_eq!(status(&answer), 401, "{path} {line}");
+            assert_eq!(header(&answer, "www-authenticate"), Some("Bearer realm=\"tidegate\""));
+            assert!(!answer.contains("s3cret"));
+        }
+    }
+    for line in ["authorization: Bearer s3cret\r\n", "authorization: bearer s3cret\r\n", "x-tidegate-token: s3cret\r\n"] {
+        assert_eq!(status(&once(gate.api, ask("/v1/status?path=/", line)).await), 200, "{line}");
+    }
+    assert_eq!(status(&once(gate.admin, get("/healthz")).await), 401);
+    assert_eq!(status(&once(gate.admin, ask("/healthz", "authorization: Bearer other\r\n")).await), 200);
+    // Whatever was to be posted is read away, and the connection goes on.
+    let mut client = crate::common::Peer::connect(gate.api).await;
+    for _ in 0..2 {
+        assert_eq!(status(&client.ask(post("/v1/check", "{}")).await), 401);
+    }
+}
+
+#[tokio::test]
+async fn beyond_loopback_a_token_is_a_must() {
+    for listener in ["api", "admin"] {
+        for address in ["0.0.0.0:0", "[::]:0"] {
+            let file = format!("[{listener}]\n");
+            let variable = format!("TIDEGATE__{}__LISTEN", listener.to_uppercase());
+            let sources = tidegate_policy::Sources::new()
+                .file("test.toml", &file)
+                .env([(variable, address.to_owned()), ("TIDEGATE__INBOUND__LISTEN".to_owned(), "127.0.0.1:0".to_owned())]);
+            // The policy may say so first; if it doesn't, the server does.
+            let Ok(policy) = tidegate_policy::Policy::load(sources) else { continue };
+            let refused = try_start(&policy, |_| None).err().map(|error| error.to_string());
+            assert!(
+                refused.as_ref().is_some_and(|text| text.contains("beyond loopback") && text.contains(&format!("{listener}.token"))),
+                "{refused:?}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_token_that_cannot_be_had_stops_the_start() {
+    let error = with_env("[api]\ntoken = \"env:NOBODY_SET_THIS\"\n", &[]).err().unwrap();
+    assert!(error.to_string().contains("api.token") && error.to_string().contains("NOBODY_SET_THIS"), "{error}");
+    assert!(with_env("[api]\ntoken = \"env:EMPTY\"\n", &[("EMPTY", " ")]).is_err());
+    assert!(with_env("[admin]\ntoken = \"file:/nowhere\"\n", &[]).is_err());
+}
+
+#[tokio::test]
+async fn a_taken_address_is_named() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    let sources = tidegate_policy::Sources::new()
+        .file("test.toml", "")
+        .env([("TIDEGATE__API__LISTEN".to_owned(), address.to_string())]);
+    let policy = tidegate_policy::Policy::load(sources).unwrap();
+    let error = try_start(&policy, |_| None).err().unwrap().to_string();
+    assert!(error.starts_with(&format!("api can't listen on {address}")), "{error}");
+}

@@ -1,0 +1,293 @@
+//! Real servers for end-to-end tests: nginx, Caddy and wrk, each on free ports and in a directory of its own.
+//!
+//! A program that isn't installed is told by name on standard error and its test is skipped; where `CI=true` or
+//! `TIDEGATE_REQUIRE_ALL=1`, it fails instead.
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::sleep;
+use std::time::Duration;
+
+/// How often and how many times to look whether something has started.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+const LOOKS: u32 = 500;
+
+/// The path of a program, or `None` (told on standard error) if it isn't installed.
+///
+/// # Panics
+/// If it isn't installed and the environment requires everything.
+pub fn require(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).chain(["/usr/sbin", "/usr/local/sbin"].map(PathBuf::from));
+    let found = places.map(|place| place.join(name)).find(|file| file.is_file());
+    if found.is_none() {
+        let demanded = |variable: &str, value: &str| std::env::var(variable).is_ok_and(|found| found == value);
+        assert!(!demanded("CI", "true") && !demanded("TIDEGATE_REQUIRE_ALL", "1"), "{name} not found");
+        // Written past the test harness, which would keep it to itself.
+        let _ = writeln!(std::io::stderr(), "skipped: {name} not found");
+    }
+    found
+}
+
+/// A port on loopback that nobody listens on at the moment.
+///
+/// # Panics
+/// If the system has none.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port on loopback");
+    listener.local_addr().expect("the address of a listener").port()
+}
+
+/// A directory that goes away with this value.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A new one.
+    ///
+    /// # Panics
+    /// If the system lets none be made.
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("tidegate-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(&path).expect("a directory under the system's temporary one");
+        Self(path)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Writes a file in it.
+    ///
+    /// # Panics
+    /// If it can't be written.
+    pub fn write(&self, name: &str, text: &str) -> PathBuf {
+        let file = self.0.join(name);
+        fs::write(&file, text).expect("a file in a directory of our own");
+        file
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A program that runs until this value is dropped.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    scratch: Scratch,
+}
+
+impl Running {
+    /// Starts a program in a directory of its own, with its output in the files `stdout` and `stderr` there, and waits
+    /// until it listens on `port`.
+    ///
+    /// # Panics
+    /// If it doesn't start; what it wrote is told.
+    pub fn start(mut command: Command, scratch: Scratch, port: u16) -> Self {
+        let out = fs::File::create(scratch.path().join("stdout")).expect("a file for the output");
+        let err = fs::File::create(scratch.path().join("stderr")).expect("a file for the errors");
+        let child = command
+            .current_dir(scratch.path())
+            .stdin(Stdio::null())
+            .stdout(out)
+            .stderr(err)
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?} can't be started: {error}"));
+        let mut running = Self { child, scratch };
+        for _ in 0..LOOKS {
+            if TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).is_ok() {
+                return running;
+            }
+            if let Ok(Some(status)) = running.child.try_wait() {
+                panic!("{command:?} ended with {status}: {}{}", running.read("stdout"), running.read("stderr"));
+            }
+            sleep(LOOK_EVERY);
+        }
+        panic!("{command:?} doesn't listen on {port}: {}", running.read("stderr"));
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What is in a file of its directory; nothing if there is no such file.
+    pub fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.scratch.path().join(name)).unwrap_or_default()
+    }
+
+    /// Sends a signal by name: `TERM`, `QUIT`.
+    ///
+    /// # Panics
+    /// If it can't be sent.
+    pub fn signal(&self, name: &str) {
+        let status = Command::new("kill").args([&format!("-{name}"), &self.id().to_string()]).status();
+        assert!(status.is_ok_and(|status| status.success()), "SIG{name} can't be sent to {}", self.id());
+    }
+
+    /// Waits for its end; `None` if it doesn't end within ten seconds.
+    pub fn wait(&mut self) -> Option<std::process::ExitStatus> {
+        for _ in 0..LOOKS {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Some(status);
+            }
+            sleep(LOOK_EVERY);
+        }
+        None
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.child.try_wait().is_ok_and(|ended| ended.is_some()) {
+            return;
+        }
+        // Asked nicely first: a master that is killed leaves its workers behind.
+        let _ = Command::new("kill").args(["-TERM", &self.id().to_string()]).status();
+        for _ in 0..100 {
+            if self.child.try_wait().is_ok_and(|ended| ended.is_some()) {
+                return;
+            }
+            sleep(LOOK_EVERY);
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Starts nginx with this content of its `http` block, which listens on `port` and may write `access.log`. `None` if
+/// nginx isn't installed.
+///
+/// # Panics
+/// If it doesn't start.
+pub fn nginx(http: &str, port: u16) -> Option<Running> {
+    let program = require("nginx")?;
+    let scratch = Scratch::new();
+    let paths: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        .iter()
+        .map(|kind| format!("    {kind}_temp_path {kind};\n"))
+        .collect();
+    // As root, nginx would change to a user who can't read our directory.
+    let user = if is_root() { "user root;\n" } else { "" };
+    let config = format!(
+        "{user}worker_processes 1;\nerror_log error.log warn;\npid nginx.pid;\nevents {{ worker_connections 4096; }}\n\
+         http {{\n{paths}    access_log off;\n{http}\n}}\n"
+    );
+    scratch.write("nginx.conf", &config);
+    let mut command = Command::new(program);
+    command.args(["-e", "error.log", "-p"]).arg(scratch.path()).args(["-c", "nginx.conf", "-g", "daemon off;"]);
+    Some(Running::start(command, scratch, port))
+}
+
+/// Starts Caddy with this Caddyfile, which listens on `port`. `None` if Caddy isn't installed.
+///
+/// # Panics
+/// If it doesn't start.
+pub fn caddy(caddyfile: &str, port: u16) -> Option<Running> {
+    let program = require("caddy")?;
+    let scratch = Scratch::new();
+    scratch.write("Caddyfile", &format!("{{\n\tadmin off\n\tauto_https off\n}}\n{caddyfile}"));
+    let mut command = Command::new(program);
+    command
+        .args(["run", "--config", "Caddyfile", "--adapter", "caddyfile"])
+        .env("HOME", scratch.path())
+        .env("XDG_DATA_HOME", scratch.path())
+        .env("XDG_CONFIG_HOME", scratch.path());
+    Some(Running::start(command, scratch, port))
+}
+
+fn is_root() -> bool {
+    Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout.trim_ascii() == b"0")
+}
+
+/// What wrk counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Answers that came.
+    pub answers: u64,
+    /// Of these, those whose status was neither 2xx nor 3xx.
+    pub not_ok: u64,
+    /// Connections that could not be made.
+    pub connect_errors: u64,
+    /// Reads and writes that failed.
+    pub broken: u64,
+    /// Answers that took longer than wrk waits.
+    pub timeouts: u64,
+    /// Of the answers that were not OK, those of 500 and above.
+    pub server_errors: u64,
+}
+
+/// A load that wrk makes in the background.
+#[derive(Debug)]
+pub struct Wrk {
+    child: Child,
+    _scratch: Scratch,
+}
+
+/// Loads `url` from `connections` for `seconds`. `None` if wrk isn't installed.
+///
+/// # Panics
+/// If it doesn't start.
+pub fn wrk(url: &str, connections: u32, seconds: u32) -> Option<Wrk> {
+    let program = require("wrk")?;
+    let scratch = Scratch::new();
+    // Each thread counts its own server errors; the end sums them up.
+    let script = "local threads = {}\n\
+        function setup(thread) table.insert(threads, thread) end\n\
+        function init() server_errors = 0 end\n\
+        function response(status) if status >= 500 then server_errors = server_errors + 1 end end\n\
+        function done(summary)\n\
+          local all = 0\n\
+          for _, thread in ipairs(threads) do all = all + thread:get('server_errors') end\n\
+          local e = summary.errors\n\
+          io.write(string.format('counted %d %d %d %d %d %d\\n', summary.requests, e.status, e.connect, \
+            e.read + e.write, e.timeout, all))\n\
+        end\n";
+    let script = scratch.write("count.lua", script);
+    let child = Command::new(program)
+        .args(["-t1", &format!("-c{connections}"), &format!("-d{seconds}s"), "-s"])
+        .arg(script)
+        .arg(url)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("wrk starts");
+    Some(Wrk { child, _scratch: scratch })
+}
+
+impl Wrk {
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// If it doesn't tell what it counted.
+    pub fn finish(mut self) -> Load {
+        let mut text = String::new();
+        if let Some(out) = &mut self.child.stdout {
+            out.read_to_string(&mut text).expect("wrk's output is text");
+        }
+        let _ = self.child.wait();
+        let line = text.lines().find_map(|line| line.strip_prefix("counted "));
+        let numbers: Vec<u64> = line.unwrap_or_default().split(' ').filter_map(|number| number.parse().ok()).collect();
+        let &[answers, not_ok, connect_errors, broken, timeouts, server_errors] = numbers.as_slice() else {
+            panic!("wrk did not count: {text}")
+        };
+        Load { answers, not_ok, connect_errors, broken, timeouts, server_errors }
+    }
+}
