@@ -171,8 +171,13 @@ fn many(name: String, keys: u32, draw: Draw, threads: usize, answer: Answer) -> 
 fn inbound(name: String, threads: usize, answer: Answer) -> Work {
     const CLIENTS: u32 = 10_000;
     let subjects = match answer {
-        Answer::Allow => vec![
+        Answer::Allow if threads == 1 => vec![
             tidegate::inbound(Filling::Everyday, CLIENTS),
+            tidegate::inbound(Filling::Rates, CLIENTS),
+            tidegate::inbound(Filling::Packed, CLIENTS),
+            limitador::whole(Terms::ROOMY_KEYED),
+        ],
+        Answer::Allow => vec![
             tidegate::inbound(Filling::Rates, CLIENTS),
             tidegate::inbound(Filling::Packed, CLIENTS),
             limitador::whole(Terms::ROOMY_KEYED),

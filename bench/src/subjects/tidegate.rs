@@ -78,19 +78,22 @@ limit = "{login}"
 penalty = {{ base = "1h", cap = "1h" }}
 "#
     );
-    let step = match filling {
-        Filling::Everyday => Span::from_micros(15_000_000 / u64::from(clients)),
-        _ => Span::ZERO,
+    let policy = policy(&text);
+    if filling != Filling::Everyday {
+        let gate = Gate::new(&policy);
+        return Box::new(Inbound { name, gate });
+    }
+    let clock = QuickClock {
+        real: SystemClock::new(),
+        ahead: AtomicU64::new(0),
+        step: Span::from_micros(15_000_000 / u64::from(clients)),
     };
-    let clock = QuickClock { real: SystemClock::new(), ahead: AtomicU64::new(0), step };
-    let gate = Gate::in_memory(&policy(&text), clock);
+    let gate = Gate::in_memory(&policy, clock);
     let inbound = Inbound { name, gate };
-    if filling == Filling::Everyday {
-        // An hour and more of them, until as many calls leave the global windows as enter.
-        for call in 0..260 * clients {
-            let number = call.wrapping_mul(0x9e37_79b1) % clients;
-            inbound.touch(&key_name(number));
-        }
+    // An hour and more of them, until as many calls leave the global windows as enter.
+    for call in 0..260 * clients {
+        let number = call.wrapping_mul(0x9e37_79b1) % clients;
+        inbound.touch(&key_name(number));
     }
     Box::new(inbound)
 }
@@ -154,7 +157,7 @@ impl Subject for ByText {
     }
 }
 
-/// The machine's clock, read every time, and ahead of it by a step for every call that was made.
+/// The machine's clock, read every time, and ahead of it by a step for every call that was made; for one thread.
 struct QuickClock {
     real: SystemClock,
     ahead: AtomicU64,
@@ -163,26 +166,26 @@ struct QuickClock {
 
 impl Clock for QuickClock {
     fn now(&self) -> Time {
-        // Not one atomic operation, which costs as much as some of what is measured: two threads may lose a step.
+        // Not one atomic operation, which would cost as much as some of what is measured.
         let ahead = self.ahead.load(Ordering::Relaxed) + self.step.as_micros();
         self.ahead.store(ahead, Ordering::Relaxed);
         self.real.now() + Span::from_micros(ahead)
     }
 }
 
-struct Inbound {
+struct Inbound<C> {
     name: &'static str,
-    gate: Gate<Memory, QuickClock>,
+    gate: Gate<Memory, C>,
 }
 
-impl Inbound {
+impl<C: Clock> Inbound<C> {
     fn decide(&self, ip: IpAddr) -> bool {
         let decision = self.gate.check_now(black_box(&login(ip)));
         decision.expect("the query has every part").allowed
     }
 }
 
-impl Subject for Inbound {
+impl<C: Clock> Subject for Inbound<C> {
     fn name(&self) -> &'static str {
         self.name
     }

@@ -264,7 +264,7 @@ pub trait Cells {
 pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcomes {
     let now = judgeable(now);
     let holder = batch.id;
-    let mut list = ArrayVec::<Outcome, MAX_OPS>::new();
+    let mut outcomes = Outcomes { now, list: ArrayVec::new() };
     let (mut enforced, mut watched) = (Tally::default(), Tally::default());
     for (index, op) in batch.ops.iter().enumerate() {
         let outcome = match limits.get(op.limit) {
@@ -280,12 +280,12 @@ pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized),
             }
             _ => Outcome::plain(Verdict::Admitted, now),
         };
-        list.push(outcome);
+        outcomes.list.push(outcome);
     }
     if watched.no_room {
-        return Outcomes { now, list };
+        return outcomes;
     }
-    for (index, (op, outcome)) in batch.ops.iter().zip(&mut list).enumerate() {
+    for (index, (op, outcome)) in batch.ops.iter().zip(&mut outcomes.list).enumerate() {
         let Some(limit) = limits.get(op.limit) else { continue };
         let tally = if limit.is_shadow() { watched } else { enforced };
         match op.verb {
@@ -315,7 +315,7 @@ pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized),
             Verb::Reset => cells.forget(index, op),
         }
     }
-    Outcomes { now, list }
+    outcomes
 }
 
 /// The last moment at which anything is decided lies before [`Time::NEVER`], so that even a clock gone mad never

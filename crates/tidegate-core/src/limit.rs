@@ -187,7 +187,7 @@ pub enum LimitError {
     ZeroBurst,
     /// A rate whose burst takes longer than 71 years (2^51 µs) to refill.
     TooSlow,
-    /// A window that keeps no entries, or more than 65,536.
+    /// A window that keeps no entries, or more than 32,768.
     Entries {
         /// What was asked.
         found: u32,
@@ -216,7 +216,7 @@ impl fmt::Display for LimitError {
             Self::ZeroRate => f.write_str("a rate of 0; a window of 0 refuses everything"),
             Self::ZeroBurst => f.write_str("a burst of 0 would never let anything pass"),
             Self::TooSlow => f.write_str("the burst would take more than 71 years to refill"),
-            Self::Entries { found } => write!(f, "a window keeps 1 to 65536 entries, not {found}"),
+            Self::Entries { found } => write!(f, "a window keeps 1 to 32768 entries, not {found}"),
             Self::TooManyPermits { found } => write!(f, "{found} in flight is above the largest, 65536"),
             Self::ZeroFactor => f.write_str("a penalty's factor of 0; 1 keeps blocks at their base"),
             Self::CapBelowBase => f.write_str("the penalty's cap is below its base"),

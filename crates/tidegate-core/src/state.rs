@@ -197,8 +197,7 @@ impl State {
         match limit.kind() {
             Kind::Window(window) => {
                 let log = self.log();
-                let judged_at = window.settle(log, now);
-                window.charge(log, cost, judged_at);
+                window.charge(log, cost, now);
                 outcome.spend(cost);
                 outcome.reset_at = window.idle_at(log).max(now);
             }

@@ -13,6 +13,9 @@ use crate::state::Look;
 use crate::time::OVERTAKEN;
 use crate::{Span, Time};
 
+/// The most entries that a window keeps exactly, which leaves room for half as many more in 16 bits.
+const MAX_ENTRIES: u32 = 1 << 15;
+
 /// At most `limit` in any trailing `window`: a call made at `t` counts until exactly `t + window`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
@@ -26,13 +29,13 @@ impl Window {
     /// At most `limit` in any trailing `window`, keeping up to `entries` moments exactly.
     ///
     /// # Errors
-    /// A limit above 2^40, a window of no length, or entries outside 1 to 65,536.
+    /// A limit above 2^40, a window of no length, or entries outside 1 to 32,768.
     pub fn new(limit: u64, window: Span, entries: u32) -> Result<Self, LimitError> {
         checked_limit(limit)?;
         if window.is_zero() {
             return Err(LimitError::ZeroPeriod);
         }
-        if entries == 0 || entries > 1 << 16 {
+        if entries == 0 || entries > MAX_ENTRIES {
             return Err(LimitError::Entries { found: entries });
         }
         let cell = window.as_micros().div_ceil(u64::from(entries));
@@ -87,6 +90,8 @@ impl Window {
         {
             log.pop_front();
         }
+        // Few enough to be kept one by one again.
+        log.coarse &= log.total > u64::from(self.entries);
         now
     }
 
@@ -98,7 +103,7 @@ impl Window {
         } else if cost <= self.limit.saturating_sub(used) {
             now
         } else {
-            let mut missing = used + cost - self.limit;
+            let mut missing = used.saturating_add(cost) - self.limit;
             let mut free_at = now;
             for slot in log.iter() {
                 free_at = slot.at + self.window;
@@ -113,15 +118,18 @@ impl Window {
         Look { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
-    /// Records a call of `cost` at `now`, in a log that was settled for `now`.
+    /// Records a call of `cost` at `now`, or where it was overtaken at the newest entry's moment, in a log that was
+    /// settled for `now`.
     pub fn charge(&self, log: &mut Log, cost: u64, now: Time) {
         if cost == 0 {
             return;
         }
+        let now = log.back().map_or(now, |newest| newest.at.max(now));
+        let coarse = log.coarse;
         if let Some(newest) = log.back_mut()
-            && newest.at == now
+            && (newest.at == now || (coarse && self.cell_of(newest.at) == self.cell_of(now)))
         {
-            newest.count = newest.count.saturating_add(cost);
+            *newest = Slot { at: now, count: newest.count.saturating_add(cost) };
             log.total = log.total.saturating_add(cost);
             return;
         }
@@ -133,7 +141,7 @@ impl Window {
                     log.merge_oldest();
                 }
             } else {
-                log.merge(self.cell);
+                self.merge(log);
             }
         }
         log.push_back(Slot { at: now, count: cost }, self.physical());
@@ -152,6 +160,31 @@ impl Window {
             rest -= oldest.count;
             log.pop_front();
         }
+    }
+
+    /// Merges entries that lie in the same cell of the grid. From then on, and until few calls are left, new ones are
+    /// merged as they come: a key in constant use then needs a slot a cell, and mostly touches one.
+    fn merge(&self, log: &mut Log) {
+        let mut kept = 0;
+        for index in 1..log.len() {
+            let slot = log.slots()[log.place(index)];
+            let last = log.place(kept);
+            let into = &mut log.slots_mut()[last];
+            if self.cell_of(into.at) == self.cell_of(slot.at) {
+                *into = Slot { at: slot.at, count: into.count.saturating_add(slot.count) };
+            } else {
+                kept += 1;
+                let place = log.place(kept);
+                log.slots_mut()[place] = slot;
+            }
+        }
+        log.len = log.len.min(kept as u16 + 1);
+        log.coarse = true;
+        log.fit();
+    }
+
+    fn cell_of(&self, at: Time) -> u64 {
+        at.as_micros() / self.cell
     }
 
     /// When the log no longer holds anything.
@@ -182,14 +215,16 @@ enum Ring {
 #[derive(Clone, Debug)]
 pub struct Log {
     total: u64,
-    head: u32,
-    len: u32,
+    head: u16,
+    len: u16,
+    /// Entries have been merged, and new ones are.
+    coarse: bool,
     ring: Ring,
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Self { total: 0, head: 0, len: 0, ring: Ring::Inline([Slot::default(); INLINE]) }
+        Self { total: 0, head: 0, len: 0, coarse: false, ring: Ring::Inline([Slot::default(); INLINE]) }
     }
 }
 
@@ -198,7 +233,7 @@ impl Log {
     pub fn once(at: Time, count: u64) -> Self {
         let mut slots = [Slot::default(); INLINE];
         slots[0] = Slot { at, count };
-        Self { total: count, head: 0, len: 1, ring: Ring::Inline(slots) }
+        Self { total: count, head: 0, len: 1, coarse: false, ring: Ring::Inline(slots) }
     }
 
     /// The sum of all counts.
@@ -275,7 +310,7 @@ impl Log {
         if let Some(slot) = self.front() {
             self.total = self.total.saturating_sub(slot.count);
             let next = self.place(1);
-            self.head = if next == self.slots().len() { 0 } else { next as u32 };
+            self.head = if next == self.slots().len() { 0 } else { next as u16 };
             self.len -= 1;
         }
         if self.len == 0 {
@@ -295,12 +330,27 @@ impl Log {
     }
 
     fn resize(&mut self, capacity: usize) {
-        let mut slots = vec![Slot::default(); capacity].into_boxed_slice();
+        let mut ring = if capacity <= INLINE {
+            Ring::Inline([Slot::default(); INLINE])
+        } else {
+            Ring::Heap(vec![Slot::default(); capacity].into_boxed_slice())
+        };
+        let slots = match &mut ring {
+            Ring::Inline(slots) => slots.as_mut_slice(),
+            Ring::Heap(slots) => slots,
+        };
         for (to, from) in slots.iter_mut().zip(self.iter()) {
             *to = *from;
         }
         self.head = 0;
-        self.ring = Ring::Heap(slots);
+        self.ring = ring;
+    }
+
+    /// Gives memory back when most of it is unused.
+    fn fit(&mut self) {
+        if self.len() * 4 <= self.slots().len() {
+            self.resize(self.len().next_power_of_two());
+        }
     }
 
     /// Brings entries of the future to `now`: a clock stepped back, and who waited for it would be locked out.
@@ -313,25 +363,6 @@ impl Log {
             }
             slot.at = now;
         }
-    }
-
-    /// Merges neighbours that lie in the same cell of a grid of this width.
-    fn merge(&mut self, cell: u64) {
-        let len = self.len();
-        let mut kept = 0;
-        for index in 1..len {
-            let slot = self.slots()[self.place(index)];
-            let last = self.place(kept);
-            let into = &mut self.slots_mut()[last];
-            if into.at.as_micros() / cell == slot.at.as_micros() / cell {
-                *into = Slot { at: slot.at, count: into.count.saturating_add(slot.count) };
-            } else {
-                kept += 1;
-                let place = self.place(kept);
-                self.slots_mut()[place] = slot;
-            }
-        }
-        self.len = if len == 0 { 0 } else { kept as u32 + 1 };
     }
 
     fn merge_oldest(&mut self) {

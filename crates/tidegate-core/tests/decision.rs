@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use tidegate_core::{Concurrency, Count, Kind, Limit, PenaltyMode, Quota, Rate, Reason, Span, Verb, quota::Every};
+use tidegate_core::{
+    Batch, Concurrency, Count, Kind, Limit, PenaltyMode, Quota, Rate, Reason, Span, Verb, quota::Every,
+};
 use tidegate_testkit::desk::{Desk, at, doubling, id, window};
 use tidegate_testkit::dice::{Dice, count};
 use tidegate_testkit::property;
@@ -77,9 +79,16 @@ fn every_advertised_wait_is_true() {
             let mut world = World::new(dice, wanted);
             let limits = Arc::clone(world.limits());
             let desk = Desk::over(Arc::clone(&limits));
+            let mut holder = 1_000;
             while !world.dice().exhausted() {
                 let now = world.pass_time();
-                let call = if wanted == Wanted::All { world.batch() } else { world.call() };
+                let asked = if wanted == Wanted::All { world.batch() } else { world.call() };
+                // A holder of its own: a permit that is held lets even a call pass that could never have it anew.
+                let mut call = Batch::new(holder);
+                holder += 1;
+                for &op in asked.ops() {
+                    call.push(op).map_err(|full| full.to_string())?;
+                }
                 if call.ops().iter().any(|op| op.verb != Verb::Take) {
                     desk.ask(&call, now);
                     continue;

@@ -23,7 +23,7 @@ pub(crate) const DRAINED: usize = 64 << 10;
 const LINGERED: usize = 1 << 20;
 
 const TOO_SLOW: &[u8] = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\
-    content-length: 79\r\n\r\n{\"error\":\"Request Timeout\",\"message\":\"the request took too long to arrive\"}";
+    content-length: 75\r\n\r\n{\"error\":\"Request Timeout\",\"message\":\"the request took too long to arrive\"}";
 
 /// What a service must be for a connection to carry it.
 pub(crate) trait Serves: HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin {}

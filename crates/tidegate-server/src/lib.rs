@@ -58,7 +58,7 @@ use http::StatusCode;
 use hyper::service::service_fn;
 use tidegate::core::Clock;
 use tidegate::reply::Replies;
-use tidegate::store::Immediate;
+use tidegate::store::{Immediate, Store};
 use tidegate::{Gate, Memory, SystemClock};
 use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
 use tokio::task::JoinSet;
@@ -78,6 +78,8 @@ const ADMIN_CONNECTIONS: usize = 64;
 /// The most bytes and lines of a head on the API and admin listeners.
 const OWN_HEADER_BYTES: usize = 64 << 10;
 const OWN_HEADERS: usize = 128;
+/// How often the store is tended.
+const TEND_EVERY: Duration = Duration::from_secs(1);
 
 /// A gate that is to be served: a policy, and the gate that decides by it.
 pub struct Server<S: Immediate = Memory, C: Clock = SystemClock> {
@@ -226,6 +228,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
             }),
         };
         Ok(Bound {
+            gate: self.gate,
             inbound,
             api,
             admin,
@@ -275,6 +278,7 @@ fn open(listener: &'static str, address: SocketAddr, bounds: Bounds) -> Result<L
 
 /// A gate whose listeners are open.
 pub struct Bound<S: Immediate = Memory, C: Clock = SystemClock> {
+    gate: Gate<S, C>,
     inbound: Option<Open<Proxy<S, C>>>,
     api: Option<Open<Api<S, C>>>,
     admin: Option<Open<Admin<S, C>>>,
@@ -354,6 +358,8 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
         }
         let refusals = self.refusals;
         housekeeping.spawn(async move { refusals.run().await });
+        let gate = self.gate;
+        housekeeping.spawn(async move { tend(&gate).await });
         if let Some(clock) = self.clock_follower {
             housekeeping.spawn(async move { follow(&clock).await });
         }
@@ -400,6 +406,24 @@ async fn told(mut signal: tokio::sync::watch::Receiver<bool>) {
 
 /// How often the clock is moved towards the wall's.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
+
+/// Has the store forget what is idle, and tells what it had to let go.
+async fn tend<S: Store, C: Clock>(gate: &Gate<S, C>) {
+    loop {
+        tokio::time::sleep(TEND_EVERY).await;
+        let lost = gate.tend();
+        if lost.any() {
+            tracing::warn!(
+                used = lost.used,
+                full = lost.full,
+                blocked = lost.blocked,
+                shared = lost.shared,
+                "the store is full: entries that still counted had to go, and new keys share their network's limit; \
+                 raise store.max_bytes"
+            );
+        }
+    }
+}
 
 async fn follow(clock: &SystemClock) {
     loop {

@@ -29,8 +29,12 @@ pub(crate) fn splice(
             tokio::io::copy_bidirectional(&mut client, &mut upstream).await.map_err(Ended::Broken)
         };
         let mut joined = pin!(joined);
+        let mut registered = false;
         let ended = poll_fn(|cx| {
-            watch.register(cx.waker());
+            // A task's waker stays the same.
+            if !std::mem::replace(&mut registered, true) {
+                watch.register(cx.waker());
+            }
             if watch.is_overdue() { Poll::Ready(Err(Ended::Overdue)) } else { joined.as_mut().poll(cx) }
         });
         if let Err(ended) = ended.await {

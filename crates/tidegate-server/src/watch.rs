@@ -7,9 +7,9 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::time::Duration;
 
-use atomic_waker::AtomicWaker;
 use hyper::body::Incoming;
 use slab::Slab;
 use tokio::sync::Notify;
@@ -108,7 +108,7 @@ pub(crate) struct Watch {
     fault: AtomicU8,
     requests: AtomicU32,
     lingers: AtomicBool,
-    waker: AtomicWaker,
+    waker: Mutex<Option<Waker>>,
     has_leftover: AtomicBool,
     leftover: Mutex<Option<Incoming>>,
 }
@@ -182,8 +182,14 @@ impl Watch {
     }
 
     /// Who is woken when the connection is overdue or the server drains.
-    pub(crate) fn register(&self, waker: &std::task::Waker) {
-        self.waker.register(waker);
+    pub(crate) fn register(&self, waker: &Waker) {
+        *lock(&self.waker) = Some(waker.clone());
+    }
+
+    fn wake(&self) {
+        if let Some(waker) = &*lock(&self.waker) {
+            waker.wake_by_ref();
+        }
     }
 
     pub(crate) fn set_ambiguous_head(&self, number: u32) {
@@ -290,7 +296,7 @@ impl Sweep {
             fault: AtomicU8::new(Fault::None as u8),
             requests: AtomicU32::new(0),
             lingers: AtomicBool::new(false),
-            waker: AtomicWaker::new(),
+            waker: Mutex::new(None),
             has_leftover: AtomicBool::new(false),
             leftover: Mutex::new(None),
         });
@@ -325,7 +331,7 @@ impl Sweep {
         self.aborting.store(true, Ordering::Relaxed);
         for (_, watch) in &*lock(&self.open) {
             watch.overdue.store(true, Ordering::Relaxed);
-            watch.waker.wake();
+            watch.wake();
         }
     }
 
@@ -363,7 +369,7 @@ impl Sweep {
             }
             if now.wrapping_sub(watch.since.load(Ordering::Relaxed)) > limit {
                 watch.overdue.store(true, Ordering::Relaxed);
-                watch.waker.wake();
+                watch.wake();
             }
         }
     }

@@ -19,7 +19,7 @@ use tidegate_core::{Batch, Key, Kind, Limit, Limits, Outcomes, State, Time, Verd
 
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 use lock::{Lock, LockGuard};
-use shard::{About, Room, Shard};
+use shard::{About, Call, Room, Shard};
 use table::Table;
 
 /// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
@@ -101,9 +101,8 @@ impl Memory {
     #[inline]
     pub fn take(&self, op: &Op, now: Time) -> Outcome {
         let Some(limit) = self.limits.get(op.limit) else { return Outcome::plain(Verdict::Admitted, now) };
-        let shard = self.shard(op.key);
-        let mut held = Held { store: self, about: self.about(), shards: ArrayVec::new() };
-        held.shards.push((shard, self.shards[shard].0.lock()));
+        let mut held = Held::new(self);
+        held.lock(self.shard(op.key));
         batch::take(op, limit, 0, &mut held, now)
     }
 
@@ -164,20 +163,22 @@ impl Store for Memory {
 
 impl Immediate for Memory {
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
-        let mut wanted = ArrayVec::<usize, MAX_OPS>::new();
-        for op in batch.ops() {
-            let shard = self.shard(op.key);
-            if !wanted.contains(&shard) {
-                wanted.push(shard);
+        let mut held = Held::new(self);
+        let first = batch.ops().first().map(|op| self.shard(op.key));
+        if let Some(first) = first {
+            if batch.ops().iter().all(|op| self.shard(op.key) == first) {
+                held.lock(first);
+            } else {
+                let mut wanted: ArrayVec<usize, MAX_OPS> = batch.ops().iter().map(|op| self.shard(op.key)).collect();
+                // Always in the same order, so that two batches never wait for each other.
+                wanted.sort_unstable();
+                for (at, shard) in wanted.iter().enumerate() {
+                    if at == 0 || wanted[at - 1] != *shard {
+                        held.lock(*shard);
+                    }
+                }
             }
         }
-        // Always in the same order, so that two batches never wait for each other.
-        wanted.sort_unstable();
-        let mut held = Held {
-            store: self,
-            about: self.about(),
-            shards: wanted.iter().map(|&shard| (shard, self.shards[shard].0.lock())).collect(),
-        };
         settle(batch, &self.limits, &mut held, now)
     }
 }
@@ -187,9 +188,21 @@ struct Held<'a> {
     store: &'a Memory,
     about: About<'a>,
     shards: ArrayVec<(usize, LockGuard<'a, Shard>), MAX_OPS>,
+    /// Where each operation's entry stood when it was judged.
+    hints: [usize; MAX_OPS],
 }
 
-impl Held<'_> {
+impl<'a> Held<'a> {
+    #[inline]
+    fn new(store: &'a Memory) -> Self {
+        Self { store, about: store.about(), shards: ArrayVec::new(), hints: [usize::MAX; MAX_OPS] }
+    }
+
+    #[inline]
+    fn lock(&mut self, shard: usize) {
+        self.shards.push((shard, self.store.shards[shard].0.lock()));
+    }
+
     #[inline]
     fn shard(&mut self, op: &Op) -> &mut Shard {
         let wanted = self.store.shard(op.key);
@@ -200,15 +213,18 @@ impl Held<'_> {
 
 impl Cells for Held<'_> {
     #[inline]
-    fn judge(&mut self, _: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome {
+    fn judge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome {
         let about = self.about;
-        self.shard(op).judge(op, limit, holder, now, &about)
+        let mut hint = usize::MAX;
+        let outcome = self.shard(op).judge(&Call { op, limit, holder, now }, &about, &mut hint);
+        self.hints[index] = hint;
+        outcome
     }
 
     #[inline]
-    fn charge(&mut self, _: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome) {
-        let about = self.about;
-        self.shard(op).charge(op, limit, holder, now, outcome, &about);
+    fn charge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome) {
+        let (about, hint) = (self.about, self.hints[index]);
+        self.shard(op).charge(&Call { op, limit, holder, now }, outcome, &about, hint);
     }
 
     fn strike(&mut self, _: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome) {

@@ -1,5 +1,10 @@
 //! Properties that hold whatever is drawn.
 
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Once;
+
 use proptest::collection::vec;
 use proptest::num::u64::ANY;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
@@ -9,7 +14,7 @@ use crate::dice::{self, Dice};
 /// Tries a property on `cases` tapes of up to `words` draws, and shortens the first that fails.
 ///
 /// # Panics
-/// If the property fails: with the reason, the shortest tape that fails, and the seed of the run.
+/// If the property fails or panics: with the reason, the shortest tape that fails, and the seed of the run.
 pub fn check(cases: u32, words: usize, property: impl Fn(Dice) -> Result<(), String>) {
     check_from(dice::seed(), cases, words, property);
 }
@@ -23,12 +28,70 @@ pub fn check_from(seed: u64, cases: u32, words: usize, property: impl Fn(Dice) -
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 4_000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let found = runner.run(&vec(ANY, 1..=words.max(1)), |tape| property(Dice::tape(tape)).map_err(TestCaseError::fail));
+    let found = runner
+        .run(&vec(ANY, 1..=words.max(1)), |tape| quietly(|| property(Dice::tape(tape))).map_err(TestCaseError::fail));
     match found {
         Ok(()) => {}
         Err(TestError::Fail(reason, tape)) => {
             panic!("{reason}\n  with Dice::tape(vec!{tape:?})\n  repeat with TIDEGATE_SEED={seed}")
         }
         Err(TestError::Abort(reason)) => panic!("gave up: {reason}"),
+    }
+}
+
+thread_local! {
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Turns a panic into an error: a tape is tried thousands of times while it is shortened, and only the last counts.
+fn quietly(property: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let loud = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !QUIET.get() {
+                loud(info);
+            }
+        }));
+    });
+    QUIET.set(true);
+    let outcome = panic::catch_unwind(AssertUnwindSafe(property));
+    QUIET.set(false);
+    outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", message(panic.as_ref()))))
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reason_of(property: impl Fn(Dice) -> Result<(), String>) -> String {
+        let found = panic::catch_unwind(AssertUnwindSafe(|| {
+            quietly(|| {
+                check_from(9, 50, 20, &property);
+                Ok(())
+            })
+        }));
+        found.expect("turned into an error").expect_err("the property is false")
+    }
+
+    #[test]
+    fn a_false_property_is_found_shortened_and_told() {
+        let reason = reason_of(|mut dice| if dice.word() > 1_000 { Err("too large".into()) } else { Ok(()) });
+        assert!(reason.contains("too large") && reason.contains("vec![1001]"), "{reason}");
+        assert!(reason.contains("TIDEGATE_SEED=9"), "{reason}");
+    }
+
+    #[test]
+    fn a_panic_is_a_failure() {
+        let reason = reason_of(|mut dice| {
+            assert!(dice.word() < 5, "five or more");
+            Ok(())
+        });
+        assert!(reason.contains("panicked: five or more") && reason.contains("vec![5]"), "{reason}");
     }
 }

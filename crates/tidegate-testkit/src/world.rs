@@ -39,7 +39,8 @@ impl World {
     pub fn new(mut dice: Dice, wanted: Wanted) -> Self {
         let count = dice.between(1, 5);
         let limits = (0..count).map(|_| limit(&mut dice, wanted)).collect();
-        let keys = (0..dice.between(1, 4)).map(|_| Key::new(dice.word(), dice.word())).collect();
+        // Different ones, also where a tape gives nothing but zeros.
+        let keys = (0..dice.between(1, 4)).map(|key| Key::new(key, dice.word() ^ ((key << 61) | key))).collect();
         let now = Time::from_micros(1_700_000_000_000_000 + dice.below(86_400_000_000));
         let limits = Arc::new(Limits::new(limits).expect("invariant: at most 5 limits"));
         Self { dice, limits, keys, now, told: Vec::new(), wanted }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tidegate_core::admit::decide;
 use tidegate_core::{Batch, Clock, Decision, MAX_COST, Outcomes, Reason, Verb, Verdict};
 use tidegate_policy::{ActionId, KeyError, KeySeed, Listed, Plan, Policy, Query, UnknownAction};
-use tidegate_store::{Answer, Immediate, Memory, Store, StoreError};
+use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
 use crate::SystemClock;
 use crate::explain::Explanation;
@@ -281,6 +281,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
             Answer::Ready(outcomes) => Ok(outcomes),
             Answer::Later(later) => later.await,
         }
+    }
+
+    /// The store's housekeeping, to be called about once a second by whoever runs a gate for long: forgets a share of
+    /// what is idle, and says what still counted but had to go because the store is full.
+    pub fn tend(&self) -> Losses {
+        self.0.store.tend(self.0.clock.now())
     }
 
     pub(crate) fn tell(&self, batch: &Batch) {

@@ -3,7 +3,11 @@
 //!
 //! The request is described by `X-Forwarded-Method`, `-Uri` and `-Host`, or by `X-Original-Method` and
 //! `X-Original-URI` or `X-Original-URL`. Front servers pass their clients' headers on, so where both are there and
-//! disagree, one of them is a client's and the answer is 400. `?action=NAME` names the action instead.
+//! disagree, one of them is a client's and the answer is 400.
+//!
+//! `/v1/auth/NAME` names the action instead. *Why in the path:* it is the one part of the question that is the front
+//! server's alone. Caddy sends its client's query string along, and all of them their clients' headers, so that a
+//! client could name a harmless action in either.
 
 use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
@@ -17,6 +21,9 @@ use crate::body::Body;
 use crate::listener::Client;
 use crate::refusals::Refusal;
 use crate::wire::http_api::{Api, error, refused_to_decide};
+
+/// The path of forward-auth, or the beginning of it.
+pub(crate) const PATH: &str = "/v1/auth";
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
@@ -42,17 +49,14 @@ pub(crate) async fn answer<S: Store, C: Clock>(
         .to_string();
         api.refusals.note_failure(api.gate.clock().now(), &hint);
     }
-    let named = match named_action(request.uri().query().unwrap_or_default()) {
-        Ok(named) => named,
-        Err(message) => return error(StatusCode::BAD_REQUEST, message),
-    };
+    let named = request.uri().path().strip_prefix(PATH).and_then(|rest| rest.strip_prefix('/'));
     let described = match Described::by(headers) {
         Ok(described) => described,
         Err(message) => return error(StatusCode::BAD_REQUEST, message),
     };
     if named.is_none() && (described.method.is_none() || described.path.is_none()) {
         let message = "no header says which request this is about: X-Forwarded-Method and X-Forwarded-Uri, or \
-            X-Original-Method and X-Original-URI, or ?action=NAME";
+            X-Original-Method and X-Original-URI, or the path /v1/auth/NAME";
         return error(StatusCode::BAD_REQUEST, message);
     }
     let query = Query {
@@ -94,18 +98,6 @@ pub(crate) async fn answer<S: Store, C: Clock>(
 fn counts_calls_in_flight<S: Store, C: Clock>(api: &Api<S, C>, action: Option<ActionId>) -> bool {
     let plan = api.gate.plan();
     plan.global_has_concurrency() || action.is_some_and(|id| plan.action(id).has_concurrency())
-}
-
-/// The `action` of `?action=NAME`. Names in a policy need no escapes.
-fn named_action(query: &str) -> Result<Option<&str>, &'static str> {
-    let mut named = None;
-    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-        match pair.split_once('=') {
-            Some(("action", name)) if named.is_none() => named = Some(name),
-            _ => return Err("forward-auth takes one parameter: ?action=NAME"),
-        }
-    }
-    Ok(named)
 }
 
 /// What the front server says of its request.
@@ -213,8 +205,5 @@ mod tests {
         assert_eq!(split_url("http://a"), (Some("a"), "/"));
         assert_eq!(split_url("http://a?x"), (Some("a"), "/"));
         assert_eq!(split_url("/redirect?to=http://b/"), (None, "/redirect?to=http://b/"));
-        assert_eq!(named_action("action=login"), Ok(Some("login")));
-        assert!(named_action("acton=login").is_err());
-        assert!(named_action("action=a&action=b").is_err());
     }
 }

@@ -118,7 +118,7 @@ async fn route<S: Store, C: Clock>(api: &Api<S, C>, client: &Client, request: Re
     let (method, allow) = match path {
         "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => (Method::POST, "POST"),
         "/v1/status" | "/v1/explain" => (Method::GET, "GET"),
-        "/v1/auth" => {
+        _ if path.strip_prefix(forward_auth::PATH).is_some_and(|rest| rest.is_empty() || rest.starts_with('/')) => {
             let response = forward_auth::answer(api, client, &request).await;
             return dismiss(watch, request, response);
         }

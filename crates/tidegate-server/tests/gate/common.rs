@@ -187,6 +187,14 @@ impl Peer {
         Some(String::from_utf8_lossy(&message).into_owned())
     }
 
+    /// So many bytes.
+    pub(crate) async fn exactly(&mut self, count: usize) -> String {
+        while self.rest.len() < count {
+            self.more().await.expect("more bytes before the end of the connection");
+        }
+        String::from_utf8_lossy(&self.rest.drain(..count).collect::<Vec<_>>()).into_owned()
+    }
+
     /// Everything up to the end of the connection.
     pub(crate) async fn all(&mut self) -> String {
         while self.more().await.is_some() {}

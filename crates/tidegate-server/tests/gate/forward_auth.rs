@@ -69,13 +69,16 @@ async fn the_status_of_a_refusal_is_configurable() {
 #[tokio::test]
 async fn an_action_by_name_and_keys_from_headers() {
     let gate = start(nobody(), FILE).await;
-    let ask = |tenant: &str| format!("GET /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
+    let ask = |tenant: &str| format!("GET /v1/auth/tenant?action=login HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
     assert_eq!(status(&once(gate.api, ask("a")).await), 200);
     assert_eq!(status(&once(gate.api, ask("b")).await), 200);
     assert_eq!(status(&once(gate.api, ask("a")).await), 429);
+    // A client's query string, which Caddy sends along, names nothing.
+    let query = "GET /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-forwarded-method: POST\r\nx-forwarded-uri: /login?action=tenant\r\n\r\n";
+    assert_eq!(header(&once(gate.api, query).await, "ratelimit"), Some("\"login\";r=0;t=60"));
     // Whatever method the front server uses.
     let mut front = Peer::connect(gate.api).await;
-    let post = "POST /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: c\r\ncontent-length: 2\r\n\r\n{}";
+    let post = "POST /v1/auth/tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: c\r\ncontent-length: 2\r\n\r\n{}";
     assert_eq!(status(&front.ask(post).await), 200);
     assert_eq!(status(&front.ask(post).await), 429);
 }
@@ -89,10 +92,11 @@ async fn what_cannot_be_decided_says_why() {
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /a", "x-original-uri: /login"]), 400, "different requests"),
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /a", "x-forwarded-uri: /b"]), 400, "twice"),
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /busy"]), 400, "calls in flight"),
-        (get("/v1/auth?action=busy"), 400, "calls in flight"),
-        (get("/v1/auth?action=account"), 400, "`key` is missing"),
-        (get("/v1/auth?action=logn"), 404, "did you mean \\\"login\\\"?"),
-        (get("/v1/auth?acton=login"), 400, "?action=NAME"),
+        (get("/v1/auth/busy"), 400, "calls in flight"),
+        (get("/v1/auth/account"), 400, "`key` is missing"),
+        (get("/v1/auth/logn"), 404, "did you mean \\\"login\\\"?"),
+        (get("/v1/auth?action=login"), 400, "/v1/auth/NAME"),
+        (get("/v1/author"), 404, "no such path"),
     ] {
         let answer = once(gate.api, &request).await;
         assert_eq!(status(&answer), expected, "{request}{answer}");

@@ -38,7 +38,7 @@ fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
 
 const NO: &str = r#"
     [inbound.action.no]
-    match = { path = "/no*" }
+    match = { path = ["/no", "/no/*"] }
     limit = "0 per 1s"
     [inbound.action.account]
     key = ["key"]

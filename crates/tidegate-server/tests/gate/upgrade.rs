@@ -56,12 +56,8 @@ async fn any_token_passes_and_bytes_behind_the_head_are_kept() {
     served.send("HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: tea/1.0\r\n\r\nbrew").await;
     let answer = client.message().await;
     assert!(answer.contains("connection: upgrade\r\n") && answer.contains("upgrade: tea/1.0\r\n"), "{answer}");
-    let mut four = [0; 4];
-    tokio::io::AsyncReadExt::read_exact(&mut client.stream, &mut four).await.unwrap();
-    assert_eq!(&four, b"brew");
-    let mut five = [0; 5];
-    tokio::io::AsyncReadExt::read_exact(&mut served.stream, &mut five).await.unwrap();
-    assert_eq!(&five, b"early");
+    assert_eq!(client.exactly(4).await, "brew");
+    assert_eq!(served.exactly(5).await, "early");
     drop(client);
     assert!(served.ends().await);
 }

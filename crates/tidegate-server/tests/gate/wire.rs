@@ -89,7 +89,7 @@ async fn dialects_problems_and_lists() {
     let gate = start(upstream.address, &format!("[inbound]\nheaders = \"none\"\n{refuse}")).await;
     assert_eq!(
         undated(&once(gate.inbound, "GET /none HTTP/1.1\r\nhost: a\r\naccept: application/problem+json\r\n\r\n").await),
-        "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/problem+json\r\ncontent-length: 237\r\n\r\n\
+        "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/problem+json\r\ncontent-length: 231\r\n\r\n\
          {\"type\":\"https://iana.org/assignments/http-problem-types#quota-exceeded\",\
          \"title\":\"Request cannot be satisfied as assigned quota has been exceeded\",\"status\":429,\
          \"violated-policies\":[\"none\"],\"retry_after\":null,\"next_allowed_at\":null}"
@@ -137,7 +137,7 @@ async fn troubles() {
     let gate = start(crate::common::nobody(), "").await;
     assert_eq!(
         undated(&once(gate.inbound, get("/")).await),
-        "HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/json\r\ncontent-length: 82\r\n\r\n\
+        "HTTP/1.1 502 Bad Gateway\r\ncontent-type: application/json\r\ncontent-length: 80\r\n\r\n\
          {\"error\":\"Bad Gateway\",\"message\":\"the upstream refused or broke the connection\"}"
     );
     let broken = Echo::start("HTTP/1.1 200 OK\r\ncontent-length: nonsense\r\n\r\n").await;
@@ -146,7 +146,7 @@ async fn troubles() {
     let asked = "TRACE / HTTP/1.1\r\nhost: a\r\n\r\n";
     assert_eq!(
         undated(&once(gate.inbound, asked).await),
-        "HTTP/1.1 405 Method Not Allowed\r\ncontent-type: application/json\r\n\
+        "HTTP/1.1 405 Method Not Allowed\r\ncontent-type: application/json\r\nconnection: close\r\n\
          allow: GET, HEAD, POST, PUT, DELETE, PATCH, OPTIONS\r\ncontent-length: 75\r\n\r\n\
          {\"error\":\"Method Not Allowed\",\"message\":\"CONNECT and TRACE are not served\"}"
     );

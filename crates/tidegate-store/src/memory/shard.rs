@@ -130,9 +130,17 @@ impl Shard {
         }
     }
 
+    /// Judges, and leaves in `hint` where the entry stood, which spares [`Shard::charge`] looking for it.
     #[inline]
-    pub(super) fn judge(&mut self, op: &Op, limit: &Limit, holder: u64, now: Time, about: &About<'_>) -> Outcome {
-        match self.find(tag(op)) {
+    pub(super) fn judge(
+        &mut self,
+        &Call { op, limit, holder, now }: &Call<'_>,
+        about: &About<'_>,
+        hint: &mut usize,
+    ) -> Outcome {
+        let found = self.find(tag(op));
+        *hint = found.unwrap_or(usize::MAX);
+        match found {
             None => {
                 if !op.must_fit && self.is_crowded(now, about) {
                     self.losses.shared += 1;
@@ -218,14 +226,13 @@ impl Shard {
     #[inline]
     pub(super) fn charge(
         &mut self,
-        op: &Op,
-        limit: &Limit,
-        holder: u64,
-        now: Time,
+        &Call { op, limit, holder, now }: &Call<'_>,
         outcome: &mut Outcome,
         about: &About<'_>,
+        hint: usize,
     ) {
-        let found = self.find(tag(op));
+        let tag = tag(op);
+        let found = if self.table.is_at(hint, tag) { Some(hint) } else { self.find(tag) };
         let word = found.map(|at| Word::unpack(self.table.word(at)));
         let folded = match (limit.kind(), word) {
             (Kind::Rate(rate), None | Some(Word::Arrival(_))) => {
@@ -250,8 +257,15 @@ impl Shard {
         };
         match (folded, found) {
             (Some(word), Some(at)) => self.table.set_word(at, word.pack()),
-            (Some(word), None) => self.insert(tag(op), word, now, about),
-            (None, _) => self.alter(op, now, about, |state| state.charge(limit, op.cost, holder, now, outcome)),
+            (Some(word), None) => self.insert(tag, word, now, about),
+            (None, _) => match word {
+                Some(Word::State(index)) => {
+                    if self.change(index, |state| state.charge(limit, op.cost, holder, now, outcome)) {
+                        self.make_room(0, tag, now, about);
+                    }
+                }
+                _ => self.alter(op, now, about, |state| state.charge(limit, op.cost, holder, now, outcome)),
+            },
         }
     }
 
@@ -529,6 +543,15 @@ impl Shard {
             }
         }
     }
+}
+
+/// One operation, and what it is asked with.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Call<'a> {
+    pub op: &'a Op,
+    pub limit: &'a Limit,
+    pub holder: u64,
+    pub now: Time,
 }
 
 /// What a shard must know of the store it is part of.

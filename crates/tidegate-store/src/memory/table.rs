@@ -91,6 +91,12 @@ impl Table {
         }
     }
 
+    /// Whether the tag stands here.
+    #[inline]
+    pub(super) fn is_at(&self, at: usize, tag: u64) -> bool {
+        self.slots.get(at).is_some_and(|slot| slot.tag == tag)
+    }
+
     #[inline]
     pub(super) fn word(&self, at: usize) -> u64 {
         self.slots[at].word

@@ -1,0 +1,335 @@
+//! The gate as a program, with real servers before and behind it.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx, wrk};
+
+/// Where a gate listens.
+struct Ports {
+    gate: u16,
+    api: u16,
+    admin: u16,
+}
+
+/// Runs `tidegate serve` with this policy in front of `upstream`.
+fn gate(policy: &str, upstream: u16) -> (Running, Ports) {
+    let ports = Ports { gate: free_port(), api: free_port(), admin: free_port() };
+    let scratch = Scratch::new();
+    let file = scratch.write("tidegate.toml", policy);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command
+        .args(["serve", "--config"])
+        .arg(file)
+        .env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{}", ports.gate))
+        .env("TIDEGATE__INBOUND__UPSTREAM", format!("http://127.0.0.1:{upstream}"))
+        .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{}", ports.api))
+        .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{}", ports.admin));
+    (Running::start(command, scratch, ports.admin), ports)
+}
+
+/// An nginx that serves a page and logs each request, after whatever else its `http` block is to hold.
+fn pages(more: &str, port: u16, listens: u16) -> Option<Running> {
+    let server = format!(
+        "log_format line '$status $request';\nserver {{\n  listen 127.0.0.1:{port} backlog=1024;\n  \
+         access_log access.log line;\n  keepalive_requests 100000000;\n  \
+         location / {{ default_type text/plain; return 200 'a page of nginx'; }}\n}}\n{more}"
+    );
+    nginx(&server, listens)
+}
+
+/// A keep-alive client of one connection.
+struct Client(TcpStream);
+
+/// An answer's status, whether it is the connection's last, and its head and body.
+struct Answer {
+    status: u16,
+    last: bool,
+    head: String,
+    body: String,
+}
+
+impl Client {
+    fn connect(port: u16) -> Option<Self> {
+        let stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).ok()?;
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        Some(Self(stream))
+    }
+
+    fn ask(&mut self, request: &str) -> Answer {
+        self.0.write_all(request.as_bytes()).expect("a connection that wasn't said to be over takes a request");
+        let mut bytes = Vec::new();
+        let mut buffer = [0; 16 << 10];
+        loop {
+            let text = String::from_utf8_lossy(&bytes);
+            if let Some((head, body)) = text.split_once("\r\n\r\n") {
+                let head = head.to_ascii_lowercase();
+                let chunked = head.contains("transfer-encoding: chunked");
+                let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+                if (chunked && body.ends_with("0\r\n\r\n")) || (!chunked && body.len() >= length.unwrap_or(0)) {
+                    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+                    return Answer { status, last: head.contains("connection: close"), body: body.to_owned(), head };
+                }
+            }
+            let count = self.0.read(&mut buffer).expect("an answer in time");
+            assert!(count > 0, "the connection ended without the answer: {text}");
+            bytes.extend_from_slice(&buffer[..count]);
+        }
+    }
+}
+
+fn get(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n")
+}
+
+fn lines(log: &str) -> u64 {
+    log.lines().count() as u64
+}
+
+/// One in five requests goes to `/over`, of which only one an hour is allowed.
+const ONE_IN_FIVE: &str = r#"
+    [inbound.action.over]
+    match = { path = "/over" }
+    limit = "1 per 1h"
+    [inbound.action.page]
+    match = { path = "/page" }
+    limit = "1000000000 per 1h"
+"#;
+
+#[test]
+fn nginx_behind_the_gate_sees_what_was_admitted_and_nothing_else() {
+    let upstream = free_port();
+    let Some(server) = pages("", upstream, upstream) else { return };
+    let (_gate, ports) = gate(ONE_IN_FIVE, upstream);
+    let threads: Vec<_> = (0..20)
+        .map(|_| {
+            thread::spawn(move || {
+                let mut client = Client::connect(ports.gate).unwrap();
+                let (mut admitted, mut refused) = (0, 0);
+                for number in 0..1000 {
+                    let answer = client.ask(&get(if number % 5 == 0 { "/over" } else { "/page" }));
+                    match answer.status {
+                        200 => admitted += 1,
+                        429 => refused += 1,
+                        status => panic!("{status}: {}", answer.body),
+                    }
+                    assert!(!answer.last);
+                }
+                (admitted, refused)
+            })
+        })
+        .collect();
+    let (mut admitted, mut refused) = (0, 0);
+    for thread in threads {
+        let (more, none) = thread.join().unwrap();
+        admitted += more;
+        refused += none;
+    }
+    assert_eq!((admitted, refused), (16_001, 3_999));
+    // nginx logs after it has answered.
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(lines(&server.read("access.log")), admitted);
+}
+
+#[test]
+fn wrk_finds_no_fault() {
+    let upstream = free_port();
+    let Some(server) = pages("", upstream, upstream) else { return };
+    let (gate, ports) = gate(ONE_IN_FIVE, upstream);
+    let url = format!("http://127.0.0.1:{}", ports.gate);
+    let connections = 25;
+    let Some(over) = wrk(&format!("{url}/over"), connections, 3) else { return };
+    let Some(page) = wrk(&format!("{url}/page"), 4 * connections, 3) else { return };
+    let (over, page) = (over.finish(), page.finish());
+    for load in [over, page] {
+        assert_eq!((load.server_errors, load.connect_errors, load.broken, load.timeouts), (0, 0, 0, 0), "{load:?}");
+    }
+    assert!(page.answers > 1000 && over.answers > 1000);
+    assert_eq!(page.not_ok, 0);
+    assert_eq!(over.not_ok, over.answers - 1);
+    thread::sleep(Duration::from_millis(300));
+    // At its end wrk leaves without waiting for what it asked last, a request a connection.
+    let seen = lines(&server.read("access.log"));
+    let answered = page.answers + 1;
+    let left = u64::from(4 * connections);
+    assert!((answered..=answered + left).contains(&seen), "{answered} answered, {seen} seen");
+    let refusals = gate.read("stderr").lines().filter(|line| line.contains("refused ")).count();
+    assert!((1..=60).contains(&refusals), "{refusals} lines about {} refusals", over.not_ok);
+}
+
+#[test]
+fn sigterm_under_load_loses_no_request() {
+    let upstream = free_port();
+    let Some(server) = pages("", upstream, upstream) else { return };
+    let (mut gate, ports) = gate(ONE_IN_FIVE, upstream);
+    let (answered, going) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(true)));
+    let threads: Vec<_> = (0..30)
+        .map(|_| {
+            let (answered, going) = (Arc::clone(&answered), Arc::clone(&going));
+            thread::spawn(move || {
+                while going.load(Ordering::Relaxed) {
+                    let Some(mut client) = Client::connect(ports.gate) else { return };
+                    loop {
+                        let answer = client.ask(&get("/page"));
+                        assert_eq!(answer.status, 200);
+                        answered.fetch_add(1, Ordering::Relaxed);
+                        if answer.last {
+                            break;
+                        }
+                    }
+                }
+            })
+        })
+        .collect();
+    thread::sleep(Duration::from_millis(500));
+    gate.signal("TERM");
+    let status = gate.wait().expect("the gate ends");
+    assert!(status.success(), "{status}");
+    going.store(false, Ordering::Relaxed);
+    for thread in threads {
+        thread.join().expect("no request is lost");
+    }
+    let log = gate.read("stderr");
+    assert!(log.contains("stopped cut_off=0"), "{log}");
+    thread::sleep(Duration::from_millis(300));
+    let answered = answered.load(Ordering::Relaxed);
+    assert!(answered > 100);
+    assert_eq!(lines(&server.read("access.log")), answered);
+}
+
+#[test]
+fn a_second_signal_ends_at_once() {
+    // An upstream that never answers keeps the gate from ending.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (mut gate, ports) = gate("", silent.local_addr().unwrap().port());
+    let mut client = Client::connect(ports.gate).unwrap();
+    client.0.write_all(get("/").as_bytes()).unwrap();
+    let _served = silent.accept().unwrap();
+    gate.signal("TERM");
+    thread::sleep(Duration::from_millis(300));
+    assert!(TcpStream::connect(("127.0.0.1", ports.gate)).is_err());
+    let mut admin = Client::connect(ports.admin).unwrap();
+    assert_eq!(admin.ask(&get("/readyz")).status, 503);
+    gate.signal("INT");
+    assert_eq!(gate.wait().and_then(|status| status.code()), Some(130));
+}
+
+/// A login that grows dear, as every front enforces it.
+const LOGIN: &str = r#"
+    [inbound]
+    trusted_proxies = ["127.0.0.0/8"]
+    [inbound.action.login]
+    match = { method = "POST", path = "/login" }
+    limit = "5 per 60s"
+    penalty = { base = "30s", cap = "1h" }
+"#;
+
+/// What a front answers to seven logins and a look elsewhere: statuses, and how long the refused are to wait.
+fn enforced(port: u16) -> Vec<(u16, Option<String>)> {
+    let mut client = Client::connect(port).unwrap();
+    let login = "POST /login?next=/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 3\r\n\r\na=b".to_owned();
+    // What a client says of itself changes nothing.
+    let lie = "POST /login HTTP/1.1\r\nHost: a.test\r\nX-Forwarded-For: 203.0.113.9\r\nX-Forwarded-Uri: /\r\n\
+        X-Forwarded-Method: GET\r\nX-Original-Uri: /\r\nX-Original-Method: GET\r\nContent-Length: 0\r\n\r\n"
+        .to_owned();
+    let requests = [&login, &login, &lie, &login, &login, &login, &lie, &get("/elsewhere")];
+    let ask = |request: &&String| {
+        let answer = client.ask(request);
+        if answer.last {
+            client = Client::connect(port).unwrap();
+        }
+        let wait = answer.head.lines().find_map(|line| line.strip_prefix("retry-after: "));
+        if answer.status == 429 {
+            assert!(answer.body.contains("Too many requests"), "{}", answer.body);
+        }
+        (answer.status, wait.map(str::to_owned))
+    };
+    requests.iter().map(ask).collect()
+}
+
+fn expected() -> Vec<(u16, Option<String>)> {
+    let mut expected = vec![(200, None); 5];
+    expected.extend([(429, Some("30".to_owned())), (429, Some("30".to_owned())), (200, None)]);
+    expected
+}
+
+#[test]
+fn the_proxy_enforces() {
+    let upstream = free_port();
+    let Some(_server) = pages("", upstream, upstream) else { return };
+    // Here the client itself is the peer, and a trusted one would be believed.
+    let policy = LOGIN.replace("trusted_proxies = [\"127.0.0.0/8\"]", "trusted_proxies = []");
+    let (_gate, ports) = gate(&policy, upstream);
+    assert_eq!(enforced(ports.gate), expected());
+}
+
+#[test]
+fn nginx_with_the_snippet_enforces_alike() {
+    let (front, upstream) = (free_port(), free_port());
+    let (_gate, ports) = gate(&format!("{LOGIN}\n[api]\ndeny_status = 403\n"), upstream);
+    let snippet = include_str!("../../../docs/snippets/nginx.conf")
+        .replace("127.0.0.1:8082", &format!("127.0.0.1:{}", ports.api))
+        .replace("127.0.0.1:8000", &format!("127.0.0.1:{front}"))
+        .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
+    let Some(server) = pages(&snippet, upstream, front) else { return };
+    assert_eq!(enforced(front), expected());
+    let seen = server.read("access.log");
+    assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
+    let answer = Client::connect(front).unwrap().ask(&get("/elsewhere"));
+    assert_eq!(answer.body, "a page of nginx");
+}
+
+#[test]
+fn caddy_with_the_snippet_enforces_alike() {
+    let (front, upstream) = (free_port(), free_port());
+    let (_gate, ports) = gate(LOGIN, upstream);
+    let Some(server) = pages("", upstream, upstream) else { return };
+    let snippet = include_str!("../../../docs/snippets/Caddyfile")
+        .replace("127.0.0.1:8082", &format!("127.0.0.1:{}", ports.api))
+        .replace("127.0.0.1:8000", &format!("127.0.0.1:{front}"))
+        .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
+    let Some(_caddy) = caddy(&snippet, front) else { return };
+    assert_eq!(enforced(front), expected());
+    let seen = server.read("access.log");
+    assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
+}
+
+#[test]
+fn axum_with_the_layer_enforces_alike() {
+    use axum::Router;
+    use axum::routing::any;
+    use tidegate::{GateLayer, Policy};
+    use tidegate_policy::Sources;
+
+    let policy = LOGIN.replace("trusted_proxies = [\"127.0.0.0/8\"]", "trusted_proxies = []");
+    let policy = Policy::load(Sources::new().file("layer.toml", policy)).unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let port = runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let gate = GateLayer::new(&policy);
+        let app = Router::new().fallback(any(|| async { "a page of axum" })).layer(gate);
+        let service = app.into_make_service_with_connect_info::<SocketAddr>();
+        tokio::spawn(async move { axum::serve(listener, service).await });
+        port
+    });
+    assert_eq!(enforced(port), expected());
+}
+
+#[test]
+fn the_snippets_in_the_guide_are_those_that_are_tested() {
+    let guide = include_str!("../../../docs/forward-auth.md");
+    for snippet in [
+        include_str!("../../../docs/snippets/nginx.conf"),
+        include_str!("../../../docs/snippets/Caddyfile"),
+        include_str!("../../../docs/snippets/traefik.yml"),
+    ] {
+        assert!(guide.contains(snippet), "{snippet}");
+    }
+}
