@@ -85,7 +85,8 @@ fn ask(
     if question.json {
         print(&format!("{text}\n"));
     } else {
-        let message = serde_json::from_str::<Value>(&text).ok().and_then(|body| Some(body["message"].as_str()?.to_owned()));
+        let message =
+            serde_json::from_str::<Value>(&text).ok().and_then(|body| Some(body["message"].as_str()?.to_owned()));
         eprintln!("error: {}", message.unwrap_or_else(|| format!("{} answered {status}", question.url)));
     }
     match status {
@@ -126,7 +127,10 @@ async fn send(question: &Question, method: Method, path: &str) -> Result<(Status
     let request = request.body(Full::new(body)).map_err(|error| Trouble::Words(error.to_string()))?;
 
     let unreachable = |why: String| {
-        Trouble::Broke(format!("no gate answers at {}: {why}\nIs it running? `tidegate serve` starts one.", question.url))
+        Trouble::Broke(format!(
+            "no gate answers at {}: {why}\nIs it running? `tidegate serve` starts one.",
+            question.url
+        ))
     };
     let host = authority.host().trim_matches(['[', ']']);
     let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80)))

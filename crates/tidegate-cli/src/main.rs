@@ -19,8 +19,13 @@ use clap::{Args, Parser, Subcommand};
 
 /// Paces traffic: limits, growing penalties and true waits in front of a web server.
 #[derive(Debug, Parser)]
-#[command(name = "tidegate", version, max_term_width = 100, after_help = "\
-Exit status: 0 done (explain, status: would be admitted), 1 something broke, 2 wrong words, 3 would be refused.")]
+#[command(
+    name = "tidegate",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Exit status: 0 done (explain, status: would be admitted), 1 something broke, 2 wrong words, 3 would be refused."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

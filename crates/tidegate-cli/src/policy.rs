@@ -37,7 +37,8 @@ pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome>
     };
     if with_env {
         // A variable that isn't Unicode can't be one of ours, whose names and values are.
-        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        let variables =
+            std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
         sources = sources.env(variables);
     }
     match Policy::load(sources) {

@@ -1,4 +1,5 @@
 //! The gate as a program, with real servers before and behind it.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -292,7 +293,7 @@ fn caddy_with_the_snippet_enforces_alike() {
     let Some(server) = pages("", upstream, upstream) else { return };
     let snippet = include_str!("../../../docs/snippets/Caddyfile")
         .replace("127.0.0.1:8082", &format!("127.0.0.1:{}", ports.api))
-        .replace("127.0.0.1:8000", &format!("127.0.0.1:{front}"))
+        .replace("http://:8000", &format!("http://:{front}"))
         .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
     let Some(_caddy) = caddy(&snippet, front) else { return };
     assert_eq!(enforced(front), expected());

@@ -39,5 +39,5 @@ pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
 pub use quota::{Calendar, Period, Quota};
 pub use rate::Rate;
 pub use state::State;
-pub use time::{Clock, Span, Time};
+pub use time::{ABOUT, Clock, Span, Time};
 pub use window::Window;

@@ -126,6 +126,21 @@ impl Rate {
         if free >= self.refill { self.burst } else { free / self.spacing }
     }
 
+    /// Whether [`Rate::take_ahead`] can ever admit when the moments lie this far apart.
+    #[inline]
+    pub fn runs_ahead_of(&self, apart: Span) -> bool {
+        self.refill > apart.as_micros() << FRACTION_BITS
+    }
+
+    /// Admits a call of `cost` at some moment between two, if the moment makes no difference: an arrival time that lies
+    /// ahead of both moves on by the cost, and what has room at the earlier has room at the later. `None` says
+    /// nothing; ask with the exact moment then.
+    #[inline]
+    pub fn take_ahead(&self, arrival: Arrival, cost: u64, (earliest, latest): (Time, Time)) -> Option<Arrival> {
+        let after = arrival.0.saturating_add(self.cost(cost));
+        (arrival.0 >= units(latest) && after <= units(earliest) + self.refill).then_some(Arrival(after))
+    }
+
     /// The arrival time after a call of `cost` at `now`, whether it had room or was let through on parole. What paroles
     /// overdraw counts up to one more burst.
     #[inline]

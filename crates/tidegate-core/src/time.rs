@@ -57,10 +57,21 @@ impl Time {
     }
 }
 
+/// How far apart the two moments of [`Clock::about`] are at most.
+pub const ABOUT: Span = Span::from_millis(52);
+
 /// Where `now` comes from, for the drivers around this crate.
 pub trait Clock: Send + Sync + 'static {
     /// The present moment.
     fn now(&self) -> Time;
+
+    /// Two moments that the present lies between, both included, at most [`ABOUT`] apart: for decisions that need no
+    /// more, where it is cheaper to tell.
+    #[inline]
+    fn about(&self) -> (Time, Time) {
+        let now = self.now();
+        (now, now)
+    }
 }
 
 impl Add<Span> for Time {

@@ -26,7 +26,10 @@ const TOO_SLOW: &[u8] = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: applicat
     content-length: 75\r\n\r\n{\"error\":\"Request Timeout\",\"message\":\"the request took too long to arrive\"}";
 
 /// What a service must be for a connection to carry it.
-pub(crate) trait Serves: HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin {}
+pub(crate) trait Serves:
+    HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin
+{
+}
 impl<S: HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin> Serves for S {}
 
 /// One client connection, as a future that ends with it.
@@ -39,6 +42,7 @@ pub(crate) struct Connection<S: Serves> {
     drained: usize,
 }
 
+#[expect(clippy::large_enum_variant, reason = "a connection spends its life in the large one")]
 enum State<S: Serves> {
     Http(UpgradeableConnection<TokioIo<Socket>, S>),
     Farewell { stream: TcpStream, said: bool, read: usize },

@@ -175,7 +175,10 @@ mod tests {
 
     #[test]
     fn both_lengths_in_either_order() {
-        assert_eq!(ambiguous(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), 1);
+        assert_eq!(
+            ambiguous(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+            1
+        );
         assert_eq!(ambiguous(b"POST / HTTP/1.1\r\ntransfer-encoding:chunked\r\ncONTENT-LENGTH:3\r\n\r\n0\r\n\r\n"), 1);
         assert_eq!(ambiguous(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), 0);
         assert_eq!(ambiguous(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"), 0);
@@ -199,7 +202,9 @@ mod tests {
 
     #[test]
     fn nonsense_never_panics() {
-        for bytes in [&b"\r\n\r\n\r\n"[..], b"\xff\xff\n\xff", b"x\r\ncontent-length: 99999999999999999999999\r\n\r\nabc"] {
+        for bytes in
+            [&b"\r\n\r\n\r\n"[..], b"\xff\xff\n\xff", b"x\r\ncontent-length: 99999999999999999999999\r\n\r\nabc"]
+        {
             ambiguous(bytes);
         }
         ambiguous(b"P / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nabc");

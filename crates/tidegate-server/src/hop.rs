@@ -44,9 +44,8 @@ pub(crate) fn strip_request(headers: &mut HeaderMap) -> Hop {
     let mut hop = Hop::default();
     let Some(found) = Found::in_headers(headers) else { return hop };
     if found.te {
-        hop.trailers = tokens(headers, &TE).any(|token| {
-            token.split(|byte| *byte == b';').next().is_some_and(|name| name.trim_ascii() == b"trailers")
-        });
+        hop.trailers = tokens(headers, &TE)
+            .any(|token| token.split(|byte| *byte == b';').next().is_some_and(|name| name.trim_ascii() == b"trailers"));
     }
     if found.upgrade && tokens(headers, &CONNECTION).any(|token| token.eq_ignore_ascii_case(b"upgrade")) {
         // Over an h2c connection a client could call anything, unseen by the gate.
@@ -263,7 +262,10 @@ mod tests {
 
     #[test]
     fn trailers_and_upgrades() {
-        assert_eq!(forwarded(&[("te", "gzip, trailers;q=0.5"), ("connection", "TE")]), ["connection: te", "te: trailers"]);
+        assert_eq!(
+            forwarded(&[("te", "gzip, trailers;q=0.5"), ("connection", "TE")]),
+            ["connection: te", "te: trailers"]
+        );
         assert!(forwarded(&[("te", "gzip")]).is_empty());
         assert_eq!(
             forwarded(&[("upgrade", "websocket"), ("connection", "keep-alive, Upgrade")]),
@@ -304,21 +306,22 @@ mod tests {
         ];
         let mut map = headers(&lies);
         tell_origin(&mut map, &peer, false);
-        assert_eq!(shown(&map), [
-            "host: a",
-            "x-forwarded-for: 192.0.2.7",
-            "x-forwarded-host: a",
-            "x-forwarded-proto: http"
-        ]);
+        assert_eq!(
+            shown(&map),
+            ["host: a", "x-forwarded-for: 192.0.2.7", "x-forwarded-host: a", "x-forwarded-proto: http"]
+        );
         let mut map = headers(&lies);
         map.append(X_FORWARDED_FOR, HeaderValue::from_static("2.2.2.2"));
         tell_origin(&mut map, &peer, true);
-        assert_eq!(shown(&map), [
-            "forwarded: for=1.1.1.1, for=192.0.2.7",
-            "host: a",
-            "x-forwarded-for: 1.1.1.1, 2.2.2.2, 192.0.2.7",
-            "x-forwarded-host: b",
-            "x-forwarded-proto: https"
-        ]);
+        assert_eq!(
+            shown(&map),
+            [
+                "forwarded: for=1.1.1.1, for=192.0.2.7",
+                "host: a",
+                "x-forwarded-for: 1.1.1.1, 2.2.2.2, 192.0.2.7",
+                "x-forwarded-host: b",
+                "x-forwarded-proto: https"
+            ]
+        );
     }
 }

@@ -81,11 +81,14 @@ const OWN_HEADERS: usize = 128;
 /// How often the store is tended.
 const TEND_EVERY: Duration = Duration::from_secs(1);
 
+/// Finds an environment variable's value.
+type LookUp = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
+
 /// A gate that is to be served: a policy, and the gate that decides by it.
 pub struct Server<S: Immediate = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
     policy: Policy,
-    env: Box<dyn Fn(&str) -> Option<String> + Send + Sync>,
+    env: LookUp,
     clock_follower: Option<SystemClock>,
 }
 
@@ -173,12 +176,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
             response: inbound.timeouts.response,
             tunnel: inbound.timeouts.idle,
         };
-        let own = |connections| Bounds {
-            connections,
-            header_bytes: OWN_HEADER_BYTES,
-            headers: OWN_HEADERS,
-            patience,
-        };
+        let own = |connections| Bounds { connections, header_bytes: OWN_HEADER_BYTES, headers: OWN_HEADERS, patience };
         let proxied = Bounds {
             connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
             header_bytes: inbound.caps.header_bytes,
@@ -353,7 +351,8 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
             };
             admin_accepting.spawn(listener.run(meet, told(ended)));
         }
-        for sweep in sweeps.iter().chain(&admin_sweep).cloned() {
+        for sweep in sweeps.iter().chain(&admin_sweep) {
+            let sweep = Arc::clone(sweep);
             housekeeping.spawn(async move { sweep.run().await });
         }
         let refusals = self.refusals;

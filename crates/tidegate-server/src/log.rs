@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tidegate::core::{Kind, Limit, State, Time, Verdict, Window};
 use tidegate::Span;
+use tidegate::core::{Kind, Limit, State, Time, Verdict, Window};
 use tidegate_policy::sections;
 use tidegate_policy::{LogFormat, LogLevel};
 use tracing_subscriber::EnvFilter;
@@ -38,11 +38,7 @@ where
 ///
 /// # Errors
 /// The filter makes no sense.
-pub fn subscriber<W>(
-    settings: &sections::Log,
-    filter: Option<&str>,
-    writer: W,
-) -> Result<tracing::Dispatch, StartError>
+pub fn subscriber<W>(settings: &sections::Log, filter: Option<&str>, writer: W) -> Result<tracing::Dispatch, StartError>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
@@ -57,7 +53,9 @@ where
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer).with_ansi(false);
     Ok(match settings.format {
         LogFormat::Text => lines.finish().into(),
-        LogFormat::Json => lines.json().flatten_event(true).with_current_span(false).with_span_list(false).finish().into(),
+        LogFormat::Json => {
+            lines.json().flatten_event(true).with_current_span(false).with_span_list(false).finish().into()
+        }
     })
 }
 

@@ -4,9 +4,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use slab::Slab;
+use tidegate::Hold;
 use tidegate::core::Clock;
 use tidegate::store::Store;
-use tidegate::Hold;
 use tokio::sync::Notify;
 
 use crate::watch::lock;

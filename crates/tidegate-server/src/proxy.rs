@@ -53,12 +53,7 @@ impl<S: Immediate, C: Clock> Proxy<S, C> {
         Self {
             gate,
             replies,
-            upstream: Upstream::new(
-                upstream.host(),
-                upstream.port(),
-                inbound.timeouts.connect,
-                inbound.caps.pool_idle,
-            ),
+            upstream: Upstream::new(upstream.host(), upstream.port(), inbound.timeouts.connect, inbound.caps.pool_idle),
             host: HeaderValue::try_from(upstream.authority()).unwrap_or_else(|_| HeaderValue::from_static("upstream")),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
@@ -128,7 +123,9 @@ impl Future for Answering {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut *self {
-            Self::Now(response) => Poll::Ready(Ok(response.take().expect("invariant: a future that is ready is not polled again"))),
+            Self::Now(response) => {
+                Poll::Ready(Ok(response.take().expect("invariant: a future that is ready is not polled again")))
+            }
             Self::Later(later) => later.as_mut().poll(cx).map(Ok),
         }
     }
@@ -154,6 +151,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
         response
     }
 
+    #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
     fn decide(&self, request: &Request<Incoming>) -> Result<Admitted, Response<Body>> {
         let proxy = &*self.proxy;
         let headers = request.headers();
@@ -249,9 +247,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
             // The client was never told to send its body, and nobody can say whether it will.
             answer::close(&mut response);
         }
-        response.map(|body| {
-            Body::stream(Download::new(body, Arc::clone(&self.watch), lease, permit, expectation))
-        })
+        response.map(|body| Body::stream(Download::new(body, Arc::clone(&self.watch), lease, permit, expectation)))
     }
 
     /// Answers without having read the request's body: a small one is read away behind the answer so that the

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{self, Cells, MAX_OPS, Op, Outcome, settle};
-use tidegate_core::{Batch, Key, Kind, Limit, Limits, Outcomes, State, Time, Verdict};
+use tidegate_core::{Batch, Clock, Key, Kind, Limit, Limits, Outcomes, State, Time, Verdict};
 
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 use lock::{Lock, LockGuard};
@@ -106,18 +106,18 @@ impl Memory {
         batch::take(op, limit, 0, &mut held, now)
     }
 
-    /// [`Memory::take`] where only the wait is asked for: when the call has room, `now` if that is at once and the
-    /// cost was taken.
+    /// [`Memory::take`] where only the wait is asked for: when the call has room, and the present moment. They are the
+    /// same if that is at once and the cost was taken. A plain rate that is in use reads the clock only roughly.
     #[inline]
-    pub fn turn(&self, op: &Op, now: Time) -> Time {
+    pub fn turn(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
         match self.limits.get(op.limit) {
-            Some(limit)
-                if limit.penalty().is_none()
-                    && let Kind::Rate(rate) = limit.kind() =>
-            {
-                self.shards[self.shard(op.key)].0.lock().turn(op, rate, now, &self.about())
+            Some(limit) if limit.penalty().is_none() && let Kind::Rate(rate) = limit.kind() => {
+                self.shards[self.shard(op.key)].0.lock().turn(op, rate, clock, &self.about())
             }
-            _ => self.take(op, now).retry_at,
+            _ => {
+                let now = clock.now();
+                (self.take(op, now).retry_at, now)
+            }
         }
     }
 

@@ -34,12 +34,15 @@ use crate::{CheckError, Gate, Hold, SystemClock};
 /// from anywhere else. A request without any peer is answered 500 if its limits count by address.
 pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<Guard<S, C>>);
 
+/// Takes the peer's address from a request's extensions.
+type FindPeer = dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync;
+
 struct Guard<S: Store, C: Clock> {
     gate: Gate<S, C>,
     replies: Replies,
     forwarding: Forwarding,
     action: Option<ActionId>,
-    peer: Arc<dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync>,
+    peer: Arc<FindPeer>,
 }
 
 impl<S: Store, C: Clock> Clone for GateLayer<S, C> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::rate::Arrival;
-use tidegate_core::{Clock, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::{ABOUT, Clock, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Rate, Span, Time, Verb};
 use tidegate_policy::{Quantity, QuantityError};
 use tidegate_store::Memory;
 
@@ -129,16 +129,23 @@ impl<C: Clock> Limiter<C> {
     /// Takes the turn of a call that weighs `cost`.
     #[inline]
     pub fn check_cost(&self, cost: u64) -> Turn {
-        let now = self.clock.now();
+        let about = self.rate.runs_ahead_of(ABOUT).then(|| self.clock.about());
         let mut before = self.arrival.0.load(Ordering::Relaxed);
         loop {
             let arrival = Arrival::from_bits(before);
-            let retry_at = self.rate.retry_at(arrival, cost, now);
-            if retry_at > now {
-                return Turn::at(retry_at, now);
-            }
-            let after = self.rate.charge(arrival, cost, now).to_bits();
-            match self.arrival.0.compare_exchange_weak(before, after, Ordering::Relaxed, Ordering::Relaxed) {
+            let after = match about.and_then(|about| self.rate.take_ahead(arrival, cost, about)) {
+                Some(after) => after,
+                None => {
+                    let now = self.clock.now();
+                    let arrival = self.rate.settle(arrival, now);
+                    let retry_at = self.rate.retry_at(arrival, cost, now);
+                    if retry_at > now {
+                        return Turn::at(retry_at, now);
+                    }
+                    self.rate.charge(arrival, cost, now)
+                }
+            };
+            match self.arrival.0.compare_exchange_weak(before, after.to_bits(), Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return Turn::Now,
                 // Another thread was quicker. Staying away for a moment lets it have the cache line for several calls
                 // on end, which costs both less than taking turns.
@@ -205,10 +212,10 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     /// Takes the turn of a call that weighs `cost`.
     #[inline]
     pub fn check_cost(&self, key: &K, cost: u64) -> Turn {
-        let now = self.clock.now();
         let mut op = Op::new(self.id, Verb::Take, Key::new(0, self.hasher.hash_one(key)), cost);
         op.must_fit = true;
-        Turn::at(self.memory.turn(&op, now), now)
+        let (retry_at, now) = self.memory.turn(&op, &self.clock);
+        Turn::at(retry_at, now)
     }
 
     /// The store behind it, for its statistics.

@@ -291,7 +291,7 @@ pub fn wants_problem(request: &HeaderMap) -> bool {
         line.as_bytes().split(|byte| *byte == b',').any(|range| {
             let mut parts = range.split(|byte| *byte == b';').map(<[u8]>::trim_ascii);
             let named = parts.next().is_some_and(|name| name.eq_ignore_ascii_case(PROBLEM_JSON.as_bytes()));
-            named && !parts.any(|parameter| is_zero_weight(parameter))
+            named && !parts.any(is_zero_weight)
         })
     })
 }

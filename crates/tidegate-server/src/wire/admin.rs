@@ -8,10 +8,10 @@ use std::time::Duration;
 use http::header::{ALLOW, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
+use tidegate::Gate;
 use tidegate::core::{Batch, Clock};
 use tidegate::policy::Secret;
 use tidegate::store::{Answer, Store};
-use tidegate::Gate;
 
 use crate::answer::{self, json};
 use crate::body::Body;

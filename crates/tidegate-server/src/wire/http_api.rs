@@ -32,16 +32,8 @@ use crate::wire::question::{Question, Wrong, nearest};
 /// The largest question. One with eight long key parts has a few hundred bytes.
 const MAX_QUESTION: usize = 16 << 10;
 
-const PATHS: [&str; 8] = [
-    "/v1/check",
-    "/v1/status",
-    "/v1/explain",
-    "/v1/reset",
-    "/v1/refund",
-    "/v1/release",
-    "/v1/renew",
-    "/v1/auth",
-];
+const PATHS: [&str; 8] =
+    ["/v1/check", "/v1/status", "/v1/explain", "/v1/reset", "/v1/refund", "/v1/release", "/v1/renew", "/v1/auth"];
 
 /// What carries the token besides `Authorization`, which forward-auth passes on from the client.
 const X_TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("x-tidegate-token");

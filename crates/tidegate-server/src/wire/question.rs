@@ -5,8 +5,8 @@ use std::fmt;
 use std::net::IpAddr;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
-use serde::de::{self, DeserializeSeed, MapAccess, Visitor};
 use serde::Deserialize;
+use serde::de::{self, DeserializeSeed, MapAccess, Visitor};
 use tidegate::core::MAX_COST;
 use tidegate::{Permit, Query};
 
@@ -122,7 +122,8 @@ impl<'a> Question<'a> {
             "ip" => return set_once(&mut self.ip, name, parse_ip(&value)?),
             "permit" => return set_once(&mut self.permit, name, parse_permit(&value)?),
             "cost" => {
-                let cost = value.parse().ok().filter(|cost| *cost <= MAX_COST).ok_or_else(|| Wrong::with(name, COST))?;
+                let cost =
+                    value.parse().ok().filter(|cost| *cost <= MAX_COST).ok_or_else(|| Wrong::with(name, COST))?;
                 return set_once(&mut self.cost, name, cost);
             }
             _ => {
@@ -135,8 +136,8 @@ impl<'a> Question<'a> {
 
     fn set_header(&mut self, name: &str, value: &str) -> Result<(), Wrong> {
         let field = || format!("header:{}", name.chars().take(64).collect::<String>());
-        let header = HeaderName::from_bytes(name.as_bytes())
-            .map_err(|_| Wrong::with(&field(), "this is no header's name"))?;
+        let header =
+            HeaderName::from_bytes(name.as_bytes()).map_err(|_| Wrong::with(&field(), "this is no header's name"))?;
         let value = HeaderValue::from_str(value)
             .map_err(|_| Wrong::with(&field(), "a header's value has no control characters"))?;
         let headers = self.headers.get_or_insert_default();
@@ -275,7 +276,11 @@ impl<'de> Deserialize<'de> for Cost {
                 f.write_str(COST)
             }
             fn visit_u64<E: de::Error>(self, cost: u64) -> Result<Cost, E> {
-                if cost <= MAX_COST { Ok(Cost(cost)) } else { Err(E::invalid_value(de::Unexpected::Unsigned(cost), &self)) }
+                if cost <= MAX_COST {
+                    Ok(Cost(cost))
+                } else {
+                    Err(E::invalid_value(de::Unexpected::Unsigned(cost), &self))
+                }
             }
         }
         deserializer.deserialize_u64(Reader)
@@ -336,8 +341,7 @@ mod tests {
         assert_eq!(query.key, Some("a\nb"));
         assert_eq!((query.platform, query.cost), (None, Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t1");
-        let question =
-            Question::from_query("action=log%69n&ip=::1&key=a+b%26&cost=3&header:x-tenant=t%201").unwrap();
+        let question = Question::from_query("action=log%69n&ip=::1&key=a+b%26&cost=3&header:x-tenant=t%201").unwrap();
         let query = question.query();
         assert_eq!((query.action, query.key, query.cost), (Some("login"), Some("a b&"), Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t 1");

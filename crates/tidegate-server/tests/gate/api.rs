@@ -72,8 +72,14 @@ async fn explain_tells_every_limit() {
     assert_eq!(answer["action"], "login");
     let limits = answer["limits"].as_array().unwrap();
     assert_eq!(limits.len(), 2);
-    assert_eq!((&limits[0]["name"], &limits[0]["used"], &limits[0]["remaining"]), (&json!("login"), &json!(2), &json!(3)));
-    assert_eq!((&limits[1]["name"], &limits[1]["source"], &limits[1]["used"]), (&json!("global"), &json!("global"), &json!(2)));
+    assert_eq!(
+        (&limits[0]["name"], &limits[0]["used"], &limits[0]["remaining"]),
+        (&json!("login"), &json!(2), &json!(3))
+    );
+    assert_eq!(
+        (&limits[1]["name"], &limits[1]["source"], &limits[1]["used"]),
+        (&json!("global"), &json!("global"), &json!(2))
+    );
     assert_eq!(limits[0]["key"], json!(["client_ip"]));
     assert!(limits[0]["words"].as_str().unwrap().starts_with("at most 5 in any 60 s"));
 }
@@ -82,7 +88,8 @@ async fn explain_tells_every_limit() {
 async fn resets_and_refunds() {
     let gate = start(nobody(), FILE).await;
     let about = r#"{"action":"login","ip":"203.0.113.7"}"#;
-    let left = async || parsed(&once(gate.api, get("/v1/status?action=login&ip=203.0.113.7")).await)["remaining"].clone();
+    let left =
+        async || parsed(&once(gate.api, get("/v1/status?action=login&ip=203.0.113.7")).await)["remaining"].clone();
     for _ in 0..6 {
         once(gate.api, post("/v1/check", about)).await;
     }
@@ -127,13 +134,33 @@ async fn wrong_questions() {
         (post("/v1/check", r#"{"action":"login","ip":"::1","cost":-1}"#), 400, json!("cost"), "whole number"),
         (post("/v1/check", r#"{"action":"login","ip":"::1","cost":9223372036854775807}"#), 400, json!("cost"), "2^40"),
         (post("/v1/check", r#"{"action":"login","ip":"::1","cost":NaN}"#), 400, Value::Null, "no JSON"),
-        (post("/v1/check", r#"{"action":"otp","ip":"::1","key":"k"}"#), 400, json!("platform"), "`platform` is missing"),
+        (
+            post("/v1/check", r#"{"action":"otp","ip":"::1","key":"k"}"#),
+            400,
+            json!("platform"),
+            "`platform` is missing",
+        ),
         (post("/v1/check", r#"{"action":"otp","ip":"::1","platform":"web"}"#), 400, json!("key"), "`key` is missing"),
-        (post("/v1/check", r#"{"action":"otp","ip":"::1","key":"k","platform":"fax"}"#), 400, json!("platform"), "web, mobile, api or admin"),
+        (
+            post("/v1/check", r#"{"action":"otp","ip":"::1","key":"k","platform":"fax"}"#),
+            400,
+            json!("platform"),
+            "web, mobile, api or admin",
+        ),
         (post("/v1/check", r#"{"action":"tenant","ip":"::1"}"#), 400, json!("header:x-tenant"), "is missing"),
-        (post("/v1/check", r#"{"action":"login","ip":"::1","permit":"0000000000000000"}"#), 400, json!("permit"), "belongs to /v1/release"),
+        (
+            post("/v1/check", r#"{"action":"login","ip":"::1","permit":"0000000000000000"}"#),
+            400,
+            json!("permit"),
+            "belongs to /v1/release",
+        ),
         (post("/v1/release", r#"{"action":"login","ip":"::1"}"#), 400, json!("permit"), "`permit` is missing"),
-        (post("/v1/release", r#"{"action":"login","ip":"::1","permit":"x"}"#), 400, json!("permit"), "sixteen hexadecimal digits"),
+        (
+            post("/v1/release", r#"{"action":"login","ip":"::1","permit":"x"}"#),
+            400,
+            json!("permit"),
+            "sixteen hexadecimal digits",
+        ),
         (post("/v1/check", r#"{"action":"logn","ip":"::1"}"#), 404, json!("action"), "did you mean \"login\"?"),
         (post("/v1/check", r#"{"action":"zzzzzzzzzz","ip":"::1"}"#), 404, json!("action"), "unknown action"),
         (get("/v1/status?acton=login"), 400, json!("acton"), "did you mean `action`?"),
@@ -186,7 +213,11 @@ async fn questions_are_bounded() {
     assert_eq!(status(&caller.message().await), 413);
     // In pieces it is as good as in one.
     let mut caller = Peer::connect(gate.api).await;
-    caller.send("POST /v1/check HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n12\r\n{\"action\":\"login\",\r\n").await;
+    caller
+        .send(
+            "POST /v1/check HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n12\r\n{\"action\":\"login\",\r\n",
+        )
+        .await;
     caller.send("b\r\n\"ip\":\"::2\"}\r\n0\r\n\r\n").await;
     assert_eq!(status(&caller.message().await), 200);
 }

@@ -38,7 +38,11 @@ async fn bodies() {
 
     let mut client = Peer::connect(gate.inbound).await;
     let chunk = format!("200\r\n{}\r\n", "x".repeat(0x200));
-    client.send(format!("POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n{chunk}{chunk}1\r\nx\r\n0\r\n\r\n")).await;
+    client
+        .send(format!(
+            "POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n{chunk}{chunk}1\r\nx\r\n0\r\n\r\n"
+        ))
+        .await;
     assert_eq!(status(&client.message().await), 413);
     assert!(client.ends().await);
     assert_eq!(upstream.seen().len(), 1, "the upstream never gets a whole request");

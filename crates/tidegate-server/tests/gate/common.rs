@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tidegate::clock::ManualClock;
 use tidegate::Gate;
+use tidegate::clock::ManualClock;
 use tidegate_policy::{Policy, Sources};
 use tidegate_server::{Ended, ServeError, Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -156,10 +156,10 @@ impl Peer {
             self.more().await?;
         };
         let text = String::from_utf8_lossy(&self.rest[..head]).to_ascii_lowercase();
-        let line = |name: &str| {
-            text.lines().find_map(|line| line.strip_prefix(name).map(|value| value.trim().to_owned()))
-        };
-        let no_body = text.starts_with("http/1.1 1") || text.starts_with("http/1.1 204") || text.starts_with("http/1.1 304");
+        let line =
+            |name: &str| text.lines().find_map(|line| line.strip_prefix(name).map(|value| value.trim().to_owned()));
+        let no_body =
+            text.starts_with("http/1.1 1") || text.starts_with("http/1.1 204") || text.starts_with("http/1.1 304");
         let end = if no_body {
             head
         } else if line("transfer-encoding:").is_some() {
@@ -225,7 +225,8 @@ fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
 
 /// A message without its `date`, which nobody can foresee.
 pub(crate) fn undated(message: &str) -> String {
-    let kept: Vec<&str> = message.split("\r\n").filter(|line| !line.to_ascii_lowercase().starts_with("date: ")).collect();
+    let kept: Vec<&str> =
+        message.split("\r\n").filter(|line| !line.to_ascii_lowercase().starts_with("date: ")).collect();
     kept.join("\r\n")
 }
 

@@ -28,7 +28,13 @@ fn ask(lines: &[&str]) -> String {
 #[tokio::test]
 async fn each_style() {
     for style in [
-        &["x-forwarded-method: POST", "x-forwarded-proto: https", "x-forwarded-host: a", "x-forwarded-uri: /login?x=1", "x-forwarded-for: 203.0.113.1"][..],
+        &[
+            "x-forwarded-method: POST",
+            "x-forwarded-proto: https",
+            "x-forwarded-host: a",
+            "x-forwarded-uri: /login?x=1",
+            "x-forwarded-for: 203.0.113.1",
+        ][..],
         &["x-original-method: POST", "x-original-uri: /login", "x-forwarded-for: 203.0.113.1"],
         &["x-original-method: POST", "x-original-url: https://a/login", "x-forwarded-for: 203.0.113.1"],
     ] {
@@ -60,16 +66,18 @@ async fn the_status_of_a_refusal_is_configurable() {
     let refused = once(gate.api, &login).await;
     assert_eq!((status(&refused), header(&refused, "retry-after")), (403, Some("2")));
     assert!(body(&refused).contains("Too many requests"));
-    let problem = format!("{}accept: application/problem+json\r\n\r\n", login.trim_end_matches("\r\n").to_owned() + "\r\n");
+    let problem =
+        format!("{}accept: application/problem+json\r\n\r\n", login.trim_end_matches("\r\n").to_owned() + "\r\n");
     assert_eq!(header(&once(gate.api, problem).await, "content-type"), Some("application/problem+json"));
-    let denied = start(nobody(), &format!("[inbound]\ndeny = [\"127.0.0.1\"]\n[api]\ndeny_status = 401\n")).await;
+    let denied = start(nobody(), "[inbound]\ndeny = [\"127.0.0.1\"]\n[api]\ndeny_status = 401\n").await;
     assert_eq!(status(&once(denied.api, ask(&["x-forwarded-method: GET", "x-forwarded-uri: /"])).await), 403);
 }
 
 #[tokio::test]
 async fn an_action_by_name_and_keys_from_headers() {
     let gate = start(nobody(), FILE).await;
-    let ask = |tenant: &str| format!("GET /v1/auth/tenant?action=login HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
+    let ask =
+        |tenant: &str| format!("GET /v1/auth/tenant?action=login HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
     assert_eq!(status(&once(gate.api, ask("a")).await), 200);
     assert_eq!(status(&once(gate.api, ask("b")).await), 200);
     assert_eq!(status(&once(gate.api, ask("a")).await), 429);

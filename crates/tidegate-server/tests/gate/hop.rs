@@ -44,13 +44,16 @@ async fn a_trusted_peer_is_believed() {
     let gate = start(upstream.address, "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n").await;
     let lines = "x-forwarded-for: 203.0.113.9\r\nx-forwarded-proto: https\r\nx-forwarded-host: b\r\nforwarded: for=203.0.113.9\r\n";
     once(gate.inbound, format!("GET / HTTP/1.1\r\nhost: a\r\n{lines}\r\n")).await;
-    assert_eq!(sorted(&upstream.seen()[0]), [
-        "forwarded: for=203.0.113.9, for=127.0.0.1",
-        "host: a",
-        "x-forwarded-for: 203.0.113.9, 127.0.0.1",
-        "x-forwarded-host: b",
-        "x-forwarded-proto: https",
-    ]);
+    assert_eq!(
+        sorted(&upstream.seen()[0]),
+        [
+            "forwarded: for=203.0.113.9, for=127.0.0.1",
+            "host: a",
+            "x-forwarded-for: 203.0.113.9, 127.0.0.1",
+            "x-forwarded-host: b",
+            "x-forwarded-proto: https",
+        ]
+    );
 }
 
 #[tokio::test]

@@ -1,4 +1,5 @@
 //! The gate over real sockets.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 mod api;
 mod caps;

@@ -78,7 +78,8 @@ async fn the_decision_api_hands_permits_out() {
     let answer = crate::common::json(&once(gate.api, &check).await);
     let permit = answer["permit"].as_str().unwrap().to_owned();
     assert_eq!(status(&once(gate.api, &check).await), 429);
-    let give = |path: &str| crate::common::post(path, &format!(r#"{{"action":"one","ip":"192.0.2.1","permit":"{permit}"}}"#));
+    let give =
+        |path: &str| crate::common::post(path, &format!(r#"{{"action":"one","ip":"192.0.2.1","permit":"{permit}"}}"#));
     assert_eq!(crate::common::body(&once(gate.api, give("/v1/renew")).await), r#"{"renewed":true}"#);
     assert_eq!(crate::common::body(&once(gate.api, give("/v1/release")).await), r#"{"released":true}"#);
     assert_eq!(crate::common::body(&once(gate.api, give("/v1/release")).await), r#"{"released":false}"#);

@@ -42,7 +42,10 @@ async fn large() -> std::net::SocketAddr {
                     }
                     write.write_all(HELLO.as_bytes()).await.unwrap();
                 } else {
-                    write.write_all(format!("HTTP/1.1 200 OK\r\ncontent-length: {LARGE}\r\n\r\n").as_bytes()).await.unwrap();
+                    write
+                        .write_all(format!("HTTP/1.1 200 OK\r\ncontent-length: {LARGE}\r\n\r\n").as_bytes())
+                        .await
+                        .unwrap();
                     let mut left = LARGE;
                     while left > 0 {
                         let count = left.min(buffer.len() as u64) as usize;

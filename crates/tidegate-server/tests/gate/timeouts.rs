@@ -82,7 +82,10 @@ async fn an_upstream_that_never_answers() {
     for _ in 0..2 {
         let answer = client.ask(get("/")).await;
         assert_eq!(status(&answer), 504);
-        assert_eq!(body(&answer), "{\"error\":\"Gateway Timeout\",\"message\":\"the upstream did not answer in time\"}");
+        assert_eq!(
+            body(&answer),
+            "{\"error\":\"Gateway Timeout\",\"message\":\"the upstream did not answer in time\"}"
+        );
     }
 }
 

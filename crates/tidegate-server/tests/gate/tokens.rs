@@ -18,14 +18,23 @@ async fn the_token_is_asked_for() {
     let ask = |path: &str, line: &str| format!("GET {path} HTTP/1.1\r\nhost: a\r\n{line}\r\n");
     let paths = ["/v1/status?path=/", "/v1/auth", "/v1/nowhere"];
     for path in paths {
-        for line in ["", "authorization: Bearer wrong\r\n", "authorization: Basic s3cret\r\n", "authorization: Bearer s3cret2\r\n", "authorization: Bearer \r\n", "authorization: s3cret\r\n", "x-tidegate-token: S3cret\r\n"] {
+        for line in [
+            "",
+            "authorization: Bearer wrong\r\n",
+            "authorization: Basic s3cret\r\n",
+            "authorization: Bearer s3cret2\r\n",
+            "authorization: Bearer \r\n",
+            "authorization: s3cret\r\n",
+            "x-tidegate-token: S3cret\r\n",
+        ] {
             let answer = once(gate.api, ask(path, line)).await;
             assert_eq!(status(&answer), 401, "{path} {line}");
             assert_eq!(header(&answer, "www-authenticate"), Some("Bearer realm=\"tidegate\""));
             assert!(!answer.contains("s3cret"));
         }
     }
-    for line in ["authorization: Bearer s3cret\r\n", "authorization: bearer s3cret\r\n", "x-tidegate-token: s3cret\r\n"] {
+    for line in ["authorization: Bearer s3cret\r\n", "authorization: bearer s3cret\r\n", "x-tidegate-token: s3cret\r\n"]
+    {
         assert_eq!(status(&once(gate.api, ask("/v1/status?path=/", line)).await), 200, "{line}");
     }
     assert_eq!(status(&once(gate.admin, get("/healthz")).await), 401);
@@ -43,9 +52,10 @@ async fn beyond_loopback_a_token_is_a_must() {
         for address in ["0.0.0.0:0", "[::]:0"] {
             let file = format!("[{listener}]\n");
             let variable = format!("TIDEGATE__{}__LISTEN", listener.to_uppercase());
-            let sources = tidegate_policy::Sources::new()
-                .file("test.toml", &file)
-                .env([(variable, address.to_owned()), ("TIDEGATE__INBOUND__LISTEN".to_owned(), "127.0.0.1:0".to_owned())]);
+            let sources = tidegate_policy::Sources::new().file("test.toml", &file).env([
+                (variable, address.to_owned()),
+                ("TIDEGATE__INBOUND__LISTEN".to_owned(), "127.0.0.1:0".to_owned()),
+            ]);
             // The policy may say so first; if it doesn't, the server does.
             let Ok(policy) = tidegate_policy::Policy::load(sources) else { continue };
             let refused = try_start(&policy, |_| None).err().map(|error| error.to_string());

@@ -56,29 +56,35 @@ async fn what_the_upstream_reads() {
     once(gate.inbound, "OPTIONS * HTTP/1.1\r\nHost: gate.test\r\n\r\n").await;
     once(gate.inbound, "GET /old HTTP/1.0\r\n\r\n").await;
     once(gate.inbound, "POST /p HTTP/1.1\r\nHost: gate.test\r\nContent-Length: 3\r\n\r\nabc").await;
-    once(gate.inbound, "GET /g HTTP/1.1\r\nHost: gate.test\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n").await;
-    let told = |host: &str| {
-        format!("x-forwarded-for: 127.0.0.1\r\nx-forwarded-proto: http\r\nx-forwarded-host: {host}\r\n")
-    };
+    once(gate.inbound, "GET /g HTTP/1.1\r\nHost: gate.test\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
+        .await;
+    let told =
+        |host: &str| format!("x-forwarded-for: 127.0.0.1\r\nx-forwarded-proto: http\r\nx-forwarded-host: {host}\r\n");
     let gate_test = told("gate.test");
-    assert_eq!(upstream.seen(), [
-        format!("GET /a%2Fb?c=d&e HTTP/1.1\r\nhost: Gate.Test\r\nx-case: Kept\r\n{}\r\n", told("Gate.Test")),
-        format!("GET /x?y HTTP/1.1\r\nhost: gate.test\r\n{gate_test}\r\n"),
-        format!("OPTIONS * HTTP/1.1\r\nhost: gate.test\r\n{gate_test}\r\n"),
-        format!(
-            "GET /old HTTP/1.1\r\nx-forwarded-for: 127.0.0.1\r\nx-forwarded-proto: http\r\nhost: {}\r\n\r\n",
-            upstream.address
-        ),
-        format!("POST /p HTTP/1.1\r\nhost: gate.test\r\ncontent-length: 3\r\n{gate_test}\r\nabc"),
-        format!("GET /g HTTP/1.1\r\nhost: gate.test\r\ntransfer-encoding: chunked\r\n{gate_test}\r\n3\r\nabc\r\n0\r\n\r\n"),
-    ]);
+    assert_eq!(
+        upstream.seen(),
+        [
+            format!("GET /a%2Fb?c=d&e HTTP/1.1\r\nhost: Gate.Test\r\nx-case: Kept\r\n{}\r\n", told("Gate.Test")),
+            format!("GET /x?y HTTP/1.1\r\nhost: gate.test\r\n{gate_test}\r\n"),
+            format!("OPTIONS * HTTP/1.1\r\nhost: gate.test\r\n{gate_test}\r\n"),
+            format!(
+                "GET /old HTTP/1.1\r\nx-forwarded-for: 127.0.0.1\r\nx-forwarded-proto: http\r\nhost: {}\r\n\r\n",
+                upstream.address
+            ),
+            format!("POST /p HTTP/1.1\r\nhost: gate.test\r\ncontent-length: 3\r\n{gate_test}\r\nabc"),
+            format!(
+                "GET /g HTTP/1.1\r\nhost: gate.test\r\ntransfer-encoding: chunked\r\n{gate_test}\r\n3\r\nabc\r\n0\r\n\r\n"
+            ),
+        ]
+    );
 }
 
 #[tokio::test]
 async fn dialects_problems_and_lists() {
     let upstream = Echo::start(HELLO).await;
     let refuse = "[inbound.action.none]\nmatch = { path = \"/none\" }\nlimit = \"0 per 60s\"\n";
-    let gate = start(upstream.address, &format!("[inbound]\nheaders = \"draft-7\"\nx_ratelimit = true\n{refuse}")).await;
+    let gate =
+        start(upstream.address, &format!("[inbound]\nheaders = \"draft-7\"\nx_ratelimit = true\n{refuse}")).await;
     assert_eq!(
         undated(&once(gate.inbound, get("/none")).await),
         "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n\

@@ -5,7 +5,7 @@ use tidegate_core::penalty::Record;
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::Log;
-use tidegate_core::{Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
+use tidegate_core::{ABOUT, Clock, Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
 
 use super::MemoryStats;
 use super::table::{Place, Slot, Table};
@@ -177,11 +177,22 @@ impl Shard {
         }
     }
 
-    /// A take of a plain rate, answered with when it has room.
+    /// A take of a plain rate, answered with when it has room and the present moment.
     #[inline]
-    pub(super) fn turn(&mut self, op: &Op, rate: &Rate, now: Time, about: &About<'_>) -> Time {
+    pub(super) fn turn(&mut self, op: &Op, rate: &Rate, clock: &impl Clock, about: &About<'_>) -> (Time, Time) {
         let tag = tag(op);
         let found = self.find(tag);
+        if let Some(at) = found
+            && rate.runs_ahead_of(ABOUT)
+        {
+            let (earliest, latest) = clock.about();
+            let arrival = Arrival::from_bits(self.table.word(at));
+            if let Some(arrival) = rate.take_ahead(arrival, op.cost, (earliest, latest)) {
+                self.table.set_word(at, Word::Arrival(arrival).pack());
+                return (earliest, earliest);
+            }
+        }
+        let now = clock.now();
         let arrival = match found {
             Some(at) => self.settled(at, Arrival::from_bits(self.table.word(at)), rate, now),
             None => Arrival::default(),
@@ -194,7 +205,7 @@ impl Shard {
                 None => self.insert(tag, word, now, about),
             }
         }
-        retry_at
+        (retry_at, now)
     }
 
     /// The arrival time as it counts now, which a clock that stepped back makes another one for good.
