@@ -1,4 +1,5 @@
 //! Runs the README's commands in order, in one shell, and compares what they print. `…` stands for anything.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;

@@ -1,5 +1,6 @@
 //! `rate` never exceeds its printed bound, in no window and after no idle time.
 
+use tidegate_core::rate::Arrival;
 use tidegate_core::{Kind, Limit, MAX_LIMIT, Rate, Span, Time};
 use tidegate_testkit::desk::{Desk, at};
 use tidegate_testkit::dice::{Dice, count};
@@ -112,5 +113,29 @@ fn refunds_never_lift_the_bound() {
             now = now + decision.retry_after.unwrap_or(Span::from_micros(dice.below(rate.per().as_micros())));
         }
         check_bound(&rate, &kept)
+    });
+}
+
+/// What is admitted on two moments that the present lies between is what any moment between them would have admitted.
+#[test]
+fn a_rough_moment_admits_what_an_exact_one_does() {
+    property::check(count(20_000, 400_000), 12, |mut dice| {
+        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
+        let refill = rate.per().as_micros().saturating_mul(rate.burst()) / rate.count();
+        let earliest = at(0);
+        let latest = earliest + Span::from_micros(dice.below(52_001));
+        let start = earliest - Span::from_micros(dice.below(1_000));
+        let used = dice.below(rate.burst() + 1);
+        let arrival = rate.charge(Arrival::default(), used, start + Span::from_micros(dice.below(refill / 2 + 2)));
+        let cost = dice.pick(&[0, 1, 2, rate.burst(), rate.burst() + 1, MAX_LIMIT, u64::MAX]);
+        let Some(ahead) = rate.take_ahead(arrival, cost, (earliest, latest)) else { return Ok(()) };
+        let between = earliest + Span::from_micros(dice.below(latest.since(earliest).as_micros() + 1));
+        for now in [earliest, between, latest] {
+            let (retry_at, charged) = (rate.retry_at(arrival, cost, now), rate.charge(arrival, cost, now));
+            if retry_at != now || charged != ahead {
+                return Err(format!("{rate:?}: {arrival:?} at {now:?}: {retry_at:?}, {charged:?}, but {ahead:?}"));
+            }
+        }
+        Ok(())
     });
 }

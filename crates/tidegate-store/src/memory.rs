@@ -111,7 +111,10 @@ impl Memory {
     #[inline]
     pub fn turn(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
         match self.limits.get(op.limit) {
-            Some(limit) if limit.penalty().is_none() && let Kind::Rate(rate) = limit.kind() => {
+            Some(limit)
+                if limit.penalty().is_none()
+                    && let Kind::Rate(rate) = limit.kind() =>
+            {
                 self.shards[self.shard(op.key)].0.lock().turn(op, rate, clock, &self.about())
             }
             _ => {

@@ -50,7 +50,7 @@ fn short_cuts_agree_with_batches() {
             let turn = turns.turn(&call.ops()[0], &Rough(now)).0;
             // Admitted in the rough, the moment that is told is the earlier bound.
             let admitted = turn <= now;
-            if admitted != !expected.verdict.refuses() || (!admitted && turn != expected.retry_at) {
+            if admitted == expected.verdict.refuses() || (!admitted && turn != expected.retry_at) {
                 return Err(format!("turn answered {turn:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
             }
             world.heard(&outcomes);
@@ -70,4 +70,25 @@ fn a_turn_is_not_locked_out_by_a_clock_that_jumped() {
     let told = store.turn(&op, &Rough(desk::at(0))).0;
     assert!(told <= desk::at(60_000), "{told:?}");
     assert_eq!(store.turn(&op, &Rough(told)).0, told);
+}
+
+/// Giving back under a plain rate costs no other client what it had used.
+#[test]
+fn a_refund_forgets_nobody_else() {
+    let rate = Rate::new(5, Span::from_secs(3600), 5).unwrap();
+    let store = memory(Arc::new(Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap()));
+    let one = |verb, client| {
+        let mut batch = Batch::new(0);
+        batch.push(Op::new(desk::id(0), verb, desk::key(client), 1)).unwrap();
+        store.apply_now(&batch, desk::at(0)).list()[0].used
+    };
+    for client in 0..1_000 {
+        one(Verb::Take, client);
+        one(Verb::Take, client);
+    }
+    for client in 0..1_000 {
+        one(Verb::Refund, client);
+    }
+    let wrong = (0..1_000).filter(|&client| one(Verb::Peek, client) != 1).count();
+    assert_eq!((wrong, store.stats().losses.evicted()), (0, 0));
 }

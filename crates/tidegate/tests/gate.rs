@@ -1,4 +1,5 @@
 //! What a gate promises, on a clock that the test sets.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::net::IpAddr;
 
@@ -246,7 +247,8 @@ fn what_cannot_be_decided_is_an_error() {
 fn a_report_parses_back() {
     let (gate, _) = gate(LOGIN);
     let login = call("login", "203.0.113.7");
-    let refused = (0..9).map(|_| gate.check_now(&login).unwrap()).last().unwrap();
+    (0..8).for_each(|_| drop(gate.check_now(&login)));
+    let refused = gate.check_now(&login).unwrap();
     let json = serde_json::to_string(&gate.report(&refused)).unwrap();
     assert_eq!(
         json,

@@ -1,5 +1,6 @@
 //! The tower layer in front of axum and tonic services as they are, over real sockets.
 #![cfg(all(feature = "axum", feature = "tonic"))]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
