@@ -65,7 +65,7 @@ use tokio::task::JoinSet;
 
 use crate::listener::{Bounds, Listener};
 use crate::permit::Keeper;
-use crate::proxy::{Proxy, Visitor};
+use crate::proxy::Proxy;
 use crate::refusals::Refusals;
 use crate::watch::{Patience, Sweep};
 use crate::wire::admin::{self, Admin};
@@ -332,7 +332,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
             housekeeping.spawn(async move { upstream.age().await });
             let keeper = self.keeper;
             housekeeping.spawn(async move { keeper.run().await });
-            let meet = move |client| Visitor(service.meet(client));
+            let meet = move |client| service.meet(client);
             accepting.spawn(listener.run(meet, told(stopped.clone())));
         }
         if let Some(Open { listener, service }) = self.api {

@@ -1,5 +1,6 @@
 //! The reverse proxy: each request is checked, decided about, and then forwarded or refused.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::pin::Pin;
@@ -13,7 +14,7 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::core::Clock;
-use tidegate::reply::Replies;
+use tidegate::reply::{LastRefusal, Replies};
 use tidegate::store::Immediate;
 use tidegate::{ActionId, CheckError, Decision, Gate, Query};
 use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical};
@@ -62,12 +63,14 @@ impl<S: Immediate, C: Clock> Proxy<S, C> {
         }
     }
 
-    /// The part of a connection that its requests share.
-    pub(crate) fn meet(self: &Arc<Self>, client: Client) -> Arc<Visit<S, C>> {
+    /// What serves a connection's requests.
+    pub(crate) fn meet(self: &Arc<Self>, client: Client) -> Visitor<S, C> {
         let ip = canonical(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
         let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
-        Arc::new(Visit { proxy: Arc::clone(self), ip, peer, trusted, watch: client.watch, entry: client.entry })
+        let visit =
+            Visit { proxy: Arc::clone(self), ip, peer, trusted, watch: client.watch, entry: client.entry };
+        Visitor { visit: Arc::new(visit), last_refusal: RefCell::default() }
     }
 }
 
@@ -83,7 +86,10 @@ pub(crate) struct Visit<S: Immediate, C: Clock> {
 }
 
 /// A connection's requests, served. A refusal is answered in place; only what is forwarded has a future of its own.
-pub(crate) struct Visitor<S: Immediate, C: Clock>(pub(crate) Arc<Visit<S, C>>);
+pub(crate) struct Visitor<S: Immediate, C: Clock> {
+    visit: Arc<Visit<S, C>>,
+    last_refusal: RefCell<LastRefusal>,
+}
 
 impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Visitor<S, C> {
     type Response = Response<Body>;
@@ -91,12 +97,12 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        let visit = &self.0;
+        let visit = &self.visit;
         let number = visit.watch.count_request();
         if let Err(trouble) = sound(&request, number, &visit.watch) {
             return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
         }
-        match visit.decide(&request) {
+        match visit.decide(&request, &self.last_refusal) {
             Err(refusal) => {
                 let expects = request.headers().contains_key(EXPECT);
                 visit.now(visit.dismiss(request.into_body(), expects, refusal))
@@ -152,7 +158,11 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
     }
 
     #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
-    fn decide(&self, request: &Request<Incoming>) -> Result<Admitted, Response<Body>> {
+    fn decide(
+        &self,
+        request: &Request<Incoming>,
+        last: &RefCell<LastRefusal>,
+    ) -> Result<Admitted, Response<Body>> {
         let proxy = &*self.proxy;
         let headers = request.headers();
         let query = Query {
@@ -169,7 +179,8 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
             proxy.refusals.note(proxy.gate.plan(), &Refusal { action, query: &query, decision: &decision });
         }
         if !decision.allowed {
-            return Err(proxy.replies.refusal(action, &decision, headers).map(Body::full));
+            let refusal = proxy.replies.refusal_after(&mut last.borrow_mut(), action, &decision, headers);
+            return Err(refusal.map(Body::full));
         }
         let hold = match decision.permit {
             None => None,

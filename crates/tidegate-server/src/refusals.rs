@@ -1,7 +1,6 @@
 //! One log line a refusal at most, and not more than so many a second.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tidegate::core::Time;
@@ -16,7 +15,6 @@ const SUM_UP_EVERY: Duration = Duration::from_secs(5);
 pub(crate) struct Refusals {
     throttle: Throttle,
     failures: Throttle,
-    busy: AtomicBool,
 }
 
 /// A refusal (or one that shadow mode let pass).
@@ -29,17 +27,13 @@ pub(crate) struct Refusal<'a> {
 impl Refusals {
     /// At most `lines` of either kind in any second.
     pub(crate) fn new(lines: u32) -> Self {
-        Self { throttle: Throttle::new(lines), failures: Throttle::new(lines), busy: AtomicBool::new(false) }
+        Self { throttle: Throttle::new(lines), failures: Throttle::new(lines) }
     }
 
     /// Writes a line, if there is room for one.
     pub(crate) fn note(&self, plan: &Plan, refusal: &Refusal<'_>) {
-        if !tracing::enabled!(tracing::Level::INFO) {
-            return;
-        }
-        match self.throttle.admit(refusal.decision.now) {
-            Some(suppressed) => write(plan, refusal, suppressed),
-            None => self.busy.store(true, Ordering::Relaxed),
+        if let Some(suppressed) = self.throttle.admit(refusal.decision.now) {
+            write(plan, refusal, suppressed);
         }
     }
 
@@ -54,11 +48,9 @@ impl Refusals {
     pub(crate) async fn run(&self) {
         loop {
             tokio::time::sleep(SUM_UP_EVERY).await;
-            if self.busy.swap(false, Ordering::Relaxed) {
-                let suppressed = self.throttle.take_suppressed();
-                if suppressed > 0 {
-                    tracing::info!(suppressed, "refusals not logged one by one");
-                }
+            let suppressed = self.throttle.take_suppressed();
+            if suppressed > 0 {
+                tracing::info!(suppressed, "refusals not logged one by one");
             }
             let suppressed = self.failures.take_suppressed();
             if suppressed > 0 {

@@ -207,6 +207,32 @@ impl Replies {
         response
     }
 
+    /// [`refusal`](Self::refusal) for a caller that may just have been told the same: who hammers is told the same for
+    /// a whole second, and copying the last answer costs less than forming it.
+    pub fn refusal_after(
+        &self,
+        last: &mut LastRefusal,
+        action: Option<ActionId>,
+        decision: &Decision,
+        request: &HeaderMap,
+    ) -> Response<Bytes> {
+        if wants_problem(request) {
+            return self.refusal(action, decision, request);
+        }
+        let telling = Telling::of(action, decision);
+        if let Some((told, response)) = &last.0
+            && *told == telling
+        {
+            let mut again = Response::new(response.body().clone());
+            *again.status_mut() = response.status();
+            *again.headers_mut() = response.headers().clone();
+            return again;
+        }
+        let response = self.refusal(action, decision, request);
+        last.0 = Some((telling, response.clone()));
+        response
+    }
+
     /// The action's fixed headers of a refusal, filled in; `None` for a refusal that lacks one of them.
     fn filled(&self, action: Option<ActionId>, decision: &Decision) -> Option<HeaderMap> {
         let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
@@ -274,6 +300,36 @@ fn write_times(out: &mut dyn Write, start: &[u8], decision: &Decision) -> std::i
             out.write_all(b"\"}")
         }
         None => out.write_all(b"null}"),
+    }
+}
+
+/// The refusal that a connection was told last; see [`Replies::refusal_after`].
+#[derive(Debug, Default)]
+pub struct LastRefusal(Option<(Telling, Response<Bytes>)>);
+
+/// All that a refusal says, and so all that it depends on.
+#[derive(Debug, PartialEq, Eq)]
+struct Telling {
+    action: Option<ActionId>,
+    bound_by: Option<LimitId>,
+    limit: Option<u64>,
+    remaining: Option<u64>,
+    wait: Option<u64>,
+    until: Option<u64>,
+    denied: bool,
+}
+
+impl Telling {
+    fn of(action: Option<ActionId>, decision: &Decision) -> Self {
+        Self {
+            action,
+            bound_by: decision.bound_by,
+            limit: decision.limit,
+            remaining: decision.remaining,
+            wait: decision.retry_after.map(|wait| wait.as_secs_ceil()),
+            until: decision.next_allowed_at.map(Time::as_secs_ceil),
+            denied: decision.reason == Reason::DenyList,
+        }
     }
 }
 
@@ -536,6 +592,34 @@ mod tests {
             response.body(),
             r#"{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}"#
         );
+    }
+
+    #[test]
+    fn the_same_again_is_the_same() {
+        let policy = policy();
+        let (id, _, first) = login(&policy);
+        let replies = Replies::new(policy.plan(), HeaderDialect::Draft10, true);
+        let mut last = LastRefusal::default();
+        let mut later = first;
+        later.retry_after = Some(Span::from_secs(15));
+        let mut without = first;
+        without.next_allowed_at = None;
+        let mut more = first;
+        more.remaining = Some(1);
+        let denied = Decision::without_limit(false, Reason::DenyList, Time::ZERO);
+        for decision in [first, first, later, first, without, more, denied, denied, first] {
+            for action in [Some(id), Some(id), None] {
+                let expected = replies.refusal(action, &decision, &HeaderMap::new());
+                let found = replies.refusal_after(&mut last, action, &decision, &HeaderMap::new());
+                assert_eq!(found.status(), expected.status());
+                assert_eq!(found.headers(), expected.headers());
+                assert_eq!(found.body(), expected.body());
+            }
+        }
+        let mut request = HeaderMap::new();
+        request.insert(ACCEPT, PROBLEM_JSON);
+        let problem = replies.refusal_after(&mut last, Some(id), &first, &request);
+        assert_eq!(problem.headers()[CONTENT_TYPE], PROBLEM_JSON);
     }
 
     #[test]
