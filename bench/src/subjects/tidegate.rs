@@ -34,8 +34,9 @@ pub fn windowed(terms: Terms) -> Box<dyn Subject> {
 /// How full the state is that an inbound decision meets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filling {
-    /// Of clients that each call about four times a minute: short logs for the action, long ones for the hour that the
-    /// global limit counts. Time passes quickly, so that this state lasts however fast the calls come.
+    /// Of clients that call four times a minute on average, none above six times as often: short logs for the action,
+    /// long ones for the hour that the global limit counts. Time passes quickly, so that this state lasts however fast
+    /// the calls come.
     Everyday,
     /// Of clients that call as fast as they can under limits that none of them reaches: every window's log is full and
     /// merges its neighbours. The worst case.
@@ -50,7 +51,7 @@ pub enum Filling {
 /// that call in no particular order.
 pub fn inbound(filling: Filling, clients: u32) -> Box<dyn Subject> {
     let (name, login, global) = match filling {
-        Filling::Everyday => (OURS, "100 per 60s", "1000 per 1h"),
+        Filling::Everyday => (OURS, "100 per 60s", "5000 per 1h"),
         Filling::Packed => ("tidegate (packed logs)", "1000000000 per 60s", "1000000000 per 1h"),
         Filling::Rates => ("tidegate (rates)", "1 per 10s burst 1000000", "1 per 10s burst 1000000"),
         Filling::Blocked => (OURS, "2 per 1h", "1000000000 per 1h"),

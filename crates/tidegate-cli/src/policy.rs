@@ -36,10 +36,9 @@ pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome>
         }
     };
     if with_env {
-        // A variable that isn't Unicode can't be one of ours, whose names and values are.
-        let variables =
-            std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-        sources = sources.env(variables);
+        // What isn't Unicode is passed on with a mark in its place: where the name is ours, reading the value fails.
+        let text = |word: std::ffi::OsString| word.to_string_lossy().into_owned();
+        sources = sources.env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
     }
     match Policy::load(sources) {
         Ok(policy) => Ok(Read { policy, from }),

@@ -1,7 +1,7 @@
-//! One inbound query: allow and deny lists, then penalties and limits, then the decision.
+//! One inbound query: what a store's answers, or an allow or deny list, mean for it.
 
 use crate::batch::{Outcome, Outcomes, Verdict};
-use crate::{Batch, Kind, LimitId, Limits, Span, Time};
+use crate::{Batch, Kind, LimitId, Limits, Span, Time, Verb};
 
 /// Why a decision came out as it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,13 +75,16 @@ impl Decision {
     }
 }
 
+/// A limit that admits: whether it only watches and what is left of it, then which it is.
+type Ranked<'a> = ((bool, u64), (LimitId, &'a Outcome));
+
 /// What a store's answers to a batch of takes (or peeks) mean for the call.
 pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     let now = outcomes.now();
     let mut decision = Decision::without_limit(true, Reason::Unlimited, now);
     let mut refusal: Option<(LimitId, &Outcome)> = None;
     let mut watched: Option<(LimitId, &Outcome)> = None;
-    let mut least: Option<(LimitId, &Outcome)> = None;
+    let mut least: Option<Ranked<'_>> = None;
     let mut paroled = false;
     for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
         let Some(limit) = limits.get(op.limit) else { continue };
@@ -93,11 +96,13 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
             }
         } else {
             paroled |= outcome.verdict == Verdict::Parole;
-            if matches!(limit.kind(), Kind::Concurrency(_)) {
+            if op.verb == Verb::Take && matches!(limit.kind(), Kind::Concurrency(_)) {
                 decision.permit = Some(batch.id());
             }
-            if least.is_none_or(|(_, other)| outcome.remaining < other.remaining) {
-                least = Some(held);
+            // What is only watched is told only where nothing else is.
+            let rank = (limit.is_shadow(), outcome.remaining);
+            if least.is_none_or(|(other, _)| rank < other) {
+                least = Some((rank, held));
             }
         }
     }
@@ -119,7 +124,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
         }
         decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
-    } else if let Some((id, outcome)) = least {
+    } else if let Some((_, (id, outcome))) = least {
         describe(&mut decision, id, outcome);
         decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
     }

@@ -91,7 +91,7 @@ impl Backoff {
             }
             Jitter::Decorrelated => {
                 let low = self.base.min(self.cap);
-                between(low, before.times(3).max(low), rng).min(self.cap)
+                between(low, before.times(3).min(self.cap).max(low), rng)
             }
             Jitter::Additive(most) => (self.wait(n) + between(Span::ZERO, most, rng)).min(self.cap),
         }
@@ -195,13 +195,17 @@ mod tests {
     }
 
     #[test]
-    fn full_jitter_spreads_a_thousand_clients_at_the_cap() {
+    fn jitter_spreads_a_thousand_clients_at_the_cap() {
         let mut rng = SmallRng::seed_from_u64(1);
-        let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
-        let mut buckets = [0; 321];
-        for _ in 0..1000 {
-            buckets[(backoff.delay(20, backoff.base, &mut rng).as_micros() / 100_000) as usize] += 1;
+        for jitter in [Jitter::Full, Jitter::Equal, Jitter::Decorrelated] {
+            let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32)).with_jitter(jitter);
+            let mut buckets = [0; 321];
+            for _ in 0..1000 {
+                let mut waits = backoff.waits();
+                let wait = (0..20).fold(Span::ZERO, |_, _| waits.next(&mut rng));
+                buckets[(wait.as_micros() / 100_000) as usize] += 1;
+            }
+            assert!(buckets.iter().all(|&count| count <= 50), "{jitter:?}: {buckets:?}");
         }
-        assert!(buckets.iter().all(|&count| count <= 50), "{buckets:?}");
     }
 }

@@ -4,7 +4,7 @@ use arrayvec::ArrayVec;
 use core::fmt;
 
 use crate::state::Look;
-use crate::{Count, Limit, LimitId, Limits, Span, State, Time};
+use crate::{Limit, LimitId, Limits, Span, State, Time};
 
 /// The most operations that one batch holds.
 pub const MAX_OPS: usize = 8;
@@ -296,7 +296,7 @@ pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized),
                 }
             }
             Verb::Take => {
-                let counts_anyway = limit.count() == Count::All && outcome.verdict == Verdict::Admitted;
+                let counts_anyway = limit.counts_refused() && outcome.verdict == Verdict::Admitted;
                 if !tally.refused || counts_anyway {
                     cells.charge(index, op, limit, holder, now, outcome);
                 }

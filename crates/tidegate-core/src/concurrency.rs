@@ -8,8 +8,8 @@ use crate::state::Look;
 use crate::time::OVERTAKEN;
 use crate::{Span, Time};
 
-/// The most permits that one key hands out.
-const MAX_PERMITS: u64 = 1 << 16;
+/// The most permits that one key hands out: few enough to look them all over in microseconds.
+const MAX_PERMITS: u64 = 1 << 12;
 
 /// At most `limit` permits held at once, each until it is released or its lease ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl Concurrency {
     /// At most `limit` in flight, with leases of `lease`.
     ///
     /// # Errors
-    /// More than 65,536 in flight, or a lease of no length.
+    /// More than 4,096 in flight, or a lease of no length.
     pub fn new(limit: u64, lease: Span) -> Result<Self, LimitError> {
         if limit > MAX_PERMITS {
             return Err(LimitError::TooManyPermits { found: limit });

@@ -71,7 +71,8 @@ pub enum Count {
     /// Only calls that every limit of the decision admits.
     #[default]
     Admitted,
-    /// Also calls that another limit refuses, as long as this one has room for them.
+    /// Also calls that another limit refuses, as long as this one has room for them. Of calls in flight only admitted
+    /// ones are: a refused call isn't.
     All,
 }
 
@@ -124,6 +125,11 @@ impl Limit {
     /// Which calls count.
     pub fn count(&self) -> Count {
         self.count
+    }
+
+    /// Whether calls that another limit refuses count too.
+    pub(crate) fn counts_refused(&self) -> bool {
+        self.count == Count::All && !matches!(self.kind, Kind::Concurrency(_))
     }
 
     /// Whether the limit is only watched.
@@ -192,7 +198,7 @@ pub enum LimitError {
         /// What was asked.
         found: u32,
     },
-    /// More than 65,536 permits in flight.
+    /// More than 4,096 permits in flight.
     TooManyPermits {
         /// What was asked.
         found: u64,
@@ -217,7 +223,7 @@ impl fmt::Display for LimitError {
             Self::ZeroBurst => f.write_str("a burst of 0 would never let anything pass"),
             Self::TooSlow => f.write_str("the burst would take more than 71 years to refill"),
             Self::Entries { found } => write!(f, "a window keeps 1 to 32768 entries, not {found}"),
-            Self::TooManyPermits { found } => write!(f, "{found} in flight is above the largest, 65536"),
+            Self::TooManyPermits { found } => write!(f, "{found} in flight is above the largest, 4096"),
             Self::ZeroFactor => f.write_str("a penalty's factor of 0; 1 keeps blocks at their base"),
             Self::CapBelowBase => f.write_str("the penalty's cap is below its base"),
             Self::TooMany { found } => write!(f, "{found} limits in one plan; at most {MAX_LIMITS}"),

@@ -2,6 +2,7 @@
 //! this crate; here a period is two moments.
 
 use alloc::sync::Arc;
+use core::cmp::Ordering;
 use core::fmt;
 
 use crate::limit::{LimitError, checked_limit};
@@ -49,24 +50,30 @@ impl Quota {
         self.calendar.period(now)
     }
 
-    /// Moves the ledger to the period of `now`.
-    ///
-    /// A clock that went back into an earlier period goes on counting where it was, so that no period is granted
-    /// twice; one that had jumped further ahead than the coming period takes its count back with it, so that nobody
-    /// is locked out until then.
+    /// Brings a ledger back that only a clock which has since stepped back can have moved beyond the coming period,
+    /// its count included, so that nobody is locked out until then. A clock that went back less goes on counting where
+    /// it was, so that no period is granted twice.
     pub fn settle(&self, ledger: &mut Ledger, now: Time) {
         let period = self.calendar.period(now);
-        if ledger.period.start == period.start {
+        if ledger.period.start > period.end {
             ledger.period = period;
-        } else if ledger.period.start < period.start {
-            *ledger = Ledger { period, used: 0 };
-        } else if ledger.period.start > period.end {
-            ledger.period = period;
+        }
+    }
+
+    /// The ledger as it counts at `now`: a new period begins with nothing used. Only a charge makes that last, for a
+    /// clock that jumps ahead and back again must not have emptied it.
+    fn current(&self, ledger: &Ledger, now: Time) -> Ledger {
+        let period = self.calendar.period(now);
+        match ledger.period.start.cmp(&period.start) {
+            Ordering::Less => Ledger { period, used: 0 },
+            Ordering::Equal => Ledger { period, used: ledger.used },
+            Ordering::Greater => *ledger,
         }
     }
 
     /// What a call of `cost` would meet at `now`, in a ledger that was settled for `now`.
     pub fn look(&self, ledger: &Ledger, cost: u64, now: Time) -> Look {
+        let ledger = self.current(ledger, now);
         let remaining = self.limit.saturating_sub(ledger.used);
         let retry_at = if cost > self.limit {
             Time::NEVER
@@ -79,14 +86,17 @@ impl Quota {
         Look { limit: self.limit, used: ledger.used, remaining, retry_at, reset_at }
     }
 
-    /// Records a call of `cost`.
-    pub fn charge(&self, ledger: &mut Ledger, cost: u64) {
+    /// Records a call of `cost` at `now`.
+    pub fn charge(&self, ledger: &mut Ledger, cost: u64, now: Time) {
+        *ledger = self.current(ledger, now);
         ledger.used = ledger.used.saturating_add(cost);
     }
 
-    /// Gives `cost` back, down to nothing used.
-    pub fn refund(&self, ledger: &mut Ledger, cost: u64) {
-        ledger.used = ledger.used.saturating_sub(cost);
+    /// Gives `cost` back, down to nothing used. What an earlier period was charged is over with it.
+    pub fn refund(&self, ledger: &mut Ledger, cost: u64, now: Time) {
+        if self.current(ledger, now).used > 0 {
+            ledger.used = ledger.used.saturating_sub(cost);
+        }
     }
 }
 
@@ -131,7 +141,7 @@ mod tests {
         quota.settle(ledger, now);
         let fits = quota.look(ledger, 1, now).retry_at == now;
         if fits {
-            quota.charge(ledger, 1);
+            quota.charge(ledger, 1, now);
         }
         fits
     }

@@ -4,6 +4,7 @@
 
 use crate::limit::{LimitError, checked_limit};
 use crate::state::Look;
+use crate::time::OVERTAKEN;
 use crate::{Span, Time};
 
 /// The arithmetic's unit: 1/1024 µs, so that a million calls a second are still spaced within 0.1 %.
@@ -85,10 +86,11 @@ impl Rate {
         if arrival.0 > self.furthest(now) { Arrival(now + self.refill) } else { arrival }
     }
 
-    /// The furthest ahead that an arrival time gets: a full burst, and another that paroles have overdrawn.
+    /// The furthest ahead that an arrival time gets: a full burst, another that paroles have overdrawn, and the time by
+    /// which this call may have been overtaken by the one that put it there.
     #[inline]
     fn furthest(&self, now: u64) -> u64 {
-        (now + 2 * self.refill).min(MAX_ARRIVAL)
+        now + 2 * self.refill + units(Time::ZERO + OVERTAKEN)
     }
 
     /// The arrival time as it counts at `now`.
@@ -138,7 +140,8 @@ impl Rate {
     #[inline]
     pub fn take_ahead(&self, arrival: Arrival, cost: u64, (earliest, latest): (Time, Time)) -> Option<Arrival> {
         let after = arrival.0.saturating_add(self.cost(cost));
-        (arrival.0 >= units(latest) && after <= units(earliest) + self.refill).then_some(Arrival(after))
+        let fits = after <= (units(earliest) + self.refill).min(MAX_ARRIVAL);
+        (arrival.0 >= units(latest) && fits).then_some(Arrival(after))
     }
 
     /// The arrival time after a call of `cost` at `now`, whether it had room or was let through on parole. What paroles
@@ -146,7 +149,9 @@ impl Rate {
     #[inline]
     pub fn charge(&self, arrival: Arrival, cost: u64, now: Time) -> Arrival {
         let now = units(now);
-        Arrival(self.current(arrival, now).saturating_add(self.cost(cost)).min(self.furthest(now)))
+        let current = self.current(arrival, now);
+        let most = current.max(now + 2 * self.refill).min(MAX_ARRIVAL);
+        Arrival(current.saturating_add(self.cost(cost)).min(most))
     }
 
     /// The arrival time after `cost` is given back; never before the present, so that idleness earns nothing.

@@ -211,7 +211,7 @@ impl State {
                 // A new key was judged in a state of its own.
                 let ledger = self.ledger();
                 quota.settle(ledger, now);
-                quota.charge(ledger, cost);
+                quota.charge(ledger, cost, now);
                 outcome.spend(cost);
                 outcome.reset_at = ledger.idle_at().max(now);
             }
@@ -257,7 +257,7 @@ impl State {
             (Kind::Rate(rate), Usage::Rate(arrival)) => *arrival = rate.refund(*arrival, cost, now),
             (Kind::Quota(quota), Usage::Quota(ledger)) => {
                 quota.settle(ledger, now);
-                quota.refund(ledger, cost);
+                quota.refund(ledger, cost, now);
             }
             _ => {}
         }

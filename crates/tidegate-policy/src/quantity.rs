@@ -224,7 +224,7 @@ fn unfit(at: Range<usize>, error: &LimitError) -> QuantityError {
         LimitError::ZeroPeriod => ("a period of no length", "more than 0, as in \"5 per 60s\""),
         LimitError::ZeroRate => ("a rate of 0", "at least 1; to refuse everything, write \"0 per 60s\""),
         LimitError::ZeroBurst => ("a burst of 0, which lets nothing pass", "a burst of at least 1"),
-        LimitError::TooManyPermits { .. } => ("too many calls in flight", "at most 65,536"),
+        LimitError::TooManyPermits { .. } => ("too many calls in flight", "at most 4,096"),
         LimitError::TooSlow => ("a burst that takes more than 71 years to refill", "a smaller burst or a faster rate"),
         other => return QuantityError::new(at, other.to_string(), FORMS),
     };

@@ -70,6 +70,7 @@ impl Framing {
                         _ => At::Chunk(left),
                     };
                 }
+                At::Head if self.carried == 0 && self.head.begun => bytes = self.skip(bytes),
                 At::Head | At::ChunkSize | At::Trailers => match memchr(b'\n', bytes) {
                     Some(end) => {
                         if self.carried == 0 {
@@ -89,6 +90,24 @@ impl Framing {
                 },
             }
         }
+    }
+
+    /// Passes over the lines of a head up to its end, to one that says something of its framing, or to one that isn't
+    /// whole yet. Nearly all that is ever read goes through here.
+    #[inline]
+    fn skip<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
+        while let Some(end) = memchr(b'\n', bytes) {
+            match bytes[0] {
+                b'c' | b'C' | b't' | b'T' | b'\r' | b'\n' => self.line(trim_end(&bytes[..end])),
+                _ => {}
+            }
+            bytes = &bytes[end + 1..];
+            if !self.head.begun || bytes.is_empty() {
+                return bytes;
+            }
+        }
+        self.keep(bytes);
+        &[]
     }
 
     fn keep(&mut self, bytes: &[u8]) {

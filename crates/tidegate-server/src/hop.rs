@@ -58,6 +58,10 @@ pub(crate) fn strip_request(headers: &mut HeaderMap) -> Hop {
 
 /// Takes the hop's headers off an answer; gives back its `Upgrade`.
 pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    // An answer that says both is framed by its chunks (RFC 9112 §6.3), and the length would cut it off.
+    if headers.contains_key(TRANSFER_ENCODING) {
+        headers.remove(CONTENT_LENGTH);
+    }
     let found = Found::in_headers(headers)?;
     let upgrade = if found.upgrade { headers.get(UPGRADE).cloned() } else { None };
     strip(headers, &found);
@@ -96,6 +100,7 @@ pub(crate) fn arm_switch(headers: &mut HeaderMap, protocol: Option<HeaderValue>)
 /// Tells the upstream who called. `peer` is the peer's address as a header value; what a peer says about those before
 /// it counts only if the peer is trusted.
 pub(crate) fn tell_origin(headers: &mut HeaderMap, peer: &HeaderValue, peer_is_trusted: bool) {
+    remove_lookalikes(headers);
     let earlier = if peer_is_trusted { join(headers, &X_FORWARDED_FOR, peer) } else { None };
     if headers.contains_key(FORWARDED) {
         let element = if peer_is_trusted { join(headers, &FORWARDED, &forwarded_for(peer)) } else { None };
@@ -113,6 +118,23 @@ pub(crate) fn tell_origin(headers: &mut HeaderMap, peer: &HeaderValue, peer_is_t
             Some(host) => headers.insert(X_FORWARDED_HOST, host),
             None => headers.remove(X_FORWARDED_HOST),
         };
+    }
+}
+
+/// Removes headers that an upstream which can't tell `_` from `-` (CGI, WSGI, PHP) would take for those that the gate
+/// writes.
+fn remove_lookalikes(headers: &mut HeaderMap) {
+    if !headers.keys().any(|name| name.as_str().contains('_')) {
+        return;
+    }
+    let ours = [X_FORWARDED_FOR, X_FORWARDED_PROTO, X_FORWARDED_HOST];
+    let lookalike = |name: &HeaderName| {
+        let dashed = name.as_str().replace('_', "-");
+        dashed != name.as_str() && ours.iter().any(|ours| dashed == ours.as_str())
+    };
+    let found: Vec<HeaderName> = headers.keys().filter(|name| lookalike(name)).cloned().collect();
+    for name in found {
+        headers.remove(name);
     }
 }
 

@@ -69,15 +69,14 @@ use crate::proxy::Proxy;
 use crate::refusals::Refusals;
 use crate::watch::{Patience, Sweep};
 use crate::wire::admin::{self, Admin};
-use crate::wire::http_api::{self, Api};
+use crate::wire::http_api::{Api, Caller};
 
 /// How many connections the API takes at once: front servers and programs keep theirs.
 const API_CONNECTIONS: usize = 1024;
 /// How many connections the admin listener takes at once.
 const ADMIN_CONNECTIONS: usize = 64;
-/// The most bytes and lines of a head on the API and admin listeners.
+/// The most bytes of a head on the API and admin listeners.
 const OWN_HEADER_BYTES: usize = 64 << 10;
-const OWN_HEADERS: usize = 128;
 /// How often the store is tended.
 const TEND_EVERY: Duration = Duration::from_secs(1);
 
@@ -176,12 +175,19 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
             response: inbound.timeouts.response,
             tunnel: inbound.timeouts.idle,
         };
-        let own = |connections| Bounds { connections, header_bytes: OWN_HEADER_BYTES, headers: OWN_HEADERS, patience };
+        let own = |connections| Bounds {
+            connections,
+            header_bytes: OWN_HEADER_BYTES,
+            headers: listener::USUAL_HEADERS,
+            patience,
+            forwards: false,
+        };
         let proxied = Bounds {
             connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
             header_bytes: inbound.caps.header_bytes,
             headers: inbound.caps.headers,
             patience,
+            forwards: true,
         };
         let refusals = Arc::new(Refusals::new(self.policy.log().refusals_per_second));
         let keeper = Arc::new(Keeper::default());
@@ -211,6 +217,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
                     forwarding: settings.forwarding.clone(),
                     deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
                     refusals: Arc::clone(&refusals),
+                    distrust_told: AtomicBool::new(false),
                 }),
             }),
         };
@@ -337,10 +344,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
         }
         if let Some(Open { listener, service }) = self.api {
             sweeps.push(Arc::clone(&listener.sweep));
-            let meet = move |client| {
-                let (service, client) = (Arc::clone(&service), Arc::new(client));
-                service_fn(move |request| http_api::serve(Arc::clone(&service), Arc::clone(&client), request))
-            };
+            let meet = move |client| Caller { api: Arc::clone(&service), client: Arc::new(client) };
             accepting.spawn(listener.run(meet, told(stopped.clone())));
         }
         if let Some(Open { listener, service }) = self.admin {

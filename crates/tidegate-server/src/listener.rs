@@ -22,6 +22,10 @@ const OUT_OF_FILES: Duration = Duration::from_millis(50);
 /// The smallest read buffer that the HTTP machinery takes.
 const MIN_BUFFER: usize = 8 << 10;
 
+/// How many lines the HTTP machinery takes unless told. When told, even the same number, it readies its room for them
+/// anew for each request, at a third of what reading one costs.
+pub(crate) const USUAL_HEADERS: usize = 100;
+
 /// What a listener accepts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
@@ -32,6 +36,8 @@ pub(crate) struct Bounds {
     /// Lines of a head; over it the answer is 431.
     pub(crate) headers: usize,
     pub(crate) patience: Patience,
+    /// Whether requests are passed on, so that their framing has to be beyond doubt.
+    pub(crate) forwards: bool,
 }
 
 /// A listening socket and the connections that came from it.
@@ -56,9 +62,10 @@ impl Listener {
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
         let mut http = http1::Builder::new();
-        http.max_headers(bounds.headers)
-            .max_header_size(bounds.header_bytes)
-            .max_buf_size(bounds.header_bytes.max(MIN_BUFFER));
+        http.max_header_size(bounds.header_bytes).max_buf_size(bounds.header_bytes.max(MIN_BUFFER));
+        if bounds.headers != USUAL_HEADERS {
+            http.max_headers(bounds.headers);
+        }
         Ok(Self { socket: socket.listen(BACKLOG)?, bounds, sweep: Sweep::new(bounds.patience), http })
     }
 
@@ -120,7 +127,7 @@ impl Listener {
         let (watch, entry) = self.sweep.join();
         let entry = Arc::new(entry);
         let service = serve(Client { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
-        let io = TokioIo::new(Socket::new(stream, Arc::clone(&watch)));
+        let io = TokioIo::new(Socket::new(stream, Arc::clone(&watch), self.bounds.forwards));
         let http = self.http.serve_connection(io, service).with_upgrades();
         tokio::spawn(Connection::new(http, watch, entry));
     }

@@ -68,8 +68,7 @@ impl<S: Immediate, C: Clock> Proxy<S, C> {
         let ip = canonical(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
         let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
-        let visit =
-            Visit { proxy: Arc::clone(self), ip, peer, trusted, watch: client.watch, entry: client.entry };
+        let visit = Visit { proxy: Arc::clone(self), ip, peer, trusted, watch: client.watch, entry: client.entry };
         Visitor { visit: Arc::new(visit), last_refusal: RefCell::default() }
     }
 }
@@ -158,11 +157,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
     }
 
     #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
-    fn decide(
-        &self,
-        request: &Request<Incoming>,
-        last: &RefCell<LastRefusal>,
-    ) -> Result<Admitted, Response<Body>> {
+    fn decide(&self, request: &Request<Incoming>, last: &RefCell<LastRefusal>) -> Result<Admitted, Response<Body>> {
         let proxy = &*self.proxy;
         let headers = request.headers();
         let query = Query {

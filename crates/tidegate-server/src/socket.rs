@@ -15,13 +15,14 @@ use crate::watch::{Phase, Watch};
 #[derive(Debug)]
 pub(crate) struct Socket {
     stream: TcpStream,
-    framing: Framing,
+    /// Followed where requests are passed on to a server that might read them differently.
+    framing: Option<Framing>,
     watch: Arc<Watch>,
 }
 
 impl Socket {
-    pub(crate) fn new(stream: TcpStream, watch: Arc<Watch>) -> Self {
-        Self { stream, framing: Framing::new(), watch }
+    pub(crate) fn new(stream: TcpStream, watch: Arc<Watch>, follows: bool) -> Self {
+        Self { stream, framing: follows.then(Framing::new), watch }
     }
 
     pub(crate) fn into_stream(self) -> TcpStream {
@@ -39,9 +40,11 @@ impl AsyncRead for Socket {
             match this.watch.phase() {
                 Phase::Tunnel => this.watch.touch(),
                 phase => {
-                    this.framing.follow(bytes);
-                    if this.framing.ambiguous() != 0 {
-                        this.watch.set_ambiguous_head(this.framing.ambiguous());
+                    if let Some(framing) = &mut this.framing {
+                        framing.follow(bytes);
+                        if framing.ambiguous() != 0 {
+                            this.watch.set_ambiguous_head(framing.ambiguous());
+                        }
                     }
                     match phase {
                         Phase::Idle => this.watch.enter(Phase::Head),

@@ -118,6 +118,10 @@ impl Watch {
     pub(crate) fn enter(&self, phase: Phase) {
         self.touch();
         self.phase.store(phase as u8, Ordering::Relaxed);
+        // The sweeper may have found the phase before this one overdue in the moment that it ended.
+        if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
+            self.overdue.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Moves the connection on, if it still is where it is thought to be.

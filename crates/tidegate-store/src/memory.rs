@@ -11,7 +11,7 @@ mod shard;
 mod table;
 
 use std::future::Ready;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{self, Cells, MAX_OPS, Op, Outcome, settle};
@@ -29,8 +29,6 @@ const SHARD_BYTES: usize = 1 << 20;
 const MAX_SHARD_BITS: u32 = 12;
 /// Shards for each processor at the least, so that threads seldom meet.
 const SHARDS_PER_PROCESSOR: usize = 16;
-/// What a blocked entry takes: its state and its slot, at the load of a full table.
-const BLOCKED_BYTES: usize = size_of::<State>() + 20;
 
 /// State in this process' memory, within a fixed number of bytes.
 pub struct Memory {
@@ -40,7 +38,7 @@ pub struct Memory {
     room: Room,
     max_bytes: usize,
     /// The losses that [`Store::tend`] has told.
-    told: Lock<Losses>,
+    told: Mutex<Losses>,
 }
 
 impl std::fmt::Debug for Memory {
@@ -73,7 +71,8 @@ impl Memory {
 
     /// A store for these limits within `max_bytes`. Less than 1 MiB counts as 1 MiB.
     ///
-    /// Beyond the bound comes one fixed cost: the shards themselves, 256 bytes for each MiB.
+    /// Beyond the bound comes one fixed cost: the shards themselves, 256 bytes for each MiB or for a sixteenth of a
+    /// processor, whichever are more.
     pub fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
         let max_bytes = max_bytes.max(1 << 20);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -83,9 +82,9 @@ impl Memory {
         let plain = limits.iter().all(|(_, limit)| matches!(limit.kind(), Kind::Rate(_)) && limit.penalty().is_none());
         // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
         let table = if plain { bytes } else { bytes / 3 };
-        let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 / BLOCKED_BYTES };
+        let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 };
         let shards = (0..1_usize << bits).map(|_| Padded::default()).collect();
-        Self { limits, shards, shift: 64 - bits, room, max_bytes, told: Lock::default() }
+        Self { limits, shards, shift: 64 - bits, room, max_bytes, told: Mutex::default() }
     }
 
     /// What the store holds and has had to let go. Visits every shard.
@@ -97,17 +96,17 @@ impl Memory {
         stats
     }
 
-    /// Takes `op.cost` of one limit, without the batch around it.
+    /// Takes `op.cost` of one limit for `holder`, without the batch around it.
     #[inline]
-    pub fn take(&self, op: &Op, now: Time) -> Outcome {
+    pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
         let Some(limit) = self.limits.get(op.limit) else { return Outcome::plain(Verdict::Admitted, now) };
         let mut held = Held::new(self);
         held.lock(self.shard(op.key));
-        batch::take(op, limit, 0, &mut held, now)
+        batch::take(op, limit, holder, &mut held, now)
     }
 
     /// [`Memory::take`] where only the wait is asked for: when the call has room, and the present moment. They are the
-    /// same if that is at once and the cost was taken. A plain rate that is in use reads the clock only roughly.
+    /// same if that is at once and the cost was taken. For limits without permits, since nobody holds them. A plain rate that is in use reads the clock only roughly.
     #[inline]
     pub fn turn(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
         match self.limits.get(op.limit) {
@@ -119,7 +118,7 @@ impl Memory {
             }
             _ => {
                 let now = clock.now();
-                (self.take(op, now).retry_at, now)
+                (self.take(op, 0, now).retry_at, now)
             }
         }
     }
@@ -152,12 +151,13 @@ impl Store for Memory {
     fn tend(&self, now: Time) -> Losses {
         let about = self.about();
         let mut stats = MemoryStats::default();
+        // Held throughout, so that two who tend at once don't count the same losses.
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         for shard in &self.shards {
             let mut shard = shard.0.lock();
             shard.sweep_share(now, &about);
             shard.count(&mut stats);
         }
-        let mut told = self.told.lock();
         let news = stats.losses.since(&told);
         *told = stats.losses;
         news

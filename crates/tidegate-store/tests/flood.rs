@@ -138,6 +138,28 @@ fn a_million_blocked_keys() {
     assert!(!store.tend(at(KEYS)).any(), "once");
 }
 
+/// Logs of calls at different moments take memory of their own, which counts towards the half that blocks may fill.
+#[test]
+fn blocks_with_long_logs_are_kept_too() {
+    let _alone = alone();
+    for limit in [5, 60] {
+        let store = store(limit, 8 * MIB);
+        let clients = 200_000 / limit;
+        let blocked: Vec<u64> = (0..clients)
+            .filter(|client| {
+                let calls = (0..=limit).map(|call| take(&store, *client, at(client * (limit + 1) + call)));
+                calls.collect::<Vec<_>>().last() == Some(&Verdict::Refused)
+            })
+            .collect();
+        let stats = store.stats();
+        assert_eq!(stats.losses.blocked, 0, "limit {limit}: {stats:?}");
+        assert!(stats.losses.shared > 0, "limit {limit}: {stats:?}");
+        let now = at(clients * (limit + 1));
+        assert!(blocked.iter().all(|client| peek(&store, *client, now) == Verdict::Blocked), "limit {limit}");
+        check_bytes(&store, None);
+    }
+}
+
 #[test]
 fn what_must_fit_fits_though_everything_is_blocked() {
     let _alone = alone();

@@ -43,7 +43,7 @@ fn short_cuts_agree_with_batches() {
             let mut batch = Batch::new(0);
             batch.push(call.ops()[0]).map_err(|full| full.to_string())?;
             let outcomes = whole.apply_now(&batch, now);
-            let (expected, found) = (outcomes.list()[0], short.take(&call.ops()[0], now));
+            let (expected, found) = (outcomes.list()[0], short.take(&call.ops()[0], 0, now));
             if found != expected {
                 return Err(format!("take answered {found:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
             }

@@ -247,7 +247,8 @@ impl Cell {
             let expected = Bracket { remaining: (0, 0), retry_at, reset_at, block: (block, until), ..untold };
             return expected.check(limit, outcome);
         }
-        let own = outcome.verdict == Verdict::Admitted && limit.count() == Count::All;
+        let in_flight = matches!(limit.kind(), Kind::Concurrency(_));
+        let own = outcome.verdict == Verdict::Admitted && limit.count() == Count::All && !in_flight;
         if op.verb == Verb::Take && !refuses && (!sides.refused || own) {
             // What the store has left decides whether the parole has lapsed: a bracket can't.
             let room = if lateness(limit.kind()).is_zero() {

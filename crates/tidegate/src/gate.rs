@@ -14,6 +14,9 @@ use crate::explain::Explanation;
 use crate::hold::Hold;
 use crate::report::{Permit, Report};
 
+/// What decisions and [`Gate::reset`] call the global limit; no action has this name.
+const GLOBAL: &str = "global";
+
 /// Decides about inbound calls: a plan, a store, a clock. Cheap to clone; clones are the same gate.
 pub struct Gate<S = Memory, C = SystemClock>(Arc<Parts<S, C>>);
 
@@ -144,16 +147,29 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// Forgets the caller under the action's own limits: usage, block and strikes. Other actions and the global limit
-    /// are left alone. Doing it again changes nothing.
+    /// are left alone, and so is what the caller shares with its network while the store is full. Doing it again
+    /// changes nothing. The action `global` is the global limit.
     ///
     /// # Errors
     /// As [`Gate::check`].
     pub async fn reset(&self, query: &Query<'_>) -> Result<(), CheckError> {
-        self.settle(query, Verb::Reset, 0).await.map(drop)
+        let action = match query.action {
+            Some(GLOBAL) => None,
+            _ => self.action(query)?,
+        };
+        // An action called `default` answers for all that the policy doesn't know, but isn't what was to be reset.
+        if let (Some(id), Some(found)) = (action, query.action)
+            && self.0.plan.action(id).name() != found
+        {
+            return Err(UnknownAction { found: found.chars().take(128).collect(), nearest: None }.into());
+        }
+        let batch = self.batch(action, query, Verb::Reset, 0)?;
+        self.apply(&batch).await?;
+        Ok(())
     }
 
-    /// Gives back what an admitted call was charged, never beyond the capacity. Permits are given back by
-    /// [`Gate::release`].
+    /// Gives back what an admitted call was charged, never beyond the capacity; not what was charged to its network
+    /// while the store was full. Permits are given back by [`Gate::release`].
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -189,33 +205,16 @@ impl<S: Store, C: Clock> Gate<S, C> {
         decision: &Decision,
     ) -> Result<Option<Hold<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
-        let release = self.everywhere(action, query, Verb::Release, permit)?;
-        let renew = self.everywhere(action, query, Verb::Renew, permit)?;
-        Ok(Some(Hold::new(self.clone(), release, renew)))
+        let everywhere = |verb| {
+            let own = self.batch(action, query, verb, permit)?;
+            Ok::<_, CheckError>([self.under_parents(query, &own), own])
+        };
+        Ok(Some(Hold::new(self.clone(), everywhere(Verb::Release)?, everywhere(Verb::Renew)?)))
     }
 
     /// A decision in the form that people and programs read; see [`Report`].
     pub fn report(&self, decision: &Decision) -> Report {
         Report::new(&self.0.plan, decision)
-    }
-
-    /// The batch under the caller's own keys and, in case the store had no room for those, under their parents' too.
-    fn everywhere(
-        &self,
-        action: Option<ActionId>,
-        query: &Query<'_>,
-        verb: Verb,
-        holder: u64,
-    ) -> Result<Batch, CheckError> {
-        let mut batch = self.batch(action, query, verb, holder)?;
-        let own = batch.clone();
-        for mut op in own.ops().iter().copied() {
-            op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
-            if batch.push(op).is_err() {
-                break;
-            }
-        }
-        Ok(batch)
     }
 
     fn batch(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb, holder: u64) -> Result<Batch, CheckError> {
@@ -259,21 +258,35 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(decide(&batch, self.0.plan.limits(), &outcomes))
     }
 
-    /// Asks the store, a second time under shared keys where it has no room for the caller's own.
+    /// Asks the store, again under shared keys where it has no room for the caller's own.
     async fn ask(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
-        let outcomes = self.apply(batch).await?;
-        if self.share(query, batch, &outcomes) { self.apply(batch).await } else { Ok(outcomes) }
+        loop {
+            let outcomes = self.apply(batch).await?;
+            if !self.share(query, batch, &outcomes) {
+                return Ok(outcomes);
+            }
+        }
     }
 
     async fn settle(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
         let action = self.action(query)?;
-        // A refund under both keys would give back twice; one that finds no entry gives back nothing.
-        let batch = match verb {
-            Verb::Refund => self.batch(action, query, verb, holder)?,
-            _ => self.everywhere(action, query, verb, holder)?,
-        };
+        let batch = self.batch(action, query, verb, holder)?;
         let outcomes = self.apply(&batch).await?;
-        Ok(outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted))
+        let mut done = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted);
+        if !done && matches!(verb, Verb::Release | Verb::Renew) {
+            let outcomes = self.apply(&self.under_parents(query, &batch)).await?;
+            done = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted);
+        }
+        Ok(done)
+    }
+
+    /// The same operations under the keys that a caller shares where the store had no room for its own.
+    fn under_parents(&self, query: &Query<'_>, batch: &Batch) -> Batch {
+        let mut parents = batch.clone();
+        for op in parents.ops_mut() {
+            op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
+        }
+        parents
     }
 
     async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
@@ -293,11 +306,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.0.store.tell(batch, self.0.clock.now());
     }
 
-    /// Where the store had no room for a key, moves the operation to the key of its parent prefix, which always fits.
+    /// Where the store had no room for a key, moves the operation to the key of its parent prefix, which always fits;
+    /// so this is true at most once for each operation.
     fn share(&self, query: &Query<'_>, batch: &mut Batch, outcomes: &Outcomes) -> bool {
         let mut moved = false;
         for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
-            if outcome.verdict == Verdict::NoRoom {
+            if outcome.verdict == Verdict::NoRoom && !op.must_fit {
                 op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
                 op.must_fit = true;
                 moved = true;
@@ -327,7 +341,7 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
         let mut batch = Batch::new(self.0.holders.next());
         self.fill(&mut batch, action, query, Verb::Take)?;
         let mut outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
-        if self.share(query, &mut batch, &outcomes) {
+        while self.share(query, &mut batch, &outcomes) {
             outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
         }
         Ok(decide(&batch, self.0.plan.limits(), &outcomes))

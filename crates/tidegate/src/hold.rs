@@ -12,26 +12,27 @@ use crate::Gate;
 #[must_use = "dropping it gives the permit back"]
 pub struct Hold<S: Store, C: Clock> {
     gate: Gate<S, C>,
-    release: Batch,
-    renew: Batch,
+    /// Under the caller's own keys and under those that it shares where the store had no room for them.
+    release: [Batch; 2],
+    renew: [Batch; 2],
 }
 
 impl<S: Store, C: Clock> Hold<S, C> {
     /// How often to renew: 10 s, a third of the lease.
     pub const RENEW_EVERY: Span = Concurrency::RENEW;
 
-    pub(crate) fn new(gate: Gate<S, C>, release: Batch, renew: Batch) -> Self {
+    pub(crate) fn new(gate: Gate<S, C>, release: [Batch; 2], renew: [Batch; 2]) -> Self {
         Self { gate, release, renew }
     }
 
     /// Lengthens the lease.
     pub fn renew(&self) {
-        self.gate.tell(&self.renew);
+        self.renew.iter().for_each(|batch| self.gate.tell(batch));
     }
 }
 
 impl<S: Store, C: Clock> Drop for Hold<S, C> {
     fn drop(&mut self) {
-        self.gate.tell(&self.release);
+        self.release.iter().for_each(|batch| self.gate.tell(batch));
     }
 }

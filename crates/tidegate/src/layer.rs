@@ -23,8 +23,8 @@ use tower_service::Service;
 use crate::reply::Replies;
 use crate::{CheckError, Gate, Hold, SystemClock};
 
-/// Limits a service: a call that the gate refuses gets its 429 (or, for gRPC, `RESOURCE_EXHAUSTED`) without reaching
-/// the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension
+/// Limits a service: a call that the gate refuses gets its 429 (or, for gRPC, `RESOURCE_EXHAUSTED`, and
+/// `PERMISSION_DENIED` where no wait helps) without reaching the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension
 /// of the request.
 ///
 /// The action is the first of the policy that matches the request, or the one named by [`GateLayer::action`]. The
@@ -209,28 +209,32 @@ impl<S: Store, C: Clock> Guard<S, C> {
         let action = self.action.or_else(|| self.gate.plan().matching(&query));
         let decision = self.gate.check_as(action, &query).await.map_err(|error| broken(&error, &parts.headers))?;
         if !decision.allowed {
-            return Err(if is_grpc(&parts.headers) {
-                exhausted(&decision)
-            } else {
-                self.replies.refusal(action, &decision, &parts.headers)
+            return Err(match grpc_type(&parts.headers) {
+                Some(kind) => exhausted(&decision, kind),
+                None => self.replies.refusal(action, &decision, &parts.headers),
             });
+        }
+        if decision.shadow {
+            let limit = decision.bound_by.map_or("", |id| self.gate.plan().info(id).name());
+            tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
         }
         let hold = self.gate.hold(action, &query, &decision).map_err(|error| broken(&error, &parts.headers))?;
         Ok(Admitted { action, decision, lease: hold.map(Lease::of) })
     }
 }
 
-fn is_grpc(headers: &HeaderMap) -> bool {
-    headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+/// The request's content type, if that is gRPC's or gRPC-Web's.
+fn grpc_type(headers: &HeaderMap) -> Option<&HeaderValue> {
+    headers.get(CONTENT_TYPE).filter(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
 /// A gRPC answer without messages: status 8 with, on refusals that a wait mends, the wait.
-fn exhausted(decision: &Decision) -> Response<Bytes> {
+fn exhausted(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
     let message = match decision.retry_after {
         Some(wait) => format!("too many requests; retry after {} s", wait.as_secs_ceil()),
         None => "not allowed".to_owned(),
     };
-    let mut response = grpc(if decision.retry_after.is_some() { "8" } else { "7" }, &message);
+    let mut response = grpc(if decision.retry_after.is_some() { "8" } else { "7" }, &message, kind);
     if let Some(wait) = decision.retry_after {
         let millis = wait.as_micros().div_ceil(1000);
         response.headers_mut().insert("grpc-retry-pushback-ms", HeaderValue::from(millis));
@@ -239,10 +243,10 @@ fn exhausted(decision: &Decision) -> Response<Bytes> {
     response
 }
 
-fn grpc(status: &'static str, message: &str) -> Response<Bytes> {
+fn grpc(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Bytes> {
     let mut response = Response::new(Bytes::new());
     let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(CONTENT_TYPE, kind.clone());
     headers.insert("grpc-status", HeaderValue::from_static(status));
     if let Ok(message) = HeaderValue::from_str(message) {
         headers.insert("grpc-message", message);
@@ -253,8 +257,8 @@ fn grpc(status: &'static str, message: &str) -> Response<Bytes> {
 /// The layer was put where it can't decide: an error of the program, which the client learns nothing more about.
 fn broken(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
     tracing::error!(%error, "a request could not be decided about");
-    if is_grpc(request) {
-        return grpc("13", "the request could not be decided about");
+    if let Some(kind) = grpc_type(request) {
+        return grpc("13", "the request could not be decided about", kind);
     }
     let mut response = Response::new(Bytes::from_static(br#"{"error":"Internal server error"}"#));
     *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;

@@ -58,6 +58,9 @@ pub enum LimiterError {
         /// What was asked.
         found: String,
     },
+    /// A limiter takes turns and hands out no permits, so it can't count calls in flight.
+    #[error("calls in flight need a Gate, which takes permits back")]
+    InFlight,
     /// `unlimited` limits nothing.
     #[error("`unlimited` limits nothing; leave the limiter out")]
     Unlimited,
@@ -137,24 +140,32 @@ impl<C: Clock> Limiter<C> {
                 Some(after) => after,
                 None => {
                     let now = self.clock.now();
-                    let arrival = self.rate.settle(arrival, now);
-                    let retry_at = self.rate.retry_at(arrival, cost, now);
-                    if retry_at > now {
+                    let settled = self.rate.settle(arrival, now);
+                    let retry_at = self.rate.retry_at(settled, cost, now);
+                    if retry_at <= now {
+                        self.rate.charge(settled, cost, now)
+                    } else if settled == arrival || self.replace(before, settled) {
                         return Turn::at(retry_at, now);
+                    } else {
+                        before = self.arrival.0.load(Ordering::Relaxed);
+                        continue;
                     }
-                    self.rate.charge(arrival, cost, now)
                 }
             };
-            match self.arrival.0.compare_exchange_weak(before, after.to_bits(), Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => return Turn::Now,
-                // Another thread was quicker. Staying away for a moment lets it have the cache line for several calls
-                // on end, which costs both less than taking turns.
-                Err(_) => {
-                    (0..PAUSES).for_each(|_| spin_loop());
-                    before = self.arrival.0.load(Ordering::Relaxed);
-                }
+            if self.replace(before, after) {
+                return Turn::Now;
             }
+            // Another thread was quicker. Staying away for a moment lets it have the cache line for several calls on
+            // end, which costs both less than taking turns.
+            (0..PAUSES).for_each(|_| spin_loop());
+            before = self.arrival.0.load(Ordering::Relaxed);
         }
+    }
+
+    #[inline]
+    fn replace(&self, before: u64, after: Arrival) -> bool {
+        let cell = &self.arrival.0;
+        cell.compare_exchange(before, after.to_bits(), Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 }
 
@@ -192,15 +203,22 @@ impl<K: Hash + ?Sized, C: Clock> KeyedLimiter<K, C> {
     /// # Errors
     /// As [`KeyedLimiter::new`].
     pub fn with_clock(quantity: &str, max_bytes: usize, clock: C) -> Result<Self, LimiterError> {
-        Ok(Self::of(Limit::new(kind(quantity)?), max_bytes, clock, RandomState::new()))
+        Self::of(Limit::new(kind(quantity)?), max_bytes, clock, RandomState::new())
     }
 }
 
 impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     /// A limiter for this limit, penalty and all. The hasher must be keyed at random if strangers choose keys.
-    pub fn of(limit: Limit, max_bytes: usize, clock: C, hasher: S) -> Self {
+    ///
+    /// # Errors
+    /// [`LimiterError::InFlight`].
+    pub fn of(limit: Limit, max_bytes: usize, clock: C, hasher: S) -> Result<Self, LimiterError> {
+        if let Kind::Concurrency(_) = limit.kind() {
+            return Err(LimiterError::InFlight);
+        }
         let limits = Arc::new(Limits::of_one(limit));
-        Self { memory: Memory::new(limits, max_bytes), id: LimitId::FIRST, clock, hasher, keys: PhantomData }
+        let memory = Memory::new(limits, max_bytes);
+        Ok(Self { memory, id: LimitId::FIRST, clock, hasher, keys: PhantomData })
     }
 
     /// Takes one call's turn for a key.
@@ -259,6 +277,19 @@ mod tests {
     }
 
     #[test]
+    fn a_clock_that_steps_back_locks_nobody_out() {
+        let clock = ManualClock::default();
+        let start = clock.now();
+        let limiter = Limiter::with_clock("10/s burst 1", clock.clone()).unwrap();
+        clock.advance(Span::from_secs(3600));
+        assert!(limiter.check().is_now());
+        clock.set(start);
+        let Turn::After(wait) = limiter.check() else { panic!("a full burst is owed") };
+        clock.advance(wait);
+        assert!(limiter.check().is_now());
+    }
+
+    #[test]
     fn keys_are_apart() {
         let limiter = KeyedLimiter::with_clock("2 per 60s", 1 << 20, ManualClock::default()).unwrap();
         for key in ["a", "b"] {
@@ -271,6 +302,7 @@ mod tests {
     fn what_is_no_limit_is_refused() {
         assert!(matches!(Limiter::new("5 per 60s"), Err(LimiterError::NotARate { .. })));
         assert!(matches!(KeyedLimiter::<str>::new("unlimited"), Err(LimiterError::Unlimited)));
+        assert!(matches!(KeyedLimiter::<str>::new("2 in flight"), Err(LimiterError::InFlight)));
         assert!(matches!(KeyedLimiter::<str>::new("0/s"), Err(LimiterError::Limit(_) | LimiterError::Quantity(_))));
     }
 }

@@ -65,7 +65,7 @@ impl Report {
     }
 }
 
-fn reason(reason: Reason) -> &'static str {
+pub(crate) fn reason(reason: Reason) -> &'static str {
     match reason {
         Reason::Ok => "ok",
         Reason::Unlimited => "unlimited",

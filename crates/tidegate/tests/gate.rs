@@ -228,6 +228,34 @@ fn permits_are_held_and_given_back() {
 }
 
 #[test]
+fn asking_about_a_permit_gives_none() {
+    let (gate, _) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");
+    let export = call("export", "203.0.113.7");
+    assert_eq!(block_on(gate.status(&export)).unwrap().permit, None);
+    assert_eq!(block_on(gate.explain(&export)).unwrap().decision.permit, None);
+}
+
+#[test]
+fn a_reset_is_of_what_it_names() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.global]
+        limit = "1 per 1h"
+        penalty = { base = "2s", cap = "1h" }
+        [inbound.action.default]
+        limit = "100 per 1h"
+        "#,
+    );
+    let anything = call("anything", "203.0.113.7");
+    assert!(gate.check_now(&anything).unwrap().allowed && !gate.check_now(&anything).unwrap().allowed);
+    assert!(matches!(block_on(gate.reset(&anything)), Err(CheckError::UnknownAction(_))));
+    block_on(gate.reset(&call("default", "203.0.113.7"))).unwrap();
+    assert!(!gate.check_now(&anything).unwrap().allowed, "the global limit is left alone");
+    block_on(gate.reset(&call("global", "203.0.113.7"))).unwrap();
+    assert!(gate.check_now(&anything).unwrap().allowed);
+}
+
+#[test]
 fn what_cannot_be_decided_is_an_error() {
     let (gate, _) =
         gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));

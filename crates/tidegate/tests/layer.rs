@@ -113,6 +113,30 @@ async fn a_permit_is_held_until_the_body_ends() {
 }
 
 #[tokio::test]
+async fn the_service_that_was_made_ready_is_the_one_that_is_called() {
+    let (layer, _) = layer();
+    let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });
+    // A clone of this one panics when it is called without having been made ready itself.
+    let mut limited = tower::Layer::layer(&layer, tower::limit::ConcurrencyLimit::new(service, 1));
+    for _ in 0..3 {
+        let ready = tower::ServiceExt::ready(&mut limited).await.unwrap();
+        assert_eq!(ready.call(Request::get("/free").body(()).unwrap()).await.unwrap().status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test]
+async fn a_failing_service_gives_the_permit_back() {
+    let (layer, _) = layer();
+    let layer = layer.peer(|_| Some([203, 0, 113, 7].into()));
+    let service = tower::service_fn(|_: Request<()>| async { Err::<Response<String>, _>("broken") });
+    let mut limited = tower::Layer::layer(&layer, service);
+    for _ in 0..3 {
+        let failed = limited.call(Request::get("/slow").body(()).unwrap()).await;
+        assert_eq!(failed.err(), Some("broken"), "not refused for want of a permit");
+    }
+}
+
+#[tokio::test]
 async fn a_layer_without_a_peer_says_nothing_false() {
     let (layer, _) = layer();
     let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });

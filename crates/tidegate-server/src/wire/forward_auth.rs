@@ -9,6 +9,8 @@
 //! server's alone. Caddy sends its client's query string along, and all of them their clients' headers, so that a
 //! client could name a harmless action in either.
 
+use std::sync::atomic::Ordering;
+
 use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
@@ -42,12 +44,11 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     let headers = request.headers();
     let peer = canonical(client.address.ip());
     let ip = api.forwarding.client(peer, headers);
-    if !api.forwarding.trusted.contains(peer) {
-        let hint = format_args!(
-            "forward-auth is asked by {peer}, which is not in inbound.trusted_proxies: all of its clients count as one"
-        )
-        .to_string();
-        api.refusals.note_failure(api.gate.clock().now(), &hint);
+    if !api.forwarding.trusted.contains(peer) && !api.distrust_told.swap(true, Ordering::Relaxed) {
+        tracing::warn!(
+            %peer,
+            "forward-auth is asked by a peer that is not in inbound.trusted_proxies: all of its clients count as one"
+        );
     }
     let named = request.uri().path().strip_prefix(PATH).and_then(|rest| rest.strip_prefix('/'));
     let described = match Described::by(headers) {
@@ -120,8 +121,7 @@ impl<'a> Described<'a> {
         Ok(Self {
             method: agreed(one(headers, &X_FORWARDED_METHOD)?, one(headers, &X_ORIGINAL_METHOD)?)?,
             path: agreed(one(headers, &X_FORWARDED_URI)?, original.1)?.map(|uri| split_url(uri).1),
-            // A front server behind another one passes on the outer host; where a URL names one, that is this one's.
-            host: original.0.or(one(headers, &X_FORWARDED_HOST)?),
+            host: agreed(one(headers, &X_FORWARDED_HOST)?, original.0)?,
         })
     }
 }
@@ -196,6 +196,8 @@ mod tests {
         assert!(described(&both).is_err());
         assert!(described(&[("x-forwarded-method", "GET"), ("x-original-method", "POST")]).is_err());
         assert!(described(&[("x-forwarded-uri", "/a"), ("x-forwarded-uri", "/b")]).is_err());
+        let host = [("x-forwarded-host", "app.example"), ("x-original-url", "http://evil/vh")];
+        assert!(described(&host).is_err());
         let emptied = [("x-forwarded-uri", "/login"), ("x-original-uri", "")];
         assert_eq!(described(&emptied).unwrap()[1].as_deref(), Some("/login"));
     }

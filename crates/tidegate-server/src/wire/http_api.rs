@@ -5,19 +5,24 @@
 //! action. Answers are JSON. `check` answers 200 or 429 with the decision, `status` the same decision with 200.
 
 use std::convert::Infallible;
+use std::future::poll_fn;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::task::{Context, Poll, ready};
 
 use bytes::{Bytes, BytesMut};
-use http::header::{ALLOW, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{ALLOW, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, WWW_AUTHENTICATE};
 use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use hyper::service::Service;
 use subtle::ConstantTimeEq as _;
 use tidegate::core::Clock;
 use tidegate::policy::{Forwarding, KeyError, Secret};
 use tidegate::reply::Replies;
-use tidegate::store::Store;
+use tidegate::store::{Immediate, Store};
 use tidegate::{CheckError, Gate};
 
 use crate::answer::{self, json};
@@ -46,28 +51,82 @@ pub(crate) struct Api<S: Store, C: Clock> {
     pub(crate) forwarding: Forwarding,
     pub(crate) deny_status: StatusCode,
     pub(crate) refusals: Arc<Refusals>,
+    /// Whether the log has been told that forward-auth is asked by a peer that isn't trusted: once is enough.
+    pub(crate) distrust_told: AtomicBool,
 }
 
-/// Answers one request of a connection.
-pub(crate) async fn serve<S: Store, C: Clock>(
-    api: Arc<Api<S, C>>,
-    client: Arc<Client>,
-    request: Request<Incoming>,
-) -> Result<Response<Body>, Infallible> {
-    let watch = &*client.watch;
-    watch.enter(Phase::Deciding);
-    let mut response = if authorised(request.headers(), api.token.as_ref()) {
-        route(&api, &client, request).await
-    } else {
-        dismiss(watch, request, unauthorised())
-    };
+/// What serves a connection's requests.
+pub(crate) struct Caller<S: Immediate, C: Clock> {
+    pub(crate) api: Arc<Api<S, C>>,
+    pub(crate) client: Arc<Client>,
+}
+
+impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Caller<S, C> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Answering<S, C>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let (api, client) = (&self.api, &self.client);
+        if !authorised(request.headers(), api.token.as_ref()) {
+            client.watch.enter(Phase::Deciding);
+            let response = dismiss(&client.watch, request, unauthorised());
+            return Answering::Now(Some(last(&client.watch, response)));
+        }
+        if request.uri().path() == "/v1/check" && request.method() == Method::POST {
+            // The question that is asked most has no state but its body.
+            client.watch.enter(Phase::Upload);
+            let collecting = Collecting::new(request.into_body());
+            return Answering::Check { api: Arc::clone(api), client: Arc::clone(client), collecting };
+        }
+        client.watch.enter(Phase::Deciding);
+        let (api, client) = (Arc::clone(api), Arc::clone(client));
+        Answering::Later(Box::pin(async move {
+            let response = route(&api, &client, request).await;
+            last(&client.watch, response)
+        }))
+    }
+}
+
+/// An answer that is there, or on its way.
+pub(crate) enum Answering<S: Immediate, C: Clock> {
+    Now(Option<Response<Body>>),
+    Check { api: Arc<Api<S, C>>, client: Arc<Client>, collecting: Collecting },
+    Later(Pin<Box<dyn Future<Output = Response<Body>> + Send>>),
+}
+
+impl<S: Immediate, C: Clock> Future for Answering<S, C> {
+    type Output = Result<Response<Body>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let response = match &mut *self {
+            Self::Now(response) => response.take().expect("invariant: a future that is ready is not polled again"),
+            Self::Later(later) => ready!(later.as_mut().poll(cx)),
+            Self::Check { api, client, collecting } => {
+                let watch = &*client.watch;
+                let response = match ready!(collecting.poll(watch, cx)) {
+                    Ok(bytes) => match Question::from_json(&bytes) {
+                        Ok(question) => check(api, &question),
+                        Err(wrong) => bad(&wrong),
+                    },
+                    Err(status) => unread(watch, status),
+                };
+                last(watch, response)
+            }
+        };
+        Poll::Ready(Ok(response))
+    }
+}
+
+/// Ends a request: the connection is idle again, unless it reads something away or the server drains.
+fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body> {
     if watch.phase() != Phase::Linger {
         watch.enter(Phase::Idle);
     }
     if watch.is_draining() {
         answer::close(&mut response);
     }
-    Ok(response)
+    response
 }
 
 /// Whether a request shows the token, if one is asked for. The comparison takes the same time wherever they differ.
@@ -134,17 +193,12 @@ async fn route<S: Store, C: Clock>(api: &Api<S, C>, client: &Client, request: Re
         };
         return dismiss(watch, request, response);
     }
-    let (parts, mut body) = request.into_parts();
+    let (parts, body) = request.into_parts();
     watch.enter(Phase::Upload);
-    let bytes = match collect(&mut body, watch).await {
+    let mut collecting = Collecting::new(body);
+    let bytes = match poll_fn(|cx| collecting.poll(watch, cx)).await {
         Ok(bytes) => bytes,
-        Err(status) => {
-            watch.set_lingers();
-            let mut response = error(status, "a question has at most 16384 bytes, and arrives whole");
-            answer::close(&mut response);
-            watch.forgive(Phase::Linger);
-            return response;
-        }
+        Err(status) => return unread(watch, status),
     };
     watch.enter(Phase::Deciding);
     match Question::from_json(&bytes) {
@@ -153,34 +207,53 @@ async fn route<S: Store, C: Clock>(api: &Api<S, C>, client: &Client, request: Re
     }
 }
 
-/// The whole of a small body; nothing is copied where it came in one piece.
-async fn collect(body: &mut Incoming, watch: &Watch) -> Result<Bytes, StatusCode> {
-    let mut first = Bytes::new();
-    let mut all = BytesMut::new();
-    if body.size_hint().lower() > MAX_QUESTION as u64 {
-        return Err(StatusCode::PAYLOAD_TOO_LARGE);
+/// The answer to a question that can't be read.
+fn unread(watch: &Watch, status: StatusCode) -> Response<Body> {
+    watch.set_lingers();
+    let mut response = error(status, "a question has at most 16384 bytes, and arrives whole");
+    answer::close(&mut response);
+    watch.forgive(Phase::Linger);
+    response
+}
+
+/// A small body on its way; nothing is copied where it comes in one piece.
+pub(crate) struct Collecting {
+    body: Incoming,
+    first: Bytes,
+    all: BytesMut,
+}
+
+impl Collecting {
+    fn new(body: Incoming) -> Self {
+        Self { body, first: Bytes::new(), all: BytesMut::new() }
     }
-    while !body.is_end_stream() {
-        let frame = std::future::poll_fn(|cx| {
-            if watch.is_overdue() {
-                return std::task::Poll::Ready(Err(StatusCode::REQUEST_TIMEOUT));
+
+    fn poll(&mut self, watch: &Watch, cx: &mut Context<'_>) -> Poll<Result<Bytes, StatusCode>> {
+        if watch.is_overdue() {
+            return Poll::Ready(Err(StatusCode::REQUEST_TIMEOUT));
+        }
+        if self.body.size_hint().lower() > MAX_QUESTION as u64 {
+            return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
+        }
+        while !self.body.is_end_stream() {
+            let Some(frame) = ready!(Pin::new(&mut self.body).poll_frame(cx)) else { break };
+            let Ok(frame) = frame else { return Poll::Ready(Err(StatusCode::BAD_REQUEST)) };
+            watch.touch();
+            let Ok(data) = frame.into_data() else { continue };
+            if self.first.len() + self.all.len() + data.len() > MAX_QUESTION {
+                return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
             }
-            Pin::new(&mut *body).poll_frame(cx).map(|frame| frame.transpose().map_err(|_| StatusCode::BAD_REQUEST))
-        });
-        let Some(frame) = frame.await? else { break };
-        watch.touch();
-        let Ok(data) = frame.into_data() else { continue };
-        if first.len() + all.len() + data.len() > MAX_QUESTION {
-            return Err(StatusCode::PAYLOAD_TOO_LARGE);
+            if self.first.is_empty() && self.all.is_empty() {
+                self.first = data;
+            } else {
+                self.all.extend_from_slice(&mem::take(&mut self.first));
+                self.all.extend_from_slice(&data);
+            }
         }
-        if first.is_empty() && all.is_empty() {
-            first = data;
-        } else {
-            all.extend_from_slice(&std::mem::take(&mut first));
-            all.extend_from_slice(&data);
-        }
+        let collected =
+            if self.all.is_empty() { mem::take(&mut self.first) } else { mem::take(&mut self.all).freeze() };
+        Poll::Ready(Ok(collected))
     }
-    Ok(if all.is_empty() { first } else { all.freeze() })
 }
 
 /// Questions that change nothing.
@@ -201,7 +274,7 @@ async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questi
     };
     match api.gate.status(&query).await {
         Ok(decision) => {
-            let mut response = written(StatusCode::OK, &api.gate.report(&decision));
+            let mut response = json(StatusCode::OK, api.replies.report(&decision));
             api.replies.annotate(action, &decision, response.headers_mut());
             response
         }
@@ -209,7 +282,7 @@ async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questi
     }
 }
 
-/// Questions that count, or take back.
+/// Questions that take back.
 async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Question<'_>) -> Response<Body> {
     let query = match addressed(question) {
         Ok(()) => question.query(),
@@ -217,9 +290,7 @@ async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questio
     };
     let gives_back = matches!(path, "/v1/release" | "/v1/renew");
     let permit = match question.permit {
-        Some(_) if !gives_back => {
-            return bad(&Wrong::with("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}")));
-        }
+        Some(_) if !gives_back => return bad(&stray_permit(path)),
         None if gives_back => {
             return bad(&Wrong::with("permit", "`permit` is missing: the check that was allowed gave one"));
         }
@@ -229,8 +300,7 @@ async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questio
         ("/v1/release", Some(permit)) => api.gate.release(&query, permit).await.map(|held| ("released", held)),
         ("/v1/renew", Some(permit)) => api.gate.renew(&query, permit).await.map(|held| ("renewed", held)),
         ("/v1/reset", _) => api.gate.reset(&query).await.map(|()| ("reset", true)),
-        ("/v1/refund", _) => api.gate.refund(&query).await.map(|()| ("refunded", true)),
-        _ => return check(api, &query).await,
+        _ => api.gate.refund(&query).await.map(|()| ("refunded", true)),
     };
     match done {
         Ok((what, whether)) => json(StatusCode::OK, format!(r#"{{"{what}":{whether}}}"#).into()),
@@ -238,25 +308,28 @@ async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questio
     }
 }
 
-async fn check<S: Store, C: Clock>(api: &Api<S, C>, query: &tidegate::Query<'_>) -> Response<Body> {
-    let action = match api.gate.action(query) {
-        Ok(action) => action,
-        Err(error) => return refused_to_decide(api, &error),
-    };
-    let decision = match api.gate.check_as(action, query).await {
-        Ok(decision) => decision,
+fn stray_permit(path: &str) -> Wrong {
+    Wrong::with("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}"))
+}
+
+/// The question that counts.
+fn check<S: Immediate, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Response<Body> {
+    if let Err(wrong) = addressed(question) {
+        return bad(&wrong);
+    }
+    if question.permit.is_some() {
+        return bad(&stray_permit("/v1/check"));
+    }
+    let query = &question.query();
+    let decided = api.gate.action(query).and_then(|action| Ok((action, api.gate.check_as_now(action, query)?)));
+    let (action, decision) = match decided {
+        Ok(decided) => decided,
         Err(error) => return refused_to_decide(api, &error),
     };
     if !decision.allowed || decision.shadow {
         api.refusals.note(api.gate.plan(), &Refusal { action, query, decision: &decision });
     }
-    let status = if decision.allowed { StatusCode::OK } else { StatusCode::TOO_MANY_REQUESTS };
-    let mut response = written(status, &api.gate.report(&decision));
-    if let Some(wait) = decision.retry_after.filter(|_| !decision.allowed) {
-        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
-    }
-    api.replies.annotate(action, &decision, response.headers_mut());
-    response
+    api.replies.decision(action, &decision).map(Body::full)
 }
 
 /// A question is about an action, or about a request whose path may find one.

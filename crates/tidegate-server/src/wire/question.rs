@@ -82,8 +82,12 @@ impl<'a> Question<'a> {
 
     /// Reads a JSON object.
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, Wrong> {
+        // All at once is cheaper than string by string.
+        let Ok(text) = str::from_utf8(bytes) else {
+            return Err(Wrong { field: None, message: "the body isn't UTF-8".to_owned(), nearest: None });
+        };
         let mut reading = Reading::default();
-        let mut json = serde_json::Deserializer::from_slice(bytes);
+        let mut json = serde_json::Deserializer::from_str(text);
         let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
         match read {
             Ok(()) => Ok(reading.question),
@@ -373,6 +377,7 @@ mod tests {
             assert_eq!(found.as_deref(), field, "{json}: {message}");
             assert!(message.contains(says), "{json}: {message}");
         }
+        assert!(Question::from_json(b"{\"key\":\"\xff\"}").unwrap_err().message.contains("UTF-8"));
         for (query, field) in [("acton=login", "acton"), ("cost=x", "cost"), ("key=%ff", "key"), ("ip=1&ip=2", "ip")] {
             assert_eq!(Question::from_query(query).unwrap_err().field.as_deref(), Some(field));
         }

@@ -17,6 +17,10 @@ const SWEPT_PER_INSERT: usize = 4;
 const SHARES: usize = 60;
 /// How many entries compete to be evicted.
 const CANDIDATES: usize = 24;
+/// How many slots are looked over at most for an entry that isn't blocked.
+const LOOKED_OVER: usize = 4096;
+/// What an entry's slot takes at the load of a full table.
+const SLOT_BYTES: usize = 20;
 /// How long a count of blocked entries is trusted.
 const RECOUNT: Span = Span::from_secs(1);
 
@@ -68,7 +72,7 @@ pub(super) struct Room {
     pub homes: usize,
     /// Bytes of states, with what they hold outside themselves.
     pub states: usize,
-    /// Blocked entries from which on new keys must share.
+    /// Bytes of blocked entries from which on new keys must share.
     pub blocked: usize,
 }
 
@@ -102,6 +106,11 @@ pub(super) struct Shard {
 #[inline]
 pub(super) fn tag(op: &Op) -> u64 {
     op.key.lo() << 12 | u64::from(op.limit.get())
+}
+
+/// The bytes that an entry with this state takes.
+fn weight(state: &State) -> usize {
+    size_of::<Cell>() + SLOT_BYTES + state.heap_bytes()
 }
 
 fn limit_of(limits: &Limits, tag: u64) -> Option<&Limit> {
@@ -143,7 +152,7 @@ impl Shard {
         match found {
             None => {
                 if !op.must_fit && self.is_crowded(now, about) {
-                    self.losses.shared += 1;
+                    self.losses.shared += u64::from(op.verb == Verb::Take);
                     return Outcome::plain(Verdict::NoRoom, now);
                 }
                 match limit.kind() {
@@ -285,12 +294,14 @@ impl Shard {
             return;
         }
         let counted_at = self.counted_at;
-        let mut newly_blocked = false;
+        let mut newly_blocked = 0;
         self.alter(op, now, about, |state| {
-            newly_blocked = state.record().strikes == 0 || state.record().until <= counted_at;
+            if state.record().strikes == 0 || state.record().until <= counted_at {
+                newly_blocked = weight(state);
+            }
             state.strike(limit, op.cost, now, outcome);
         });
-        self.blocked += usize::from(newly_blocked);
+        self.blocked += newly_blocked;
     }
 
     /// Runs `change` on the key's whole state, making one if need be.
@@ -305,6 +316,10 @@ impl Shard {
             } else {
                 let mut state = Self::unfold(word);
                 change(&mut state);
+                if let (Usage::Rate(arrival), true) = (state.usage(), *state.record() == Record::default()) {
+                    self.table.set_word(at, Word::Arrival(*arrival).pack());
+                    return;
+                }
                 let index = self.allocate(state, tag, now, about);
                 // Making room may have moved the entry.
                 if let Some(at) = self.find(tag) {
@@ -419,7 +434,7 @@ impl Shard {
         let slots = self.table.slots().len();
         let mut best: Option<(Worth, usize)> = None;
         let mut seen = 0;
-        for step in 0..slots {
+        for step in 0..slots.min(LOOKED_OVER) {
             let at = (self.hand + step) % slots;
             let slot = self.table.slots()[at];
             let word = Word::unpack(slot.word);
@@ -479,11 +494,11 @@ impl Shard {
             return false;
         }
         if now.since(self.counted_at) >= RECOUNT || now < self.counted_at {
-            self.blocked = self
-                .cells
-                .iter()
-                .filter(|cell| matches!(cell, Cell::Used(state) if state.record().blocks(now)))
-                .count();
+            let blocked = self.cells.iter().filter_map(|cell| match cell {
+                Cell::Used(state) if state.record().blocks(now) => Some(weight(state)),
+                _ => None,
+            });
+            self.blocked = blocked.sum();
             self.counted_at = now;
         }
         self.blocked >= about.room.blocked

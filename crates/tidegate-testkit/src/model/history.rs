@@ -106,8 +106,8 @@ impl History {
         for event in &self.0 {
             match *event {
                 Event::Taken { at, cost, .. } => {
-                    arrival = arrival.max(units(at)) + spacing * u128::from(cost);
-                    arrival = arrival.min(units(at) + 2 * burst);
+                    arrival = arrival.max(units(at));
+                    arrival = (arrival + spacing * u128::from(cost)).min(arrival.max(units(at) + 2 * burst));
                 }
                 Event::Refunded { at, cost } => {
                     arrival = arrival.saturating_sub(spacing * u128::from(cost)).max(units(at));
