@@ -10,7 +10,10 @@ use crate::subjects::{Subject, Terms, backon, governor, limitador, throttlecrab,
 /// What every decision of a row must answer. A row that measured something else is no row.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Answer {
+    /// Admitted out of a burst that is partly used.
     Allow,
+    /// Admitted with the whole burst at hand.
+    Rested,
     Deny,
 }
 
@@ -35,7 +38,7 @@ impl Work {
             (0..self.threads).map(|thread| Sequence::new(self.draw, self.keys, thread as u64)).collect();
         let mut row = Row::new(self.name, Unit::Nanoseconds);
         let touches = match self.answer {
-            Answer::Allow => 1,
+            Answer::Allow | Answer::Rested => 1,
             Answer::Deny => Terms::TIGHT.burst,
         };
         let mut teams: Vec<Team<'_>> = Vec::new();
@@ -97,7 +100,7 @@ impl Team<'_> {
         let chunk = chunk(&mut self.workers, steps);
         self.chunks.push(chunk.ns);
         self.astray += match answer {
-            Answer::Allow => chunk.steps - chunk.admitted,
+            Answer::Allow | Answer::Rested => chunk.steps - chunk.admitted,
             Answer::Deny => chunk.admitted,
         };
     }
@@ -116,7 +119,7 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         }
     };
     for threads in [1, 2] {
-        for answer in [Answer::Allow, Answer::Deny] {
+        for answer in [Answer::Allow, Answer::Rested, Answer::Deny] {
             offer(format!("decision/one/{}/T{threads}", word(answer)), &|name| one(name, threads, answer));
         }
         for (keys, words) in [(1_000, "1k"), (1_000_000, "1M")] {
@@ -127,6 +130,9 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
                 }
             }
         }
+        offer(format!("decision/1k/uniform/rested/T{threads}"), &|name| {
+            many(name, 1_000, Draw::Uniform, threads, Answer::Rested)
+        });
         offer(format!("decision/10k/hot/allow/T{threads}"), &|name| {
             many(name, 10_000, Draw::Hot, threads, Answer::Allow)
         });
@@ -140,12 +146,17 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
 fn word(answer: Answer) -> &'static str {
     match answer {
         Answer::Allow => "allow",
+        Answer::Rested => "rested",
         Answer::Deny => "deny",
     }
 }
 
 fn one(name: String, threads: usize, answer: Answer) -> Work {
-    let terms = if answer == Answer::Allow { Terms::ROOMY } else { Terms::TIGHT };
+    let terms = match answer {
+        Answer::Allow => Terms::ROOMY,
+        Answer::Rested => Terms::RESTED,
+        Answer::Deny => Terms::TIGHT,
+    };
     Work {
         name,
         subjects: vec![tidegate::direct(terms), governor::direct(terms), throttlecrab::direct(terms)],
@@ -158,11 +169,18 @@ fn one(name: String, threads: usize, answer: Answer) -> Work {
 }
 
 fn many(name: String, keys: u32, draw: Draw, threads: usize, answer: Answer) -> Work {
-    let terms = if answer == Answer::Allow { Terms::ROOMY_KEYED } else { Terms::TIGHT };
-    let mut subjects =
-        vec![tidegate::keyed(terms), tidegate::windowed(terms), governor::keyed(terms), throttlecrab::keyed(terms)];
+    let terms = match answer {
+        Answer::Allow => Terms::ROOMY_KEYED,
+        Answer::Rested => Terms::RESTED_KEYED,
+        Answer::Deny => Terms::TIGHT,
+    };
+    let mut subjects = vec![tidegate::keyed(terms), governor::keyed(terms), throttlecrab::keyed(terms)];
+    // A window is never rested among a thousand keys.
+    if answer != Answer::Rested {
+        subjects.insert(1, tidegate::windowed(terms));
+    }
     // A million counters built beforehand are a gigabyte for each thread, and would time the fetching of them.
-    if keys <= 10_000 {
+    if answer != Answer::Rested && keys <= 10_000 {
         subjects.push(limitador::prebuilt(terms));
     }
     Work { name, subjects, keys, draw, threads, answer, steps: if keys > 100_000 { 4_000 } else { 20_000 } }
@@ -170,19 +188,19 @@ fn many(name: String, keys: u32, draw: Draw, threads: usize, answer: Answer) -> 
 
 fn inbound(name: String, threads: usize, answer: Answer) -> Work {
     const CLIENTS: u32 = 10_000;
-    let subjects = match answer {
-        Answer::Allow if threads == 1 => vec![
+    let subjects = match (answer, threads) {
+        (Answer::Deny, _) => vec![tidegate::inbound(Filling::Blocked, CLIENTS), limitador::whole(Terms::TIGHT)],
+        (_, 1) => vec![
             tidegate::inbound(Filling::Everyday, CLIENTS),
             tidegate::inbound(Filling::Rates, CLIENTS),
             tidegate::inbound(Filling::Packed, CLIENTS),
             limitador::whole(Terms::ROOMY_KEYED),
         ],
-        Answer::Allow => vec![
+        _ => vec![
             tidegate::inbound(Filling::Rates, CLIENTS),
             tidegate::inbound(Filling::Packed, CLIENTS),
             limitador::whole(Terms::ROOMY_KEYED),
         ],
-        Answer::Deny => vec![tidegate::inbound(Filling::Blocked, CLIENTS), limitador::whole(Terms::TIGHT)],
     };
     Work { name, subjects, keys: CLIENTS, draw: Draw::Uniform, threads, answer, steps: 8_000 }
 }

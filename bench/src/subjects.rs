@@ -24,11 +24,24 @@ pub struct Terms {
 }
 
 impl Terms {
+    /// The same rate as a count and the whole seconds that it is given for.
+    fn count_and_seconds(self) -> (u32, u32) {
+        let nanos = u32::try_from(self.every.as_nanos());
+        match nanos {
+            Ok(nanos) if nanos < 1_000_000_000 => (1_000_000_000 / nanos, 1),
+            _ => (1, u32::try_from(self.every.as_secs()).expect("terms are short")),
+        }
+    }
+
     /// One limit for all calls, which no run of this benchmark uses up.
     pub const ROOMY: Self = Self { every: Duration::from_secs(1), burst: 1_000_000_000 };
     /// A limit a key, which no run uses up, and slow enough that no key's state lapses during a run: a limiter that may
     /// forget a key between two calls would be timed on an empty store.
     pub const ROOMY_KEYED: Self = Self { every: Duration::from_secs(10), burst: 100_000_000 };
+    /// A limit that is whole again before the next call comes, as of a client that calls seldom.
+    pub const RESTED: Self = Self { every: Duration::from_nanos(1), burst: 1_000_000 };
+    /// The same for each of a thousand keys.
+    pub const RESTED_KEYED: Self = Self { every: Duration::from_micros(1), burst: 1_000_000 };
     /// Two calls, and then refusals for longer than any run. Not one: throttlecrab forgets a key of burst 1 at once, and
     /// admits every call.
     pub const TIGHT: Self = Self { every: Duration::from_secs(3600), burst: 2 };
@@ -155,6 +168,8 @@ mod tests {
             let subject = tidegate::inbound(filling, 100);
             assert_eq!(subject.worker(&sequence, 1).run(40_000), 40_000, "{filling:?}");
         }
+        assert_eq!(Terms::RESTED_KEYED.count_and_seconds(), (1_000_000, 1));
+        assert_eq!(Terms::TIGHT.count_and_seconds(), (1, 3600));
         for subject in subjects(Terms::ROOMY_KEYED) {
             assert_eq!(subject.worker(&sequence, 1).run(40_000), 40_000, "{}", subject.name());
         }

@@ -31,9 +31,9 @@ impl Throttlecrab {
     }
 
     fn decide(&self, limiter: &mut RateLimiter<PeriodicStore>, key: &str) -> bool {
-        let every = i64::try_from(self.terms.every.as_secs()).expect("terms are short");
+        let (count, seconds) = self.terms.count_and_seconds();
         limiter
-            .rate_limit(key, i64::from(self.terms.burst), 1, every, 1, SystemTime::now())
+            .rate_limit(key, self.terms.burst.into(), count.into(), seconds.into(), 1, SystemTime::now())
             .expect("the terms are valid")
             .0
     }

@@ -120,7 +120,8 @@ pub fn login(ip: IpAddr) -> Query<'static> {
 }
 
 fn rate(terms: Terms) -> String {
-    format!("1 per {}s burst {}", terms.every.as_secs(), terms.burst)
+    let (count, seconds) = terms.count_and_seconds();
+    format!("{count} per {seconds}s burst {}", terms.burst)
 }
 
 struct Direct(Limiter);

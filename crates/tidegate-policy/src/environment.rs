@@ -15,9 +15,29 @@ const WINDOW: u64 = 3600;
 /// The longest window or block that a plain name gives: ten years in seconds.
 const MAX_SECS: u64 = 315_360_000;
 
-/// Whether a variable is read at all.
+/// What the names that belong to Tidegate begin with, in any case: one that isn't a setting's is a mistake.
+const FAMILY: &str = "TIDEGATE_";
+/// Names of the family that the test suite reads, and no policy.
+const OF_TESTS: [&str; 4] = ["TIDEGATE_REQUIRE_ALL", "TIDEGATE_FULL", "TIDEGATE_SEED", "TIDEGATE_FUZZ_SECONDS"];
+
+/// Whether a variable is looked at at all.
 pub(crate) fn is_ours(name: &str) -> bool {
-    name.starts_with(PREFIX) || PLAIN.iter().any(|(plain, _, _)| *plain == name)
+    is_of_family(name) && !OF_TESTS.contains(&name) || PLAIN.iter().any(|(plain, _, _)| *plain == name)
+}
+
+fn is_of_family(name: &str) -> bool {
+    name.get(..FAMILY.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(FAMILY))
+}
+
+/// The variables that a token is taken from, which may have any name.
+fn token_variables(root: &Table, env: &[(String, String)]) -> Vec<String> {
+    let in_file = ["api", "admin"].into_iter().filter_map(|section| match &root.table(section)?.node("token")?.value {
+        Value::Text(text) => Some(text.as_str()),
+        _ => None,
+    });
+    let in_env = env.iter().filter(|(name, _)| name.to_ascii_uppercase().ends_with("__TOKEN"));
+    let sources = in_file.chain(in_env.map(|(_, value)| value.trim().trim_matches(['"', '\''])));
+    sources.filter_map(|source| source.strip_prefix("env:")).map(str::to_owned).collect()
 }
 
 /// An action's name as a variable's name holds it, in lower case.
@@ -29,6 +49,7 @@ pub(crate) fn foldable(name: &str) -> String {
 pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, mut env: Vec<(String, String)>) {
     env.retain(|(name, value)| is_ours(name) && !value.trim().is_empty());
     env.sort();
+    let tokens = token_variables(root, &env);
     plain_names(texts, errors, root, &env);
     let mut seen: Vec<String> = Vec::new();
     for (name, value) in env {
@@ -48,8 +69,18 @@ pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Tab
             if let Err(error) = set(texts, root, &name, &value, &path) {
                 errors.push(error);
             }
+        } else if is_of_family(&name) && !tokens.contains(&name) {
+            let at = add(texts, &name, &value, true);
+            errors.push(unknown(texts, at, &name, &actions_of(root)));
         }
     }
+}
+
+fn actions_of(root: &Table) -> Vec<String> {
+    root.table("inbound")
+        .and_then(|inbound| inbound.table("action"))
+        .map(|actions| actions.entries.iter().map(|entry| entry.key.clone()).collect())
+        .unwrap_or_default()
 }
 
 fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
@@ -58,11 +89,7 @@ fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
 
 /// Sets what one variable names.
 fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
-    let actions: Vec<String> = root
-        .table("inbound")
-        .and_then(|inbound| inbound.table("action"))
-        .map(|actions| actions.entries.iter().map(|entry| entry.key.clone()).collect())
-        .unwrap_or_default();
+    let actions = actions_of(root);
     // The action's own spelling takes the place of the variable's, and `*` its place in the table of settings.
     let (mut here, mut generic) = (path.to_vec(), path.join("."));
     if let [section, actions_key, action, rest @ ..] = path
@@ -127,7 +154,10 @@ fn known(actions: &[String]) -> String {
 }
 
 fn unknown(texts: &Texts, at: At, name: &str, actions: &[String]) -> Error {
-    if name.to_ascii_uppercase().starts_with("TIDEGATE__OUTBOUND") {
+    // With the right prefix, whatever the case and the number of underscores.
+    let rest = name.get(FAMILY.len()..).unwrap_or_default().trim_start_matches('_');
+    let upper = format!("{PREFIX}{}", rest.to_ascii_uppercase());
+    if upper.strip_prefix(PREFIX).is_some_and(|rest| rest.starts_with("OUTBOUND")) {
         return Error::new(
             texts,
             at,
@@ -146,14 +176,18 @@ fn unknown(texts: &Texts, at: At, name: &str, actions: &[String]) -> Error {
             }
         })
         .collect();
-    let upper = name.to_ascii_uppercase();
+    // A name that only has other underscores is meant before any that is merely like it.
+    let bare = |name: &str| name.replace('_', "");
+    let plain = PLAIN.iter().map(|(plain, _, _)| *plain).find(|plain| bare(plain) == bare(rest).to_ascii_uppercase());
+    let same = names.iter().map(String::as_str).find(|known| bare(known) == bare(&upper)).or(plain);
     // Two names in one section differ by their last word, so that is what is compared, within the section first.
     let (section, word) = upper.rsplit_once("__").unwrap_or(("", &upper));
     let siblings: Vec<&str> = names
         .iter()
         .filter_map(|name| name.rsplit_once("__").filter(|(inside, _)| *inside == section).map(|(_, word)| word))
         .collect();
-    let meant = nearest(word, siblings).map(|word| format!("{section}__{word}"));
+    let meant = same.map(str::to_owned);
+    let meant = meant.or_else(|| nearest(word, siblings).map(|word| format!("{section}__{word}")));
     let meant = meant.or_else(|| nearest(&upper, names.iter().map(String::as_str)).map(str::to_owned));
     Error::new(texts, at, format!("unknown environment variable {name}"), "the name of a setting")
         .hint(meant.as_deref())

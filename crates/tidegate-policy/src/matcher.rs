@@ -1,11 +1,12 @@
 //! Which requests an action matches.
 
 use std::fmt;
+use std::ops::Range;
 
 use http::Method;
 
 use crate::key::bare_host;
-use crate::path::{Normalised, PathQuirks};
+use crate::path::{Normalised, PathQuirks, escape};
 
 /// The most segments in a path pattern.
 const MAX_SEGMENTS: usize = 32;
@@ -18,10 +19,14 @@ const MAX_PATTERN: usize = 1024;
 /// and `/api/v1/users`, not `/apis`), or has `*` within a segment for any run of characters there (`/users/*/avatar`).
 ///
 /// Other spellings of a path match too, so that no limit is evaded by them: escapes are decoded (`/%6Cogin`), empty
-/// and `.` segments are dropped and `..` resolved (`//x/../login`), and a slash at the end makes no difference. By
-/// RFC 3986 letters of different case differ and `%2F` is no slash; for an upstream that sees that differently there
-/// is `inbound.path_quirks`. Hosts match in any case and whatever the port. The request itself is passed on as it
-/// came.
+/// and `.` segments are dropped and `..` resolved (`//x/../login`), and a slash at the end makes no difference. `%2F`,
+/// `%5C` and `\` separate segments like `/`, as nginx reads them; for an upstream to which they are data, as RFC 3986
+/// has it, write `inbound.path_quirks = []`. Letters of different case differ, and what follows `;` belongs to a
+/// segment, unless `inbound.path_quirks` has `case` or `parameters`; it lists every quirk, so one that keeps
+/// `encoded_slash` names it too. Hosts match in any case and whatever the port. The request itself is passed on as
+/// it came.
+///
+/// `GET` covers `HEAD` as well, for which an upstream runs the same handler. An action for `HEAD` alone goes above it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matcher {
     pub(crate) methods: Vec<Method>,
@@ -30,7 +35,7 @@ pub struct Matcher {
 }
 
 impl Matcher {
-    /// The methods that match; empty for any.
+    /// The methods that match, as written; empty for any. With GET, HEAD matches too.
     pub fn methods(&self) -> &[Method] {
         &self.methods
     }
@@ -47,7 +52,7 @@ impl Matcher {
 
     #[inline]
     pub(crate) fn takes_method(&self, method: Option<&str>) -> bool {
-        self.methods.is_empty() || method.is_some_and(|method| self.methods.iter().any(|own| own.as_str() == method))
+        self.methods.is_empty() || method.is_some_and(|method| self.methods.iter().any(|own| takes(own, method)))
     }
 
     #[inline]
@@ -62,7 +67,7 @@ impl Matcher {
     /// Whether every request that `later` matches is matched by this too.
     pub(crate) fn covers(&self, later: &Self) -> bool {
         let methods = self.methods.is_empty()
-            || !later.methods.is_empty() && later.methods.iter().all(|method| self.methods.contains(method));
+            || !later.methods.is_empty() && later.methods.iter().all(|method| self.takes_method(Some(method.as_str())));
         let hosts = self.hosts.is_empty()
             || !later.hosts.is_empty() && later.hosts.iter().all(|host| self.hosts.contains(host));
         let paths = self.paths.is_empty()
@@ -72,10 +77,21 @@ impl Matcher {
     }
 }
 
+/// Whether a method of a match takes the method of a request.
+#[inline]
+fn takes(own: &Method, method: &str) -> bool {
+    own.as_str() == method || *own == Method::GET && method == "HEAD"
+}
+
 impl fmt::Display for Matcher {
-    /// `POST /login`, `GET or HEAD /api/* on example.org`, `any method /`.
+    /// `POST /login`, `GET or HEAD /api/* on example.org`, `any method /`: HEAD is named wherever GET takes it along.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let methods: Vec<&str> = self.methods.iter().map(Method::as_str).collect();
+        let mut methods: Vec<&str> = self.methods.iter().map(Method::as_str).collect();
+        if let Some(get) = methods.iter().position(|method| *method == "GET")
+            && !methods.contains(&"HEAD")
+        {
+            methods.insert(get + 1, "HEAD");
+        }
         let paths: Vec<&str> = self.paths().collect();
         f.write_str(&if methods.is_empty() { "any method".to_owned() } else { methods.join(" or ") })?;
         write!(f, " {}", if paths.is_empty() { "any path".to_owned() } else { paths.join(" or ") })?;
@@ -105,11 +121,13 @@ pub(crate) struct PatternError {
     pub(crate) message: &'static str,
     pub(crate) expected: &'static str,
     pub(crate) instead: Option<String>,
+    /// Where in the pattern, in bytes, if it is one place.
+    pub(crate) at: Option<Range<usize>>,
 }
 
 impl Pattern {
     pub(crate) fn new(text: &str, quirks: PathQuirks) -> Result<Self, PatternError> {
-        let wrong = |message, expected, instead| Err(PatternError { message, expected, instead });
+        let wrong = |message, expected, instead| Err(PatternError { message, expected, instead, at: None });
         if text.is_empty() {
             return wrong("the path is empty", "a path such as \"/login\" or \"/api/*\"", None);
         }
@@ -130,6 +148,15 @@ impl Pattern {
         if text.contains("**") {
             let message = "`**` is no wildcard here";
             return wrong(message, "`*` within a segment, or `/*` at the end", Some(text.replace("**", "*")));
+        }
+        let broken = |at: &usize| escape(text.as_bytes(), *at).is_none();
+        if let Some(at) = text.match_indices('%').map(|(at, _)| at).find(broken) {
+            return Err(PatternError {
+                message: "`%` has no two hexadecimal digits behind it",
+                expected: "an escape such as %20, or %25 for the sign itself",
+                instead: None,
+                at: Some(at..text.len().min(at + 3)),
+            });
         }
         let (head, open) = match text.strip_suffix("/*") {
             Some(head) => (if head.is_empty() { "/" } else { head }, true),
@@ -273,6 +300,19 @@ mod tests {
         ] {
             assert_eq!(glob(pattern.as_bytes(), text.as_bytes()), fits, "{pattern} {text}");
         }
+    }
+
+    #[test]
+    fn get_takes_head_along() {
+        let of = |methods: &[Method]| Matcher { methods: methods.to_vec(), paths: Vec::new(), hosts: Vec::new() };
+        let (get, head, post) = (of(&[Method::GET]), of(&[Method::HEAD]), of(&[Method::POST]));
+        assert!(get.takes_method(Some("GET")) && get.takes_method(Some("HEAD")));
+        assert!(!get.takes_method(Some("head")) && !get.takes_method(Some("POST")) && !get.takes_method(None));
+        assert!(!head.takes_method(Some("GET")) && !post.takes_method(Some("HEAD")));
+        assert!(get.covers(&head) && !head.covers(&get) && !post.covers(&head));
+        assert!(get.covers(&of(&[Method::GET, Method::HEAD])));
+        assert_eq!(of(&[Method::GET, Method::POST]).to_string(), "GET or HEAD or POST any path");
+        assert_eq!(of(&[Method::HEAD, Method::GET]).to_string(), "HEAD or GET any path");
     }
 
     #[test]

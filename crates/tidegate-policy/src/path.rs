@@ -5,11 +5,12 @@ use arrayvec::ArrayVec;
 /// Paths up to this length are normalised without allocating.
 const INLINE: usize = 256;
 
-/// What the upstream takes for the same path beyond RFC 3986: `inbound.path_quirks`. All off by default.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What the upstream takes for the same path beyond RFC 3986: `inbound.path_quirks`. By default `encoded_slash` alone,
+/// since a limit in front of nginx is evaded without it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PathQuirks {
-    /// `encoded_slash`: `%2F`, `%5C` and `\` separate segments like `/`, as nginx and IIS read them.
+    /// `encoded_slash`: `%2F`, `%5C` and `\` separate segments like `/`, as nginx and IIS read them. On by default.
     pub encoded_slash: bool,
     /// `parameters`: what follows `;` in a segment is dropped, as Java servers do.
     pub parameters: bool,
@@ -17,8 +18,19 @@ pub struct PathQuirks {
     pub case: bool,
 }
 
+impl PathQuirks {
+    /// None of them: paths as RFC 3986 has them. A policy says so with `path_quirks = []`.
+    pub const NONE: Self = Self { encoded_slash: false, parameters: false, case: false };
+}
+
+impl Default for PathQuirks {
+    fn default() -> Self {
+        Self { encoded_slash: true, ..Self::NONE }
+    }
+}
+
 /// A path in the one spelling that matches and keys use: without query string and fragment; escapes decoded, but for
-/// `%2F` and `%25`; empty and `.` segments dropped, `..` resolved; no slash at the end (but `/` alone).
+/// `%25` (and `%2F` where that is no slash); empty and `.` segments dropped, `..` resolved; no slash at the end (but `/` alone).
 #[expect(clippy::large_enum_variant, reason = "the large variant is there to spare an allocation")]
 pub(crate) enum Normalised<'a> {
     Borrowed(&'a [u8]),
@@ -174,7 +186,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PLAIN: PathQuirks = PathQuirks { encoded_slash: false, parameters: false, case: false };
+    const PLAIN: PathQuirks = PathQuirks::NONE;
 
     fn normal(path: &str, quirks: PathQuirks) -> String {
         String::from_utf8_lossy(Normalised::new(path, quirks).as_bytes()).into_owned()
@@ -228,6 +240,15 @@ mod tests {
             ("/caf%C3%A9", "/café"),
         ] {
             assert_eq!(normal(path, PLAIN), expected, "{path}");
+        }
+    }
+
+    #[test]
+    fn an_encoded_slash_separates_by_default() {
+        for spelling in ["/%2flogin", "/x%2f..%2flogin", "/%2Flogin%2F", "/x/..%5clogin", "/\\login", "/%2f%2e%2flogin"]
+        {
+            assert_eq!(normal(spelling, PathQuirks::default()), "/login", "{spelling}");
+            assert_ne!(normal(spelling, PLAIN), "/login", "{spelling}");
         }
     }
 

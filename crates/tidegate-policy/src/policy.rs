@@ -31,9 +31,9 @@ impl Sources {
         self
     }
 
-    /// Lets environment variables override the file. Only names that begin with `TIDEGATE__` and the plain names
+    /// Lets environment variables override the file. Only names that begin with `TIDEGATE_` and the plain names
     /// (`GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE`, `BACKOFF_MAX`) are looked at, so the whole
-    /// environment may be given: `std::env::vars()`.
+    /// environment may be given: `std::env::vars()`. One of the former that is no setting's name is an error.
     #[must_use]
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
         let ours = variables.into_iter().map(|(name, value)| (name.into(), value.into()));

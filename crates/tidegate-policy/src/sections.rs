@@ -60,7 +60,7 @@ pub struct Inbound {
     pub upstream: Option<Upstream>,
     /// Whose forwarding headers are believed, and which one. Nobody's by default.
     pub forwarding: Forwarding,
-    /// What the upstream takes for the same path beyond RFC 3986. Nothing by default; see
+    /// What the upstream takes for the same path beyond RFC 3986. By default that `%2F` is a slash; see
     /// [`Matcher`](crate::Matcher).
     pub path_quirks: PathQuirks,
     /// Which rate-limit headers answers carry. Default [`HeaderDialect::Draft10`].

@@ -4,7 +4,9 @@
 //! path in capitals, joined by two underscores: `TIDEGATE__INBOUND__TIMEOUTS__CONNECT=2s`,
 //! `TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT=10 per 60s`. Values are written without quotes; lists with commas between
 //! their items or as in TOML. An action's name is found in any case, with `_` for what a variable's name can't hold;
-//! the environment changes actions and never adds one. An empty value counts as not set.
+//! the environment changes actions and never adds one. An empty value counts as not set. Any other name that begins with
+//! `TIDEGATE_`, in any case, is an error rather than a setting that does nothing; only a variable that a `token` is taken
+//! from may have such a name.
 //!
 //! Four plain names are honoured too; those that begin with `TIDEGATE__` win over them:
 //!
@@ -69,8 +71,8 @@ static SETTINGS: &[Setting] = &[
     setting(
         "inbound.path_quirks",
         Words,
-        "",
-        "what the upstream takes for the same path beyond RFC 3986: encoded_slash, parameters, case",
+        "encoded_slash",
+        "what the upstream takes for the same path beyond RFC 3986: encoded_slash, parameters, case; [] for nothing",
     ),
     setting("inbound.headers", Text, "draft-10", "rate-limit headers on answers: draft-10, draft-7 or none"),
     setting("inbound.x_ratelimit", Flag, "false", "whether answers also carry X-RateLimit-* headers"),
@@ -106,7 +108,7 @@ static SETTINGS: &[Setting] = &[
         "",
         "which requests it matches; without one only the decision API reaches it",
     ),
-    setting("inbound.action.*.match.method", Words, "", "the methods it matches; any if unsaid"),
+    setting("inbound.action.*.match.method", Words, "", "the methods it matches, HEAD with GET; any if unsaid"),
     setting("inbound.action.*.match.path", Words, "", "the paths it matches, such as /login or /api/*; any if unsaid"),
     setting("inbound.action.*.match.host", Words, "", "the hosts it matches; any if unsaid"),
     setting("inbound.action.*.key", Words, "client_ip", "what its calls are counted by"),

@@ -74,7 +74,7 @@ fn every_kind_of_setting_can_be_overridden() {
             ("TIDEGATE__INBOUND__GLOBAL__PENALTY__BASE", "5s"),
             ("TIDEGATE__INBOUND__FORWARDED", ""),
             ("PATH", "/bin"),
-            ("TIDEGATE_CONFIG", "not ours"),
+            ("TIDEGATER", "not ours"),
         ],
     )
     .unwrap();
@@ -256,4 +256,45 @@ fn a_variable_changes_what_is_matched() {
     let matches =
         |path| policy.plan().matching(&Query { method: Some("POST"), path: Some(path), ..Query::default() }).is_some();
     assert!(matches("/signin") && matches("/sign-in") && !matches("/login"));
+}
+
+#[test]
+fn a_name_of_ours_that_sets_nothing_is_an_error() {
+    for (name, meant) in [
+        ("TIDEGATE_INBOUND__LISTEN", Some("TIDEGATE__INBOUND__LISTEN")),
+        ("TIDEGATE_INBOUND_LISTEN", Some("TIDEGATE__INBOUND__LISTEN")),
+        ("TIDEGATE___INBOUND__LISTEN", Some("TIDEGATE__INBOUND__LISTEN")),
+        ("tidegate__inbound__listen", Some("TIDEGATE__INBOUND__LISTEN")),
+        ("Tidegate_Inbound_Timeouts_Header", Some("TIDEGATE__INBOUND__TIMEOUTS__HEADER")),
+        ("tidegate_inbound_lisen", Some("TIDEGATE__INBOUND__LISTEN")),
+        ("TIDEGATE_INBOUND_ACTION_OTP_REQUEST_LIMIT", Some("TIDEGATE__INBOUND__ACTION__OTP_REQUEST__LIMIT")),
+        ("TIDEGATE_GLOBAL_RATE_LIMIT", Some("GLOBAL_RATE_LIMIT")),
+        ("TIDEGATE_é", None),
+        ("TIDEGATE_", None),
+        ("tidegate_seed", None),
+    ] {
+        let told = load(Some(FILE), &[(name, "hunter2")]).map(|_| ()).unwrap_err();
+        assert!(told.contains(&format!("unknown environment variable {name}")), "{told}");
+        assert!(!told.contains("hunter2"), "{told}");
+        if let Some(meant) = meant {
+            assert!(told.contains(&format!("did you mean `{meant}`?")), "{told}");
+        }
+    }
+    let told = load(Some(FILE), &[("tidegate_outbound__listen", "x")]).map(|_| ()).unwrap_err();
+    assert!(told.contains("not supported by this version"), "{told}");
+}
+
+#[test]
+fn names_of_the_test_suite_and_of_tokens_are_let_be() {
+    for name in
+        ["TIDEGATE_REQUIRE_ALL", "TIDEGATE_FULL", "TIDEGATE_SEED", "TIDEGATE_FUZZ_SECONDS", "TIDEGATE_", "tidegates"]
+    {
+        let value = if name == "TIDEGATE_" { "" } else { "1" };
+        assert!(load(Some(FILE), &[(name, value)]).is_ok(), "{name}");
+    }
+    let with_token = format!("{FILE}\n[api]\ntoken = \"env:TIDEGATE_TOKEN\"\n");
+    assert!(load(Some(&with_token), &[("TIDEGATE_TOKEN", "hunter2")]).is_ok());
+    let variables = [("TIDEGATE__ADMIN__TOKEN", "env:TIDEGATE_TOKEN"), ("TIDEGATE_TOKEN", "hunter2")];
+    assert!(load(Some(FILE), &variables).is_ok());
+    assert!(load(Some(FILE), &variables[1..]).is_err());
 }

@@ -382,3 +382,21 @@ fn what_stands_beside_a_preset_overrides_it() {
     assert_eq!(words("ban = \"none\""), "at most 5 in any 60 s");
     assert!(words("penalty = {}").starts_with("at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h"));
 }
+
+#[test]
+fn an_encoded_slash_evades_no_match_unless_switched_off() {
+    let policy = |quirks: &str| {
+        plan(&format!(
+            "[inbound]\n{quirks}\n[inbound.action.login]\nlimit = \"5 per 60s\"\n\
+             match = {{ method = \"POST\", path = \"/login\" }}\n"
+        ))
+    };
+    let (default, off, case) =
+        (policy(""), policy("path_quirks = []"), policy("path_quirks = [\"case\", \"encoded_slash\"]"));
+    for path in ["/%2flogin", "/%2Flogin", "/x%2f..%2flogin", "/login%2f", "/x/..%5Clogin"] {
+        let query = Query { method: Some("POST"), path: Some(path), ..Query::default() };
+        assert!(default.matching(&query).is_some(), "{path}");
+        assert!(case.matching(&query).is_some(), "{path}");
+        assert!(off.matching(&query).is_none(), "{path}");
+    }
+}

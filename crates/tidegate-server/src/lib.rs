@@ -344,7 +344,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
         }
         if let Some(Open { listener, service }) = self.api {
             sweeps.push(Arc::clone(&listener.sweep));
-            let meet = move |client| Caller { api: Arc::clone(&service), client: Arc::new(client) };
+            let meet = move |client| Caller::new(&service, client);
             accepting.spawn(listener.run(meet, told(stopped.clone())));
         }
         if let Some(Open { listener, service }) = self.admin {

@@ -86,14 +86,33 @@ impl Listener {
             tokio::select! {
                 biased;
                 () = &mut stop => break,
-                accepted = self.accept() => self.admit(accepted, &serve),
+                accepted = self.accept() => admit(&self.sweep, &self.http, self.bounds.forwards, accepted, &serve),
             }
         }
-        while self.sweep.len() < self.bounds.connections {
-            match tokio::time::timeout(Duration::from_millis(1), self.socket.accept()).await {
-                Ok(Ok(accepted)) => self.admit(accepted, &serve),
-                Ok(Err(_)) => {}
-                Err(_) => break,
+        self.take_who_waits(&serve);
+    }
+
+    /// Accepts those that the system has connected already, and closes. Between the last of them and the close the
+    /// system may connect one more, which is then reset; so that it is no more than one, the queue is shut first.
+    fn take_who_waits<S>(self, serve: &impl Fn(Client) -> S)
+    where
+        S: Serves + Send + 'static,
+        Connection<S>: Future<Output = ()> + Send,
+        S: HttpService<Incoming, ResBody = crate::body::Body>,
+        <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let Self { socket, bounds, sweep, http } = self;
+        let Ok(socket) = socket.into_std() else { return };
+        // Where this can't be done, a few more may be reset.
+        let _ = socket2::SockRef::from(&socket).listen(0);
+        // Not tokio's accept, which may not have heard of the latest yet.
+        while sweep.len() < bounds.connections
+            && let Ok((stream, address)) = socket.accept()
+        {
+            if stream.set_nonblocking(true).is_ok()
+                && let Ok(stream) = TcpStream::from_std(stream)
+            {
+                admit(&sweep, &http, bounds.forwards, (stream, address), serve);
             }
         }
     }
@@ -113,24 +132,29 @@ impl Listener {
             }
         }
     }
+}
 
-    fn admit<S>(&self, (stream, address): (TcpStream, SocketAddr), serve: &impl Fn(Client) -> S)
-    where
-        S: Serves + Send + 'static,
-        Connection<S>: Future<Output = ()> + Send,
-        S: HttpService<Incoming, ResBody = crate::body::Body>,
-        <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-    {
-        if stream.set_nodelay(true).is_err() {
-            return;
-        }
-        let (watch, entry) = self.sweep.join();
-        let entry = Arc::new(entry);
-        let service = serve(Client { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
-        let io = TokioIo::new(Socket::new(stream, Arc::clone(&watch), self.bounds.forwards));
-        let http = self.http.serve_connection(io, service).with_upgrades();
-        tokio::spawn(Connection::new(http, watch, entry));
+fn admit<S>(
+    sweep: &Arc<Sweep>,
+    http: &http1::Builder,
+    forwards: bool,
+    (stream, address): (TcpStream, SocketAddr),
+    serve: &impl Fn(Client) -> S,
+) where
+    S: Serves + Send + 'static,
+    Connection<S>: Future<Output = ()> + Send,
+    S: HttpService<Incoming, ResBody = crate::body::Body>,
+    <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    if stream.set_nodelay(true).is_err() {
+        return;
     }
+    let (watch, entry) = sweep.join();
+    let entry = Arc::new(entry);
+    let service = serve(Client { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
+    let io = TokioIo::new(Socket::new(stream, Arc::clone(&watch), forwards));
+    let http = http.serve_connection(io, service).with_upgrades();
+    tokio::spawn(Connection::new(http, watch, entry));
 }
 
 /// Whether an error of `accept` is about one connection only.

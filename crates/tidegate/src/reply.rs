@@ -19,7 +19,7 @@ use std::fmt;
 use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
-use tidegate_core::{Decision, LimitId, Reason, Span, Time};
+use tidegate_core::{Decision, Limit, LimitId, Reason, Span, Time};
 use tidegate_policy::{ActionId, HeaderDialect, Plan, PolicyItem};
 
 use self::sheet::{Digits, JsonText, Quoted, Sheet, Stamp};
@@ -82,13 +82,21 @@ struct Named {
     bound_by: Box<str>,
     /// Whose it is: what a report says in `source`.
     source: &'static str,
+    /// The limit's capacity.
+    capacity: u64,
+    /// Whether it only watches.
+    shadow: bool,
+    /// The report of a plain admission, up to `remaining` and from behind `reset_after`.
+    plain: (Box<str>, Box<str>),
 }
 
 impl Replies {
     /// Prepares the replies of a plan.
     pub fn new(plan: &Plan, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let fixed = |own: &[LimitId]| {
-            let items = own.iter().chain(plan.global()).map(|id| policy_item(plan.info(*id).policy_item(), dialect));
+            // A limit that only watches is nobody's to obey.
+            let enforced = own.iter().chain(plan.global()).filter(|id| !is_shadow(plan, **id));
+            let items = enforced.map(|id| policy_item(plan.info(*id).policy_item(), dialect));
             let text = items.collect::<Vec<_>>().join(", ");
             let policy = match dialect {
                 HeaderDialect::None => None,
@@ -117,17 +125,26 @@ impl Replies {
             let (refusal, admission) = (template(true), template(false));
             Fixed { policy, refusal, admission }
         };
-        let limits = plan.limits().iter().map(|(id, _)| {
+        let limits = plan.limits().iter().map(|(id, limit)| {
             let name = &plan.info(id).policy_item().name;
             let state = match dialect {
                 HeaderDialect::Draft10 => format!("{};r=", Quoted(name)),
                 HeaderDialect::Draft7 | HeaderDialect::None => String::new(),
             };
+            let (capacity, source) = (limit.kind().capacity(), plan.info(id).source().as_str());
+            let bound_by = JsonText(plan.info(id).name()).to_string();
+            let before = format!(r#"{{"allowed":true,"limit":{capacity},"remaining":"#);
+            let behind = format!(
+                r#","retry_after":null,"blocked":false,"backoff_seconds":null,"next_allowed_at":null,"bound_by":{bound_by},"reason":"ok","source":"{source}"}}"#
+            );
             Named {
                 state: state.into_bytes().into(),
                 json: JsonText(name).to_string().into(),
-                bound_by: JsonText(plan.info(id).name()).to_string().into(),
-                source: plan.info(id).source().as_str(),
+                bound_by: bound_by.into(),
+                source,
+                capacity,
+                shadow: limit.is_shadow(),
+                plain: (before.into(), behind.into()),
             }
         });
         Self {
@@ -140,12 +157,15 @@ impl Replies {
     }
 
     /// Adds what every answer of a limited action carries. A decision that no limit had a part in (an allow list,
-    /// `unlimited`) adds nothing. `RateLimit` fields that are there already, from a server behind the gate, stay:
+    /// `unlimited`) adds nothing, nor does one that only a limit in shadow mode bound. `RateLimit` fields that are there already, from a server behind the gate, stay:
     /// both are lists.
     pub fn annotate(&self, action: Option<ActionId>, decision: &Decision, headers: &mut HeaderMap) {
         let (Some(id), Some(limit), Some(remaining)) = (decision.bound_by, decision.limit, decision.remaining) else {
             return;
         };
+        if decision.shadow || self.limits.get(id.index()).is_some_and(|named| named.shadow) {
+            return;
+        }
         if self.dialect != HeaderDialect::None {
             if let Some(policy) = &self.fixed(action).policy {
                 headers.append(RATELIMIT_POLICY, policy.clone());
@@ -253,6 +273,20 @@ impl Replies {
         let seconds = |span: Span| span.as_secs_ceil();
         let named = decision.bound_by.and_then(|id| self.limits.get(id.index()));
         let mut text = Sheet::<REPORT>::new();
+        if let (Some(named), Some(remaining)) = (named, decision.remaining)
+            && decision.allowed
+            && decision.reason == Reason::Ok
+            && decision.limit == Some(named.capacity)
+            && !(decision.shadow || decision.blocked)
+            && decision.permit.is_none()
+        {
+            text.put(&*named.plain.0);
+            text.put_number(remaining);
+            text.put(r#","reset_after":"#);
+            text.put_number(decision.reset_after.as_secs_ceil());
+            text.put(&*named.plain.1);
+            return Bytes::copy_from_slice(text.as_bytes());
+        }
         text.put(if decision.allowed { r#"{"allowed":true,"limit":"# } else { r#"{"allowed":false,"limit":"# });
         text.put_optional(decision.limit);
         text.put(r#","remaining":"#);
@@ -403,6 +437,10 @@ impl Telling {
             denied: decision.reason == Reason::DenyList,
         }
     }
+}
+
+fn is_shadow(plan: &Plan, id: LimitId) -> bool {
+    plan.limits().get(id).is_some_and(Limit::is_shadow)
 }
 
 /// The status of a refusal: 403 for a client on the deny list, otherwise 429.

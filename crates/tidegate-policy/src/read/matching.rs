@@ -123,9 +123,10 @@ impl Reader<'_> {
         match Pattern::new(text, quirks) {
             Ok(pattern) => Some(pattern),
             Err(wrong) => {
+                let at = wrong.at.map_or(node.at, |at| self.texts.inside(node, text, at));
                 let error = Error::new(
                     self.texts,
-                    node.at,
+                    at,
                     format!("`path` is {}: {}", quoted(text), wrong.message),
                     wrong.expected,
                 );

@@ -118,7 +118,8 @@ impl Reader<'_> {
     fn path_quirks(&mut self, node: &Node) -> Option<PathQuirks> {
         const WORDS: [&str; 3] = ["encoded_slash", "parameters", "case"];
         let expected = "`encoded_slash`, `parameters` or `case`";
-        let mut quirks = PathQuirks::default();
+        // A list says all of them: an empty one turns the default off.
+        let mut quirks = PathQuirks::NONE;
         let mut fine = true;
         for (text, item) in self.words(node, "path_quirks", expected)? {
             match text {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, ready};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::header::{ALLOW, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, WWW_AUTHENTICATE};
 use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
@@ -56,9 +56,18 @@ pub(crate) struct Api<S: Store, C: Clock> {
 }
 
 /// What serves a connection's requests.
-pub(crate) struct Caller<S: Immediate, C: Clock> {
-    pub(crate) api: Arc<Api<S, C>>,
-    pub(crate) client: Arc<Client>,
+pub(crate) struct Caller<S: Immediate, C: Clock>(Arc<Call<S, C>>);
+
+/// One client connection to the API.
+pub(crate) struct Call<S: Immediate, C: Clock> {
+    api: Arc<Api<S, C>>,
+    client: Client,
+}
+
+impl<S: Immediate, C: Clock> Caller<S, C> {
+    pub(crate) fn new(api: &Arc<Api<S, C>>, client: Client) -> Self {
+        Self(Arc::new(Call { api: Arc::clone(api), client }))
+    }
 }
 
 impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Caller<S, C> {
@@ -67,7 +76,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
     type Future = Answering<S, C>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let (api, client) = (&self.api, &self.client);
+        let Call { api, client } = &*self.0;
         if !authorised(request.headers(), api.token.as_ref()) {
             client.watch.enter(Phase::Deciding);
             let response = dismiss(&client.watch, request, unauthorised());
@@ -77,13 +86,13 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
             // The question that is asked most has no state but its body.
             client.watch.enter(Phase::Upload);
             let collecting = Collecting::new(request.into_body());
-            return Answering::Check { api: Arc::clone(api), client: Arc::clone(client), collecting };
+            return Answering::Check { call: Arc::clone(&self.0), collecting };
         }
         client.watch.enter(Phase::Deciding);
-        let (api, client) = (Arc::clone(api), Arc::clone(client));
+        let call = Arc::clone(&self.0);
         Answering::Later(Box::pin(async move {
-            let response = route(&api, &client, request).await;
-            last(&client.watch, response)
+            let response = route(&call.api, &call.client, request).await;
+            last(&call.client.watch, response)
         }))
     }
 }
@@ -91,7 +100,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
 /// An answer that is there, or on its way.
 pub(crate) enum Answering<S: Immediate, C: Clock> {
     Now(Option<Response<Body>>),
-    Check { api: Arc<Api<S, C>>, client: Arc<Client>, collecting: Collecting },
+    Check { call: Arc<Call<S, C>>, collecting: Collecting },
     Later(Pin<Box<dyn Future<Output = Response<Body>> + Send>>),
 }
 
@@ -102,11 +111,11 @@ impl<S: Immediate, C: Clock> Future for Answering<S, C> {
         let response = match &mut *self {
             Self::Now(response) => response.take().expect("invariant: a future that is ready is not polled again"),
             Self::Later(later) => ready!(later.as_mut().poll(cx)),
-            Self::Check { api, client, collecting } => {
-                let watch = &*client.watch;
+            Self::Check { call, collecting } => {
+                let watch = &*call.client.watch;
                 let response = match ready!(collecting.poll(watch, cx)) {
                     Ok(bytes) => match Question::from_json(&bytes) {
-                        Ok(question) => check(api, &question),
+                        Ok(question) => check(&call.api, &question),
                         Err(wrong) => bad(&wrong),
                     },
                     Err(status) => unread(watch, status),
@@ -220,12 +229,12 @@ fn unread(watch: &Watch, status: StatusCode) -> Response<Body> {
 pub(crate) struct Collecting {
     body: Incoming,
     first: Bytes,
-    all: BytesMut,
+    all: Vec<u8>,
 }
 
 impl Collecting {
     fn new(body: Incoming) -> Self {
-        Self { body, first: Bytes::new(), all: BytesMut::new() }
+        Self { body, first: Bytes::new(), all: Vec::new() }
     }
 
     fn poll(&mut self, watch: &Watch, cx: &mut Context<'_>) -> Poll<Result<Bytes, StatusCode>> {
@@ -250,8 +259,7 @@ impl Collecting {
                 self.all.extend_from_slice(&data);
             }
         }
-        let collected =
-            if self.all.is_empty() { mem::take(&mut self.first) } else { mem::take(&mut self.all).freeze() };
+        let collected = if self.all.is_empty() { mem::take(&mut self.first) } else { mem::take(&mut self.all).into() };
         Poll::Ready(Ok(collected))
     }
 }

@@ -218,22 +218,39 @@ impl<'de> Visitor<'de> for &mut Reading<'de> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(Text(name)) = map.next_key::<Text<'de>>()? {
-            let Some(field) = FIELDS.iter().copied().find(|field| *field == name) else {
-                self.wrong = Some(Wrong::unknown(&name));
-                return Err(de::Error::custom("unknown field"));
+            let question = &mut self.question;
+            let (field, slot) = match &*name {
+                "action" => ("action", Some(&mut question.action)),
+                "key" => ("key", Some(&mut question.key)),
+                "platform" => ("platform", Some(&mut question.platform)),
+                "method" => ("method", Some(&mut question.method)),
+                "path" => ("path", Some(&mut question.path)),
+                "host" => ("host", Some(&mut question.host)),
+                "ip" => ("ip", None),
+                "cost" => ("cost", None),
+                "permit" => ("permit", None),
+                "headers" => ("headers", None),
+                _ => {
+                    self.wrong = Some(Wrong::unknown(&name));
+                    return Err(de::Error::custom("unknown field"));
+                }
             };
             self.field = Some(field);
-            let set = match field {
-                "cost" => match map.next_value::<Option<Cost>>()? {
-                    Some(Cost(cost)) => set_once(&mut self.question.cost, field, cost),
+            let set = match (slot, field) {
+                (Some(slot), _) => match map.next_value::<Option<Text<'de>>>()? {
+                    Some(Text(text)) => set_once(slot, field, text),
                     None => Ok(()),
                 },
-                "headers" => match map.next_value::<Option<Headers>>()? {
-                    Some(headers) => headers.give(&mut self.question),
+                (None, "cost") => match map.next_value::<Option<Cost>>()? {
+                    Some(Cost(cost)) => set_once(&mut question.cost, field, cost),
                     None => Ok(()),
                 },
-                _ => match map.next_value::<Option<Text<'de>>>()? {
-                    Some(Text(text)) => self.question.set_text(field, text),
+                (None, "headers") => match map.next_value::<Option<Headers>>()? {
+                    Some(headers) => headers.give(question),
+                    None => Ok(()),
+                },
+                (None, _) => match map.next_value::<Option<Text<'de>>>()? {
+                    Some(Text(text)) => question.set_text(field, text),
                     None => Ok(()),
                 },
             };

@@ -108,7 +108,9 @@ fn a_report_is_what_it_serialises_to() {
     let gate = crate::Gate::new(&policy);
     let replies = Replies::new(policy.plan(), HeaderDialect::Draft10, false);
     let (_, admitted, refused) = login(&policy);
-    let mut decisions = vec![admitted, refused];
+    let mut decisions =
+        vec![admitted, refused, Decision { limit: Some(6), ..admitted }, Decision { remaining: None, ..admitted }];
+    decisions.extend([Decision { shadow: true, ..admitted }, Decision { permit: Some(1), ..admitted }]);
     for reason in [
         Reason::Ok,
         Reason::Unlimited,
