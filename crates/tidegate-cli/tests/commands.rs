@@ -1,0 +1,144 @@
+//! What the commands print, and how they end.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+use std::process::{Command, Output};
+
+use tidegate_testkit::servers::{Running, Scratch, free_port};
+
+const POLICY: &str = r#"
+[inbound.global]
+limit = "1000 per 1h"
+
+[inbound.action.login]
+match = { method = "POST", path = "/login" }
+limit = "5 per 60s"
+penalty = { base = "2s", cap = "1h" }
+
+[inbound.action.otp]
+key = ["key", "platform"]
+limit = "1 per 120s"
+"#;
+
+fn tidegate(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TIDEGATE")) {
+        command.env_remove(name);
+    }
+    command.args(arguments).output().unwrap()
+}
+
+/// The status, standard output and standard error of a command.
+fn run(arguments: &[&str]) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = tidegate(arguments);
+    (status.code().unwrap(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
+}
+
+#[test]
+fn check_says_in_words_what_is_limited() {
+    let scratch = Scratch::new();
+    let file = scratch.write("good.toml", POLICY);
+    let (status, out, err) = run(&["check", file.to_str().unwrap()]);
+    assert_eq!((status, err.as_str()), (0, ""));
+    assert!(out.starts_with(&format!("{}: good\n\nevery call, over all actions\n", file.display())), "{out}");
+    assert!(out.contains("  at most 1000 in any 1 h (by client_ip)\n"), "{out}");
+    assert!(out.contains("login: POST /login\n  at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h"), "{out}");
+    assert!(out.contains("otp: by name, through the decision API or forward-auth\n"), "{out}");
+    assert!(out.contains("(by key + platform)\n"), "{out}");
+}
+
+#[test]
+fn check_points_at_what_is_wrong() {
+    let scratch = Scratch::new();
+    let file = scratch.write("bad.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
+    let (status, out, err) = run(&["check", file.to_str().unwrap()]);
+    assert_eq!((status, out.as_str()), (2, ""));
+    assert!(err.contains("limt") && err.contains("limit") && err.contains(":2:1"), "{err}");
+    let (status, _, err) = run(&["check", "/nowhere/at/all.toml"]);
+    assert_eq!(status, 1);
+    assert!(err.contains("can't read /nowhere/at/all.toml"), "{err}");
+    let (status, _, err) = run(&["serve", "--config", file.to_str().unwrap()]);
+    assert_eq!(status, 2, "nothing starts half-configured");
+    assert!(err.contains("limt"), "{err}");
+}
+
+#[test]
+fn env_is_an_env_file() {
+    let (status, out, _) = run(&["env"]);
+    assert_eq!(status, 0);
+    assert!(out.contains("TIDEGATE__INBOUND__LISTEN=127.0.0.1:8080\n"), "{out}");
+    assert_eq!(out, include_str!("../../../.env.example"));
+}
+
+#[test]
+fn wrong_words_end_with_two() {
+    for arguments in [&["surf"][..], &["status"], &["serve", "--port", "1"]] {
+        assert_eq!(run(arguments).0, 2, "{arguments:?}");
+    }
+    let (status, _, err) = run(&["status", "login", "--url", "ftp://x"]);
+    assert_eq!(status, 2);
+    assert!(err.contains("http://HOST:PORT"), "{err}");
+    let (status, _, err) = run(&["status", "login", "--token-env", "NOBODY_SET_THIS"]);
+    assert_eq!(status, 2);
+    assert!(err.contains("NOBODY_SET_THIS"), "{err}");
+}
+
+#[test]
+fn nobody_answers() {
+    let url = format!("http://127.0.0.1:{}", free_port());
+    let (status, _, err) = run(&["status", "login", "--url", &url]);
+    assert_eq!(status, 1);
+    assert!(err.contains(&format!("no gate answers at {url}")) && err.contains("tidegate serve"), "{err}");
+}
+
+#[test]
+fn questions_to_a_running_gate() {
+    let scratch = Scratch::new();
+    let file = scratch.write("tidegate.toml", POLICY);
+    let (api, admin) = (free_port(), free_port());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command
+        .args(["serve", "--config"])
+        .arg(file)
+        .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{api}"))
+        .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{admin}"))
+        .env("TIDEGATE__API__TOKEN", "env:API_TOKEN")
+        .env("API_TOKEN", "s3cret");
+    let _gate = Running::start(command, scratch, admin);
+    let url = format!("http://127.0.0.1:{api}");
+    let ask = |arguments: &[&str]| {
+        let more = ["--url", &url, "--token-env", "API_TOKEN"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let output = command.args(arguments).args(more).env("API_TOKEN", "s3cret").output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+        (output.status.code().unwrap(), text)
+    };
+    let login = ["login", "--ip", "203.0.113.7"];
+    assert_eq!(
+        ask(&[&["status"][..], &login].concat()),
+        (0, "would be admitted: 5 of 5 left under login\n".to_owned())
+    );
+    let (status, text) = ask(&["status", "login", "--ip", "203.0.113.7", "--cost", "6"]);
+    assert_eq!((status, text.as_str()), (3, "would be refused: 5 of 5 left under login; no waiting helps\n"));
+    let (status, text) = ask(&["status", "login", "--ip", "203.0.113.7", "--json"]);
+    assert_eq!(status, 0);
+    assert!(text.starts_with("{\"allowed\":true,") && text.ends_with("}\n"), "{text}");
+
+    let (status, text) = ask(&[&["explain"][..], &login].concat());
+    assert_eq!(status, 0);
+    assert!(text.starts_with("login: would be admitted: 5 of 5 left under login\n\nlogin (action limit)\n"), "{text}");
+    assert!(text.contains("  counts by client_ip\n  used      0 of 5, 5 left\n  free      now;"), "{text}");
+    assert!(text.contains("\nglobal (global limit)\n"), "{text}");
+    let (_, by_path) = ask(&["explain", "--method", "POST", "--path", "/login?a=b&c", "--ip", "203.0.113.7"]);
+    assert_eq!(by_path, text);
+
+    assert_eq!(ask(&[&["reset"][..], &login].concat()), (0, "login: forgotten\n".to_owned()));
+    let (status, text) = ask(&["status", "otp", "--key", "a b&c=ü", "--ip", "::1"]);
+    assert_eq!(status, 2);
+    assert!(text.contains("`platform` is missing"), "{text}");
+    let (status, text) = ask(&["status", "logn", "--ip", "::1"]);
+    assert_eq!(status, 2);
+    assert!(text.contains("did you mean \"login\"?"), "{text}");
+    let (status, _, err) = run(&["status", "login", "--url", &url]);
+    assert_eq!(status, 2);
+    assert!(err.contains("a bearer token is needed"), "{err}");
+}
