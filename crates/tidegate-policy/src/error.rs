@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::document::{At, TextKind, Texts};
 use crate::nearest::similar;
+use crate::settings;
 
 /// How many errors are told at once.
 const MAX_ERRORS: usize = 50;
@@ -175,7 +176,10 @@ fn secret_begins(line: &str) -> Option<usize> {
         let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
         let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
         let key = before.rsplit(|letter| !is_part(letter)).next().unwrap_or(before).to_ascii_lowercase();
-        let is_secret = SECRETS.iter().any(|word| key.contains(word)) || similar(&key, SECRETS).is_some();
+        // A setting's own name is no misspelling: `header` isn't `bearer`.
+        let is_setting = || settings::all().iter().any(|setting| setting.path().split('.').any(|name| name == key));
+        let is_misspelt = || similar(&key, SECRETS).is_some() && !is_setting();
+        let is_secret = SECRETS.iter().any(|word| key.contains(word)) || is_misspelt();
         let value = &line[equals + 1..];
         let bare = value.trim_start().trim_start_matches(['"', '\'', '[', ' ']);
         let names_a_place = bare.starts_with("env:") || bare.starts_with("file:");
@@ -334,6 +338,9 @@ mod tests {
             }
         }
         assert_eq!(secret_begins("token = \"env:API_TOKEN\""), None);
+        assert_eq!(secret_begins("header = \"10\""), None);
+        assert_eq!(secret_begins("x = { header = 10, \"path\" = 1 }"), None);
+        assert!(secret_begins("bearr = \"x\"").is_some());
         assert_eq!(secret_begins("listen = \"127.0.0.1:1\""), None);
         assert_eq!(quoted("redis://:hunter2@host"), "`redis://…@host`");
     }

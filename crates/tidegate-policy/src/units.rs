@@ -94,6 +94,7 @@ fn meant_size(word: &str) -> Option<&'static str> {
 pub(crate) fn duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
     let begin = cursor.at;
     let mut total: u128 = 0;
+    let mut last_unit = None;
     loop {
         let number_at = cursor.at;
         if cursor.peek() == Some('-') {
@@ -104,7 +105,16 @@ pub(crate) fn duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
         let number_text = cursor.slice(number.clone());
         cursor.space();
         let word = cursor.word();
+        // "1h30" probably means minutes, the next smaller unit, but has to say so.
+        if word.text.is_empty()
+            && let Some(smaller) = last_unit.and_then(next_smaller)
+        {
+            let written = cursor.slice(begin..number.end).trim_end();
+            let error = QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION);
+            return Err(error.help(format!("did you mean \"{written}{smaller}\"?")));
+        }
         let unit = time_unit(&word, number, number_text)?;
+        last_unit = Some(unit);
         let scale = 10_u128.pow(digits);
         let micros = (u128::from(whole) * scale + u128::from(fraction)) * u128::from(unit);
         total = total.saturating_add(micros.div_ceil(scale));
@@ -120,6 +130,12 @@ pub(crate) fn duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
         .filter(|micros| *micros <= Span::MAX.as_micros())
         .map(Span::from_micros)
         .ok_or_else(|| QuantityError::new(begin..cursor.at, "that is too long", "at most 142 years (52,000 days)"))
+}
+
+/// The unit that a number without one has after a number of this unit.
+fn next_smaller(unit: u64) -> Option<&'static str> {
+    let at = TIME.iter().position(|(_, micros)| *micros == unit)?;
+    TIME.get(at.checked_sub(1)?).and_then(|(spellings, _)| spellings.first().copied())
 }
 
 fn time_unit(word: &Word<'_>, number: Range<usize>, number_text: &str) -> Result<u64, QuantityError> {

@@ -400,3 +400,22 @@ fn an_encoded_slash_evades_no_match_unless_switched_off() {
         assert!(off.matching(&query).is_none(), "{path}");
     }
 }
+
+#[test]
+fn refused_calls_are_never_counted_in_flight() {
+    let words = plan("[inbound.action.a]\nlimit = [\"8 in flight\", \"5 per 60s\"]\ncount = \"all\"\n").words();
+    assert!(words.contains("a.1, by client_ip: at most 8 at the same time\n"), "{words}");
+    assert!(words.contains("a.2, by client_ip: at most 5 in any 60 s, refused calls counted\n"), "{words}");
+}
+
+#[test]
+fn parts_that_no_request_has_are_fine_without_a_proxy() {
+    let action = "[inbound.action.a]\nmatch = { path = \"/a\" }\nkey = \"key\"\nlimit = \"5 per 60s\"\n";
+    assert_eq!(plan(action).actions().len(), 1);
+    let told = |sources: Sources| Policy::load(sources).map(|_| ()).unwrap_err().to_string();
+    let proxy = ("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:3000");
+    assert!(told(Sources::new().file("x", action).env([proxy])).contains("--> x:3:7"));
+    let keyless = action.replace("key = \"key\"\n", "");
+    let key = ("TIDEGATE__INBOUND__ACTION__A__KEY", "client_ip, platform");
+    assert!(told(Sources::new().file("x", keyless).env([proxy, key])).contains("counts by `platform`"));
+}

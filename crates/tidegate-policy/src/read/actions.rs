@@ -31,6 +31,8 @@ pub(super) enum Cost {
 pub(super) struct Group {
     pub(super) name: Option<String>,
     pub(super) key: Vec<KeyPart>,
+    /// Where the key is written, if it is.
+    key_at: Option<At>,
     pub(super) quantities: Vec<(Quantity, At)>,
     pub(super) cost: Cost,
     pub(super) count: Count,
@@ -90,7 +92,11 @@ impl Reader<'_> {
             return None;
         };
         let quantities = self.quantities(limit, "limit")?;
-        let group = Group { name: None, key: vec![KeyPart::ClientIp], quantities, cost: cost?, count: count? };
+        let group =
+            Group { name: None, key: vec![KeyPart::ClientIp], key_at: None, quantities, cost: cost?, count: count? };
+        if !self.count_fits(table, std::slice::from_ref(&group)) {
+            return None;
+        }
         Some(GlobalRead { group: Some(group), shadow: shadow? })
     }
 
@@ -100,6 +106,7 @@ impl Reader<'_> {
         quirks: PathQuirks,
         taken: usize,
     ) -> Option<Vec<ActionRead>> {
+        let has_proxy = inbound.is_some_and(|inbound| inbound.get("upstream").is_some());
         let Some(entry) = inbound.and_then(|inbound| inbound.get("action")) else {
             return Some(Vec::new());
         };
@@ -123,6 +130,7 @@ impl Reader<'_> {
             match self.action(entry, quirks) {
                 Some(action) => {
                     fine &= self.fits(&action, &actions, taken);
+                    fine &= !has_proxy || self.requests_have_all_parts(&action);
                     actions.push(action);
                 }
                 None => fine = false,
@@ -171,7 +179,14 @@ impl Reader<'_> {
                 entry,
                 table,
                 preset,
-                Group { name: None, key: key.clone(), quantities: Vec::new(), cost: penalty, count },
+                Group {
+                    name: None,
+                    key: key.clone(),
+                    key_at: table.node("key").map(|node| node.at),
+                    quantities: Vec::new(),
+                    cost: penalty,
+                    count,
+                },
             ),
             _ => {
                 // Told once more only if it is a mistake of its own.
@@ -179,6 +194,7 @@ impl Reader<'_> {
                 None
             }
         };
+        let counts = groups.as_ref().is_none_or(|groups| self.count_fits(table, groups));
         let action = ActionRead {
             name: name.clone(),
             folded: foldable(name),
@@ -190,7 +206,51 @@ impl Reader<'_> {
             shadow: shadow?,
             groups: groups?,
         };
-        name_is_fine.then_some(action)
+        (name_is_fine && counts).then_some(action)
+    }
+
+    /// A refused call is never in flight, so `count = "all"` says nothing of limits in flight.
+    fn count_fits(&mut self, table: &Table, groups: &[Group]) -> bool {
+        let is_all = |node: &Node| matches!(&node.value, Value::Text(text) if text == "all");
+        let Some(node) = table.node("count").filter(|node| is_all(node)) else {
+            return true;
+        };
+        let mut limits = groups
+            .iter()
+            .flat_map(|group| &group.quantities)
+            .map(|(quantity, _)| quantity)
+            .filter(|quantity| **quantity != Quantity::Unlimited)
+            .peekable();
+        if limits.peek().is_none() || limits.any(|quantity| !matches!(quantity, Quantity::InFlight { .. })) {
+            return true;
+        }
+        let message = "`count` is `all`, but a refused call is never in flight, so there is nothing to count";
+        let error = Error::new(self.texts, node.at, message, "no `count` for a limit in flight");
+        self.push(error.help("leave `count` out"));
+        false
+    }
+
+    /// What proxied requests match must be counted by what they have.
+    fn requests_have_all_parts(&mut self, action: &ActionRead) -> bool {
+        if action.matcher.is_none() {
+            return true;
+        }
+        let mut fine = true;
+        for group in action.groups.iter().filter(|group| group.operations() > 0) {
+            if let (Some(part), Some(at)) = (group.key.iter().find(|part| !part.is_in_requests()), group.key_at) {
+                let message = format!(
+                    "the action {} counts by `{part}`, which the proxied requests that it matches don't have",
+                    quoted(&action.name)
+                );
+                let error =
+                    Error::new(self.texts, at, message, "parts of a request, such as \"client_ip\" or \"header:NAME\"");
+                self.push(error.help(format!(
+                    "`{part}` comes from the decision API: for that alone, leave `match` out of the action"
+                )));
+                fine = false;
+            }
+        }
+        fine
     }
 
     /// Whether what stands in an action's place is a setting of an action that lacks its name.
@@ -298,7 +358,10 @@ impl Reader<'_> {
             };
             match (name, key, quantities, cost, count) {
                 (Some(name), Some(key), Some(quantities), Some(cost), Some(count)) => {
-                    groups.push(Group { name, key, quantities, cost, count });
+                    let key_at = table.node("key").map(|node| node.at).or(model.key_at);
+                    let group = Group { name, key, key_at, quantities, cost, count };
+                    fine &= self.count_fits(table, std::slice::from_ref(&group));
+                    groups.push(group);
                 }
                 _ => fine = false,
             }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use tidegate_core::{Concurrency, Kind, Limit, LimitId, Limits, MAX_OPS, Span};
+use tidegate_core::{Concurrency, Count, Kind, Limit, LimitId, Limits, MAX_OPS, Span};
 
 use super::Reader;
 use super::actions::{ActionRead, GlobalRead, Group};
@@ -188,9 +188,11 @@ impl Reader<'_> {
                 let kind = quantity.kind().ok().flatten()?;
                 let (penalty, is_ban) = self.settled(group.cost, window_of(&quantity))?;
                 let concurrency = matches!(kind, Kind::Concurrency(_));
-                let words = words::limit(&quantity, penalty.as_ref(), is_ban, group.count);
+                // A refused call is never in flight.
+                let count = if concurrency { Count::Admitted } else { group.count };
+                let words = words::limit(&quantity, penalty.as_ref(), is_ban, count);
                 let policy_item = words::policy_item(&name, &quantity)?;
-                let mut limit = Limit::new(kind).counting(group.count).in_shadow(shadow);
+                let mut limit = Limit::new(kind).counting(count).in_shadow(shadow);
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
                 }

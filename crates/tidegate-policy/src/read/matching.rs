@@ -22,6 +22,10 @@ impl Reader<'_> {
                 Value::Text(text) if text.starts_with('/') => {
                     error.help(format!("did you mean {{ path = \"{text}\" }}?"))
                 }
+                Value::List(items) if !items.is_empty() && items.iter().all(|item| item.as_table().is_some()) => error.help(
+                    "one table may have lists: { path = [\"/a\", \"/b\"] }; for what those can't say, make a second action",
+                ),
+                Value::List(_) => error.help("did you mean { path = [\"/a\", \"/b\"] }?"),
                 _ => error,
             });
             return None;
