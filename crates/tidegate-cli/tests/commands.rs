@@ -66,7 +66,6 @@ fn env_is_an_env_file() {
     let (status, out, _) = run(&["env"]);
     assert_eq!(status, 0);
     assert!(out.contains("TIDEGATE__INBOUND__LISTEN=127.0.0.1:8080\n"), "{out}");
-    assert_eq!(out, include_str!("../../../.env.example"));
 }
 
 #[test]
