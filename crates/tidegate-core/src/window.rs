@@ -76,17 +76,17 @@ impl Window {
     /// call was overtaken.
     pub fn settle(&self, log: &mut Log, now: Time) -> Time {
         let mut now = now;
-        if let Some(newest) = log.back()
-            && newest.at > now
+        if let Some(newest) = log.newest()
+            && newest > now
         {
-            if newest.at.since(now) <= OVERTAKEN {
-                now = newest.at;
+            if newest.since(now) <= OVERTAKEN {
+                now = newest;
             } else {
                 log.pull_back(now);
             }
         }
-        while let Some(oldest) = log.front()
-            && now.since(oldest.at) >= self.window
+        while let Some(oldest) = log.oldest()
+            && now.since(oldest) >= self.window
         {
             log.pop_front();
         }
@@ -114,7 +114,7 @@ impl Window {
             }
             free_at
         };
-        let reset_at = log.back().map_or(now, |newest| newest.at + self.window);
+        let reset_at = log.newest().map_or(now, |newest| newest + self.window);
         Look { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
@@ -124,13 +124,12 @@ impl Window {
         if cost == 0 {
             return;
         }
-        let now = log.back().map_or(now, |newest| newest.at.max(now));
-        let coarse = log.coarse;
-        if let Some(newest) = log.back_mut()
-            && (newest.at == now || (coarse && self.cell_of(newest.at) == self.cell_of(now)))
-        {
-            *newest = Slot { at: now, count: newest.count.saturating_add(cost) };
-            log.total = log.total.saturating_add(cost);
+        let now = log.newest().map_or(now, |newest| newest.max(now));
+        let merges = log
+            .newest()
+            .is_some_and(|newest| newest == now || (log.coarse && self.cell_of(newest) == self.cell_of(now)));
+        if merges {
+            log.add_to_newest(Slot { at: now, count: cost });
             return;
         }
         if log.len() >= self.physical() {
@@ -180,6 +179,7 @@ impl Window {
         }
         log.len = log.len.min(kept as u16 + 1);
         log.coarse = true;
+        log.note_ends();
         log.fit();
     }
 
@@ -189,7 +189,7 @@ impl Window {
 
     /// When the log no longer holds anything.
     pub fn idle_at(&self, log: &Log) -> Time {
-        log.back().map_or(Time::ZERO, |newest| newest.at + self.window)
+        log.newest().map_or(Time::ZERO, |newest| newest + self.window)
     }
 }
 
@@ -208,7 +208,13 @@ const INLINE: usize = 2;
 #[derive(Clone, Debug)]
 enum Ring {
     Inline([Slot; INLINE]),
-    Heap(Box<[Slot]>),
+    /// With the moments of both ends, so that judging needn't fetch the slots: they are rarely at hand, and in the space
+    /// of the inline ones there is room for the ends.
+    Heap {
+        slots: Box<[Slot]>,
+        oldest: Time,
+        newest: Time,
+    },
 }
 
 /// When calls were admitted, oldest first: a ring that grows with use.
@@ -261,21 +267,21 @@ impl Log {
     pub fn heap_bytes(&self) -> usize {
         match &self.ring {
             Ring::Inline(_) => 0,
-            Ring::Heap(slots) => size_of_val::<[Slot]>(slots),
+            Ring::Heap { slots, .. } => size_of_val::<[Slot]>(slots),
         }
     }
 
     fn slots(&self) -> &[Slot] {
         match &self.ring {
             Ring::Inline(slots) => slots,
-            Ring::Heap(slots) => slots,
+            Ring::Heap { slots, .. } => slots,
         }
     }
 
     fn slots_mut(&mut self) -> &mut [Slot] {
         match &mut self.ring {
             Ring::Inline(slots) => slots,
-            Ring::Heap(slots) => slots,
+            Ring::Heap { slots, .. } => slots,
         }
     }
 
@@ -293,6 +299,32 @@ impl Log {
         (self.len > 0).then(|| &self.slots()[self.place(self.len() - 1)])
     }
 
+    /// When the oldest entry was made.
+    fn oldest(&self) -> Option<Time> {
+        match &self.ring {
+            _ if self.len == 0 => None,
+            Ring::Inline(_) => self.front().map(|slot| slot.at),
+            Ring::Heap { oldest, .. } => Some(*oldest),
+        }
+    }
+
+    /// When the newest entry was made.
+    fn newest(&self) -> Option<Time> {
+        match &self.ring {
+            _ if self.len == 0 => None,
+            Ring::Inline(_) => self.back().map(|slot| slot.at),
+            Ring::Heap { newest, .. } => Some(*newest),
+        }
+    }
+
+    /// Notes the ends after a change of any slots' moments.
+    fn note_ends(&mut self) {
+        let ends = (self.front().map(|slot| slot.at), self.back().map(|slot| slot.at));
+        if let (Ring::Heap { oldest, newest, .. }, (Some(first), Some(last))) = (&mut self.ring, ends) {
+            (*oldest, *newest) = (first, last);
+        }
+    }
+
     fn front_mut(&mut self) -> Option<&mut Slot> {
         let place = self.place(0);
         (self.len > 0).then(|| &mut self.slots_mut()[place])
@@ -306,6 +338,21 @@ impl Log {
         Some(&mut self.slots_mut()[place])
     }
 
+    /// Counts more at the newest entry, which is then made at `more.at`.
+    fn add_to_newest(&mut self, more: Slot) {
+        self.total = self.total.saturating_add(more.count);
+        if let Some(newest) = self.back_mut() {
+            *newest = Slot { at: more.at, count: newest.count.saturating_add(more.count) };
+        }
+        let alone = self.len == 1;
+        if let Ring::Heap { oldest, newest, .. } = &mut self.ring {
+            *newest = more.at;
+            if alone {
+                *oldest = more.at;
+            }
+        }
+    }
+
     fn pop_front(&mut self) {
         if let Some(slot) = self.front() {
             self.total = self.total.saturating_sub(slot.count);
@@ -316,6 +363,7 @@ impl Log {
         if self.len == 0 {
             self.head = 0;
         }
+        self.note_ends();
     }
 
     fn push_back(&mut self, slot: Slot, most: usize) {
@@ -327,23 +375,31 @@ impl Log {
         self.slots_mut()[place] = slot;
         self.len += 1;
         self.total = self.total.saturating_add(slot.count);
+        if let Ring::Heap { oldest, newest, .. } = &mut self.ring {
+            *newest = slot.at;
+            if self.len == 1 {
+                *oldest = slot.at;
+            }
+        }
     }
 
     fn resize(&mut self, capacity: usize) {
         let mut ring = if capacity <= INLINE {
             Ring::Inline([Slot::default(); INLINE])
         } else {
-            Ring::Heap(vec![Slot::default(); capacity].into_boxed_slice())
+            let slots = vec![Slot::default(); capacity].into_boxed_slice();
+            Ring::Heap { slots, oldest: Time::ZERO, newest: Time::ZERO }
         };
         let slots = match &mut ring {
             Ring::Inline(slots) => slots.as_mut_slice(),
-            Ring::Heap(slots) => slots,
+            Ring::Heap { slots, .. } => slots,
         };
         for (to, from) in slots.iter_mut().zip(self.iter()) {
             *to = *from;
         }
         self.head = 0;
         self.ring = ring;
+        self.note_ends();
     }
 
     /// Gives memory back when most of it is unused.
@@ -363,6 +419,7 @@ impl Log {
             }
             slot.at = now;
         }
+        self.note_ends();
     }
 
     fn merge_oldest(&mut self) {

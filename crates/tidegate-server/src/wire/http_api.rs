@@ -10,7 +10,7 @@ use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http::header::{ALLOW, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, WWW_AUTHENTICATE};
@@ -85,7 +85,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
             // The question that is asked most has no state but its body.
             client.watch.enter(Phase::Upload);
-            let collecting = Collecting::new(request.into_body());
+            let collecting = Collecting::begun(request.into_body(), &client.watch);
             return Answering::Check { call: Arc::clone(&self.0), collecting };
         }
         client.watch.enter(Phase::Deciding);
@@ -230,14 +230,28 @@ pub(crate) struct Collecting {
     body: Incoming,
     first: Bytes,
     all: Vec<u8>,
+    collected: Option<Result<Bytes, StatusCode>>,
 }
 
 impl Collecting {
     fn new(body: Incoming) -> Self {
-        Self { body, first: Bytes::new(), all: Vec::new() }
+        Self { body, first: Bytes::new(), all: Vec::new(), collected: None }
+    }
+
+    /// Asks for the body at once, while the connection is still reading: most bodies come with their heads, and are
+    /// there before anybody is to be woken for them.
+    fn begun(body: Incoming, watch: &Watch) -> Self {
+        let mut collecting = Self::new(body);
+        if let Poll::Ready(collected) = collecting.poll(watch, &mut Context::from_waker(Waker::noop())) {
+            collecting.collected = Some(collected);
+        }
+        collecting
     }
 
     fn poll(&mut self, watch: &Watch, cx: &mut Context<'_>) -> Poll<Result<Bytes, StatusCode>> {
+        if let Some(collected) = self.collected.take() {
+            return Poll::Ready(collected);
+        }
         if watch.is_overdue() {
             return Poll::Ready(Err(StatusCode::REQUEST_TIMEOUT));
         }
