@@ -30,6 +30,22 @@ impl Socket {
     }
 }
 
+/// Up to how many bytes a head and its body are copied together: the system takes one piece cheaper than two.
+const SMALL: usize = 1024;
+
+/// The pieces in one, if there are several and they are small.
+fn gathered<'s>(pieces: &[io::IoSlice<'_>], sheet: &'s mut [u8; SMALL]) -> Option<&'s [u8]> {
+    if pieces.len() < 2 || pieces.iter().map(|piece| piece.len()).sum::<usize>() > SMALL {
+        return None;
+    }
+    let mut end = 0;
+    for piece in pieces {
+        sheet[end..end + piece.len()].copy_from_slice(piece);
+        end += piece.len();
+    }
+    Some(&sheet[..end])
+}
+
 impl AsyncRead for Socket {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
@@ -71,7 +87,11 @@ impl AsyncWrite for Socket {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?;
+        let mut sheet = [0; SMALL];
+        let written = match gathered(bufs, &mut sheet) {
+            Some(message) => ready!(Pin::new(&mut self.stream).poll_write(cx, message))?,
+            None => ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?,
+        };
         self.watch.touch();
         Poll::Ready(Ok(written))
     }
@@ -86,5 +106,23 @@ impl AsyncWrite for Socket {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_pieces_are_gathered() {
+        let mut sheet = [0; SMALL];
+        let (large, small) = (vec![b'x'; SMALL], b"abc");
+        let pieces = |list: &[&'static [u8]]| list.iter().map(|piece| io::IoSlice::new(piece)).collect::<Vec<_>>();
+        assert_eq!(gathered(&pieces(&[b"ab", b"", b"c"]), &mut sheet), Some(&b"abc"[..]));
+        assert_eq!(gathered(&pieces(&[b"abc"]), &mut sheet), None);
+        assert_eq!(gathered(&[io::IoSlice::new(small), io::IoSlice::new(&large)], &mut sheet), None);
+        let fits = &large[..SMALL - 3];
+        let whole = [small, fits].concat();
+        assert_eq!(gathered(&[io::IoSlice::new(small), io::IoSlice::new(fits)], &mut sheet), Some(&whole[..]));
     }
 }
