@@ -261,15 +261,31 @@ pub trait Cells {
 ///   enforced.
 /// - A limit that counts all calls is charged whenever it has room itself, which a parole is not.
 /// - Where the store has no room for a key, nothing changes at all: the batch is to be asked again under another key.
+#[inline]
 pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcomes {
     let now = judgeable(now);
-    let holder = batch.id;
     let mut outcomes = Outcomes { now, list: ArrayVec::new() };
+    let (enforced, watched) = judge(batch, limits, cells, now, &mut outcomes.list);
+    if !watched.no_room {
+        change(batch, limits, cells, now, &mut outcomes.list, (enforced, watched));
+    }
+    outcomes
+}
+
+/// The first half: what stands against the call, among enforced limits and among all.
+#[inline]
+fn judge(
+    batch: &Batch,
+    limits: &Limits,
+    cells: &mut (impl Cells + ?Sized),
+    now: Time,
+    outcomes: &mut ArrayVec<Outcome, MAX_OPS>,
+) -> (Tally, Tally) {
     let (mut enforced, mut watched) = (Tally::default(), Tally::default());
     for (index, op) in batch.ops.iter().enumerate() {
         let outcome = match limits.get(op.limit) {
             Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
-                let outcome = cells.judge(index, op, limit, holder, now);
+                let outcome = cells.judge(index, op, limit, batch.id, now);
                 if op.verb == Verb::Take {
                     watched.add(outcome.verdict);
                     if !limit.is_shadow() {
@@ -280,12 +296,23 @@ pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized),
             }
             _ => Outcome::plain(Verdict::Admitted, now),
         };
-        outcomes.list.push(outcome);
+        outcomes.push(outcome);
     }
-    if watched.no_room {
-        return outcomes;
-    }
-    for (index, (op, outcome)) in batch.ops.iter().zip(&mut outcomes.list).enumerate() {
+    (enforced, watched)
+}
+
+/// The second half: charges, strikes, and what gives back.
+#[inline]
+fn change(
+    batch: &Batch,
+    limits: &Limits,
+    cells: &mut (impl Cells + ?Sized),
+    now: Time,
+    outcomes: &mut [Outcome],
+    (enforced, watched): (Tally, Tally),
+) {
+    let holder = batch.id;
+    for (index, (op, outcome)) in batch.ops.iter().zip(outcomes).enumerate() {
         let Some(limit) = limits.get(op.limit) else { continue };
         let tally = if limit.is_shadow() { watched } else { enforced };
         match op.verb {
@@ -315,7 +342,6 @@ pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized),
             Verb::Reset => cells.forget(index, op),
         }
     }
-    outcomes
 }
 
 /// The last moment at which anything is decided lies before [`Time::NEVER`], so that even a clock gone mad never

@@ -83,6 +83,54 @@ fn takes(own: &Method, method: &str) -> bool {
     own.as_str() == method || *own == Method::GET && method == "HEAD"
 }
 
+/// Methods as bits, so that asking is one instruction; methods beyond the registered ones share a bit, and where that
+/// decides they have to be compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MethodSet(u16);
+
+impl MethodSet {
+    const ANY: Self = Self(u16::MAX);
+    const OTHER: Self = Self(1 << 9);
+    const NONE: Self = Self(1 << 10);
+
+    /// The methods that a match takes.
+    pub(crate) fn new(methods: &[Method]) -> Self {
+        if methods.is_empty() {
+            return Self::ANY;
+        }
+        let bits = methods.iter().map(|method| Self::of(Some(method.as_str())).0);
+        let set = bits.fold(0, |set, bit| set | bit);
+        let head = if methods.contains(&Method::GET) { Self::of(Some("HEAD")).0 } else { 0 };
+        Self(set | head)
+    }
+
+    /// The method of a request.
+    #[inline]
+    pub(crate) fn of(method: Option<&str>) -> Self {
+        let place = match method {
+            None => return Self::NONE,
+            Some("GET") => 0,
+            Some("HEAD") => 1,
+            Some("POST") => 2,
+            Some("PUT") => 3,
+            Some("DELETE") => 4,
+            Some("OPTIONS") => 5,
+            Some("PATCH") => 6,
+            Some("TRACE") => 7,
+            Some("CONNECT") => 8,
+            Some(_) => return Self::OTHER,
+        };
+        Self(1 << place)
+    }
+
+    /// Whether a request's method is among these; `None` if the bits can't tell.
+    #[inline]
+    pub(crate) fn holds(self, method: Self) -> Option<bool> {
+        let unclear = method == Self::OTHER && self != Self::ANY && self.0 & method.0 != 0;
+        (!unclear).then_some(self.0 & method.0 != 0)
+    }
+}
+
 impl fmt::Display for Matcher {
     /// `POST /login`, `GET or HEAD /api/* on example.org`, `any method /`: HEAD is named wherever GET takes it along.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -42,27 +42,29 @@ impl<'a> Normalised<'a> {
     #[inline]
     pub(crate) fn new(path: &'a str, quirks: PathQuirks) -> Self {
         let bytes = path.as_bytes();
-        let mut previous = 0;
+        let (mut seen, mut before) = (0, 0);
         let mut end = bytes.len();
-        let mut plain = bytes.first() == Some(&b'/');
         for (at, byte) in bytes.iter().enumerate() {
-            match byte {
-                b'?' | b'#' => {
-                    end = at;
-                    break;
-                }
-                b'%' | b'\\' | b';' => plain = false,
-                b'/' | b'.' if previous == b'/' => plain = false,
-                b'A'..=b'Z' if quirks.case => plain = false,
-                _ => {}
+            let class = CLASSES[usize::from(*byte)];
+            if class == ENDS {
+                end = at;
+                break;
             }
-            previous = *byte;
+            seen |= class | (before << 1 & class >> 3 & REWRITES);
+            before = class;
         }
         let bytes = &bytes[..end];
-        if plain && (end == 1 || previous != b'/') || bytes == b"*" {
+        let rewrites = if quirks.case { REWRITES | UPPER } else { REWRITES };
+        let plain = seen & rewrites == 0 && bytes.first() == Some(&b'/');
+        if plain && (end == 1 || before & SLASH == 0) || bytes == b"*" {
             return Self::Borrowed(bytes);
         }
         Self::rewritten(bytes, quirks)
+    }
+
+    /// Whether it was plain already, so that every reading is the same.
+    pub(crate) fn is_borrowed(&self) -> bool {
+        matches!(self, Self::Borrowed(_))
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
@@ -87,6 +89,31 @@ impl<'a> Normalised<'a> {
         }
     }
 }
+
+// What a byte means for whether a path is plain.
+const SLASH: u8 = 1;
+const REWRITES: u8 = 1 << 1;
+const UPPER: u8 = 1 << 2;
+const ENDS: u8 = 1 << 3;
+/// Behind a slash it may be something to drop. Three bits above what that means, so that it takes no branch to see.
+const DROPS: u8 = REWRITES << 3;
+
+const CLASSES: [u8; 256] = {
+    let mut classes = [0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        classes[byte] = match byte as u8 {
+            b'/' => SLASH | DROPS,
+            b'.' => DROPS,
+            b'%' | b'\\' | b';' => REWRITES,
+            b'A'..=b'Z' => UPPER,
+            b'?' | b'#' => ENDS,
+            _ => 0,
+        };
+        byte += 1;
+    }
+    classes
+};
 
 /// What the rewriting needs of a buffer.
 trait Buffer {

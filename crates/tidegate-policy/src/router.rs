@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 #[cfg(test)]
 use crate::matcher::split;
-use crate::matcher::{Matcher, Segment, glob};
+use crate::matcher::{Matcher, MethodSet, Segment, glob};
 use crate::path::{Normalised, PathQuirks};
 use crate::plan::ActionId;
 use crate::query::Query;
@@ -27,15 +27,21 @@ impl Mix {
 }
 
 impl Hasher for Mix {
+    /// What doesn't fill words is read with what comes before it, which spares gathering it byte by byte; the length is
+    /// hashed too, so that this tells apart what a word of its own would.
     #[inline]
     fn write(&mut self, bytes: &[u8]) {
-        let (words, rest) = bytes.as_chunks::<8>();
-        for word in words {
-            self.word(u64::from_le_bytes(*word));
+        if let Some(last) = bytes.last_chunk::<8>() {
+            for word in bytes[..bytes.len() - 1].as_chunks::<8>().0 {
+                self.word(u64::from_le_bytes(*word));
+            }
+            self.word(u64::from_le_bytes(*last));
+        } else if let (Some(first), Some(last)) = (bytes.first_chunk::<4>(), bytes.last_chunk::<4>()) {
+            self.word(u64::from(u32::from_le_bytes(*first)) << 32 | u64::from(u32::from_le_bytes(*last)));
+        } else if let (Some(first), Some(last)) = (bytes.first(), bytes.last()) {
+            let middle = bytes[bytes.len() / 2];
+            self.word(u64::from(*first) << 16 | u64::from(middle) << 8 | u64::from(*last));
         }
-        let mut last = [0; 8];
-        last[..rest.len()].copy_from_slice(rest);
-        self.word(u64::from_le_bytes(last));
     }
 
     #[inline]
@@ -53,6 +59,7 @@ impl Hasher for Mix {
 #[derive(Clone, Debug)]
 struct Rule {
     action: ActionId,
+    methods: MethodSet,
     matcher: Matcher,
 }
 
@@ -74,12 +81,28 @@ pub(crate) struct Router {
 struct Node {
     /// The lowest rule at or below the node: nothing under it is better than that.
     best: u16,
-    literals: Paths<usize>,
+    /// Sorted by length, then by bytes: most are told apart without looking at them.
+    literals: Vec<(Box<[u8]>, usize)>,
     globs: Vec<(Vec<u8>, usize)>,
     /// The rules whose pattern ends here.
     here: Vec<u16>,
     /// The rules whose pattern ends here with `/*`.
     below: Vec<u16>,
+}
+
+impl Node {
+    /// The node behind a literal segment, or where it would be inserted.
+    #[inline]
+    fn literal(&self, segment: &[u8]) -> Result<usize, usize> {
+        let order = |(text, _): &(Box<[u8]>, usize)| text.len().cmp(&segment.len()).then_with(|| (**text).cmp(segment));
+        self.literals.binary_search_by(order).map(|place| self.literals[place].1)
+    }
+}
+
+/// What rules ask of a request.
+struct Asked<'q> {
+    method: MethodSet,
+    query: &'q Query<'q>,
 }
 
 impl Router {
@@ -97,7 +120,7 @@ impl Router {
                     None => router.plant(rule, &pattern.segments, pattern.open),
                 }
             }
-            router.rules.push(Rule { action, matcher });
+            router.rules.push(Rule { action, methods: MethodSet::new(&matcher.methods), matcher });
         }
         router
     }
@@ -107,7 +130,7 @@ impl Router {
         self.nodes[0].best = self.nodes[0].best.min(rule);
         for segment in segments {
             let known = match segment {
-                Segment::Literal(text) => self.nodes[at].literals.get(text).copied(),
+                Segment::Literal(text) => self.nodes[at].literal(text).ok(),
                 Segment::Glob(text) => {
                     self.nodes[at].globs.iter().find(|(known, _)| known == text).map(|(_, next)| *next)
                 }
@@ -116,7 +139,9 @@ impl Router {
             if known.is_none() {
                 match segment {
                     Segment::Literal(text) => {
-                        self.nodes[at].literals.insert(text.clone(), next);
+                        if let Err(place) = self.nodes[at].literal(text) {
+                            self.nodes[at].literals.insert(place, (text.as_slice().into(), next));
+                        }
                     }
                     Segment::Glob(text) => self.nodes[at].globs.push((text.clone(), next)),
                 }
@@ -128,21 +153,34 @@ impl Router {
         if open { self.nodes[at].below.push(rule) } else { self.nodes[at].here.push(rule) }
     }
 
+    /// The first rule that fits. Where a path has an escaped slash and nothing matches it as nginx reads it, it is read
+    /// once more as RFC 3986 does, so that a pattern with a `*` in that place still matches.
     #[inline]
     pub(crate) fn find(&self, query: &Query<'_>) -> Option<ActionId> {
         if self.rules.is_empty() {
             return None;
         }
+        let asked = Asked { method: MethodSet::of(query.method), query };
+        let Some(text) = query.path else { return self.best(&asked, None) };
+        let path = Normalised::new(text, self.quirks);
+        let found = self.best(&asked, Some(path.as_bytes()));
+        if found.is_some() || path.is_borrowed() || !self.quirks.encoded_slash {
+            return found;
+        }
+        let plain = Normalised::new(text, PathQuirks { encoded_slash: false, ..self.quirks });
+        self.best(&asked, Some(plain.as_bytes()))
+    }
+
+    #[inline]
+    fn best(&self, asked: &Asked<'_>, path: Option<&[u8]>) -> Option<ActionId> {
         let mut best = u16::MAX;
-        self.offer(&self.any_path, query, &mut best);
-        if let Some(path) = query.path {
-            let path = Normalised::new(path, self.quirks);
-            let path = path.as_bytes();
+        self.offer(&self.any_path, asked, &mut best);
+        if let Some(path) = path {
             if let Some(rules) = self.exact.get(path) {
-                self.offer(rules, query, &mut best);
+                self.offer(rules, asked, &mut best);
             }
             if self.nodes[0].best < best && path.first() == Some(&b'/') {
-                self.descend(0, path.get(1..).filter(|rest| !rest.is_empty()), query, &mut best);
+                self.descend(0, path.get(1..).filter(|rest| !rest.is_empty()), asked, &mut best);
             }
         }
         self.rules.get(usize::from(best)).map(|rule| rule.action)
@@ -150,13 +188,14 @@ impl Router {
 
     /// Takes the first of these rules that fits and is better than the best so far.
     #[inline]
-    fn offer(&self, rules: &[u16], query: &Query<'_>, best: &mut u16) {
+    fn offer(&self, rules: &[u16], asked: &Asked<'_>, best: &mut u16) {
         for rule in rules {
             if rule >= best {
                 return;
             }
-            let matcher = &self.rules[usize::from(*rule)].matcher;
-            if matcher.takes_method(query.method) && matcher.takes_host(query.host) {
+            let Rule { methods, matcher, .. } = &self.rules[usize::from(*rule)];
+            let method = methods.holds(asked.method).unwrap_or_else(|| matcher.takes_method(asked.query.method));
+            if method && matcher.takes_host(asked.query.host) {
                 *best = *rule;
                 return;
             }
@@ -165,23 +204,23 @@ impl Router {
 
     /// Looks for better rules at and below a node; `rest` is what is left of the path, without a slash before it. The
     /// depth is bounded by the patterns'.
-    fn descend(&self, at: usize, rest: Option<&[u8]>, query: &Query<'_>, best: &mut u16) {
+    fn descend(&self, at: usize, rest: Option<&[u8]>, asked: &Asked<'_>, best: &mut u16) {
         let node = &self.nodes[at];
-        self.offer(&node.below, query, best);
+        self.offer(&node.below, asked, best);
         let Some(rest) = rest else {
-            self.offer(&node.here, query, best);
+            self.offer(&node.here, asked, best);
             return;
         };
         let slash = rest.iter().position(|byte| *byte == b'/');
         let (segment, rest) = slash.map_or((rest, None), |slash| (&rest[..slash], Some(&rest[slash + 1..])));
-        if let Some(next) = node.literals.get(segment)
-            && self.nodes[*next].best < *best
+        if let Ok(next) = node.literal(segment)
+            && self.nodes[next].best < *best
         {
-            self.descend(*next, rest, query, best);
+            self.descend(next, rest, asked, best);
         }
         for (pattern, next) in &node.globs {
             if self.nodes[*next].best < *best && glob(pattern, segment) {
-                self.descend(*next, rest, query, best);
+                self.descend(*next, rest, asked, best);
             }
         }
     }
@@ -190,7 +229,13 @@ impl Router {
 /// What [`Router::find`] must answer, by asking every rule in turn.
 #[cfg(test)]
 fn find_slowly(router: &Router, query: &Query<'_>) -> Option<ActionId> {
-    let path = query.path.map(|path| Normalised::new(path, router.quirks));
+    let encoded = find_slowly_as(router, query, router.quirks);
+    encoded.or_else(|| find_slowly_as(router, query, PathQuirks { encoded_slash: false, ..router.quirks }))
+}
+
+#[cfg(test)]
+fn find_slowly_as(router: &Router, query: &Query<'_>, quirks: PathQuirks) -> Option<ActionId> {
+    let path = query.path.map(|path| Normalised::new(path, quirks));
     let fits = |segments: &[Segment], open: bool, path: &[u8]| {
         let found: Vec<&[u8]> = split(path).collect();
         path.first() == Some(&b'/')
@@ -257,6 +302,10 @@ mod tests {
             ("GET", "x", "/", Some(4)),
             ("GET", "x", "/nothing", None),
             ("OPTIONS", "x", "*", Some(7)),
+            ("GET", "x", "/users/a%2Fb/avatar", Some(3)),
+            ("POST", "x", "/x/..%2Flogin", Some(0)),
+            ("PURGE", "x", "/api/v1/x", Some(1)),
+            ("PURGE", "x", "/login", Some(6)),
         ] {
             let query = Query { method: Some(method), host: Some(host), path: Some(path), ..Query::default() };
             assert_eq!(router.find(&query).map(ActionId::index), index, "{method} {host} {path}");
@@ -269,8 +318,8 @@ mod tests {
         #[test]
         fn agrees_with_asking_every_rule(
             rules in prop::collection::vec(
-                ("(GET|POST|)", prop::collection::vec("(/(a|b|\\*|a\\*)){0,3}", 0..3), "(h|)"), 0..12),
-            requests in prop::collection::vec(("(GET|POST)", "(/(a|b|ab|)){0,4}", "(h|i)"), 1..20),
+                ("(GET|POST|PURGE|GET PURGE|)", prop::collection::vec("(/(a|b|\\*|a\\*)){0,3}", 0..3), "(h|)"), 0..12),
+            requests in prop::collection::vec(("(GET|HEAD|POST|PURGE)", "((/|%2F)(a|b|ab|)){0,4}", "(h|i)"), 1..20),
         ) {
             let rules: Vec<(String, String, String)> = rules
                 .into_iter()

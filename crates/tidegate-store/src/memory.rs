@@ -20,7 +20,7 @@ use tidegate_core::{Batch, Clock, Key, Kind, Limit, Limits, Outcomes, State, Tim
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 use lock::{Lock, LockGuard};
 use shard::{About, Call, Room, Shard};
-use table::Table;
+use table::{Outlook, Table};
 
 /// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
 /// thousand keys lie close together.
@@ -34,6 +34,8 @@ const SHARDS_PER_PROCESSOR: usize = 16;
 pub struct Memory {
     limits: Arc<Limits>,
     shards: Box<[Padded]>,
+    /// One for each shard.
+    outlooks: Arc<[Outlook]>,
     shift: u32,
     room: Room,
     max_bytes: usize,
@@ -48,7 +50,6 @@ impl std::fmt::Debug for Memory {
 }
 
 /// A shard on cache lines of its own.
-#[derive(Default)]
 #[repr(align(128))]
 struct Padded(Lock<Shard>);
 
@@ -71,7 +72,7 @@ impl Memory {
 
     /// A store for these limits within `max_bytes`. Less than 1 MiB counts as 1 MiB.
     ///
-    /// Beyond the bound comes one fixed cost: the shards themselves, 256 bytes for each MiB or for a sixteenth of a
+    /// Beyond the bound comes one fixed cost: the shards themselves, 272 bytes for each MiB or for a sixteenth of a
     /// processor, whichever are more.
     pub fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
         let max_bytes = max_bytes.max(1 << 20);
@@ -83,8 +84,10 @@ impl Memory {
         // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
         let table = if plain { bytes } else { bytes / 3 };
         let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 };
-        let shards = (0..1_usize << bits).map(|_| Padded::default()).collect();
-        Self { limits, shards, shift: 64 - bits, room, max_bytes, told: Mutex::default() }
+        let outlooks: Arc<[Outlook]> = (0..1_usize << bits).map(|_| Outlook::default()).collect();
+        let shard = |index| Padded(Lock::new(Shard::new(Arc::clone(&outlooks), index)));
+        let shards = (0..1_usize << bits).map(shard).collect();
+        Self { limits, shards, outlooks, shift: 64 - bits, room, max_bytes, told: Mutex::default() }
     }
 
     /// What the store holds and has had to let go. Visits every shard.
@@ -114,7 +117,9 @@ impl Memory {
                 if limit.penalty().is_none()
                     && let Kind::Rate(rate) = limit.kind() =>
             {
-                self.shards[self.shard(op.key)].0.lock().turn(op, rate, clock, &self.about())
+                let index = self.shard(op.key);
+                self.outlooks[index].fetch(shard::tag(op));
+                self.shards[index].0.lock().turn(op, rate, clock, &self.about())
             }
             _ => {
                 let now = clock.now();

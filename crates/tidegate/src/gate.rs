@@ -340,11 +340,12 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
         }
         let mut batch = Batch::new(self.0.holders.next());
         self.fill(&mut batch, action, query, Verb::Take)?;
-        let mut outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
-        while self.share(query, &mut batch, &outcomes) {
-            outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
+        loop {
+            let outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
+            if !self.share(query, &mut batch, &outcomes) {
+                return Ok(decide(&batch, self.0.plan.limits(), &outcomes));
+            }
         }
-        Ok(decide(&batch, self.0.plan.limits(), &outcomes))
     }
 }
 

@@ -1,5 +1,7 @@
 //! One shard: a table of tags, the states that don't fit into a word, and what must go when there is no room.
 
+use std::sync::Arc;
+
 use tidegate_core::batch::{Op, Outcome, Verdict};
 use tidegate_core::penalty::Record;
 use tidegate_core::rate::Arrival;
@@ -8,7 +10,7 @@ use tidegate_core::window::Log;
 use tidegate_core::{ABOUT, Clock, Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
 
 use super::MemoryStats;
-use super::table::{Place, Slot, Table};
+use super::table::{Outlook, Place, Slot, Table};
 use crate::Losses;
 
 /// How many slots an insertion looks over for idle entries.
@@ -88,7 +90,7 @@ enum Worth {
 }
 
 /// The table comes first, so that it shares a cache line with the lock.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub(super) struct Shard {
     table: Table,
@@ -99,6 +101,8 @@ pub(super) struct Shard {
     blocked: usize,
     counted_at: Time,
     losses: Losses,
+    outlooks: Arc<[Outlook]>,
+    index: usize,
 }
 
 /// The tag of a key under a limit: 52 bits of the key, then the limit. The key leads, so that all limits of one
@@ -118,6 +122,27 @@ fn limit_of(limits: &Limits, tag: u64) -> Option<&Limit> {
 }
 
 impl Shard {
+    /// An empty shard, which tells in the outlook of this index where its table lies.
+    pub(super) fn new(outlooks: Arc<[Outlook]>, index: usize) -> Self {
+        Self {
+            table: Table::default(),
+            cells: Vec::new(),
+            free: None,
+            heap: 0,
+            hand: 0,
+            blocked: 0,
+            counted_at: Time::ZERO,
+            losses: Losses::default(),
+            outlooks,
+            index,
+        }
+    }
+
+    fn resize_table(&mut self, homes: usize) {
+        self.table.rebuild(homes);
+        self.table.tell(&self.outlooks[self.index]);
+    }
+
     /// Adds what the shard holds and has lost.
     pub(super) fn count(&self, stats: &mut MemoryStats) {
         stats.entries += self.table.len();
@@ -371,7 +396,7 @@ impl Shard {
                 return;
             }
             if homes < about.room.homes {
-                self.table.rebuild((homes + homes / 4 + 4).min(about.room.homes));
+                self.resize_table((homes + homes / 4 + 4).min(about.room.homes));
             } else if !self.evict(tag, false, now, about) {
                 break;
             }
@@ -550,7 +575,7 @@ impl Shard {
         }
         let homes = self.table.homes();
         if homes > 64 && self.table.len() * 4 < homes {
-            self.table.rebuild(self.table.len() * 2);
+            self.resize_table(self.table.len() * 2);
         }
         let unused = self.cells.iter().filter(|cell| matches!(cell, Cell::Free { .. })).count();
         if unused > 64 && unused * 4 > self.cells.len() * 3 {

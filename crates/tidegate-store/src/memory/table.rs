@@ -5,6 +5,8 @@
 //! four slots of five are taken; and growing walks both arrays once from front to back, so tables can grow in small
 //! steps and stay full.
 
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
 /// One entry: 16 bytes, four to a cache line.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Slot {
@@ -67,7 +69,13 @@ impl Table {
 
     #[inline]
     fn home(&self, tag: u64) -> usize {
-        ((u128::from(tag) * self.homes as u128) >> 64) as usize
+        home(tag, self.homes)
+    }
+
+    /// Tells where the slots lie.
+    pub(super) fn tell(&self, outlook: &Outlook) {
+        outlook.slots.store(self.slots.as_ptr().addr(), Relaxed);
+        outlook.homes.store(self.homes, Relaxed);
     }
 
     /// Where a tag is, or where it belongs. Behind its home come first the smaller tags, then it or its place; so its
@@ -151,6 +159,40 @@ impl Table {
         true
     }
 }
+
+#[inline]
+fn home(tag: u64, homes: usize) -> usize {
+    ((u128::from(tag) * homes as u128) >> 64) as usize
+}
+
+/// Where a table's slots lay of late. Unlike the table it can be looked at without its lock, and is rarely written, so
+/// that every thread keeps it at hand.
+#[derive(Debug, Default)]
+pub(super) struct Outlook {
+    slots: AtomicUsize,
+    homes: AtomicUsize,
+}
+
+impl Outlook {
+    /// Has the slot where a tag likely stands fetched to be written, so that it is on its way while the lock is.
+    #[inline]
+    pub(super) fn fetch(&self, tag: u64) {
+        let offset = home(tag, self.homes.load(Relaxed)) * size_of::<Slot>();
+        prefetch(self.slots.load(Relaxed).wrapping_add(offset));
+    }
+}
+
+#[inline]
+#[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "there is no safe way to prefetch")]
+fn prefetch(address: usize) {
+    use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+    // SAFETY: a prefetch moves cache lines and nothing else; it never faults, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_ET0>(std::ptr::without_provenance(address)) };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn prefetch(_: usize) {}
 
 #[cfg(test)]
 mod tests {
