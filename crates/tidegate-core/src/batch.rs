@@ -48,6 +48,31 @@ pub enum Verb {
     Renew,
     /// Forgets the key under this limit: usage, block and strikes.
     Reset,
+    /// Charges the cost whether there is room or not: what a call turned out to cost beyond what it was taken for.
+    Debit,
+    /// Tells a window that a call which was charged ahead ([`Batch::ahead`]) has ended: what it was charged counts as
+    /// made now.
+    Settle,
+    /// Closes a cool-down for a throttled reply to a call of this generation. The cost is the wait that was asked for,
+    /// in microseconds; 0 is none.
+    Throttle {
+        /// The generation that the call was let through with ([`Outcome::generation`]).
+        generation: u32,
+    },
+    /// Tells a cool-down that a call of this generation succeeded.
+    Succeed {
+        /// The generation that the call was let through with.
+        generation: u32,
+    },
+    /// Closes a cool-down for a credential that isn't accepted, for a cost of so many microseconds; 0 is for good.
+    Disable,
+}
+
+impl Verb {
+    /// Whether it concerns a key that nothing is remembered of, too.
+    fn makes(self) -> bool {
+        matches!(self, Self::Debit | Self::Throttle { .. } | Self::Disable)
+    }
 }
 
 /// One operation on one key under one limit.
@@ -72,10 +97,34 @@ impl Op {
     }
 }
 
+/// What the operations of a batch have in common.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Terms {
+    /// Who holds the permits that are taken, given back or renewed.
+    pub holder: u64,
+    /// How far ahead of the present a window counts what is taken.
+    pub lead: Span,
+    /// The moment that a window counted what is settled or refunded at; the epoch if nobody knows.
+    pub counted_at: Time,
+}
+
+/// One operation, and all that it is judged by.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    /// The operation.
+    pub op: &'a Op,
+    /// The limit that it names.
+    pub limit: &'a Limit,
+    /// What it has in common with the rest of its batch.
+    pub terms: Terms,
+    /// The moment of the decision.
+    pub now: Time,
+}
+
 /// Operations that a store carries out together, atomically.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    id: u64,
+    terms: Terms,
     ops: ArrayVec<Op, MAX_OPS>,
 }
 
@@ -94,7 +143,23 @@ impl core::error::Error for BatchFull {}
 impl Batch {
     /// An empty batch. The id names the holder of any permits it takes, or gives back, or renews.
     pub fn new(id: u64) -> Self {
-        Self { id, ops: ArrayVec::new() }
+        Self { terms: Terms { holder: id, ..Terms::default() }, ops: ArrayVec::new() }
+    }
+
+    /// Has windows count what is taken up to `lead` from now: for calls that somebody else counts at a moment between
+    /// their start and their end. Until [`Verb::Settle`] says when that was, the latest is assumed. Windows whose limit
+    /// doesn't expect so much ([`Window::with_lead`](crate::Window::with_lead)) take what they expect.
+    #[must_use]
+    pub fn ahead(mut self, lead: Span) -> Self {
+        self.terms.lead = lead;
+        self
+    }
+
+    /// Says at which moment windows counted what is settled or refunded: the decision's plus the lead.
+    #[must_use]
+    pub fn counted_at(mut self, at: Time) -> Self {
+        self.terms.counted_at = at;
+        self
     }
 
     /// Adds an operation.
@@ -107,7 +172,12 @@ impl Batch {
 
     /// Who holds the permits of this batch.
     pub fn id(&self) -> u64 {
-        self.id
+        self.terms.holder
+    }
+
+    /// What the operations have in common.
+    pub fn terms(&self) -> Terms {
+        self.terms
     }
 
     /// The operations in order.
@@ -164,6 +234,8 @@ pub struct Outcome {
     pub block_until: Time,
     /// Strikes that count.
     pub strikes: u8,
+    /// The generation of a cool-down, by which a reply is told from one to an older call; 0 of other limits.
+    pub generation: u32,
 }
 
 impl Outcome {
@@ -180,6 +252,7 @@ impl Outcome {
             block: Span::ZERO,
             block_until: Time::ZERO,
             strikes: 0,
+            generation: 0,
         }
     }
 
@@ -242,13 +315,13 @@ impl Tally {
 /// in a shorter form may answer from that.
 pub trait Cells {
     /// [`State::judge`], or for a `Peek` [`State::peek`], which changes nothing.
-    fn judge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome;
+    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome;
     /// [`State::charge`].
-    fn charge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome);
+    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome);
     /// [`State::strike`].
-    fn strike(&mut self, index: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome);
-    /// Runs `change` on the whole state, if there is one.
-    fn alter(&mut self, index: usize, op: &Op, limit: &Limit, now: Time, change: &mut dyn FnMut(&mut State));
+    fn strike(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome);
+    /// Runs `change` on the whole state, if there is one, or on a new one if there has to be one.
+    fn alter(&mut self, index: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State));
     /// Forgets the state.
     fn forget(&mut self, index: usize, op: &Op);
 }
@@ -285,7 +358,7 @@ fn judge(
     for (index, op) in batch.ops.iter().enumerate() {
         let outcome = match limits.get(op.limit) {
             Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
-                let outcome = cells.judge(index, op, limit, batch.id, now);
+                let outcome = cells.judge(index, &Ask { op, limit, terms: batch.terms, now });
                 if op.verb == Verb::Take {
                     watched.add(outcome.verdict);
                     if !limit.is_shadow() {
@@ -301,7 +374,7 @@ fn judge(
     (enforced, watched)
 }
 
-/// The second half: charges, strikes, and what gives back.
+/// The second half: charges, strikes, and what is told.
 #[inline]
 fn change(
     batch: &Batch,
@@ -311,35 +384,30 @@ fn change(
     outcomes: &mut [Outcome],
     (enforced, watched): (Tally, Tally),
 ) {
-    let holder = batch.id;
     for (index, (op, outcome)) in batch.ops.iter().zip(outcomes).enumerate() {
         let Some(limit) = limits.get(op.limit) else { continue };
+        let ask = Ask { op, limit, terms: batch.terms, now };
         let tally = if limit.is_shadow() { watched } else { enforced };
         match op.verb {
             Verb::Peek => {}
             Verb::Take if outcome.verdict.refuses() => {
                 if !tally.blocked {
-                    cells.strike(index, op, limit, now, outcome);
+                    cells.strike(index, &ask, outcome);
                 }
             }
             Verb::Take => {
                 let counts_anyway = limit.counts_refused() && outcome.verdict == Verdict::Admitted;
                 if !tally.refused || counts_anyway {
-                    cells.charge(index, op, limit, holder, now, outcome);
+                    cells.charge(index, &ask, outcome);
                 }
             }
-            Verb::Refund => cells.alter(index, op, limit, now, &mut |state| state.refund(limit, op.cost, now)),
-            Verb::Release | Verb::Renew => {
-                let mut held = false;
-                cells.alter(index, op, limit, now, &mut |state| {
-                    held = match op.verb {
-                        Verb::Release => state.release(limit, holder, now),
-                        _ => state.renew(limit, holder, now),
-                    };
-                });
-                outcome.verdict = if held { Verdict::Admitted } else { Verdict::Refused };
-            }
             Verb::Reset => cells.forget(index, op),
+            _ => {
+                // What isn't remembered can be given back, but not be held.
+                let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
+                cells.alter(index, &ask, op.verb.makes(), &mut |state| done = state.tell(&ask));
+                outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
+            }
         }
     }
 }
@@ -354,11 +422,11 @@ fn judgeable(now: Time) -> Time {
 /// [`settle`] for a batch of nothing but one `Take`, of a limit that is enforced.
 #[inline]
 pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut impl Cells, now: Time) -> Outcome {
-    let now = judgeable(now);
-    let mut outcome = cells.judge(0, op, limit, holder, now);
+    let ask = Ask { op, limit, terms: Terms { holder, ..Terms::default() }, now: judgeable(now) };
+    let mut outcome = cells.judge(0, &ask);
     match outcome.verdict {
-        Verdict::Admitted | Verdict::Parole => cells.charge(0, op, limit, holder, now, &mut outcome),
-        Verdict::Refused => cells.strike(0, op, limit, now, &mut outcome),
+        Verdict::Admitted | Verdict::Parole => cells.charge(0, &ask, &mut outcome),
+        Verdict::Refused => cells.strike(0, &ask, &mut outcome),
         Verdict::Blocked | Verdict::NoRoom => {}
     }
     outcome
@@ -366,22 +434,22 @@ pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut impl Cells, now: Ti
 
 /// Whole states, one for each operation, as cells: for stores that load a batch's rows and write them back.
 impl Cells for [State] {
-    fn judge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome {
-        match op.verb {
-            Verb::Peek => self[index].peek(limit, op.cost, holder, now),
-            _ => self[index].judge(limit, op.cost, holder, now),
+    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+        match ask.op.verb {
+            Verb::Peek => self[index].peek(ask),
+            _ => self[index].judge(ask),
         }
     }
 
-    fn charge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome) {
-        self[index].charge(limit, op.cost, holder, now, outcome);
+    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+        self[index].charge(ask, outcome);
     }
 
-    fn strike(&mut self, index: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome) {
-        self[index].strike(limit, op.cost, now, outcome);
+    fn strike(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+        self[index].strike(ask, outcome);
     }
 
-    fn alter(&mut self, index: usize, _: &Op, _: &Limit, _: Time, change: &mut dyn FnMut(&mut State)) {
+    fn alter(&mut self, index: usize, _: &Ask<'_>, _: bool, change: &mut dyn FnMut(&mut State)) {
         change(&mut self[index]);
     }
 

@@ -11,6 +11,8 @@
 //! | "1000 per day in Europe/Paris" | [`Quota`]: counted by calendar periods |
 //! | "8 in flight" | [`Concurrency`]: permits with a lease |
 //! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: what repeated violation costs |
+//! | "open after 5 failures" | [`Breaker`]: stops calling a provider that fails |
+//! | "3 attempts" | [`Retry`]: whether and when a failed call is tried again, within a [`Budget`] |
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -21,11 +23,20 @@ extern crate std;
 pub mod admit;
 pub mod backoff;
 pub mod batch;
+pub mod breaker;
+pub mod budget;
+pub mod call;
 pub mod concurrency;
+pub mod cooldown;
+mod heap;
+pub mod inflight;
+pub mod lanes;
 pub mod limit;
 pub mod penalty;
+pub mod pool;
 pub mod quota;
 pub mod rate;
+pub mod retry;
 pub mod state;
 pub mod time;
 pub mod window;
@@ -33,11 +44,18 @@ pub mod window;
 pub use admit::{Decision, Reason};
 pub use backoff::{Backoff, Growth, Jitter};
 pub use batch::{Batch, BatchFull, Key, MAX_OPS, Op, Outcome, Outcomes, Verb, Verdict};
+pub use breaker::{Breaker, BreakerError, BreakerSpec, Refusal, SharedBreaker};
+pub use budget::{Budget, BudgetSpec};
 pub use concurrency::Concurrency;
+pub use cooldown::Cooldown;
+pub use inflight::{Inflight, InflightError, InflightSpec};
+pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFull, Scope, Ticket, Turn};
 pub use limit::{Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT};
 pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
+pub use pool::{Balance, MAX_CREDENTIALS, Pool, PoolSize};
 pub use quota::{Calendar, Period, Quota};
 pub use rate::Rate;
+pub use retry::{Attempt, Class, Fault, GiveUp, Retry, Tries, Unreplayable};
 pub use state::State;
 pub use time::{ABOUT, Clock, Span, Time};
 pub use window::Window;

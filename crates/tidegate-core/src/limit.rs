@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::num::NonZeroU16;
 
-use crate::{Concurrency, Penalty, Quota, Rate, Window};
+use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, Window};
 
 /// The largest limit: 2^40.
 pub const MAX_LIMIT: u64 = 1 << 40;
@@ -51,16 +51,20 @@ pub enum Kind {
     Quota(Quota),
     /// Calls in flight.
     Concurrency(Concurrency),
+    /// Whether a credential may be used, or cools down.
+    Cooldown(Cooldown),
 }
 
 impl Kind {
-    /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits.
+    /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down counts no costs and takes
+    /// any.
     pub fn capacity(&self) -> u64 {
         match self {
             Self::Window(window) => window.limit(),
             Self::Rate(rate) => rate.burst(),
             Self::Quota(quota) => quota.limit(),
             Self::Concurrency(concurrency) => concurrency.limit(),
+            Self::Cooldown(_) => u64::MAX,
         }
     }
 }

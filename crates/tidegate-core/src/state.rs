@@ -1,12 +1,13 @@
 //! What is remembered of one key under one limit, and how it answers and changes.
 
-use crate::batch::{Outcome, Verdict};
+use crate::batch::{Ask, Outcome, Terms, Verdict};
 use crate::concurrency::Permits;
+use crate::cooldown::Gate;
 use crate::penalty::Record;
 use crate::quota::Ledger;
 use crate::rate::Arrival;
 use crate::window::Log;
-use crate::{Kind, Limit, PenaltyMode, Time};
+use crate::{Kind, Limit, PenaltyMode, Span, Time, Verb};
 
 /// What a call would meet in a limit, whatever penalties say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +38,8 @@ pub enum Usage {
     Quota(Ledger),
     /// Of permits.
     Concurrency(Permits),
+    /// A cool-down's gate.
+    Cooldown(Gate),
 }
 
 /// All that is remembered of one key under one limit. The default is a key never seen.
@@ -67,7 +70,7 @@ impl State {
         match &self.usage {
             Usage::Window(log) => log.heap_bytes(),
             Usage::Concurrency(permits) => permits.heap_bytes(),
-            Usage::None | Usage::Rate(_) | Usage::Quota(_) => 0,
+            Usage::None | Usage::Rate(_) | Usage::Quota(_) | Usage::Cooldown(_) => 0,
         }
     }
 
@@ -75,6 +78,7 @@ impl State {
     pub fn idle_at(&self, limit: &Limit) -> Time {
         let usage = match (limit.kind(), &self.usage) {
             (Kind::Window(window), Usage::Window(log)) => window.idle_at(log),
+            (Kind::Cooldown(cooldown), Usage::Cooldown(gate)) => cooldown.idle_at(gate),
             (_, Usage::Rate(arrival)) => arrival.idle_at(),
             (_, Usage::Quota(ledger)) => ledger.idle_at(),
             (_, Usage::Concurrency(permits)) => permits.idle_at(),
@@ -112,6 +116,11 @@ impl State {
                 }
                 _ => concurrency.look(&Permits::default(), cost, now),
             },
+            Kind::Cooldown(cooldown) => {
+                let Usage::Cooldown(gate) = &mut self.usage else { return cooling(now, now) };
+                cooldown.settle(gate, now);
+                cooling(cooldown.look(*gate, now), now)
+            }
         }
     }
 
@@ -149,15 +158,28 @@ impl State {
         }
     }
 
-    /// What a call of `cost` meets at `now`, its penalty included. `holder` is who would hold a permit.
-    pub fn judge(&mut self, limit: &Limit, cost: u64, holder: u64, now: Time) -> Outcome {
+    fn gate(&mut self) -> &mut Gate {
+        if !matches!(self.usage, Usage::Cooldown(_)) {
+            self.usage = Usage::Cooldown(Gate::default());
+        }
+        match &mut self.usage {
+            Usage::Cooldown(gate) => gate,
+            _ => unreachable!("invariant: the usage was just made a gate"),
+        }
+    }
+
+    /// What a call meets, its penalty included.
+    pub fn judge(&mut self, &Ask { op, limit, terms, now }: &Ask<'_>) -> Outcome {
+        let cost = op.cost;
         let look = self.look(limit.kind(), cost, now);
         let mut outcome = Outcome::of(look, now);
-        if let Usage::Concurrency(permits) = &self.usage
-            && permits.holds(holder)
-        {
-            outcome.verdict = Verdict::Admitted;
-            outcome.retry_at = now;
+        match &self.usage {
+            Usage::Concurrency(permits) if permits.holds(terms.holder) => {
+                outcome.verdict = Verdict::Admitted;
+                outcome.retry_at = now;
+            }
+            Usage::Cooldown(gate) => outcome.generation = gate.generation,
+            _ => {}
         }
         let Some(penalty) = limit.penalty() else { return outcome };
         penalty.settle(&mut self.record, now);
@@ -181,12 +203,12 @@ impl State {
     }
 
     /// What [`State::judge`] would answer. A peek must leave even what only a clock gone wrong would forget.
-    pub fn peek(&self, limit: &Limit, cost: u64, holder: u64, now: Time) -> Outcome {
-        self.clone().judge(limit, cost, holder, now)
+    pub fn peek(&self, ask: &Ask<'_>) -> Outcome {
+        self.clone().judge(ask)
     }
 
-    /// Records a call of `cost` that [`State::judge`] has just admitted at `now`, and brings the outcome up to date.
-    pub fn charge(&mut self, limit: &Limit, cost: u64, holder: u64, now: Time, outcome: &mut Outcome) {
+    /// Records a call that [`State::judge`] has just admitted, and brings the outcome up to date.
+    pub fn charge(&mut self, ask: &Ask<'_>, outcome: &mut Outcome) {
         if self.record.parole > 0 {
             // Room for the paroled call itself means that the promise is kept without it.
             let parole_over = outcome.verdict == Verdict::Parole || self.record.parole <= outcome.remaining;
@@ -194,10 +216,15 @@ impl State {
                 self.record.parole = 0;
             }
         }
+        self.spend(ask, outcome);
+    }
+
+    fn spend(&mut self, &Ask { op, limit, terms, now }: &Ask<'_>, outcome: &mut Outcome) {
+        let cost = op.cost;
         match limit.kind() {
             Kind::Window(window) => {
                 let log = self.log();
-                window.charge(log, cost, now);
+                window.charge(log, cost, now + terms.lead.min(window.lead()));
                 outcome.spend(cost);
                 outcome.reset_at = window.idle_at(log).max(now);
             }
@@ -217,22 +244,23 @@ impl State {
             }
             Kind::Concurrency(concurrency) => {
                 let permits = self.permits();
-                concurrency.charge(permits, holder, cost, now);
+                concurrency.charge(permits, terms.holder, cost, now);
                 outcome.used = permits.used();
                 outcome.remaining = concurrency.limit().saturating_sub(permits.used());
                 outcome.reset_at = permits.idle_at().max(now);
             }
+            Kind::Cooldown(cooldown) => outcome.generation = cooldown.charge(self.gate(), now),
         }
     }
 
-    /// Takes a strike for a call that [`State::judge`] has just refused at `now`, and brings the outcome up to date.
-    /// A limit without penalty is left as it is, and so is one that could never admit the call.
-    pub fn strike(&mut self, limit: &Limit, cost: u64, now: Time, outcome: &mut Outcome) {
+    /// Takes a strike for a call that [`State::judge`] has just refused, and brings the outcome up to date. A limit
+    /// without penalty is left as it is, and so is one that could never admit the call.
+    pub fn strike(&mut self, &Ask { op, limit, now, .. }: &Ask<'_>, outcome: &mut Outcome) {
         let Some(penalty) = limit.penalty() else { return };
         if outcome.retry_at.is_never() {
             return;
         }
-        penalty.strike(&mut self.record, cost, now);
+        penalty.strike(&mut self.record, op.cost, now);
         let until = self.record.until;
         outcome.strikes = self.record.strikes;
         outcome.remaining = 0;
@@ -247,12 +275,55 @@ impl State {
         outcome.reset_at = outcome.reset_at.max(until);
     }
 
-    /// Gives back what a call of `cost` was charged, never beyond the capacity.
-    pub fn refund(&mut self, limit: &Limit, cost: u64, now: Time) {
+    /// Takes note of what an operation tells: that something is given back, has ended, cost more, was throttled. True
+    /// unless it was about a permit that isn't held any more.
+    pub fn tell(&mut self, ask: &Ask<'_>) -> bool {
+        let &Ask { op, limit, terms, now } = ask;
+        match (limit.kind(), op.verb) {
+            (Kind::Concurrency(concurrency), Verb::Release | Verb::Renew) => {
+                let Usage::Concurrency(permits) = &mut self.usage else { return false };
+                concurrency.settle(permits, now);
+                if op.verb == Verb::Release {
+                    return concurrency.release(permits, terms.holder);
+                }
+                return concurrency.renew(permits, terms.holder, now);
+            }
+            (_, Verb::Release | Verb::Renew) => return false,
+            (_, Verb::Refund) => self.refund(ask),
+            (Kind::Concurrency(_) | Kind::Cooldown(_), Verb::Debit) => {}
+            (_, Verb::Debit) => {
+                let mut outcome = Outcome::of(self.look(limit.kind(), op.cost, now), now);
+                self.spend(&Ask { terms: Terms { lead: Span::ZERO, ..terms }, ..*ask }, &mut outcome);
+            }
+            (Kind::Window(window), Verb::Settle) => {
+                if let Usage::Window(log) = &mut self.usage {
+                    window.settle(log, now);
+                    window.bring_forward(log, op.cost, terms.counted_at, now);
+                }
+            }
+            (Kind::Cooldown(cooldown), Verb::Throttle { generation }) => {
+                let retry_after = (op.cost > 0).then(|| Span::from_micros(op.cost));
+                cooldown.throttled(self.gate(), generation, retry_after, now);
+            }
+            (Kind::Cooldown(cooldown), Verb::Succeed { generation }) => {
+                cooldown.succeeded(self.gate(), generation, now);
+            }
+            (Kind::Cooldown(cooldown), Verb::Disable) => {
+                let until = if op.cost == 0 { Time::NEVER } else { now + Span::from_micros(op.cost) };
+                cooldown.disable(self.gate(), until, now);
+            }
+            _ => {}
+        }
+        true
+    }
+
+    /// Gives back what a call was charged, never beyond the capacity.
+    fn refund(&mut self, &Ask { op, limit, terms, now }: &Ask<'_>) {
+        let cost = op.cost;
         match (limit.kind(), &mut self.usage) {
             (Kind::Window(window), Usage::Window(log)) => {
                 window.settle(log, now);
-                window.refund(log, cost);
+                window.refund(log, cost, terms.counted_at);
             }
             (Kind::Rate(rate), Usage::Rate(arrival)) => *arrival = rate.refund(*arrival, cost, now),
             (Kind::Quota(quota), Usage::Quota(ledger)) => {
@@ -262,28 +333,12 @@ impl State {
             _ => {}
         }
     }
+}
 
-    /// Takes back what `holder` holds at `now`; false if that is nothing any more.
-    pub fn release(&mut self, limit: &Limit, holder: u64, now: Time) -> bool {
-        match (limit.kind(), &mut self.usage) {
-            (Kind::Concurrency(concurrency), Usage::Concurrency(permits)) => {
-                concurrency.settle(permits, now);
-                concurrency.release(permits, holder)
-            }
-            _ => false,
-        }
-    }
-
-    /// Lengthens the holder's lease; false if it holds nothing any more.
-    pub fn renew(&mut self, limit: &Limit, holder: u64, now: Time) -> bool {
-        match (limit.kind(), &mut self.usage) {
-            (Kind::Concurrency(concurrency), Usage::Concurrency(permits)) => {
-                concurrency.settle(permits, now);
-                concurrency.renew(permits, holder, now)
-            }
-            _ => false,
-        }
-    }
+/// A cool-down as a limit: of one, which is taken while it cools.
+fn cooling(free_at: Time, now: Time) -> Look {
+    let used = u64::from(free_at > now);
+    Look { limit: 1, used, remaining: 1 - used, retry_at: free_at, reset_at: free_at }
 }
 
 /// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that

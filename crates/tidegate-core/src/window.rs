@@ -23,6 +23,7 @@ pub struct Window {
     window: Span,
     entries: u32,
     cell: u64,
+    lead: Span,
 }
 
 impl Window {
@@ -39,7 +40,20 @@ impl Window {
             return Err(LimitError::Entries { found: entries });
         }
         let cell = window.as_micros().div_ceil(u64::from(entries));
-        Ok(Self { limit, window, entries, cell })
+        Ok(Self { limit, window, entries, cell, lead: Span::ZERO })
+    }
+
+    /// Lets calls be counted up to `lead` ahead of the present ([`Batch::ahead`](crate::Batch::ahead)). An entry further
+    /// ahead can only come from a clock that has since stepped back.
+    #[must_use]
+    pub fn with_lead(mut self, lead: Span) -> Self {
+        self.lead = lead;
+        self
+    }
+
+    /// How far ahead of the present calls may be counted. Zero unless said.
+    pub fn lead(&self) -> Span {
+        self.lead
     }
 
     /// The most that any trailing window holds.
@@ -77,12 +91,13 @@ impl Window {
     pub fn settle(&self, log: &mut Log, now: Time) -> Time {
         let mut now = now;
         if let Some(newest) = log.newest()
-            && newest > now
+            && newest > now + self.lead
         {
-            if newest.since(now) <= OVERTAKEN {
-                now = newest;
+            let overtaken = newest - self.lead;
+            if overtaken.since(now) <= OVERTAKEN {
+                now = overtaken;
             } else {
-                log.pull_back(now);
+                log.pull_back(now + self.lead);
             }
         }
         while let Some(oldest) = log.oldest()
@@ -146,8 +161,20 @@ impl Window {
         log.push_back(Slot { at: now, count: cost }, self.physical());
     }
 
-    /// Gives `cost` back. The oldest entries give first: whichever call it was, nothing then comes free early.
-    pub fn refund(&self, log: &mut Log, cost: u64) {
+    /// Has what was charged ahead, at `from`, count as made at `now` in a log that was settled for `now`. Where entries
+    /// have been merged nobody knows which is whose, and it stays where it is: later, never early.
+    pub fn bring_forward(&self, log: &mut Log, cost: u64, from: Time, now: Time) {
+        if from > now && self.is_exact() && log.take_at(from, cost) {
+            log.put_at(Slot { at: now, count: cost }, self.physical());
+        }
+    }
+
+    /// Gives `cost` back: what was counted at `from` if that is still told apart. Otherwise the oldest entries give
+    /// first: whichever call it was, nothing then comes free early.
+    pub fn refund(&self, log: &mut Log, cost: u64, from: Time) {
+        if from > Time::ZERO && self.is_exact() && log.take_at(from, cost) {
+            return;
+        }
         let mut rest = cost;
         while rest > 0 {
             let Some(oldest) = log.front_mut() else { return };
@@ -383,6 +410,53 @@ impl Log {
         }
     }
 
+    /// Takes `cost` from the entry made at this moment; false if there is none, or it holds less.
+    fn take_at(&mut self, at: Time, cost: u64) -> bool {
+        let Some(index) = (0..self.len()).rev().find(|index| self.slots()[self.place(*index)].at <= at) else {
+            return false;
+        };
+        let place = self.place(index);
+        let slot = &mut self.slots_mut()[place];
+        if slot.at != at || slot.count < cost {
+            return false;
+        }
+        slot.count -= cost;
+        let empty = slot.count == 0;
+        self.total -= cost;
+        if empty {
+            for index in index..self.len() - 1 {
+                let (to, from) = (self.place(index), self.place(index + 1));
+                self.slots_mut()[to] = self.slots()[from];
+            }
+            self.len -= 1;
+            self.note_ends();
+        }
+        true
+    }
+
+    /// Puts an entry where its moment belongs: behind those that are as old.
+    fn put_at(&mut self, slot: Slot, most: usize) {
+        let behind = (0..self.len()).rev().find(|index| self.slots()[self.place(*index)].at <= slot.at);
+        if let Some(behind) = behind {
+            let place = self.place(behind);
+            let same = &mut self.slots_mut()[place];
+            if same.at == slot.at {
+                same.count = same.count.saturating_add(slot.count);
+                self.total = self.total.saturating_add(slot.count);
+                return;
+            }
+        }
+        self.push_back(slot, most);
+        let target = behind.map_or(0, |behind| behind + 1);
+        for index in (target + 1..self.len()).rev() {
+            let (to, from) = (self.place(index), self.place(index - 1));
+            self.slots_mut()[to] = self.slots()[from];
+        }
+        let place = self.place(target);
+        self.slots_mut()[place] = slot;
+        self.note_ends();
+    }
+
     fn resize(&mut self, capacity: usize) {
         let mut ring = if capacity <= INLINE {
             Ring::Inline([Slot::default(); INLINE])
@@ -488,9 +562,9 @@ mod tests {
         let mut log = Log::default();
         take(&window, &mut log, 3, at(0));
         take(&window, &mut log, 2, at(30));
-        window.refund(&mut log, 4);
+        window.refund(&mut log, 4, Time::ZERO);
         assert_eq!(log.iter().copied().collect::<Vec<_>>(), [Slot { at: at(30), count: 1 }]);
-        window.refund(&mut log, u64::MAX);
+        window.refund(&mut log, u64::MAX, Time::ZERO);
         assert_eq!((log.total(), log.len()), (0, 0));
     }
 

@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use tidegate_core::batch::settle;
 use tidegate_core::concurrency::Permits;
+use tidegate_core::cooldown::Gate;
 use tidegate_core::penalty::Record;
 use tidegate_core::quota::{Every, Ledger, Period};
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::Log;
 use tidegate_core::{
-    Batch, Concurrency, Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, Op, Penalty, PenaltyMode,
-    PenaltySpec, Quota, Rate, Span, State, Time, Verb, Window,
+    Batch, Concurrency, Cooldown, Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, Op, Penalty,
+    PenaltyMode, PenaltySpec, Quota, Rate, Span, State, Time, Verb, Window,
 };
 use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
 use tidegate_testkit::dice::{Dice, count};
@@ -42,9 +43,14 @@ fn any_number(dice: &mut Dice) -> u64 {
 
 fn any_kind(dice: &mut Dice) -> Result<Kind, LimitError> {
     let (number, span, other) = (any_number(dice), Span::from_micros(any_number(dice)), any_number(dice));
-    match dice.below(4) {
-        0 => Window::new(number, span, dice.pick(&[0, 1, 2, 64, 1 << 16, u32::MAX])).map(Kind::Window),
+    match dice.below(5) {
+        0 => Window::new(number, span, dice.pick(&[0, 1, 2, 64, 1 << 16, u32::MAX]))
+            .map(|window| Kind::Window(window.with_lead(Span::from_micros(other)))),
         1 => Rate::new(number, span, other).map(Kind::Rate),
+        3 => {
+            let [base, cap, stagger] = [number, other, any_number(dice)].map(Span::from_micros);
+            Ok(Kind::Cooldown(Cooldown { base, cap, stagger }))
+        }
         2 => Quota::new(number, Arc::new(Every(span))).map(Kind::Quota),
         _ => Concurrency::new(number, span).map(Kind::Concurrency),
     }
@@ -78,8 +84,12 @@ fn any_numbers_at_any_time() {
         let desk = Desk::over(Arc::clone(&limits));
         while !dice.exhausted() && !limits.is_empty() {
             let now = Time::from_micros(any_number(&mut dice));
-            let mut batch = Batch::new(any_number(&mut dice));
+            let counted_at = Time::from_micros(any_number(&mut dice));
+            let lead = Span::from_micros(any_number(&mut dice));
+            let mut batch = Batch::new(any_number(&mut dice)).ahead(lead).counted_at(counted_at);
+            let generation = any_number(&mut dice) as u32;
             let verb = dice.pick(&[
+                Verb::Take,
                 Verb::Take,
                 Verb::Take,
                 Verb::Take,
@@ -88,6 +98,11 @@ fn any_numbers_at_any_time() {
                 Verb::Release,
                 Verb::Renew,
                 Verb::Reset,
+                Verb::Debit,
+                Verb::Settle,
+                Verb::Disable,
+                Verb::Throttle { generation },
+                Verb::Succeed { generation },
             ]);
             for (limit, _) in limits.iter() {
                 let cost = any_number(&mut dice);
@@ -113,13 +128,18 @@ fn any_state_is_survived() {
     property::check(count(6_000, 200_000), 40, |mut dice| {
         let Ok(limit) = any_limit(&mut dice) else { return Ok(()) };
         let time = |dice: &mut Dice| Time::from_micros(any_number(dice));
-        let usage = match dice.below(5) {
+        let usage = match dice.below(6) {
             0 => Usage::None,
             1 => Usage::Window(Log::once(time(&mut dice), any_number(&mut dice))),
             2 => Usage::Rate(Arrival::from_bits(any_number(&mut dice))),
             3 => {
                 let period = Period { start: time(&mut dice), end: time(&mut dice) };
                 Usage::Quota(Ledger { period, used: any_number(&mut dice) })
+            }
+            4 => {
+                let [until, last] = [time(&mut dice), time(&mut dice)];
+                let [generation, step] = [any_number(&mut dice) as u32, any_number(&mut dice) as u32];
+                Usage::Cooldown(Gate { until, last, generation, step: step as u8 })
             }
             _ => Usage::Concurrency(Permits::default()),
         };
@@ -132,7 +152,20 @@ fn any_state_is_survived() {
         let mut cells = [State::new(usage, record)];
         while !dice.exhausted() {
             let mut batch = Batch::new(any_number(&mut dice));
-            let verb = dice.pick(&[Verb::Take, Verb::Peek, Verb::Refund, Verb::Release, Verb::Renew]);
+            batch = batch.ahead(Span::from_micros(any_number(&mut dice))).counted_at(time(&mut dice));
+            let generation = any_number(&mut dice) as u32;
+            let verb = dice.pick(&[
+                Verb::Take,
+                Verb::Peek,
+                Verb::Refund,
+                Verb::Release,
+                Verb::Renew,
+                Verb::Debit,
+                Verb::Settle,
+                Verb::Disable,
+                Verb::Throttle { generation },
+                Verb::Succeed { generation },
+            ]);
             batch.push(Op::new(id(0), verb, key(0), any_number(&mut dice))).map_err(|full| full.to_string())?;
             let now = time(&mut dice);
             settle(&batch, &limits, cells.as_mut_slice(), now);

@@ -1,8 +1,11 @@
 //! Strikes, blocks, parole and forgiveness as a client meets them.
 
+use tidegate_core::batch::{Ask, Terms};
 use tidegate_core::penalty::Record;
 use tidegate_core::state::Usage;
-use tidegate_core::{Kind, Limit, Penalty, PenaltyMode, PenaltySpec, Reason, Span, State, Time, Verdict, Window};
+use tidegate_core::{
+    Key, Kind, Limit, LimitId, Op, Penalty, PenaltyMode, PenaltySpec, Reason, Span, State, Time, Verb, Verdict, Window,
+};
 use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
 use tidegate_testkit::dice::{Dice, count};
 use tidegate_testkit::property;
@@ -269,9 +272,11 @@ fn the_billionth_strike() {
     for strikes in [12, 13, u8::MAX] {
         let record = Record { until: at(0), parole: u64::MAX, strikes };
         let mut state = State::new(Usage::None, record);
-        let mut outcome = state.judge(&limit, 1, 0, at(0));
+        let op = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
+        let ask = Ask { op: &op, limit: &limit, terms: Terms::default(), now: at(0) };
+        let mut outcome = state.judge(&ask);
         outcome.verdict = Verdict::Refused;
-        state.strike(&limit, 1, at(0), &mut outcome);
+        state.strike(&ask, &mut outcome);
         assert_eq!((outcome.block, outcome.strikes), (Span::from_secs(3600), 12));
     }
 }

@@ -343,7 +343,8 @@ impl Plan {
         for step in &program.steps {
             let takes_part = match verb {
                 Verb::Take | Verb::Peek => true,
-                Verb::Refund => !step.concurrency,
+                Verb::Refund | Verb::Debit | Verb::Settle => !step.concurrency,
+                Verb::Throttle { .. } | Verb::Succeed { .. } | Verb::Disable => false,
                 Verb::Release | Verb::Renew => step.concurrency,
                 Verb::Reset => !step.global || action.is_none(),
             };

@@ -14,12 +14,12 @@ use std::future::Ready;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arrayvec::ArrayVec;
-use tidegate_core::batch::{self, Cells, MAX_OPS, Op, Outcome, settle};
-use tidegate_core::{Batch, Clock, Key, Kind, Limit, Limits, Outcomes, State, Time, Verdict};
+use tidegate_core::batch::{self, Ask, Cells, MAX_OPS, Op, Outcome, settle};
+use tidegate_core::{Batch, Clock, Key, Kind, Limits, Outcomes, State, Time, Verdict};
 
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 use lock::{Lock, LockGuard};
-use shard::{About, Call, Room, Shard};
+use shard::{About, Room, Shard};
 use table::{Outlook, Table};
 
 /// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
@@ -221,28 +221,33 @@ impl<'a> Held<'a> {
 
 impl Cells for Held<'_> {
     #[inline]
-    fn judge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time) -> Outcome {
+    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
         let about = self.about;
         let mut hint = usize::MAX;
-        let outcome = self.shard(op).judge(&Call { op, limit, holder, now }, &about, &mut hint);
+        let outcome = self.shard(ask.op).judge(ask, &about, &mut hint);
         self.hints[index] = hint;
         outcome
     }
 
     #[inline]
-    fn charge(&mut self, index: usize, op: &Op, limit: &Limit, holder: u64, now: Time, outcome: &mut Outcome) {
+    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
         let (about, hint) = (self.about, self.hints[index]);
-        self.shard(op).charge(&Call { op, limit, holder, now }, outcome, &about, hint);
+        self.shard(ask.op).charge(ask, outcome, &about, hint);
     }
 
-    fn strike(&mut self, _: usize, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome) {
+    fn strike(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
         let about = self.about;
-        self.shard(op).strike(op, limit, now, outcome, &about);
+        self.shard(ask.op).strike(ask, outcome, &about);
     }
 
-    fn alter(&mut self, _: usize, op: &Op, _: &Limit, now: Time, change: &mut dyn FnMut(&mut State)) {
+    fn alter(&mut self, _: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State)) {
         let about = self.about;
-        self.shard(op).alter_existing(op, now, &about, change);
+        let shard = self.shard(ask.op);
+        if make {
+            shard.alter(ask.op, ask.now, &about, change);
+        } else {
+            shard.alter_existing(ask.op, ask.now, &about, change);
+        }
     }
 
     fn forget(&mut self, _: usize, op: &Op) {

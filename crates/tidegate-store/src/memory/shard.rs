@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use tidegate_core::batch::{Op, Outcome, Verdict};
+use tidegate_core::batch::{Ask, Op, Outcome, Terms, Verdict};
 use tidegate_core::penalty::Record;
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::Log;
-use tidegate_core::{ABOUT, Clock, Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
+use tidegate_core::{ABOUT, Clock, Key, Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
 
 use super::MemoryStats;
 use super::table::{Outlook, Place, Slot, Table};
@@ -166,12 +166,8 @@ impl Shard {
 
     /// Judges, and leaves in `hint` where the entry stood, which spares [`Shard::charge`] looking for it.
     #[inline]
-    pub(super) fn judge(
-        &mut self,
-        &Call { op, limit, holder, now }: &Call<'_>,
-        about: &About<'_>,
-        hint: &mut usize,
-    ) -> Outcome {
+    pub(super) fn judge(&mut self, ask: &Ask<'_>, about: &About<'_>, hint: &mut usize) -> Outcome {
+        let &Ask { op, limit, now, .. } = ask;
         let found = self.find(tag(op));
         *hint = found.unwrap_or(usize::MAX);
         match found {
@@ -182,7 +178,7 @@ impl Shard {
                 }
                 match limit.kind() {
                     Kind::Rate(rate) => Outcome::of(rate.look(Arrival::default(), op.cost, now), now),
-                    _ => State::default().judge(limit, op.cost, holder, now),
+                    _ => State::default().judge(ask),
                 }
             }
             Some(at) => match (Word::unpack(self.table.word(at)), limit.kind()) {
@@ -190,13 +186,11 @@ impl Shard {
                     let arrival = self.settled(at, arrival, rate, now);
                     Outcome::of(rate.look(arrival, op.cost, now), now)
                 }
-                (Word::State(index), _) if op.verb == Verb::Take => {
-                    self.state(index).judge(limit, op.cost, holder, now)
-                }
-                (Word::State(index), _) => self.state(index).peek(limit, op.cost, holder, now),
+                (Word::State(index), _) if op.verb == Verb::Take => self.state(index).judge(ask),
+                (Word::State(index), _) => self.state(index).peek(ask),
                 (word, _) => {
                     let mut state = Self::unfold(word);
-                    let outcome = state.judge(limit, op.cost, holder, now);
+                    let outcome = state.judge(ask);
                     // A clock that stepped back makes the moment another one for good.
                     if op.verb == Verb::Take
                         && let (Word::Once(before), Usage::Window(log)) = (word, state.usage())
@@ -269,13 +263,8 @@ impl Shard {
     }
 
     #[inline]
-    pub(super) fn charge(
-        &mut self,
-        &Call { op, limit, holder, now }: &Call<'_>,
-        outcome: &mut Outcome,
-        about: &About<'_>,
-        hint: usize,
-    ) {
+    pub(super) fn charge(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>, hint: usize) {
+        let &Ask { op, limit, now, .. } = ask;
         let tag = tag(op);
         let found = if self.table.is_at(hint, tag) { Some(hint) } else { self.find(tag) };
         let word = found.map(|at| Word::unpack(self.table.word(at)));
@@ -287,7 +276,7 @@ impl Shard {
                 outcome.reset_at = arrival.idle_at();
                 Some(Word::Arrival(arrival))
             }
-            (Kind::Window(window), None | Some(Word::Once(_))) if op.cost == 1 => {
+            (Kind::Window(window), None | Some(Word::Once(_))) if op.cost == 1 && ask.terms.lead.is_zero() => {
                 let fresh = match word {
                     Some(Word::Once(at)) => now.since(at) >= window.window(),
                     _ => true,
@@ -298,6 +287,8 @@ impl Shard {
                 }
                 fresh.then_some(Word::Once(now))
             }
+            // A credential that was never throttled is nothing to remember.
+            (Kind::Cooldown(_), None) => return,
             _ => None,
         };
         match (folded, found) {
@@ -305,16 +296,17 @@ impl Shard {
             (Some(word), None) => self.insert(tag, word, now, about),
             (None, _) => match word {
                 Some(Word::State(index)) => {
-                    if self.change(index, |state| state.charge(limit, op.cost, holder, now, outcome)) {
+                    if self.change(index, |state| state.charge(ask, outcome)) {
                         self.make_room(0, tag, now, about);
                     }
                 }
-                _ => self.alter(op, now, about, |state| state.charge(limit, op.cost, holder, now, outcome)),
+                _ => self.alter(op, now, about, |state| state.charge(ask, outcome)),
             },
         }
     }
 
-    pub(super) fn strike(&mut self, op: &Op, limit: &Limit, now: Time, outcome: &mut Outcome, about: &About<'_>) {
+    pub(super) fn strike(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>) {
+        let &Ask { op, limit, now, .. } = ask;
         if limit.penalty().is_none() || outcome.retry_at.is_never() {
             return;
         }
@@ -324,7 +316,7 @@ impl Shard {
             if state.record().strikes == 0 || state.record().until <= counted_at {
                 newly_blocked = weight(state);
             }
-            state.strike(limit, op.cost, now, outcome);
+            state.strike(ask, outcome);
         });
         self.blocked += newly_blocked;
     }
@@ -506,7 +498,8 @@ impl Shard {
         if block > now {
             return Worth::Blocked(block.since(now));
         }
-        let outcome = state.judge(limit, 0, 0, now);
+        let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
+        let outcome = state.judge(&Ask { op: &op, limit, terms: Terms::default(), now });
         match outcome.remaining {
             0 => Worth::Full,
             _ => Worth::Used(outcome.used.saturating_mul(1000) / outcome.limit.max(1)),
@@ -594,15 +587,6 @@ impl Shard {
             }
         }
     }
-}
-
-/// One operation, and what it is asked with.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Call<'a> {
-    pub op: &'a Op,
-    pub limit: &'a Limit,
-    pub holder: u64,
-    pub now: Time,
 }
 
 /// What a shard must know of the store it is part of.

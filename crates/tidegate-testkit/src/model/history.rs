@@ -42,6 +42,8 @@ impl History {
             Kind::Rate(rate) => self.rate(rate, cost, now),
             Kind::Quota(quota) => self.quota(quota, cost, now),
             Kind::Concurrency(concurrency) => self.concurrency(concurrency, cost, holder, now),
+            // Nothing that the model records closes one.
+            Kind::Cooldown(_) => Look { fits: true, used: 0, remaining: 1, retry_at: now, reset_at: now },
         }
     }
 

@@ -1,0 +1,174 @@
+//! How a breaker is written, and what of that makes no sense.
+
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::Span;
+use crate::backoff::{Backoff, Growth, Jitter};
+
+/// The most probes at a time.
+pub const MAX_PROBES: usize = 16;
+/// The most steps of a ramp.
+pub const MAX_RAMP: usize = 8;
+/// Shares and rates are counted in thousandths.
+pub(super) const WHOLE: u16 = 1_000;
+
+/// When the share of slow calls opens a breaker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlowCalls {
+    /// A call that takes longer is slow.
+    pub threshold: Span,
+    /// Opens at this many slow ones among a thousand, 1 to 1000.
+    pub rate: u16,
+}
+
+/// A stretch of time in which a closing breaker admits a share of all calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RampStep {
+    /// How many of a thousand calls pass, 1 to 1000.
+    pub share: u16,
+    /// For how long.
+    pub length: Span,
+}
+
+/// A breaker as it is written. At least one of `failures`, `failure_rate` and `slow_calls` must be set; any of them
+/// opens it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BreakerSpec {
+    /// Opens at this many failures without a working reply between them. Default 5.
+    pub failures: Option<u32>,
+    /// Opens at this many failures among a thousand calls of the window, 1 to 1000. Default none.
+    pub failure_rate: Option<u16>,
+    /// Opens at a share of slow calls in the window; a probe that is slow has failed. Default none.
+    pub slow_calls: Option<SlowCalls>,
+    /// The trailing time over which both rates are taken, in tenths: a call counts for 90 % to 100 % of it. Default
+    /// 60 s.
+    pub window: Span,
+    /// With fewer calls than this in the window there are no rates. Default 10.
+    pub min_calls: u32,
+    /// For how long the n-th opening since it was fully closed lasts. Default 5 min, however many there were. Full
+    /// jitter may draw next to nothing; equal jitter keeps half.
+    pub open: Backoff,
+    /// How many probes may be out at a time, up to [`MAX_PROBES`]. Default 1.
+    pub probes: u32,
+    /// When a probe that hangs or was dropped no longer counts as out. Default 30 s.
+    pub probe_lease: Span,
+    /// How many probes must find a working provider to close it. Default 2.
+    pub successes: u32,
+    /// What is admitted after closing until it is fully closed, up to [`MAX_RAMP`] steps. Default none; a usual one is
+    /// [`Breaker::RAMP`](super::Breaker::RAMP).
+    pub ramp: Vec<RampStep>,
+}
+
+impl Default for BreakerSpec {
+    fn default() -> Self {
+        let open = Span::from_secs(300);
+        Self {
+            failures: Some(5),
+            failure_rate: None,
+            slow_calls: None,
+            window: Span::from_secs(60),
+            min_calls: 10,
+            open: Backoff { growth: Growth::Constant, base: open, cap: open, jitter: Jitter::None },
+            probes: 1,
+            probe_lease: Span::from_secs(30),
+            successes: 2,
+            ramp: Vec::new(),
+        }
+    }
+}
+
+impl BreakerSpec {
+    pub(super) fn check(&self) -> Result<(), BreakerError> {
+        if self.failures.is_none() && self.failure_rate.is_none() && self.slow_calls.is_none() {
+            return Err(BreakerError::NeverOpens);
+        }
+        let zeros = [
+            ("failures", self.failures == Some(0)),
+            ("slow_calls.threshold", self.slow_calls.is_some_and(|slow| slow.threshold.is_zero())),
+            ("window", self.window.is_zero()),
+            ("min_calls", self.min_calls == 0),
+            ("open", self.open.wait(1).is_zero()),
+            ("probes", self.probes == 0),
+            ("probe_lease", self.probe_lease.is_zero()),
+            ("successes", self.successes == 0),
+            ("ramp.length", self.ramp.iter().any(|step| step.length.is_zero())),
+        ];
+        if let Some((setting, _)) = zeros.into_iter().find(|(_, zero)| *zero) {
+            return Err(BreakerError::Zero { setting });
+        }
+        let rates = self.failure_rate.into_iter().chain(self.slow_calls.map(|slow| slow.rate));
+        if let Some(found) =
+            rates.chain(self.ramp.iter().map(|step| step.share)).find(|rate| !(1..=WHOLE).contains(rate))
+        {
+            return Err(BreakerError::Rate { found });
+        }
+        if self.probes as usize > MAX_PROBES {
+            return Err(BreakerError::TooManyProbes { found: self.probes });
+        }
+        if self.ramp.len() > MAX_RAMP {
+            return Err(BreakerError::TooManySteps { found: self.ramp.len() });
+        }
+        Ok(())
+    }
+
+    pub(super) fn has_rates(&self) -> bool {
+        self.failure_rate.is_some() || self.slow_calls.is_some()
+    }
+
+    pub(super) fn ramp_length(&self) -> Span {
+        self.ramp.iter().fold(Span::ZERO, |sum, step| sum + step.length)
+    }
+
+    /// The share that is admitted while `left` of the ramp is left.
+    pub(super) fn ramp_share(&self, mut left: Span) -> u16 {
+        for step in self.ramp.iter().rev() {
+            if left <= step.length {
+                return step.share;
+            }
+            left = left - step.length;
+        }
+        self.ramp.first().map_or(WHOLE, |step| step.share)
+    }
+}
+
+/// Why a breaker can't be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BreakerError {
+    /// Nothing was chosen that opens it.
+    NeverOpens,
+    /// A setting that must not be 0.
+    Zero {
+        /// Its name.
+        setting: &'static str,
+    },
+    /// A rate or share outside 1 to 1000 thousandths.
+    Rate {
+        /// What was asked.
+        found: u16,
+    },
+    /// More probes at a time than [`MAX_PROBES`].
+    TooManyProbes {
+        /// What was asked.
+        found: u32,
+    },
+    /// A ramp of more than [`MAX_RAMP`] steps.
+    TooManySteps {
+        /// How many there were.
+        found: usize,
+    },
+}
+
+impl fmt::Display for BreakerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NeverOpens => f.write_str("nothing opens the breaker: set failures, failure_rate or slow_calls"),
+            Self::Zero { setting } => write!(f, "{setting} must not be 0"),
+            Self::Rate { found } => write!(f, "a rate or share is 1 to 1000 thousandths, not {found}"),
+            Self::TooManyProbes { found } => write!(f, "{found} probes at a time; at most {MAX_PROBES}"),
+            Self::TooManySteps { found } => write!(f, "a ramp of {found} steps; at most {MAX_RAMP}"),
+        }
+    }
+}
+
+impl core::error::Error for BreakerError {}

@@ -1,0 +1,156 @@
+//! Retry budget: bounds retries as a share of first tries, so that an outage isn't amplified.
+//!
+//! A token bucket filled by traffic and not by time: M. Brooker, "Fixing retries with token buckets and circuit
+//! breakers", 2022; the share and the minimum are those of Finagle's `RetryBudget`.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// What a retry costs: the arithmetic's unit is a thousandth of one.
+const RETRY: u64 = 1_000;
+
+/// A retry budget as it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BudgetSpec {
+    /// What a first try earns, in thousandths of a retry, 0 to 1000; more counts as 1000. Default 200: one retry for
+    /// five first tries.
+    pub ratio: u16,
+    /// The retries there are before anything was earned. Default 3.
+    pub min: u32,
+    /// The most retries that are kept for later; at least `min` are. Default 10.
+    pub reserve: u32,
+}
+
+impl Default for BudgetSpec {
+    fn default() -> Self {
+        Self { ratio: 200, min: 3, reserve: 10 }
+    }
+}
+
+/// The retries that a provider's calls may still spend, shared by all of them.
+///
+/// From the start, never more than `min + ratio × first tries` are spent; over any later stretch, never more than
+/// `reserve + ratio × first tries` of it: what is earned beyond the reserve is lost, so that a long quiet stores no
+/// burst. While the reserve is full, a first try writes nothing, and so costs other threads nothing.
+#[derive(Debug)]
+pub struct Budget {
+    ratio: u64,
+    most: u64,
+    held: AtomicU64,
+}
+
+impl Budget {
+    /// A budget that holds the minimum.
+    pub fn new(spec: BudgetSpec) -> Self {
+        Self {
+            ratio: u64::from(spec.ratio).min(RETRY),
+            most: u64::from(spec.reserve.max(spec.min)) * RETRY,
+            held: AtomicU64::new(u64::from(spec.min) * RETRY),
+        }
+    }
+
+    /// Earns the share of a first try.
+    #[inline]
+    pub fn first_try(&self) {
+        self.add(self.ratio);
+    }
+
+    /// Spends a retry; false if there is none left.
+    pub fn take(&self) -> bool {
+        self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| held.checked_sub(RETRY)).is_ok()
+    }
+
+    /// Gives back a retry that was taken and not sent.
+    pub fn give_back(&self) {
+        self.add(RETRY);
+    }
+
+    /// How many retries could be spent now.
+    pub fn left(&self) -> u64 {
+        self.held.load(Ordering::Relaxed) / RETRY
+    }
+
+    #[inline]
+    fn add(&self, earned: u64) {
+        // The count is all that threads tell each other here, so no order beyond its own is needed. Whether it could be
+        // added is no question: it can't only where nothing is to be added.
+        let _ = self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
+            let after = (held + earned).min(self.most);
+            (after != held).then_some(after)
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn the_minimum_comes_first_and_the_share_after() {
+        let budget = Budget::new(BudgetSpec::default());
+        assert_eq!((0..5).filter(|_| budget.take()).count(), 3);
+        for _ in 0..4 {
+            budget.first_try();
+            assert!(!budget.take());
+        }
+        budget.first_try();
+        assert!(budget.take() && !budget.take());
+    }
+
+    #[test]
+    fn a_long_quiet_stores_no_more_than_the_reserve() {
+        let budget = Budget::new(BudgetSpec::default());
+        for _ in 0..1_000_000 {
+            budget.first_try();
+        }
+        assert_eq!(budget.left(), 10);
+        assert_eq!((0..100).filter(|_| budget.take()).count(), 10);
+        let generous = Budget::new(BudgetSpec { ratio: 0, min: 20, reserve: 10 });
+        assert_eq!((0..100).filter(|_| generous.take()).count(), 20);
+    }
+
+    #[test]
+    fn what_is_given_back_can_be_taken_again_once() {
+        let budget = Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 0 });
+        assert!(budget.take() && !budget.take());
+        budget.give_back();
+        assert!(budget.take() && !budget.take());
+        budget.give_back();
+        budget.give_back();
+        assert_eq!(budget.left(), 1, "never above the reserve");
+    }
+
+    #[test]
+    fn a_ratio_above_one_counts_as_one() {
+        let budget = Budget::new(BudgetSpec { ratio: u16::MAX, min: 0, reserve: u32::MAX });
+        budget.first_try();
+        assert!(budget.take() && !budget.take());
+    }
+
+    #[test]
+    fn threads_together_stay_within_it() {
+        let budget = Budget::new(BudgetSpec { ratio: 300, min: 3, reserve: 7 });
+        let spent: u64 = thread::scope(|scope| {
+            let works = [(); 4].map(|()| {
+                scope.spawn(|| {
+                    let mut spent = 0;
+                    for turn in 0..10_000 {
+                        budget.first_try();
+                        if budget.take() {
+                            spent += 1;
+                            if turn % 3 == 0 {
+                                budget.give_back();
+                                spent -= 1;
+                            }
+                        }
+                    }
+                    spent
+                })
+            });
+            works.map(|work| work.join().unwrap()).iter().sum()
+        });
+        assert!(spent <= 3 + 12_000, "{spent}");
+        // Every turn takes as soon as there is a whole retry, so next to nothing is earned in vain.
+        assert!(spent >= 11_000, "{spent}");
+    }
+}

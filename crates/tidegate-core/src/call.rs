@@ -1,0 +1,649 @@
+//! One outbound call, from its start to its end.
+//!
+//! ```text
+//! start ── breaker ── queue ── turn ── ask ── decided ── breaker ── send ── replied ── finish
+//!   ▲                   ▲               │ refused │                              │
+//!   │                   └───────────────┴─────────┘                              │
+//!   └────────────────────────────── sleep (retry) ◄──────────────────────────────┘
+//! ```
+//!
+//! The breaker is looked at early, so that nobody queues in vain, and taken late, so that no probe is held while
+//! waiting. What changes for all calls of a provider in this process is on its [`Desk`]; what a store must change is a
+//! [`Batch`]. A driver does what a [`Step`] says and reports back; it judges nothing itself.
+
+use alloc::boxed::Box;
+use rand_core::Rng;
+
+use crate::breaker::{Breaker, Permit, Refusal};
+use crate::lanes::{Lane, Lanes, LanesSpec, QueueFull, Scope, Ticket};
+use crate::retry::{Attempt, GiveUp, Retry, Tries, Unreplayable};
+use crate::{
+    Batch, Budget, BudgetSpec, Class, Inflight, Key, Kind, LimitId, Limits, MAX_COST, Op, Outcomes, Pool, Span, Time,
+    Verb,
+};
+
+/// The longest that a call is counted ahead of its reply.
+pub const MAX_LEAD: Span = Span::from_secs(60);
+/// How long a credential that isn't accepted is left out.
+pub const DISABLED: Span = Span::from_secs(300);
+
+/// How long a credential that was refused isn't asked for at the least.
+const ASKED_AGAIN: Span = Span::from_millis(1);
+
+/// What a limit counts of a call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Measure {
+    /// The call: 1, whatever it costs.
+    #[default]
+    Calls,
+    /// What it costs, in the provider's units: tokens of a language model, points of a query.
+    Cost,
+}
+
+/// A limit of a provider.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ceiling {
+    /// Which.
+    pub limit: LimitId,
+    /// What it counts.
+    pub measure: Measure,
+}
+
+/// What a lane grants its calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneRules {
+    /// How long a call may take that doesn't say so itself.
+    pub timeout: Span,
+    /// When it is tried again.
+    pub retry: Retry,
+}
+
+/// The rules for calls to one provider: all that doesn't change while they run.
+///
+/// Together, the limits of a call, its lane's, its credential's and the cool-down must fit into one batch
+/// ([`MAX_OPS`](crate::MAX_OPS)).
+#[derive(Clone, Debug)]
+pub struct Provider {
+    /// The limits of all its calls.
+    pub ceilings: Box<[Ceiling]>,
+    /// The limits of a lane's own, in the order of [`Lane::ALL`].
+    pub lane_ceilings: [Box<[Ceiling]>; 3],
+    /// The limits of each credential.
+    pub credential_ceilings: Box<[Ceiling]>,
+    /// The cool-down of each credential.
+    pub cooldown: LimitId,
+    /// What the provider's limits count by.
+    pub key: Key,
+    /// What each credential's limits and its cool-down count by. A provider without credentials has one, anonymous.
+    pub credential_keys: Box<[Key]>,
+    /// Whether credentials are named by a login that can be repeated.
+    pub renews: bool,
+    /// How far ahead of its start a call is counted by windows, until its reply tells better: the longest that a
+    /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
+    pub lead: Span,
+    /// What is added to the wait for a rate, so that calls arrive no closer than they may although some take longer on
+    /// their way than others.
+    pub jitter: Span,
+    /// How calls queue.
+    pub lanes: LanesSpec,
+    /// What each lane grants, in the order of [`Lane::ALL`].
+    pub lane_rules: [LaneRules; 3],
+    /// How many retries there may be.
+    pub budget: BudgetSpec,
+}
+
+/// What all calls to one provider in one process share and change. One lock's worth: whoever drives calls holds it for
+/// each step.
+#[derive(Debug)]
+pub struct Desk {
+    /// Who goes next.
+    pub lanes: Lanes,
+    /// Which credential goes next.
+    pub pool: Pool,
+    /// How many calls the provider bears at a time; `None` where that isn't to be found out.
+    pub inflight: Option<Inflight>,
+    /// Whether the provider is well.
+    pub breaker: Breaker,
+    /// What bounds retries.
+    pub budget: Budget,
+    lead: Span,
+    widened_at: Time,
+}
+
+impl Desk {
+    /// The desk of a provider of which nothing is known yet.
+    pub fn new(provider: &Provider, pool: Pool, breaker: Breaker, inflight: Option<Inflight>) -> Self {
+        let mut desk = Self {
+            lanes: Lanes::new(provider.lanes),
+            pool,
+            inflight,
+            breaker,
+            budget: Budget::new(provider.budget),
+            lead: provider.lead,
+            widened_at: Time::ZERO,
+        };
+        desk.bound(provider);
+        desk
+    }
+
+    /// How far ahead calls are counted now.
+    pub fn lead(&self) -> Span {
+        self.lead
+    }
+
+    fn in_flight(&self) -> u32 {
+        Lane::ALL.iter().fold(0, |sum, lane| sum.saturating_add(self.lanes.in_flight(*lane)))
+    }
+
+    fn bound(&mut self, provider: &Provider) {
+        if let Some(inflight) = &self.inflight {
+            self.lanes.set_max_in_flight(inflight.limit().min(provider.lanes.max_in_flight));
+        }
+    }
+
+    /// A throttled reply says that the longest transit was taken too short, once for all that were under way.
+    fn widen(&mut self, sent_at: Time, now: Time) {
+        if sent_at >= self.widened_at {
+            self.lead = self.lead.times(2).min(MAX_LEAD);
+            self.widened_at = now;
+        }
+    }
+}
+
+/// How an attempt ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// What it means.
+    pub class: Class,
+    /// Whether the request may be sent again: see [`is_repeatable`](crate::retry::is_repeatable).
+    pub repeatable: bool,
+    /// Why it can't be sent again, if it can't.
+    pub unreplayable: Option<Unreplayable>,
+    /// How long the provider asks to be left alone.
+    pub retry_after: Option<Span>,
+    /// Until when the provider says that the credential has nothing left.
+    pub spent_until: Option<Time>,
+}
+
+/// How an attempt ends that nobody waits for.
+const CANCELLED: Reply =
+    Reply { class: Class::Cancelled, repeatable: false, unreplayable: None, retry_after: None, spent_until: None };
+
+/// Why a call failed that got no reply, or whose last reply is not to be had in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// The breaker is open.
+    Unavailable(Refusal),
+    /// A limit has no room before the deadline.
+    RateLimited {
+        /// Which limit.
+        limit: LimitId,
+        /// When the call could have been sent; [`Time::NEVER`] if never.
+        earliest: Time,
+    },
+    /// A calendar quota is spent for longer than the deadline.
+    QuotaSpent {
+        /// Which limit.
+        limit: LimitId,
+        /// When its next period begins.
+        resets_at: Time,
+    },
+    /// No credential is good before the deadline.
+    Cooling {
+        /// When the first is; [`Time::NEVER`] if none comes back by itself.
+        earliest: Time,
+    },
+    /// The call's lane is full.
+    QueueFull(QueueFull),
+    /// The deadline passed while the call was waiting for its turn.
+    DeadlineExceeded,
+    /// The last reply or fault stands: there is no other attempt, for this reason.
+    GaveUp(GiveUp),
+}
+
+/// What a driver is to do.
+#[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "boxing the batch would allocate on every call")]
+pub enum Step {
+    /// Wait until the desk's lanes name the call's ticket, for [`Call::turn`] or [`Call::expired`].
+    Queue,
+    /// Ask the store, for [`Call::decided`].
+    Ask(Batch),
+    /// Send the request with this credential, for [`Call::replied`].
+    Send {
+        /// Its place in the provider's list.
+        credential: usize,
+    },
+    /// Log this credential in anew, for [`Call::renewed`].
+    Renew {
+        /// Its place in the provider's list.
+        credential: usize,
+    },
+    /// Wait until this moment, for [`Call::start`].
+    Sleep(Time),
+    /// It is over: the last reply is the call's, or there is a reason why it has none.
+    Finish(Result<(), Failure>),
+}
+
+/// A step, and what the store is to be told before, without waiting for an answer.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Next {
+    /// What to tell.
+    pub tell: Option<Batch>,
+    /// What to do.
+    pub step: Step,
+}
+
+impl From<Step> for Next {
+    fn from(step: Step) -> Self {
+        Self { tell: None, step }
+    }
+}
+
+/// Where a call stands.
+#[derive(Debug)]
+enum Stage {
+    Idle,
+    Queued(Ticket),
+    /// The store was asked for this credential.
+    Asking(Ticket, usize),
+    Sent(Sent),
+}
+
+/// A request that is under way.
+#[derive(Debug)]
+struct Sent {
+    credential: usize,
+    at: Time,
+    counted_at: Time,
+    lane: Lane,
+    permit: Permit,
+    generation: u32,
+    /// How many were under way when it was sent, itself included.
+    in_flight: u32,
+}
+
+/// One call to a provider.
+#[derive(Debug)]
+pub struct Call {
+    lane: Lane,
+    cost: u64,
+    deadline: Time,
+    began_at: Time,
+    tries: Tries,
+    stage: Stage,
+    requests: u32,
+    renewed: bool,
+    retries: bool,
+}
+
+impl Call {
+    /// A call of `cost` that begins `now` and must have its reply by `deadline`, or within its lane's time-out.
+    pub fn new(provider: &Provider, lane: Lane, cost: u64, deadline: Option<Time>, now: Time) -> Self {
+        let rules = &provider.lane_rules[lane as usize];
+        let deadline = deadline.unwrap_or(now + rules.timeout);
+        Self {
+            lane,
+            cost: cost.min(MAX_COST),
+            deadline,
+            began_at: now,
+            tries: rules.retry.tries(deadline),
+            stage: Stage::Idle,
+            requests: 0,
+            renewed: false,
+            retries: false,
+        }
+    }
+
+    /// By when it must have its reply.
+    pub fn deadline(&self) -> Time {
+        self.deadline
+    }
+
+    /// How many requests were sent.
+    pub fn requests(&self) -> u32 {
+        self.requests
+    }
+
+    /// Since when it is under way.
+    pub fn began_at(&self) -> Time {
+        self.began_at
+    }
+
+    /// Its place in the queue, while it is queued or asks.
+    pub fn ticket(&self) -> Option<Ticket> {
+        match self.stage {
+            Stage::Queued(ticket) | Stage::Asking(ticket, _) => Some(ticket),
+            Stage::Idle | Stage::Sent(_) => None,
+        }
+    }
+
+    /// Enters the queue, at first or for another attempt.
+    pub fn start(&mut self, desk: &mut Desk, now: Time) -> Next {
+        if let Err(refusal) = desk.breaker.peek(now) {
+            return self.fail(Failure::Unavailable(refusal), desk);
+        }
+        if now >= self.deadline {
+            return self.fail(Failure::DeadlineExceeded, desk);
+        }
+        match desk.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
+            Ok(ticket) => {
+                self.stage = Stage::Queued(ticket);
+                Step::Queue.into()
+            }
+            Err(full) => self.fail(Failure::QueueFull(full), desk),
+        }
+    }
+
+    /// The lanes have named it: asks for the first credential that isn't known to be cooling.
+    pub fn turn(&mut self, provider: &Provider, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Next {
+        let Stage::Queued(ticket) = self.stage else { return Step::Queue.into() };
+        if let Err(refusal) = desk.breaker.peek(now) {
+            return self.fail(Failure::Unavailable(refusal), desk);
+        }
+        match desk.pool.next(now, rng) {
+            Some(credential) => {
+                self.stage = Stage::Asking(ticket, credential);
+                Step::Ask(self.batch(provider, credential, Verb::Take).ahead(desk.lead)).into()
+            }
+            None => {
+                let earliest = desk.pool.earliest();
+                self.wait(ticket, earliest, Scope::Provider, Failure::Cooling { earliest }, desk, now)
+            }
+        }
+    }
+
+    /// The lanes say that its deadline has passed, and it has left them.
+    pub fn expired(&mut self, desk: &mut Desk) -> Next {
+        self.stage = Stage::Idle;
+        self.fail(Failure::DeadlineExceeded, desk)
+    }
+
+    /// The store has answered.
+    pub fn decided(
+        &mut self,
+        provider: &Provider,
+        limits: &Limits,
+        desk: &mut Desk,
+        (batch, outcomes): (&Batch, &Outcomes),
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> Next {
+        let Stage::Asking(ticket, credential) = self.stage else { return Step::Queue.into() };
+        let refused = batch.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
+        let Some((op, outcome)) = refused.clone().max_by_key(|(_, outcome)| outcome.retry_at) else {
+            return self.granted(ticket, credential, provider, desk, outcomes, now);
+        };
+        let shared = |op: &Op| op.key == provider.key;
+        // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
+        if !refused.clone().any(|(op, _)| shared(op)) {
+            // At least a little, so that a store whose clock is behind isn't asked again and again.
+            desk.pool.not_before(credential, outcome.retry_at.max(now + ASKED_AGAIN), now);
+            self.stage = Stage::Queued(ticket);
+            return self.turn(provider, desk, now, rng);
+        }
+        let mut until = outcome.retry_at;
+        let kind = limits.get(op.limit).map(crate::Limit::kind);
+        if let Some(Kind::Rate(_)) = kind {
+            until = until + provider.jitter;
+        }
+        let own = provider.lane_ceilings[self.lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
+        let failure = match kind {
+            Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
+            _ => Failure::RateLimited { limit: op.limit, earliest: until },
+        };
+        self.stage = Stage::Queued(ticket);
+        self.wait(ticket, until, if own { Scope::Lane } else { Scope::Provider }, failure, desk, now)
+    }
+
+    /// The store gave no answer: it broke.
+    pub fn undecided(&mut self, desk: &mut Desk) {
+        if let Some(ticket) = self.ticket() {
+            desk.lanes.cancel(ticket);
+        }
+        self.stage = Stage::Idle;
+    }
+
+    fn granted(
+        &mut self,
+        ticket: Ticket,
+        credential: usize,
+        provider: &Provider,
+        desk: &mut Desk,
+        outcomes: &Outcomes,
+        now: Time,
+    ) -> Next {
+        let counted_at = outcomes.now() + desk.lead;
+        let Some(lane) = desk.lanes.granted(ticket, now) else {
+            self.stage = Stage::Idle;
+            let refund = self.batch(provider, credential, Verb::Refund).counted_at(counted_at);
+            return Next { tell: Some(refund), ..self.fail(Failure::DeadlineExceeded, desk) };
+        };
+        let permit = match desk.breaker.take(now) {
+            Ok(permit) => permit,
+            Err(refusal) => {
+                desk.lanes.ended(lane);
+                desk.lanes.poke();
+                self.stage = Stage::Idle;
+                let refund = self.batch(provider, credential, Verb::Refund).counted_at(counted_at);
+                return Next { tell: Some(refund), ..self.fail(Failure::Unavailable(refusal), desk) };
+            }
+        };
+        desk.pool.used(credential);
+        if self.requests == 0 {
+            desk.budget.first_try();
+        }
+        self.retries = false;
+        self.requests += 1;
+        let generation = outcomes.list().first().map_or(0, |outcome| outcome.generation);
+        self.stage = Stage::Sent(Sent {
+            credential,
+            at: now,
+            counted_at,
+            lane,
+            permit,
+            generation,
+            in_flight: desk.in_flight(),
+        });
+        Step::Send { credential }.into()
+    }
+
+    /// The attempt has ended.
+    pub fn replied(
+        &mut self,
+        provider: &Provider,
+        desk: &mut Desk,
+        reply: &Reply,
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> Next {
+        let Some(sent) = self.take_sent() else { return Step::Finish(Ok(())).into() };
+        let credential = sent.credential;
+        let tell = self.settle(provider, desk, sent, reply, now, rng);
+        if reply.class == Class::Auth && provider.renews && !self.renewed {
+            self.renewed = true;
+            return Next { tell, step: Step::Renew { credential } };
+        }
+        if matches!(reply.class, Class::Success | Class::Permanent | Class::Auth | Class::Cancelled) {
+            return Next { tell, step: Step::Finish(Ok(())) };
+        }
+        let attempt = Attempt {
+            class: reply.class,
+            repeatable: reply.repeatable,
+            unreplayable: reply.unreplayable,
+            retry_after: reply.retry_after,
+            other_credential: desk.pool.next(now, rng).is_some_and(|other| other != credential),
+        };
+        match self.tries.after(&attempt, Some(&desk.budget), now, rng) {
+            Ok(at) => {
+                self.retries = reply.class == Class::Transient;
+                Next { tell, step: Step::Sleep(at) }
+            }
+            Err(why) => Next { tell, step: Step::Finish(Err(Failure::GaveUp(why))) },
+        }
+    }
+
+    /// The login was repeated, or failed: then the reply that asked for it stands.
+    pub fn renewed(&mut self, desk: &mut Desk, good: bool, now: Time) -> Next {
+        if good { self.start(desk, now) } else { Step::Finish(Ok(())).into() }
+    }
+
+    /// It turned out to cost this much, where its measure is its cost.
+    pub fn cost_was(&mut self, provider: &Provider, credential: usize, cost: u64) -> Option<Batch> {
+        let (verb, rest) =
+            if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
+        let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
+        let own = provider.lane_ceilings[self.lane as usize].iter();
+        let shared = provider.ceilings.iter().chain(own).filter(measured).map(|ceiling| (ceiling, provider.key));
+        let key = provider.credential_keys[credential];
+        let of_credential = provider.credential_ceilings.iter().filter(measured).map(|ceiling| (ceiling, key));
+        let mut batch = Batch::new(0);
+        for (ceiling, key) in shared.chain(of_credential) {
+            push(&mut batch, Op::new(ceiling.limit, verb, key, rest));
+        }
+        (rest > 0 && !batch.ops().is_empty()).then_some(batch)
+    }
+
+    /// Somebody more urgent waits for it too: it moves up to their lane if it is still queued.
+    pub fn raise(&mut self, lane: Lane, desk: &mut Desk, now: Time) {
+        let Some(ticket) = self.ticket() else { return };
+        if desk.lanes.raise(ticket, lane, now) == Ok(true) {
+            self.lane = lane;
+        }
+    }
+
+    /// Nobody waits for it any more. Sent, it stays charged; otherwise all that it holds goes back.
+    pub fn abandoned(&mut self, provider: &Provider, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Option<Batch> {
+        if core::mem::take(&mut self.retries) {
+            desk.budget.give_back();
+        }
+        if let Some(ticket) = self.ticket() {
+            desk.lanes.cancel(ticket);
+            self.stage = Stage::Idle;
+        }
+        let sent = self.take_sent()?;
+        self.settle(provider, desk, sent, &CANCELLED, now, rng)
+    }
+
+    /// What the store must give back when an answer arrives for a call that was abandoned while it asked.
+    pub fn unwanted(provider: &Provider, batch: &Batch, outcomes: &Outcomes) -> Option<Batch> {
+        if outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) {
+            return None;
+        }
+        let mut refund = Batch::new(0).counted_at(outcomes.now() + batch.terms().lead);
+        for op in batch.ops().iter().filter(|op| op.limit != provider.cooldown) {
+            push(&mut refund, Op::new(op.limit, Verb::Refund, op.key, op.cost));
+        }
+        Some(refund)
+    }
+
+    fn take_sent(&mut self) -> Option<Sent> {
+        match core::mem::replace(&mut self.stage, Stage::Idle) {
+            Stage::Sent(sent) => Some(sent),
+            other => {
+                self.stage = other;
+                None
+            }
+        }
+    }
+
+    /// Tells everybody how an attempt ended.
+    fn settle(
+        &mut self,
+        provider: &Provider,
+        desk: &mut Desk,
+        sent: Sent,
+        reply: &Reply,
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> Option<Batch> {
+        let elapsed = now.since(sent.at);
+        desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
+        if let Some(inflight) = &mut desk.inflight {
+            inflight.sample(elapsed, sent.in_flight, reply.class, now);
+            desk.bound(provider);
+        }
+        desk.lanes.ended(sent.lane);
+        let mut batch = if sent.counted_at > now && provider.lead > Span::ZERO {
+            desk.lanes.poke();
+            self.batch(provider, sent.credential, Verb::Settle).counted_at(sent.counted_at)
+        } else {
+            Batch::new(0)
+        };
+        let cooldown = |verb, cost| Op::new(provider.cooldown, verb, provider.credential_keys[sent.credential], cost);
+        let generation = sent.generation;
+        match reply.class {
+            Class::Throttled => {
+                desk.widen(sent.at, now);
+                let asked = reply.retry_after.unwrap_or(Span::ZERO);
+                push(&mut batch, cooldown(Verb::Throttle { generation }, asked.as_micros().min(MAX_COST)));
+                // The store knows the cool-down better; until it says so, what was asked for is known.
+                desk.pool.not_before(sent.credential, now + asked.max(Span::from_micros(1)), now);
+            }
+            Class::Success if generation > 0 => push(&mut batch, cooldown(Verb::Succeed { generation }, 0)),
+            Class::Auth if provider.renews => {}
+            Class::Auth if provider.credential_keys.len() > 1 => {
+                push(&mut batch, cooldown(Verb::Disable, DISABLED.as_micros()));
+                desk.pool.not_before(sent.credential, now + DISABLED, now);
+            }
+            _ => {}
+        }
+        if let Some(until) = reply.spent_until.filter(|until| *until > now) {
+            desk.pool.not_before(sent.credential, until, now);
+        }
+        (!batch.ops().is_empty()).then_some(batch)
+    }
+
+    /// Keeps its place in the queue until a moment, or fails now if that is too late.
+    fn wait(
+        &mut self,
+        ticket: Ticket,
+        until: Time,
+        scope: Scope,
+        failure: Failure,
+        desk: &mut Desk,
+        now: Time,
+    ) -> Next {
+        if until >= self.deadline {
+            desk.lanes.cancel(ticket);
+            self.stage = Stage::Idle;
+            return self.fail(failure, desk);
+        }
+        desk.lanes.not_until(ticket, until, scope, now);
+        Step::Queue.into()
+    }
+
+    fn fail(&mut self, failure: Failure, desk: &mut Desk) -> Next {
+        if let Some(ticket) = self.ticket() {
+            desk.lanes.cancel(ticket);
+        }
+        self.stage = Stage::Idle;
+        if core::mem::take(&mut self.retries) {
+            desk.budget.give_back();
+        }
+        Step::Finish(Err(failure)).into()
+    }
+
+    /// The operations of an attempt with this credential. The cool-down comes first.
+    fn batch(&self, provider: &Provider, credential: usize, verb: Verb) -> Batch {
+        let cost = |ceiling: &Ceiling| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
+        let own_key = provider.credential_keys[credential];
+        let mut batch = Batch::new(0);
+        if verb == Verb::Take {
+            push(&mut batch, Op::new(provider.cooldown, verb, own_key, 1));
+        }
+        for ceiling in &provider.credential_ceilings {
+            push(&mut batch, Op::new(ceiling.limit, verb, own_key, cost(ceiling)));
+        }
+        for ceiling in provider.ceilings.iter().chain(&provider.lane_ceilings[self.lane as usize]) {
+            push(&mut batch, Op::new(ceiling.limit, verb, provider.key, cost(ceiling)));
+        }
+        batch
+    }
+}
+
+fn push(batch: &mut Batch, mut op: Op) {
+    op.must_fit = true;
+    batch.push(op).expect("invariant: a provider's limits and its cool-down fit into one batch");
+}

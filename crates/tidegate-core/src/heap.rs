@@ -1,0 +1,136 @@
+//! A priority queue over small indexes that can also give up or move an entry which isn't its first.
+
+use alloc::vec::Vec;
+
+/// Children of a node: with entries of 16 bytes they share a cache line, and the heap is half as deep as a binary one.
+const ARITY: usize = 4;
+/// The place of an index that isn't in the heap.
+const ABSENT: u32 = u32::MAX;
+
+/// Indexes ordered by a key, ties by the index. All changes are O(log n); memory follows the largest index and is kept,
+/// so that a heap which has been as full before allocates nothing. Indexes are below `u32::MAX`; whoever hands them out
+/// bounds them.
+#[derive(Clone, Debug)]
+pub(crate) struct IndexHeap<K> {
+    entries: Vec<(K, u32)>,
+    places: Vec<u32>,
+}
+
+impl<K> Default for IndexHeap<K> {
+    fn default() -> Self {
+        Self { entries: Vec::new(), places: Vec::new() }
+    }
+}
+
+impl<K: Copy + Ord> IndexHeap<K> {
+    /// How many indexes are in.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether no index is in.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// The least key and its index.
+    pub(crate) fn first(&self) -> Option<(K, u32)> {
+        self.entries.first().copied()
+    }
+
+    /// The key and index at some place below [`IndexHeap::len`], in no order to rely on.
+    pub(crate) fn nth(&self, place: usize) -> Option<(K, u32)> {
+        self.entries.get(place).copied()
+    }
+
+    /// The key of an index, if it is in.
+    pub(crate) fn key(&self, index: u32) -> Option<K> {
+        self.place(index).map(|place| self.entries[place].0)
+    }
+
+    /// Puts an index in, or gives it another key.
+    pub(crate) fn set(&mut self, index: u32, key: K) {
+        let place = self.place(index).unwrap_or_else(|| {
+            if self.places.len() <= index as usize {
+                self.places.resize(index as usize + 1, ABSENT);
+            }
+            self.entries.push((key, index));
+            self.entries.len() - 1
+        });
+        self.sift(place, (key, index));
+    }
+
+    /// Takes an index out; false if it isn't in.
+    pub(crate) fn remove(&mut self, index: u32) -> bool {
+        let Some(place) = self.place(index) else { return false };
+        self.places[index as usize] = ABSENT;
+        match self.entries.pop() {
+            Some(last) if place < self.entries.len() => self.sift(place, last),
+            _ => {}
+        }
+        true
+    }
+
+    fn place(&self, index: u32) -> Option<usize> {
+        self.places.get(index as usize).filter(|&&place| place != ABSENT).map(|&place| place as usize)
+    }
+
+    /// Lets an entry find its place from one that is free, up or down.
+    fn sift(&mut self, mut place: usize, entry: (K, u32)) {
+        while place > 0 {
+            let parent = (place - 1) / ARITY;
+            if self.entries[parent] <= entry {
+                break;
+            }
+            self.put(place, self.entries[parent]);
+            place = parent;
+        }
+        loop {
+            let children = place * ARITY + 1..self.entries.len().min(place * ARITY + 1 + ARITY);
+            let Some(least) = children.min_by_key(|&child| self.entries[child]) else { break };
+            if self.entries[least] >= entry {
+                break;
+            }
+            self.put(place, self.entries[least]);
+            place = least;
+        }
+        self.put(place, entry);
+    }
+
+    fn put(&mut self, place: usize, entry: (K, u32)) {
+        self.entries[place] = entry;
+        self.places[entry.1 as usize] = place as u32;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::rngs::SmallRng;
+    use rand::{RngExt, SeedableRng};
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn agrees_with_a_sorted_map() {
+        let mut rng = SmallRng::seed_from_u64(3);
+        let (mut heap, mut keys) = (IndexHeap::default(), BTreeMap::new());
+        for step in 0..60_000 {
+            let index = rng.random_range(0..200_u32);
+            // Fuller and emptier by turns, so that all depths are seen.
+            if rng.random_ratio(if step / 3_000 % 2 == 0 { 2 } else { 1 }, 3) {
+                let key = rng.random_range(0..100_u64);
+                heap.set(index, key);
+                keys.insert(index, key);
+            } else {
+                assert_eq!(heap.remove(index), keys.remove(&index).is_some());
+            }
+            assert_eq!(heap.first(), keys.iter().map(|(&index, &key)| (key, index)).min());
+            assert_eq!(heap.key(index), keys.get(&index).copied());
+            assert_eq!((heap.len(), heap.is_empty()), (keys.len(), keys.is_empty()));
+        }
+        let mut listed: std::vec::Vec<_> = (0..heap.len()).filter_map(|place| heap.nth(place)).collect();
+        listed.sort_unstable_by_key(|&(_, index)| index);
+        assert!(listed.into_iter().eq(keys.into_iter().map(|(index, key)| (key, index))));
+        assert_eq!(heap.nth(heap.len()), None);
+    }
+}

@@ -1,0 +1,487 @@
+//! Who goes next among the queued outbound calls of one provider in one process.
+//!
+//! Calls wait in three lanes, first come, first served within each. One call at a time is named to ask the store; the
+//! store grants it or tells a moment before which asking again is no use, and never queues anybody itself.
+//!
+//! More urgent lanes go first, with two exceptions that keep the others from starving. A lane that waits earns a share
+//! of what is granted, its *floor*, as credit, and goes first once that pays for its next call (deficit round robin of
+//! M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995, with a share in
+//! place of the quantum). And of lanes that have waited for a whole window the one that has waited longest goes first,
+//! so that even a limit of a few calls a window reaches every lane. A lane that is held back by something of its own, be
+//! it a cap, a ceiling or its hours, holds nobody else back, and earns nothing.
+
+use alloc::vec::Vec;
+use arrayvec::ArrayVec;
+use core::cmp::Reverse;
+use core::fmt;
+
+use crate::heap::IndexHeap;
+use crate::time::OVERTAKEN;
+use crate::{MAX_COST, Span, Time};
+
+/// The most calls that may be let wait in one lane: 2^20.
+pub const MAX_WAITING: u32 = 1 << 20;
+/// The highest floor, in permille: with both lower lanes waiting, the highest still has a third.
+pub const MAX_FLOOR: u16 = 333;
+
+/// Credit is counted in thousandths of a unit of cost.
+const PERMILLE: u64 = 1000;
+
+/// How urgent an outbound call is; the greater goes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lane {
+    /// Nobody waits for it: imports, refreshes ahead of time.
+    Background,
+    /// Somebody waits for it.
+    #[default]
+    User,
+    /// Another system waits for it, and not for long.
+    Webhook,
+}
+
+impl Lane {
+    /// Every lane, the least urgent first.
+    pub const ALL: [Self; 3] = [Self::Background, Self::User, Self::Webhook];
+
+    /// The lane's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Background => "background",
+            Self::User => "user",
+            Self::Webhook => "webhook",
+        }
+    }
+}
+
+/// The bounds of one lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneSpec {
+    /// How many calls may wait; further ones are refused. Default 1,024; [`MAX_WAITING`] is the most.
+    pub max_waiting: u32,
+    /// How many calls may be in flight. Default `u32::MAX`, which is no bound.
+    pub max_in_flight: u32,
+}
+
+impl Default for LaneSpec {
+    fn default() -> Self {
+        Self { max_waiting: 1024, max_in_flight: u32::MAX }
+    }
+}
+
+/// How the calls of one provider queue.
+///
+/// A provider that wants one call at a time has a `max_in_flight` of 1 and a driver that puts every call in the same
+/// lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LanesSpec {
+    /// The bounds of each lane, in the order of [`Lane::ALL`].
+    pub lanes: [LaneSpec; 3],
+    /// How many calls of all lanes may be in flight. Default `u32::MAX`, which is no bound.
+    pub max_in_flight: u32,
+    /// Which share of the granted cost a waiting lane gets at least, in permille. Default 100; [`MAX_FLOOR`] is the
+    /// most.
+    pub floor: u16,
+    /// A waiting lane that had to do without for so long goes before more urgent ones that hadn't, whatever its call
+    /// costs: the window of the provider's limit, so that each lane gets at least one call a window through where the
+    /// limit has one for each. Default 60 s; [`Span::MAX`] leaves the lanes to their floors.
+    pub window: Span,
+}
+
+impl Default for LanesSpec {
+    fn default() -> Self {
+        Self { lanes: [LaneSpec::default(); 3], max_in_flight: u32::MAX, floor: 100, window: Span::from_secs(60) }
+    }
+}
+
+/// Names a queued call. Once the call has left the queue its ticket does nothing, until its slot has been used by
+/// another 2^32 calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    index: u32,
+    generation: u32,
+}
+
+impl Ticket {
+    /// A number that no other waiting call has, below the sum of the lanes' `max_waiting`: a place for what a driver
+    /// keeps beside the queue.
+    pub const fn index(self) -> usize {
+        self.index as usize
+    }
+}
+
+/// A lane has as many calls waiting as it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueFull {
+    /// Which lane.
+    pub lane: Lane,
+}
+
+impl fmt::Display for QueueFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the queue of the {} lane is full", self.lane.name())
+    }
+}
+
+impl core::error::Error for QueueFull {}
+
+/// What a driver is to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Turn {
+    /// Fail this call: its deadline has passed, and it has left the queue.
+    Expired(Ticket),
+    /// Ask the store for this call, and tell the answer: [`Lanes::granted`], [`Lanes::not_until`], or [`Lanes::cancel`]
+    /// if it gave none or refused for good. Nobody else is named before.
+    Ask(Ticket),
+    /// Nothing before this moment, unless a call arrives, ends, leaves or is answered meanwhile. [`Time::NEVER`] if
+    /// nothing is bound to time.
+    Sleep(Time),
+}
+
+/// Whom a refusal concerns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// The call's lane: a limit of the lane's own is among those that refuse. The other lanes go on.
+    Lane,
+    /// Everybody: only limits that all lanes share refuse. The call keeps its turn.
+    Provider,
+}
+
+/// A queued call.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    /// The number of its arrival, by which it stands in its lane.
+    arrival: u64,
+    cost: u64,
+    generation: u32,
+    lane: Lane,
+}
+
+/// What the store told a call, as far as it concerns those that come after it.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    at: Time,
+    until: Time,
+    lane: Lane,
+    cost: u64,
+}
+
+impl Told {
+    const NOTHING: Self = Self { at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0 };
+
+    /// Whether asking for such a call is no use yet. A more urgent one may have reserves, a cheaper one may fit; and
+    /// what was told by a clock that has since stepped back is worth asking again.
+    fn holds(&self, lane: Lane, cost: u64, now: Time) -> bool {
+        now < self.until && self.at <= now + OVERTAKEN && lane <= self.lane && cost >= self.cost
+    }
+}
+
+/// One lane.
+#[derive(Clone, Debug)]
+struct Queue {
+    spec: LaneSpec,
+    order: IndexHeap<u64>,
+    in_flight: u32,
+    /// What the floor has earned the lane since it began to wait and it hasn't spent, in thousandths of cost.
+    credit: u64,
+    /// When the lane will have had to do without a grant for a whole window.
+    due_at: Time,
+    paused_until: Time,
+    told: Told,
+}
+
+/// The queued calls of one provider in one process, and how many calls are in flight.
+///
+/// A driver reports what happens and then calls [`Lanes::poll`] until it says to sleep. Entering, leaving and being
+/// named take O(log n); at most `max_waiting` calls wait in each lane, and their memory is kept for the next.
+#[derive(Clone, Debug)]
+pub struct Lanes {
+    max_in_flight: u32,
+    floor: u64,
+    window: Span,
+    queues: [Queue; 3],
+    calls: Vec<Call>,
+    free: Vec<u32>,
+    deadlines: IndexHeap<Time>,
+    arrivals: u64,
+    asking: Option<Ticket>,
+    /// Whether something has changed since the call that asks was named, so that a refusal may be out of date.
+    poked: bool,
+    told: Told,
+}
+
+impl Lanes {
+    /// Empty lanes. Numbers above their bounds count as the bounds.
+    pub fn new(spec: LanesSpec) -> Self {
+        let queue = |spec: LaneSpec| Queue {
+            spec: LaneSpec { max_waiting: spec.max_waiting.min(MAX_WAITING), ..spec },
+            order: IndexHeap::default(),
+            in_flight: 0,
+            credit: 0,
+            due_at: Time::ZERO,
+            paused_until: Time::ZERO,
+            told: Told::NOTHING,
+        };
+        Self {
+            max_in_flight: spec.max_in_flight,
+            floor: u64::from(spec.floor.min(MAX_FLOOR)),
+            window: spec.window,
+            queues: spec.lanes.map(queue),
+            calls: Vec::new(),
+            free: Vec::new(),
+            deadlines: IndexHeap::default(),
+            arrivals: 0,
+            asking: None,
+            poked: false,
+            told: Told::NOTHING,
+        }
+    }
+
+    /// How many calls wait in a lane, the one that asks included.
+    pub fn waiting(&self, lane: Lane) -> usize {
+        self.queue(lane).order.len()
+    }
+
+    /// How many calls of a lane are in flight.
+    pub fn in_flight(&self, lane: Lane) -> u32 {
+        self.queue(lane).in_flight
+    }
+
+    /// Lets a call of `cost` (up to 2^40; more counts as that) wait in a lane until it is granted, cancelled or, at its
+    /// deadline, expired.
+    ///
+    /// # Errors
+    /// [`QueueFull`] if as many wait as may.
+    pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFull> {
+        self.room(lane)?;
+        let arrival = self.arrivals;
+        self.arrivals += 1;
+        let call = Call { arrival, cost: cost.min(MAX_COST), generation: 0, lane };
+        let index = match self.free.pop() {
+            Some(index) => {
+                let slot = &mut self.calls[index as usize];
+                *slot = Call { generation: slot.generation, ..call };
+                index
+            }
+            None => {
+                self.calls.push(call);
+                self.calls.len() as u32 - 1
+            }
+        };
+        self.deadlines.set(index, deadline);
+        self.join(lane, index, now);
+        Ok(self.ticket(index))
+    }
+
+    /// Moves a call to a more urgent lane, where it stands before all that arrived after it; true if it moved. A call
+    /// that has left, or is as urgent already, stays as it is.
+    ///
+    /// # Errors
+    /// [`QueueFull`] if as many wait there as may; the call keeps its place.
+    pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFull> {
+        let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
+        self.room(lane)?;
+        self.queue_mut(from).order.remove(ticket.index);
+        self.calls[ticket.index()].lane = lane;
+        self.join(lane, ticket.index, now);
+        // What it is about to be told, it is told as a call of its old lane.
+        self.poked |= self.asking == Some(ticket);
+        Ok(true)
+    }
+
+    /// Takes a call out of the queue; false if it has left before. An answer to it that is under way will find the
+    /// ticket stale.
+    pub fn cancel(&mut self, ticket: Ticket) -> bool {
+        self.leave(ticket).is_some()
+    }
+
+    /// What to do next. To be called again until it says to sleep.
+    pub fn poll(&mut self, now: Time) -> Turn {
+        if let Some((deadline, index)) = self.deadlines.first()
+            && deadline <= now
+        {
+            let ticket = self.ticket(index);
+            self.leave(ticket);
+            return Turn::Expired(ticket);
+        }
+        for queue in &mut self.queues {
+            // Further off only if the clock has stepped back.
+            queue.due_at = queue.due_at.min(now + self.window);
+        }
+        let mut wake_at = self.next_deadline();
+        if self.asking.is_none() && self.all_in_flight() < u64::from(self.max_in_flight) {
+            if let Some((lane, index, cost)) = self.next(now) {
+                if !self.told.holds(lane, cost, now) {
+                    let ticket = self.ticket(index);
+                    (self.asking, self.poked) = (Some(ticket), false);
+                    return Turn::Ask(ticket);
+                }
+                wake_at = wake_at.min(self.told.until);
+            }
+            for lane in Lane::ALL {
+                let changes = self.ready_at(lane, now).map(|ready_at| [ready_at, self.queue(lane).due_at]);
+                let next = changes.into_iter().flatten().filter(|&change| change > now).min();
+                wake_at = wake_at.min(next.unwrap_or(Time::NEVER));
+            }
+        }
+        Turn::Sleep(wake_at)
+    }
+
+    /// The store has granted a call: it leaves the queue and counts as in flight for the lane returned, until
+    /// [`Lanes::ended`]. `None` if it had left before: what the store charged is to be given back.
+    pub fn granted(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
+        let call = self.leave(ticket)?;
+        // A call that costs nothing takes a turn all the same.
+        let share = call.cost.max(1);
+        for lane in Lane::ALL {
+            if self.is_ready(lane, now) {
+                let earned = share * self.floor;
+                let queue = self.queue_mut(lane);
+                queue.credit = queue.credit.saturating_add(earned);
+            }
+        }
+        let due_at = now + self.window;
+        let queue = self.queue_mut(call.lane);
+        queue.credit = queue.credit.saturating_sub(share * PERMILLE);
+        queue.due_at = due_at;
+        queue.in_flight = queue.in_flight.saturating_add(1);
+        Some(call.lane)
+    }
+
+    /// The store has refused a call until a moment. It keeps its place, and no call that would meet the same refusal is
+    /// named before that moment, unless [`Lanes::poke`] says that it is worth it.
+    ///
+    /// A call that is refused for good has to be cancelled instead, or those behind it would wait with it.
+    pub fn not_until(&mut self, ticket: Ticket, until: Time, scope: Scope, now: Time) {
+        if self.asking != Some(ticket) {
+            return;
+        }
+        self.asking = None;
+        if !self.poked {
+            let Call { lane, cost, .. } = self.calls[ticket.index()];
+            let told = Told { at: now, until, lane, cost };
+            match scope {
+                Scope::Lane => self.queue_mut(lane).told = told,
+                Scope::Provider => self.told = told,
+            }
+        }
+    }
+
+    /// What was told may be better now: a permit or a cost was given back, or a limit was reset. Also makes a refusal
+    /// of the call that is asking at this moment count for nothing.
+    pub fn poke(&mut self) {
+        self.told = Told::NOTHING;
+        for queue in &mut self.queues {
+            queue.told = Told::NOTHING;
+        }
+        self.poked = true;
+    }
+
+    /// A call that was granted for this lane is no longer in flight.
+    pub fn ended(&mut self, lane: Lane) {
+        let queue = self.queue_mut(lane);
+        queue.in_flight = queue.in_flight.saturating_sub(1);
+    }
+
+    /// Bounds how many calls of all lanes may be in flight from now on. Those that are, stay; at 0 nobody goes.
+    pub fn set_max_in_flight(&mut self, max_in_flight: u32) {
+        self.max_in_flight = max_in_flight;
+    }
+
+    /// Holds a lane back until a moment, as outside its hours. The latest word counts; one that has passed lets it go.
+    pub fn pause(&mut self, lane: Lane, until: Time) {
+        self.queue_mut(lane).paused_until = until;
+    }
+
+    /// The call that goes next if there is capacity: its lane, slot and cost.
+    fn next(&self, now: Time) -> Option<(Lane, u32, u64)> {
+        let ready: ArrayVec<Lane, 3> = Lane::ALL.into_iter().filter(|&lane| self.is_ready(lane, now)).collect();
+        // Of two that are owed, the lower: its floor is a share of all that is granted, the other's floor included.
+        let owed = ready.iter().copied().find(|&lane| self.is_owed(lane));
+        let overdue = || {
+            let due = ready.iter().map(|&lane| (self.queue(lane).due_at, Reverse(lane)));
+            due.filter(|&(due_at, _)| due_at <= now).min().map(|(_, Reverse(lane))| lane)
+        };
+        let lane = owed.or_else(overdue).or(ready.last().copied())?;
+        let (index, cost) = self.first(lane)?;
+        Some((lane, index, cost))
+    }
+
+    /// From when on nothing of its own holds the lane back; `None` if that isn't a matter of time.
+    fn ready_at(&self, lane: Lane, now: Time) -> Option<Time> {
+        let queue = self.queue(lane);
+        let (_, cost) = self.first(lane).filter(|_| queue.in_flight < queue.spec.max_in_flight)?;
+        let told_until = if queue.told.holds(lane, cost, now) { queue.told.until } else { Time::ZERO };
+        Some(queue.paused_until.max(told_until))
+    }
+
+    fn is_ready(&self, lane: Lane, now: Time) -> bool {
+        self.ready_at(lane, now).is_some_and(|ready_at| ready_at <= now)
+    }
+
+    /// Whether the lane's credit pays for its first call.
+    fn is_owed(&self, lane: Lane) -> bool {
+        self.first(lane).is_some_and(|(_, cost)| self.queue(lane).credit >= cost.max(1) * PERMILLE)
+    }
+
+    /// The slot and cost of a lane's first call.
+    fn first(&self, lane: Lane) -> Option<(u32, u64)> {
+        self.queue(lane).order.first().map(|(_, index)| (index, self.calls[index as usize].cost))
+    }
+
+    fn next_deadline(&self) -> Time {
+        self.deadlines.first().map_or(Time::NEVER, |(deadline, _)| deadline)
+    }
+
+    fn all_in_flight(&self) -> u64 {
+        self.queues.iter().map(|queue| u64::from(queue.in_flight)).sum()
+    }
+
+    fn room(&self, lane: Lane) -> Result<(), QueueFull> {
+        let room = self.waiting(lane) < self.queue(lane).spec.max_waiting as usize;
+        if room { Ok(()) } else { Err(QueueFull { lane }) }
+    }
+
+    /// Puts a call in its place in a lane, which begins to wait if it was empty: without credit, and its window counts
+    /// from the last grant, if that isn't longer ago, or a lane that is often empty would miss the moment at which its
+    /// last slot comes free again.
+    fn join(&mut self, lane: Lane, index: u32, now: Time) {
+        let (arrival, due_at) = (self.calls[index as usize].arrival, now + self.window);
+        let queue = self.queue_mut(lane);
+        if queue.order.is_empty() {
+            queue.credit = 0;
+            if queue.due_at <= now {
+                queue.due_at = due_at;
+            }
+        }
+        queue.order.set(index, arrival);
+    }
+
+    fn leave(&mut self, ticket: Ticket) -> Option<Call> {
+        let call = *self.call(ticket)?;
+        self.calls[ticket.index()].generation = ticket.generation.wrapping_add(1);
+        self.queue_mut(call.lane).order.remove(ticket.index);
+        self.deadlines.remove(ticket.index);
+        self.free.push(ticket.index);
+        if self.asking == Some(ticket) {
+            self.asking = None;
+        }
+        Some(call)
+    }
+
+    /// The call that a ticket names, if it still waits: the generation of a slot moves on when its call leaves.
+    fn call(&self, ticket: Ticket) -> Option<&Call> {
+        self.calls.get(ticket.index()).filter(|call| call.generation == ticket.generation)
+    }
+
+    fn ticket(&self, index: u32) -> Ticket {
+        Ticket { index, generation: self.calls[index as usize].generation }
+    }
+
+    fn queue(&self, lane: Lane) -> &Queue {
+        &self.queues[lane as usize]
+    }
+
+    fn queue_mut(&mut self, lane: Lane) -> &mut Queue {
+        &mut self.queues[lane as usize]
+    }
+}

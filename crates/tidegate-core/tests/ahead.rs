@@ -1,0 +1,119 @@
+//! Windows that count for somebody else, who counts each call at some moment between its start and its end.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use tidegate_core::{Batch, Kind, Limit, Op, Span, Time, Verb, Window};
+use tidegate_testkit::desk::{self, Desk, id, key};
+use tidegate_testkit::dice::count;
+use tidegate_testkit::property;
+
+const LEAD: Span = Span::from_millis(500);
+
+fn at(secs: u64) -> Time {
+    desk::at(secs * 1000)
+}
+
+fn desk(limit: u64, window: Span) -> Desk {
+    let window = Window::new(limit, window, limit.max(1) as u32).unwrap().with_lead(LEAD);
+    Desk::new([Limit::new(Kind::Window(window))])
+}
+
+fn ask(verb: Verb, cost: u64) -> Batch {
+    let mut batch = Batch::new(0).ahead(LEAD);
+    batch.push(Op::new(id(0), verb, key(0), cost)).unwrap();
+    batch
+}
+
+/// When a call that is refused may come again; `None` if it is admitted.
+fn take(desk: &Desk, now: Time) -> Option<Time> {
+    let (decision, outcomes) = desk.ask(&ask(Verb::Take, 1), now);
+    (!decision.allowed).then(|| outcomes.list()[0].retry_at)
+}
+
+fn tell(desk: &Desk, verb: Verb, cost: u64, started: Time, now: Time) {
+    let mut batch = Batch::new(0).counted_at(started + LEAD);
+    batch.push(Op::new(id(0), verb, key(0), cost)).unwrap();
+    desk.ask(&batch, now);
+}
+
+fn used(desk: &Desk, now: Time) -> u64 {
+    desk.ask(&ask(Verb::Peek, 1), now).1.list()[0].used
+}
+
+#[test]
+fn a_call_counts_from_its_reply_or_from_the_lead_on() {
+    let desk = desk(1, Span::from_secs(10));
+    assert_eq!(take(&desk, at(0)), None);
+    assert_eq!(take(&desk, at(1)), Some(at(10) + LEAD));
+    tell(&desk, Verb::Settle, 1, at(0), at(0) + Span::from_millis(80));
+    assert_eq!(take(&desk, at(1)), Some(at(10) + Span::from_millis(80)));
+    // What has ended can't end again, and a reply after the lead changes nothing.
+    tell(&desk, Verb::Settle, 1, at(0), at(2));
+    assert_eq!(take(&desk, at(3)), Some(at(10) + Span::from_millis(80)));
+}
+
+#[test]
+fn a_call_that_was_never_sent_gives_its_own_entry_back() {
+    let desk = desk(2, Span::from_secs(10));
+    assert_eq!((take(&desk, at(0)), take(&desk, at(4))), (None, None));
+    tell(&desk, Verb::Refund, 1, at(4), at(4));
+    assert_eq!((used(&desk, at(4)), take(&desk, at(5))), (1, None));
+    assert_eq!(
+        take(&desk, at(6)),
+        Some(at(10) + LEAD),
+        "the older one still counts, and is the first to free its slot"
+    );
+}
+
+#[test]
+fn what_a_call_turned_out_to_cost_is_charged_without_asking() {
+    let desk = desk(10, Span::from_secs(10));
+    assert_eq!(take(&desk, at(0)), None);
+    tell(&desk, Verb::Debit, 14, at(0), at(1));
+    assert_eq!(used(&desk, at(1)), 15);
+    assert_eq!(take(&desk, at(2)), Some(at(11)));
+}
+
+/// However long calls take to arrive, within the lead, somebody who counts arrivals exactly never counts too many; and
+/// at saturation little of what is allowed is left unused.
+#[test]
+fn a_provider_that_counts_arrivals_never_counts_too_many() {
+    property::check(count(300, 5_000), 300, |mut dice| {
+        let limit = dice.between(1, 50);
+        let window = Span::from_millis(dice.between(600, 20_000));
+        let desk = desk(limit, window);
+        let longest = dice.between(1, LEAD.as_micros());
+        let mut now = at(0);
+        let mut arrivals: Vec<Time> = Vec::new();
+        let mut replies: Vec<(Time, Time)> = Vec::new();
+        while !dice.exhausted() {
+            replies.sort();
+            match take(&desk, now) {
+                None => {
+                    let there = Span::from_micros(dice.below(longest));
+                    arrivals.push(now + there);
+                    if dice.percent(90) {
+                        replies.push((now + there + Span::from_micros(dice.below(longest - there.as_micros())), now));
+                    }
+                }
+                Some(retry_at) => {
+                    let reply = replies.first().copied().filter(|(reply, _)| *reply <= retry_at);
+                    match reply {
+                        Some((reply, started)) => {
+                            replies.remove(0);
+                            now = now.max(reply);
+                            tell(&desk, Verb::Settle, 1, started, reply.max(now));
+                        }
+                        None => now = retry_at,
+                    }
+                }
+            }
+        }
+        arrivals.sort();
+        for (first, last) in arrivals.iter().zip(arrivals.iter().skip(limit as usize)) {
+            if last.since(*first) < window {
+                return Err(format!("{} calls within {:?}", limit + 1, last.since(*first)));
+            }
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,59 @@
+//! The retry budget keeps its share over every stretch of any run.
+
+use tidegate_core::{Budget, BudgetSpec};
+use tidegate_testkit::dice::count;
+use tidegate_testkit::property;
+
+/// Naively: every prefix holds at most `min + ratio · first tries` retries, every stretch `reserve + ratio · first
+/// tries`; and a retry is refused only where nothing was left.
+#[test]
+fn retries_stay_within_their_share() {
+    property::check(count(500, 20_000), 500, |mut dice| {
+        let spec = BudgetSpec {
+            ratio: dice.pick(&[0, 1, 200, 333, 999, 1_000]),
+            min: dice.below(6) as u32,
+            reserve: dice.below(12) as u32,
+        };
+        let budget = Budget::new(spec);
+        let ratio = u64::from(spec.ratio);
+        let most = u64::from(spec.reserve.max(spec.min)) * 1_000;
+        // In thousandths of a retry, earned less spent, as of each step.
+        let mut balances: Vec<i64> = vec![0];
+        let mut held = u64::from(spec.min) * 1_000;
+        let mut out = 0;
+        while !dice.exhausted() {
+            let moved = match dice.below(5) {
+                0 => {
+                    let had = held >= 1_000;
+                    if budget.take() != had {
+                        return Err(format!("{held} thousandths held, and a retry was {had}ly refused or let"));
+                    }
+                    out += i64::from(had);
+                    if had { -1_000 } else { 0 }
+                }
+                1 if out > 0 => {
+                    budget.give_back();
+                    out -= 1;
+                    1_000
+                }
+                _ => {
+                    budget.first_try();
+                    ratio as i64
+                }
+            };
+            held = held.saturating_add_signed(moved).min(most);
+            let balance = balances[balances.len() - 1] + moved;
+            if balance < -i64::from(spec.min) * 1_000 {
+                return Err(format!("{balance} from the start with {spec:?}"));
+            }
+            if balances.iter().any(|before| balance - before < -(most as i64)) {
+                return Err(format!("a stretch of more than the reserve with {spec:?}"));
+            }
+            balances.push(balance);
+            if budget.left() != held / 1_000 {
+                return Err(format!("{} left of {held} thousandths", budget.left()));
+            }
+        }
+        Ok(())
+    });
+}

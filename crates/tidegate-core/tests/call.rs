@@ -1,0 +1,421 @@
+//! Outbound calls against a simulated provider, in virtual time.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::sync::Arc;
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Next, Provider, Reply, Step};
+use tidegate_core::lanes::{LaneSpec, Turn};
+use tidegate_core::retry::{GiveUp, Retry};
+use tidegate_core::{
+    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Jitter, Key, Kind, Lane, LanesSpec, Limit,
+    LimitId, Limits, Pool, Rate, Span, Time, Window,
+};
+use tidegate_testkit::desk::Desk as Store;
+use tidegate_testkit::dice::count;
+
+const START: Time = Time::from_secs(1_700_000_000);
+const LEAD: Span = Span::from_millis(500);
+
+fn ms(millis: u64) -> Time {
+    START + Span::from_millis(millis)
+}
+
+/// What the provider does with a request that arrives now.
+type Service = Box<dyn FnMut(Time) -> (Class, Option<Span>)>;
+/// How long a request is under way, and its reply.
+type Transit = Box<dyn FnMut(&mut SmallRng) -> (Span, Span)>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Happening {
+    Arrives(usize),
+    Replies(usize),
+    Starts(usize),
+    Wakes,
+}
+
+/// One provider, its desk, its store and its calls.
+struct World {
+    provider: Provider,
+    limits: Arc<Limits>,
+    store: Store,
+    desk: Desk,
+    calls: Vec<Call>,
+    tickets: BTreeMap<usize, usize>,
+    happenings: BinaryHeap<Reverse<(Time, u64, Happening)>>,
+    count: u64,
+    answers: BTreeMap<usize, (Class, Option<Span>)>,
+    sent: Vec<(Time, usize)>,
+    finished: BTreeMap<usize, Result<(), Failure>>,
+    service: Service,
+    transit: Transit,
+    rng: SmallRng,
+    now: Time,
+}
+
+impl World {
+    fn new(kind: Kind, lanes: LanesSpec, credentials: usize) -> Self {
+        let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
+        let limits = Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap();
+        let limits = Arc::new(limits);
+        let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);
+        let retry = Retry { max_attempts: 7, backoff, max_retry_after: Span::from_secs(3600), ..Retry::default() };
+        let key = |number: u64| Key::new(1, number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let provider = Provider {
+            ceilings: [Ceiling { limit: LimitId::FIRST, measure: Measure::Calls }].into(),
+            lane_ceilings: Default::default(),
+            credential_ceilings: Box::default(),
+            cooldown: LimitId::from_index(1).unwrap(),
+            key: key(1),
+            credential_keys: (0..credentials as u64).map(|number| key(2 + number)).collect(),
+            renews: false,
+            lead: LEAD,
+            jitter: Span::ZERO,
+            lanes,
+            lane_rules: [LaneRules { timeout: Span::from_secs(86_400), retry }; 3],
+            budget: BudgetSpec::default(),
+        };
+        let pool = Pool::new(Balance::RoundRobin, credentials).unwrap();
+        let breaker = Breaker::new(BreakerSpec::default()).unwrap();
+        Self {
+            desk: Desk::new(&provider, pool, breaker, None),
+            provider,
+            store: Store::over(Arc::clone(&limits)),
+            limits,
+            calls: Vec::new(),
+            tickets: BTreeMap::new(),
+            happenings: BinaryHeap::new(),
+            count: 0,
+            answers: BTreeMap::new(),
+            sent: Vec::new(),
+            finished: BTreeMap::new(),
+            service: Box::new(|_| (Class::Success, None)),
+            transit: Box::new(|_| (Span::from_millis(1), Span::from_millis(1))),
+            rng: SmallRng::seed_from_u64(7),
+            now: START,
+        }
+    }
+
+    fn at(&mut self, at: Time, happening: Happening) {
+        self.count += 1;
+        self.happenings.push(Reverse((at, self.count, happening)));
+    }
+
+    fn call(&mut self, lane: Lane) -> usize {
+        let id = self.calls.len();
+        self.calls.push(Call::new(&self.provider, lane, 1, None, self.now));
+        let next = self.calls[id].start(&mut self.desk, self.now);
+        self.step(id, next);
+        id
+    }
+
+    fn step(&mut self, id: usize, mut next: Next) {
+        loop {
+            if let Some(batch) = &next.tell {
+                self.store.ask(batch, self.now);
+            }
+            let (call, now) = (&mut self.calls[id], self.now);
+            match next.step {
+                Step::Queue => {
+                    self.tickets.insert(call.ticket().unwrap().index(), id);
+                    return;
+                }
+                Step::Ask(batch) => {
+                    let (_, outcomes) = self.store.ask(&batch, now);
+                    let answer = (&batch, &outcomes);
+                    next = call.decided(&self.provider, &self.limits, &mut self.desk, answer, now, &mut self.rng);
+                }
+                Step::Send { .. } => {
+                    self.sent.push((now, id));
+                    let (there, _) = (self.transit)(&mut self.rng);
+                    return self.at(now + there, Happening::Arrives(id));
+                }
+                Step::Sleep(at) => return self.at(at, Happening::Starts(id)),
+                Step::Renew { .. } => unreachable!("no credential here renews"),
+                Step::Finish(result) => {
+                    self.finished.insert(id, result);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Lets those go whose turn it is.
+    fn drive(&mut self) {
+        loop {
+            match self.desk.lanes.poll(self.now) {
+                Turn::Ask(ticket) => {
+                    let id = self.tickets[&ticket.index()];
+                    let next = self.calls[id].turn(&self.provider, &mut self.desk, self.now, &mut self.rng);
+                    self.step(id, next);
+                }
+                Turn::Expired(ticket) => {
+                    let id = self.tickets[&ticket.index()];
+                    let next = self.calls[id].expired(&mut self.desk);
+                    self.step(id, next);
+                }
+                Turn::Sleep(at) => {
+                    if !at.is_never() {
+                        self.at(at, Happening::Wakes);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Runs until a moment, calling `more` for each call that has finished.
+    fn run(&mut self, until: Time, mut more: impl FnMut(&mut Self)) {
+        self.drive();
+        while let Some(Reverse((at, ..))) = self.happenings.peek()
+            && *at <= until
+        {
+            let Some(Reverse((at, _, happening))) = self.happenings.pop() else { return };
+            self.now = self.now.max(at);
+            match happening {
+                Happening::Arrives(id) => {
+                    let answer = (self.service)(self.now);
+                    self.answers.insert(id, answer);
+                    let (_, back) = (self.transit)(&mut self.rng);
+                    self.at(self.now + back, Happening::Replies(id));
+                }
+                Happening::Replies(id) => {
+                    let (class, retry_after) = self.answers[&id];
+                    let reply = Reply { class, repeatable: true, unreplayable: None, retry_after, spent_until: None };
+                    let next = self.calls[id].replied(&self.provider, &mut self.desk, &reply, self.now, &mut self.rng);
+                    self.step(id, next);
+                    if self.finished.contains_key(&id) {
+                        more(self);
+                    }
+                }
+                Happening::Starts(id) => {
+                    let next = self.calls[id].start(&mut self.desk, self.now);
+                    self.step(id, next);
+                }
+                Happening::Wakes => {}
+            }
+            self.drive();
+        }
+        self.now = until;
+    }
+
+    fn most_in_any(&self, window: Span) -> usize {
+        let ends = self
+            .sent
+            .iter()
+            .map(|(end, _)| self.sent.iter().filter(|(at, _)| at <= end && *at + window > *end).count());
+        ends.max().unwrap_or(0)
+    }
+}
+
+fn window(limit: u64, secs: u64) -> Kind {
+    let window = Window::new(limit, Span::from_secs(secs), limit as u32).unwrap();
+    Kind::Window(window.with_lead(tidegate_core::call::MAX_LEAD))
+}
+
+/// A provider that counts arrivals in a trailing window exactly, and refuses one too many.
+fn exact(limit: usize, window: Span) -> Service {
+    let mut arrivals: Vec<Time> = Vec::new();
+    Box::new(move |now| {
+        arrivals.retain(|at| *at + window > now);
+        if arrivals.len() >= limit {
+            return (Class::Throttled, None);
+        }
+        arrivals.push(now);
+        (Class::Success, None)
+    })
+}
+
+#[test]
+fn ten_start_in_the_first_second_and_never_more_in_any() {
+    let mut world = World::new(window(10, 1), LanesSpec::default(), 1);
+    for _ in 0..200 {
+        world.call(Lane::User);
+    }
+    world.run(ms(60_000), |_| {});
+    assert_eq!(world.sent.iter().filter(|(at, _)| *at < ms(1_000)).count(), 10);
+    assert_eq!((world.most_in_any(Span::from_secs(1)), world.sent.len()), (10, 200));
+    let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
+    assert!(order.is_sorted(), "first come, first served");
+    assert!(world.sent[199].0 < ms(21_000), "{:?}", world.sent[199]);
+}
+
+#[test]
+fn a_webhook_goes_before_what_waits_in_the_background() {
+    let mut world = World::new(window(1, 1), LanesSpec::default(), 1);
+    for _ in 0..6 {
+        world.call(Lane::Background);
+    }
+    world.run(ms(0), |_| {});
+    let webhook = world.call(Lane::Webhook);
+    world.run(ms(30_000), |_| {});
+    let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
+    assert_eq!(order, [0, webhook, 1, 2, 3, 4, 5]);
+}
+
+/// Twenty callers at saturation against a provider that counts exactly, 5 to 200 ms away each way.
+fn saturate(limit: usize, secs: u64, minutes: u64) -> (usize, usize) {
+    let mut world = World::new(window(limit as u64, secs), LanesSpec::default(), 1);
+    let mut count = exact(limit, Span::from_secs(secs));
+    let throttled = std::rc::Rc::new(std::cell::Cell::new(0));
+    let seen = std::rc::Rc::clone(&throttled);
+    world.service = Box::new(move |now| {
+        let answer = count(now);
+        seen.set(seen.get() + usize::from(answer.0 == Class::Throttled));
+        answer
+    });
+    world.transit = Box::new(|rng| {
+        let mut one = || Span::from_micros(5_000 + rng.next_u64() % 195_001);
+        (one(), one())
+    });
+    for _ in 0..limit * 2 {
+        world.call(Lane::User);
+    }
+    world.run(ms(minutes * 60_000), |world| {
+        world.call(Lane::User);
+    });
+    (throttled.get(), world.sent.len())
+}
+
+#[test]
+fn a_provider_that_counts_exactly_throttles_nobody_and_is_used() {
+    let minutes = count(2, 10) as u64;
+    let (throttled, sent) = saturate(40, 10, minutes);
+    let ceiling = 40 * 6 * minutes as usize;
+    assert_eq!(throttled, 0);
+    assert!(sent * 100 >= ceiling * 97, "{sent} of {ceiling}");
+    let (throttled, sent) = saturate(10, 1, minutes);
+    let ceiling = 10 * 60 * minutes as usize;
+    assert_eq!(throttled, 0);
+    assert!(sent * 100 >= ceiling * 80, "{sent} of {ceiling}");
+}
+
+#[test]
+fn one_at_a_time_and_a_second_apart() {
+    let mut lanes = LanesSpec { max_in_flight: 1, ..LanesSpec::default() };
+    lanes.lanes = [LaneSpec::default(); 3];
+    let rate = Kind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
+    let mut world = World::new(rate, lanes, 1);
+    world.transit = Box::new(|_| (Span::from_millis(700), Span::from_millis(700)));
+    for _ in 0..5 {
+        world.call(Lane::User);
+    }
+    world.run(ms(60_000), |_| {});
+    let starts: Vec<u64> = world.sent.iter().map(|(at, _)| at.since(START).as_micros() / 1000).collect();
+    assert_eq!(starts, [0, 1400, 2800, 4200, 5600], "one in flight, in order");
+    world.transit = Box::new(|_| (Span::from_millis(1), Span::from_millis(1)));
+    let before = world.sent.len();
+    for _ in 0..5 {
+        world.call(Lane::User);
+    }
+    world.run(ms(120_000), |_| {});
+    let later: Vec<Time> = world.sent[before..].iter().map(|(at, _)| *at).collect();
+    assert!(later.windows(2).all(|pair| pair[1].since(pair[0]) >= Span::from_secs(1)), "{later:?}");
+}
+
+#[test]
+fn one_long_retry_after_holds_everybody_and_releases_them_one_by_one() {
+    let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
+    world.service = Box::new(|now| {
+        if now < ms(10_000) { (Class::Throttled, Some(Span::from_secs(600))) } else { (Class::Success, None) }
+    });
+    for _ in 0..30 {
+        world.call(Lane::User);
+    }
+    world.run(ms(5_000), |_| {});
+    assert_eq!(world.sent.len(), 30);
+    world.run(ms(2_000_000), |_| {});
+    let again: Vec<Time> = world.sent[30..].iter().map(|(at, _)| *at).collect();
+    assert_eq!(again.len(), 30);
+    assert!(again[0] >= ms(600_000), "{:?}", again[0].since(START));
+    // The first success shows that the credential is good; until then, each has a slot of its own.
+    let alone = again.windows(2).take_while(|pair| pair[1].since(pair[0]) >= Span::from_millis(1)).count();
+    assert!(alone >= 1 && world.finished.values().all(Result::is_ok), "{again:?}");
+}
+
+#[test]
+fn six_throttled_replies_are_waited_out_with_back_off() {
+    let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
+    let mut refusals = 6;
+    world.service = Box::new(move |_| {
+        if refusals == 0 {
+            return (Class::Success, None);
+        }
+        refusals -= 1;
+        (Class::Throttled, Some(Span::ZERO))
+    });
+    world.transit = Box::new(|_| (Span::ZERO, Span::ZERO));
+    world.call(Lane::User);
+    world.run(ms(200_000), |_| {});
+    let waits: Vec<u64> =
+        world.sent.windows(2).map(|pair| pair[1].0.since(pair[0].0).as_micros() / 1_000_000).collect();
+    assert_eq!(waits, [1, 2, 4, 8, 16, 30]);
+    assert_eq!(world.finished[&0], Ok(()));
+}
+
+#[test]
+fn what_cannot_succeed_in_time_fails_at_once() {
+    let mut world = World::new(window(1, 60), LanesSpec::default(), 1);
+    world.service = Box::new(|_| (Class::Throttled, Some(Span::from_secs(86_400))));
+    world.call(Lane::User);
+    world.run(ms(10), |_| {});
+    let long = Span::from_secs(86_400);
+    assert_eq!(world.finished[&0], Err(Failure::GaveUp(GiveUp::RetryAfterTooLong { retry_after: long })));
+    world.calls.push(Call::new(&world.provider, Lane::User, 1, Some(ms(30_000)), world.now));
+    let next = world.calls[1].start(&mut world.desk, world.now);
+    world.step(1, next);
+    world.run(ms(20), |_| {});
+    assert!(matches!(world.finished[&1], Err(Failure::Cooling { earliest }) if earliest >= ms(86_400_000)));
+    assert_eq!(world.sent.len(), 1);
+}
+
+#[test]
+fn another_credential_goes_at_once() {
+    let mut world = World::new(window(1_000, 1), LanesSpec::default(), 3);
+    let mut refusals = 2;
+    world.service = Box::new(move |_| {
+        refusals -= 1;
+        if refusals >= 0 { (Class::Throttled, Some(Span::from_secs(30))) } else { (Class::Success, None) }
+    });
+    world.transit = Box::new(|_| (Span::ZERO, Span::ZERO));
+    world.call(Lane::User);
+    world.run(ms(100), |_| {});
+    assert_eq!((world.sent.len(), world.sent[2].0), (3, ms(0)));
+    assert_eq!(world.finished[&0], Ok(()));
+}
+
+#[test]
+fn an_outage_opens_the_breaker_for_those_who_wait() {
+    let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
+    world.service = Box::new(|_| (Class::Transient, None));
+    for _ in 0..20 {
+        world.call(Lane::User);
+    }
+    world.run(ms(60_000), |_| {});
+    let refused = world.finished.values().filter(|result| matches!(result, Err(Failure::Unavailable(_)))).count();
+    assert_eq!(world.finished.len(), 20);
+    assert!(refused > 0 && world.sent.len() < 40, "{refused} {}", world.sent.len());
+    let state = world.desk.breaker.peek(world.now).unwrap_err();
+    assert_eq!(state.reset_in, Span::from_secs(300) - world.now.since(ms(2)));
+}
+
+#[test]
+fn who_goes_away_leaves_nothing_behind() {
+    let mut world = World::new(window(2, 1), LanesSpec::default(), 1);
+    for _ in 0..20 {
+        world.call(Lane::User);
+    }
+    world.run(ms(0), |_| {});
+    for id in 5..15 {
+        let (call, desk) = (&mut world.calls[id], &mut world.desk);
+        assert!(call.abandoned(&world.provider, desk, world.now, &mut world.rng).is_none());
+    }
+    assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
+    world.run(ms(60_000), |_| {});
+    let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
+    assert_eq!(order, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]);
+    assert_eq!((world.desk.lanes.waiting(Lane::User), world.desk.lanes.in_flight(Lane::User)), (0, 0));
+}

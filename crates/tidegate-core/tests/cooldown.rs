@@ -1,0 +1,157 @@
+//! The throttle gate: agreement with a naive model, and bad clocks.
+
+use tidegate_core::cooldown::{Cooldown, Gate};
+use tidegate_core::{Span, Time};
+use tidegate_testkit::clock::{Trouble, readings};
+use tidegate_testkit::desk::at;
+use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::property;
+
+fn any_cooldown(dice: &mut Dice) -> Cooldown {
+    Cooldown {
+        base: Span::from_millis(dice.pick(&[1, 300, 1_000])),
+        cap: Span::from_millis(dice.pick(&[1_000, 8_000, 20_000])),
+        stagger: Span::from_millis(dice.pick(&[0, 10, 200])),
+    }
+}
+
+fn any_wish(dice: &mut Dice) -> Option<Span> {
+    dice.percent(30).then(|| Span::from_micros(dice.below(10_000_000)))
+}
+
+/// All that ever happened to a gate, looked through anew for every answer.
+#[derive(Debug, Default)]
+struct Naive {
+    events: Vec<Event>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    /// A call was let through.
+    Through(Time),
+    /// A closing that was a step, and its end.
+    Step(Time),
+    /// A closing that wasn't one.
+    Longer(Time),
+    /// A success of a call of the latest generation; whether the gate was open then.
+    Proof { open: bool },
+}
+
+impl Naive {
+    fn until(&self) -> Time {
+        let ends = self.events.iter().filter_map(|event| match event {
+            Event::Step(end) | Event::Longer(end) => Some(*end),
+            Event::Through(_) | Event::Proof { .. } => None,
+        });
+        ends.max().unwrap_or(Time::ZERO)
+    }
+
+    fn steps(&self) -> u32 {
+        let since = self.events.iter().rev().take_while(|event| !matches!(event, Event::Proof { .. }));
+        since.filter(|event| matches!(event, Event::Step(_))).count() as u32
+    }
+
+    /// Whether a call that was let through as this event is of the latest generation.
+    fn is_current(&self, through: usize) -> bool {
+        !self.events[through..].iter().any(|event| matches!(event, Event::Step(_)))
+    }
+
+    fn free_at(&self, stagger: Span, now: Time) -> Time {
+        let until = self.until();
+        if until > now {
+            return until;
+        }
+        let unproven = self.events.iter().rev().take_while(|event| !matches!(event, Event::Proof { open: true }));
+        let (mut closed, mut last) = (false, None);
+        for event in unproven {
+            match *event {
+                Event::Through(at) if !closed => last = last.or(Some(at)),
+                Event::Step(_) | Event::Longer(_) => closed = true,
+                Event::Through(_) | Event::Proof { .. } => {}
+            }
+        }
+        last.filter(|_| closed).map_or(now, |last| now.max(last + stagger))
+    }
+}
+
+#[test]
+fn histories_agree_with_the_model() {
+    property::check(count(2_000, 40_000), 400, |mut dice| {
+        let cooldown = any_cooldown(&mut dice);
+        let (mut gate, mut naive, mut now) = (Gate::default(), Naive::default(), at(0));
+        // Calls under way: their generation, and which event let them through.
+        let mut calls: Vec<(u32, usize)> = Vec::new();
+        while !dice.exhausted() {
+            let free_at = naive.free_at(cooldown.stagger, now);
+            if cooldown.look(gate, now) != free_at {
+                return Err(format!("{:?}, expected {free_at:?} at {now:?} of {gate:?}", cooldown.look(gate, now)));
+            }
+            match dice.below(8) {
+                0..=2 if free_at == now => {
+                    calls.push((cooldown.charge(&mut gate, now), naive.events.len()));
+                    naive.events.push(Event::Through(now));
+                }
+                3..=4 if !calls.is_empty() => {
+                    let (generation, through) = calls.swap_remove(dice.below(calls.len() as u64) as usize);
+                    let wish = any_wish(&mut dice);
+                    cooldown.throttled(&mut gate, generation, wish, now);
+                    let asked = wish.unwrap_or(Span::ZERO);
+                    if naive.is_current(through) {
+                        let doubled = cooldown.base.times(1 << naive.steps().min(30)).min(cooldown.cap);
+                        naive.events.push(Event::Step(now + doubled.max(asked)));
+                    } else if now + asked > naive.until().max(now) {
+                        naive.events.push(Event::Longer(now + asked));
+                    }
+                }
+                5 if !calls.is_empty() => {
+                    let (generation, through) = calls.swap_remove(dice.below(calls.len() as u64) as usize);
+                    cooldown.succeeded(&mut gate, generation, now);
+                    if naive.is_current(through) {
+                        naive.events.push(Event::Proof { open: naive.until() <= now });
+                    }
+                }
+                6 => now = free_at,
+                _ => now = now + Span::from_micros(dice.below(2_000_000)),
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Whatever the clock does, nobody is told to wait longer than the longest closing. And one that only ever loses time
+/// lets nobody through before the closing's true length has passed.
+#[test]
+fn bad_clocks_neither_lock_out_nor_open_early() {
+    const OVERTAKEN: Span = Span::from_millis(100);
+    property::check(count(2_000, 40_000), 8, |mut dice| {
+        let cooldown = any_cooldown(&mut dice);
+        let trouble = dice.pick(&Trouble::ALL);
+        let loses_time = matches!(trouble, Trouble::None | Trouble::StepsBack);
+        let mut dice = Dice::seeded(dice.word());
+        let mut gate = Gate::default();
+        let (mut opens, mut longest) = (at(0), cooldown.stagger);
+        for reading in readings(trouble, at(0), Span::from_secs(2), 300, &mut dice) {
+            let now = reading.shown;
+            let free_at = cooldown.look(gate, now);
+            if free_at.since(now) > longest + OVERTAKEN {
+                return Err(format!("told to wait {} in {trouble:?}: {gate:?}", free_at.since(now)));
+            }
+            if free_at > now {
+                continue;
+            }
+            if loses_time && reading.truth < opens {
+                return Err(format!("{} early in {trouble:?}: {gate:?}", opens.since(reading.truth)));
+            }
+            let generation = cooldown.charge(&mut gate, now);
+            if dice.percent(60) {
+                let wish = any_wish(&mut dice);
+                cooldown.throttled(&mut gate, generation, wish, now);
+                let length = cooldown.wait(gate.step).max(wish.unwrap_or(Span::ZERO));
+                (opens, longest) = (reading.truth + length, longest.max(length));
+            } else {
+                cooldown.succeeded(&mut gate, generation, now);
+            }
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,340 @@
+//! The adaptive cap against a small queueing model: workers, a queue, and clients that always have another call.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use tidegate_core::{Class, Inflight, InflightError, InflightSpec, Span, Time};
+use tidegate_testkit::desk::at;
+use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::property;
+
+/// A provider with a number of workers and one queue before them, and clients that keep `demand` calls coming.
+struct World {
+    inflight: Inflight,
+    workers: BinaryHeap<Reverse<Time>>,
+    service: Service,
+    demand: u32,
+    now: Time,
+    in_flight: u32,
+    replies: BinaryHeap<Reverse<(Time, Time, u32)>>,
+}
+
+#[derive(Clone)]
+enum Service {
+    Always(Span),
+    /// Exponentially distributed with this mean.
+    Random(Span, Dice),
+}
+
+impl Service {
+    fn draw(&mut self) -> Span {
+        match self {
+            Self::Always(span) => *span,
+            Self::Random(mean, dice) => {
+                let uniform = (dice.below(1 << 53) + 1) as f64 / (1_u64 << 53) as f64;
+                Span::from_micros((mean.as_micros() as f64 * -uniform.ln()) as u64)
+            }
+        }
+    }
+}
+
+/// What was seen of a stretch of time.
+#[derive(Debug)]
+struct Seen {
+    replies: u32,
+    longest: Span,
+    caps: Vec<u32>,
+}
+
+impl Seen {
+    fn lowest(&self) -> u32 {
+        *self.caps.iter().min().expect("a reply")
+    }
+
+    fn highest(&self) -> u32 {
+        *self.caps.iter().max().expect("a reply")
+    }
+}
+
+impl World {
+    fn new(spec: InflightSpec, workers: usize, service: Service, demand: u32) -> Self {
+        Self {
+            inflight: Inflight::new(spec).expect("a spec that makes sense"),
+            workers: (0..workers).map(|_| Reverse(at(0))).collect(),
+            service,
+            demand,
+            now: at(0),
+            in_flight: 0,
+            replies: BinaryHeap::new(),
+        }
+    }
+
+    /// Lets `secs` pass. `class` tells what becomes of a call that took so long.
+    fn run_as(&mut self, secs: u64, mut class: impl FnMut(Span) -> Class) -> Seen {
+        let end = self.now + Span::from_secs(secs);
+        let mut seen = Seen { replies: 0, longest: Span::ZERO, caps: Vec::new() };
+        loop {
+            while self.in_flight < self.inflight.limit().min(self.demand) {
+                let Reverse(free) = self.workers.pop().expect("a worker");
+                let reply = self.now.max(free) + self.service.draw();
+                self.workers.push(Reverse(reply));
+                self.in_flight += 1;
+                self.replies.push(Reverse((reply, self.now, self.in_flight)));
+            }
+            let Some(&Reverse((reply, sent, in_flight))) = self.replies.peek() else { panic!("nothing in flight") };
+            if reply > end {
+                self.now = end;
+                return seen;
+            }
+            self.replies.pop();
+            self.now = reply;
+            self.in_flight -= 1;
+            let round_trip = reply.since(sent);
+            self.inflight.sample(round_trip, in_flight, class(round_trip), reply);
+            seen.replies += 1;
+            seen.longest = seen.longest.max(round_trip);
+            seen.caps.push(self.inflight.limit());
+        }
+    }
+
+    fn run(&mut self, secs: u64) -> Seen {
+        self.run_as(secs, |_| Class::Success)
+    }
+}
+
+const FIFTY: Span = Span::from_millis(50);
+
+#[test]
+fn it_finds_twenty_workers_of_fifty_milliseconds() {
+    for initial in [4, 20, 100, 1_000] {
+        let spec = InflightSpec { initial, ..InflightSpec::default() };
+        let mut world = World::new(spec, 20, Service::Always(FIFTY), u32::MAX);
+        world.run(240);
+        let seen = world.run(600);
+        // The cap is half of itself while it drains, for some tenths of a second twice a minute.
+        let mut caps = seen.caps.clone();
+        caps.sort_unstable();
+        assert!((15..=60).contains(&caps[caps.len() / 20]) && seen.highest() <= 60, "from {initial}: {caps:?}");
+        assert!(seen.replies >= 400 * 600 * 9 / 10, "from {initial}: {} replies", seen.replies);
+        assert!(seen.longest <= FIFTY.times(2), "from {initial}: {}", seen.longest);
+    }
+}
+
+#[test]
+fn it_finds_any_number_of_workers_though_service_times_are_random() {
+    for (workers, millis) in [(1, 50), (5, 50), (20, 2), (20, 50), (20, 500), (200, 100)] {
+        for seed in 0..count(1, 20) {
+            let service = Service::Random(Span::from_millis(millis), Dice::seeded(u64::from(seed)));
+            let mut world = World::new(InflightSpec::default(), workers, service, u32::MAX);
+            world.run(millis * 2);
+            let seen = world.run(millis * 3);
+            let share = f64::from(seen.replies) / (workers as f64 * 3_000.0);
+            assert!(share >= 0.9, "{workers} × {millis} ms, seed {seed}: {share}");
+            let most = workers as u32 * 2 + 8;
+            assert!(seen.highest() <= most, "{workers} × {millis} ms, seed {seed}: {}", seen.highest());
+        }
+    }
+}
+
+/// Half as slow again is late for any cap, so lowering it mends nothing, and must end before the smallest.
+#[test]
+fn a_slightly_slower_provider_does_not_shrink_it_to_the_smallest() {
+    let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+    world.run(120);
+    world.service = Service::Always(Span::from_millis(75));
+    let seen = world.run(240);
+    assert!(seen.lowest() > 4, "{}", seen.lowest());
+    assert!((15..=60).contains(&world.inflight.limit()), "{}", world.inflight.limit());
+}
+
+#[test]
+fn a_slower_provider_shrinks_it_until_the_slowness_is_known() {
+    let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+    world.run(120);
+    let before = world.inflight.limit();
+    world.service = Service::Always(FIFTY.times(10));
+    let seen = world.run(20);
+    assert!(seen.lowest() <= before / 2, "{before} to {}", seen.lowest());
+    assert!(seen.highest() <= before, "{before} to {}", seen.highest());
+    world.run(220);
+    let seen = world.run(240);
+    assert!(seen.replies >= 40 * 240 * 9 / 10, "{} replies", seen.replies);
+    assert!((15..=60).contains(&seen.highest()), "{}", seen.highest());
+    world.service = Service::Always(FIFTY);
+    world.run(120);
+    let seen = world.run(120);
+    assert!(seen.replies >= 400 * 120 * 9 / 10, "{} replies", seen.replies);
+    assert!(seen.longest <= FIFTY.times(2), "{}", seen.longest);
+}
+
+#[test]
+fn a_provider_without_a_queue_raises_it_until_it_no_longer_binds() {
+    let mut world = World::new(InflightSpec::default(), 2_000, Service::Always(FIFTY), 300);
+    world.run(20);
+    assert!((300..=700).contains(&world.inflight.limit()), "{}", world.inflight.limit());
+    let before = world.inflight.limit();
+    let seen = world.run(60);
+    assert_eq!((seen.lowest(), seen.highest()), (before, before), "nothing binds any more");
+    world.demand = u32::MAX;
+    assert_eq!(world.run(10).highest(), 1_000, "up to the largest");
+}
+
+#[test]
+fn one_slow_reply_moves_nothing() {
+    let mut calm = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), 15);
+    calm.run(120);
+    let mut inflight = calm.inflight.clone();
+    let before = inflight.limit();
+    for turn in 0..10_000_u64 {
+        let round_trip = if turn % 32 == 7 { Span::from_secs(60) } else { FIFTY };
+        // Sent when the call before it was answered, long enough ago for each to have been sent since.
+        let now = calm.now + Span::from_secs(70 * (turn + 1));
+        inflight.sample(round_trip, before, Class::Success, now);
+        assert!(inflight.limit() >= before / 2, "not below a drain's half");
+        if turn % 320 == 319 {
+            inflight.sample(FIFTY, before, Class::Cancelled, now);
+        }
+    }
+    assert!(inflight.limit() >= before, "{before} to {}", inflight.limit());
+}
+
+#[test]
+fn a_share_of_failures_lowers_it_and_few_do_not() {
+    for class in [Class::Throttled, Class::Transient] {
+        for (every, lowers) in [(1, true), (2, true), (4, false), (12, false), (33, false)] {
+            let mut world = World::new(InflightSpec::default(), 2_000, Service::Always(FIFTY), 200);
+            world.run(5);
+            world.demand = u32::MAX;
+            let before = world.inflight.limit();
+            let mut calls = 0;
+            let seen = world.run_as(5, |_| {
+                calls += 1;
+                if calls % every == 0 { class } else { Class::Success }
+            });
+            let (lowest, grows) = (seen.lowest(), seen.highest() > before * 2);
+            assert_eq!(lowest < before / 2, lowers, "{class:?}, one in {every}: {before} to {lowest}");
+            assert_eq!(grows, every > 8, "{class:?}, one in {every}: {before} to {}", seen.highest());
+        }
+    }
+    let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+    world.run_as(30, |_| Class::Transient);
+    assert_eq!(world.inflight.limit(), 4, "the smallest");
+    world.run(60);
+    assert!(world.inflight.limit() >= 15, "{}", world.inflight.limit());
+    for class in [Class::Cancelled, Class::Auth] {
+        let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+        let seen = world.run_as(30, |_| class);
+        assert_eq!((seen.lowest(), seen.highest(), world.inflight.unloaded()), (20, 20, None), "{class:?}");
+    }
+}
+
+/// Late replies to calls that were sent under another cap say nothing about this one.
+#[test]
+fn replies_right_after_a_judgement_are_left_out() {
+    let mut inflight = Inflight::new(InflightSpec::default()).unwrap();
+    for _ in 0..32 {
+        inflight.sample(FIFTY, 1, Class::Success, at(1_000));
+    }
+    for millis in [0, 1, 50, 99] {
+        for _ in 0..100 {
+            inflight.sample(FIFTY, 20, Class::Transient, at(1_000 + millis));
+        }
+    }
+    assert_eq!(inflight.limit(), 20);
+    for _ in 0..32 {
+        inflight.sample(FIFTY, 20, Class::Transient, at(1_100));
+    }
+    assert_eq!(inflight.limit(), 12, "twice as long as usual: 20 ÷ 2, and a fifth more");
+}
+
+/// Were only calls counted that were sent since the last judgement, those that take long would never be.
+#[test]
+fn calls_that_time_out_count_however_long_they_took() {
+    let mut inflight = Inflight::new(InflightSpec::default()).unwrap();
+    for turn in 0..3_000 {
+        let (round_trip, class) =
+            if turn % 2 == 0 { (FIFTY, Class::Success) } else { (Span::from_secs(30), Class::Transient) };
+        inflight.sample(round_trip, inflight.limit(), class, at(40_000 + turn * 10));
+    }
+    assert_eq!(inflight.limit(), 4);
+}
+
+#[test]
+fn round_trips_too_short_to_measure_are_outgrown() {
+    let mut inflight = Inflight::new(InflightSpec::default()).unwrap();
+    let mut now = at(0);
+    for round_trip in [Span::ZERO, Span::from_millis(1)] {
+        for _ in 0..10_000 {
+            now = now + Span::from_millis(1);
+            inflight.sample(round_trip, inflight.limit(), Class::Success, now);
+        }
+    }
+    assert!(inflight.limit() >= 20 && inflight.unloaded() > Some(Span::from_micros(800)), "{inflight:?}");
+}
+
+#[test]
+fn a_step_back_ends_neither_judgements_nor_lessons() {
+    let spec = InflightSpec { min: 4, max: 40, initial: 40 };
+    let mut inflight = Inflight::new(spec).unwrap();
+    let mut lessons = |start: Time| {
+        let mut lessons = 0;
+        for turn in 0..12_000 {
+            let before = inflight.limit();
+            inflight.sample(FIFTY, before, Class::Success, start + Span::from_millis(turn * 10));
+            lessons += u32::from(inflight.limit() < before);
+        }
+        lessons
+    };
+    let ahead = at(0) + Span::from_secs(365 * 86_400);
+    // Two minutes each.
+    assert_eq!((lessons(ahead), lessons(at(0))), (4, 4));
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let spec = |min, initial, max| Inflight::new(InflightSpec { min, initial, max }).err();
+    assert_eq!(spec(0, 1, 2), Some(InflightError::ZeroMin));
+    assert_eq!(spec(2, 1, 3), Some(InflightError::OutOfOrder));
+    assert_eq!(spec(2, 4, 3), Some(InflightError::OutOfOrder));
+    assert_eq!(spec(3, 3, 3), None);
+    assert_eq!(spec(1, 1, u32::MAX), None);
+}
+
+/// Whatever comes in, on whatever clock, the cap keeps its bounds, and a provider that is well again gets it back.
+#[test]
+fn it_keeps_its_bounds_and_recovers() {
+    property::check(count(100, 4_000), 2_000, |mut dice| {
+        let min = dice.between(1, 8) as u32;
+        let max = min + dice.pick(&[0, 1, 5, 100, 10_000]);
+        let initial = dice.between(u64::from(min), u64::from(max)) as u32;
+        let spec = InflightSpec { min, max, initial };
+        let mut inflight = Inflight::new(spec).map_err(|error| error.to_string())?;
+        let mut now = at(0);
+        let classes = [Class::Success, Class::Transient, Class::Throttled, Class::Cancelled, Class::Permanent];
+        while !dice.exhausted() {
+            let round_trip = match dice.below(16) {
+                0 => Span::ZERO,
+                1 => Span::MAX,
+                2 => Span::from_micros(1),
+                _ => Span::from_micros(dice.below(1_000_000)),
+            };
+            now = match dice.below(32) {
+                0 => now - Span::from_micros(dice.below(1 << 40)),
+                1 => now + Span::from_micros(dice.below(1 << 40)),
+                _ => now + Span::from_micros(dice.below(100_000)),
+            };
+            let class = if dice.percent(70) { Class::Success } else { dice.pick(&classes) };
+            let in_flight = if dice.percent(2) { u32::MAX } else { dice.between(0, u64::from(max)) as u32 };
+            inflight.sample(round_trip, in_flight, class, now);
+            if !(min..=max).contains(&inflight.limit()) {
+                return Err(format!("{} is not within {spec:?}", inflight.limit()));
+            }
+        }
+        // A second a window and more: the round trip without load is learnt anew within some tens of windows.
+        for _ in 0..20_000 {
+            now = now + FIFTY;
+            inflight.sample(FIFTY, inflight.limit(), Class::Success, now);
+        }
+        if inflight.limit() < max / 2 { Err(format!("{} of {max}", inflight.limit())) } else { Ok(()) }
+    });
+}

@@ -1,0 +1,109 @@
+//! A pool agrees with a naive model of it, whatever is noted in whatever order.
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use tidegate_core::{Balance, Pool, Span, Time};
+use tidegate_testkit::desk::at;
+use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::property;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Credential {
+    disabled: bool,
+    not_before: Time,
+    /// The number of its last use; 0 is never.
+    used: usize,
+}
+
+/// Who may be named next: one in turn or by last use, any of the good ones at random.
+fn choices(balance: Balance, credentials: &[Credential], last: Option<usize>, now: Time) -> Vec<usize> {
+    let size = credentials.len();
+    let good = |&index: &usize| !credentials[index].disabled && credentials[index].not_before <= now;
+    match balance {
+        Balance::Random => (0..size).filter(good).collect(),
+        Balance::RoundRobin => {
+            let first = last.map_or(0, |last| last + 1);
+            (first..first + size).map(|turn| turn % size).find(good).into_iter().collect()
+        }
+        Balance::LeastRecentlyUsed => {
+            (0..size).filter(good).min_by_key(|&index| (credentials[index].used, index)).into_iter().collect()
+        }
+    }
+}
+
+#[test]
+fn notes_agree_with_the_model() {
+    property::check(count(2_000, 40_000), 600, |mut dice| {
+        let balance = dice.pick(&[Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed]);
+        let size = dice.between(1, 9) as usize;
+        let mut pool = Pool::new(balance, size).map_err(|error| error.to_string())?;
+        let mut rng = SmallRng::seed_from_u64(dice.word());
+        let mut credentials = vec![Credential::default(); size];
+        let (mut last, mut uses, mut now) = (None, 0, at(0));
+        while !dice.exhausted() {
+            let any = dice.below(size as u64) as usize;
+            let until = now + Span::from_micros(dice.below(200_000));
+            let named = pool.next(now, &mut rng);
+            let expected = choices(balance, &credentials, last, now);
+            if !named.map_or(expected.is_empty(), |named| expected.contains(&named)) {
+                return Err(format!("{balance:?} names {named:?}, expected one of {expected:?}: {credentials:?}"));
+            }
+            let cooling = credentials.iter().filter(|credential| !credential.disabled && credential.not_before > now);
+            let earliest = cooling.map(|credential| credential.not_before).min().unwrap_or(Time::NEVER);
+            if pool.earliest() != earliest {
+                return Err(format!("earliest {:?}, expected {earliest:?}: {credentials:?}", pool.earliest()));
+            }
+            match (dice.below(8), named) {
+                (0..=3, Some(named)) => {
+                    pool.used(named);
+                    uses += 1;
+                    (credentials[named].used, last) = (uses, Some(named));
+                }
+                (4, Some(named)) => {
+                    pool.not_before(named, until, now);
+                    credentials[named].not_before = until;
+                }
+                (5, _) => {
+                    pool.not_before(any, until, now);
+                    if !credentials[any].disabled {
+                        credentials[any].not_before = until;
+                    }
+                }
+                (6, _) => {
+                    if dice.percent(30) {
+                        pool.disable(any);
+                        credentials[any].disabled = true;
+                    } else {
+                        pool.enable(any);
+                        credentials[any] = Credential { used: credentials[any].used, ..Credential::default() };
+                    }
+                }
+                // Nobody is good: the earliest moment is waited for.
+                (_, None) if !earliest.is_never() => now = earliest,
+                _ => now = now + Span::from_micros(dice.below(100_000)),
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Each credential of a large pool is used as often as any other, whoever cools down for a moment.
+#[test]
+fn a_large_pool_is_used_evenly() {
+    for balance in [Balance::RoundRobin, Balance::LeastRecentlyUsed] {
+        let mut dice = Dice::seeded(2);
+        let mut rng = SmallRng::seed_from_u64(2);
+        let mut pool = Pool::new(balance, 1_000).expect("a pool");
+        let mut uses = [0_u32; 1_000];
+        for millis in 0..100_000 {
+            if dice.percent(5) {
+                pool.not_before(dice.below(1_000) as usize, at(millis + 20), at(millis));
+            }
+            let named = pool.next(at(millis), &mut rng).expect("a thousand aren't all cooling");
+            pool.used(named);
+            uses[named] += 1;
+        }
+        let (least, most) = (uses.iter().min(), uses.iter().max());
+        assert!(least >= Some(&80) && most <= Some(&102), "{balance:?}: {least:?} to {most:?}");
+    }
+}
