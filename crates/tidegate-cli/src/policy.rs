@@ -27,11 +27,11 @@ pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome>
         None => "the built-in default policy".to_owned(),
         Some(file) => {
             let name = if file.as_os_str() == "-" { "standard input".to_owned() } else { file.display().to_string() };
-            let text = text_of(file).map_err(|error| {
+            let bytes = bytes_of(file).map_err(|error| {
                 tell(&format!("error: can't read {name}: {error}\n"));
                 Outcome::Broke
             })?;
-            sources = sources.file(name.clone(), text);
+            sources = sources.file_bytes(name.clone(), bytes);
             name
         }
     };
@@ -49,13 +49,13 @@ pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome>
     }
 }
 
-fn text_of(file: &Path) -> io::Result<String> {
+fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
     if file.as_os_str() == "-" {
-        let mut text = String::new();
-        io::stdin().read_to_string(&mut text)?;
-        return Ok(text);
+        let mut bytes = Vec::new();
+        io::stdin().read_to_end(&mut bytes)?;
+        return Ok(bytes);
     }
-    std::fs::read_to_string(file)
+    std::fs::read(file)
 }
 
 fn tell(text: &str) {
@@ -95,7 +95,7 @@ pub(crate) fn in_words(policy: &Policy) -> String {
         limits(&mut text, plan, plan.global());
     }
     for (_, action) in plan.actions() {
-        let _ = writeln!(text, "{}{}", action.name(), reached_by(action));
+        let _ = writeln!(text, "{}{}", action.name(), reached_by(action, policy.api().forward_auth));
         if action.is_unlimited() {
             let _ = writeln!(text, "  unlimited");
         }
@@ -104,13 +104,19 @@ pub(crate) fn in_words(policy: &Policy) -> String {
     if text.is_empty() {
         text.push_str("nothing is limited\n");
     }
+    if policy.api().listen.is_some() && plan.requests_meet_concurrency() {
+        text.push_str("forward-auth is off: it can't keep a limit on calls in flight\n");
+    }
     text
 }
 
-fn reached_by(action: &Action) -> String {
+fn reached_by(action: &Action, forward_auth: bool) -> String {
     let mut text = match action.matcher() {
         Some(matcher) => format!(": {matcher}"),
-        None => ": by name, through the decision API or forward-auth".to_owned(),
+        None if forward_auth && !action.has_concurrency() => {
+            ": by name, through the decision API or forward-auth".to_owned()
+        }
+        None => ": by name, through the decision API".to_owned(),
     };
     if action.cost() != 1 {
         let _ = write!(text, "; a call weighs {}", action.cost());

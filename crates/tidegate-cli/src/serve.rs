@@ -61,7 +61,8 @@ fn greeting(policy: &Policy, from: &str, bound: &Bound) -> String {
         }
         _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
     }
-    let other = [("API", bound.api(), "/v1/check, /v1/auth"), ("health", bound.admin(), "/healthz, /readyz")];
+    let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
+    let other = [("API", bound.api(), api), ("health", bound.admin(), "/healthz, /readyz")];
     for (name, address, paths) in other {
         if let Some(address) = address {
             let _ = writeln!(text, "  {name:<8} http://{address} ({paths})");

@@ -107,7 +107,7 @@ impl PolicyBuilder {
     /// # Errors
     /// Everything that is wrong with it, as [`Policy::load`] would tell.
     pub fn build(self) -> Result<Policy, Errors> {
-        crate::read::policy(NAME, &self.text(), self.env)
+        crate::read::policy(NAME, self.text().as_bytes(), self.env)
     }
 
     /// The policy file that says the same.

@@ -228,19 +228,25 @@ impl Node {
     }
 }
 
-/// Reads a file's text. Broken TOML gives errors; what could be read all the same is not judged then, since it may
+/// Reads what a file holds. Broken TOML gives errors; what could be read all the same is not judged then, since it may
 /// not be what was meant.
-pub(crate) fn parse_file(texts: &mut Texts, name: &str, body: &str) -> Result<Table, Vec<Error>> {
+pub(crate) fn parse_file(texts: &mut Texts, name: &str, body: &[u8]) -> Result<Table, Vec<Error>> {
     // A byte order mark is no mistake of the person who wrote the file.
-    let body = body.strip_prefix('\u{feff}').unwrap_or(body);
+    let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
     let too_large = body.len() > MAX_FILE;
-    let body = if too_large { "" } else { body };
-    let text = Text::new(TextKind::File, name, body, false);
-    let whole = texts.add(text);
+    let body = if too_large { &[] } else { body };
+    let text = String::from_utf8_lossy(body);
+    let whole = texts.add(Text::new(TextKind::File, name, &text, false));
     if too_large {
         return Err(vec![Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file")]);
     }
-    let (table, errors) = DeTable::parse_recoverable(body);
+    if let Err(error) = str::from_utf8(body) {
+        let at = error.valid_up_to();
+        let first = texts.within(whole, at..at + 1);
+        let error = Error::new(texts, first, format!("the byte 0x{:02X} here isn't UTF-8", body[at]), "text in UTF-8");
+        return Err(vec![error.help("save the file as UTF-8, which is all that TOML knows")]);
+    }
+    let (table, errors) = DeTable::parse_recoverable(&text);
     if errors.is_empty() {
         Ok(convert_table(texts, whole, 0, table.into_inner()))
     } else {

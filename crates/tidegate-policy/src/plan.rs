@@ -160,7 +160,7 @@ impl Action {
     }
 
     /// Whether one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not
-    /// serve such an action; see also [`Plan::global_has_concurrency`].
+    /// serve such an action; see also [`Plan::requests_meet_concurrency`].
     pub fn has_concurrency(&self) -> bool {
         self.has_concurrency
     }
@@ -266,9 +266,16 @@ impl Plan {
         &self.global
     }
 
-    /// Whether `inbound.global` counts calls in flight, which forward-auth can't serve.
+    /// Whether `inbound.global` counts calls in flight.
     pub fn global_has_concurrency(&self) -> bool {
         self.global_has_concurrency
+    }
+
+    /// Whether a request that names no action can meet a limit on calls in flight: that of `inbound.global`, or of an
+    /// action that has a match.
+    pub fn requests_meet_concurrency(&self) -> bool {
+        let matched = |action: &Action| action.has_concurrency && action.matcher.is_some();
+        self.global_has_concurrency || self.actions.iter().any(matched)
     }
 
     /// The action of this name, or the one named `default` if there is one.

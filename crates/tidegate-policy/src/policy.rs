@@ -14,7 +14,7 @@ const DEFAULT_POLICY: &str = include_str!("default.toml");
 /// so that a policy can be read from anywhere.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    pub(crate) file: Option<(String, String)>,
+    pub(crate) file: Option<(String, Vec<u8>)>,
     pub(crate) env: Vec<(String, String)>,
 }
 
@@ -26,8 +26,15 @@ impl Sources {
 
     /// Reads this text, which errors call `name` (its path, usually), instead of the embedded default policy.
     #[must_use]
-    pub fn file(mut self, name: impl Into<String>, text: impl Into<String>) -> Self {
-        self.file = Some((name.into(), text.into()));
+    pub fn file(self, name: impl Into<String>, text: impl Into<String>) -> Self {
+        self.file_bytes(name, text.into())
+    }
+
+    /// [`Sources::file`] for what a file holds before anybody knows that it is text: a byte that isn't UTF-8 is told
+    /// like any other mistake in it.
+    #[must_use]
+    pub fn file_bytes(mut self, name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Self {
+        self.file = Some((name.into(), bytes.into()));
         self
     }
 
@@ -60,9 +67,9 @@ impl Policy {
     /// # Errors
     /// Everything that is wrong, not only the first thing; see [`Errors`].
     pub fn load(sources: Sources) -> Result<Self, Errors> {
-        let (name, text) =
-            sources.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.to_owned()));
-        crate::read::policy(&name, &text, sources.env)
+        let (name, body) =
+            sources.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.into()));
+        crate::read::policy(&name, &body, sources.env)
     }
 
     /// Makes a policy in Rust, in the same words and with the same checks as a file.

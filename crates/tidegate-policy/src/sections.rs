@@ -192,13 +192,16 @@ pub struct Api {
     pub listen: Option<SocketAddr>,
     /// The bearer token callers must show. Required beyond loopback.
     pub token: Option<TokenSource>,
+    /// Whether forward-auth is answered. Default true, unless a request can meet a limit on calls in flight
+    /// ([`Plan::requests_meet_concurrency`](crate::Plan::requests_meet_concurrency)), which forward-auth can't keep.
+    pub forward_auth: bool,
     /// The status with which forward-auth refuses: 400 to 599, default 429. nginx' `auth_request` takes 401 or 403.
     pub deny_status: u16,
 }
 
 impl Default for Api {
     fn default() -> Self {
-        Self { listen: Some(loopback(8082)), token: None, deny_status: 429 }
+        Self { listen: Some(loopback(8082)), token: None, forward_auth: true, deny_status: 429 }
     }
 }
 

@@ -158,6 +158,12 @@ static SETTINGS: &[Setting] = &[
     setting("inbound.action.*.limits.#.count", Text, "", "which calls count; the action's word if unsaid"),
     setting("api.listen", Text, "127.0.0.1:8082", "where the decision API and forward-auth listen, or off"),
     setting("api.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
+    setting(
+        "api.forward_auth",
+        Flag,
+        "",
+        "whether forward-auth is answered; if unsaid, unless requests can meet a limit on calls in flight",
+    ),
     setting("api.deny_status", Count, "429", "the status with which forward-auth refuses; nginx wants 401 or 403"),
     setting("admin.listen", Text, "127.0.0.1:8083", "where health and readiness listen, or off"),
     setting("admin.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
@@ -256,7 +262,7 @@ mod tests {
     #[test]
     fn keys_come_from_the_table() {
         assert_eq!(keys_of(""), ["store", "inbound", "api", "admin", "log"]);
-        assert_eq!(keys_of("api"), ["listen", "token", "deny_status"]);
+        assert_eq!(keys_of("api"), ["listen", "token", "forward_auth", "deny_status"]);
         assert_eq!(keys_of("inbound.action.*.match"), ["method", "path", "host"]);
     }
 

@@ -20,8 +20,7 @@ fn broken_files() -> Vec<PathBuf> {
 
 fn told(path: &Path) -> String {
     let name = path.file_name().unwrap().to_str().unwrap();
-    let text = fs::read_to_string(path).unwrap();
-    match Policy::load(Sources::new().file(name, text)) {
+    match Policy::load(Sources::new().file_bytes(name, fs::read(path).unwrap())) {
         Ok(_) => panic!("{name} isn't broken"),
         Err(errors) => format!("{errors}\n"),
     }

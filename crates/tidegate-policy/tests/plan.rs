@@ -9,11 +9,12 @@ use proptest::prelude::*;
 use tidegate_core::{Key, Op, Verb};
 use tidegate_policy::{ActionSpec, KeyError, KeySeed, LimitSpec, Listed, Plan, Policy, Query, Sources};
 
+fn policy(file: &str) -> Policy {
+    Policy::load(Sources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
 fn plan(file: &str) -> std::sync::Arc<Plan> {
-    match Policy::load(Sources::new().file("test.toml", file)) {
-        Ok(policy) => policy.plan().clone(),
-        Err(errors) => panic!("{errors}"),
-    }
+    policy(file).plan().clone()
 }
 
 fn seed() -> KeySeed {
@@ -418,4 +419,20 @@ fn parts_that_no_request_has_are_fine_without_a_proxy() {
     let keyless = action.replace("key = \"key\"\n", "");
     let key = ("TIDEGATE__INBOUND__ACTION__A__KEY", "client_ip, platform");
     assert!(told(Sources::new().file("x", keyless).env([proxy, key])).contains("counts by `platform`"));
+}
+
+#[test]
+fn forward_auth_is_off_beside_a_limit_that_it_cannot_keep() {
+    for (toml, answered) in [
+        ("", true),
+        ("[api]\nforward_auth = false\n", false),
+        ("[inbound.action.a]\nmatch = { path = \"/\" }\nlimit = \"5 per 60s\"\n", true),
+        ("[inbound.action.a]\nlimit = \"8 in flight\"\n[api]\nforward_auth = true\n", true),
+        ("[inbound.action.a]\nmatch = { path = \"/\" }\nlimit = \"8 in flight\"\n", false),
+        ("[inbound.global]\nlimit = [\"5 per 60s\", \"8 in flight\"]\n", false),
+        ("[inbound.global]\nlimit = \"8 in flight\"\n[api]\nlisten = \"off\"\nforward_auth = true\n", false),
+        ("[inbound.global]\nlimit = \"8 in flight\"\n[api]\nforward_auth = false\ndeny_status = 403\n", false),
+    ] {
+        assert_eq!(policy(toml).api().forward_auth, answered, "{toml}");
+    }
 }

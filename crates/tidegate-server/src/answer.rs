@@ -71,19 +71,19 @@ impl Trouble {
         }
     }
 
-    fn error(self) -> &'static str {
-        self.status().canonical_reason().unwrap_or("Error")
-    }
-
     /// Whether the connection is of no use afterwards: where the next request begins is in doubt, or the client is
     /// one whose framing isn't to be trusted.
     fn closes(self) -> bool {
         !matches!(self, Self::BadGateway | Self::GatewayTimeout | Self::Unavailable)
     }
 
+    /// The answer as it is on the wire, for a connection that the HTTP machinery has given up.
+    pub(crate) fn last_words(self) -> Bytes {
+        last_words(self.status(), self.message())
+    }
+
     pub(crate) fn response(self) -> Response<Body> {
-        let body = format!(r#"{{"error":"{}","message":"{}"}}"#, self.error(), self.message());
-        let mut response = json(self.status(), body.into());
+        let mut response = error(self.status(), self.message());
         if self.closes() {
             close(&mut response);
         }
@@ -103,21 +103,28 @@ pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<Body> {
     response
 }
 
+/// A small error in JSON.
+pub(crate) fn error(status: StatusCode, message: &str) -> Response<Body> {
+    json(status, text_of_error(status, message).into())
+}
+
+/// A small error as it is on the wire, for a connection that the HTTP machinery has given up. It is the last answer.
+pub(crate) fn last_words(status: StatusCode, message: &str) -> Bytes {
+    let (reason, body) = (reason(status), text_of_error(status, message));
+    let length = body.len();
+    let head = "content-type: application/json\r\nconnection: close";
+    format!("HTTP/1.1 {} {reason}\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}", status.as_u16()).into()
+}
+
+fn text_of_error(status: StatusCode, message: &str) -> String {
+    serde_json::json!({ "error": reason(status), "message": message }).to_string()
+}
+
+fn reason(status: StatusCode) -> &'static str {
+    status.canonical_reason().unwrap_or("Error")
+}
+
 /// Makes an answer the connection's last.
 pub(crate) fn close<B>(response: &mut Response<B>) {
     response.headers_mut().insert(CONNECTION, CLOSE);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bodies_are_json() {
-        for trouble in [Trouble::TwoFramings, Trouble::Method, Trouble::BadGateway, Trouble::Unavailable] {
-            let text = format!(r#"{{"error":"{}","message":"{}"}}"#, trouble.error(), trouble.message());
-            let value: serde_json::Value = serde_json::from_str(&text).unwrap();
-            assert_eq!(value["error"], trouble.status().canonical_reason().unwrap());
-        }
-    }
 }

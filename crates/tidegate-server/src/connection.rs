@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use bytes::{Buf as _, Bytes};
 use hyper::body::Incoming;
 use hyper::server::conn::http1::UpgradeableConnection;
 use hyper::service::HttpService;
@@ -12,6 +13,7 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::answer::{self, Trouble};
 use crate::body::Body;
 use crate::socket::Socket;
 use crate::watch::{Entry, Phase, Watch};
@@ -21,9 +23,6 @@ pub(crate) const DRAINED: usize = 64 << 10;
 /// How much is read away after a connection's last answer. Past it the socket closes, and the answer may be lost to
 /// the reset.
 const LINGERED: usize = 1 << 20;
-
-const TOO_SLOW: &[u8] = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n\
-    content-length: 75\r\n\r\n{\"error\":\"Request Timeout\",\"message\":\"the request took too long to arrive\"}";
 
 /// What a service must be for a connection to carry it.
 pub(crate) trait Serves:
@@ -45,7 +44,7 @@ pub(crate) struct Connection<S: Serves> {
 #[expect(clippy::large_enum_variant, reason = "a connection spends its life in the large one")]
 enum State<S: Serves> {
     Http(UpgradeableConnection<TokioIo<Socket>, S>),
-    Farewell { stream: TcpStream, said: bool, read: usize },
+    Farewell { stream: TcpStream, words: Bytes, said: bool, read: usize },
     Over,
 }
 
@@ -69,21 +68,16 @@ impl<S: Serves> Connection<S> {
                 if parts.read_buf.is_empty() {
                     return true;
                 }
-                let stream = parts.io.into_inner().into_stream();
-                // The socket's buffer is empty, or nearly: nothing was sent since the last answer. If it isn't, the
-                // client goes without.
-                if stream.try_write(TOO_SLOW).is_err() {
-                    return true;
-                }
-                self.farewell(stream);
+                let (stream, _) = parts.io.into_inner().into_parts();
+                self.farewell(stream, Trouble::ClientTimeout.last_words());
                 false
             }
         }
     }
 
-    fn farewell(&mut self, stream: TcpStream) {
+    fn farewell(&mut self, stream: TcpStream, words: Bytes) {
         self.watch.forgive(Phase::Linger);
-        self.state = State::Farewell { stream, said: false, read: 0 };
+        self.state = State::Farewell { stream, words, said: false, read: 0 };
     }
 
     /// Reads away what a refused request left. False if there is nothing to do before the connection moves.
@@ -140,16 +134,30 @@ where
                             Ok(()) => this.watch.lingers(),
                             Err(error) => error.is_parse(),
                         };
-                        if let Err(error) = ended {
+                        if let Err(error) = &ended {
                             tracing::debug!(%error, "a client connection ended");
                         }
                         let State::Http(http) = mem::replace(&mut this.state, State::Over) else { continue };
                         if let Some(parts) = http.into_parts().filter(|_| lingers) {
-                            this.farewell(parts.io.into_inner().into_stream());
+                            let (stream, refusal) = parts.io.into_inner().into_parts();
+                            let words = match (ended, refusal) {
+                                (Err(error), Some(status)) => {
+                                    answer::last_words(status, &format!("the request's head can't be read: {error}"))
+                                }
+                                _ => Bytes::new(),
+                            };
+                            this.farewell(stream, words);
                         }
                     }
                 },
-                State::Farewell { stream, said, read } => {
+                State::Farewell { stream, words, said, read } => {
+                    while !words.is_empty() {
+                        match Pin::new(&mut *stream).poll_write(cx, words) {
+                            Poll::Pending => return Poll::Pending,
+                            Poll::Ready(Ok(written)) if written > 0 => words.advance(written),
+                            Poll::Ready(_) => return Poll::Ready(()),
+                        }
+                    }
                     if !*said {
                         match Pin::new(&mut *stream).poll_shutdown(cx) {
                             Poll::Pending => return Poll::Pending,

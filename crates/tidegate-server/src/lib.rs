@@ -215,6 +215,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
                     replies: Replies::new(self.gate.plan(), settings.headers, settings.x_ratelimit),
                     token: api_token,
                     forwarding: settings.forwarding.clone(),
+                    forward_auth: api.forward_auth,
                     deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
                     refusals: Arc::clone(&refusals),
                     distrust_told: AtomicBool::new(false),

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -17,16 +18,30 @@ pub(crate) struct Socket {
     stream: TcpStream,
     /// Followed where requests are passed on to a server that might read them differently.
     framing: Option<Framing>,
+    /// The status with which the HTTP machinery refused to read a head.
+    refusal: Option<StatusCode>,
     watch: Arc<Watch>,
 }
 
 impl Socket {
     pub(crate) fn new(stream: TcpStream, watch: Arc<Watch>, follows: bool) -> Self {
-        Self { stream, framing: follows.then(Framing::new), watch }
+        Self { stream, framing: follows.then(Framing::new), refusal: None, watch }
     }
 
-    pub(crate) fn into_stream(self) -> TcpStream {
-        self.stream
+    /// The stream, and the status with which the HTTP machinery refused to read a head; the client wasn't told yet.
+    pub(crate) fn into_parts(self) -> (TcpStream, Option<StatusCode>) {
+        (self.stream, self.refusal)
+    }
+
+    /// Whether this is the HTTP machinery's own answer to a head that it can't read, which is then kept back. It is the
+    /// connection's last and has no body, so that the connection gives a better one.
+    fn keeps_back(&mut self, answer: &[u8]) -> bool {
+        if self.watch.is_answering() {
+            return false;
+        }
+        let status = answer.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
+        self.refusal = status.and_then(|status| StatusCode::from_bytes(status).ok());
+        self.refusal.is_some()
     }
 }
 
@@ -77,6 +92,9 @@ impl AsyncRead for Socket {
 
 impl AsyncWrite for Socket {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        if self.keeps_back(buf) {
+            return Poll::Ready(Ok(buf.len()));
+        }
         let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
         self.watch.touch();
         Poll::Ready(Ok(written))
@@ -87,6 +105,11 @@ impl AsyncWrite for Socket {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        if let Some(first) = bufs.first()
+            && self.keeps_back(first)
+        {
+            return Poll::Ready(Ok(bufs.iter().map(|buf| buf.len()).sum()));
+        }
         let mut sheet = [0; SMALL];
         let written = match gathered(bufs, &mut sheet) {
             Some(message) => ready!(Pin::new(&mut self.stream).poll_write(cx, message))?,
@@ -101,10 +124,15 @@ impl AsyncWrite for Socket {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
+        self.watch.flushed();
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.refusal.is_some() {
+            return Poll::Ready(Ok(()));
+        }
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }

@@ -103,6 +103,7 @@ pub(crate) struct Watch {
     phase: AtomicU8,
     since: AtomicU32,
     overdue: AtomicBool,
+    answering: AtomicBool,
     waits_on_client: AtomicBool,
     ambiguous_head: AtomicU32,
     fault: AtomicU8,
@@ -118,6 +119,9 @@ impl Watch {
     pub(crate) fn enter(&self, phase: Phase) {
         self.touch();
         self.phase.store(phase as u8, Ordering::Relaxed);
+        if phase != Phase::Head {
+            self.answering.store(true, Ordering::Relaxed);
+        }
         // The sweeper may have found the phase before this one overdue in the moment that it ended.
         if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
             self.overdue.store(false, Ordering::Relaxed);
@@ -133,6 +137,19 @@ impl Watch {
     /// Notes that something moved.
     pub(crate) fn touch(&self) {
         self.since.store(self.sweep.now.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// Whether a request is with the service, or its answer not yet with the client.
+    pub(crate) fn is_answering(&self) -> bool {
+        self.answering.load(Ordering::Relaxed)
+    }
+
+    /// Notes that all that was written is with the client. Where the service is through with the request, so is the
+    /// answer.
+    pub(crate) fn flushed(&self) {
+        if matches!(self.phase(), Phase::Idle | Phase::Head | Phase::Linger) {
+            self.answering.store(false, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn phase(&self) -> Phase {
@@ -295,6 +312,7 @@ impl Sweep {
             phase: AtomicU8::new(Phase::Head as u8),
             since: AtomicU32::new(self.now.load(Ordering::Relaxed)),
             overdue: AtomicBool::new(false),
+            answering: AtomicBool::new(false),
             waits_on_client: AtomicBool::new(false),
             ambiguous_head: AtomicU32::new(0),
             fault: AtomicU8::new(Fault::None as u8),

@@ -72,7 +72,7 @@ impl Group {
 }
 
 impl Reader<'_> {
-    pub(super) fn global(&mut self, inbound: Option<&Table>) -> Option<GlobalRead> {
+    pub(super) fn global(&mut self, inbound: Option<&Table>, forward_auth: Option<At>) -> Option<GlobalRead> {
         let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
             let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
             return (!is_wrong).then_some(GlobalRead { group: None, shadow: false });
@@ -94,7 +94,8 @@ impl Reader<'_> {
         let quantities = self.quantities(limit, "limit")?;
         let group =
             Group { name: None, key: vec![KeyPart::ClientIp], key_at: None, quantities, cost: cost?, count: count? };
-        if !self.count_fits(table, std::slice::from_ref(&group)) {
+        let groups = std::slice::from_ref(&group);
+        if !self.count_fits(table, groups) | !self.forward_auth_keeps(forward_auth, groups) {
             return None;
         }
         Some(GlobalRead { group: Some(group), shadow: shadow? })
@@ -105,6 +106,7 @@ impl Reader<'_> {
         inbound: Option<&Table>,
         quirks: PathQuirks,
         taken: usize,
+        forward_auth: Option<At>,
     ) -> Option<Vec<ActionRead>> {
         let has_proxy = inbound.is_some_and(|inbound| inbound.get("upstream").is_some());
         let Some(entry) = inbound.and_then(|inbound| inbound.get("action")) else {
@@ -131,6 +133,7 @@ impl Reader<'_> {
                 Some(action) => {
                     fine &= self.fits(&action, &actions, taken);
                     fine &= !has_proxy || self.requests_have_all_parts(&action);
+                    fine &= action.matcher.is_none() || self.forward_auth_keeps(forward_auth, &action.groups);
                     actions.push(action);
                 }
                 None => fine = false,
@@ -246,6 +249,25 @@ impl Reader<'_> {
                     Error::new(self.texts, at, message, "parts of a request, such as \"client_ip\" or \"header:NAME\"");
                 self.push(error.help(format!(
                     "`{part}` comes from the decision API: for that alone, leave `match` out of the action"
+                )));
+                fine = false;
+            }
+        }
+        fine
+    }
+
+    /// What requests meet must be kept by forward-auth, if the policy wants that, and it never learns when a call ends.
+    fn forward_auth_keeps(&mut self, wanted: Option<At>, groups: &[Group]) -> bool {
+        let Some(wanted) = wanted else { return true };
+        let mut fine = true;
+        for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
+            if matches!(quantity, Quantity::InFlight { .. }) {
+                let message = "forward-auth can't keep a limit on calls in flight: it never learns when a call ends";
+                let error = Error::new(self.texts, *at, message, "another limit, such as \"5 per 60s\"");
+                let pointer = self.texts.pointer(wanted);
+                self.push(error.help(format!(
+                    "forward-auth is asked for {pointer}; the proxy and the decision API keep such a limit: \
+                     for them alone, write forward_auth = false in [api]"
                 )));
                 fine = false;
             }

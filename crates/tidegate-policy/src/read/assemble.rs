@@ -29,7 +29,8 @@ impl Reader<'_> {
     pub(super) fn plan(&mut self, root: &Table, path_quirks: PathQuirks, whole: At) -> Option<Plan> {
         let inbound = root.table("inbound");
         let lists = self.lists(inbound);
-        let global = self.global(inbound);
+        let forward_auth = self.forward_auth_wanted(root);
+        let global = self.global(inbound, forward_auth);
         let taken = global.as_ref().and_then(|global| global.group.as_ref()).map_or(0, Group::operations);
         if taken > MAX_OPS
             && let Some(entry) = inbound.and_then(|inbound| inbound.get("global"))
@@ -37,7 +38,7 @@ impl Reader<'_> {
             self.wrong(entry.key_at, format!("[inbound.global] has {taken} limits"), format!("at most {MAX_OPS}"));
             return None;
         }
-        let actions = self.actions(inbound, path_quirks, taken);
+        let actions = self.actions(inbound, path_quirks, taken, forward_auth);
         let (lists, global, actions) = (lists?, global?, actions?);
         self.assemble(global, actions, lists, path_quirks, whole)
     }

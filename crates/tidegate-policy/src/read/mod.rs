@@ -17,8 +17,8 @@ use crate::nearest::{nearest, similar};
 use crate::policy::Policy;
 use crate::settings;
 
-/// Reads a policy from a file's text and from the environment.
-pub(crate) fn policy(name: &str, body: &str, env: Vec<(String, String)>) -> Result<Policy, Errors> {
+/// Reads a policy from what a file holds and from the environment.
+pub(crate) fn policy(name: &str, body: &[u8], env: Vec<(String, String)>) -> Result<Policy, Errors> {
     let mut texts = Texts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
     let mut errors = Vec::new();
@@ -51,7 +51,9 @@ impl Reader<'_> {
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref());
         let quirks = inbound.as_ref().map(|inbound| inbound.path_quirks).unwrap_or_default();
         let plan = self.plan(root, quirks, whole);
-        Some(Policy { store: store?, inbound: inbound?, api: api?, admin: admin?, log: log?, plan: Arc::new(plan?) })
+        let (mut api, plan) = (api?, plan?);
+        api.forward_auth &= !plan.requests_meet_concurrency();
+        Some(Policy { store: store?, inbound: inbound?, api, admin: admin?, log: log?, plan: Arc::new(plan) })
     }
 
     fn push(&mut self, error: Error) {

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use super::Reader;
 use crate::address::Networks;
-use crate::document::{Node, Table};
+use crate::document::{At, Node, Table, Value};
 use crate::error::{Error, quoted};
 use crate::forwarding::{ForwardedBy, Forwarding};
 use crate::nearest::nearest;
@@ -172,7 +172,7 @@ impl Reader<'_> {
             reader.bytes(node, "header_bytes", 8 << 10..=1 << 20).and_then(|bytes| usize::try_from(bytes).ok())
         });
         let body = self.or_default(table, "body", default.body, |reader, node| {
-            if matches!(&node.value, crate::document::Value::Text(text) if text == "unlimited") {
+            if matches!(&node.value, Value::Text(text) if text == "unlimited") {
                 return Some(None);
             }
             reader.bytes(node, "body", 0..=u64::MAX >> 1).map(Some)
@@ -190,10 +190,26 @@ impl Reader<'_> {
         let table = self.section(root, "api", "api");
         let default = Api::default();
         let (listen, token) = self.guarded(table, default.listen, "the decision API");
+        let forward_auth = self
+            .or_default(table, "forward_auth", default.forward_auth, |reader, node| reader.flag(node, "forward_auth"));
         let deny_status = self.or_default(table, "deny_status", default.deny_status, |reader, node| {
             reader.count(node, "deny_status", 400..=599).and_then(|status| u16::try_from(status).ok())
         });
-        Some(Api { listen: listen?, token: token?, deny_status: deny_status? })
+        Some(Api { listen: listen?, token: token?, forward_auth: forward_auth?, deny_status: deny_status? })
+    }
+
+    /// Where the policy says that forward-auth is to be answered: by `forward_auth`, or by the status that only
+    /// forward-auth has.
+    pub(super) fn forward_auth_wanted(&self, root: &Table) -> Option<At> {
+        let api = root.table("api")?;
+        if api.node("listen").is_some_and(is_off) {
+            return None;
+        }
+        match api.node("forward_auth") {
+            Some(Node { at, value: Value::Flag(true) }) => Some(*at),
+            Some(_) => None,
+            None => api.node("deny_status").map(|node| node.at),
+        }
     }
 
     pub(super) fn admin(&mut self, root: &Table) -> Option<Admin> {
@@ -211,7 +227,7 @@ impl Reader<'_> {
     ) -> (Option<Option<SocketAddr>>, Option<Option<TokenSource>>) {
         let token = self.or_default(table, "token", None, |reader, node| reader.token(node, "token").map(Some));
         let listen = self.or_default(table, "listen", default, |reader, node| {
-            if matches!(&node.value, crate::document::Value::Text(text) if text == "off") {
+            if is_off(node) {
                 return Some(None);
             }
             let listen = reader.listen(node, "listen")?;
@@ -291,6 +307,11 @@ impl Reader<'_> {
             }
         }
     }
+}
+
+/// Whether a listener is turned off.
+fn is_off(listen: &Node) -> bool {
+    matches!(&listen.value, Value::Text(text) if text == "off")
 }
 
 /// Whether two listeners can't both have their address. Port 0 is a free one each time.

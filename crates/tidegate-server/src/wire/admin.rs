@@ -13,11 +13,11 @@ use tidegate::core::{Batch, Clock};
 use tidegate::policy::Secret;
 use tidegate::store::{Answer, Store};
 
-use crate::answer::{self, json};
+use crate::answer::{self, error, json};
 use crate::body::Body;
 use crate::listener::Client;
 use crate::watch::Phase;
-use crate::wire::http_api::{authorised, dismiss, error, unauthorised};
+use crate::wire::http_api::{authorised, dismiss, unauthorised};
 
 /// How long the store may take to answer before the gate counts as not ready.
 const STORE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);

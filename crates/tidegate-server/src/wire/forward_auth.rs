@@ -14,15 +14,16 @@ use std::sync::atomic::Ordering;
 use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
+use tidegate::Query;
 use tidegate::core::{Clock, Reason};
 use tidegate::policy::canonical;
 use tidegate::store::Store;
-use tidegate::{ActionId, Query};
 
+use crate::answer::error;
 use crate::body::Body;
 use crate::listener::Client;
 use crate::refusals::Refusal;
-use crate::wire::http_api::{Api, error, refused_to_decide};
+use crate::wire::http_api::{Api, refused_to_decide};
 
 /// The path of forward-auth, or the beginning of it.
 pub(crate) const PATH: &str = "/v1/auth";
@@ -41,6 +42,11 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     client: &Client,
     request: &Request<Incoming>,
 ) -> Response<Body> {
+    if !api.forward_auth {
+        let message = "forward-auth is off: api.forward_auth is false, or the policy limits calls in flight, which \
+            forward-auth can't keep";
+        return error(StatusCode::NOT_FOUND, message);
+    }
     let headers = request.headers();
     let peer = canonical(client.address.ip());
     let ip = api.forwarding.client(peer, headers);
@@ -73,7 +79,7 @@ pub(crate) async fn answer<S: Store, C: Clock>(
         Ok(action) => action,
         Err(error) => return refused_to_decide(api, &error),
     };
-    if counts_calls_in_flight(api, action) {
+    if action.is_some_and(|id| api.gate.plan().action(id).has_concurrency()) {
         let message = "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
         return error(StatusCode::BAD_REQUEST, message);
     }
@@ -94,11 +100,6 @@ pub(crate) async fn answer<S: Store, C: Clock>(
         *response.status_mut() = api.deny_status;
     }
     response
-}
-
-fn counts_calls_in_flight<S: Store, C: Clock>(api: &Api<S, C>, action: Option<ActionId>) -> bool {
-    let plan = api.gate.plan();
-    plan.global_has_concurrency() || action.is_some_and(|id| plan.action(id).has_concurrency())
 }
 
 /// What the front server says of its request.

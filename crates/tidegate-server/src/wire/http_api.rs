@@ -25,7 +25,7 @@ use tidegate::reply::Replies;
 use tidegate::store::{Immediate, Store};
 use tidegate::{CheckError, Gate};
 
-use crate::answer::{self, json};
+use crate::answer::{self, error, json};
 use crate::body::Body;
 use crate::connection::DRAINED;
 use crate::listener::Client;
@@ -49,6 +49,8 @@ pub(crate) struct Api<S: Store, C: Clock> {
     pub(crate) replies: Replies,
     pub(crate) token: Option<Secret>,
     pub(crate) forwarding: Forwarding,
+    /// Whether forward-auth is answered.
+    pub(crate) forward_auth: bool,
     pub(crate) deny_status: StatusCode,
     pub(crate) refusals: Arc<Refusals>,
     /// Whether the log has been told that forward-auth is asked by a peer that isn't trusted: once is enough.
@@ -379,7 +381,7 @@ pub(crate) fn refused_to_decide<S: Store, C: Clock>(api: &Api<S, C>, error: &Che
         CheckError::Cost { .. } => bad(&Wrong::with("cost", error.to_string())),
         CheckError::Store(_) => {
             api.refusals.note_failure(api.gate.clock().now(), error);
-            self::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached")
+            answer::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached")
         }
     }
 }
@@ -390,12 +392,6 @@ fn bad(wrong: &Wrong) -> Response<Body> {
         body["nearest"] = nearest.into();
     }
     written(StatusCode::BAD_REQUEST, &body)
-}
-
-/// A small error in JSON.
-pub(crate) fn error(status: StatusCode, message: &str) -> Response<Body> {
-    let error = status.canonical_reason().unwrap_or("Error");
-    written(status, &serde_json::json!({ "error": error, "message": message }))
 }
 
 fn written(status: StatusCode, body: &impl serde::Serialize) -> Response<Body> {

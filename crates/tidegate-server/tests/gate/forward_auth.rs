@@ -13,7 +13,6 @@ const FILE: &str = r#"
     key = ["header:x-tenant"]
     limit = "1 per 60s"
     [inbound.action.busy]
-    match = { path = "/busy" }
     limit = "1 in flight"
     [inbound.action.account]
     key = ["key"]
@@ -99,7 +98,6 @@ async fn what_cannot_be_decided_says_why() {
         (ask(&["x-original-uri: /login"]), 400, "X-Forwarded-Method"),
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /a", "x-original-uri: /login"]), 400, "different requests"),
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /a", "x-forwarded-uri: /b"]), 400, "twice"),
-        (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /busy"]), 400, "calls in flight"),
         (get("/v1/auth/busy"), 400, "calls in flight"),
         (get("/v1/auth/account"), 400, "`key` is missing"),
         (get("/v1/auth/logn"), 404, "did you mean \\\"login\\\"?"),
@@ -110,5 +108,21 @@ async fn what_cannot_be_decided_says_why() {
         assert_eq!(status(&answer), expected, "{request}{answer}");
         assert!(body(&answer).contains(says), "{request}{answer}");
         assert!(json(&answer)["message"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn off_where_the_policy_says_so_or_limits_calls_in_flight() {
+    for file in [
+        "[api]\nforward_auth = false\n",
+        "[inbound.action.busy]\nmatch = { path = \"/busy\" }\nlimit = \"1 in flight\"\n",
+        "[inbound.global]\nlimit = \"1 in flight\"\n",
+    ] {
+        let gate = start(nobody(), file).await;
+        for request in [ask(&["x-forwarded-method: GET", "x-forwarded-uri: /"]), get("/v1/auth/busy")] {
+            let answer = once(gate.api, request).await;
+            assert_eq!(status(&answer), 404, "{file}{answer}");
+            assert!(json(&answer)["message"].as_str().unwrap().starts_with("forward-auth is off: "), "{answer}");
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{Echo, HELLO, Peer, start, status};
+use crate::common::{Echo, HELLO, Peer, json, start, status};
 
 /// What is sent, and the status of the answer.
 const REFUSED: &[(&str, &str, u16)] = &[
@@ -98,6 +98,7 @@ async fn refused_and_then_closed() {
         client.send(format!("{bytes}{SMUGGLED}")).await;
         let answer = client.message().await;
         assert_eq!(status(&answer), *expected, "{what}: {answer}");
+        assert!(json(&answer)["message"].is_string(), "{what}: {answer}");
         assert!(client.ends().await, "{what}: the connection goes on");
     }
     tokio::time::sleep(Duration::from_millis(50)).await;

@@ -2,7 +2,7 @@
 
 use tidegate::Span;
 
-use crate::common::{Echo, HELLO, Peer, get, once, start, undated};
+use crate::common::{Echo, HELLO, Peer, body, get, once, start, undated};
 
 const LOGIN: &str = r#"
     [inbound.global]
@@ -155,5 +155,44 @@ async fn troubles() {
         "HTTP/1.1 405 Method Not Allowed\r\ncontent-type: application/json\r\nconnection: close\r\n\
          allow: GET, HEAD, POST, PUT, DELETE, PATCH, OPTIONS\r\ncontent-length: 75\r\n\r\n\
          {\"error\":\"Method Not Allowed\",\"message\":\"CONNECT and TRACE are not served\"}"
+    );
+}
+
+#[tokio::test]
+async fn a_head_that_cannot_be_read() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    let two_lengths = "POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd";
+    let told = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 99\r\n\r\n\
+        {\"error\":\"Bad Request\",\"message\":\"the request's head can't be read: invalid content-length parsed\"}";
+    for address in [gate.inbound, gate.api, gate.admin] {
+        assert_eq!(Peer::connect(address).await.ask(two_lengths).await, told);
+        // Behind another request, in the same packet and in one of its own.
+        let mut client = Peer::connect(address).await;
+        client.send(get("/healthz") + two_lengths).await;
+        client.message().await;
+        assert_eq!(client.message().await, told);
+        assert!(client.ends().await);
+        let mut client = Peer::connect(address).await;
+        client.ask(get("/healthz")).await;
+        assert_eq!(client.ask("nonsense\r\n\r\n").await.split("\r\n").next(), Some("HTTP/1.1 400 Bad Request"));
+        assert!(client.ends().await);
+    }
+    let large = format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "y".repeat(100_000));
+    assert_eq!(
+        body(&once(gate.api, large).await),
+        "{\"error\":\"Request Header Fields Too Large\",\
+         \"message\":\"the request's head can't be read: message head is too large\"}"
+    );
+}
+
+#[tokio::test]
+async fn an_upstreams_empty_refusal_is_its_own() {
+    let upstream = Echo::start("HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n").await;
+    let gate = start(upstream.address, "").await;
+    let asked = "GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
+    assert_eq!(
+        undated(&once(gate.inbound, asked).await),
+        "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
     );
 }
