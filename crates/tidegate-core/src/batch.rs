@@ -421,7 +421,7 @@ fn judgeable(now: Time) -> Time {
 
 /// [`settle`] for a batch of nothing but one `Take`, of a limit that is enforced.
 #[inline]
-pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut impl Cells, now: Time) -> Outcome {
+pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcome {
     let ask = Ask { op, limit, terms: Terms { holder, ..Terms::default() }, now: judgeable(now) };
     let mut outcome = cells.judge(0, &ask);
     match outcome.verdict {

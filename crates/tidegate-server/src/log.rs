@@ -1,11 +1,13 @@
 //! What the gate writes down, and how it keeps hostile clients from writing in it.
 
 use std::fmt;
+use std::slice;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate::Span;
-use tidegate::core::{Kind, Limit, State, Time, Verdict, Window};
+use tidegate::core::batch::take;
+use tidegate::core::{Key, Kind, Limit, LimitId, Op, State, Time, Verb, Verdict, Window};
 use tidegate_policy::sections;
 use tidegate_policy::{LogFormat, LogLevel};
 use tracing_subscriber::EnvFilter;
@@ -142,14 +144,13 @@ impl Throttle {
             self.suppressed.fetch_add(1, Ordering::Relaxed);
             return None;
         }
-        let mut state = lock(&self.state);
-        let mut outcome = state.judge(&self.limit, 1, 0, now);
+        let line = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
+        let outcome = take(&line, &self.limit, 0, slice::from_mut(&mut *lock(&self.state)), now);
         if outcome.verdict != Verdict::Admitted {
             self.shut_until.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
             self.suppressed.fetch_add(1, Ordering::Relaxed);
             return None;
         }
-        state.charge(&self.limit, 1, 0, now, &mut outcome);
         Some(self.take_suppressed())
     }
 
