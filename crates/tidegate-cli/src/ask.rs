@@ -1,6 +1,7 @@
 //! `tidegate explain`, `status` and `reset`: questions to a running gate.
 
 use std::fmt::Write as _;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,10 +12,15 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tidegate::{Explanation, LimitState, Report};
+use tidegate_policy::{Api, Secret, TokenSource};
 use tokio::net::TcpStream;
 
-use crate::policy::print;
+use crate::policy::{self, print};
 use crate::{Outcome, Question};
+
+/// What a command line without a token is told by a gate that wants one.
+const TOKEN_HELP: &str =
+    "--token-env NAME says which environment variable holds it, -c FILE which policy knows where it is";
 
 /// How long a gate may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -44,6 +50,55 @@ pub(crate) fn reset(question: &Question) -> Outcome {
     ask(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: forgotten\n"), Outcome::Done)))
 }
 
+/// Where a question goes.
+struct Target {
+    url: String,
+    token: Option<Secret>,
+}
+
+impl Target {
+    /// What the command line says, and the policy where it says nothing. What is wrong is told on standard error.
+    fn of(question: &Question) -> Result<Self, Outcome> {
+        let (url, in_policy) = match (&question.url, &question.config) {
+            (Some(url), None) => (url.clone(), None),
+            (url, config) => {
+                let policy = policy::read(config.as_deref(), true)?.policy;
+                (url.clone().map_or_else(|| url_of(policy.api()), Ok)?, policy.api().token.clone())
+            }
+        };
+        let (from, source) = match &question.token_env {
+            Some(name) => ("--token-env", Some(TokenSource::Env(name.clone()))),
+            None => ("api.token", in_policy),
+        };
+        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
+        let token = token.map_err(|error| wrong_words(&format!("{from}: {error}")))?;
+        Ok(Self { url, token })
+    }
+}
+
+/// Where the API of a gate on this machine is reached.
+fn url_of(api: &Api) -> Result<String, Outcome> {
+    let Some(listen) = api.listen else {
+        return Err(wrong_words("the policy turns the gate's API off, with api.listen = \"off\""));
+    };
+    if listen.port() == 0 {
+        return Err(wrong_words(
+            "the policy leaves the API's port to the system; --url http://HOST:PORT says which it is",
+        ));
+    }
+    let ip = match listen.ip() {
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
+}
+
+fn wrong_words(message: &str) -> Outcome {
+    eprintln!("error: {message}");
+    Outcome::WrongWords
+}
+
 fn verdict(report: &Report) -> Outcome {
     if report.allowed { Outcome::Done } else { Outcome::Refused }
 }
@@ -56,17 +111,18 @@ fn ask(
     path: &str,
     in_words: impl FnOnce(&str) -> Option<(String, Outcome)>,
 ) -> Outcome {
+    let target = match Target::of(question) {
+        Ok(target) => target,
+        Err(outcome) => return outcome,
+    };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return broke(&format!("can't start: {error}")),
     };
-    let asked = runtime.block_on(async { tokio::time::timeout(PATIENCE, send(question, method, path)).await });
+    let asked = runtime.block_on(async { tokio::time::timeout(PATIENCE, send(&target, question, method, path)).await });
     let (status, text) = match asked {
-        Err(_) => return broke(&format!("{} did not answer within {PATIENCE:?}", question.url)),
-        Ok(Err(Trouble::Words(message))) => {
-            eprintln!("error: {message}");
-            return Outcome::WrongWords;
-        }
+        Err(_) => return broke(&format!("{} did not answer within {PATIENCE:?}", target.url)),
+        Ok(Err(Trouble::Words(message))) => return wrong_words(&message),
         Ok(Err(Trouble::Broke(message))) => return broke(&message),
         Ok(Ok(answer)) => answer,
     };
@@ -87,7 +143,10 @@ fn ask(
     } else {
         let message =
             serde_json::from_str::<Value>(&text).ok().and_then(|body| Some(body["message"].as_str()?.to_owned()));
-        eprintln!("error: {}", message.unwrap_or_else(|| format!("{} answered {status}", question.url)));
+        eprintln!("error: {}", message.unwrap_or_else(|| format!("{} answered {status}", target.url)));
+        if status == StatusCode::UNAUTHORIZED {
+            eprintln!("{TOKEN_HELP}");
+        }
     }
     match status {
         StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => Outcome::WrongWords,
@@ -105,11 +164,17 @@ enum Trouble {
     Broke(String),
 }
 
-async fn send(question: &Question, method: Method, path: &str) -> Result<(StatusCode, String), Trouble> {
-    let url: Uri = question.url.parse().map_err(|error| Trouble::Words(format!("--url {}: {error}", question.url)))?;
+async fn send(
+    target: &Target,
+    question: &Question,
+    method: Method,
+    path: &str,
+) -> Result<(StatusCode, String), Trouble> {
+    let Target { url: address, token } = target;
+    let url: Uri = address.parse().map_err(|error| Trouble::Words(format!("--url {address}: {error}")))?;
     let authority = match (url.scheme_str(), url.authority()) {
         (Some("http"), Some(authority)) => authority.clone(),
-        _ => return Err(Trouble::Words(format!("--url {} isn't of the form http://HOST:PORT", question.url))),
+        _ => return Err(Trouble::Words(format!("--url {address} isn't of the form http://HOST:PORT"))),
     };
     let (target, body) = if method == Method::GET {
         (format!("{path}?{}", as_query(question)?), Bytes::new())
@@ -120,17 +185,13 @@ async fn send(question: &Question, method: Method, path: &str) -> Result<(Status
     if !body.is_empty() {
         request = request.header(CONTENT_TYPE, "application/json");
     }
-    if let Some(name) = &question.token_env {
-        let token = std::env::var(name).map_err(|_| Trouble::Words(format!("--token-env {name}: it isn't set")))?;
-        request = request.header(AUTHORIZATION, format!("Bearer {}", token.trim()));
+    if let Some(token) = token {
+        request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
     }
     let request = request.body(Full::new(body)).map_err(|error| Trouble::Words(error.to_string()))?;
 
     let unreachable = |why: String| {
-        Trouble::Broke(format!(
-            "no gate answers at {}: {why}\nIs it running? `tidegate serve` starts one.",
-            question.url
-        ))
+        Trouble::Broke(format!("no gate answers at {address}: {why}\nIs it running? `tidegate serve` starts one."))
     };
     let host = authority.host().trim_matches(['[', ']']);
     let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80)))

@@ -45,6 +45,9 @@ enum Command {
         /// The policy; `-` reads standard input.
         #[arg(value_name = "FILE", default_value = "tidegate.toml")]
         file: PathBuf,
+        /// The policy, named as for `serve`.
+        #[arg(long, short, value_name = "FILE", conflicts_with = "file")]
+        config: Option<PathBuf>,
         /// Ignore TIDEGATE__… and the other variables that would override the file.
         #[arg(long)]
         no_env: bool,
@@ -89,10 +92,14 @@ struct Question {
     /// A header of the request, as NAME=VALUE; may be repeated.
     #[arg(long = "header", value_name = "NAME=VALUE")]
     headers: Vec<String>,
-    /// The gate's decision API.
-    #[arg(long, default_value = "http://127.0.0.1:8082")]
-    url: String,
-    /// The environment variable that holds the API's bearer token.
+    /// The gate's policy, which says where its API is and where the token for it. Without it the one that `serve` would
+    /// take, unless there is a URL.
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The gate's decision API, as http://HOST:PORT; the policy's if unsaid.
+    #[arg(long)]
+    url: Option<String>,
+    /// The environment variable that holds the API's bearer token; the policy's if unsaid.
     #[arg(long, value_name = "NAME")]
     token_env: Option<String>,
     /// Print the gate's JSON as it came.
@@ -123,7 +130,7 @@ impl From<Outcome> for ExitCode {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Serve { config } => serve::run(config.as_deref()),
-        Command::Check { file, no_env } => policy::check(&file, no_env),
+        Command::Check { file, config, no_env } => policy::check(&config.unwrap_or(file), no_env),
         Command::Explain(question) => ask::explain(&question),
         Command::Status(question) => ask::status(&question),
         Command::Reset(question) => ask::reset(&question),

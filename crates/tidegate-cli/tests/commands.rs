@@ -47,6 +47,28 @@ fn check_says_in_words_what_is_limited() {
 }
 
 #[test]
+fn check_and_serve_say_that_forward_auth_is_off() {
+    let scratch = Scratch::new();
+    let in_flight = "[inbound.action.export]\nmatch = { path = \"/export\" }\nlimit = \"2 in flight\"\n";
+    let file = scratch.write("tidegate.toml", &format!("{POLICY}{in_flight}"));
+    let (status, out, err) = run(&["check", file.to_str().unwrap()]);
+    assert_eq!((status, err.as_str()), (0, ""));
+    assert!(out.contains("otp: by name, through the decision API\n"), "{out}");
+    assert!(out.ends_with("\nforward-auth is off: it can't keep a limit on calls in flight\n"), "{out}");
+    let (api, admin) = (free_port(), free_port());
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    serve
+        .arg("serve")
+        .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{api}"))
+        .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{admin}"));
+    let gate = Running::start(serve, scratch, admin);
+    // Who is answered was let in after the greeting.
+    assert_eq!(run(&["status", "login", "--ip", "::1", "--url", &format!("http://127.0.0.1:{api}")]).0, 0);
+    let greeting = gate.read("stdout");
+    assert!(greeting.contains(&format!("  API      http://127.0.0.1:{api} (/v1/check)\n")), "{greeting}");
+}
+
+#[test]
 fn check_points_at_what_is_wrong() {
     let scratch = Scratch::new();
     let file = scratch.write("bad.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
@@ -139,5 +161,79 @@ fn questions_to_a_running_gate() {
     assert!(text.contains("did you mean \"login\"?"), "{text}");
     let (status, _, err) = run(&["status", "login", "--url", &url]);
     assert_eq!(status, 2);
-    assert!(err.contains("a bearer token is needed"), "{err}");
+    assert!(err.contains("a bearer token is needed") && err.contains("--token-env NAME"), "{err}");
+}
+
+#[test]
+fn the_policy_says_where_the_gate_is_and_its_token() {
+    let scratch = Scratch::new();
+    let (api, admin) = (free_port(), free_port());
+    let listeners = format!(
+        "[api]\nlisten = \"0.0.0.0:{api}\"\ntoken = \"env:API_TOKEN\"\n[admin]\nlisten = \"127.0.0.1:{admin}\"\n"
+    );
+    let file = scratch.write("tidegate.toml", &format!("{POLICY}{listeners}"));
+    let folder = scratch.path().to_owned();
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    serve.args(["serve", "-c"]).arg(&file).env("API_TOKEN", "s3cret");
+    let _gate = Running::start(serve, scratch, admin);
+    let ask = |arguments: &[&str], token: &str, config: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.args(arguments).args(config).env("API_TOKEN", token).env("OTHER", "s3cret").current_dir(&folder);
+        let Output { status, stdout, stderr } = command.output().unwrap();
+        (status.code().unwrap(), String::from_utf8([stdout, stderr].concat()).unwrap())
+    };
+    let login = ["login", "--ip", "203.0.113.7"];
+    let named = file.to_str().unwrap();
+    // By name, or because it lies here.
+    for config in [&["-c", named][..], &["--config", named], &[]] {
+        assert_eq!(ask(&[&["status"][..], &login].concat(), "s3cret", config).0, 0, "{config:?}");
+        assert_eq!(ask(&[&["explain"][..], &login].concat(), "s3cret", config).0, 0, "{config:?}");
+        assert_eq!(ask(&[&["reset"][..], &login].concat(), "s3cret", config).0, 0, "{config:?}");
+    }
+    // The command line wins over the policy; with a URL alone, there is no policy.
+    let status = [&["status"][..], &login].concat();
+    assert_eq!(ask(&status, "wrong", &["--token-env", "OTHER"]).0, 0);
+    let url = format!("http://127.0.0.1:{api}");
+    assert_eq!(ask(&status, "s3cret", &["--url", &url, "-c", named]).0, 0);
+    assert_eq!(ask(&status, "s3cret", &["--url", &url]).0, 2);
+    let (code, text) = ask(&status, "", &[]);
+    assert!(code == 2 && text.starts_with("error: api.token: ") && text.contains("API_TOKEN"), "{text}");
+    let other = folder.join("other.toml");
+    for (policy, says) in [("[api]\nlisten = \"off\"\n", "API off"), ("[api]\nlistn = 1\n", "other.toml:2:1")] {
+        std::fs::write(&other, policy).unwrap();
+        let (code, text) = ask(&status, "s3cret", &["-c", other.to_str().unwrap()]);
+        assert!(code == 2 && text.contains(says), "{text}");
+    }
+}
+
+#[test]
+fn a_policy_that_is_not_text_is_told_with_its_place() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("latin1.toml");
+    std::fs::write(&file, b"# Gr\xfc\xdfe\n").unwrap();
+    let (status, _, err) = run(&["check", "--config", file.to_str().unwrap()]);
+    assert_eq!(status, 2);
+    assert!(err.contains("latin1.toml:1:5\n"), "{err}");
+}
+
+#[test]
+fn variables_that_are_not_text_matter_only_where_they_are_ours() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let scratch = Scratch::new();
+    let file = scratch.write("good.toml", POLICY);
+    let garbled = OsStr::from_bytes(b"12\xff");
+    let check = |name: &[u8]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let output = command.arg("check").arg(&file).env(OsStr::from_bytes(name), garbled).output().unwrap();
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    assert_eq!(check(b"LESSCHARSET"), (0, String::new()));
+    assert_eq!(check(b"L\xff"), (0, String::new()));
+    for name in [&b"TIDEGATE__INBOUND__CAPS__HEADERS"[..], b"GLOBAL_RATE_LIMIT", b"TIDEGATE__\xff"] {
+        let (status, err) = check(name);
+        assert_eq!(status, 2, "{err}");
+        assert!(err.contains(&*String::from_utf8_lossy(name)), "{err}");
+    }
 }

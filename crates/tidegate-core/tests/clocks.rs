@@ -197,3 +197,32 @@ fn no_period_is_granted_twice() {
         if passed > periods * 5 { Err(format!("{passed} in {periods} periods")) } else { Ok(()) }
     });
 }
+
+/// What doesn't charge a quota leaves it as full as it was, though the clock that it was asked by had jumped into a
+/// later period: back in its own it grants nothing more, and the next period is free.
+#[test]
+fn a_jump_ahead_and_back_empties_no_quota() {
+    let quota = Limit::new(Kind::Quota(Quota::new(2, Arc::new(Every(MINUTE))).unwrap()));
+    let limits = Limits::new(vec![quota, window(0, 60)]).unwrap();
+    let ask = |cells: &mut [State; 2], verb, cost, limits_asked: usize, now| {
+        let mut batch = Batch::new(0);
+        (0..limits_asked).for_each(|limit| batch.push(Op::new(id(limit), verb, key(1), cost)).unwrap());
+        !settle(&batch, &limits, &mut cells[..limits_asked], now).list().iter().any(|outcome| outcome.verdict.refuses())
+    };
+    let begins = Time::from_secs(1_700_000_040);
+    for ahead in [MINUTE, MINUTE + MINUTE, YEAR] {
+        for (what, verb, cost, limits_asked) in [
+            ("a look", Verb::Peek, 1, 1),
+            ("a call that never fits", Verb::Take, 3, 1),
+            ("a call that another limit refuses", Verb::Take, 1, 2),
+            ("a refund", Verb::Refund, 2, 1),
+        ] {
+            let mut cells = [State::default(), State::default()];
+            assert!(ask(&mut cells, Verb::Take, 2, 1, begins));
+            ask(&mut cells, verb, cost, limits_asked, begins + ahead);
+            assert!(!ask(&mut cells, Verb::Take, 1, 1, begins), "{what}, {ahead} ahead: granted twice");
+            assert!(ask(&mut cells, Verb::Take, 2, 1, begins + MINUTE), "{what}, {ahead} ahead: locked out");
+            assert!(!ask(&mut cells, Verb::Take, 1, 1, begins + MINUTE));
+        }
+    }
+}

@@ -62,6 +62,33 @@ fn never_above_the_printed_bound() {
     });
 }
 
+/// Threads read the clock and reach the state in another order, up to a tenth of a second apart.
+#[test]
+fn overtaken_calls_lift_no_bound() {
+    property::check(count(600, 10_000), 600, |mut dice| {
+        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
+        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+        let mut admitted = Vec::new();
+        let mut latest = at(0);
+        while !dice.exhausted() && latest < at(0) + TEN_YEARS {
+            let read_at = latest - Span::from_micros(dice.pick(&[0, 0, 1, 5_000, 99_999, 100_000]));
+            let cost = dice.pick(&[1, 1, rate.burst()]);
+            let decision = desk.take(1, cost, read_at);
+            if decision.allowed {
+                admitted.push((read_at, cost));
+            }
+            latest = latest
+                + match (decision.retry_after, dice.below(4)) {
+                    (Some(wait), 0) => wait,
+                    (_, 1) => Span::from_micros(dice.below(100_000)),
+                    _ => Span::ZERO,
+                };
+        }
+        admitted.sort_by_key(|&(moment, _)| moment);
+        check_bound(&rate, &admitted)
+    });
+}
+
 #[test]
 fn a_key_idle_for_a_year_gets_its_burst_and_no_more() {
     let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();

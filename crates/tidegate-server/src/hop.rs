@@ -314,6 +314,9 @@ mod tests {
         ]);
         assert_eq!(strip_response(&mut map).unwrap(), "h2");
         assert_eq!(shown(&map), ["server: nginx", "trailer: grpc-status"]);
+        let mut both = headers(&[("content-length", "3"), ("transfer-encoding", "chunked"), ("server", "nginx")]);
+        assert_eq!(strip_response(&mut both), None);
+        assert_eq!(shown(&both), ["server: nginx"], "the chunks frame it");
     }
 
     #[test]

@@ -134,9 +134,7 @@ impl Server {
     /// A server for a policy, with state in memory and the machine's clock.
     pub fn new(policy: &Policy) -> Self {
         let clock = SystemClock::new();
-        let mut server = Self::with(Gate::in_memory(policy, clock.clone()), policy);
-        server.clock_follower = Some(clock);
-        server
+        Self::with(Gate::in_memory(policy, clock.clone()), policy).following(clock)
     }
 }
 
@@ -145,6 +143,14 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
     pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
         Self { gate, policy: policy.clone(), env, clock_follower: None }
+    }
+
+    /// Moves this clock, which the gate tells the time by, towards the wall clock while the server runs, and warns
+    /// once when the two are more than a second apart. [`Server::new`] does so by itself.
+    #[must_use]
+    pub fn following(mut self, clock: SystemClock) -> Self {
+        self.clock_follower = Some(clock);
+        self
     }
 
     /// Looks tokens (`env:NAME`) up here instead of in the process' environment.
@@ -429,9 +435,25 @@ async fn tend<S: Store, C: Clock>(gate: &Gate<S, C>) {
     }
 }
 
+/// How far the wall clock may be from the gate's, in microseconds, before the log is told: slewing by so much takes
+/// half an hour.
+const FAR: u64 = 1_000_000;
+
 async fn follow(clock: &SystemClock) {
+    let mut was_far = false;
     loop {
         tokio::time::sleep(FOLLOW_EVERY).await;
         clock.follow(tidegate::Span::from_duration(FOLLOW_EVERY));
+        let drift = clock.drift();
+        let is_far = drift.unsigned_abs() > FAR;
+        if is_far && !was_far {
+            tracing::warn!(
+                drift_secs = drift / 1_000_000,
+                "the system's clock was set after the gate took its time, which follows it by half a millisecond a \
+                 second; until then the times of day that clients are told and the periods of quotas are off by the \
+                 drift; a restart takes the system's time over"
+            );
+        }
+        was_far = is_far;
     }
 }

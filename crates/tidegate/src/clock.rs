@@ -56,25 +56,35 @@ impl SystemClock {
 
     /// A clock anchored at the present.
     pub fn new() -> Self {
+        Self::at(Time::from_micros(wall_micros()))
+    }
+
+    /// A clock that reads `time` now and runs on with the machine's, for where the wall clock is known to be wrong.
+    pub fn at(time: Time) -> Self {
         let counter = quanta::Clock::new();
         let start = counter.raw();
         let scale = scale(&counter);
         let coarse = Coarse { ahead: AtomicU64::new(0), compared: AtomicU64::new(0) };
-        Self(Arc::new(Anchor { counter, start, scale, wall: AtomicU64::new(wall_micros()), coarse }))
+        Self(Arc::new(Anchor { counter, start, scale, wall: AtomicU64::new(time.as_micros()), coarse }))
     }
 
     /// Moves towards the wall clock by at most half a millisecond for each second of `since_last`, the time since
     /// this was last called. A long-running program calls it about once a second.
     pub fn follow(&self, since_last: Span) {
-        let ours = self.now().as_micros();
-        let wall = wall_micros();
+        let drift = self.drift();
         let most = since_last.as_micros() / Self::SLEW_DIVISOR;
-        let by = ours.abs_diff(wall).min(most);
-        if wall > ours {
+        let by = drift.unsigned_abs().min(most);
+        if drift > 0 {
             self.0.wall.fetch_add(by, Ordering::Relaxed);
         } else {
             self.0.wall.fetch_sub(by, Ordering::Relaxed);
         }
+    }
+
+    /// How far the wall clock is ahead of this one, in microseconds; negative if it is behind. More than some
+    /// milliseconds mean that it was set since this clock was made, or that the machine slept.
+    pub fn drift(&self) -> i64 {
+        wall_micros().cast_signed().wrapping_sub(self.now().as_micros().cast_signed())
     }
 
     /// Compares the kernel's clock with ours; false if the attempt was interrupted.
@@ -209,11 +219,20 @@ mod tests {
 
     #[test]
     fn a_wall_clock_that_was_set_is_followed_slowly() {
+        let hour = Span::from_secs(3600);
+        let present = Time::from_micros(wall_micros());
+        for (clock, drift) in
+            [(SystemClock::at(present - hour), 3_600_000_000), (SystemClock::at(present + hour), -3_600_000_000_i64)]
+        {
+            let around = |drift: i64, expected: i64| drift.abs_diff(expected) < 1_000_000;
+            assert!(around(clock.drift(), drift), "{}", clock.drift());
+            let (wall, before) = (clock.0.wall.load(Ordering::Relaxed), clock.drift());
+            clock.follow(Span::from_secs(1));
+            let moved = clock.0.wall.load(Ordering::Relaxed).cast_signed() - wall.cast_signed();
+            assert_eq!(moved, 500 * drift.signum());
+            assert!(around(clock.drift(), before));
+        }
         let clock = SystemClock::new();
-        clock.0.wall.fetch_sub(3_600_000_000, Ordering::Relaxed);
-        let before = clock.now();
-        clock.follow(Span::from_secs(1));
-        let gained = clock.now().since(before);
-        assert!(gained >= Span::from_micros(500) && gained < Span::from_secs(1), "{gained}");
+        assert!(clock.drift().unsigned_abs() < 1_000_000, "{}", clock.drift());
     }
 }

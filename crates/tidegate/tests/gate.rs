@@ -1,19 +1,24 @@
 //! What a gate promises, on a clock that the test sets.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::future::{Ready, ready};
 use std::net::IpAddr;
+use std::sync::{Arc, Mutex};
 
 use tidegate::clock::ManualClock;
-use tidegate::policy::{Policy, Sources};
-use tidegate::{CheckError, Clock, Gate, Memory, Query, Reason, Report, Span};
+use tidegate::core::batch::{Ask, Cells, settle};
+use tidegate::core::{Batch, Limits, Op, Outcome, Outcomes, State, Verdict};
+use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::store::{Answer, Immediate, StoreError};
+use tidegate::{CheckError, Clock, Decision, Gate, Memory, Query, Reason, Report, Span, Store, Time};
+
+fn policy(toml: &str) -> Policy {
+    Policy::load(Sources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"))
+}
 
 fn gate(toml: &str) -> (Gate<Memory, ManualClock>, ManualClock) {
-    let policy = match Policy::load(Sources::new().file("test.toml", toml)) {
-        Ok(policy) => policy,
-        Err(errors) => panic!("{errors}"),
-    };
     let clock = ManualClock::default();
-    (Gate::in_memory(&policy, clock.clone()), clock)
+    (Gate::in_memory(&policy(toml), clock.clone()), clock)
 }
 
 fn call<'a>(action: &'a str, ip: &str) -> Query<'a> {
@@ -295,6 +300,84 @@ fn exactly_ten_of_a_hundred_at_once() {
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     assert_eq!(admitted, 10);
+}
+
+/// A store that has no room for any key of a caller's own, and finds out about one of them at a time.
+struct Cramped {
+    limits: Arc<Limits>,
+    /// Whether it has no room for shared keys either, which no store may say.
+    hopeless: bool,
+    asked: Mutex<Vec<Batch>>,
+}
+
+impl Store for Cramped {
+    type Later = Ready<Result<Outcomes, StoreError>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        &self.limits
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        Answer::Later(ready(Ok(self.apply_now(batch, now))))
+    }
+
+    fn tell(&self, _batch: &Batch, _now: Time) {}
+}
+
+impl Immediate for Cramped {
+    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
+        self.asked.lock().unwrap().push(batch.clone());
+        let full = batch.ops().iter().position(|op| !op.must_fit).or(self.hopeless.then_some(0));
+        settle(batch, &self.limits, &mut Full(full), now)
+    }
+}
+
+/// The cells of a batch whose operation at this place finds no room; the others find nothing used.
+struct Full(Option<usize>);
+
+impl Cells for Full {
+    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+        let verdict = if self.0 == Some(index) { Verdict::NoRoom } else { Verdict::Admitted };
+        Outcome::plain(verdict, ask.now)
+    }
+    fn charge(&mut self, _: usize, _: &Ask<'_>, _: &mut Outcome) {}
+    fn strike(&mut self, _: usize, _: &Ask<'_>, _: &mut Outcome) {}
+    fn alter(&mut self, _: usize, _: &Ask<'_>, _: bool, _: &mut dyn FnMut(&mut State)) {}
+    fn forget(&mut self, _: usize, _: &Op) {}
+}
+
+#[test]
+fn where_the_store_has_no_room_each_key_is_shared_once() {
+    let policy = policy(
+        "[inbound.global]\nlimit = \"9 per 60s\"\n[inbound.action.a]\nlimit = [\"5 per 60s\", \"6 per 60s\", \"7/s\"]\n",
+    );
+    let plan = policy.plan();
+    let store = |hopeless| Cramped { limits: Arc::new(plan.limits().clone()), hopeless, asked: Mutex::default() };
+    let seed = KeySeed::new([7; 16]);
+    let query = call("a", "203.0.113.7");
+    for hopeless in [false, true] {
+        let gate = Gate::with(Arc::clone(plan), store(hopeless), ManualClock::default(), seed.clone());
+        let ways: [&dyn Fn() -> Result<Decision, CheckError>; 3] =
+            [&|| gate.check_now(&query), &|| block_on(gate.check(&query)), &|| block_on(gate.status(&query))];
+        for ask in ways {
+            assert_eq!(ask().unwrap().allowed, !hopeless);
+            let asked = std::mem::take(&mut *gate.store().asked.lock().unwrap());
+            assert_eq!(asked.len(), 5, "four keys are shared, one after the other");
+            for (shared, batch) in asked.iter().enumerate() {
+                assert_eq!(batch.id(), asked[0].id(), "it stays the same question");
+                for (place, op) in batch.ops().iter().enumerate() {
+                    let key = if place < shared {
+                        plan.parent_key(op.limit, &query, &seed)
+                    } else {
+                        asked[0].ops()[place].key
+                    };
+                    assert_eq!((op.key, op.must_fit), (key, place < shared));
+                }
+            }
+            let own = asked[0].ops().iter().all(|op| op.key != plan.parent_key(op.limit, &query, &seed));
+            assert!(own);
+        }
+    }
 }
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {

@@ -24,6 +24,16 @@ async fn towards_the_upstream() {
         (&["te: gzip;q=1"], &[]),
         (&["upgrade: h2c", "http2-settings: AAAA", "connection: upgrade, http2-settings"], &[]),
         (&["x-forwarded-for: 1.1.1.1", "x-forwarded-host: b", "x-forwarded-proto: https", "forwarded: for=x"], &[]),
+        (
+            &[
+                "X_Forwarded_For: 1.1.1.1",
+                "x-forwarded_for: 1.1.1.1",
+                "x_forwarded-host: b",
+                "X_FORWARDED_PROTO: https",
+            ],
+            &[],
+        ),
+        (&["x_forwarded: 1", "x_y: 2"], &["x_forwarded: 1", "x_y: 2"]),
         (&["authorization: Bearer t", "cookie: a=b"], &["authorization: Bearer t", "cookie: a=b"]),
     ];
     let upstream = Echo::start(HELLO).await;

@@ -2,10 +2,11 @@
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use tidegate::Span;
+use tidegate::{Clock as _, Gate, Span, SystemClock};
 use tidegate_policy::{Policy, Sources};
-use tidegate_server::log;
+use tidegate_server::{Server, log};
 
 use crate::common::{Echo, HELLO, once, post, start, status};
 
@@ -85,4 +86,20 @@ async fn a_flood_writes_ten_lines_a_second() {
     let text = lines.text();
     assert_eq!(refused(&text), 11);
     assert!(text.lines().last().unwrap().contains("suppressed=190"), "{text}");
+}
+
+#[tokio::test]
+async fn a_clock_that_is_far_off_is_told_once() {
+    let (lines, _guard) = capture("text");
+    let run = |off: Span| {
+        let clock = SystemClock::at(SystemClock::new().now() - off);
+        let policy = crate::common::policy(crate::common::nobody(), "");
+        let server = Server::with(Gate::in_memory(&policy, clock.clone()), &policy).following(clock);
+        server.bind().unwrap().run(tokio::time::sleep(Duration::from_millis(2500)))
+    };
+    tokio::join!(run(Span::ZERO), run(Span::from_secs(3600)));
+    let text = lines.text();
+    let told: Vec<&str> = text.lines().filter(|line| line.contains("drift_secs=")).collect();
+    assert_eq!(told.len(), 1, "{text}");
+    assert!(told[0].contains(" WARN ") && told[0].contains("drift_secs=3599"), "{}", told[0]);
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{Echo, HELLO, Peer, json, start, status};
+use crate::common::{Echo, HELLO, Peer, header, json, start, status};
 
 /// What is sent, and the status of the answer.
 const REFUSED: &[(&str, &str, u16)] = &[
@@ -156,5 +156,25 @@ async fn an_upstream_cannot_split_answers() {
         let gate = start(upstream.address, "").await;
         let mut client = Peer::connect(gate.inbound).await;
         assert_eq!(status(&client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await), 502, "{answer:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_that_says_both_is_read_by_its_chunks() {
+    let chunked = "transfer-encoding: chunked\r\n";
+    for length in ["content-length: 3\r\n", "content-length: 50\r\n"] {
+        for both in [format!("{length}{chunked}"), format!("{chunked}{length}")] {
+            let answer = format!("HTTP/1.1 200 OK\r\n{both}\r\n5\r\nhello\r\n0\r\n\r\n");
+            let upstream = Echo::start(answer.leak()).await;
+            let gate = start(upstream.address, "").await;
+            let mut client = Peer::connect(gate.inbound).await;
+            // Whatever the length says, the next answer begins where the client thinks it does.
+            for _ in 0..2 {
+                let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+                assert!(answer.ends_with("\r\n\r\n5\r\nhello\r\n0\r\n\r\n"), "{answer}");
+                assert_eq!(header(&answer, "transfer-encoding"), Some("chunked"));
+                assert_eq!(header(&answer, "content-length"), None);
+            }
+        }
     }
 }
