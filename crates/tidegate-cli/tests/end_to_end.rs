@@ -10,6 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx, wrk};
+use yaml_rust2::YamlLoader;
 
 /// Where a gate listens.
 struct Ports {
@@ -314,6 +315,45 @@ fn caddy_with_the_snippet_enforces_alike() {
     assert_eq!(enforced(front), expected());
     let seen = server.read("access.log");
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
+}
+
+/// Traefik isn't among Debian's packages, so this asks as its ForwardAuth does with the snippet: with the client's
+/// headers, but for those that the middleware before it empties and those that Traefik itself writes.
+#[test]
+fn traefik_would_enforce_alike_with_the_snippet() {
+    let snippet = YamlLoader::load_from_str(include_str!("../../../docs/snippets/traefik.yml")).unwrap().remove(0);
+    let (http, middlewares) = (&snippet["http"], &snippet["http"]["middlewares"]);
+    let app = &http["routers"]["app"];
+    let chain: Vec<_> = app["middlewares"].as_vec().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+    assert_eq!(chain, ["undescribed", "tidegate"]);
+    let service = &http["services"][app["service"].as_str().unwrap()];
+    assert_eq!(service["loadBalancer"]["servers"][0]["url"].as_str(), Some("http://127.0.0.1:3000"));
+    let set = middlewares["undescribed"]["headers"]["customRequestHeaders"].as_hash().unwrap();
+    let is_emptied = |name: &str| {
+        set.iter().any(|(key, value)| key.as_str().unwrap().eq_ignore_ascii_case(name) && value.as_str() == Some(""))
+    };
+    let forward_auth = &middlewares["tidegate"]["forwardAuth"];
+    assert_eq!(forward_auth["trustForwardHeader"].as_bool(), Some(false));
+    let path = forward_auth["address"].as_str().unwrap().strip_prefix("http://127.0.0.1:8082").unwrap();
+
+    let (_gate, ports) = gate(LOGIN, free_port());
+    let mut front = Client::connect(ports.api).unwrap();
+    let lies = [("X-Original-Method", "GET"), ("X-Original-URI", "/"), ("X-Original-URL", "http://b.test/")];
+    let passed_on = lies.iter().filter(|(name, _)| !is_emptied(name));
+    let passed_on: String = passed_on.map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let mut ask = |method: &str, uri: &str| {
+        let answer = front.ask(&format!(
+            "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{passed_on}X-Forwarded-For: 203.0.113.7\r\n\
+             X-Forwarded-Host: a.test\r\nX-Forwarded-Method: {method}\r\nX-Forwarded-Port: 80\r\n\
+             X-Forwarded-Proto: http\r\nX-Forwarded-Server: traefik\r\nX-Forwarded-Uri: {uri}\r\n\
+             X-Real-Ip: 203.0.113.7\r\nAccept-Encoding: gzip\r\n\r\n"
+        ));
+        let wait = answer.head.lines().find_map(|line| line.strip_prefix("retry-after: "));
+        (answer.status, wait.map(str::to_owned))
+    };
+    let mut answers: Vec<_> = (0..7).map(|_| ask("POST", "/login?next=/")).collect();
+    answers.push(ask("GET", "/elsewhere"));
+    assert_eq!(answers, expected());
 }
 
 #[test]
