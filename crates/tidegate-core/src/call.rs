@@ -63,7 +63,7 @@ pub struct LaneRules {
 /// Together, the limits of a call, its lane's, its credential's and the cool-down must fit into one batch
 /// ([`MAX_OPS`](crate::MAX_OPS)).
 #[derive(Clone, Debug)]
-pub struct Provider {
+pub struct Rules {
     /// The limits of all its calls.
     pub ceilings: Box<[Ceiling]>,
     /// The limits of a lane's own, in the order of [`Lane::ALL`].
@@ -112,17 +112,17 @@ pub struct Desk {
 
 impl Desk {
     /// The desk of a provider of which nothing is known yet.
-    pub fn new(provider: &Provider, pool: Pool, breaker: Breaker, inflight: Option<Inflight>) -> Self {
+    pub fn new(rules: &Rules, pool: Pool, breaker: Breaker, inflight: Option<Inflight>) -> Self {
         let mut desk = Self {
-            lanes: Lanes::new(provider.lanes),
+            lanes: Lanes::new(rules.lanes),
             pool,
             inflight,
             breaker,
-            budget: Budget::new(provider.budget),
-            lead: provider.lead,
+            budget: Budget::new(rules.budget),
+            lead: rules.lead,
             widened_at: Time::ZERO,
         };
-        desk.bound(provider);
+        desk.bound(rules);
         desk
     }
 
@@ -135,9 +135,9 @@ impl Desk {
         Lane::ALL.iter().fold(0, |sum, lane| sum.saturating_add(self.lanes.in_flight(*lane)))
     }
 
-    fn bound(&mut self, provider: &Provider) {
+    fn bound(&mut self, rules: &Rules) {
         if let Some(inflight) = &self.inflight {
-            self.lanes.set_max_in_flight(inflight.limit().min(provider.lanes.max_in_flight));
+            self.lanes.set_max_in_flight(inflight.limit().min(rules.lanes.max_in_flight));
         }
     }
 
@@ -163,11 +163,20 @@ pub struct Reply {
     pub retry_after: Option<Span>,
     /// Until when the provider says that the credential has nothing left.
     pub spent_until: Option<Time>,
+    /// Whether its body is still to come: if the reply is the call's last, it stays among those in flight until
+    /// [`Call::ended`].
+    pub streams: bool,
 }
 
 /// How an attempt ends that nobody waits for.
-const CANCELLED: Reply =
-    Reply { class: Class::Cancelled, repeatable: false, unreplayable: None, retry_after: None, spent_until: None };
+const CANCELLED: Reply = Reply {
+    class: Class::Cancelled,
+    repeatable: false,
+    unreplayable: None,
+    retry_after: None,
+    spent_until: None,
+    streams: false,
+};
 
 /// Why a call failed that got no reply, or whose last reply is not to be had in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,6 +258,8 @@ enum Stage {
     /// The store was asked for this credential.
     Asking(Ticket, usize),
     Sent(Sent),
+    /// The last reply has begun and not ended.
+    Streaming(Lane),
 }
 
 /// A request that is under way.
@@ -280,8 +291,8 @@ pub struct Call {
 
 impl Call {
     /// A call of `cost` that begins `now` and must have its reply by `deadline`, or within its lane's time-out.
-    pub fn new(provider: &Provider, lane: Lane, cost: u64, deadline: Option<Time>, now: Time) -> Self {
-        let rules = &provider.lane_rules[lane as usize];
+    pub fn new(rules: &Rules, lane: Lane, cost: u64, deadline: Option<Time>, now: Time) -> Self {
+        let rules = &rules.lane_rules[lane as usize];
         let deadline = deadline.unwrap_or(now + rules.timeout);
         Self {
             lane,
@@ -315,7 +326,7 @@ impl Call {
     pub fn ticket(&self) -> Option<Ticket> {
         match self.stage {
             Stage::Queued(ticket) | Stage::Asking(ticket, _) => Some(ticket),
-            Stage::Idle | Stage::Sent(_) => None,
+            Stage::Idle | Stage::Sent(_) | Stage::Streaming(_) => None,
         }
     }
 
@@ -337,7 +348,7 @@ impl Call {
     }
 
     /// The lanes have named it: asks for the first credential that isn't known to be cooling.
-    pub fn turn(&mut self, provider: &Provider, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Next {
+    pub fn turn(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Next {
         let Stage::Queued(ticket) = self.stage else { return Step::Queue.into() };
         if let Err(refusal) = desk.breaker.peek(now) {
             return self.fail(Failure::Unavailable(refusal), desk);
@@ -345,7 +356,7 @@ impl Call {
         match desk.pool.next(now, rng) {
             Some(credential) => {
                 self.stage = Stage::Asking(ticket, credential);
-                Step::Ask(self.batch(provider, credential, Verb::Take).ahead(desk.lead)).into()
+                Step::Ask(self.batch(rules, credential, Verb::Take).ahead(desk.lead)).into()
             }
             None => {
                 let earliest = desk.pool.earliest();
@@ -363,7 +374,7 @@ impl Call {
     /// The store has answered.
     pub fn decided(
         &mut self,
-        provider: &Provider,
+        rules: &Rules,
         limits: &Limits,
         desk: &mut Desk,
         (batch, outcomes): (&Batch, &Outcomes),
@@ -373,22 +384,22 @@ impl Call {
         let Stage::Asking(ticket, credential) = self.stage else { return Step::Queue.into() };
         let refused = batch.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
         let Some((op, outcome)) = refused.clone().max_by_key(|(_, outcome)| outcome.retry_at) else {
-            return self.granted(ticket, credential, provider, desk, outcomes, now);
+            return self.granted(ticket, credential, rules, desk, outcomes, now);
         };
-        let shared = |op: &Op| op.key == provider.key;
+        let shared = |op: &Op| op.key == rules.key;
         // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
         if !refused.clone().any(|(op, _)| shared(op)) {
             // At least a little, so that a store whose clock is behind isn't asked again and again.
             desk.pool.not_before(credential, outcome.retry_at.max(now + ASKED_AGAIN), now);
             self.stage = Stage::Queued(ticket);
-            return self.turn(provider, desk, now, rng);
+            return self.turn(rules, desk, now, rng);
         }
         let mut until = outcome.retry_at;
         let kind = limits.get(op.limit).map(crate::Limit::kind);
         if let Some(Kind::Rate(_)) = kind {
-            until = until + provider.jitter;
+            until = until + rules.jitter;
         }
-        let own = provider.lane_ceilings[self.lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
+        let own = rules.lane_ceilings[self.lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
         let failure = match kind {
             Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
             _ => Failure::RateLimited { limit: op.limit, earliest: until },
@@ -409,7 +420,7 @@ impl Call {
         &mut self,
         ticket: Ticket,
         credential: usize,
-        provider: &Provider,
+        rules: &Rules,
         desk: &mut Desk,
         outcomes: &Outcomes,
         now: Time,
@@ -417,7 +428,7 @@ impl Call {
         let counted_at = outcomes.now() + desk.lead;
         let Some(lane) = desk.lanes.granted(ticket, now) else {
             self.stage = Stage::Idle;
-            let refund = self.batch(provider, credential, Verb::Refund).counted_at(counted_at);
+            let refund = self.batch(rules, credential, Verb::Refund).counted_at(counted_at);
             return Next { tell: Some(refund), ..self.fail(Failure::DeadlineExceeded, desk) };
         };
         let permit = match desk.breaker.take(now) {
@@ -426,7 +437,7 @@ impl Call {
                 desk.lanes.ended(lane);
                 desk.lanes.poke();
                 self.stage = Stage::Idle;
-                let refund = self.batch(provider, credential, Verb::Refund).counted_at(counted_at);
+                let refund = self.batch(rules, credential, Verb::Refund).counted_at(counted_at);
                 return Next { tell: Some(refund), ..self.fail(Failure::Unavailable(refusal), desk) };
             }
         };
@@ -450,18 +461,11 @@ impl Call {
     }
 
     /// The attempt has ended.
-    pub fn replied(
-        &mut self,
-        provider: &Provider,
-        desk: &mut Desk,
-        reply: &Reply,
-        now: Time,
-        rng: &mut impl Rng,
-    ) -> Next {
+    pub fn replied(&mut self, rules: &Rules, desk: &mut Desk, reply: &Reply, now: Time, rng: &mut impl Rng) -> Next {
         let Some(sent) = self.take_sent() else { return Step::Finish(Ok(())).into() };
         let credential = sent.credential;
-        let tell = self.settle(provider, desk, sent, reply, now, rng);
-        if reply.class == Class::Auth && provider.renews && !self.renewed {
+        let tell = self.settle(rules, desk, sent, reply, now, rng);
+        if reply.class == Class::Auth && rules.renews && !self.renewed {
             self.renewed = true;
             return Next { tell, step: Step::Renew { credential } };
         }
@@ -489,15 +493,23 @@ impl Call {
         if good { self.start(desk, now) } else { Step::Finish(Ok(())).into() }
     }
 
+    /// The last reply's body has ended, or nobody reads on.
+    pub fn ended(&mut self, desk: &mut Desk) {
+        if let Stage::Streaming(lane) = self.stage {
+            desk.lanes.ended(lane);
+            self.stage = Stage::Idle;
+        }
+    }
+
     /// It turned out to cost this much, where its measure is its cost.
-    pub fn cost_was(&mut self, provider: &Provider, credential: usize, cost: u64) -> Option<Batch> {
+    pub fn cost_was(&mut self, rules: &Rules, credential: usize, cost: u64) -> Option<Batch> {
         let (verb, rest) =
             if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
         let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
-        let own = provider.lane_ceilings[self.lane as usize].iter();
-        let shared = provider.ceilings.iter().chain(own).filter(measured).map(|ceiling| (ceiling, provider.key));
-        let key = provider.credential_keys[credential];
-        let of_credential = provider.credential_ceilings.iter().filter(measured).map(|ceiling| (ceiling, key));
+        let own = rules.lane_ceilings[self.lane as usize].iter();
+        let shared = rules.ceilings.iter().chain(own).filter(measured).map(|ceiling| (ceiling, rules.key));
+        let key = rules.credential_keys[credential];
+        let of_credential = rules.credential_ceilings.iter().filter(measured).map(|ceiling| (ceiling, key));
         let mut batch = Batch::new(0);
         for (ceiling, key) in shared.chain(of_credential) {
             push(&mut batch, Op::new(ceiling.limit, verb, key, rest));
@@ -514,7 +526,7 @@ impl Call {
     }
 
     /// Nobody waits for it any more. Sent, it stays charged; otherwise all that it holds goes back.
-    pub fn abandoned(&mut self, provider: &Provider, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Option<Batch> {
+    pub fn abandoned(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Option<Batch> {
         if core::mem::take(&mut self.retries) {
             desk.budget.give_back();
         }
@@ -522,17 +534,18 @@ impl Call {
             desk.lanes.cancel(ticket);
             self.stage = Stage::Idle;
         }
+        self.ended(desk);
         let sent = self.take_sent()?;
-        self.settle(provider, desk, sent, &CANCELLED, now, rng)
+        self.settle(rules, desk, sent, &CANCELLED, now, rng)
     }
 
     /// What the store must give back when an answer arrives for a call that was abandoned while it asked.
-    pub fn unwanted(provider: &Provider, batch: &Batch, outcomes: &Outcomes) -> Option<Batch> {
+    pub fn unwanted(rules: &Rules, batch: &Batch, outcomes: &Outcomes) -> Option<Batch> {
         if outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) {
             return None;
         }
         let mut refund = Batch::new(0).counted_at(outcomes.now() + batch.terms().lead);
-        for op in batch.ops().iter().filter(|op| op.limit != provider.cooldown) {
+        for op in batch.ops().iter().filter(|op| op.limit != rules.cooldown) {
             push(&mut refund, Op::new(op.limit, Verb::Refund, op.key, op.cost));
         }
         Some(refund)
@@ -551,7 +564,7 @@ impl Call {
     /// Tells everybody how an attempt ended.
     fn settle(
         &mut self,
-        provider: &Provider,
+        rules: &Rules,
         desk: &mut Desk,
         sent: Sent,
         reply: &Reply,
@@ -562,16 +575,21 @@ impl Call {
         desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         if let Some(inflight) = &mut desk.inflight {
             inflight.sample(elapsed, sent.in_flight, reply.class, now);
-            desk.bound(provider);
+            desk.bound(rules);
         }
-        desk.lanes.ended(sent.lane);
-        let mut batch = if sent.counted_at > now && provider.lead > Span::ZERO {
+        let goes_on = reply.class.is_retryable() || reply.class == Class::Auth && rules.renews && !self.renewed;
+        if reply.streams && !goes_on {
+            self.stage = Stage::Streaming(sent.lane);
+        } else {
+            desk.lanes.ended(sent.lane);
+        }
+        let mut batch = if sent.counted_at > now && rules.lead > Span::ZERO {
             desk.lanes.poke();
-            self.batch(provider, sent.credential, Verb::Settle).counted_at(sent.counted_at)
+            self.batch(rules, sent.credential, Verb::Settle).counted_at(sent.counted_at)
         } else {
             Batch::new(0)
         };
-        let cooldown = |verb, cost| Op::new(provider.cooldown, verb, provider.credential_keys[sent.credential], cost);
+        let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
         match reply.class {
             Class::Throttled => {
@@ -582,8 +600,8 @@ impl Call {
                 desk.pool.not_before(sent.credential, now + asked.max(Span::from_micros(1)), now);
             }
             Class::Success if generation > 0 => push(&mut batch, cooldown(Verb::Succeed { generation }, 0)),
-            Class::Auth if provider.renews => {}
-            Class::Auth if provider.credential_keys.len() > 1 => {
+            Class::Auth if rules.renews => {}
+            Class::Auth if rules.credential_keys.len() > 1 => {
                 push(&mut batch, cooldown(Verb::Disable, DISABLED.as_micros()));
                 desk.pool.not_before(sent.credential, now + DISABLED, now);
             }
@@ -626,18 +644,18 @@ impl Call {
     }
 
     /// The operations of an attempt with this credential. The cool-down comes first.
-    fn batch(&self, provider: &Provider, credential: usize, verb: Verb) -> Batch {
+    fn batch(&self, rules: &Rules, credential: usize, verb: Verb) -> Batch {
         let cost = |ceiling: &Ceiling| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
-        let own_key = provider.credential_keys[credential];
+        let own_key = rules.credential_keys[credential];
         let mut batch = Batch::new(0);
         if verb == Verb::Take {
-            push(&mut batch, Op::new(provider.cooldown, verb, own_key, 1));
+            push(&mut batch, Op::new(rules.cooldown, verb, own_key, 1));
         }
-        for ceiling in &provider.credential_ceilings {
+        for ceiling in &rules.credential_ceilings {
             push(&mut batch, Op::new(ceiling.limit, verb, own_key, cost(ceiling)));
         }
-        for ceiling in provider.ceilings.iter().chain(&provider.lane_ceilings[self.lane as usize]) {
-            push(&mut batch, Op::new(ceiling.limit, verb, provider.key, cost(ceiling)));
+        for ceiling in rules.ceilings.iter().chain(&rules.lane_ceilings[self.lane as usize]) {
+            push(&mut batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
         }
         batch
     }

@@ -1,4 +1,4 @@
-//! Outbound calls against a simulated provider, in virtual time.
+//! Outbound calls against a simulated rules, in virtual time.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::cmp::Reverse;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Next, Provider, Reply, Step};
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Next, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::retry::{GiveUp, Retry};
 use tidegate_core::{
@@ -37,9 +37,9 @@ enum Happening {
     Wakes,
 }
 
-/// One provider, its desk, its store and its calls.
+/// One rules, its desk, its store and its calls.
 struct World {
-    provider: Provider,
+    rules: Rules,
     limits: Arc<Limits>,
     store: Store,
     desk: Desk,
@@ -64,7 +64,7 @@ impl World {
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);
         let retry = Retry { max_attempts: 7, backoff, max_retry_after: Span::from_secs(3600), ..Retry::default() };
         let key = |number: u64| Key::new(1, number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let provider = Provider {
+        let rules = Rules {
             ceilings: [Ceiling { limit: LimitId::FIRST, measure: Measure::Calls }].into(),
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
@@ -81,8 +81,8 @@ impl World {
         let pool = Pool::new(Balance::RoundRobin, credentials).unwrap();
         let breaker = Breaker::new(BreakerSpec::default()).unwrap();
         Self {
-            desk: Desk::new(&provider, pool, breaker, None),
-            provider,
+            desk: Desk::new(&rules, pool, breaker, None),
+            rules,
             store: Store::over(Arc::clone(&limits)),
             limits,
             calls: Vec::new(),
@@ -106,7 +106,7 @@ impl World {
 
     fn call(&mut self, lane: Lane) -> usize {
         let id = self.calls.len();
-        self.calls.push(Call::new(&self.provider, lane, 1, None, self.now));
+        self.calls.push(Call::new(&self.rules, lane, 1, None, self.now));
         let next = self.calls[id].start(&mut self.desk, self.now);
         self.step(id, next);
         id
@@ -126,7 +126,7 @@ impl World {
                 Step::Ask(batch) => {
                     let (_, outcomes) = self.store.ask(&batch, now);
                     let answer = (&batch, &outcomes);
-                    next = call.decided(&self.provider, &self.limits, &mut self.desk, answer, now, &mut self.rng);
+                    next = call.decided(&self.rules, &self.limits, &mut self.desk, answer, now, &mut self.rng);
                 }
                 Step::Send { .. } => {
                     self.sent.push((now, id));
@@ -149,7 +149,7 @@ impl World {
             match self.desk.lanes.poll(self.now) {
                 Turn::Ask(ticket) => {
                     let id = self.tickets[&ticket.index()];
-                    let next = self.calls[id].turn(&self.provider, &mut self.desk, self.now, &mut self.rng);
+                    let next = self.calls[id].turn(&self.rules, &mut self.desk, self.now, &mut self.rng);
                     self.step(id, next);
                 }
                 Turn::Expired(ticket) => {
@@ -184,8 +184,15 @@ impl World {
                 }
                 Happening::Replies(id) => {
                     let (class, retry_after) = self.answers[&id];
-                    let reply = Reply { class, repeatable: true, unreplayable: None, retry_after, spent_until: None };
-                    let next = self.calls[id].replied(&self.provider, &mut self.desk, &reply, self.now, &mut self.rng);
+                    let reply = Reply {
+                        class,
+                        repeatable: true,
+                        unreplayable: None,
+                        retry_after,
+                        spent_until: None,
+                        streams: false,
+                    };
+                    let next = self.calls[id].replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
                     self.step(id, next);
                     if self.finished.contains_key(&id) {
                         more(self);
@@ -364,7 +371,7 @@ fn what_cannot_succeed_in_time_fails_at_once() {
     world.run(ms(10), |_| {});
     let long = Span::from_secs(86_400);
     assert_eq!(world.finished[&0], Err(Failure::GaveUp(GiveUp::RetryAfterTooLong { retry_after: long })));
-    world.calls.push(Call::new(&world.provider, Lane::User, 1, Some(ms(30_000)), world.now));
+    world.calls.push(Call::new(&world.rules, Lane::User, 1, Some(ms(30_000)), world.now));
     let next = world.calls[1].start(&mut world.desk, world.now);
     world.step(1, next);
     world.run(ms(20), |_| {});
@@ -411,7 +418,7 @@ fn who_goes_away_leaves_nothing_behind() {
     world.run(ms(0), |_| {});
     for id in 5..15 {
         let (call, desk) = (&mut world.calls[id], &mut world.desk);
-        assert!(call.abandoned(&world.provider, desk, world.now, &mut world.rng).is_none());
+        assert!(call.abandoned(&world.rules, desk, world.now, &mut world.rng).is_none());
     }
     assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
     world.run(ms(60_000), |_| {});

@@ -122,6 +122,16 @@ impl KeySeed {
     pub fn new(bytes: [u8; 16]) -> Self {
         Self(SipHasher13::new_with_key(&bytes))
     }
+
+    /// What a provider's limits count by, or those of its credential at this place.
+    pub(crate) fn outbound(&self, provider: &str, credential: Option<usize>) -> Key {
+        let mut encoder = Encoder::new(self, DOMAIN_OUTBOUND);
+        encoder.part(30, provider.as_bytes());
+        if let Some(index) = credential {
+            encoder.part(31, &(index as u64).to_le_bytes());
+        }
+        encoder.finish()
+    }
 }
 
 impl fmt::Debug for KeySeed {
@@ -142,6 +152,7 @@ pub(crate) enum Lacking<'r> {
 
 const DOMAIN_KEY: u8 = 0;
 const DOMAIN_PARENT: u8 = 1;
+const DOMAIN_OUTBOUND: u8 = 2;
 const ABSENT: u8 = 0x80;
 
 impl Recipe {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::builder::PolicyBuilder;
 use crate::error::Errors;
+use crate::outbound::Outbound;
 use crate::plan::Plan;
 use crate::sections::{Admin, Api, Inbound, Log, Store};
 
@@ -58,6 +59,7 @@ pub struct Policy {
     pub(crate) admin: Admin,
     pub(crate) log: Log,
     pub(crate) plan: Arc<Plan>,
+    pub(crate) outbound: Option<Outbound>,
 }
 
 impl Policy {
@@ -107,7 +109,12 @@ impl Policy {
         &self.log
     }
 
-    /// What the machine runs.
+    /// `[outbound]`, if the policy has one.
+    pub fn outbound(&self) -> Option<&Outbound> {
+        self.outbound.as_ref()
+    }
+
+    /// What the machine runs for calls that come in.
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
     }

@@ -53,7 +53,15 @@ impl Reader<'_> {
         let plan = self.plan(root, quirks, whole);
         let (mut api, plan) = (api?, plan?);
         api.forward_auth &= !plan.requests_meet_concurrency();
-        Some(Policy { store: store?, inbound: inbound?, api, admin: admin?, log: log?, plan: Arc::new(plan) })
+        Some(Policy {
+            store: store?,
+            inbound: inbound?,
+            api,
+            admin: admin?,
+            log: log?,
+            plan: Arc::new(plan),
+            outbound: None,
+        })
     }
 
     fn push(&mut self, error: Error) {

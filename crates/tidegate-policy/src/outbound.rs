@@ -1,0 +1,339 @@
+//! `[outbound]`: other people's APIs, and the rules for calling them.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{HeaderName, HeaderValue};
+use tidegate_core::call::Rules;
+use tidegate_core::{Balance, BreakerSpec, InflightSpec, LimitId, Limits, Time};
+
+use crate::key::KeySeed;
+use crate::nearest::nearest;
+use crate::quantity::Quantity;
+use crate::secret::{Secret, TokenSource};
+
+/// `[outbound]`: the gateway to other people's APIs, and what is known of each.
+///
+/// Its limits are a table of their own, apart from the [`Plan`](crate::Plan)'s: they are counted in a store of their
+/// own, so that a flood of strangers can't push a credential's cool-down out.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Outbound {
+    /// Where the gateway listens; `None` for `listen = "off"`. Default 127.0.0.1:8081.
+    pub listen: Option<SocketAddr>,
+    /// The bearer token callers must show, in `Proxy-Authorization` or `Tidegate-Token`. Required beyond loopback.
+    pub token: Option<TokenSource>,
+    /// Names that a request's `Host` may have besides loopback's and the listener's own address. A name that isn't
+    /// among them is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
+    pub hosts: Vec<String>,
+    /// The most bytes that cached replies of all providers may take. Default 64 MiB.
+    pub cache_bytes: u64,
+    pub(crate) providers: Vec<Provider>,
+    pub(crate) limits: Arc<Limits>,
+    pub(crate) infos: Vec<OutboundLimit>,
+}
+
+impl Outbound {
+    /// Every provider, in file order.
+    pub fn providers(&self) -> &[Provider] {
+        &self.providers
+    }
+
+    /// The provider of this name.
+    ///
+    /// # Errors
+    /// There is none; the nearest name is told.
+    pub fn find(&self, name: &str) -> Result<&Provider, UnknownProvider> {
+        self.providers.iter().find(|provider| provider.name == name).ok_or_else(|| UnknownProvider {
+            found: name.chars().take(128).collect(),
+            nearest: nearest(name, self.providers.iter().map(|provider| provider.name.as_str())).map(str::to_owned),
+        })
+    }
+
+    /// The limits of all providers.
+    pub fn limits(&self) -> &Arc<Limits> {
+        &self.limits
+    }
+
+    /// What is known of a limit.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn info(&self, limit: LimitId) -> &OutboundLimit {
+        &self.infos[limit.index()]
+    }
+}
+
+/// A provider that the policy doesn't have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown provider {found:?}{}", nearest.as_ref().map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
+pub struct UnknownProvider {
+    /// What was asked for, cut to 128 characters.
+    pub found: String,
+    /// The most similar name that exists, if any is similar.
+    pub nearest: Option<String>,
+}
+
+/// What is known of a provider's limit besides its arithmetic.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct OutboundLimit {
+    /// What errors and `explain` call it: `tmdb`, `tmdb.2`, `tmdb.background`, `tmdb.credential`, `tmdb.cooldown`.
+    pub name: String,
+    /// The quantity as written; `None` for a cool-down.
+    pub quantity: Option<Quantity>,
+    /// The limit in words with its true bound.
+    pub words: String,
+}
+
+/// Somebody else's API.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Provider {
+    /// Its name in the file: the first segment of paths that mean it.
+    pub name: String,
+    /// The preset it was made from.
+    pub preset: Option<&'static str>,
+    /// Where it is; `None` if only Rust programs call it, with URLs of their own.
+    pub base_url: Option<BaseUrl>,
+    /// Where a credential goes in a request.
+    pub auth: Auth,
+    /// Its credentials; none means one that is anonymous.
+    pub credentials: Vec<TokenSource>,
+    /// How calls are spread over them.
+    pub balance: Balance,
+    /// How a credential becomes a token that the provider takes.
+    pub login: Option<Login>,
+    /// What `User-Agent` says, whatever the caller's says.
+    pub user_agent: Option<HeaderValue>,
+    /// When the provider isn't called any more; `None` for `breaker = "off"`.
+    pub breaker: Option<BreakerSpec>,
+    /// How the number of calls that it bears at a time is found out; `None` for `adaptive = "off"`.
+    pub inflight: Option<InflightSpec>,
+    /// How long connecting to it may take. Default 5 s.
+    pub connect_timeout: Duration,
+    /// How long one attempt may take until the head of its reply. Default 30 s.
+    pub attempt_timeout: Duration,
+    /// The longest request body that is kept for another attempt, in bytes. Default 64 KiB.
+    pub replay_bytes: usize,
+    /// What is kept of its replies.
+    pub cache: Option<CacheRules>,
+    /// Replies whose body says that there were too many calls, although their status doesn't.
+    pub throttled_when: Option<BodyRule>,
+    /// After how long without a reply a second request is sent beside the first. Never by default.
+    pub hedge_after: Option<Duration>,
+    /// When background calls run; always if `None`.
+    pub hours: Option<Hours>,
+    /// What a call costs where a limit counts more than calls.
+    pub cost: Option<CostRules>,
+    /// How the pace is found. Default as the limits say.
+    pub pace: Pace,
+    /// Everything that the machine needs, but for the keys, which depend on the seed: [`Provider::rules`] fills them in.
+    pub(crate) unkeyed: Rules,
+}
+
+impl Provider {
+    /// The rules that the machine runs, with the keys that this seed makes.
+    pub fn rules(&self, seed: &KeySeed) -> Rules {
+        let mut rules = self.unkeyed.clone();
+        rules.key = seed.outbound(&self.name, None);
+        rules.credential_keys =
+            (0..self.credentials.len().max(1)).map(|index| seed.outbound(&self.name, Some(index))).collect();
+        rules
+    }
+}
+
+/// The root of an API: scheme, authority, and a path that every request's path is put behind.
+#[derive(Clone, PartialEq, Eq)]
+pub struct BaseUrl {
+    pub(crate) https: bool,
+    pub(crate) authority: http::uri::Authority,
+    pub(crate) path: String,
+}
+
+impl BaseUrl {
+    /// Whether requests go through TLS.
+    pub fn is_https(&self) -> bool {
+        self.https
+    }
+
+    /// Host and port, as `Host` has them.
+    pub fn authority(&self) -> &http::uri::Authority {
+        &self.authority
+    }
+
+    /// The path before every request's, without a slash at its end; it may be empty. Where [`Auth::Path`] puts a
+    /// credential in, `{key}` stands in its place.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+}
+
+impl fmt::Display for BaseUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}://{}{}", if self.https { "https" } else { "http" }, self.authority, self.path)
+    }
+}
+
+impl fmt::Debug for BaseUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// Where a credential goes in a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Auth {
+    /// Nowhere.
+    None,
+    /// `Authorization: Bearer …`.
+    Bearer,
+    /// A header of this name, such as `x-api-key`; `prefix` comes before the credential.
+    Header {
+        /// The header.
+        name: HeaderName,
+        /// What comes before the credential, such as `Token `.
+        prefix: String,
+    },
+    /// A query parameter of this name. A parameter of the same name that the caller sent is dropped.
+    Query {
+        /// The parameter.
+        name: String,
+    },
+    /// The `{key}` in the base URL's path.
+    Path,
+}
+
+/// How a credential becomes a token: `POST` of a JSON body, whose reply holds the token.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Login {
+    /// The path behind the base URL.
+    pub path: String,
+    /// The JSON body; each string `{credential}` in it is replaced by the credential, and `{NAME}` by the secret of
+    /// that name in `secrets`.
+    pub body: String,
+    /// Further secrets of the body, by name.
+    pub secrets: Vec<(String, TokenSource)>,
+    /// Where the token is in the reply (RFC 6901). Default `/token`.
+    pub pointer: String,
+    /// How long a token is good.
+    pub lifetime: Duration,
+    /// How long before its end it is renewed.
+    pub refresh_before: Duration,
+}
+
+impl Login {
+    /// The body with its secrets filled in, each as the inside of a JSON string.
+    pub fn filled(&self, credential: &Secret, named: &[(String, Secret)]) -> Secret {
+        let escape = |secret: &Secret| {
+            secret.expose().chars().fold(String::new(), |mut text, char| {
+                match char {
+                    '"' => text.push_str("\\\""),
+                    '\\' => text.push_str("\\\\"),
+                    control if control < ' ' => text.push_str(&format!("\\u{:04x}", u32::from(control))),
+                    other => text.push(other),
+                }
+                text
+            })
+        };
+        // One pass, so that a secret that looks like a placeholder stays what it is.
+        let (mut text, mut rest) = (String::new(), self.body.as_str());
+        while let Some(start) = rest.find('{') {
+            let (before, from) = rest.split_at(start);
+            text.push_str(before);
+            let name = from[1..].split_once('}').map(|(name, _)| name);
+            let secret = name.and_then(|name| match name {
+                "credential" => Some(credential),
+                name => named.iter().find(|(other, _)| other == name).map(|(_, secret)| secret),
+            });
+            match (name, secret) {
+                (Some(name), Some(secret)) => {
+                    text.push_str(&escape(secret));
+                    rest = &from[name.len() + 2..];
+                }
+                _ => {
+                    text.push('{');
+                    rest = &from[1..];
+                }
+            }
+        }
+        text.push_str(rest);
+        Secret::new(text)
+    }
+}
+
+/// What is kept of a provider's replies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CacheRules {
+    /// How long successful replies are fresh, whatever their headers say but `no-store`; as HTTP says if `None`.
+    /// [`Duration::MAX`] for ever.
+    pub ttl: Option<Duration>,
+    /// Whether replies are shared between credentials. Default false.
+    pub shared: bool,
+    /// For how long after its freshness a reply may stand in while the provider is unavailable. Default zero: never.
+    pub stale: Duration,
+    /// The longest body that is kept, in bytes. Default 1 MiB.
+    pub max_body: usize,
+}
+
+/// Replies whose JSON body says that there were too many calls.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BodyRule {
+    /// The status that they have.
+    pub status: u16,
+    /// JSON pointers (RFC 6901) and what the strings there must contain, in any case; all must.
+    pub contains: Vec<(String, String)>,
+    /// Whether the credential then has nothing left until the quota's period ends.
+    pub spends_quota: bool,
+}
+
+/// Hours of the day in a time zone.
+#[derive(Clone, Debug)]
+pub struct Hours {
+    pub(crate) text: String,
+    pub(crate) from: jiff::civil::Time,
+    pub(crate) to: jiff::civil::Time,
+    pub(crate) zone: jiff::tz::TimeZone,
+}
+
+impl Hours {
+    /// As it was written.
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    /// From when on it is one of these hours: `now` if it is one already.
+    pub fn next(&self, now: Time) -> Time {
+        let _ = (self.from, self.to, &self.zone);
+        now
+    }
+}
+
+/// What a call costs where a limit counts tokens or points.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CostRules {
+    /// What is reserved before the reply for a call that doesn't say: a fixed number.
+    pub reserve: u64,
+    /// JSON pointers into the request body whose numbers, the first that is there, are reserved besides, such as
+    /// `/max_tokens`.
+    pub request: Vec<String>,
+    /// Bytes of the request body for one unit besides; 0 for none. A token of a language model is about 4 bytes.
+    pub bytes_per_unit: u64,
+    /// JSON pointers into the reply whose numbers, added up, are what it cost, such as `/usage/total_tokens`.
+    pub reply: Vec<String>,
+}
+
+/// How the pace of calls is found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Pace {
+    /// As the limits say.
+    #[default]
+    Limits,
+}
