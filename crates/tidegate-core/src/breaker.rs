@@ -137,6 +137,20 @@ impl Breaker {
         })
     }
 
+    /// A breaker that never opens.
+    pub fn off() -> Self {
+        let spec = BreakerSpec { failures: None, failure_rate: None, slow_calls: None, ..BreakerSpec::default() };
+        Self {
+            phase: Phase::Closed,
+            generation: 0,
+            failures: 0,
+            calls: None,
+            openings: spec.open.waits(),
+            probes_sent: 0,
+            spec,
+        }
+    }
+
     /// How it was written.
     pub fn spec(&self) -> &BreakerSpec {
         &self.spec

@@ -202,6 +202,11 @@ pub enum Failure {
         /// When the first is; [`Time::NEVER`] if none comes back by itself.
         earliest: Time,
     },
+    /// The call's lane rests, as background does outside its hours, beyond the deadline.
+    Resting {
+        /// When the lane goes on.
+        until: Time,
+    },
     /// The call's lane is full.
     QueueFull(QueueFull),
     /// The deadline passed while the call was waiting for its turn.
@@ -337,6 +342,10 @@ impl Call {
         }
         if now >= self.deadline {
             return self.fail(Failure::DeadlineExceeded, desk);
+        }
+        let until = desk.lanes.paused_until(self.lane);
+        if until >= self.deadline {
+            return self.fail(Failure::Resting { until }, desk);
         }
         match desk.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
             Ok(ticket) => {
@@ -517,11 +526,16 @@ impl Call {
         (rest > 0 && !batch.ops().is_empty()).then_some(batch)
     }
 
-    /// Somebody more urgent waits for it too: it moves up to their lane if it is still queued.
+    /// Somebody more urgent waits for it too: it moves up to their lane, unless it is sent already.
     pub fn raise(&mut self, lane: Lane, desk: &mut Desk, now: Time) {
-        let Some(ticket) = self.ticket() else { return };
-        if desk.lanes.raise(ticket, lane, now) == Ok(true) {
-            self.lane = lane;
+        match self.stage {
+            Stage::Idle => self.lane = self.lane.max(lane),
+            Stage::Queued(ticket) | Stage::Asking(ticket, _) => {
+                if desk.lanes.raise(ticket, lane, now) == Ok(true) {
+                    self.lane = lane;
+                }
+            }
+            Stage::Sent(_) | Stage::Streaming(_) => {}
         }
     }
 

@@ -392,6 +392,11 @@ impl Lanes {
         self.queue_mut(lane).paused_until = until;
     }
 
+    /// Until when a lane was told to pause; a moment that has passed holds nothing back.
+    pub fn paused_until(&self, lane: Lane) -> Time {
+        self.queue(lane).paused_until
+    }
+
     /// The call that goes next if there is capacity: its lane, slot and cost.
     fn next(&self, now: Time) -> Option<(Lane, u32, u64)> {
         let ready: ArrayVec<Lane, 3> = Lane::ALL.into_iter().filter(|&lane| self.is_ready(lane, now)).collect();

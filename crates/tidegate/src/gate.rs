@@ -1,6 +1,5 @@
 //! Asking a store what a policy says of a call.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,6 +11,7 @@ use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 use crate::SystemClock;
 use crate::explain::Explanation;
 use crate::hold::Hold;
+use crate::random::{random_seed, random_u64};
 use crate::report::{Permit, Report};
 
 /// What decisions and [`Gate::reset`] call the global limit; no action has this name.
@@ -369,18 +369,6 @@ impl Holders {
         id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         id ^ (id >> 31)
     }
-}
-
-fn random_u64() -> u64 {
-    // The standard library keys its hasher from the operating system's randomness.
-    RandomState::new().hash_one(0)
-}
-
-fn random_seed() -> KeySeed {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&random_u64().to_le_bytes());
-    bytes[8..].copy_from_slice(&random_u64().to_le_bytes());
-    KeySeed::new(bytes)
 }
 
 #[cfg(test)]

@@ -44,6 +44,9 @@ mod hold;
 #[cfg(feature = "tower")]
 mod layer;
 mod limiter;
+#[cfg(feature = "outbound")]
+pub mod outbound;
+mod random;
 pub mod reply;
 mod report;
 

@@ -1,0 +1,493 @@
+//! The one loop that drives the calls of a provider.
+//!
+//! Whoever changes something, a call that arrives, a reply, a timer, takes the lock, lets the machine make its step,
+//! and then lets the lanes name calls until they say to sleep. A named call is carried on by whoever holds the lock,
+//! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
+
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Poll, Waker};
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use slab::Slab;
+use tidegate_core::call::{Call, Desk, Failure, Next, Reply, Rules, Step};
+use tidegate_core::{Batch, Clock, Lane, Outcomes, Span, Ticket, Time, Turn};
+use tidegate_policy::outbound;
+use tidegate_store::{Answer, Store, StoreError};
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+
+use super::Urgency;
+use crate::random::random_u64;
+
+/// What all calls to one provider share.
+pub(super) struct Hall<S, C> {
+    pub whole: Arc<outbound::Outbound>,
+    index: usize,
+    pub rules: Rules,
+    pub store: Arc<S>,
+    pub clock: C,
+    floor: Mutex<Floor>,
+    timing: Arc<Timing>,
+}
+
+/// What the floor and its timer tell each other without a lock.
+#[derive(Default)]
+struct Timing {
+    /// There is an earlier moment to wake at, or nobody to wake any more.
+    earlier: Notify,
+    /// Whether a timer runs.
+    runs: AtomicBool,
+}
+
+struct Floor {
+    table: Table,
+    /// The calls that wait, or whose verdict waits for them. Bounded by what the lanes let wait and what is in flight.
+    parked: Slab<Parked>,
+    /// Where a queued call is parked, by its ticket's index.
+    places: Vec<Option<usize>>,
+    /// When the timer wakes, if one runs.
+    wakes_at: Time,
+}
+
+/// What a step of the machine needs besides its call.
+struct Table {
+    desk: Desk,
+    rng: SmallRng,
+    /// Where the last call that waits was polled.
+    runtime: Option<Handle>,
+}
+
+struct Parked {
+    call: Call,
+    waker: Option<Waker>,
+    verdict: Option<Verdict>,
+    urgency: Option<Urgency>,
+}
+
+/// What became of a call's turn: the credential to send it with, or why it ends.
+pub(super) type Verdict = Result<usize, Broken>;
+
+/// Why a call isn't sent.
+#[derive(Clone, Debug)]
+pub(super) enum Broken {
+    Failed(Failure),
+    Store(StoreError),
+}
+
+impl Floor {
+    fn parked_at(&self, ticket: Ticket) -> Option<usize> {
+        let place = self.places.get(ticket.index()).copied().flatten()?;
+        (self.parked.get(place)?.call.ticket() == Some(ticket)).then_some(place)
+    }
+
+    fn park(&mut self, call: Call, ticket: Ticket, urgency: Option<Urgency>) -> usize {
+        self.table.runtime = Handle::try_current().ok().or_else(|| self.table.runtime.take());
+        let place = self.parked.insert(Parked { call, waker: None, verdict: None, urgency });
+        if self.places.len() <= ticket.index() {
+            self.places.resize(ticket.index() + 1, None);
+        }
+        self.places[ticket.index()] = Some(place);
+        place
+    }
+
+    fn unpark(&mut self, place: usize) -> Option<Parked> {
+        let parked = self.parked.try_remove(place)?;
+        if let Some(urgency) = &parked.urgency {
+            urgency.unparked();
+        }
+        if self.parked.is_empty() && self.parked.capacity() > KEPT {
+            self.parked.shrink_to_fit();
+        }
+        Some(parked)
+    }
+
+    fn conclude(&mut self, place: usize, verdict: Verdict) {
+        if let Some(parked) = self.parked.get_mut(place) {
+            parked.verdict = Some(verdict);
+            if let Some(waker) = parked.waker.take() {
+                waker.wake();
+            }
+        }
+    }
+}
+
+/// How many places are kept for calls to come when nobody waits.
+const KEPT: usize = 1024;
+
+/// The call in whose name the floor was entered, so that what is decided at once never has to be parked.
+struct Own<'a> {
+    call: &'a mut Call,
+    verdict: Option<Verdict>,
+}
+
+impl<S, C> Hall<S, C> {
+    pub(super) fn plan(&self) -> &outbound::Provider {
+        &self.whole.providers()[self.index]
+    }
+}
+
+impl<S: Store, C: Clock> Hall<S, C> {
+    pub(super) fn new(
+        whole: Arc<outbound::Outbound>,
+        index: usize,
+        rules: Rules,
+        desk: Desk,
+        store: Arc<S>,
+        clock: C,
+    ) -> Self {
+        let table = Table { desk, rng: SmallRng::seed_from_u64(random_u64()), runtime: None };
+        let floor = Floor { table, parked: Slab::new(), places: Vec::new(), wakes_at: Time::NEVER };
+        Self { whole, index, rules, store, clock, floor: Mutex::new(floor), timing: Arc::default() }
+    }
+
+    fn enter(&self) -> MutexGuard<'_, Floor> {
+        // A panic can only have come from a waker, when the machine had made its step.
+        self.floor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks at the desk.
+    pub(super) fn look<T>(&self, look: impl FnOnce(&mut Desk, Time) -> T) -> T {
+        let floor = &mut *self.enter();
+        look(&mut floor.table.desk, self.clock.now())
+    }
+
+    /// Spends a retry of the budget; false if there is none left.
+    pub(super) fn spend_retry(&self) -> bool {
+        self.enter().table.desk.budget.take()
+    }
+
+    /// Lets a call enter the queue, and decides about it at once where that is possible; else it is parked.
+    pub(super) fn start(self: &Arc<Self>, mut call: Call, urgency: Option<&Urgency>) -> Entered {
+        let floor = &mut *self.enter();
+        let now = self.clock.now();
+        if let Some(urgency) = urgency {
+            call.raise(urgency.lane(), &mut floor.table.desk, now);
+        }
+        self.keep_hours(floor, now);
+        let next = call.start(&mut floor.table.desk, now);
+        self.tell(next.tell.as_ref(), now);
+        if let Step::Finish(Err(failure)) = next.step {
+            return Entered::Decided(call, Err(Broken::Failed(failure)), now);
+        }
+        let mut own = Own { call: &mut call, verdict: None };
+        self.pump(floor, Some(&mut own), now);
+        if let Some(verdict) = own.verdict {
+            return Entered::Decided(call, verdict, now);
+        }
+        let ticket = call.ticket().expect("invariant: a call that has entered and isn't decided about is in the queue");
+        let place = floor.park(call, ticket, urgency.cloned());
+        if let Some(urgency) = urgency {
+            urgency.parked(place);
+        }
+        Entered::Parked(place)
+    }
+
+    /// Waits for the verdict about a parked call.
+    pub(super) async fn verdict(self: &Arc<Self>, place: usize) -> (Call, Verdict, Time) {
+        poll_fn(|context| {
+            let floor = &mut *self.enter();
+            let parked = floor.parked.get_mut(place).expect("invariant: a call stays parked until its future takes it");
+            match parked.verdict.take() {
+                Some(verdict) => {
+                    let parked = floor.unpark(place).expect("invariant: it was there a moment ago");
+                    Poll::Ready((parked.call, verdict, self.clock.now()))
+                }
+                None => {
+                    match &mut parked.waker {
+                        Some(waker) => waker.clone_from(context.waker()),
+                        waker => *waker = Some(context.waker().clone()),
+                    }
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    /// Learns how an attempt ended.
+    pub(super) fn replied(self: &Arc<Self>, call: &mut Call, reply: &Reply) -> (After, Time) {
+        let floor = &mut *self.enter();
+        let now = self.clock.now();
+        let Table { desk, rng, .. } = &mut floor.table;
+        let next = call.replied(&self.rules, desk, reply, now, rng);
+        self.tell(next.tell.as_ref(), now);
+        self.pump(floor, None, now);
+        let after = match next.step {
+            Step::Sleep(at) => After::Again(at),
+            Step::Renew { .. } => After::Renew,
+            Step::Finish(Err(failure)) => After::Failed(failure),
+            Step::Finish(Ok(())) | Step::Queue | Step::Ask(_) | Step::Send { .. } => After::Done,
+        };
+        (after, now)
+    }
+
+    /// The reply's body has ended; it cost this much, if that is known now.
+    pub(super) fn ended(self: &Arc<Self>, call: &mut Call, credential: usize, cost: Option<u64>) {
+        let floor = &mut *self.enter();
+        let now = self.clock.now();
+        call.ended(&mut floor.table.desk);
+        if let Some(batch) = cost.and_then(|cost| call.cost_was(&self.rules, credential, cost)) {
+            self.tell(Some(&batch), now);
+            floor.table.desk.lanes.poke();
+        }
+        self.pump(floor, None, now);
+    }
+
+    /// Nobody waits any more for a call that isn't parked.
+    pub(super) fn abandoned(self: &Arc<Self>, call: &mut Call) {
+        let floor = &mut *self.enter();
+        self.leave(floor, call);
+    }
+
+    /// Nobody waits any more for a call that is parked.
+    pub(super) fn forsaken(self: &Arc<Self>, place: usize) {
+        let floor = &mut *self.enter();
+        if let Some(mut parked) = floor.unpark(place) {
+            self.leave(floor, &mut parked.call);
+        }
+    }
+
+    fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call) {
+        let now = self.clock.now();
+        let tell = call.abandoned(&self.rules, &mut floor.table.desk, now, &mut floor.table.rng);
+        self.tell(tell.as_ref(), now);
+        self.pump(floor, None, now);
+    }
+
+    /// Moves a parked call up.
+    pub(super) fn raise(self: &Arc<Self>, urgency: &Urgency) {
+        let floor = &mut *self.enter();
+        let now = self.clock.now();
+        let Some(place) = urgency.place() else { return };
+        let Some(parked) = floor.parked.get_mut(place) else { return };
+        parked.call.raise(urgency.lane(), &mut floor.table.desk, now);
+        self.pump(floor, None, now);
+    }
+
+    fn keep_hours(&self, floor: &mut Floor, now: Time) {
+        if let Some(hours) = &self.plan().hours {
+            floor.table.desk.lanes.pause(Lane::Background, hours.next(now));
+        }
+    }
+
+    fn tell(&self, batch: Option<&Batch>, now: Time) {
+        if let Some(batch) = batch {
+            self.store.tell(batch, now);
+        }
+    }
+
+    /// Lets the lanes name calls until they say to sleep, carries on each that they name, and sets the timer.
+    fn pump(self: &Arc<Self>, floor: &mut Floor, own: Option<&mut Own<'_>>, now: Time) {
+        let at = self.name(floor, own, now);
+        self.wake_at(floor, at);
+    }
+
+    /// Carries on whom the lanes name; returns until when they say to sleep.
+    fn name(self: &Arc<Self>, floor: &mut Floor, mut own: Option<&mut Own<'_>>, now: Time) -> Time {
+        self.keep_hours(floor, now);
+        loop {
+            let (ticket, expired) = match floor.table.desk.lanes.poll(now) {
+                Turn::Sleep(at) => return at,
+                Turn::Ask(ticket) => (ticket, false),
+                Turn::Expired(ticket) => (ticket, true),
+            };
+            if let Some(own) = own.as_mut().filter(|own| own.call.ticket() == Some(ticket)) {
+                own.verdict = self.carry_on(own.call, ticket, expired, &mut floor.table, now);
+            } else if let Some(place) = floor.parked_at(ticket) {
+                let call = &mut floor.parked[place].call;
+                if let Some(verdict) = self.carry_on(call, ticket, expired, &mut floor.table, now) {
+                    floor.conclude(place, verdict);
+                }
+            } else {
+                floor.table.desk.lanes.cancel(ticket);
+            }
+        }
+    }
+
+    /// A named call's turn, or its end; `None` if it waits on.
+    fn carry_on(
+        self: &Arc<Self>,
+        call: &mut Call,
+        ticket: Ticket,
+        expired: bool,
+        table: &mut Table,
+        now: Time,
+    ) -> Option<Verdict> {
+        let Table { desk, rng, .. } = table;
+        let next = if expired { call.expired(desk) } else { call.turn(&self.rules, desk, now, rng) };
+        match self.concluded(next, now) {
+            Ok(verdict) => verdict,
+            Err(batch) => self.ask(call, ticket, batch, table, now),
+        }
+    }
+
+    /// Asks the store, as often as its answers lead to further questions; `None` if an answer has to be waited for.
+    fn ask(
+        self: &Arc<Self>,
+        call: &mut Call,
+        ticket: Ticket,
+        mut batch: Batch,
+        table: &mut Table,
+        now: Time,
+    ) -> Option<Verdict> {
+        loop {
+            let outcomes = match self.store.apply(&batch, now) {
+                Answer::Ready(outcomes) => outcomes,
+                Answer::Later(answer) => {
+                    let Some(runtime) = Handle::try_current().ok().or_else(|| table.runtime.clone()) else {
+                        call.undecided(&mut table.desk);
+                        return Some(Err(Broken::Store(StoreError::Failed(
+                            "there is no runtime to wait in".to_owned(),
+                        ))));
+                    };
+                    let hall = Arc::clone(self);
+                    runtime.spawn(async move { hall.answered(ticket, batch, answer.await) });
+                    return None;
+                }
+            };
+            match self.decided(call, &batch, &outcomes, table, now) {
+                Ok(verdict) => return verdict,
+                Err(next) => batch = next,
+            }
+        }
+    }
+
+    #[expect(clippy::result_large_err, reason = "the batch is a usual way on, and boxing it would allocate")]
+    fn decided(
+        &self,
+        call: &mut Call,
+        batch: &Batch,
+        outcomes: &Outcomes,
+        Table { desk, rng, .. }: &mut Table,
+        now: Time,
+    ) -> Result<Option<Verdict>, Batch> {
+        let next = call.decided(&self.rules, self.store.limits(), desk, (batch, outcomes), now, rng);
+        self.concluded(next, now)
+    }
+
+    /// A verdict, or that there is none yet; or else what to ask.
+    #[expect(clippy::result_large_err, reason = "the batch is the usual way on, and boxing it would allocate")]
+    fn concluded(&self, next: Next, now: Time) -> Result<Option<Verdict>, Batch> {
+        self.tell(next.tell.as_ref(), now);
+        match next.step {
+            Step::Ask(batch) => Err(batch),
+            Step::Send { credential } => Ok(Some(Ok(credential))),
+            Step::Finish(Err(failure)) => Ok(Some(Err(Broken::Failed(failure)))),
+            Step::Queue | Step::Renew { .. } | Step::Sleep(_) | Step::Finish(Ok(())) => Ok(None),
+        }
+    }
+
+    /// A store has answered that had to be waited for.
+    fn answered(self: &Arc<Self>, ticket: Ticket, batch: Batch, answer: Result<Outcomes, StoreError>) {
+        let floor = &mut *self.enter();
+        let now = self.clock.now();
+        match (floor.parked_at(ticket), answer) {
+            (Some(place), Ok(outcomes)) => {
+                let Floor { table, parked, .. } = floor;
+                let call = &mut parked[place].call;
+                let verdict = match self.decided(call, &batch, &outcomes, table, now) {
+                    Ok(verdict) => verdict,
+                    Err(next) => self.ask(call, ticket, next, table, now),
+                };
+                if let Some(verdict) = verdict {
+                    floor.conclude(place, verdict);
+                }
+            }
+            (Some(place), Err(error)) => {
+                floor.parked[place].call.undecided(&mut floor.table.desk);
+                floor.conclude(place, Err(Broken::Store(error)));
+            }
+            (None, Ok(outcomes)) => {
+                self.tell(Call::unwanted(&self.rules, &batch, &outcomes).as_ref(), now);
+                floor.table.desk.lanes.poke();
+            }
+            (None, Err(_)) => {}
+        }
+        self.pump(floor, None, now);
+    }
+
+    /// Sees to it that somebody enters at this moment at the latest.
+    fn wake_at(self: &Arc<Self>, floor: &mut Floor, at: Time) {
+        let runs = self.timing.runs.load(Ordering::Acquire);
+        if at.is_never() || runs && floor.wakes_at <= at {
+            return;
+        }
+        floor.wakes_at = at;
+        if runs {
+            self.timing.earlier.notify_one();
+        } else if let Some(runtime) = Handle::try_current().ok().or_else(|| floor.table.runtime.clone()) {
+            self.timing.runs.store(true, Ordering::Release);
+            // Dropped at once if the runtime is shutting down, which this lock must not be in the way of.
+            runtime.spawn(Timer { hall: Arc::downgrade(self), timing: Arc::clone(&self.timing) }.run());
+        }
+    }
+}
+
+impl<S, C> Drop for Hall<S, C> {
+    fn drop(&mut self) {
+        self.timing.earlier.notify_one();
+    }
+}
+
+/// Enters the floor whenever time alone changes something. Ends when there is nothing to wait for.
+struct Timer<S, C> {
+    hall: Weak<Hall<S, C>>,
+    timing: Arc<Timing>,
+}
+
+impl<S: Store, C: Clock> Timer<S, C> {
+    async fn run(mut self) {
+        while let Some(wait) = self.next() {
+            // Whether it is time or there is an earlier moment: the floor says what is next.
+            let _ = tokio::time::timeout(wait.as_duration(), self.timing.earlier.notified()).await;
+        }
+    }
+
+    fn next(&mut self) -> Option<Span> {
+        let hall = self.hall.upgrade()?;
+        let floor = &mut *hall.enter();
+        let now = hall.clock.now();
+        floor.wakes_at = hall.name(floor, None, now);
+        if floor.wakes_at.is_never() {
+            // Said under the lock, and only once: after it there may be another timer.
+            self.timing.runs.store(false, Ordering::Release);
+            self.timing = Arc::default();
+            return None;
+        }
+        Some(floor.wakes_at.since(now).max(SHORTEST))
+    }
+}
+
+impl<S, C> Drop for Timer<S, C> {
+    /// The runtime may end before the provider does: then the next who waits starts another.
+    fn drop(&mut self) {
+        self.timing.runs.store(false, Ordering::Release);
+    }
+}
+
+/// Less than this isn't waited for, or a clock that is behind the runtime's would make the timer spin.
+const SHORTEST: Span = Span::from_micros(100);
+
+/// What became of a call that wanted to enter.
+#[expect(clippy::large_enum_variant, reason = "the large one is the usual one, and boxing it would allocate")]
+pub(super) enum Entered {
+    /// It goes at once, or is over.
+    Decided(Call, Verdict, Time),
+    /// It waits here.
+    Parked(usize),
+}
+
+/// What comes after a reply.
+pub(super) enum After {
+    /// Nothing: it is the call's.
+    Done,
+    /// Nothing: there is no other attempt, for this reason.
+    Failed(Failure),
+    /// Another attempt, from this moment on.
+    Again(Time),
+    /// Another attempt, once the credential is logged in anew.
+    Renew,
+}
