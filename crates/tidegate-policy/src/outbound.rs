@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 use tidegate_core::call::Rules;
-use tidegate_core::{Balance, BreakerSpec, InflightSpec, LimitId, Limits, Time};
+use tidegate_core::{Balance, BreakerSpec, InflightSpec, Kind, LimitId, Limits, Time};
 
 use crate::key::KeySeed;
 use crate::nearest::nearest;
@@ -145,6 +145,18 @@ impl Provider {
             (0..self.credentials.len().max(1)).map(|index| seed.outbound(&self.name, Some(index))).collect();
         rules
     }
+
+    /// When the first of its calendar quotas begins anew; `None` if it has none. `limits` are the
+    /// [`Outbound::limits`] that it is of.
+    pub fn quota_ends(&self, limits: &Limits, now: Time) -> Option<Time> {
+        let of_lanes = self.unkeyed.lane_ceilings.iter().flatten();
+        let ceilings = self.unkeyed.ceilings.iter().chain(&self.unkeyed.credential_ceilings).chain(of_lanes);
+        let ends = ceilings.filter_map(|ceiling| match limits.get(ceiling.limit)?.kind() {
+            Kind::Quota(quota) => Some(quota.period(now).end),
+            _ => None,
+        });
+        ends.min()
+    }
 }
 
 /// The root of an API: scheme, authority, and a path that every request's path is put behind.
@@ -156,6 +168,13 @@ pub struct BaseUrl {
 }
 
 impl BaseUrl {
+    /// The root at this host and path; slashes at the path's end don't count.
+    pub fn new(https: bool, authority: http::uri::Authority, path: &str) -> Self {
+        let path = path.trim_matches('/');
+        let path = if path.is_empty() { String::new() } else { format!("/{path}") };
+        Self { https, authority, path }
+    }
+
     /// Whether requests go through TLS.
     pub fn is_https(&self) -> bool {
         self.https
@@ -228,6 +247,18 @@ pub struct Login {
 }
 
 impl Login {
+    /// A login by this body, with the token at `/token`. It is renewed a twelfth of its lifetime before its end.
+    pub fn new(path: impl Into<String>, body: impl Into<String>, lifetime: Duration) -> Self {
+        Self {
+            path: path.into(),
+            body: body.into(),
+            secrets: Vec::new(),
+            pointer: "/token".to_owned(),
+            lifetime,
+            refresh_before: lifetime / 12,
+        }
+    }
+
     /// The body with its secrets filled in, each as the inside of a JSON string.
     pub fn filled(&self, credential: &Secret, named: &[(String, Secret)]) -> Secret {
         let escape = |secret: &Secret| {
@@ -292,6 +323,13 @@ pub struct BodyRule {
     pub contains: Vec<(String, String)>,
     /// Whether the credential then has nothing left until the quota's period ends.
     pub spends_quota: bool,
+}
+
+impl BodyRule {
+    /// Replies of this status whose body contains all of this.
+    pub fn new(status: u16, contains: Vec<(String, String)>) -> Self {
+        Self { status, contains, spends_quota: false }
+    }
 }
 
 /// Hours of the day in a time zone.

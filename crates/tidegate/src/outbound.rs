@@ -8,6 +8,10 @@
 
 mod error;
 mod floor;
+mod judge;
+mod location;
+mod path;
+mod target;
 
 use std::fmt;
 use std::future::Future;
@@ -17,6 +21,8 @@ use std::time::Duration;
 
 pub use error::{CallError, Problem, Why};
 use floor::{After, Broken, Entered, Hall};
+pub use judge::{Judge, fault_of};
+pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Reply};
 use tidegate_core::{Breaker, Clock, Inflight, Lane, Pool, Span, Time};
 use tidegate_policy::outbound::{self, UnknownProvider};

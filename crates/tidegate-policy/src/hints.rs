@@ -1,0 +1,438 @@
+//! What a provider's reply says about when to call again.
+
+use std::time::UNIX_EPOCH;
+
+use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
+use sfv::{BareItem, Dictionary, List, ListEntry, Parser};
+use tidegate_core::{Span, Time};
+
+use crate::units::parse_duration;
+
+/// gRPC's own wait; negative, or nothing that can be read, asks not to retry at all (gRFC A6).
+const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
+/// Waits in milliseconds: Azure's, and that of LLM providers.
+const IN_MILLIS: [HeaderName; 2] =
+    [HeaderName::from_static("x-ms-retry-after-ms"), HeaderName::from_static("retry-after-ms")];
+/// draft-ietf-httpapi-ratelimit-headers.
+const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
+/// Lines of `RateLimit` that are read; a provider has a handful of limits.
+const MAX_LINES: usize = 16;
+
+/// Headers that belong together: how many calls are left, and when there are more.
+const ALLOWANCES: [(HeaderName, HeaderName); 10] = [
+    allowance("x-ratelimit-remaining", "x-ratelimit-reset"),
+    allowance("x-ratelimit-remaining", "x-ratelimit-reset-after"),
+    allowance("x-rate-limit-remaining", "x-rate-limit-reset"),
+    allowance("ratelimit-remaining", "ratelimit-reset"),
+    allowance("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    allowance("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+    allowance("anthropic-ratelimit-requests-remaining", "anthropic-ratelimit-requests-reset"),
+    allowance("anthropic-ratelimit-tokens-remaining", "anthropic-ratelimit-tokens-reset"),
+    allowance("anthropic-ratelimit-input-tokens-remaining", "anthropic-ratelimit-input-tokens-reset"),
+    allowance("anthropic-ratelimit-output-tokens-remaining", "anthropic-ratelimit-output-tokens-reset"),
+];
+
+const fn allowance(remaining: &'static str, reset: &'static str) -> (HeaderName, HeaderName) {
+    (HeaderName::from_static(remaining), HeaderName::from_static(reset))
+}
+
+/// A number from here on is Unix time in milliseconds: as seconds it would be the year 5138.
+const EPOCH_MILLIS: u128 = 100_000_000_000;
+/// A number from here on is Unix time in seconds: as a wait it would be three years.
+const EPOCH_SECS: u128 = 100_000_000;
+
+/// What the headers of a reply say about when to call again.
+///
+/// Zero, a negative number, something that can't be read, a moment in the past and a header that is there twice say
+/// nothing; a time beyond [`Span::MAX`] is that. Moments are taken as the server's clock has them, if the reply has a
+/// `Date`, so that it doesn't matter how far that clock is from ours.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Hints {
+    /// The wait that is asked for outright. The first of these that can be read, the most exact first:
+    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Retry-After` (seconds or HTTP date).
+    pub retry_after: Option<Span>,
+    /// Until when nothing is left, of the latest of all allowances that are at zero: `RateLimit` (`r=0;t=…`, and the
+    /// earlier drafts' `remaining=0, reset=…`), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and those that OpenAI
+    /// and Anthropic count requests and tokens by, each with its reset. A reset is a number (Unix time in
+    /// seconds or milliseconds, or seconds from now: whichever its size makes likely), a duration such as `6m0s`,
+    /// RFC 3339 or an HTTP date.
+    pub spent_until: Option<Time>,
+    /// When allowances whose rest isn't told begin anew: on a refusal, the best guess there is.
+    pub resets_at: Option<Time>,
+    /// Whether an allowance is at zero, be it told until when or not.
+    pub exhausted: bool,
+    /// Whether the server asks not to be tried again: `grpc-retry-pushback-ms` is no whole number from 0 up.
+    pub pushback_stop: bool,
+}
+
+impl Hints {
+    /// Reads the headers of a reply that arrived `now`.
+    pub fn read(headers: &HeaderMap, now: Time) -> Self {
+        let clock = Clocks { now, server: one(headers, &DATE).and_then(http_date) };
+        let mut hints = Self::default();
+        let pushback = headers.contains_key(&PUSHBACK).then(|| one(headers, &PUSHBACK).and_then(digits));
+        hints.pushback_stop = pushback == Some(None);
+        hints.retry_after = pushback
+            .flatten()
+            .map(|millis| span(millis, 1_000))
+            .or_else(|| IN_MILLIS.iter().find_map(|name| decimal(one(headers, name)?, 1_000)))
+            .or_else(|| clock.retry_after(one(headers, &RETRY_AFTER)?))
+            .filter(|wait| !wait.is_zero());
+        for (remaining, reset) in &ALLOWANCES {
+            let left = one(headers, remaining).and_then(|text| decimal(text, 1));
+            let wait = one(headers, reset).and_then(|text| clock.reset(text));
+            hints.learn(left.map(|left| left.is_zero()), wait, now);
+        }
+        for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
+            for (spent, wait) in draft(line.as_bytes()) {
+                hints.learn(spent, wait, now);
+            }
+        }
+        hints
+    }
+
+    /// How long the server is left alone if it refused the request: the wait that it asks for, else until there is
+    /// something left again.
+    pub fn wait(&self, now: Time) -> Option<Span> {
+        let until = |at: Option<Time>| at.map(|at| at.since(now)).filter(|wait| !wait.is_zero());
+        self.retry_after.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
+    }
+
+    fn learn(&mut self, spent: Option<bool>, wait: Option<Span>, now: Time) {
+        let at = wait.filter(|wait| !wait.is_zero()).map(|wait| now + wait);
+        match spent {
+            Some(true) => {
+                self.exhausted = true;
+                self.spent_until = self.spent_until.max(at);
+            }
+            Some(false) => {}
+            None => self.resets_at = self.resets_at.max(at),
+        }
+    }
+}
+
+/// What time it is here and, to the second, there.
+struct Clocks {
+    now: Time,
+    server: Option<u64>,
+}
+
+impl Clocks {
+    /// How long it is until this moment of the server's, in microseconds since the Unix epoch.
+    fn until(&self, micros: u128) -> Span {
+        let present = self.server.map_or(u128::from(self.now.as_micros()), |secs| u128::from(secs) * 1_000_000);
+        span(micros.saturating_sub(present), 1)
+    }
+
+    fn until_date(&self, text: &str) -> Option<Span> {
+        http_date(text).map(|secs| self.until(u128::from(secs) * 1_000_000))
+    }
+
+    fn retry_after(&self, text: &str) -> Option<Span> {
+        decimal(text, 1_000_000).or_else(|| self.until_date(text))
+    }
+
+    fn reset(&self, text: &str) -> Option<Span> {
+        if let Some(number) = scaled(text, 1_000_000) {
+            return Some(match number / 1_000_000 {
+                EPOCH_MILLIS.. => self.until(number / 1_000),
+                EPOCH_SECS.. => self.until(number),
+                _ => span(number, 1),
+            });
+        }
+        let moment = || text.parse::<jiff::Timestamp>().ok();
+        let rfc3339 = || u128::try_from(moment()?.as_microsecond()).ok().map(|micros| self.until(micros));
+        parse_duration(text).ok().or_else(rfc3339).or_else(|| self.until_date(text))
+    }
+}
+
+/// What one line of `RateLimit` says of each limit: whether it is spent, and when it begins anew.
+fn draft(line: &[u8]) -> Vec<(Option<bool>, Option<Span>)> {
+    let number = |item: Option<&BareItem>| item.and_then(BareItem::as_integer).map(i64::from);
+    let spent = |left: Option<i64>| left.filter(|left| *left >= 0).map(|left| left == 0);
+    let wait = |secs: Option<i64>| secs.and_then(|secs| u64::try_from(secs).ok()).map(Span::from_secs);
+    if let Ok(list) = Parser::new(line).parse::<List>() {
+        let items = list.iter().filter_map(|entry| match entry {
+            ListEntry::Item(item) => Some(&item.params),
+            ListEntry::InnerList(_) => None,
+        });
+        return items.map(|params| (spent(number(params.get("r"))), wait(number(params.get("t"))))).collect();
+    }
+    // Up to the seventh draft it was a dictionary.
+    let Ok(dictionary) = Parser::new(line).parse::<Dictionary>() else { return Vec::new() };
+    let member = |name: &str| match dictionary.get(name) {
+        Some(ListEntry::Item(item)) => number(Some(&item.bare_item)),
+        _ => None,
+    };
+    vec![(spent(member("remaining")), wait(member("reset")))]
+}
+
+/// The value of a header that is there exactly once.
+fn one<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
+    let mut values = headers.get_all(name).iter();
+    let value = values.next()?.to_str().ok()?.trim();
+    values.next().is_none().then_some(value)
+}
+
+/// Seconds since the Unix epoch of an HTTP date (RFC 9110 §5.6.7).
+fn http_date(text: &str) -> Option<u64> {
+    let date = httpdate::parse_http_date(text).ok()?;
+    date.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs())
+}
+
+/// A whole number, saturating.
+fn digits(text: &str) -> Option<u128> {
+    let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    all.then(|| {
+        text.bytes().fold(0_u128, |number, byte| number.saturating_mul(10).saturating_add(u128::from(byte - b'0')))
+    })
+}
+
+/// A decimal number without sign and exponent, `scale` times over, rounded up and saturating.
+fn scaled(text: &str, scale: u32) -> Option<u128> {
+    /// Digits behind the point that can matter.
+    const PLACES: usize = 9;
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    digits(fraction)?;
+    let fraction = &fraction[..fraction.len().min(PLACES)];
+    let places = 10_u128.pow(u32::try_from(fraction.len()).ok()?);
+    let part = (digits(fraction)? * u128::from(scale)).div_ceil(places);
+    Some(digits(whole)?.saturating_mul(u128::from(scale)).saturating_add(part))
+}
+
+/// A decimal number of units of `micros` microseconds.
+fn decimal(text: &str, micros: u32) -> Option<Span> {
+    scaled(text, micros).map(|micros| span(micros, 1))
+}
+
+fn span(number: u128, micros: u128) -> Span {
+    Span::from_micros(u64::try_from(number.saturating_mul(micros)).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+    use proptest::prelude::*;
+
+    /// 2026-01-01 00:00:00 UTC.
+    const NOW: Time = Time::from_secs(1_767_225_600);
+
+    fn headers(lines: &[(&'static str, &str)]) -> HeaderMap {
+        let line = |(name, value): &(&'static str, &str)| {
+            (HeaderName::from_static(name), HeaderValue::from_str(value).unwrap())
+        };
+        lines.iter().map(line).collect()
+    }
+
+    fn read(lines: &[(&'static str, &str)]) -> Hints {
+        Hints::read(&headers(lines), NOW)
+    }
+
+    fn waits(lines: &[(&'static str, &str)]) -> Option<u64> {
+        read(lines).retry_after.map(|wait| wait.as_micros() / 1_000)
+    }
+
+    #[test]
+    fn retry_after_is_seconds_or_a_date() {
+        for (text, millis) in [
+            ("7", Some(7_000)),
+            ("86400", Some(86_400_000)),
+            (" 7 ", Some(7_000)),
+            ("0.25", Some(250)),
+            ("Thu, 01 Jan 2026 00:00:20 GMT", Some(20_000)),
+            ("Thursday, 01-Jan-26 00:00:20 GMT", Some(20_000)),
+            ("99999999999999999999999999999999999999999999999999", Some(Span::MAX.as_micros() / 1_000)),
+            ("Fri, 31 Dec 9999 23:59:59 GMT", Some(Span::MAX.as_micros() / 1_000)),
+            ("Wed, 31 Dec 2025 23:59:59 GMT", None),
+            ("Thu, 01 Jan 2026 00:00:00 GMT", None),
+            ("0", None),
+            ("0.0", None),
+            ("-1", None),
+            ("+7", None),
+            ("1e999", None),
+            ("1e3", None),
+            ("inf", None),
+            ("NaN", None),
+            ("", None),
+            (".", None),
+            ("7.", None),
+            ("7.0.1", None),
+            ("7, 7", None),
+            ("7s", None),
+            ("soon", None),
+            ("Thu, 01 Jan 2026 00:00:20 CEST", None),
+        ] {
+            assert_eq!(waits(&[("retry-after", text)]), millis, "{text:?}");
+        }
+        assert_eq!(waits(&[("retry-after", "7"), ("retry-after", "7")]), None, "it is there twice");
+        let mut raw = HeaderMap::new();
+        raw.insert(RETRY_AFTER, HeaderValue::from_bytes(b"7\xff").unwrap());
+        assert_eq!(Hints::read(&raw, NOW), Hints::default());
+    }
+
+    #[test]
+    fn a_date_is_taken_by_the_servers_clock() {
+        let (date, ahead) = ("Thu, 01 Jan 2026 01:00:00 GMT", "Thu, 01 Jan 2026 01:00:20 GMT");
+        assert_eq!(waits(&[("date", date), ("retry-after", ahead)]), Some(20_000));
+        assert_eq!(waits(&[("date", ahead), ("retry-after", date)]), None);
+        assert_eq!(waits(&[("date", "yesterday"), ("retry-after", ahead)]), Some(3_620_000), "an unreadable Date");
+        assert_eq!(waits(&[("date", date), ("date", date), ("retry-after", ahead)]), Some(3_620_000), "two of them");
+        let spent = read(&[("date", date), ("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767229220")]);
+        assert_eq!(spent.spent_until, Some(NOW + Span::from_secs(20)));
+    }
+
+    #[test]
+    fn the_most_exact_wait_wins() {
+        let all = [
+            ("retry-after", "7"),
+            ("retry-after-ms", "6500"),
+            ("x-ms-retry-after-ms", "6400"),
+            ("grpc-retry-pushback-ms", "6300"),
+        ];
+        for (count, millis) in [(1, 7_000), (2, 6_500), (3, 6_400), (4, 6_300)] {
+            assert_eq!(waits(&all[..count]), Some(millis));
+        }
+        assert_eq!(waits(&[("retry-after-ms", "0.5")]), Some(0));
+        assert_eq!(read(&[("retry-after-ms", "0.5")]).retry_after, Some(Span::from_micros(500)));
+        assert_eq!(waits(&[("retry-after-ms", "nonsense"), ("retry-after", "7")]), Some(7_000));
+    }
+
+    #[test]
+    fn pushback_may_ask_to_stop() {
+        for (text, stop) in [("0", false), ("150", false), ("-1", true), ("-9999999999999", true), ("never", true)] {
+            let hints = read(&[("grpc-retry-pushback-ms", text)]);
+            assert_eq!(hints.pushback_stop, stop, "{text}");
+            assert_eq!(hints.retry_after, (text == "150").then_some(Span::from_millis(150)));
+        }
+        assert!(!read(&[]).pushback_stop);
+    }
+
+    #[test]
+    fn nothing_left_until_the_reset() {
+        let secs = |secs| Some(NOW + Span::from_secs(secs));
+        type Row<'a> = (&'static str, &'a str, &'static str, &'a str, Option<Time>);
+        let rows: [Row<'_>; 21] = [
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660", secs(60)),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660.5", Some(NOW + Span::from_millis(60_500))),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660000", secs(60)),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "60", secs(60)),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset-after", "0.5", Some(NOW + Span::from_millis(500))),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "2026-01-01T00:01:00Z", secs(60)),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "Thu, 01 Jan 2026 00:01:00 GMT", secs(60)),
+            ("x-rate-limit-remaining", "0", "x-rate-limit-reset", "1767225660", secs(60)),
+            ("ratelimit-remaining", "0", "ratelimit-reset", "60", secs(60)),
+            ("ratelimit-remaining", "0", "ratelimit-reset", "1767225660", secs(60)),
+            ("x-ratelimit-remaining-requests", "0", "x-ratelimit-reset-requests", "1s", secs(1)),
+            ("x-ratelimit-remaining-requests", "0", "x-ratelimit-reset-requests", "6m0s", secs(360)),
+            (
+                "x-ratelimit-remaining-tokens",
+                "0",
+                "x-ratelimit-reset-tokens",
+                "8.64s",
+                Some(NOW + Span::from_millis(8_640)),
+            ),
+            (
+                "anthropic-ratelimit-requests-remaining",
+                "0",
+                "anthropic-ratelimit-requests-reset",
+                "2026-01-01T00:01:00Z",
+                secs(60),
+            ),
+            ("x-ratelimit-remaining", "1", "x-ratelimit-reset", "1767225660", None),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225540", None),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "0", None),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "-60", None),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1e999", None),
+            ("x-ratelimit-remaining", "-1", "x-ratelimit-reset", "60", None),
+            (
+                "x-ratelimit-remaining",
+                "0",
+                "x-ratelimit-reset",
+                "99999999999999999999999999999999999999999",
+                Some(Time::NEVER),
+            ),
+        ];
+        for (remaining, left, reset, text, until) in rows {
+            let hints = read(&[(remaining, left), (reset, text)]);
+            assert_eq!((hints.spent_until, hints.retry_after), (until, None), "{remaining}: {left}, {reset}: {text}");
+            assert_eq!(hints.exhausted, left == "0");
+        }
+        let both = read(&[
+            ("x-ratelimit-remaining-requests", "0"),
+            ("x-ratelimit-reset-requests", "1s"),
+            ("x-ratelimit-remaining-tokens", "0"),
+            ("x-ratelimit-reset-tokens", "3s"),
+        ]);
+        assert_eq!(both.spent_until, secs(3), "the latest of those that are spent");
+    }
+
+    #[test]
+    fn the_drafts_of_ratelimit() {
+        let secs = |secs| Some(NOW + Span::from_secs(secs));
+        for (line, exhausted, spent_until, resets_at) in [
+            (r#""default";r=0;t=30"#, true, secs(30), None),
+            (r#""burst";r=4;t=1, "daily";r=0;t=600"#, true, secs(600), None),
+            (r#""default";r=12;t=30"#, false, None, None),
+            (r#""default";t=30"#, false, None, secs(30)),
+            (r#""default";r=0"#, true, None, None),
+            (r#""default";r=0;t=0"#, true, None, None),
+            (r#""default";r=0;t=-5"#, true, None, None),
+            (r#""default";r=-1;t=30"#, false, None, secs(30)),
+            (r#""default";r="0";t=30"#, false, None, secs(30)),
+            (r#"("a" "b");r=0;t=30"#, false, None, None),
+            ("limit=100, remaining=0, reset=50", true, secs(50), None),
+            ("limit=100, remaining=7, reset=50", false, None, None),
+            (r#""default";r=0;t=999999999999999"#, true, Some(Time::NEVER), None),
+            (r#""default";r=0;t=99999999999999999999"#, false, None, None),
+            (r#""default;r=0;t=30"#, false, None, None),
+        ] {
+            let expected = Hints { spent_until, resets_at, exhausted, ..Hints::default() };
+            assert_eq!(read(&[("ratelimit", line)]), expected, "{line}");
+        }
+        let lines = [("ratelimit", r#""a";r=0;t=30"#), ("ratelimit", r#""b";r=0;t=40"#)];
+        assert_eq!(read(&lines).spent_until, secs(40), "several lines are one list");
+    }
+
+    #[test]
+    fn a_refusal_waits_for_what_is_told_best() {
+        let spent = [("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "3600"), ("retry-after", "7")];
+        assert_eq!(read(&spent).wait(NOW), Some(Span::from_secs(7)));
+        assert_eq!(read(&spent[..2]).wait(NOW), Some(Span::from_secs(3600)));
+        assert_eq!(read(&spent[1..2]).wait(NOW), Some(Span::from_secs(3600)));
+        assert_eq!(read(&[("x-ratelimit-remaining", "9"), ("x-ratelimit-reset", "3600")]).wait(NOW), None);
+        assert_eq!(read(&spent[..2]).wait(NOW + Span::from_secs(3600)), None);
+    }
+
+    fn any_name() -> impl Strategy<Value = HeaderName> {
+        let pairs = ALLOWANCES.into_iter().flat_map(|(remaining, reset)| [remaining, reset]);
+        let names: Vec<_> = pairs.chain(IN_MILLIS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER, DATE]).collect();
+        proptest::sample::select(names)
+    }
+
+    fn any_value() -> impl Strategy<Value = HeaderValue> {
+        let bytes = proptest::collection::vec(any::<u8>(), 0..40).prop_map(|mut bytes| {
+            bytes.retain(|byte| *byte >= b' ' && *byte != 127);
+            bytes
+        });
+        let near = "[-+]?[0-9]{0,60}(\\.[0-9]{0,40})?(e[0-9]{1,4}|s|ms|m[0-9]+s)?".prop_map(String::into_bytes);
+        let date = "(Thu|Fri), [0-9]{2} Jan [0-9]{4} [0-9]{2}:00:00 GMT".prop_map(String::into_bytes);
+        let list = "\"[a-z]{0,3}\";r=[-0-9]{1,16};t=[-0-9.]{1,16}(, [a-z];r=0)?".prop_map(String::into_bytes);
+        prop_oneof![bytes, near, date, list].prop_map(|bytes| HeaderValue::from_bytes(&bytes).unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics_and_waits_are_ahead(
+            lines in proptest::collection::vec((any_name(), any_value()), 0..8),
+            now in any::<u64>().prop_map(Time::from_micros),
+        ) {
+            let hints = Hints::read(&lines.into_iter().collect(), now);
+            prop_assert_ne!(hints.retry_after, Some(Span::ZERO));
+            prop_assert!(hints.spent_until.is_none_or(|until| until > now || until.is_never()));
+            prop_assert!(hints.resets_at.is_none_or(|at| at > now || at.is_never()));
+            prop_assert!(hints.exhausted || hints.spent_until.is_none());
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! What an HTTP reply means, or that there was none.
+
+use std::error::Error;
+use std::io;
+
+use http::header::HeaderMap;
+use http::{Method, StatusCode};
+use serde_json::Value;
+use tidegate_core::call::Reply;
+use tidegate_core::retry::{Class, Fault, Unreplayable, is_repeatable};
+use tidegate_core::{Span, Time};
+use tidegate_policy::Hints;
+use tidegate_policy::outbound::BodyRule;
+
+/// The most causes of an error that are looked at.
+const MAX_CAUSES: usize = 16;
+
+/// Tells what came of the attempts of one request.
+#[derive(Clone, Debug)]
+pub struct Judge {
+    method: Method,
+    has_key: bool,
+}
+
+impl Judge {
+    /// A judge of requests with this method; `has_key` if they carry an idempotency key that the provider honours.
+    pub fn new(method: Method, has_key: bool) -> Self {
+        Self { method, has_key }
+    }
+
+    /// What a reply means by its status and headers, arrived `now`. `unreplayable` is why the request can't be sent
+    /// again, if it can't.
+    ///
+    /// A 403 that says that nothing is left, or when to come back, is a throttled one, as GitHub's secondary limits
+    /// are. A reply that isn't refused for too many calls tells by `spent_until` that the next would be.
+    pub fn reply(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        unreplayable: Option<Unreplayable>,
+        now: Time,
+    ) -> Reply {
+        let hints = Hints::read(headers, now);
+        let mut class = Class::of_status(status.as_u16());
+        if status == StatusCode::FORBIDDEN && (hints.retry_after.is_some() || hints.exhausted) {
+            class = Class::Throttled;
+        }
+        let throttled = class == Class::Throttled;
+        Reply {
+            class,
+            repeatable: is_repeatable(self.method.as_str(), self.has_key, true) && !hints.pushback_stop,
+            unreplayable,
+            retry_after: if throttled { hints.wait(now) } else { hints.retry_after },
+            spent_until: hints.spent_until.filter(|_| !throttled),
+            streams: false,
+        }
+    }
+
+    /// A reply that turned out to be throttled by its body, and how long to wait if that is known.
+    pub fn throttled(&self, reply: Reply, wait: Option<Span>) -> Reply {
+        Reply { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
+    }
+
+    /// What it means that there was no reply.
+    pub fn fault(&self, fault: Fault, unreplayable: Option<Unreplayable>) -> Reply {
+        Reply {
+            class: fault.class(),
+            repeatable: is_repeatable(self.method.as_str(), self.has_key, fault.was_sent()),
+            unreplayable,
+            retry_after: None,
+            spent_until: None,
+            streams: false,
+        }
+    }
+
+    /// A request that says nothing about the provider, because it is the caller's that broke off.
+    pub fn cancelled(&self) -> Reply {
+        Reply { class: Class::Cancelled, repeatable: false, ..self.fault(Fault::Reset, None) }
+    }
+}
+
+/// The fault behind an error of a client, as far as the operating system's errors among its causes tell: what failed
+/// before a connection stood is unsent, all else may have arrived.
+pub fn fault_of(error: &(dyn Error + 'static)) -> Fault {
+    let causes = std::iter::successors(Some(error), |&error| error.source()).take(MAX_CAUSES);
+    let kinds = causes.filter_map(|error| error.downcast_ref::<io::Error>()).map(io::Error::kind);
+    kinds.fold(Fault::Reset, |fault, kind| match kind {
+        io::ErrorKind::ConnectionRefused
+        | io::ErrorKind::NotFound
+        | io::ErrorKind::HostUnreachable
+        | io::ErrorKind::NetworkUnreachable
+        | io::ErrorKind::NetworkDown
+        | io::ErrorKind::AddrNotAvailable => Fault::Unsent,
+        io::ErrorKind::TimedOut => Fault::TimedOut,
+        io::ErrorKind::InvalidData => Fault::Garbled,
+        _ => fault,
+    })
+}
+
+/// Whether a reply's body says that there were too many calls.
+pub(super) fn says_throttled(rule: &BodyRule, status: StatusCode, body: &[u8]) -> bool {
+    if status.as_u16() != rule.status {
+        return false;
+    }
+    let Ok(json) = serde_json::from_slice::<Value>(body) else { return false };
+    rule.contains.iter().all(|(pointer, wanted)| {
+        let found = json.pointer(pointer).and_then(Value::as_str);
+        found.is_some_and(|text| text.to_lowercase().contains(&wanted.to_lowercase()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderName;
+
+    /// 2026-01-01 00:00:00 UTC.
+    const NOW: Time = Time::from_secs(1_767_225_600);
+
+    fn reply(method: Method, has_key: bool, status: u16, lines: &[(&'static str, &'static str)]) -> Reply {
+        let headers = lines
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), http::HeaderValue::from_static(value)))
+            .collect();
+        Judge::new(method, has_key).reply(StatusCode::from_u16(status).unwrap(), &headers, None, NOW)
+    }
+
+    #[test]
+    fn a_forbidden_reply_is_throttled_if_it_says_so() {
+        let class = |lines: &[_]| reply(Method::GET, false, 403, lines).class;
+        assert_eq!(class(&[]), Class::Auth);
+        assert_eq!(class(&[("retry-after", "60")]), Class::Throttled);
+        assert_eq!(class(&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767225660")]), Class::Throttled);
+        assert_eq!(class(&[("x-ratelimit-remaining", "0")]), Class::Throttled);
+        assert_eq!(class(&[("x-ratelimit-remaining", "41"), ("x-ratelimit-reset", "1767225660")]), Class::Auth);
+        assert_eq!(class(&[("retry-after", "0")]), Class::Auth);
+        assert_eq!(reply(Method::GET, false, 401, &[("retry-after", "60")]).class, Class::Auth);
+    }
+
+    #[test]
+    fn waits_go_to_the_refused_and_spent_allowances_to_the_next() {
+        let spent = [("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "60"), ("retry-after", "7")];
+        let minute = Span::from_secs(60);
+        for (status, lines, retry_after, spent_until) in [
+            (429, &spent[..], Some(Span::from_secs(7)), None),
+            (429, &spent[..2], Some(minute), None),
+            (429, &spent[1..2], Some(minute), None),
+            (429, &[], None, None),
+            (503, &spent[2..], Some(Span::from_secs(7)), None),
+            (503, &spent[..2], None, Some(NOW + minute)),
+            (200, &spent[..2], None, Some(NOW + minute)),
+            (404, &spent[..2], None, Some(NOW + minute)),
+        ] {
+            let reply = reply(Method::GET, false, status, lines);
+            assert_eq!((reply.retry_after, reply.spent_until), (retry_after, spent_until), "{status} {lines:?}");
+        }
+    }
+
+    #[test]
+    fn only_what_does_no_harm_is_repeatable() {
+        assert!(!reply(Method::POST, false, 503, &[]).repeatable);
+        assert!(reply(Method::POST, true, 503, &[]).repeatable);
+        assert!(reply(Method::PUT, false, 503, &[]).repeatable);
+        assert!(!reply(Method::GET, false, 503, &[("grpc-retry-pushback-ms", "-1")]).repeatable);
+        let post = Judge::new(Method::POST, false);
+        assert!(post.fault(Fault::Unsent, None).repeatable, "nothing was sent");
+        assert!(!post.fault(Fault::Reset, None).repeatable);
+        let large = Some(Unreplayable::BodyTooLarge);
+        assert_eq!(post.fault(Fault::Unsent, large).unreplayable, large);
+        assert_eq!(post.cancelled().class, Class::Cancelled);
+    }
+
+    #[test]
+    fn faults_by_the_systems_errors() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("a client's")]
+        struct Outer(#[source] io::Error);
+        for (kind, fault) in [
+            (io::ErrorKind::ConnectionRefused, Fault::Unsent),
+            (io::ErrorKind::ConnectionReset, Fault::Reset),
+            (io::ErrorKind::TimedOut, Fault::TimedOut),
+            (io::ErrorKind::UnexpectedEof, Fault::Reset),
+        ] {
+            assert_eq!(fault_of(&Outer(kind.into())), fault);
+        }
+        assert_eq!(fault_of(&std::fmt::Error), Fault::Reset);
+    }
+
+    #[test]
+    fn omdb_says_in_its_body_that_the_limit_is_reached() {
+        let contains = [("/Response", "False"), ("/Error", "limit reached")];
+        let rule = BodyRule::new(200, contains.map(|(at, text)| (at.to_owned(), text.to_owned())).to_vec());
+        let says = |status, body: &str| says_throttled(&rule, StatusCode::from_u16(status).unwrap(), body.as_bytes());
+        assert!(says(200, r#"{"Response":"False","Error":"Request limit reached!"}"#));
+        assert!(says(200, r#"{"Response":"false","Error":"LIMIT REACHED"}"#));
+        assert!(!says(401, r#"{"Response":"False","Error":"Request limit reached!"}"#));
+        assert!(!says(200, r#"{"Response":"False","Error":"Movie not found!"}"#));
+        assert!(!says(200, r#"{"Response":"True","Title":"limit reached"}"#));
+        assert!(!says(200, r#"{"Response":"False","Error":"Request limit rea"#));
+        let judge = Judge::new(Method::GET, false);
+        let fine = judge.reply(StatusCode::OK, &HeaderMap::new(), None, NOW);
+        let throttled = judge.throttled(fine, Some(Span::from_secs(60)));
+        assert_eq!((throttled.class, throttled.retry_after), (Class::Throttled, Some(Span::from_secs(60))));
+    }
+}

@@ -1,0 +1,214 @@
+//! What a reply's headers may tell of where it came from: never the credential.
+//!
+//! A redirect is passed to the caller, who is told where to go without the credential that the provider put there.
+
+use std::borrow::Cow;
+
+use http::HeaderValue;
+use http::header::{CONTENT_LOCATION, HeaderMap, HeaderName, LOCATION};
+use percent_encoding::percent_decode;
+use tidegate_policy::Secret;
+use tidegate_policy::outbound::{Auth, BaseUrl};
+
+use super::path;
+use super::target::{PLACEHOLDER, Target, is_named};
+
+/// A shorter credential is public, like a free tier's `2`, and is found in innocent values by accident.
+const MIN_SECRET: usize = 8;
+/// What stands in a path that is shown in place of the credential.
+const SHOWN: &str = "%7Bkey%7D";
+
+impl Target {
+    /// Takes the credential out of a reply's headers: out of the URLs of `Location` and `Content-Location`, and any
+    /// other header that repeats it is dropped.
+    ///
+    /// With `mount`, such as `tmdb`, URLs below the base URL become paths below `/tmdb`, so that who follows them comes
+    /// back through the gateway; other paths of the provider's host become whole URLs.
+    pub fn tidy(&self, headers: &mut HeaderMap, secret: Option<&Secret>, mount: Option<&str>) {
+        for name in [LOCATION, CONTENT_LOCATION] {
+            let Some(value) = headers.get(&name) else { continue };
+            let told = value.to_str().ok().and_then(|text| self.location(text, secret, mount));
+            match told.and_then(|text| HeaderValue::try_from(text).ok()) {
+                Some(told) => drop(headers.insert(&name, told)),
+                None => drop(headers.remove(&name)),
+            }
+        }
+        let Some(secret) = secret else { return };
+        let repeats =
+            |(name, value): (&HeaderName, &HeaderValue)| tells(value.as_bytes(), secret).then(|| name.clone());
+        let names: Vec<HeaderName> = headers.iter().filter_map(repeats).collect();
+        for name in names {
+            headers.remove(name);
+        }
+    }
+
+    /// A location as it may be told; `None` if the credential can't be taken out of it.
+    fn location(&self, text: &str, secret: Option<&Secret>, mount: Option<&str>) -> Option<String> {
+        let (text, fragment) = split(text, '#');
+        let (text, query) = split(text, '?');
+        let query = query.map(|query| self.query(&query[1..], secret)).filter(|query| !query.is_empty());
+        let told = match &self.base {
+            Some(base) => self.place(base, text, secret, mount),
+            None => Cow::Borrowed(text),
+        };
+        let query = query.map(|query| format!("?{query}"));
+        let told = [&*told, query.as_deref().unwrap_or_default(), fragment.unwrap_or_default()].concat();
+        let leaks = secret.is_some_and(|secret| tells(told.as_bytes(), secret));
+        (!leaks).then_some(told)
+    }
+
+    fn query(&self, query: &str, secret: Option<&Secret>) -> String {
+        let shown = |pair: &&str| match (&self.auth, secret) {
+            (Auth::Query { name }, _) if is_named(pair, name) => false,
+            (_, Some(secret)) => !tells(pair.as_bytes(), secret),
+            (_, None) => true,
+        };
+        query.split('&').filter(shown).collect::<Vec<_>>().join("&")
+    }
+
+    /// A location without query and fragment.
+    fn place<'t>(&self, base: &BaseUrl, text: &'t str, secret: Option<&Secret>, mount: Option<&str>) -> Cow<'t, str> {
+        let scheme = if base.is_https() { "https" } else { "http" };
+        let same_host = |rest: &'t str| {
+            let end = rest.find('/').unwrap_or(rest.len());
+            let (authority, path) = rest.split_at(end);
+            authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)
+        };
+        let after_scheme = match text.split_once("://") {
+            Some((found, rest)) if found.eq_ignore_ascii_case(scheme) => Some(rest),
+            Some(_) => return Cow::Borrowed(text),
+            None => text.strip_prefix("//"),
+        };
+        let (whole, path) = match after_scheme {
+            Some(rest) => match same_host(rest) {
+                Some(path) => (true, path),
+                None => return Cow::Borrowed(text),
+            },
+            None if text.starts_with('/') => (false, text),
+            // Relative to the path that was asked for, which is the same below the base as below the mount.
+            None => return Cow::Borrowed(text),
+        };
+        let root = if whole || mount.is_some() { format!("{scheme}://{}", base.authority()) } else { String::new() };
+        match (behind(base, path, secret), mount) {
+            (Some(rest), Some(mount)) => Cow::Owned(format!("/{mount}{rest}")),
+            (Some(rest), None) => Cow::Owned(format!("{root}{}{rest}", base.path().replace(PLACEHOLDER, SHOWN))),
+            (None, _) => Cow::Owned(format!("{root}{path}")),
+        }
+    }
+}
+
+/// What of a path of the provider's host is behind the base URL's, wherever the credential stands in that.
+fn behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
+    let mut rest = path;
+    for wanted in base.path().split('/').skip(1) {
+        let from = rest.strip_prefix('/')?;
+        let end = from.find('/').unwrap_or(from.len());
+        let wanted = match secret {
+            Some(secret) => Cow::Owned(wanted.replace(PLACEHOLDER, secret.expose())),
+            None => Cow::Borrowed(wanted),
+        };
+        if !percent_decode(from[..end].as_bytes()).eq(percent_decode(wanted.as_bytes())) {
+            return None;
+        }
+        rest = &from[end..];
+    }
+    path::check(rest).is_ok().then_some(rest)
+}
+
+/// A text before and from a character on.
+fn split(text: &str, at: char) -> (&str, Option<&str>) {
+    match text.find(at) {
+        Some(at) => (&text[..at], Some(&text[at..])),
+        None => (text, None),
+    }
+}
+
+/// Whether a text holds the credential, be it escaped or not.
+fn tells(text: &[u8], secret: &Secret) -> bool {
+    let secret = secret.expose().as_bytes();
+    let holds = |text: &[u8]| text.windows(secret.len()).any(|found| found == secret);
+    secret.len() >= MIN_SECRET && (holds(text) || holds(&Cow::from(percent_decode(text))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Uri;
+
+    const TOKEN: &str = "pl4nted-s3cr3t/x";
+
+    fn target(base: &str, auth: Auth) -> Target {
+        let uri: Uri = base.parse().unwrap();
+        let base = BaseUrl::new(uri.scheme_str() == Some("https"), uri.authority().unwrap().clone(), uri.path());
+        Target::new(Some(base), auth, None)
+    }
+
+    fn tidied(target: &Target, location: &str, mount: Option<&str>) -> Option<String> {
+        let mut headers = HeaderMap::new();
+        headers.insert(LOCATION, HeaderValue::from_str(location).unwrap());
+        target.tidy(&mut headers, Some(&Secret::new(TOKEN)), mount);
+        headers.get(LOCATION).map(|value| value.to_str().unwrap().to_owned())
+    }
+
+    #[test]
+    fn redirects_come_back_through_the_gateway() {
+        let tmdb = target("https://api.example/3", Auth::Bearer);
+        for (location, mounted, plain) in [
+            ("https://api.example/3/movie?a=b#c", "/tmdb/movie?a=b#c", "https://api.example/3/movie?a=b#c"),
+            ("HTTPS://API.example/3/movie", "/tmdb/movie", "https://api.example/3/movie"),
+            ("//api.example/3/movie", "/tmdb/movie", "https://api.example/3/movie"),
+            ("/3/movie", "/tmdb/movie", "/3/movie"),
+            ("/3", "/tmdb", "/3"),
+            ("/4/movie", "https://api.example/4/movie", "/4/movie"),
+            ("/3/../4", "https://api.example/3/../4", "/3/../4"),
+            ("https://api.example/33", "https://api.example/33", "https://api.example/33"),
+            ("https://other.example/3/movie", "https://other.example/3/movie", "https://other.example/3/movie"),
+            (
+                "https://api.example@evil.example/3/x",
+                "https://api.example@evil.example/3/x",
+                "https://api.example@evil.example/3/x",
+            ),
+            ("http://api.example/3/movie", "http://api.example/3/movie", "http://api.example/3/movie"),
+            ("movie?page=2", "movie?page=2", "movie?page=2"),
+            ("?page=2", "?page=2", "?page=2"),
+        ] {
+            assert_eq!(tidied(&tmdb, location, Some("tmdb")).as_deref(), Some(mounted), "{location}");
+            assert_eq!(tidied(&tmdb, location, None).as_deref(), Some(plain), "{location}");
+        }
+    }
+
+    #[test]
+    fn the_credential_is_taken_out() {
+        let query = target("https://api.example", Auth::Query { name: "api_key".to_owned() });
+        for (location, told) in [
+            ("https://api.example/x?api_key=pl4nted-s3cr3t%2Fx&a=b", "https://api.example/x?a=b"),
+            ("https://other.example/x?%61pi_key=pl4nted-s3cr3t%2fx", "https://other.example/x"),
+            ("https://other.example/x?forwarded=pl4nted%2ds3cr3t%2fx&a=b", "https://other.example/x?a=b"),
+        ] {
+            assert_eq!(tidied(&query, location, None).as_deref(), Some(told));
+        }
+        assert_eq!(tidied(&query, "https://other.example/pl4nted-s3cr3t/x", None), None);
+        assert_eq!(tidied(&query, "https://other.example/#pl4nted-s3cr3t/x", None), None);
+        let path = target("https://api.example/json/{key}", Auth::Path);
+        let location = "https://api.example/json/pl4nted-s3cr3t%2fx/album?m=1";
+        assert_eq!(tidied(&path, location, Some("audio")).as_deref(), Some("/audio/album?m=1"));
+        assert_eq!(tidied(&path, location, None).as_deref(), Some("https://api.example/json/%7Bkey%7D/album?m=1"));
+        assert_eq!(tidied(&path, "https://api.example/xml/pl4nted-s3cr3t%2Fx/album", Some("audio")), None);
+    }
+
+    #[test]
+    fn other_headers_that_repeat_it_are_dropped() {
+        let mut headers = HeaderMap::new();
+        headers.insert("x-echo", HeaderValue::from_static("Bearer pl4nted-s3cr3t/x"));
+        headers.append("link", HeaderValue::from_static("</x?page=1>"));
+        headers.append("link", HeaderValue::from_static("</x?k=pl4nted-s3cr3t%2Fx>"));
+        headers.insert("etag", HeaderValue::from_static("\"pl4nted\""));
+        let query = target("https://api.example", Auth::Query { name: "k".to_owned() });
+        query.tidy(&mut headers, Some(&Secret::new(TOKEN)), None);
+        assert_eq!(headers.keys().collect::<Vec<_>>(), ["etag"]);
+        let mut headers = HeaderMap::new();
+        headers.insert("etag", HeaderValue::from_static("\"22\""));
+        query.tidy(&mut headers, Some(&Secret::new("2")), None);
+        assert!(headers.contains_key("etag"), "a key of one digit is no secret");
+    }
+}

@@ -1,0 +1,366 @@
+//! Where a request goes, and how it shows its credential there.
+
+use std::borrow::Cow;
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, HOST, USER_AGENT};
+use http::request::Parts;
+use http::uri::{PathAndQuery, Scheme};
+use http::{HeaderValue, Uri, Version};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_encode};
+use tidegate_policy::Secret;
+use tidegate_policy::outbound::{Auth, BaseUrl, Provider};
+
+use super::path;
+
+/// All but what RFC 3986 §2.3 calls unreserved.
+const RESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+
+/// What stands for the credential in a base URL's path.
+pub(super) const PLACEHOLDER: &str = "{key}";
+
+/// Where a provider's requests go, and where its credential stands in them.
+#[derive(Clone, Debug)]
+pub struct Target {
+    pub(super) base: Option<BaseUrl>,
+    pub(super) auth: Auth,
+    user_agent: Option<HeaderValue>,
+}
+
+/// Why a request can't be aimed at its provider. Never tells what is in the path or the credential.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TargetError {
+    /// What should be a path doesn't begin with a slash.
+    #[error("the path must begin with a slash")]
+    NotAPath,
+    /// The path has a backslash, which some servers take for a slash.
+    #[error("the path must not contain a backslash")]
+    Backslash,
+    /// The path would begin with two slashes, which some servers take for another host.
+    #[error("the path must not begin with two slashes")]
+    TwoSlashes,
+    /// The path leads up beyond the provider's base URL.
+    #[error("the path must not lead beyond the base URL")]
+    Climbs,
+    /// The URL is not below the provider's base URL.
+    #[error("the URL is not below the base URL")]
+    Elsewhere,
+    /// The provider has no base URL, and the request no host.
+    #[error("the provider has no base URL, so the request needs a whole URL")]
+    NoHost,
+    /// The path and query make no URL.
+    #[error("the path or query has a character that a URL can't have")]
+    Malformed,
+    /// The credential has characters that can't be sent where it belongs.
+    #[error("the credential has characters that can't be sent where it belongs")]
+    UnfitCredential,
+}
+
+impl Target {
+    /// The target of requests to what is below `base`; without it, requests say themselves where they go, and show
+    /// their credential there.
+    pub fn new(base: Option<BaseUrl>, auth: Auth, user_agent: Option<HeaderValue>) -> Self {
+        Self { base, auth, user_agent }
+    }
+
+    /// The target of a provider's requests.
+    pub fn of(provider: &Provider) -> Self {
+        Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
+    }
+
+    /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
+    /// belongs. What the caller has there, a parameter of the credential's name in any spelling included, is dropped,
+    /// and so is its `Authorization`.
+    ///
+    /// A request with a whole URL must be below the base URL already. Nothing that a path says changes the host.
+    ///
+    /// # Errors
+    /// Why the request isn't sent; `parts` are unchanged then.
+    pub fn aim(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
+        let uri = self.uri(&parts.uri, secret)?;
+        let header = secret.map(|secret| self.header(secret)).transpose()?.flatten();
+        parts.uri = uri;
+        // The client of the next hop settles on the version, and names the host by the URL.
+        parts.version = Version::HTTP_11;
+        parts.headers.remove(HOST);
+        if secret.is_some() && self.auth != Auth::None {
+            parts.headers.remove(AUTHORIZATION);
+        }
+        match (&self.auth, header) {
+            (Auth::Header { name, .. }, Some(value)) => drop(parts.headers.insert(name, value)),
+            (_, Some(value)) => drop(parts.headers.insert(AUTHORIZATION, value)),
+            (_, None) => {}
+        }
+        if let Some(user_agent) = &self.user_agent {
+            parts.headers.insert(USER_AGENT, user_agent.clone());
+        }
+        Ok(())
+    }
+
+    /// Whether this credential can be sent where it belongs.
+    ///
+    /// # Errors
+    /// [`TargetError::UnfitCredential`].
+    pub fn accepts(&self, secret: &Secret) -> Result<(), TargetError> {
+        match self.auth {
+            Auth::Path if secret.expose().bytes().all(|byte| byte == b'.') => Err(TargetError::UnfitCredential),
+            _ => self.header(secret).map(drop),
+        }
+    }
+
+    fn header(&self, secret: &Secret) -> Result<Option<HeaderValue>, TargetError> {
+        let prefix = match &self.auth {
+            Auth::Bearer => "Bearer ",
+            Auth::Header { prefix, .. } => prefix,
+            Auth::None | Auth::Query { .. } | Auth::Path => return Ok(None),
+        };
+        let value = Bytes::from([prefix, secret.expose()].concat());
+        let mut value = HeaderValue::from_maybe_shared(value).map_err(|_| TargetError::UnfitCredential)?;
+        value.set_sensitive(true);
+        Ok(Some(value))
+    }
+
+    fn uri(&self, asked: &Uri, secret: Option<&Secret>) -> Result<Uri, TargetError> {
+        let (path, query) = (asked.path(), asked.query());
+        let (scheme, authority, mut target) = match &self.base {
+            Some(base) => {
+                let path = if asked.authority().is_some() { below(base, asked)? } else { path };
+                path::check(path)?;
+                let scheme = if base.is_https() { Scheme::HTTPS } else { Scheme::HTTP };
+                (scheme, base.authority().clone(), self.prefix(base, secret).into_owned() + path)
+            }
+            None => {
+                let scheme = asked.scheme().cloned().ok_or(TargetError::NoHost)?;
+                let authority = asked.authority().cloned().ok_or(TargetError::NoHost)?;
+                (scheme, authority, path.to_owned())
+            }
+        };
+        match target.as_bytes() {
+            [] => target.push('/'),
+            [b'/', b'/', ..] => return Err(TargetError::TwoSlashes),
+            _ => {}
+        }
+        self.put_query(&mut target, query, secret);
+        let mut whole = http::uri::Parts::default();
+        whole.scheme = Some(scheme);
+        whole.authority = Some(authority);
+        whole.path_and_query =
+            Some(PathAndQuery::from_maybe_shared(Bytes::from(target)).map_err(|_| TargetError::Malformed)?);
+        Uri::from_parts(whole).map_err(|_| TargetError::Malformed)
+    }
+
+    /// The base URL's path with the credential in it, if that is where it belongs.
+    fn prefix<'a>(&self, base: &'a BaseUrl, secret: Option<&Secret>) -> Cow<'a, str> {
+        match secret.filter(|_| self.auth == Auth::Path) {
+            Some(secret) => Cow::Owned(base.path().replace(PLACEHOLDER, &encoded(secret))),
+            None => Cow::Borrowed(base.path()),
+        }
+    }
+
+    fn put_query(&self, target: &mut String, query: Option<&str>, secret: Option<&Secret>) {
+        let (Auth::Query { name }, Some(secret)) = (&self.auth, secret) else {
+            if let Some(query) = query {
+                target.extend(["?", query]);
+            }
+            return;
+        };
+        target.push('?');
+        for pair in query.into_iter().flat_map(|query| query.split('&')).filter(|pair| !is_named(pair, name)) {
+            target.extend([pair, "&"]);
+        }
+        let name = utf8_percent_encode(name, RESERVED);
+        write!(target, "{name}={}", encoded(secret)).expect("invariant: writing to a string can't fail");
+    }
+}
+
+/// A secret as it stands in a URL.
+pub(super) fn encoded(secret: &Secret) -> String {
+    utf8_percent_encode(secret.expose(), RESERVED).to_string()
+}
+
+/// Whether a query's pair has this name, in any spelling; some servers don't tell upper from lower case.
+pub(super) fn is_named(pair: &str, name: &str) -> bool {
+    let found = pair.split_once('=').map_or(pair, |(name, _)| name).replace('+', " ");
+    percent_decode(found.as_bytes())
+        .map(|byte| byte.to_ascii_lowercase())
+        .eq(name.bytes().map(|byte| byte.to_ascii_lowercase()))
+}
+
+/// The path of a whole URL behind the base URL's.
+fn below<'a>(base: &BaseUrl, asked: &'a Uri) -> Result<&'a str, TargetError> {
+    let scheme = if base.is_https() { "https" } else { "http" };
+    let here = asked.scheme_str() == Some(scheme) && asked.authority() == Some(base.authority());
+    let rest = asked.path().strip_prefix(base.path()).filter(|_| here);
+    rest.filter(|rest| rest.is_empty() || rest.starts_with('/')).ok_or(TargetError::Elsewhere)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::header::HeaderName;
+    use http::{HeaderMap, Request};
+    use proptest::prelude::*;
+
+    const TOKEN: &str = "s3cr3t+/=&?#%~x";
+    const ENCODED: &str = "s3cr3t%2B%2F%3D%26%3F%23%25~x";
+
+    fn target(base: &str, auth: Auth) -> Target {
+        let uri: Uri = base.parse().unwrap();
+        let base = BaseUrl::new(uri.scheme_str() == Some("https"), uri.authority().unwrap().clone(), uri.path());
+        Target::new(Some(base), auth, None)
+    }
+
+    fn aimed(target: &Target, uri: &str, lines: &[(&'static str, &str)]) -> Result<Parts, TargetError> {
+        let mut request = Request::get(uri);
+        for (name, value) in lines {
+            request = request.header(*name, *value);
+        }
+        let (mut parts, ()) = request.body(()).unwrap().into_parts();
+        target.aim(&mut parts, Some(&Secret::new(TOKEN))).map(|()| parts)
+    }
+
+    fn uri(target: &Target, path: &str) -> Result<String, TargetError> {
+        aimed(target, path, &[]).map(|parts| parts.uri.to_string())
+    }
+
+    #[test]
+    fn paths_go_behind_the_base() {
+        let deep = target("https://api.example/3/", Auth::None);
+        let flat = target("http://api.example:8080", Auth::None);
+        for (path, below_deep, below_flat) in [
+            ("/movie/603?a=b&c", "/3/movie/603?a=b&c", "/movie/603?a=b&c"),
+            ("/", "/3/", "/"),
+            ("/@evil.example/x", "/3/@evil.example/x", "/@evil.example/x"),
+            ("/a%2Fb", "/3/a%2Fb", "/a%2Fb"),
+            ("/a?x=http://evil.example/../..", "/3/a?x=http://evil.example/../..", "/a?x=http://evil.example/../.."),
+        ] {
+            assert_eq!(uri(&deep, path).unwrap(), format!("https://api.example{below_deep}"));
+            assert_eq!(uri(&flat, path).unwrap(), format!("http://api.example:8080{below_flat}"));
+        }
+        assert_eq!(uri(&deep, "//evil.example/x").unwrap(), "https://api.example/3//evil.example/x");
+        assert_eq!(uri(&flat, "//evil.example/x"), Err(TargetError::TwoSlashes));
+    }
+
+    #[test]
+    fn nothing_leads_elsewhere() {
+        let deep = target("https://api.example/3", Auth::Bearer);
+        for (path, error) in [
+            ("/../4", TargetError::Climbs),
+            ("/%2e%2e/4", TargetError::Climbs),
+            ("/a/..%2f..%5c4", TargetError::Climbs),
+            ("/\\evil.example", TargetError::Backslash),
+            ("https://evil.example/3/movie", TargetError::Elsewhere),
+            ("http://api.example/3/movie", TargetError::Elsewhere),
+            ("https://api.example:8443/3/movie", TargetError::Elsewhere),
+            ("https://user@api.example/3/movie", TargetError::Elsewhere),
+            ("https://api.example/4/movie", TargetError::Elsewhere),
+            ("https://api.example/33", TargetError::Elsewhere),
+            ("https://api.example/3/../4", TargetError::Climbs),
+            ("*", TargetError::NotAPath),
+        ] {
+            assert_eq!(uri(&deep, path), Err(error), "{path}");
+        }
+        assert_eq!(uri(&deep, "https://api.example/3/movie?x").unwrap(), "https://api.example/3/movie?x");
+        assert_eq!(uri(&deep, "https://API.example/3").unwrap(), "https://api.example/3");
+        let anywhere = Target::new(None, Auth::Bearer, None);
+        assert_eq!(uri(&anywhere, "/movie"), Err(TargetError::NoHost));
+        assert_eq!(uri(&anywhere, "https://api.example/3").unwrap(), "https://api.example/3");
+    }
+
+    #[test]
+    fn the_callers_credential_gives_way_to_the_providers() {
+        let callers = [("authorization", "Basic Zm9v"), ("x-api-key", "mine"), ("host", "127.0.0.1:8081")];
+        let headers = |auth| aimed(&target("https://api.example", auth), "/x", &callers).unwrap().headers;
+        let shown = |headers: &HeaderMap, name: &'static str| {
+            headers
+                .get_all(HeaderName::from_static(name))
+                .iter()
+                .map(|value| value.to_str().unwrap().to_owned())
+                .collect::<Vec<_>>()
+        };
+        let bearer = headers(Auth::Bearer);
+        assert_eq!(shown(&bearer, "authorization"), [format!("Bearer {TOKEN}")]);
+        assert!(bearer["authorization"].is_sensitive());
+        assert!(!bearer.contains_key("host"));
+        let key = headers(Auth::Header { name: HeaderName::from_static("x-api-key"), prefix: "Token ".to_owned() });
+        assert_eq!(shown(&key, "x-api-key"), [format!("Token {TOKEN}")]);
+        assert!(!key.contains_key("authorization"));
+        assert!(!headers(Auth::Query { name: "key".to_owned() }).contains_key("authorization"));
+        assert_eq!(shown(&headers(Auth::None), "authorization"), ["Basic Zm9v"]);
+        let anonymous = target("https://api.example", Auth::Bearer);
+        let (mut parts, ()) = Request::get("/x").header("authorization", "Basic Zm9v").body(()).unwrap().into_parts();
+        anonymous.aim(&mut parts, None).unwrap();
+        assert_eq!(shown(&parts.headers, "authorization"), ["Basic Zm9v"], "there is nothing to inject");
+        let agent = Target::new(None, Auth::None, Some(HeaderValue::from_static("App/1.0 ( me@example.org )")));
+        let parts = aimed(&agent, "https://api.example/", &[("user-agent", "curl")]).unwrap();
+        assert_eq!(parts.headers["user-agent"], "App/1.0 ( me@example.org )");
+    }
+
+    #[test]
+    fn a_parameter_replaces_the_callers_in_any_spelling() {
+        let query = target("https://api.example", Auth::Query { name: "api_key".to_owned() });
+        for (asked, sent) in [
+            ("/x", "?"),
+            ("/x?a=b", "?a=b&"),
+            ("/x?api_key=mine", "?"),
+            ("/x?api_key", "?"),
+            ("/x?a=b&api_key=mine&c=d&api_key=again", "?a=b&c=d&"),
+            ("/x?%61pi_key=mine&api%5Fkey=mine&API_KEY=mine&a=b", "?a=b&"),
+            ("/x?my_api_key=1&api_key2=2", "?my_api_key=1&api_key2=2&"),
+            ("/x?a=api_key%3Dmine", "?a=api_key%3Dmine&"),
+        ] {
+            assert_eq!(uri(&query, asked).unwrap(), format!("https://api.example/x{sent}api_key={ENCODED}"), "{asked}");
+        }
+        let spaced = target("https://api.example", Auth::Query { name: "api key".to_owned() });
+        assert_eq!(
+            uri(&spaced, "/x?api+key=1&api%20key=2").unwrap(),
+            format!("https://api.example/x?api%20key={ENCODED}")
+        );
+    }
+
+    #[test]
+    fn a_path_holds_the_credential_escaped() {
+        let path = target("https://theaudiodb.example/api/v1/json/{key}", Auth::Path);
+        let sent = format!("https://theaudiodb.example/api/v1/json/{ENCODED}/album.php?m=1");
+        assert_eq!(uri(&path, "/album.php?m=1").unwrap(), sent);
+    }
+
+    #[test]
+    fn credentials_that_fit() {
+        let bearer = target("https://api.example", Auth::Bearer);
+        assert_eq!(bearer.accepts(&Secret::new("line\nbreak")), Err(TargetError::UnfitCredential));
+        assert_eq!(bearer.accepts(&Secret::new(TOKEN)), Ok(()));
+        let path = target("https://api.example/{key}", Auth::Path);
+        assert_eq!(path.accepts(&Secret::new("..")), Err(TargetError::UnfitCredential));
+        assert_eq!(path.accepts(&Secret::new("2")), Ok(()));
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_the_path_says_the_host_stays(
+            path in "/([a-z./\\\\@:%;]|%2e|%2f|%5c|//|evil\\.example){0,12}(\\?[a-z&=/@:]{0,8})?"
+        ) {
+            let deep = target("https://api.example/v1/x", Auth::Bearer);
+            let Ok(asked) = path.parse::<Uri>() else { return Ok(()) };
+            let (mut parts, ()) = Request::new(()).into_parts();
+            parts.uri = asked;
+            if deep.aim(&mut parts, Some(&Secret::new(TOKEN))).is_ok() {
+                prop_assert_eq!(parts.uri.authority().unwrap().as_str(), "api.example");
+                prop_assert_eq!(parts.uri.scheme_str(), Some("https"));
+                // The worst reading: everything decoded, every separator taken.
+                let decoded = percent_decode(parts.uri.path().as_bytes()).decode_utf8_lossy().replace('\\', "/");
+                let mut stack = Vec::new();
+                for segment in decoded.split('/').map(|segment| segment.split(';').next().unwrap_or_default()) {
+                    match segment {
+                        "" | "." => {}
+                        ".." => drop(stack.pop()),
+                        other => stack.push(other),
+                    }
+                }
+                prop_assert!(stack.starts_with(&["v1", "x"]), "{}", decoded);
+            }
+        }
+    }
+}
