@@ -7,12 +7,19 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 use tidegate_core::call::Rules;
-use tidegate_core::{Balance, BreakerSpec, InflightSpec, LimitId, Limits, Time};
+use tidegate_core::{Balance, BreakerSpec, InflightSpec, LimitId, Limits};
 
 use crate::key::KeySeed;
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
 use crate::secret::{Secret, TokenSource};
+
+mod hours;
+pub(crate) mod preset;
+mod words;
+
+pub use hours::Hours;
+pub use preset::PRESETS;
 
 /// `[outbound]`: the gateway to other people's APIs, and what is known of each.
 ///
@@ -124,6 +131,8 @@ pub struct Provider {
     pub throttled_when: Option<BodyRule>,
     /// After how long without a reply a second request is sent beside the first. Never by default.
     pub hedge_after: Option<Duration>,
+    /// Whether it takes one call at a time, first come, first served: every call goes into the same lane.
+    pub sequential: bool,
     /// When background calls run; always if `None`.
     pub hours: Option<Hours>,
     /// What a call costs where a limit counts more than calls.
@@ -290,28 +299,6 @@ pub struct BodyRule {
     pub contains: Vec<(String, String)>,
     /// Whether the credential then has nothing left until the quota's period ends.
     pub spends_quota: bool,
-}
-
-/// Hours of the day in a time zone.
-#[derive(Clone, Debug)]
-pub struct Hours {
-    pub(crate) text: String,
-    pub(crate) from: jiff::civil::Time,
-    pub(crate) to: jiff::civil::Time,
-    pub(crate) zone: jiff::tz::TimeZone,
-}
-
-impl Hours {
-    /// As it was written.
-    pub fn as_str(&self) -> &str {
-        &self.text
-    }
-
-    /// From when on it is one of these hours: `now` if it is one already.
-    pub fn next(&self, now: Time) -> Time {
-        let _ = (self.from, self.to, &self.zone);
-        now
-    }
 }
 
 /// What a call costs where a limit counts tokens or points.
