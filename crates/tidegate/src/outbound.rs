@@ -6,11 +6,14 @@
 //!
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
+mod credential;
 mod error;
 mod floor;
 mod judge;
 mod location;
+mod login;
 mod path;
+mod replay;
 mod target;
 
 use std::fmt;
@@ -19,9 +22,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::Duration;
 
+pub use credential::{CredentialError, Credentials};
 pub use error::{CallError, Problem, Why};
 use floor::{After, Broken, Entered, Hall};
 pub use judge::{Judge, fault_of};
+pub use login::{LoginError, Logins, Token};
+pub use replay::{Replay, ReplayBody, ReplayError};
 pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Reply};
 use tidegate_core::{Breaker, Clock, Inflight, Lane, Pool, Span, Time};

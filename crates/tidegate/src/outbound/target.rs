@@ -70,6 +70,11 @@ impl Target {
         Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
     }
 
+    /// The same place, for a request that shows no credential there.
+    pub(super) fn anonymous(&self) -> Self {
+        Self { auth: Auth::None, ..self.clone() }
+    }
+
     /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
     /// belongs. What the caller has there, a parameter of the credential's name in any spelling included, is dropped,
     /// and so is its `Authorization`.

@@ -1,0 +1,498 @@
+//! Tokens that a login gives: one login at a time for each credential.
+
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{HeaderValue, Request, Response, StatusCode, Uri};
+use serde_json::Value;
+use tidegate_core::call::Reply;
+use tidegate_core::retry::{Class, Fault};
+use tidegate_core::{Span, Time};
+use tidegate_policy::outbound::{Login, Provider};
+use tidegate_policy::{Hints, Secret};
+
+use super::{CredentialError, Credentials, Judge, Target, TargetError};
+
+/// How long a login that failed isn't repeated: a provider locks accounts out that try again and again.
+const PAUSE: Span = Span::from_secs(5);
+/// How long a call waits for a login ahead of time before it goes with the token that is still good.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The longest reply to a login that is read, in bytes.
+pub(super) const MAX_LOGIN_REPLY: usize = 256 << 10;
+/// The longest token that is taken, in bytes: headers hold no more.
+const MAX_TOKEN: usize = 16 << 10;
+
+/// The tokens that a provider's credentials log in for. Cheap to clone; clones are the same.
+///
+/// A token is good for its `lifetime`, counted from before its login was sent. From `refresh_before` its end on, the
+/// first call that needs it logs in anew while the others go on with it. Without a good token, all calls wait for one
+/// login, and all share its failure.
+#[derive(Clone)]
+pub struct Logins(Arc<Shared>);
+
+struct Shared {
+    login: Login,
+    request: Request<()>,
+    target: Target,
+    secrets: Credentials,
+    desks: Box<[Desk]>,
+}
+
+/// What is known of one credential's token.
+#[derive(Default)]
+struct Desk {
+    turn: tokio::sync::Mutex<()>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    token: Option<Token>,
+    failed: Option<(LoginError, Time)>,
+    /// Logins that have ended.
+    ended: u64,
+}
+
+/// A token, and until when it is good.
+#[derive(Clone, Debug)]
+pub struct Token {
+    secret: Arc<Secret>,
+    /// Which login gave it, so that a rejected one isn't taken for its successor.
+    number: u64,
+    refresh_at: Time,
+    expires_at: Time,
+}
+
+impl Token {
+    /// What is sent in the credential's place.
+    pub fn secret(&self) -> &Arc<Secret> {
+        &self.secret
+    }
+}
+
+/// Why a login gave no token. Never tells what was sent or came back.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoginError {
+    /// There was no reply.
+    #[error("the login got no reply")]
+    NoReply(Fault),
+    /// The reply's status is no success.
+    #[error("the login was answered {}", status.as_u16())]
+    Refused {
+        /// The status.
+        status: StatusCode,
+        /// How long the provider asks to be left alone.
+        retry_after: Option<Span>,
+    },
+    /// The reply is no JSON.
+    #[error("the reply to the login is no JSON, or longer than 256 KiB")]
+    NotJson,
+    /// The reply has no token where it should be.
+    #[error("the reply to the login has no token at `{pointer}`")]
+    NoToken {
+        /// The JSON pointer that was looked at.
+        pointer: String,
+    },
+    /// The token can't be sent where it belongs.
+    #[error("the token that the login gave can't be used: {0}")]
+    Unfit(TargetError),
+}
+
+impl LoginError {
+    /// What it means for the call that needed the token, of whose request nothing was sent.
+    pub(super) fn reply(&self, judge: &Judge) -> Reply {
+        let unsent = judge.fault(Fault::Unsent, None);
+        match *self {
+            Self::NoReply(_) => unsent,
+            Self::Refused { status, retry_after } => {
+                let class = match Class::of_status(status.as_u16()) {
+                    Class::Success => Class::Permanent,
+                    other => other,
+                };
+                Reply { class, retry_after, ..unsent }
+            }
+            Self::NotJson | Self::NoToken { .. } | Self::Unfit(_) => Reply { class: Class::Permanent, ..unsent },
+        }
+    }
+}
+
+impl Logins {
+    /// The logins of a provider; `None` if it has none. `env` looks an environment variable up.
+    ///
+    /// # Errors
+    /// A secret of the body can't be had, or the login's path can't be put behind the base URL.
+    pub fn of(provider: &Provider, env: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, CredentialError> {
+        let Some(login) = provider.login.clone() else { return Ok(None) };
+        Self::new(login, Target::of(provider), provider.credentials.len(), env).map(Some)
+    }
+
+    /// Logins whose tokens are sent to `target`, for this many credentials.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of) has them.
+    pub fn new(
+        login: Login,
+        target: Target,
+        credentials: usize,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, CredentialError> {
+        let sources: Vec<_> = login.secrets.iter().map(|(_, source)| source.clone()).collect();
+        let secrets = Credentials::resolve(&sources, None, env)?;
+        let unfit = |why| CredentialError::Unfit { origin: format!("login at {}", login.path), why };
+        let (mut parts, ()) = Request::new(()).into_parts();
+        parts.method = http::Method::POST;
+        parts.uri = login.path.parse::<Uri>().map_err(|_| unfit(TargetError::Malformed))?;
+        parts.headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        parts.headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
+        target.anonymous().aim(&mut parts, None).map_err(unfit)?;
+        let desks = (0..credentials.max(1)).map(|_| Desk::default()).collect();
+        let request = Request::from_parts(parts, ());
+        Ok(Self(Arc::new(Shared { login, request, target, secrets, desks })))
+    }
+
+    /// The token of a credential, by a login if there is none that is good. `send` sends the login's request.
+    ///
+    /// # Errors
+    /// Why there is no token. For five seconds after a login that failed there is no other, and calls get its error.
+    ///
+    /// # Panics
+    /// If there are fewer credentials.
+    pub async fn token<F>(
+        &self,
+        credential: usize,
+        secret: &Secret,
+        now: Time,
+        send: impl FnOnce(Request<Secret>) -> F,
+    ) -> Result<Token, LoginError>
+    where
+        F: Future<Output = Result<Response<Bytes>, Fault>>,
+    {
+        let desk = &self.0.desks[credential];
+        let good = |state: &State| state.token.clone().filter(|token| now < token.expires_at);
+        let Some(token) = good(&desk.state()) else {
+            return self.next(desk, secret, now, good, send).await;
+        };
+        if now < token.refresh_at {
+            return Ok(token);
+        }
+        let Ok(_turn) = desk.turn.try_lock() else { return Ok(token) };
+        if desk.state().failure(now).is_some() {
+            return Ok(token);
+        }
+        match tokio::time::timeout(PATIENCE, self.log_in(desk, secret, now, send)).await {
+            Ok(Ok(next)) => return Ok(next),
+            Ok(Err(error)) => tracing::warn!(%error, "a login ahead of time failed; the token is still good"),
+            Err(_) => {
+                let _ = desk.settle(Err(LoginError::NoReply(Fault::TimedOut)), now);
+                tracing::warn!("a login ahead of time takes too long; the token is still good");
+            }
+        }
+        Ok(token)
+    }
+
+    /// The token that takes the place of one which wasn't accepted: by a login, unless another call had one meanwhile.
+    ///
+    /// # Errors
+    /// As [`token`](Self::token) has them.
+    ///
+    /// # Panics
+    /// If there are fewer credentials.
+    pub async fn renew<F>(
+        &self,
+        credential: usize,
+        rejected: &Token,
+        secret: &Secret,
+        now: Time,
+        send: impl FnOnce(Request<Secret>) -> F,
+    ) -> Result<Token, LoginError>
+    where
+        F: Future<Output = Result<Response<Bytes>, Fault>>,
+    {
+        let desk = &self.0.desks[credential];
+        let good = |state: &State| state.token.clone().filter(|token| token.number > rejected.number);
+        self.next(desk, secret, now, good, send).await
+    }
+
+    /// Waits for the login that is under way, or has one.
+    async fn next<F>(
+        &self,
+        desk: &Desk,
+        secret: &Secret,
+        now: Time,
+        good: impl Fn(&State) -> Option<Token>,
+        send: impl FnOnce(Request<Secret>) -> F,
+    ) -> Result<Token, LoginError>
+    where
+        F: Future<Output = Result<Response<Bytes>, Fault>>,
+    {
+        let before = desk.state().ended;
+        let _turn = desk.turn.lock().await;
+        {
+            let state = desk.state();
+            if let Some(token) = good(&state) {
+                return Ok(token);
+            }
+            let shared = state.failed.as_ref().filter(|_| state.ended > before).map(|(error, _)| error);
+            if let Some(error) = shared.or(state.failure(now)) {
+                return Err(error.clone());
+            }
+        }
+        self.log_in(desk, secret, now, send).await
+    }
+
+    async fn log_in<F>(
+        &self,
+        desk: &Desk,
+        secret: &Secret,
+        now: Time,
+        send: impl FnOnce(Request<Secret>) -> F,
+    ) -> Result<Token, LoginError>
+    where
+        F: Future<Output = Result<Response<Bytes>, Fault>>,
+    {
+        let Shared { login, request, secrets, .. } = &*self.0;
+        let mut named = Vec::with_capacity(secrets.len());
+        for (index, (name, _)) in login.secrets.iter().enumerate() {
+            let secret = secrets.current(index, now).await;
+            named.extend(secret.map(|secret| (name.clone(), Secret::clone(&secret))));
+        }
+        let request = request.clone().map(|()| login.filled(secret, &named));
+        let token = match send(request).await {
+            Ok(response) => self.token_of(&response, now),
+            Err(fault) => Err(LoginError::NoReply(fault)),
+        };
+        let lifetime = Span::from_duration(login.lifetime);
+        let refresh_before = Span::from_duration(login.refresh_before);
+        desk.settle(token.map(|secret| (secret, now + (lifetime - refresh_before), now + lifetime)), now)
+    }
+
+    fn token_of(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
+        let Shared { login, target, .. } = &*self.0;
+        let status = response.status();
+        if !status.is_success() {
+            return Err(LoginError::Refused { status, retry_after: Hints::read(response.headers(), now).wait(now) });
+        }
+        if response.body().len() > MAX_LOGIN_REPLY {
+            return Err(LoginError::NotJson);
+        }
+        let json = serde_json::from_slice::<Value>(response.body()).map_err(|_| LoginError::NotJson)?;
+        let token = json.pointer(&login.pointer).and_then(Value::as_str);
+        let token = token.filter(|token| !token.is_empty() && token.len() <= MAX_TOKEN);
+        let token = token.ok_or_else(|| LoginError::NoToken { pointer: login.pointer.clone() })?;
+        let token = Secret::new(token);
+        target.accepts(&token).map_err(LoginError::Unfit)?;
+        Ok(token)
+    }
+}
+
+impl fmt::Debug for Logins {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Logins").field("path", &self.0.login.path).finish_non_exhaustive()
+    }
+}
+
+impl Desk {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes how a login ended: with a token, when it is renewed and when it ends, or not.
+    fn settle(&self, ended: Result<(Secret, Time, Time), LoginError>, now: Time) -> Result<Token, LoginError> {
+        let mut state = self.state();
+        state.ended += 1;
+        match ended {
+            Ok((secret, refresh_at, expires_at)) => {
+                let token = Token { secret: Arc::new(secret), number: state.ended, refresh_at, expires_at };
+                state.failed = None;
+                Ok(state.token.insert(token).clone())
+            }
+            Err(error) => {
+                state.failed = Some((error.clone(), now));
+                Err(error)
+            }
+        }
+    }
+}
+
+impl State {
+    /// The error of a login that failed too recently to be repeated.
+    fn failure(&self, now: Time) -> Option<&LoginError> {
+        let (error, at) = self.failed.as_ref()?;
+        (now.since(*at) < PAUSE).then_some(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use tidegate_policy::TokenSource;
+    use tidegate_policy::outbound::{Auth, BaseUrl};
+
+    const NOW: Time = Time::from_secs(1_767_225_600);
+    const PLANTED: &str = "pl4nted-s3cr3t";
+    const HOUR: Duration = Duration::from_secs(3_600);
+
+    fn logins() -> Logins {
+        let mut login = Login::new("/login", r#"{"apikey":"{credential}","pin":"{pin}"}"#, 24 * HOUR);
+        login.refresh_before = 2 * HOUR;
+        login.pointer = "/data/token".to_owned();
+        login.secrets = vec![("pin".to_owned(), TokenSource::Env("PIN".to_owned()))];
+        let base = BaseUrl::new(true, http::uri::Authority::from_static("api4.example"), "/v4");
+        let target = Target::new(Some(base), Auth::Bearer, Some(HeaderValue::from_static("App/1.0")));
+        Logins::new(login, target, 2, |_| Some("12\"34".to_owned())).unwrap()
+    }
+
+    /// A server that counts logins and names its tokens by them.
+    #[derive(Default)]
+    struct Server {
+        logins: AtomicUsize,
+        at_once: AtomicUsize,
+        most_at_once: AtomicUsize,
+    }
+
+    impl Server {
+        fn logins(&self) -> usize {
+            self.logins.load(Ordering::SeqCst)
+        }
+
+        async fn answer(&self, status: u16) -> Result<Response<Bytes>, Fault> {
+            let number = self.logins.fetch_add(1, Ordering::SeqCst) + 1;
+            let at_once = self.at_once.fetch_add(1, Ordering::SeqCst) + 1;
+            self.most_at_once.fetch_max(at_once, Ordering::SeqCst);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            self.at_once.fetch_sub(1, Ordering::SeqCst);
+            let body = format!(r#"{{"data":{{"token":"{PLANTED}-{number}"}}}}"#);
+            Ok(Response::builder().status(status).body(Bytes::from(body)).unwrap())
+        }
+    }
+
+    async fn token(logins: &Logins, server: &Server, now: Time, status: u16) -> Result<Token, LoginError> {
+        logins.token(0, &Secret::new("key"), now, |_| server.answer(status)).await
+    }
+
+    fn hours(hours: u64) -> Span {
+        Span::from_secs(3_600 * hours)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn twenty_calls_share_one_login() {
+        let (logins, server) = (logins(), Server::default());
+        // There is none, it is about to end, it has ended.
+        for (round, now) in [(1, NOW), (2, NOW + hours(23)), (3, NOW + hours(72))] {
+            let calls = (0..20).map(|_| token(&logins, &server, now, 200));
+            let tokens = futures_util::future::join_all(calls).await;
+            assert_eq!(server.logins(), round, "at {now:?}");
+            assert!(tokens.iter().all(Result::is_ok));
+            let last = token(&logins, &server, now, 200).await.unwrap();
+            assert_eq!(last.secret().expose(), format!("{PLANTED}-{round}"));
+        }
+        assert_eq!(server.most_at_once.load(Ordering::SeqCst), 1);
+        assert_eq!(server.logins(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_is_renewed_ahead_of_its_end() {
+        let (logins, server) = (logins(), Server::default());
+        for (at, count) in [(hours(0), 1), (hours(22) - Span::from_micros(1), 1), (hours(22), 2), (hours(43), 2)] {
+            token(&logins, &server, NOW + at, 200).await.unwrap();
+            assert_eq!(server.logins(), count, "{at}");
+        }
+        // It fails, and is tried again only after a pause; the token is good all the while.
+        for (after, count) in [(0, 3), (4, 3), (5, 4)] {
+            let still = token(&logins, &server, NOW + hours(45) + Span::from_secs(after), 503).await.unwrap();
+            assert_eq!((still.number, server.logins()), (2, count));
+        }
+        let refused = token(&logins, &server, NOW + hours(46), 503).await.unwrap_err();
+        assert!(matches!(refused, LoginError::Refused { .. }), "it has ended");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn twenty_rejections_are_one_login() {
+        let (logins, server) = (logins(), Server::default());
+        let old = token(&logins, &server, NOW, 200).await.unwrap();
+        let key = Secret::new("key");
+        let renew = || logins.renew(0, &old, &key, NOW, |_| server.answer(200));
+        let renewed = futures_util::future::join_all((0..20).map(|_| renew())).await;
+        assert!(renewed.iter().all(|token| token.as_ref().unwrap().number == 2));
+        assert_eq!(server.logins(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn all_who_wait_share_the_failure() {
+        let (logins, server) = (logins(), Server::default());
+        let calls = (0..20).map(|_| token(&logins, &server, NOW, 401));
+        for failed in futures_util::future::join_all(calls).await {
+            assert_eq!(
+                failed.unwrap_err(),
+                LoginError::Refused { status: StatusCode::UNAUTHORIZED, retry_after: None }
+            );
+        }
+        assert_eq!(server.logins(), 1);
+        token(&logins, &server, NOW + Span::from_secs(4), 200).await.unwrap_err();
+        assert_eq!(server.logins(), 1);
+        token(&logins, &server, NOW + Span::from_secs(5), 200).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_login_whose_call_goes_away_is_taken_over() {
+        let (logins, server) = (logins(), Server::default());
+        let gone = tokio::time::timeout(Duration::from_millis(10), token(&logins, &server, NOW, 200)).await;
+        assert!(gone.is_err());
+        assert_eq!(token(&logins, &server, NOW, 200).await.unwrap().secret().expose(), format!("{PLANTED}-2"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_request_is_as_the_policy_says() {
+        let logins = logins();
+        let sent = Mutex::new(None);
+        let reply = Response::new(Bytes::from(r#"{"data":{"token":"t"}}"#));
+        let send = |request: Request<Secret>| {
+            *sent.lock().unwrap() = Some(request);
+            std::future::ready(Ok(reply))
+        };
+        logins.token(1, &Secret::new(r#"a"b\c"#), NOW, send).await.unwrap();
+        let request = sent.into_inner().unwrap().unwrap();
+        assert_eq!(
+            (request.method().as_str(), request.uri().to_string().as_str()),
+            ("POST", "https://api4.example/v4/login")
+        );
+        assert_eq!(request.headers()["content-type"], "application/json");
+        assert_eq!(request.headers()["user-agent"], "App/1.0");
+        assert_eq!(request.body().expose(), r#"{"apikey":"a\"b\\c","pin":"12\"34"}"#);
+        assert!(!format!("{request:?}").contains("12"), "{request:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_error_tells_a_secret() {
+        let judge = Judge::new(http::Method::POST, false);
+        let planted = format!("{PLANTED}\\nx");
+        for (status, body, class) in [
+            (200, format!("{PLANTED} is no JSON"), Class::Permanent),
+            (200, format!(r#"{{"token":"{PLANTED}"}}"#), Class::Permanent),
+            (200, format!(r#"{{"data":{{"token":["{PLANTED}"]}}}}"#), Class::Permanent),
+            (200, format!(r#"{{"data":{{"token":"{planted}"}}}}"#), Class::Permanent),
+            (302, PLANTED.to_owned(), Class::Permanent),
+            (403, PLANTED.to_owned(), Class::Auth),
+            (429, PLANTED.to_owned(), Class::Throttled),
+            (503, PLANTED.to_owned(), Class::Transient),
+        ] {
+            let logins = logins();
+            let reply = Response::builder().status(status).header("retry-after", "7").body(Bytes::from(body)).unwrap();
+            let failed = logins.token(0, &Secret::new(PLANTED), NOW, |_| std::future::ready(Ok(reply))).await;
+            let error = failed.unwrap_err();
+            let text = format!("{error} {error:?} {logins:?} {:?}", logins.0.login);
+            assert!(!text.contains(PLANTED), "{text}");
+            let meant = error.reply(&judge);
+            assert_eq!((meant.class, meant.repeatable), (class, true), "{error}");
+            assert_eq!(meant.retry_after.is_some(), status > 300, "{error}");
+        }
+        let token = token(&logins(), &Server::default(), NOW, 200).await.unwrap();
+        assert!(!format!("{token:?}").contains(PLANTED));
+    }
+}

@@ -1,0 +1,389 @@
+//! A request's body that can be sent again.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use bytes::{Bytes, BytesMut};
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+use tidegate_core::retry::Unreplayable;
+
+/// What a call keeps of its request's body, so that another attempt can send it from the start.
+///
+/// The first attempt streams the body; up to `limit` bytes of it are kept on the way. Beyond, they are let go and the
+/// body is sent once, never more than one frame of it in memory. Another attempt sends what was kept and then streams
+/// on where the last one stopped: it has the whole body, or there is no other attempt.
+pub struct Replay<B>(Arc<Mutex<Source<B>>>);
+
+struct Source<B> {
+    /// What is still to come of the caller's body.
+    rest: Option<Pin<Box<B>>>,
+    kept: BytesMut,
+    trailers: Option<HeaderMap>,
+    limit: usize,
+    /// Why it can't be sent from the start any more.
+    spoilt: Option<Unreplayable>,
+    /// The attempt that may stream, counted from 1.
+    attempt: u64,
+    broken: bool,
+}
+
+/// A request's body as one attempt sends it.
+pub struct ReplayBody<B>(Kind<B>);
+
+enum Kind<B> {
+    Whole(Option<Bytes>),
+    Shared { source: Arc<Mutex<Source<B>>>, attempt: u64, head: Option<Bytes>, ended: bool },
+}
+
+/// Why a body ended early.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReplayError<E> {
+    /// The caller's body did.
+    #[error(transparent)]
+    Caller(E),
+    /// Another attempt has taken its place.
+    #[error("another attempt sends the body now")]
+    Superseded,
+}
+
+impl<B: Body<Data = Bytes>> Replay<B> {
+    /// Keeps up to `limit` bytes of this body. One that says that it is longer isn't kept at all.
+    pub fn new(body: B, limit: usize) -> Self {
+        let fits = body.size_hint().lower() <= limit as u64;
+        let source = Source {
+            rest: (!body.is_end_stream()).then(|| Box::pin(body)),
+            kept: BytesMut::new(),
+            trailers: None,
+            limit: if fits { limit } else { 0 },
+            spoilt: None,
+            attempt: 0,
+            broken: false,
+        };
+        Self(Arc::new(Mutex::new(source)))
+    }
+
+    /// The body for one more attempt, from the start. One that was made before ends with an error.
+    ///
+    /// # Errors
+    /// The start of the body is gone, so that only a part of it could be sent.
+    pub fn attempt(&self) -> Result<ReplayBody<B>, Unreplayable> {
+        let mut source = lock(&self.0);
+        if let Some(why) = source.spoilt {
+            return Err(why);
+        }
+        source.attempt += 1;
+        let head = (!source.kept.is_empty()).then(|| Bytes::copy_from_slice(&source.kept));
+        let attempt = source.attempt;
+        drop(source);
+        Ok(ReplayBody(Kind::Shared { source: Arc::clone(&self.0), attempt, head, ended: false }))
+    }
+
+    /// Why the body can't be sent again, if it can't.
+    pub fn unreplayable(&self) -> Option<Unreplayable> {
+        lock(&self.0).spoilt
+    }
+
+    /// Whether it was the caller's body that broke off.
+    pub fn is_broken(&self) -> bool {
+        lock(&self.0).broken
+    }
+}
+
+impl<B> fmt::Debug for Replay<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let source = lock(&self.0);
+        f.debug_struct("Replay")
+            .field("kept", &source.kept.len())
+            .field("spoilt", &source.spoilt)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B> ReplayBody<B> {
+    /// A body that is at hand as a whole.
+    pub fn whole(bytes: impl Into<Bytes>) -> Self {
+        Self(Kind::Whole(Some(bytes.into()).filter(|bytes| !bytes.is_empty())))
+    }
+}
+
+impl<B> fmt::Debug for ReplayBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReplayBody").finish_non_exhaustive()
+    }
+}
+
+impl<B: Body<Data = Bytes>> Source<B> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let Some(rest) = &mut self.rest else {
+            return Poll::Ready(self.trailers.clone().map(|trailers| Ok(Frame::trailers(trailers))));
+        };
+        let Poll::Ready(polled) = rest.as_mut().poll_frame(context) else { return Poll::Pending };
+        match &polled {
+            None => self.rest = None,
+            Some(Err(_)) => {
+                self.rest = None;
+                self.broken = true;
+                self.spoil(Unreplayable::OneShotBody);
+            }
+            Some(Ok(frame)) => self.keep(frame),
+        }
+        Poll::Ready(polled)
+    }
+
+    fn keep(&mut self, frame: &Frame<Bytes>) {
+        if let Some(trailers) = frame.trailers_ref() {
+            // Nothing comes after them (RFC 9110 §6.5).
+            self.rest = None;
+            let size: usize = trailers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+            if self.kept.len() + size > self.limit {
+                self.spoil(Unreplayable::BodyTooLarge);
+            } else {
+                self.trailers = Some(trailers.clone());
+            }
+        } else if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
+            if self.kept.len() + data.len() > self.limit {
+                self.spoil(Unreplayable::BodyTooLarge);
+            } else {
+                // Copied, because a frame may hold on to a much larger buffer.
+                self.kept.extend_from_slice(data);
+            }
+        }
+    }
+
+    fn spoil(&mut self, why: Unreplayable) {
+        self.spoilt.get_or_insert(why);
+        self.limit = 0;
+        self.kept = BytesMut::new();
+    }
+}
+
+impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
+    type Data = Bytes;
+    type Error = ReplayError<B::Error>;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        match &mut self.0 {
+            Kind::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Kind::Shared { ended: true, .. } => Poll::Ready(None),
+            Kind::Shared { source, attempt, head, ended } => {
+                let mut source = lock(source);
+                if source.attempt != *attempt {
+                    *ended = true;
+                    return Poll::Ready(Some(Err(ReplayError::Superseded)));
+                }
+                if let Some(head) = head.take() {
+                    return Poll::Ready(Some(Ok(Frame::data(head))));
+                }
+                let Poll::Ready(polled) = source.poll(context) else { return Poll::Pending };
+                *ended = !matches!(&polled, Some(Ok(frame)) if frame.is_data());
+                Poll::Ready(polled.map(|frame| frame.map_err(ReplayError::Caller)))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            Kind::Whole(bytes) => bytes.is_none(),
+            Kind::Shared { ended: true, .. } => true,
+            Kind::Shared { source, attempt, head, .. } => {
+                let source = lock(source);
+                let rest_ended = source.rest.as_ref().is_none_or(|rest| rest.is_end_stream());
+                source.attempt == *attempt
+                    && head.is_none()
+                    && source.trailers.is_none()
+                    && !source.broken
+                    && rest_ended
+            }
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            Kind::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Kind::Shared { source, head, .. } => {
+                let rest = lock(source).rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
+                let head = head.as_ref().map_or(0, |head| head.len() as u64);
+                let mut hint = SizeHint::new();
+                hint.set_lower(rest.lower().saturating_add(head));
+                if let Some(upper) = rest.upper().and_then(|upper| upper.checked_add(head)) {
+                    hint.set_upper(upper);
+                }
+                hint
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http_body_util::{BodyExt, Full, StreamBody};
+    use std::convert::Infallible;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    type Scripted<E = Infallible> = StreamBody<futures_util::stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, E>>>>;
+
+    fn frames<E>(frames: Vec<Result<Frame<Bytes>, E>>) -> Scripted<E> {
+        StreamBody::new(futures_util::stream::iter(frames))
+    }
+
+    fn chunks(chunks: &[&'static str]) -> Scripted {
+        frames(chunks.iter().map(|chunk| Ok(Frame::data(Bytes::from_static(chunk.as_bytes())))).collect())
+    }
+
+    async fn read<B: Body<Data = Bytes>>(body: ReplayBody<B>) -> Result<(Bytes, Option<HeaderMap>), B::Error>
+    where
+        B::Error: fmt::Debug,
+    {
+        let whole = body.collect().await.map_err(|error| match error {
+            ReplayError::Caller(error) => error,
+            ReplayError::Superseded => panic!("superseded"),
+        })?;
+        let trailers = whole.trailers().cloned();
+        Ok((whole.to_bytes(), trailers))
+    }
+
+    #[tokio::test]
+    async fn every_attempt_sends_the_same() {
+        let replay = Replay::new(chunks(&["one ", "", "two ", "three"]), 13);
+        for _ in 0..3 {
+            assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "one two three");
+        }
+        assert_eq!(replay.unreplayable(), None);
+    }
+
+    #[tokio::test]
+    async fn an_attempt_that_stopped_midway_is_carried_on() {
+        let replay = Replay::new(chunks(&["one ", "two ", "three"]), 64);
+        for stop in [0, 1, 2, 1] {
+            let mut body = replay.attempt().unwrap();
+            for _ in 0..stop {
+                body.frame().await.unwrap().unwrap();
+            }
+        }
+        assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "one two three");
+    }
+
+    #[tokio::test]
+    async fn a_body_beyond_the_limit_is_sent_once_and_never_in_part() {
+        for limit in [0, 4, 12] {
+            let replay = Replay::new(chunks(&["one ", "two ", "three"]), limit);
+            drop(replay.attempt().unwrap());
+            assert_eq!(replay.unreplayable(), None, "as long as nothing was read, nothing is lost");
+            assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "one two three");
+            assert_eq!(replay.attempt().unwrap_err(), Unreplayable::BodyTooLarge);
+            assert_eq!(replay.unreplayable(), Some(Unreplayable::BodyTooLarge));
+        }
+        let long = Replay::new(Full::new(Bytes::from_static(b"longer")), 5);
+        let mut body = long.attempt().unwrap();
+        assert_eq!(body.size_hint().exact(), Some(6));
+        body.frame().await.unwrap().unwrap();
+        assert_eq!(long.attempt().unwrap_err(), Unreplayable::BodyTooLarge);
+    }
+
+    #[tokio::test]
+    async fn the_earlier_attempt_cannot_take_from_the_later() {
+        let replay = Replay::new(chunks(&["one ", "two"]), 64);
+        let mut first = replay.attempt().unwrap();
+        first.frame().await.unwrap().unwrap();
+        let second = replay.attempt().unwrap();
+        assert_eq!(first.frame().await.unwrap().unwrap_err(), ReplayError::Superseded);
+        assert!(first.frame().await.is_none());
+        assert_eq!(read(second).await.unwrap().0, "one two");
+    }
+
+    #[tokio::test]
+    async fn a_body_that_broke_is_not_sent_again() {
+        let replay = Replay::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
+        assert_eq!(read(replay.attempt().unwrap()).await.unwrap_err(), "gone");
+        assert!(replay.is_broken());
+        assert_eq!(replay.attempt().unwrap_err(), Unreplayable::OneShotBody);
+    }
+
+    #[tokio::test]
+    async fn trailers_are_sent_again() {
+        let trailers = HeaderMap::from_iter([(http::header::ETAG, http::HeaderValue::from_static("x"))]);
+        let body = frames::<Infallible>(vec![
+            Ok(Frame::data(Bytes::from_static(b"data"))),
+            Ok(Frame::trailers(trailers.clone())),
+        ]);
+        let replay = Replay::new(body, 64);
+        for _ in 0..3 {
+            assert_eq!(
+                read(replay.attempt().unwrap()).await.unwrap(),
+                (Bytes::from_static(b"data"), Some(trailers.clone()))
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn an_empty_body_is_empty_every_time() {
+        let replay = Replay::new(Full::new(Bytes::new()), 0);
+        for _ in 0..3 {
+            let body = replay.attempt().unwrap();
+            assert!(body.is_end_stream());
+            assert_eq!(body.size_hint().exact(), Some(0));
+            assert_eq!(read(body).await.unwrap().0, "");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_known_length_stays_known() {
+        let replay = Replay::new(Full::new(Bytes::from_static(b"sized")), 64);
+        for _ in 0..2 {
+            let mut body = replay.attempt().unwrap();
+            assert_eq!(body.size_hint().exact(), Some(5));
+            body.frame().await.unwrap().unwrap();
+            assert_eq!(body.size_hint().exact(), Some(0));
+            assert!(body.is_end_stream());
+        }
+    }
+
+    /// Bytes that count how many of their kind live.
+    struct Counted(&'static AtomicUsize, &'static [u8]);
+
+    impl AsRef<[u8]> for Counted {
+        fn as_ref(&self) -> &[u8] {
+            self.1
+        }
+    }
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.0.fetch_sub(self.1.len(), Ordering::Relaxed);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_gibibyte_streams_through_bounded_memory() {
+        static ZEROES: [u8; 65_536] = [0; 65_536];
+        static LIVE: AtomicUsize = AtomicUsize::new(0);
+        let upload = futures_util::stream::iter((0..16_384).map(|_| {
+            LIVE.fetch_add(ZEROES.len(), Ordering::Relaxed);
+            Ok::<_, Infallible>(Frame::data(Bytes::from_owner(Counted(&LIVE, &ZEROES))))
+        }));
+        let replay = Replay::new(StreamBody::new(upload), 64 << 10);
+        let mut body = replay.attempt().unwrap();
+        let (mut read, mut peak) = (0_usize, 0);
+        while let Some(frame) = body.frame().await {
+            tokio::task::yield_now().await;
+            let data = frame.unwrap().into_data().unwrap();
+            read += data.len();
+            peak = peak.max(LIVE.load(Ordering::Relaxed) + lock(&replay.0).kept.capacity());
+        }
+        assert_eq!(read, 1 << 30);
+        assert!(peak <= 3 * ZEROES.len(), "{peak} bytes at once");
+        assert_eq!(replay.attempt().unwrap_err(), Unreplayable::BodyTooLarge);
+        assert_eq!(LIVE.load(Ordering::Relaxed), 0);
+    }
+}
