@@ -6,6 +6,7 @@
 //!
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
+pub mod cache;
 mod error;
 mod floor;
 
