@@ -339,6 +339,13 @@ pub struct CacheRules {
     pub max_body: usize,
 }
 
+impl Default for CacheRules {
+    /// What HTTP says, for each credential apart, up to 1 MiB, and never longer than fresh.
+    fn default() -> Self {
+        Self { ttl: None, shared: false, stale: Duration::ZERO, max_body: 1 << 20 }
+    }
+}
+
 /// Replies whose JSON body says that there were too many calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -7,6 +7,7 @@
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
 mod credential;
+pub mod cache;
 mod error;
 mod floor;
 mod judge;
