@@ -8,6 +8,8 @@
 
 mod error;
 mod floor;
+#[cfg(feature = "tower")]
+pub mod layers;
 
 use std::fmt;
 use std::future::Future;
