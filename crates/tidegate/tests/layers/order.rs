@@ -25,7 +25,8 @@ async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
         .service(script.clone());
     let outcome = service.ready().await.unwrap().call("a").await;
     assert!(matches!(outcome, Err(CircuitError::Open(refusal)) if refusal.failures == 5), "{outcome:?}");
-    assert_eq!(script.times(), [0, 100, 300, 700, 1_500], "five attempts open it, and the sixth isn't retried");
+    assert_eq!(script.times(), [0, 100, 300, 700, 1_500], "five attempts open it");
+    assert_eq!(clock.millis(), 2_500, "and the sixth, which it refuses, isn't retried");
     assert_eq!(breaker.look(|breaker, now| breaker.state(now)), State::Open);
 }
 

@@ -16,10 +16,6 @@ fn retry(max_attempts: u32) -> Retry {
     Retry { max_attempts, backoff, ..Retry::default() }
 }
 
-fn budget(min: u32) -> Arc<Budget> {
-    Arc::new(Budget::new(BudgetSpec { ratio: 0, min, reserve: min }))
-}
-
 #[tokio::test(start_paused = true)]
 async fn three_failed_attempts_sleep_twice_and_the_last_outcome_is_returned() {
     let clock = TokioClock::new();
@@ -100,7 +96,7 @@ async fn the_budget_is_shared_and_first_tries_earn() {
 #[tokio::test(start_paused = true)]
 async fn a_throttled_call_spends_no_budget() {
     let clock = TokioClock::new();
-    let budget = budget(0);
+    let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 0, reserve: 0 }));
     let script = Script::new(clock, [ok(429), ok(200)]);
     let mut service = RetryLayer::with_clock(retry(3), Some(budget), by_number, clock).layer(script);
     assert_eq!(service.call("a").await, Ok(200));
@@ -109,7 +105,7 @@ async fn a_throttled_call_spends_no_budget() {
 #[tokio::test(start_paused = true)]
 async fn a_retry_that_was_never_sent_goes_back() {
     let clock = TokioClock::new();
-    let budget = budget(1);
+    let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 2 }));
     let script = Script::new(clock, [failed(503), slow(ok(200), 60)]);
     let mut service =
         RetryLayer::with_clock(retry(3), Some(Arc::clone(&budget)), by_number, clock).layer(script.clone());
@@ -118,9 +114,13 @@ async fn a_retry_that_was_never_sent_goes_back() {
     assert!(within(100, service.call("a")).await.is_err());
     assert_eq!((script.times().len(), budget.left()), (1, 1), "dropped while it slept");
 
+    script.rewrite([failed(429)]);
+    assert!(within(100, service.call("a")).await.is_err());
+    assert_eq!((script.times().len(), budget.left()), (2, 1), "what wasn't taken doesn't go back");
+
     script.rewrite([failed(503), slow(ok(200), 60)]);
     assert!(within(1_000, service.call("b")).await.is_err());
-    assert_eq!((script.times().len(), budget.left()), (3, 0), "dropped when it was sent");
+    assert_eq!((script.times().len(), budget.left()), (4, 0), "dropped when it was sent");
 }
 
 #[tokio::test(start_paused = true)]
