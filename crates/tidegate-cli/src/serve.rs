@@ -7,11 +7,11 @@ use tidegate_policy::Policy;
 use tidegate_server::{Bound, Server, log, signals};
 
 use crate::Outcome;
-use crate::policy::{self, Read};
+use crate::policy::{self, Env, Read};
 
 /// Runs the gate until it is told to stop.
-pub(crate) fn run(config: Option<&Path>) -> Outcome {
-    let Read { policy, from } = match policy::read(config, true) {
+pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
+    let Read { policy, from } = match policy::read(config, Env::Read { prefix }) {
         Ok(read) => read,
         Err(outcome) => return outcome,
     };

@@ -1,18 +1,25 @@
 //! `[outbound]`: other people's APIs, and the rules for calling them.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 use tidegate_core::call::Rules;
-use tidegate_core::{Balance, BreakerSpec, InflightSpec, LimitId, Limits, Time};
+use tidegate_core::{Balance, BreakerSpec, InflightSpec, LimitId, Limits};
 
 use crate::key::KeySeed;
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
 use crate::secret::{Secret, TokenSource};
+
+mod hours;
+pub(crate) mod preset;
+mod words;
+
+pub use hours::Hours;
+pub use preset::PRESETS;
 
 /// `[outbound]`: the gateway to other people's APIs, and what is known of each.
 ///
@@ -124,6 +131,8 @@ pub struct Provider {
     pub throttled_when: Option<BodyRule>,
     /// After how long without a reply a second request is sent beside the first. Never by default.
     pub hedge_after: Option<Duration>,
+    /// Whether it takes one call at a time, first come, first served: every call goes into the same lane.
+    pub sequential: bool,
     /// When background calls run; always if `None`.
     pub hours: Option<Hours>,
     /// What a call costs where a limit counts more than calls.
@@ -164,6 +173,25 @@ impl BaseUrl {
     /// Host and port, as `Host` has them.
     pub fn authority(&self) -> &http::uri::Authority {
         &self.authority
+    }
+
+    /// Whether requests to it cross a network unencrypted: neither to this machine nor, as far as an address can tell, to a
+    /// private network.
+    pub fn is_exposed(&self) -> bool {
+        let host = self.authority.host();
+        let is_near = match host.trim_matches(['[', ']']).parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+            Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
+            Ok(IpAddr::V6(ip)) => ip.is_loopback() || ip.is_unique_local() || ip.is_unicast_link_local(),
+            Err(_) => host == "localhost" || !host.contains('.'),
+        };
+        !self.https && !is_near
+    }
+
+    /// Whether it is on this machine, by name or address.
+    pub fn is_loopback(&self) -> bool {
+        let host = self.authority.host();
+        let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
+        host == "localhost" || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
     }
 
     /// The path before every request's, without a slash at its end; it may be empty. Where [`Auth::Path`] puts a
@@ -292,28 +320,6 @@ pub struct BodyRule {
     pub contains: Vec<(String, String)>,
     /// Whether the credential then has nothing left until the quota's period ends.
     pub spends_quota: bool,
-}
-
-/// Hours of the day in a time zone.
-#[derive(Clone, Debug)]
-pub struct Hours {
-    pub(crate) text: String,
-    pub(crate) from: jiff::civil::Time,
-    pub(crate) to: jiff::civil::Time,
-    pub(crate) zone: jiff::tz::TimeZone,
-}
-
-impl Hours {
-    /// As it was written.
-    pub fn as_str(&self) -> &str {
-        &self.text
-    }
-
-    /// From when on it is one of these hours: `now` if it is one already.
-    pub fn next(&self, now: Time) -> Time {
-        let _ = (self.from, self.to, &self.zone);
-        now
-    }
 }
 
 /// What a call costs where a limit counts tokens or points.
