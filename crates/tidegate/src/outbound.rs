@@ -6,11 +6,13 @@
 //!
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
-mod credential;
 pub mod cache;
+mod credential;
 mod error;
 mod floor;
 mod judge;
+#[cfg(feature = "tower")]
+pub mod layers;
 mod location;
 mod login;
 mod path;
