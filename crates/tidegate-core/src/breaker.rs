@@ -180,7 +180,8 @@ impl Breaker {
     /// Whether a call would have a chance at `now`. Holds nothing and changes nothing.
     ///
     /// A ramp's share is counted by [`Breaker::take`] alone, so a peek admits. So it does where only a clock that has
-    /// since stepped back can have put an end so far ahead: the take that follows brings it back and tells the wait.
+    /// since stepped back can have put any of the ends so far ahead: the take that follows brings it back and tells the
+    /// wait, which without that nobody knows.
     ///
     /// # Errors
     /// Why it would be refused.
@@ -189,12 +190,12 @@ impl Breaker {
         match self.phase {
             Phase::Closed | Phase::Ramping { .. } => Ok(()),
             Phase::Open { until, length } => self.wait_for(until, length, now),
+            Phase::HalfOpen { ref probes, .. } if probes.len() < self.spec.probes as usize => Ok(()),
             Phase::HalfOpen { ref probes, .. } => {
-                let first_end = probes.iter().map(|probe| probe.expires).min();
-                match first_end.filter(|_| probes.len() >= self.spec.probes as usize) {
-                    Some(end) => self.wait_for(end, self.spec.probe_lease, now),
-                    None => Ok(()),
-                }
+                let waits = probes.iter().map(|probe| self.wait_for(probe.expires, self.spec.probe_lease, now).err());
+                // One that isn't to be waited for is less than any wait.
+                let first = waits.min_by_key(|refusal| refusal.map(|refusal| refusal.reset_in));
+                first.flatten().map_or(Ok(()), Err)
             }
         }
     }

@@ -18,8 +18,8 @@ use crate::breaker::{Breaker, Permit, Refusal};
 use crate::lanes::{Lane, Lanes, LanesSpec, QueueFull, Scope, Ticket};
 use crate::retry::{Attempt, GiveUp, Retry, Tries, Unreplayable};
 use crate::{
-    Batch, Budget, BudgetSpec, Class, Inflight, Key, Kind, LimitId, Limits, MAX_COST, Op, Outcomes, Pool, Span, Time,
-    Verb,
+    Batch, Budget, BudgetSpec, Class, Inflight, Key, Kind, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, Pool,
+    Span, Time, Verb,
 };
 
 /// The longest that a call is counted ahead of its reply.
@@ -90,6 +90,15 @@ pub struct Rules {
     pub lane_rules: [LaneRules; 3],
     /// How many retries there may be.
     pub budget: BudgetSpec,
+}
+
+impl Rules {
+    /// What a limit counts, if it is one of the provider's.
+    fn measure(&self, limit: LimitId) -> Option<Measure> {
+        let lanes = self.lane_ceilings.iter().flatten();
+        let mut ceilings = self.ceilings.iter().chain(lanes).chain(&self.credential_ceilings);
+        ceilings.find(|ceiling| ceiling.limit == limit).map(|ceiling| ceiling.measure)
+    }
 }
 
 /// What all calls to one provider in one process share and change. One lock's worth: whoever drives calls holds it for
@@ -347,6 +356,9 @@ impl Call {
         if until >= self.deadline {
             return self.fail(Failure::Resting { until }, desk);
         }
+        if let Some(failure) = self.in_vain(desk, now) {
+            return self.fail(failure, desk);
+        }
         match desk.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
             Ok(ticket) => {
                 self.stage = Stage::Queued(ticket);
@@ -354,6 +366,17 @@ impl Call {
             }
             Err(full) => self.fail(Failure::QueueFull(full), desk),
         }
+    }
+
+    /// Why it would wait in vain, if that is certain: what its turn would tell it, told before it queues. Only moments
+    /// that can't come earlier count: the end of a closing, or of the period of a quota that counts calls.
+    fn in_vain(&self, desk: &mut Desk, now: Time) -> Option<Failure> {
+        let too_late = |until: &Time| *until >= self.deadline;
+        let cooling = desk.pool.all_closed_until(now).filter(too_late).map(|earliest| Failure::Cooling { earliest });
+        cooling.or_else(|| {
+            let (limit, resets_at) = desk.lanes.spent(self.lane, self.cost, now)?;
+            too_late(&resets_at).then_some(Failure::QuotaSpent { limit, resets_at })
+        })
     }
 
     /// The lanes have named it: asks for the first credential that isn't known to be cooling.
@@ -369,7 +392,7 @@ impl Call {
             }
             None => {
                 let earliest = desk.pool.earliest();
-                self.wait(ticket, earliest, Scope::Provider, Failure::Cooling { earliest }, desk, now)
+                self.wait(earliest, Scope::Provider, Failure::Cooling { earliest }, None, desk, now)
             }
         }
     }
@@ -392,17 +415,31 @@ impl Call {
     ) -> Next {
         let Stage::Asking(ticket, credential) = self.stage else { return Step::Queue.into() };
         let refused = batch.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
-        let Some((op, outcome)) = refused.clone().max_by_key(|(_, outcome)| outcome.retry_at) else {
-            return self.granted(ticket, credential, rules, desk, outcomes, now);
+        let last = |shared: bool| {
+            let refused = refused.clone().filter(move |(op, _)| (op.key == rules.key) == shared);
+            refused.max_by_key(|(_, outcome)| outcome.retry_at)
         };
-        let shared = |op: &Op| op.key == rules.key;
+        let certain = |op: &Op, outcome: &Outcome| match limits.get(op.limit).map(crate::Limit::kind) {
+            Some(Kind::Cooldown(cooldown)) => cooldown.is_closing(outcome.retry_at, outcomes.now()),
+            Some(Kind::Quota(_)) => rules.measure(op.limit) == Some(Measure::Calls),
+            _ => false,
+        };
         // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
-        if !refused.clone().any(|(op, _)| shared(op)) {
-            // At least a little, so that a store whose clock is behind isn't asked again and again.
-            desk.pool.not_before(credential, outcome.retry_at.max(now + ASKED_AGAIN), now);
-            self.stage = Stage::Queued(ticket);
-            return self.turn(rules, desk, now, rng);
-        }
+        let (op, outcome) = match (last(true), last(false)) {
+            (Some(shared), _) => shared,
+            (None, Some((op, outcome))) => {
+                // At least a little, so that a store whose clock is behind isn't asked again and again.
+                let until = outcome.retry_at.max(now + ASKED_AGAIN);
+                if certain(op, outcome) {
+                    desk.pool.closed_until(credential, until, now);
+                } else {
+                    desk.pool.not_before(credential, until, now);
+                }
+                self.stage = Stage::Queued(ticket);
+                return self.turn(rules, desk, now, rng);
+            }
+            (None, None) => return self.granted(ticket, credential, rules, desk, outcomes, now),
+        };
         let mut until = outcome.retry_at;
         let kind = limits.get(op.limit).map(crate::Limit::kind);
         if let Some(Kind::Rate(_)) = kind {
@@ -414,7 +451,8 @@ impl Call {
             _ => Failure::RateLimited { limit: op.limit, earliest: until },
         };
         self.stage = Stage::Queued(ticket);
-        self.wait(ticket, until, if own { Scope::Lane } else { Scope::Provider }, failure, desk, now)
+        let spent = certain(op, outcome).then_some(op.limit);
+        self.wait(until, if own { Scope::Lane } else { Scope::Provider }, failure, spent, desk, now)
     }
 
     /// The store gave no answer: it broke.
@@ -608,10 +646,14 @@ impl Call {
         match reply.class {
             Class::Throttled => {
                 desk.widen(sent.at, now);
-                let asked = reply.retry_after.unwrap_or(Span::ZERO);
-                push(&mut batch, cooldown(Verb::Throttle { generation }, asked.as_micros().min(MAX_COST)));
+                let asked = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
+                push(&mut batch, cooldown(Verb::Throttle { generation }, asked.as_micros()));
                 // The store knows the cool-down better; until it says so, what was asked for is known.
-                desk.pool.not_before(sent.credential, now + asked.max(Span::from_micros(1)), now);
+                if asked.is_zero() {
+                    desk.pool.not_before(sent.credential, now + Span::from_micros(1), now);
+                } else {
+                    desk.pool.closed_until(sent.credential, now + asked, now);
+                }
             }
             Class::Success if generation > 0 => push(&mut batch, cooldown(Verb::Succeed { generation }, 0)),
             Class::Auth if rules.renews => {}
@@ -627,22 +669,25 @@ impl Call {
         (!batch.ops().is_empty()).then_some(batch)
     }
 
-    /// Keeps its place in the queue until a moment, or fails now if that is too late.
+    /// Keeps its place in the queue until a moment, or fails now if that is too late. `spent` is the limit that can't have
+    /// room before, if it is certain.
     fn wait(
         &mut self,
-        ticket: Ticket,
         until: Time,
         scope: Scope,
         failure: Failure,
+        spent: Option<LimitId>,
         desk: &mut Desk,
         now: Time,
     ) -> Next {
+        let Some(ticket) = self.ticket() else { return Step::Queue.into() };
         if until >= self.deadline {
-            desk.lanes.cancel(ticket);
-            self.stage = Stage::Idle;
             return self.fail(failure, desk);
         }
-        desk.lanes.not_until(ticket, until, scope, now);
+        match spent {
+            Some(limit) => desk.lanes.spent_until(ticket, limit, until, scope, now),
+            None => desk.lanes.not_until(ticket, until, scope, now),
+        }
         Step::Queue.into()
     }
 

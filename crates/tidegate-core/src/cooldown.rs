@@ -77,6 +77,13 @@ impl Cooldown {
         free_at.max(now)
     }
 
+    /// Whether a moment that [`Cooldown::look`] told at `now` is the end of a closing. Nothing brings that forward, while
+    /// the slot of a caller that is released after one goes when a success shows that the credential is good. Of a
+    /// closing that ends within the time of a slot it says no.
+    pub fn is_closing(&self, free_at: Time, now: Time) -> bool {
+        free_at > now + OVERTAKEN + self.stagger
+    }
+
     /// Lets a caller through that [`Cooldown::look`] has just found free at `now`, and returns the generation to judge
     /// its reply by.
     pub fn charge(&self, gate: &mut Gate, now: Time) -> u32 {

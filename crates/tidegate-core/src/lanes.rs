@@ -10,88 +10,19 @@
 //! so that even a limit of a few calls a window reaches every lane. A lane that is held back by something of its own, be
 //! it a cap, a ceiling or its hours, holds nobody else back, and earns nothing.
 
+mod spec;
+
 use alloc::vec::Vec;
 use arrayvec::ArrayVec;
 use core::cmp::Reverse;
-use core::fmt;
 
 use crate::heap::IndexHeap;
 use crate::time::OVERTAKEN;
-use crate::{MAX_COST, Span, Time};
-
-/// The most calls that may be let wait in one lane: 2^20.
-pub const MAX_WAITING: u32 = 1 << 20;
-/// The highest floor, in permille: with both lower lanes waiting, the highest still has a third.
-pub const MAX_FLOOR: u16 = 333;
+use crate::{LimitId, MAX_COST, Span, Time};
+pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFull};
 
 /// Credit is counted in thousandths of a unit of cost.
 const PERMILLE: u64 = 1000;
-
-/// How urgent an outbound call is; the greater goes first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Lane {
-    /// Nobody waits for it: imports, refreshes ahead of time.
-    Background,
-    /// Somebody waits for it.
-    #[default]
-    User,
-    /// Another system waits for it, and not for long.
-    Webhook,
-}
-
-impl Lane {
-    /// Every lane, the least urgent first.
-    pub const ALL: [Self; 3] = [Self::Background, Self::User, Self::Webhook];
-
-    /// The lane's name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Background => "background",
-            Self::User => "user",
-            Self::Webhook => "webhook",
-        }
-    }
-}
-
-/// The bounds of one lane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LaneSpec {
-    /// How many calls may wait; further ones are refused. Default 1,024; [`MAX_WAITING`] is the most.
-    pub max_waiting: u32,
-    /// How many calls may be in flight. Default `u32::MAX`, which is no bound.
-    pub max_in_flight: u32,
-}
-
-impl Default for LaneSpec {
-    fn default() -> Self {
-        Self { max_waiting: 1024, max_in_flight: u32::MAX }
-    }
-}
-
-/// How the calls of one provider queue.
-///
-/// A provider that wants one call at a time has a `max_in_flight` of 1 and a driver that puts every call in the same
-/// lane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LanesSpec {
-    /// The bounds of each lane, in the order of [`Lane::ALL`].
-    pub lanes: [LaneSpec; 3],
-    /// How many calls of all lanes may be in flight. Default `u32::MAX`, which is no bound.
-    pub max_in_flight: u32,
-    /// Which share of the granted cost a waiting lane gets at least, in permille. Default 100; [`MAX_FLOOR`] is the
-    /// most.
-    pub floor: u16,
-    /// A waiting lane that had to do without for so long goes before more urgent ones that hadn't, whatever its call
-    /// costs: the window of the provider's limit, so that each lane gets at least one call a window through where the
-    /// limit has one for each. Default 60 s; [`Span::MAX`] leaves the lanes to their floors.
-    pub window: Span,
-}
-
-impl Default for LanesSpec {
-    fn default() -> Self {
-        Self { lanes: [LaneSpec::default(); 3], max_in_flight: u32::MAX, floor: 100, window: Span::from_secs(60) }
-    }
-}
 
 /// Names a queued call. Once the call has left the queue its ticket does nothing, until its slot has been used by
 /// another 2^32 calls.
@@ -109,28 +40,13 @@ impl Ticket {
     }
 }
 
-/// A lane has as many calls waiting as it may.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QueueFull {
-    /// Which lane.
-    pub lane: Lane,
-}
-
-impl fmt::Display for QueueFull {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the queue of the {} lane is full", self.lane.name())
-    }
-}
-
-impl core::error::Error for QueueFull {}
-
 /// What a driver is to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Turn {
     /// Fail this call: its deadline has passed, and it has left the queue.
     Expired(Ticket),
-    /// Ask the store for this call, and tell the answer: [`Lanes::granted`], [`Lanes::not_until`], or [`Lanes::cancel`]
-    /// if it gave none or refused for good. Nobody else is named before.
+    /// Ask the store for this call, and tell the answer: [`Lanes::granted`], [`Lanes::not_until`],
+    /// [`Lanes::spent_until`], or [`Lanes::cancel`] if it gave none or refused for good. Nobody else is named before.
     Ask(Ticket),
     /// Nothing before this moment, unless a call arrives, ends, leaves or is answered meanwhile. [`Time::NEVER`] if
     /// nothing is bound to time.
@@ -163,10 +79,12 @@ struct Told {
     until: Time,
     lane: Lane,
     cost: u64,
+    /// The limit that is spent until then, if it can't have room before.
+    spent: Option<LimitId>,
 }
 
 impl Told {
-    const NOTHING: Self = Self { at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0 };
+    const NOTHING: Self = Self { at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0, spent: None };
 
     /// Whether asking for such a call is no use yet. A more urgent one may have reserves, a cheaper one may fit; and
     /// what was told by a clock that has since stepped back is worth asking again.
@@ -352,18 +270,25 @@ impl Lanes {
     ///
     /// A call that is refused for good has to be cancelled instead, or those behind it would wait with it.
     pub fn not_until(&mut self, ticket: Ticket, until: Time, scope: Scope, now: Time) {
-        if self.asking != Some(ticket) {
-            return;
-        }
-        self.asking = None;
-        if !self.poked {
-            let Call { lane, cost, .. } = self.calls[ticket.index()];
-            let told = Told { at: now, until, lane, cost };
-            match scope {
-                Scope::Lane => self.queue_mut(lane).told = told,
-                Scope::Provider => self.told = told,
-            }
-        }
+        self.refused(ticket, until, None, scope, now);
+    }
+
+    /// [`Lanes::not_until`] where the limit that refuses can't have room before that moment, as a quota whose calls are
+    /// never cheaper than they were taken for can't before its period ends. So [`Lanes::spent`] may say it to others.
+    pub fn spent_until(&mut self, ticket: Ticket, limit: LimitId, until: Time, scope: Scope, now: Time) {
+        self.refused(ticket, until, Some(limit), scope, now);
+    }
+
+    /// Which limit is known to have no room for a call of this lane and cost that arrives now, and until when. It needn't
+    /// queue if its deadline comes first.
+    ///
+    /// Only what [`Lanes::spent_until`] told counts. Other moments may come earlier: a window's slots come free with a
+    /// reply ([`Verb::Settle`](crate::Verb::Settle)), permits are released and costs refunded, and a call that waits may
+    /// yet be granted. A [`Lanes::poke`] ends this hold as it ends every other.
+    pub fn spent(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
+        let told = [self.told, self.queue(lane).told];
+        let holds = told.iter().filter(|told| told.holds(lane, cost, now));
+        holds.filter_map(|told| Some((told.spent?, told.until))).max_by_key(|&(_, until)| until)
     }
 
     /// What was told may be better now: a permit or a cost was given back, or a limit was reset. Also makes a refusal
@@ -395,6 +320,21 @@ impl Lanes {
     /// Until when a lane was told to pause; a moment that has passed holds nothing back.
     pub fn paused_until(&self, lane: Lane) -> Time {
         self.queue(lane).paused_until
+    }
+
+    fn refused(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: Scope, now: Time) {
+        if self.asking != Some(ticket) {
+            return;
+        }
+        self.asking = None;
+        if !self.poked {
+            let Call { lane, cost, .. } = self.calls[ticket.index()];
+            let told = Told { at: now, until, lane, cost, spent };
+            match scope {
+                Scope::Lane => self.queue_mut(lane).told = told,
+                Scope::Provider => self.told = told,
+            }
+        }
     }
 
     /// The call that goes next if there is capacity: its lane, slot and cost.

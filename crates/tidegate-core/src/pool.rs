@@ -59,6 +59,8 @@ pub struct Pool {
     good: IndexHeap<u64>,
     /// The cooling ones, by when they rejoin. The disabled ones are in neither heap.
     cooling: IndexHeap<Time>,
+    /// Until when each is closed whatever happens.
+    closed: Vec<Time>,
     /// When the last note was made.
     noted: Time,
 }
@@ -78,6 +80,7 @@ impl Pool {
             count: 0,
             good: IndexHeap::default(),
             cooling: IndexHeap::default(),
+            closed: alloc::vec![Time::ZERO; credentials],
             noted: Time::ZERO,
         };
         for credential in 0..credentials {
@@ -139,17 +142,36 @@ impl Pool {
         }
     }
 
+    /// [`Pool::not_before`] for a moment that can't come earlier: the end of a closing that the provider asked for, or of
+    /// a quota's period. So [`Pool::all_closed_until`] may say it to calls that haven't queued yet.
+    pub fn closed_until(&mut self, credential: usize, until: Time, now: Time) {
+        self.not_before(credential, until, now);
+        if let Some(closed) = self.closed.get_mut(credential) {
+            *closed = until.max(*closed);
+        }
+    }
+
+    /// The first moment at which any credential may rejoin, if all are known to be closed ([`Pool::closed_until`]): a call
+    /// whose deadline comes before it needn't queue. Looks through all of them where none is good.
+    pub fn all_closed_until(&mut self, now: Time) -> Option<Time> {
+        self.rejoin(now);
+        let first = if self.good.is_empty() { self.closed.iter().copied().min() } else { None };
+        first.filter(|first| *first > now)
+    }
+
     /// Leaves the credential out until it is enabled: the provider doesn't accept it.
     pub fn disable(&mut self, credential: usize) {
         let Some(index) = self.index(credential) else { return };
         self.good.remove(index);
         self.cooling.remove(index);
+        self.closed[credential] = Time::ZERO;
     }
 
     /// The credential is good, whatever was noted before.
     pub fn enable(&mut self, credential: usize) {
         let Some(index) = self.index(credential) else { return };
         self.cooling.remove(index);
+        self.closed[credential] = Time::ZERO;
         if self.good.key(index).is_none() {
             self.good.set(index, self.rank(index));
         }
@@ -342,6 +364,35 @@ mod tests {
             caller.pool.disable(1);
             assert_eq!(caller.next(3_000), None);
         }
+    }
+
+    #[test]
+    fn only_what_cannot_come_earlier_is_said_to_be_closed() {
+        let mut caller = Caller::new(Balance::RoundRobin, 2);
+        caller.pool.closed_until(0, at(5_000), at(0));
+        assert_eq!(caller.pool.all_closed_until(at(0)), None, "one is good");
+        caller.pool.not_before(1, at(9_000), at(0));
+        assert_eq!(caller.pool.all_closed_until(at(0)), None, "one may come back earlier");
+        caller.pool.closed_until(1, at(3_000), at(0));
+        assert_eq!(caller.pool.all_closed_until(at(0)), Some(at(3_000)));
+        caller.pool.closed_until(1, at(7_000), at(0));
+        caller.pool.closed_until(1, at(6_000), at(0));
+        assert_eq!(
+            caller.pool.all_closed_until(at(4_999)),
+            Some(at(5_000)),
+            "the longest of each, and the first of all"
+        );
+        assert_eq!(caller.pool.all_closed_until(at(5_000)), None);
+        let mut mended = caller.pool.clone();
+        caller.pool.closed_until(0, at(8_000), at(5_000));
+        assert_eq!(caller.pool.all_closed_until(at(5_000)), Some(at(7_000)), "though the latest note says 6 s");
+        mended.closed_until(0, at(8_000), at(5_000));
+        mended.enable(1);
+        mended.not_before(1, at(9_000), at(5_000));
+        assert_eq!(mended.all_closed_until(at(5_000)), None, "a credential that was mended starts anew");
+        mended.closed_until(1, at(9_000), at(5_000));
+        mended.disable(1);
+        assert_eq!(mended.all_closed_until(at(5_000)), None, "it may be enabled at any time");
     }
 
     #[test]

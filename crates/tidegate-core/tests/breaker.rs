@@ -413,6 +413,19 @@ fn a_step_back_neither_locks_out_nor_mints() {
     }
 }
 
+/// Of two probes a step back leaves one within what a call may be overtaken by, and not the other.
+#[test]
+fn a_peek_never_tells_a_longer_wait_than_the_take_that_follows() {
+    let mut breaker = opened(BreakerSpec { probes: 2, ..BreakerSpec::default() });
+    let probes = [breaker.take(at(300_000)).unwrap(), breaker.take(at(300_080)).unwrap()];
+    let overtaken = Refusal { state: State::HalfOpen, failures: 5, reset_in: secs(30) + Span::from_millis(20) };
+    assert_eq!(breaker.peek(at(299_980)), Err(overtaken), "both were overtaken");
+    assert_eq!(breaker.clone().take(at(299_980)).unwrap_err(), overtaken);
+    assert_eq!(breaker.peek(at(299_950)), Ok(()), "it can't know");
+    assert_eq!(breaker.take(at(299_950)).unwrap_err(), Refusal { reset_in: secs(30), ..overtaken });
+    drop(probes);
+}
+
 #[test]
 fn a_step_back_lengthens_no_ramp() {
     let mut breaker = opened(BreakerSpec { ramp: Breaker::RAMP.to_vec(), ..BreakerSpec::default() });

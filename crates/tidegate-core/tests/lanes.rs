@@ -4,9 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use tidegate_core::lanes::{MAX_FLOOR, MAX_WAITING};
 use tidegate_core::{
-    Kind, Lane, LaneSpec, Lanes, LanesSpec, Limit, MAX_COST, QueueFull, Rate, Scope, Span, Ticket, Time, Turn,
+    Kind, Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, MAX_COST, QueueFull, Rate, Scope, Span, Ticket, Time, Turn,
 };
-use tidegate_testkit::desk::{Desk, at, window};
+use tidegate_testkit::desk::{Desk, at, id, window};
 use tidegate_testkit::dice::{self, Dice, count};
 use tidegate_testkit::property;
 
@@ -572,6 +572,49 @@ mod fairness {
     }
 }
 
+/// What is told of a limit that can't have room earlier.
+mod spent {
+    use super::*;
+
+    /// Lanes where a user's call of cost 2 was told at 0 that a limit is spent for 60 s.
+    fn told(scope: Scope) -> Lanes {
+        let mut lanes = Lanes::new(LanesSpec::default());
+        lanes.enqueue(Lane::User, 2, Time::NEVER, at(0)).expect("room");
+        let ticket = ask(&mut lanes, at(0));
+        lanes.spent_until(ticket, id(0), at(60_000), scope, at(0));
+        lanes
+    }
+
+    #[test]
+    fn it_holds_who_is_as_costly_and_no_more_urgent_until_its_moment() {
+        let spent = Some((id(0), at(60_000)));
+        let lanes = told(Scope::Provider);
+        let all = |lanes: &Lanes, cost, now| Lane::ALL.map(|lane| lanes.spent(lane, cost, now));
+        assert_eq!(all(&lanes, 2, at(10)), [spent, spent, None], "the highest lane may have reserves");
+        assert_eq!(all(&lanes, 1, at(10)), [None; 3], "there may be room for less");
+        assert_eq!(all(&lanes, 3, at(60_000) - MICRO), [spent, spent, None]);
+        assert_eq!(all(&lanes, 3, at(60_000)), [None; 3]);
+        assert_eq!(all(&lanes, 3, at(0) - Span::from_secs(1)), [None; 3], "told by a clock that has stepped back");
+        assert_eq!(all(&told(Scope::Lane), 2, at(10)), [None, spent, None], "a lane's own limit");
+    }
+
+    #[test]
+    fn whatever_may_come_earlier_is_not_said() {
+        let mut lanes = told(Scope::Provider);
+        lanes.poke();
+        assert_eq!(lanes.spent(Lane::User, 2, at(1)), None, "something was given back");
+        let ticket = ask(&mut lanes, at(1));
+        lanes.not_until(ticket, at(60_000), Scope::Provider, at(1));
+        assert_eq!(lanes.spent(Lane::User, 2, at(1)), None, "a window's slot may come free with a reply");
+        let mut lanes = told(Scope::Provider);
+        assert_eq!(lanes.poll(at(59_999)), Turn::Sleep(at(60_000)));
+        let ticket = ask(&mut lanes, at(60_000));
+        lanes.poke();
+        lanes.spent_until(ticket, id(0), at(90_000), Scope::Provider, at(60_000));
+        assert_eq!(lanes.spent(Lane::User, 2, at(60_001)), None, "out of date when it was told");
+    }
+}
+
 mod model {
     use super::*;
 
@@ -588,6 +631,7 @@ mod model {
     struct Told {
         scope: Scope,
         until: Time,
+        spent: Option<LimitId>,
         call: Call,
     }
 
@@ -704,7 +748,24 @@ mod model {
             Some(call.lane)
         }
 
-        fn not_until(&mut self, ticket: Ticket, until: Time, scope: Scope) {
+        /// What is known to hold a call that arrives at `now`.
+        fn spent(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
+            let arriving =
+                Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline: Time::NEVER };
+            let mut latest: Option<(LimitId, Time)> = None;
+            for told in &self.told {
+                let alone = Self { told: vec![*told], ..Self::new(self.spec) };
+                let holds = alone.held_back(arriving, told.scope, now);
+                if let (true, Some(limit)) = (holds, told.spent)
+                    && latest.is_none_or(|(_, until)| until < told.until)
+                {
+                    latest = Some((limit, told.until));
+                }
+            }
+            latest
+        }
+
+        fn not_until(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: Scope) {
             if self.asking != Some(ticket) {
                 return;
             }
@@ -713,7 +774,7 @@ mod model {
             if !self.poked {
                 // The latest word of a kind counts.
                 self.told.retain(|told| told.scope != scope || scope == Scope::Lane && told.call.lane != call.lane);
-                self.told.push(Told { scope, until, call });
+                self.told.push(Told { scope, until, spent, call });
             }
         }
 
@@ -844,8 +905,14 @@ mod model {
             }
             let until = self.now + Span::from_micros(dice.below(400_000));
             let scope = dice.pick(&[Scope::Provider, Scope::Lane]);
-            self.lanes.not_until(ticket, until, scope, self.now);
-            self.naive.not_until(ticket, until, scope);
+            // Limits of a lane and of all, so that it shows which was told.
+            let limit = id(if scope == Scope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
+            let spent = dice.percent(40).then_some(limit);
+            match spent {
+                Some(limit) => self.lanes.spent_until(ticket, limit, until, scope, self.now),
+                None => self.lanes.not_until(ticket, until, scope, self.now),
+            }
+            self.naive.not_until(ticket, until, spent, scope);
             Ok(())
         }
 
@@ -883,6 +950,14 @@ mod model {
                 return Err(format!("wakes at {sleep_until:?} for nothing: {:?}", self.naive));
             }
             for lane in Lane::ALL {
+                for cost in [0, 1, 2, 999, u64::MAX] {
+                    let (found, expected) =
+                        (self.lanes.spent(lane, cost, self.now), self.naive.spent(lane, cost, self.now));
+                    same("until when it is spent", found.map(|told| told.1), expected.map(|told| told.1))?;
+                    let both =
+                        self.naive.told.iter().filter(|told| Some(told.until) == expected.map(|told| told.1)).count();
+                    same("what is spent", both > 1 || found == expected, true)?;
+                }
                 same("waiting", self.lanes.waiting(lane), self.naive.waiting(lane))?;
                 same("in flight", self.lanes.in_flight(lane), self.naive.in_flight[lane as usize])?;
             }

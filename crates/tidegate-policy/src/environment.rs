@@ -5,7 +5,7 @@ use std::ops::Range;
 use tidegate_core::MAX_LIMIT;
 
 use crate::document::{At, Node, Table, Text, TextKind, Texts, Value, parse_value};
-use crate::error::{Error, quoted};
+use crate::error::{Error, HOLDERS, names_places, quoted};
 use crate::nearest::{folded, nearest};
 use crate::quantity::Quantity;
 use crate::settings::{self, Form, PLAIN, PREFIX};
@@ -29,18 +29,58 @@ fn is_of_family(name: &str) -> bool {
     name.get(..FAMILY.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(FAMILY))
 }
 
-/// The variables that a token is taken from, which may have any name.
-fn token_variables(root: &Table, env: &[(String, String)]) -> Vec<String> {
-    let in_file = ["api", "admin"].into_iter().filter_map(|section| match &root.table(section)?.node("token")?.value {
-        Value::Text(text) => Some(text.as_str()),
-        _ => None,
-    });
-    let in_env = env.iter().filter(|(name, _)| name.to_ascii_uppercase().ends_with("__TOKEN"));
-    let sources = in_file.chain(in_env.map(|(_, value)| value.trim().trim_matches(['"', '\''])));
-    sources.filter_map(|source| source.strip_prefix("env:")).map(str::to_owned).collect()
+/// Members of the policy that have names of their own.
+#[derive(Clone, Copy)]
+struct Named {
+    section: &'static str,
+    /// The key in the section, which is also what a member is called.
+    key: &'static str,
 }
 
-/// An action's name as a variable's name holds it, in lower case.
+const NAMED: [Named; 2] = [Named { section: "inbound", key: "action" }, Named { section: "outbound", key: "provider" }];
+
+impl Named {
+    fn members(self, root: &Table) -> Vec<String> {
+        let members = root.table(self.section).and_then(|section| section.table(self.key));
+        members.map(|members| members.entries.iter().map(|entry| entry.key.clone()).collect()).unwrap_or_default()
+    }
+
+    fn path(self, rest: &[String]) -> String {
+        format!("{}.{}.*.{}", self.section, self.key, rest.join("."))
+    }
+}
+
+/// The variables that a secret is taken from, which may have any name.
+fn secret_variables(root: &Table, env: &[(String, String)]) -> Vec<String> {
+    fn texts<'t>(node: &'t Node, found: &mut Vec<&'t str>) {
+        match &node.value {
+            Value::Text(text) => found.push(text),
+            Value::List(items) => items.iter().for_each(|item| texts(item, found)),
+            Value::Table(table) => table.entries.iter().for_each(|entry| texts(&entry.node, found)),
+            _ => {}
+        }
+    }
+    fn holders<'t>(table: &'t Table, found: &mut Vec<&'t str>) {
+        for entry in &table.entries {
+            match entry.node.as_table() {
+                _ if HOLDERS.contains(&entry.key.as_str()) => texts(&entry.node, found),
+                Some(table) => holders(table, found),
+                None => {}
+            }
+        }
+    }
+    let mut sources = Vec::new();
+    holders(root, &mut sources);
+    let holds =
+        |name: &str| name.rsplit("__").next().is_some_and(|last| HOLDERS.contains(&&*last.to_ascii_lowercase()));
+    let in_env = env.iter().filter(|(name, _)| holds(name)).map(|(_, value)| value);
+    // Also inside of a table or a list, as in `{ pin = "env:PIN" }`.
+    sources.extend(in_env.flat_map(|value| value.split([',', '"', '\'', '[', ']', ' ']).map(str::trim)));
+    let names = sources.into_iter().filter_map(|source| source.strip_prefix("env:"));
+    names.map(|name| name.split('[').next().unwrap_or(name).to_owned()).collect()
+}
+
+/// An action's or a provider's name as a variable's name holds it, in lower case.
 pub(crate) fn foldable(name: &str) -> String {
     folded(name).replace('.', "_")
 }
@@ -49,7 +89,7 @@ pub(crate) fn foldable(name: &str) -> String {
 pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, mut env: Vec<(String, String)>) {
     env.retain(|(name, value)| is_ours(name) && !value.trim().is_empty());
     env.sort();
-    let tokens = token_variables(root, &env);
+    let secrets = secret_variables(root, &env);
     plain_names(texts, errors, root, &env);
     let mut seen: Vec<String> = Vec::new();
     for (name, value) in env {
@@ -69,18 +109,11 @@ pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Tab
             if let Err(error) = set(texts, root, &name, &value, &path) {
                 errors.push(error);
             }
-        } else if is_of_family(&name) && !tokens.contains(&name) {
+        } else if is_of_family(&name) && !secrets.contains(&name) {
             let at = add(texts, &name, &value, true);
-            errors.push(unknown(texts, at, &name, &actions_of(root)));
+            errors.push(unknown(texts, at, &name, root));
         }
     }
-}
-
-fn actions_of(root: &Table) -> Vec<String> {
-    root.table("inbound")
-        .and_then(|inbound| inbound.table("action"))
-        .map(|actions| actions.entries.iter().map(|entry| entry.key.clone()).collect())
-        .unwrap_or_default()
 }
 
 fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
@@ -89,32 +122,32 @@ fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
 
 /// Sets what one variable names.
 fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
-    let actions = actions_of(root);
-    // The action's own spelling takes the place of the variable's, and `*` its place in the table of settings.
+    // The member's own spelling takes the place of the variable's, and `*` its place in the table of settings.
     let (mut here, mut generic) = (path.to_vec(), path.join("."));
-    if let [section, actions_key, action, rest @ ..] = path
-        && section == "inbound"
-        && actions_key == "action"
+    if let [section, key, member, rest @ ..] = path
+        && let Some(named) = NAMED.into_iter().find(|named| named.section == section && named.key == key)
         && !rest.is_empty()
     {
-        match actions.iter().find(|known| foldable(known) == foldable(action)) {
+        let members = named.members(root);
+        generic = named.path(rest);
+        match members.iter().find(|known| foldable(known) == foldable(member)) {
             Some(known) => here[2].clone_from(known),
             None => {
                 // What an unknown name holds may be anything, a secret too, and isn't shown.
                 let at = add(texts, name, value, true);
-                let meant = nearest(action, actions.iter().map(String::as_str));
-                let error = Error::new(texts, at, format!("{name} names no action of the policy"), known(&actions));
-                let variable = |known: &str| settings::variable(&format!("inbound.action.*.{}", rest.join(".")), known);
-                return Err(error.hint(meant.map(variable).as_deref()));
+                let meant = nearest(member, members.iter().map(String::as_str));
+                let message = format!("{name} names no {key} of the policy");
+                let error = Error::new(texts, at, message, known(key, &members));
+                return Err(error.hint(meant.map(|known| settings::variable(&generic, known)).as_deref()));
             }
         }
-        generic = format!("inbound.action.*.{}", rest.join("."));
     }
     let Some(setting) = settings::find(&generic).filter(|setting| setting.variable().is_some()) else {
         let at = add(texts, name, value, true);
-        return Err(unknown(texts, at, name, &actions));
+        return Err(unknown(texts, at, name, root));
     };
-    let at = add(texts, name, value, setting.path().ends_with("token") && !is_token_source(value));
+    let holds_secrets = setting.path().rsplit('.').next().is_some_and(|last| HOLDERS.contains(&last));
+    let at = add(texts, name, value, holds_secrets && !names_places(&as_list(value)));
     let value_at = trimmed(texts, at);
     let node = coerce(texts, value_at, setting.form)?;
     let (last, sections) = here.split_last().expect("invariant: a setting's path has at least one name");
@@ -139,41 +172,31 @@ fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[Str
     Ok(())
 }
 
-fn is_token_source(value: &str) -> bool {
-    let bare = value.trim().trim_start_matches(['"', '\'']);
-    bare.starts_with("env:") || bare.starts_with("file:")
+/// A value that may be a list without brackets.
+fn as_list(value: &str) -> String {
+    let value = value.trim();
+    if value.starts_with('[') { value.to_owned() } else { format!("[{value}]") }
 }
 
-fn known(actions: &[String]) -> String {
-    let names: Vec<&str> = actions.iter().take(8).map(String::as_str).collect();
+fn known(what: &str, members: &[String]) -> String {
+    let names: Vec<&str> = members.iter().take(8).map(String::as_str).collect();
     match names.as_slice() {
-        [] => "a policy with actions; variables change actions and never add one".to_owned(),
-        names if names.len() < actions.len() => format!("one of {} …", names.join(", ")),
+        [] => format!("a policy with {what}s; variables change {what}s and never add one"),
+        names if names.len() < members.len() => format!("one of {} …", names.join(", ")),
         names => format!("one of {}", names.join(", ")),
     }
 }
 
-fn unknown(texts: &Texts, at: At, name: &str, actions: &[String]) -> Error {
+fn unknown(texts: &Texts, at: At, name: &str, root: &Table) -> Error {
     // With the right prefix, whatever the case and the number of underscores.
     let rest = name.get(FAMILY.len()..).unwrap_or_default().trim_start_matches('_');
     let upper = format!("{PREFIX}{}", rest.to_ascii_uppercase());
-    if upper.strip_prefix(PREFIX).is_some_and(|rest| rest.starts_with("OUTBOUND")) {
-        return Error::new(
-            texts,
-            at,
-            format!("{name} is not supported by this version"),
-            "no settings of [outbound] yet",
-        );
-    }
+    let members = NAMED.map(|named| (format!("{}.{}.", named.section, named.key), named.members(root)));
     let names: Vec<String> = settings::all()
-        .iter()
         .filter_map(|setting| setting.variable().map(|variable| (setting.path(), variable)))
-        .flat_map(|(path, variable)| {
-            if path.contains('*') {
-                actions.iter().take(100).map(|action| settings::variable(path, action)).collect()
-            } else {
-                vec![variable]
-            }
+        .flat_map(|(path, variable)| match members.iter().find(|(begin, _)| path.starts_with(begin)) {
+            Some((_, members)) => members.iter().take(50).map(|member| settings::variable(path, member)).collect(),
+            None => vec![variable],
         })
         .collect();
     // A name that only has other underscores is meant before any that is merely like it.

@@ -69,6 +69,15 @@ struct Excerpt {
 
 impl Error {
     pub(crate) fn new(texts: &Texts, at: At, message: impl Into<String>, expected: impl Into<String>) -> Self {
+        Self::told(texts, at, message.into(), expected.into(), None)
+    }
+
+    /// An error whose place may hold a secret: from there on, the line isn't shown.
+    pub(crate) fn hiding(texts: &Texts, at: At, message: impl Into<String>, expected: impl Into<String>) -> Self {
+        Self::told(texts, at, message.into(), expected.into(), Some(at.start()))
+    }
+
+    fn told(texts: &Texts, at: At, message: String, expected: String, hidden: Option<usize>) -> Self {
         let text = texts.get(at);
         let (start, end) = (at.start(), at.end());
         let begins = text.line_begins(start);
@@ -80,6 +89,9 @@ impl Error {
             TextKind::File => String::new(),
             TextKind::Variable => format!("{}=", text.name),
         };
+        let own = if text.secret { Some(0) } else { secret_begins(line) };
+        let own = own.or_else(|| secret_of_its_section(&text.body[..begins], line));
+        let hidden = hidden.map(|at| (at - begins).min(line.len())).into_iter().chain(own).min();
         let start = (start - begins).min(line.len());
         let end = end.saturating_sub(begins).clamp(start, line.len());
         let (place, number) = match text.kind {
@@ -90,10 +102,10 @@ impl Error {
         };
         Self(Box::new(Told {
             place,
-            message: message.into(),
-            expected: expected.into(),
+            message,
+            expected,
             help: Vec::new(),
-            excerpt: Excerpt::new(number, &prefix, line, start, end, text.secret),
+            excerpt: Excerpt::new(number, &prefix, line, start, end, hidden),
         }))
     }
 
@@ -132,8 +144,7 @@ impl Error {
 }
 
 impl Excerpt {
-    fn new(number: String, prefix: &str, line: &str, start: usize, end: usize, secret: bool) -> Self {
-        let hidden = if secret { Some(0) } else { secret_begins(line) };
+    fn new(number: String, prefix: &str, line: &str, start: usize, end: usize, hidden: Option<usize>) -> Self {
         // What follows a hidden value stays hidden too: where it ends is guesswork.
         let (line, start, end) = match hidden {
             Some(at) => (format!("{}{HIDDEN}", &line[..at]), start.min(at), end.min(at + HIDDEN.len())),
@@ -168,26 +179,68 @@ pub(crate) fn may_be_secret(line: &str) -> bool {
     secret_begins(line).is_some() || line.contains("://") && line.contains('@')
 }
 
+/// Settings that say where a secret is; what stands in its place may be the secret itself.
+pub(crate) const HOLDERS: [&str; 3] = ["token", "credentials", "secrets"];
+
 /// Where a value begins that may be a secret: after the `=` of a key that reads like one, unless the value only says
 /// where the secret is.
 fn secret_begins(line: &str) -> Option<usize> {
-    const SECRETS: [&str; 8] = ["token", "secret", "password", "passwd", "credential", "bearer", "api_key", "apikey"];
-    for (equals, _) in line.match_indices('=') {
-        let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
-        let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
-        let key = before.rsplit(|letter| !is_part(letter)).next().unwrap_or(before).to_ascii_lowercase();
-        // A setting's own name is no misspelling: `header` isn't `bearer`.
-        let is_setting = || settings::all().iter().any(|setting| setting.path().split('.').any(|name| name == key));
-        let is_misspelt = || similar(&key, SECRETS).is_some() && !is_setting();
-        let is_secret = SECRETS.iter().any(|word| key.contains(word)) || is_misspelt();
+    line.match_indices('=').find_map(|(equals, _)| {
         let value = &line[equals + 1..];
-        let bare = value.trim_start().trim_start_matches(['"', '\'', '[', ' ']);
-        let names_a_place = bare.starts_with("env:") || bare.starts_with("file:");
-        if is_secret && !names_a_place && !bare.trim().is_empty() {
-            return Some(equals + 1 + (value.len() - value.trim_start().len()));
-        }
+        let body = || {
+            is_named(line, equals, |key| key == "body") && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
+        };
+        let is_secret = is_named(line, equals, reads_secret) || body();
+        let begins = equals + 1 + (value.len() - value.trim_start().len());
+        (is_secret && !value.trim().is_empty() && !names_places(value)).then_some(begins)
+    })
+}
+
+/// Where a line may hold a secret that what stands above it says: an item of a list, or a key of a table of secrets.
+fn secret_of_its_section(above: &str, line: &str) -> Option<usize> {
+    const FAR: usize = 1100;
+    let begin = line.trim_start();
+    let mut before = above.lines().rev().take(FAR).map(str::trim);
+    if begin.starts_with(['"', '\'']) {
+        let opens = before.find(|line| !line.is_empty() && !line.starts_with(['"', '\'', '#', ']']))?;
+        let is_list = |equals: usize| is_named(opens, equals, reads_secret) && opens.ends_with(['[', ',']);
+        let is_secret = opens.match_indices('=').any(|(equals, _)| is_list(equals)) || opens.starts_with('[');
+        return (is_secret && !names_places(&format!("[{begin}"))).then_some(0);
     }
-    None
+    let equals = line.find('=').filter(|equals| !names_places(&line[equals + 1..]))?;
+    let header = before.find(|line| line.starts_with('['))?;
+    let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| name.trim() == "secrets");
+    of_secrets.then_some(equals + 1)
+}
+
+/// Whether the key before an equals sign is such a one.
+fn is_named(line: &str, equals: usize, is: impl FnOnce(&str) -> bool) -> bool {
+    let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
+    let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
+    is(&before.rsplit(|letter| !is_part(letter)).next().unwrap_or(before).to_ascii_lowercase())
+}
+
+fn reads_secret(key: &str) -> bool {
+    const SECRETS: [&str; 8] = ["token", "secret", "password", "passwd", "credential", "bearer", "api_key", "apikey"];
+    if HOLDERS.contains(&key) {
+        return true;
+    }
+    // A setting's own name is no misspelling: `header` isn't `bearer`.
+    let is_setting = || settings::all().any(|setting| setting.path().split('.').any(|name| name == key));
+    let alike = SECRETS.iter().any(|word| key.contains(word)) || similar(key, SECRETS).is_some();
+    alike && !is_setting()
+}
+
+/// Whether a value only says where secrets are.
+pub(crate) fn names_places(value: &str) -> bool {
+    let value = value.trim_start();
+    let (items, is_list) = match value.strip_prefix('[') {
+        Some(inside) => (inside.rsplit_once(']').map_or(inside, |(items, _)| items), true),
+        None => (value, false),
+    };
+    let mut items = items.split(',').map(|item| item.trim_matches(['"', '\'', ' ', '\t']));
+    let is_place = |item: &str| item.starts_with("env:") || item.starts_with("file:");
+    if is_list { items.all(|item| item.is_empty() || is_place(item)) } else { items.next().is_some_and(is_place) }
 }
 
 /// Hides what stands between `://` and `@`, and moves the marked range along.
@@ -332,7 +385,7 @@ mod tests {
         ] {
             for start in 0..=line.len() {
                 for end in start..=line.len() {
-                    let excerpt = Excerpt::new("1".into(), "", line, start, end, false);
+                    let excerpt = Excerpt::new("1".into(), "", line, start, end, secret_begins(line));
                     assert!(!excerpt.line.contains("hunter2"), "{}", excerpt.line);
                 }
             }
@@ -342,6 +395,16 @@ mod tests {
         assert_eq!(secret_begins("x = { header = 10, \"path\" = 1 }"), None);
         assert!(secret_begins("bearr = \"x\"").is_some());
         assert_eq!(secret_begins("listen = \"127.0.0.1:1\""), None);
+        assert_eq!(secret_begins("credential_limit = \"40 per 10s\""), None);
+        assert_eq!(secret_begins("credentials = [\"env:A\", 'file:/b'] # two"), None);
+        assert!(secret_begins("credentials = [\"env:A\", \"hunter2\"]").is_some());
+        assert!(secret_begins("credentials = [\"env:A[1]\", \"hunter2\"]").is_some());
+        assert!(secret_begins("body = '{\"apikey\":\"hunter2\"}'").is_some());
+        assert_eq!(secret_of_its_section("credentials = [ # two\n", "  \"env:A\","), None);
+        assert_eq!(secret_of_its_section("limit = [\n", "  \"5 per 60s\","), None);
+        assert_eq!(secret_of_its_section("credentials = [\n  \"env:A\",\n", "  \"hunter2\","), Some(0));
+        assert_eq!(secret_of_its_section("[a.secrets]\nx = \"env:A\"\n", "pin = \"hunter2\""), Some(5));
+        assert_eq!(secret_of_its_section("[a.secrets]\n", "pin = \"env:PIN\""), None);
         assert_eq!(quoted("redis://:hunter2@host"), "`redis://…@host`");
     }
 
@@ -349,7 +412,7 @@ mod tests {
     fn the_caret_follows_the_text() {
         let line = "url = \"redis://user:hunter2@host/0\" # x";
         let at = line.find("# x").unwrap();
-        let excerpt = Excerpt::new(String::new(), "", line, at, at + 3, false);
+        let excerpt = Excerpt::new(String::new(), "", line, at, at + 3, None);
         assert_eq!(excerpt.line.chars().skip(excerpt.indent.chars().count()).collect::<String>(), "# x");
     }
 
@@ -358,7 +421,7 @@ mod tests {
         fn any_line_is_shown_without_panic(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
             let boundaries: Vec<usize> = line.char_indices().map(|(at, _)| at).chain([line.len()]).collect();
             let (start, end) = (*start.get(&boundaries), *end.get(&boundaries));
-            let excerpt = Excerpt::new(String::new(), &prefix, &line, start.min(end), start.max(end), false);
+            let excerpt = Excerpt::new(String::new(), &prefix, &line, start.min(end), start.max(end), secret_begins(&line));
             prop_assert!(excerpt.line.chars().count() < 400);
         }
     }

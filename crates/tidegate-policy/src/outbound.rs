@@ -14,6 +14,13 @@ use crate::nearest::nearest;
 use crate::quantity::Quantity;
 use crate::secret::{Secret, TokenSource};
 
+mod hours;
+pub(crate) mod preset;
+mod words;
+
+pub use hours::Hours;
+pub use preset::PRESETS;
+
 /// `[outbound]`: the gateway to other people's APIs, and what is known of each.
 ///
 /// Its limits are a table of their own, apart from the [`Plan`](crate::Plan)'s: they are counted in a store of their
@@ -124,12 +131,12 @@ pub struct Provider {
     pub throttled_when: Option<BodyRule>,
     /// After how long without a reply a second request is sent beside the first. Never by default.
     pub hedge_after: Option<Duration>,
+    /// Whether it takes one call at a time, first come, first served: every call goes into the same lane.
+    pub sequential: bool,
     /// When background calls run; always if `None`.
     pub hours: Option<Hours>,
     /// What a call costs where a limit counts more than calls.
     pub cost: Option<CostRules>,
-    /// Whether one call runs at a time, in the order of arrival, whatever its lane.
-    pub sequential: bool,
     /// How the pace is found. Default as the limits say.
     pub pace: Pace,
     /// Everything that the machine needs, but for the keys, which depend on the seed: [`Provider::rules`] fills them in.
@@ -329,28 +336,6 @@ impl BodyRule {
     /// Replies of this status whose body contains all of this.
     pub fn new(status: u16, contains: Vec<(String, String)>) -> Self {
         Self { status, contains, spends_quota: false }
-    }
-}
-
-/// Hours of the day in a time zone.
-#[derive(Clone, Debug)]
-pub struct Hours {
-    pub(crate) text: String,
-    pub(crate) from: jiff::civil::Time,
-    pub(crate) to: jiff::civil::Time,
-    pub(crate) zone: jiff::tz::TimeZone,
-}
-
-impl Hours {
-    /// As it was written.
-    pub fn as_str(&self) -> &str {
-        &self.text
-    }
-
-    /// From when on it is one of these hours: `now` if it is one already.
-    pub fn next(&self, now: Time) -> Time {
-        let _ = (self.from, self.to, &self.zone);
-        now
     }
 }
 

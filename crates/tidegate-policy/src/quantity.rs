@@ -379,7 +379,7 @@ fn per_word(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityErr
     let next = cursor.word();
     match next.text {
         "in" => {
-            let zone = zone(cursor)?;
+            let zone = zone_name(cursor)?;
             Ok(Quantity::Quota { limit, unit, zone })
         }
         "burst" => Err(QuantityError::new(next.at, "a calendar quota has no burst", "a quota or a rate")
@@ -391,7 +391,8 @@ fn per_word(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityErr
     }
 }
 
-fn zone(cursor: &mut Cursor<'_>) -> Result<Option<String>, QuantityError> {
+/// The rest of a text as the name of a time zone; `None` for UTC.
+pub(crate) fn zone_name(cursor: &mut Cursor<'_>) -> Result<Option<String>, QuantityError> {
     const ZONE: &str = "a time zone from the IANA database, such as Europe/Paris";
     cursor.space();
     let begin = cursor.at;

@@ -49,18 +49,47 @@ impl fmt::Display for Secret {
 pub enum TokenSource {
     /// `env:NAME`: an environment variable.
     Env(String),
+    /// `env:NAME[2]`: an item of an environment variable that holds several, with commas between them.
+    EnvItem {
+        /// The variable.
+        name: String,
+        /// Which of its items, counted from 1.
+        index: usize,
+    },
     /// `file:PATH`: a file's content without surrounding white space.
     File(PathBuf),
 }
 
 impl TokenSource {
+    /// What stands behind `env:`: a variable's name, perhaps with the number of an item in brackets.
+    pub(crate) fn of_variable(text: &str) -> Option<Self> {
+        let (name, index) = match text.strip_suffix(']') {
+            Some(inside) => {
+                let (name, index) = inside.split_once('[')?;
+                let is_number = index.bytes().all(|byte| byte.is_ascii_digit());
+                (name, Some(index.parse().ok().filter(|index| is_number && *index > 0)?))
+            }
+            None => (text, None),
+        };
+        let fits = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        if !fits || name.is_empty() || name.starts_with(|first: char| first.is_ascii_digit()) {
+            return None;
+        }
+        let name = name.to_owned();
+        Some(index.map_or_else(|| Self::Env(name.clone()), |index| Self::EnvItem { name: name.clone(), index }))
+    }
+
     /// Fetches the secret; `env` looks an environment variable up.
     ///
     /// # Errors
-    /// The variable isn't set, the file can't be read or is over 64 KiB, or what was found is empty.
+    /// The variable isn't set or has fewer items, the file can't be read or is over 64 KiB, or what was found is empty.
     pub fn resolve(&self, env: impl FnOnce(&str) -> Option<String>) -> Result<Secret, TokenError> {
         let text = match self {
             Self::Env(name) => env(name).ok_or_else(|| TokenError::NotSet { name: name.clone() })?,
+            Self::EnvItem { name, index } => {
+                let list = env(name).ok_or_else(|| TokenError::NotSet { name: name.clone() })?;
+                list.split(',').nth(index - 1).unwrap_or_default().to_owned()
+            }
             Self::File(path) => {
                 let unreadable = |why: String| TokenError::Unreadable { path: path.clone(), why };
                 let size = std::fs::metadata(path).map_err(|error| unreadable(error.to_string()))?.len();
@@ -81,6 +110,7 @@ impl fmt::Display for TokenSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Env(name) => write!(f, "env:{name}"),
+            Self::EnvItem { name, index } => write!(f, "env:{name}[{index}]"),
             Self::File(path) => write!(f, "file:{}", path.display()),
         }
     }
@@ -136,6 +166,14 @@ mod tests {
         let source = TokenSource::Env("TOKEN".into());
         assert_eq!(source.resolve(|name| Some(format!(" {name}\n"))).unwrap().expose(), "TOKEN");
         assert_eq!(source.resolve(|_| None), Err(TokenError::NotSet { name: "TOKEN".into() }));
+        let item = TokenSource::of_variable("TOKENS[2]").unwrap();
+        assert_eq!(item.to_string(), "env:TOKENS[2]");
+        assert_eq!(item.resolve(|_| Some("a, b ,c".into())).unwrap().expose(), "b");
+        assert!(matches!(item.resolve(|_| Some("a".into())), Err(TokenError::Empty { .. })));
+        assert!(matches!(item.resolve(|_| None), Err(TokenError::NotSet { .. })));
+        for text in ["", "1A", "A B", "A[]", "A[0]", "A[+1]", "[1]", "A[1", "A]", "A[1]x"] {
+            assert_eq!(TokenSource::of_variable(text), None, "{text}");
+        }
         assert!(matches!(source.resolve(|_| Some(" ".into())), Err(TokenError::Empty { .. })));
         let missing = TokenSource::File("/nowhere/at/all".into());
         assert!(matches!(missing.resolve(|_| None), Err(TokenError::Unreadable { .. })));

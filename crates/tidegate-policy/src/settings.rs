@@ -3,10 +3,10 @@
 //! The environment beats the file, and the file beats the default. A variable's name is `TIDEGATE__` and the setting's
 //! path in capitals, joined by two underscores: `TIDEGATE__INBOUND__TIMEOUTS__CONNECT=2s`,
 //! `TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT=10 per 60s`. Values are written without quotes; lists with commas between
-//! their items or as in TOML. An action's name is found in any case, with `_` for what a variable's name can't hold;
-//! the environment changes actions and never adds one. An empty value counts as not set. Any other name that begins with
-//! `TIDEGATE_`, in any case, is an error rather than a setting that does nothing; only a variable that a `token` is taken
-//! from may have such a name.
+//! their items or as in TOML. An action's or a provider's name is found in any case, with `_` for what a variable's name
+//! can't hold; the environment changes actions and providers and never adds one. An empty value counts as not set. Any other name that begins with
+//! `TIDEGATE_`, in any case, is an error rather than a setting that does nothing; only a variable that a `token` or another
+//! secret is taken from may have such a name.
 //!
 //! Four plain names are honoured too; those that begin with `TIDEGATE__` win over them:
 //!
@@ -21,6 +21,8 @@
 //! and limits without a penalty stay as they are.
 
 use std::fmt::Write as _;
+
+mod outbound;
 
 /// How a setting's value is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +54,8 @@ const fn setting(path: &'static str, form: Form, default: &'static str, meaning:
 
 use Form::{Count, Flag, Tables, Text, Words};
 
-/// The table that the reader checks names against; `*` stands for an action's name, `#` for an item of a list.
+/// The table that the reader checks names against, but for [`outbound::SETTINGS`]; `*` stands for an action's name, `#`
+/// for an item of a list.
 static SETTINGS: &[Setting] = &[
     setting("store.url", Text, "memory", "where counts live; this version has memory"),
     setting("store.max_bytes", Text, "64MiB", "the most memory that counts may take"),
@@ -184,12 +187,12 @@ pub(crate) const PLAIN: [(&str, &str, &str); 4] = [
 pub(crate) const PREFIX: &str = "TIDEGATE__";
 
 impl Setting {
-    /// Its path in the file; `*` stands for an action's name, `#` for each item of a list.
+    /// Its path in the file; `*` stands for an action's or a provider's name, `#` for each item of a list.
     pub fn path(&self) -> &'static str {
         self.path
     }
 
-    /// Its environment variable, with `NAME` for an action's name; `None` inside lists, which a variable sets whole.
+    /// Its environment variable, with `NAME` for an action's or a provider's name; `None` inside lists, which a variable sets whole.
     pub fn variable(&self) -> Option<String> {
         let in_list = self.path.contains('#');
         (!in_list).then(|| variable(self.path, "NAME"))
@@ -206,21 +209,21 @@ impl Setting {
     }
 }
 
-/// The name of the variable for a setting of this action.
-pub(crate) fn variable(path: &str, action: &str) -> String {
-    let path = path.replace('*', &crate::environment::foldable(action));
+/// The name of the variable for a setting of this action or provider.
+pub(crate) fn variable(path: &str, member: &str) -> String {
+    let path = path.replace('*', &crate::environment::foldable(member));
     format!("{PREFIX}{}", path.to_ascii_uppercase().replace('.', "__"))
 }
 
 /// Every setting, section by section.
-pub fn all() -> &'static [Setting] {
-    SETTINGS
+pub fn all() -> impl Iterator<Item = &'static Setting> {
+    SETTINGS.iter().chain(outbound::SETTINGS)
 }
 
 /// The keys that a table may have, by the table's path; `""` for the whole file.
 pub(crate) fn keys_of(table: &str) -> Vec<&'static str> {
     let mut keys = Vec::new();
-    for setting in SETTINGS {
+    for setting in all() {
         let inside = if table.is_empty() {
             Some(setting.path)
         } else {
@@ -237,17 +240,17 @@ pub(crate) fn keys_of(table: &str) -> Vec<&'static str> {
 
 /// The setting of this path.
 pub(crate) fn find(path: &str) -> Option<&'static Setting> {
-    SETTINGS.iter().find(|setting| setting.path == path)
+    all().find(|setting| setting.path == path)
 }
 
 /// Every environment variable with its default and its meaning, as an `.env` file with all of them commented out.
 pub fn env_example() -> String {
     let mut text = String::from(
         "# Every environment variable that Tidegate reads, with its default. The environment beats the policy file.\n\
-         # NAME stands for the name of an action in the policy file, in capitals.\n\n",
+         # NAME stands for the name of an action or a provider in the policy file, in capitals.\n\n",
     );
     let plain = PLAIN.iter().map(|(name, default, meaning)| ((*name).to_owned(), *default, *meaning));
-    let rest = SETTINGS.iter().filter_map(|setting| Some((setting.variable()?, setting.default, setting.meaning)));
+    let rest = all().filter_map(|setting| Some((setting.variable()?, setting.default, setting.meaning)));
     for (name, default, meaning) in plain.chain(rest) {
         // Writing to a string can't fail.
         let _ = writeln!(text, "# {meaning}\n#{name}={default}");
@@ -261,7 +264,7 @@ mod tests {
 
     #[test]
     fn keys_come_from_the_table() {
-        assert_eq!(keys_of(""), ["store", "inbound", "api", "admin", "log"]);
+        assert_eq!(keys_of(""), ["store", "inbound", "api", "admin", "log", "outbound"]);
         assert_eq!(keys_of("api"), ["listen", "token", "forward_auth", "deny_status"]);
         assert_eq!(keys_of("inbound.action.*.match"), ["method", "path", "host"]);
     }

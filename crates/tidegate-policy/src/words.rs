@@ -61,6 +61,24 @@ pub(crate) fn bound(quantity: &Quantity) -> String {
     }
 }
 
+/// How long a throttled credential rests.
+pub(crate) fn cooldown(base: Span, cap: Span) -> String {
+    format!("rests for {} when it is throttled", waits(base, 2, cap))
+}
+
+/// Waits that grow: "1 s, 2 s … 30 s".
+pub(crate) fn waits(base: Span, factor: u32, cap: Span) -> String {
+    let second = base.times(factor.into());
+    let (first, last) = (in_words(base.min(cap)), in_words(cap));
+    if base >= cap || factor <= 1 {
+        first
+    } else if second >= cap {
+        format!("{first}, then {last}")
+    } else {
+        format!("{first}, {} … {last}", in_words(second))
+    }
+}
+
 fn cost(penalty: &Penalty, is_ban: bool) -> String {
     let (first, second, last) = (penalty.block(1), penalty.block(2), penalty.cap());
     let steps = penalty.last_strike();

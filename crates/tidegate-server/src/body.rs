@@ -22,7 +22,12 @@ pub(crate) enum Body {
     Full(Option<Bytes>),
     /// The upstream's.
     Stream(Box<Download>),
+    /// That of a reply to a call.
+    Reply(Box<Relay>),
 }
+
+/// Why a body broke off.
+pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Body {
     pub(crate) fn empty() -> Self {
@@ -33,6 +38,10 @@ impl Body {
         Self::Stream(Box::new(download))
     }
 
+    pub(crate) fn reply(relay: Relay) -> Self {
+        Self::Reply(Box::new(relay))
+    }
+
     pub(crate) fn full(bytes: Bytes) -> Self {
         Self::Full((!bytes.is_empty()).then_some(bytes))
     }
@@ -40,12 +49,13 @@ impl Body {
 
 impl http_body::Body for Body {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BoxError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match &mut *self {
             Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
-            Self::Stream(download) => download.poll_frame(cx),
+            Self::Stream(download) => download.poll_frame(cx).map_err(Into::into),
+            Self::Reply(relay) => relay.poll_frame(cx),
         }
     }
 
@@ -53,6 +63,7 @@ impl http_body::Body for Body {
         match self {
             Self::Full(bytes) => bytes.is_none(),
             Self::Stream(download) => download.inner.is_end_stream(),
+            Self::Reply(relay) => relay.inner.is_end_stream(),
         }
     }
 
@@ -60,7 +71,34 @@ impl http_body::Body for Body {
         match self {
             Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Self::Stream(download) => download.inner.size_hint(),
+            Self::Reply(relay) => relay.inner.size_hint(),
         }
+    }
+}
+
+/// The body of a provider's reply on its way to the client.
+pub(crate) struct Relay {
+    inner: Box<dyn http_body::Body<Data = Bytes, Error = BoxError> + Send + Unpin>,
+    watch: Arc<Watch>,
+}
+
+impl Relay {
+    pub(crate) fn new(
+        inner: impl http_body::Body<Data = Bytes, Error = BoxError> + Send + Unpin + 'static,
+        watch: Arc<Watch>,
+    ) -> Self {
+        watch.enter(if inner.is_end_stream() { Phase::Idle } else { Phase::Download });
+        Self { inner: Box::new(inner), watch }
+    }
+
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
+        match &polled {
+            Poll::Ready(Some(Ok(_))) if !self.inner.is_end_stream() => self.watch.touch(),
+            Poll::Ready(Some(Ok(_)) | None) => self.watch.enter(Phase::Idle),
+            Poll::Ready(Some(Err(_))) | Poll::Pending => {}
+        }
+        polled
     }
 }
 

@@ -35,6 +35,7 @@ mod answer;
 mod body;
 mod connection;
 mod framing;
+mod gateway;
 mod hop;
 mod listener;
 pub mod log;

@@ -181,6 +181,39 @@ impl Clock for ManualClock {
     }
 }
 
+/// Tokio's time, counted from a moment of your choice: a clock for tests of programs that wait, which stands still with
+/// tokio's own while that is paused.
+#[cfg(feature = "outbound")]
+#[derive(Clone, Copy, Debug)]
+pub struct TokioClock {
+    time: Time,
+    since: tokio::time::Instant,
+}
+
+#[cfg(feature = "outbound")]
+impl TokioClock {
+    /// A clock that reads `time` now.
+    #[expect(clippy::disallowed_methods, reason = "this is the clock")]
+    pub fn at(time: Time) -> Self {
+        Self { time, since: tokio::time::Instant::now() }
+    }
+}
+
+#[cfg(feature = "outbound")]
+impl Default for TokioClock {
+    /// Reads 2026-01-01 00:00:00 UTC now.
+    fn default() -> Self {
+        Self::at(Time::from_secs(1_767_225_600))
+    }
+}
+
+#[cfg(feature = "outbound")]
+impl Clock for TokioClock {
+    fn now(&self) -> Time {
+        self.time + Span::from_duration(self.since.elapsed())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -201,7 +201,6 @@ pub struct Happened {
 }
 
 /// A call that has its reply.
-#[derive(Debug)]
 pub struct Done<T, S: Store = Memory, C: Clock = SystemClock> {
     /// The reply to its last request.
     pub value: T,
@@ -209,6 +208,12 @@ pub struct Done<T, S: Store = Memory, C: Clock = SystemClock> {
     pub happened: Happened,
     /// To be kept until the reply has been read to its end.
     pub tail: Tail<S, C>,
+}
+
+impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for Done<T, S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Done").field("value", &self.value).field("happened", &self.happened).finish_non_exhaustive()
+    }
 }
 
 /// The end of a call whose reply is still being read; dropping it says that it has been, or that nobody reads on.

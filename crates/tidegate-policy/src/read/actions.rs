@@ -152,7 +152,7 @@ impl Reader<'_> {
             return None;
         }
         let name_is_fine = self.name(&entry.key, entry.key_at, "action");
-        self.action.clone_from(&entry.key);
+        self.member.clone_from(&entry.key);
         let name = &entry.key;
         let Some(table) = entry.node.as_table() else {
             let found = entry.node.described(self.texts);
@@ -392,7 +392,7 @@ impl Reader<'_> {
     }
 
     /// Names end up in headers, logs, variables and URLs.
-    fn name(&mut self, name: &str, at: At, what: &str) -> bool {
+    pub(super) fn name(&mut self, name: &str, at: At, what: &str) -> bool {
         let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
         let expected = "letters, digits, and single _ - . between them";
         let article = if what == "action" { "an" } else { "a" };

@@ -2,18 +2,27 @@
 
 mod actions;
 mod assemble;
+mod ceilings;
+mod failures;
 mod keys;
+mod lanes;
+mod login;
 mod matching;
+mod outbound;
 mod penalties;
+mod provider;
+mod replies;
 mod server;
+mod urls;
 mod values;
 
 use std::sync::Arc;
 
-use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, parse_file};
+use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
 use crate::environment::overlay;
 use crate::error::{Error, Errors};
 use crate::nearest::{nearest, similar};
+use crate::outbound::preset;
 use crate::policy::Policy;
 use crate::settings;
 
@@ -24,7 +33,8 @@ pub(crate) fn policy(name: &str, body: &[u8], env: Vec<(String, String)>) -> Res
     let mut errors = Vec::new();
     overlay(&mut texts, &mut errors, &mut root, env);
     let whole = texts.add(Text::new(TextKind::File, name, "", false));
-    let mut reader = Reader { texts: &texts, errors, action: "NAME".to_owned() };
+    let presets = root.get("outbound").map(|_| preset::document(&mut texts)).unwrap_or_default();
+    let mut reader = Reader { texts: &texts, errors, member: "NAME".to_owned(), presets };
     let read = reader.policy(&root, whole);
     match read {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
@@ -36,8 +46,10 @@ pub(crate) fn policy(name: &str, body: &[u8], env: Vec<(String, String)>) -> Res
 pub(crate) struct Reader<'t> {
     texts: &'t Texts,
     errors: Vec<Error>,
-    /// The action that is being read, for telling.
-    action: String,
+    /// The action or provider that is being read, for telling.
+    member: String,
+    /// The ready-made providers, by name.
+    presets: Table,
 }
 
 impl Reader<'_> {
@@ -48,7 +60,8 @@ impl Reader<'_> {
         let api = self.api(root);
         let admin = self.admin(root);
         let log = self.log(root);
-        self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref());
+        let outbound = self.outbound(root, whole);
+        self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
         let quirks = inbound.as_ref().map(|inbound| inbound.path_quirks).unwrap_or_default();
         let plan = self.plan(root, quirks, whole);
         let (mut api, plan) = (api?, plan?);
@@ -60,7 +73,7 @@ impl Reader<'_> {
             admin: admin?,
             log: log?,
             plan: Arc::new(plan),
-            outbound: None,
+            outbound: outbound?,
         })
     }
 
@@ -93,15 +106,10 @@ impl Reader<'_> {
     fn unknown_key(&self, entry: &Entry, path: &str, known: &[&'static str]) -> Error {
         let key = entry.key.as_str();
         let found = crate::error::quoted(key);
-        if path.is_empty() && key == "outbound" {
-            let message = "[outbound] is not supported by this version";
-            return Error::new(self.texts, entry.key_at, message, format!("only {}", bracketed(known)))
-                .help("remove it: a limit that isn't kept must not look as if it were");
-        }
         let message = if path.is_empty() {
             format!("unknown section {found}")
         } else {
-            format!("unknown key {found} in [{}]", path.replace('*', &self.action).replace(".#", ""))
+            format!("unknown key {found} in [{}]", path.replace('*', &self.member).replace(".#", ""))
         };
         let expected = match known {
             [only] => format!("only `{only}`"),
@@ -113,21 +121,19 @@ impl Reader<'_> {
         }
         // A key in the wrong section is the other usual slip.
         let homes: Vec<String> = settings::all()
-            .iter()
             .filter_map(|setting| {
                 setting.path().rsplit_once('.').filter(|(_, last)| *last == key).map(|(home, _)| home)
             })
-            .filter(|home| !home.contains('#') && *home != path)
+            .filter(|home| !home.contains('#') && *home != path && !are_opposite(home, path))
             .map(|home| format!("[{}]", home.replace('*', "NAME")))
             .collect();
-        let section_homes: Vec<String> = settings::keys_of("inbound")
+        let section_homes: Vec<String> = ["inbound", "outbound"]
             .into_iter()
-            .filter(|section| {
-                path.is_empty() && *section == key && settings::find(&format!("inbound.{section}")).is_none()
-            })
-            .map(|section| match section {
-                "action" => "[inbound.action.NAME]".to_owned(),
-                other => format!("[inbound.{other}]"),
+            .filter(|home| path.is_empty() && settings::keys_of(home).contains(&key))
+            .filter(|home| settings::find(&format!("{home}.{key}")).is_none())
+            .map(|home| match key {
+                "action" | "provider" => format!("[{home}.{key}.NAME]"),
+                other => format!("[{home}.{other}]"),
             })
             .collect();
         match (homes.as_slice(), section_homes.as_slice()) {
@@ -154,6 +160,40 @@ impl Reader<'_> {
         }
     }
 
+    /// The table under a key, which may have one of a few words in its place.
+    fn table_or<'n, T: Copy>(
+        &mut self,
+        parent: &'n Table,
+        key: &str,
+        path: &str,
+        words: &[(&'static str, T)],
+    ) -> Option<Said<'n, T>> {
+        let Some(node) = parent.node(key) else { return Some(Said::Nothing) };
+        match &node.value {
+            Value::Table(table) => {
+                self.check_keys(table, path);
+                Some(Said::Table(table))
+            }
+            Value::Text(_) => self.choice(node, key, words).map(Said::Word),
+            _ => {
+                let found = node.described(self.texts);
+                let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
+                self.wrong(node.at, format!("`{key}` is {found}"), format!("{}, or a table, {{ … }}", listed(&names)));
+                None
+            }
+        }
+    }
+
+    /// Reads a value if it is there.
+    fn if_said<T>(
+        &mut self,
+        table: &Table,
+        key: &str,
+        read: impl FnOnce(&mut Self, &Node) -> Option<T>,
+    ) -> Option<Option<T>> {
+        self.or_default(Some(table), key, None, |reader, node| read(reader, node).map(Some))
+    }
+
     /// Reads a value if it is there; the default if not. `None` if it is wrong.
     fn or_default<T>(
         &mut self,
@@ -169,6 +209,19 @@ impl Reader<'_> {
     }
 }
 
+/// Whether one path is of what comes in and the other of what goes out: who writes the one doesn't mean the other.
+fn are_opposite(left: &str, right: &str) -> bool {
+    let side = |path: &str| path.split('.').next().filter(|side| matches!(*side, "inbound" | "outbound")).map(str::len);
+    side(left).zip(side(right)).is_some_and(|(left, right)| left != right)
+}
+
+/// What stands where a table or a word may be.
+enum Said<'n, T> {
+    Nothing,
+    Word(T),
+    Table(&'n Table),
+}
+
 /// "`a`, `b` or `c`".
 fn listed(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
@@ -176,9 +229,4 @@ fn listed(names: &[&str]) -> String {
         Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
         _ => quoted.concat(),
     }
-}
-
-fn bracketed(names: &[&str]) -> String {
-    let sections: Vec<String> = names.iter().map(|name| format!("[{name}]")).collect();
-    sections.join(", ")
 }

@@ -8,6 +8,7 @@ use crate::document::{At, Node, Table, Value};
 use crate::error::{Error, quoted};
 use crate::forwarding::{ForwardedBy, Forwarding};
 use crate::nearest::nearest;
+use crate::outbound::Outbound;
 use crate::path::PathQuirks;
 use crate::secret::TokenSource;
 use crate::sections::{
@@ -219,7 +220,7 @@ impl Reader<'_> {
     }
 
     /// A listener that may be off, and that needs a token beyond loopback.
-    fn guarded(
+    pub(super) fn guarded(
         &mut self,
         table: Option<&Table>,
         default: Option<SocketAddr>,
@@ -272,7 +273,9 @@ impl Reader<'_> {
         inbound: Option<&Inbound>,
         api: Option<&Api>,
         admin: Option<&Admin>,
+        outbound: Option<&Option<Outbound>>,
     ) {
+        let outbound = outbound.and_then(Option::as_ref);
         let place =
             |section: &str, key: &str| root.table(section).and_then(|table| table.node(key)).map(|node| node.at);
         let gate = inbound.filter(|inbound| inbound.upstream.is_some());
@@ -280,6 +283,7 @@ impl Reader<'_> {
             ("inbound", gate.map(|inbound| inbound.listen)),
             ("api", api.and_then(|api| api.listen)),
             ("admin", admin.and_then(|admin| admin.listen)),
+            ("outbound", outbound.and_then(|outbound| outbound.listen)),
         ];
         for (index, (name, address)) in listeners.iter().enumerate() {
             for (other, taken) in &listeners[..index] {
@@ -299,11 +303,22 @@ impl Reader<'_> {
             && let Some(upstream) = &inbound.upstream
             && let Some(at) = place("inbound", "upstream")
         {
-            let host = if upstream.host() == "localhost" { "127.0.0.1" } else { upstream.host() };
-            let to = host.parse().map(|ip| SocketAddr::new(ip, upstream.port()));
-            if to.is_ok_and(|to| clash(to, inbound.listen)) {
+            if reaches(upstream.host(), upstream.port(), inbound.listen) {
                 let message = format!("the upstream {upstream} is the gate's own address");
                 self.wrong(at, message, "the address of the server behind the gate");
+            }
+        }
+        let Some(Outbound { listen: Some(listen), providers, .. }) = outbound else { return };
+        for provider in providers {
+            let Some(url) = &provider.base_url else { continue };
+            let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 });
+            let section = root.table("outbound").and_then(|table| table.table("provider"));
+            let at = section.and_then(|table| table.table(&provider.name)).and_then(|table| table.node("base_url"));
+            if let Some(node) = at
+                && reaches(url.authority.host().trim_matches(['[', ']']), port, *listen)
+            {
+                let message = format!("`base_url` is the address that [outbound] listens on, {listen}");
+                self.wrong(node.at, message, "the root of somebody's API: the gateway would call itself");
             }
         }
     }
@@ -312,6 +327,12 @@ impl Reader<'_> {
 /// Whether a listener is turned off.
 fn is_off(listen: &Node) -> bool {
     matches!(&listen.value, Value::Text(text) if text == "off")
+}
+
+/// Whether a host and port are a listener's own, as far as can be told without looking names up.
+fn reaches(host: &str, port: u16, listen: SocketAddr) -> bool {
+    let host = if host == "localhost" { "127.0.0.1" } else { host };
+    host.parse().is_ok_and(|ip| clash(SocketAddr::new(ip, port), listen))
 }
 
 /// Whether two listeners can't both have their address. Port 0 is a free one each time.

@@ -13,11 +13,12 @@ use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::quantity::{Quantity, QuantityError};
 use crate::secret::TokenSource;
-use crate::sections::Upstream;
 use crate::units::{parse_bytes, parse_duration};
 
 /// The longest list of strings.
 const MAX_LIST: usize = 10_000;
+/// The most JSON pointers in a list.
+const MAX_POINTERS: usize = 16;
 /// The longest timeout: ten years.
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 
@@ -79,8 +80,57 @@ impl Reader<'_> {
         }
     }
 
+    /// A share in thousandths, from a number such as 0.2 or a text such as "20%".
+    pub(super) fn share(&mut self, node: &Node, key: &str, least: u16) -> Option<u16> {
+        let expected = if least == 0 { "a share from 0 to 1" } else { "a share from 0.001 to 1" };
+        let expected = format!("{expected} in thousandths, such as 0.2 or \"20%\"");
+        let text = match &node.value {
+            Value::Text(text) => text.trim(),
+            Value::Integer(_) | Value::Float => self.texts.raw(node.at),
+            _ => self.text(node, key, &expected)?,
+        };
+        let (number, whole) = text.strip_suffix('%').map_or((text, 1000.0), |number| (number.trim_end(), 10.0));
+        let digits = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        let thousandths = number.parse::<f64>().ok().filter(|_| digits).map(|number| number * whole);
+        let fits = thousandths.filter(|found| (found - found.round()).abs() < 1e-6 && *found <= 1000.0);
+        let share = fits.map(|found| found.round() as u16).filter(|share| *share >= least);
+        if share.is_none() {
+            self.wrong(node.at, format!("`{key}` is {}", quoted(text)), expected);
+        }
+        share
+    }
+
+    /// JSON pointers (RFC 6901).
+    pub(super) fn pointers(&mut self, node: &Node, key: &str) -> Option<Vec<String>> {
+        const EXPECTED: &str = "a JSON pointer such as \"/usage/total_tokens\"";
+        let words = self.words(node, key, EXPECTED)?;
+        if words.len() > MAX_POINTERS {
+            self.wrong(node.at, format!("`{key}` has {} items", words.len()), format!("at most {MAX_POINTERS}"));
+            return None;
+        }
+        let pointers: Vec<Option<String>> =
+            words.into_iter().map(|(text, item)| self.pointer(text, item.at, key)).collect();
+        pointers.into_iter().collect()
+    }
+
+    pub(super) fn pointer(&mut self, text: &str, at: At, key: &str) -> Option<String> {
+        if text.starts_with('/') && !text.contains(char::is_control) {
+            return Some(text.to_owned());
+        }
+        let error = Error::new(
+            self.texts,
+            at,
+            format!("`{key}`: {} is no JSON pointer", quoted(text)),
+            "a JSON pointer such as \"/usage/total_tokens\"",
+        );
+        let path = format!("/{}", text.trim_start_matches("$.").trim_start_matches('.').replace('.', "/"));
+        let is_dotted = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.$".contains(&byte));
+        self.push(error.hint(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty())));
+        None
+    }
+
     /// Tells what is wrong inside a string.
-    fn inside(&mut self, node: &Node, text: &str, key: &str, error: &QuantityError) {
+    pub(super) fn inside(&mut self, node: &Node, text: &str, key: &str, error: &QuantityError) {
         let at = self.texts.inside(node, text, error.at());
         let made = Error::new(self.texts, at, format!("`{key}`: {}", error.message()), error.expected());
         self.push(match error.help_text() {
@@ -262,107 +312,34 @@ impl Reader<'_> {
         None
     }
 
-    /// Where a token is. The token itself is never told, nor is what was found in its place.
+    /// Where a secret is. The secret itself is never told, nor is what was found in its place.
     pub(super) fn token(&mut self, node: &Node, key: &str) -> Option<TokenSource> {
         const EXPECTED: &str = "where the token is: \"env:NAME\" or \"file:PATH\"";
         let Value::Text(text) = &node.value else {
-            self.wrong(node.at, format!("`{key}` is no string"), EXPECTED);
+            self.push(Error::hiding(self.texts, node.at, format!("`{key}` is no string"), EXPECTED));
             return None;
         };
         if let Some(name) = text.strip_prefix("env:") {
-            let fits = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-            if fits && !name.is_empty() && !name.starts_with(|first: char| first.is_ascii_digit()) {
-                return Some(TokenSource::Env(name.to_owned()));
+            if let Some(source) = TokenSource::of_variable(name) {
+                return Some(source);
             }
-            self.wrong(node.at, format!("`{key}` names no environment variable"), "a name such as \"env:API_TOKEN\"");
+            let message = format!("`{key}` names no environment variable");
+            self.push(Error::hiding(self.texts, node.at, message, "a name such as \"env:API_TOKEN\""));
             return None;
         }
         if let Some(path) = text.strip_prefix("file:") {
             if !path.is_empty() && !path.contains('\0') {
                 return Some(TokenSource::File(path.into()));
             }
-            self.wrong(node.at, format!("`{key}` names no file"), "a path such as \"file:/run/secrets/api_token\"");
+            let expected = "a path such as \"file:/run/secrets/api_token\"";
+            self.wrong(node.at, format!("`{key}` names no file"), expected);
             return None;
         }
-        let message = format!("`{key}` holds something else than a place; a token itself doesn't belong in a policy");
-        let error = Error::new(self.texts, node.at, message, EXPECTED);
-        self.push(error.help("put the token into an environment variable and write its name: \"env:API_TOKEN\""));
+        let message = format!("`{key}` holds something else than a place; a secret itself doesn't belong in a policy");
+        let error = Error::hiding(self.texts, node.at, message, EXPECTED);
+        self.push(error.help("put the secret into an environment variable and write its name: \"env:API_TOKEN\""));
         None
     }
-
-    /// The server behind the gate.
-    pub(super) fn upstream(&mut self, node: &Node, key: &str) -> Option<Upstream> {
-        const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
-        let text = self.text(node, key, EXPECTED)?;
-        let error = |message: String| Error::new(self.texts, node.at, message, EXPECTED);
-        let error = match split_upstream(text) {
-            Ok(upstream) => return Some(upstream),
-            Err(UpstreamError::Scheme(None)) => error(format!("`{key}` is {}, which has no scheme", quoted(text)))
-                .hint(Some(&format!("http://{text}")).filter(|_| text.contains([':', '.'])).map(String::as_str)),
-            Err(UpstreamError::Scheme(Some("https"))) => error(format!(
-                "`{key}`: https to the upstream is not supported by this version"
-            ))
-            .help("use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it"),
-            Err(UpstreamError::Scheme(Some(other))) => error(format!("`{key}` has the scheme {}", quoted(other))),
-            Err(UpstreamError::User) => {
-                error(format!("`{key}` has a user name or password in it; the gate passes on what clients send"))
-            }
-            Err(UpstreamError::Path(rest)) => error(format!("`{key}` has the path {} in it", quoted(rest)))
-                .help("requests are passed on with the path they came with"),
-            Err(UpstreamError::Host) => error(format!("`{key}` is {}, which has no valid host", quoted(text))),
-            Err(UpstreamError::Port(port)) => {
-                error(format!("`{key}` has the port {}", quoted(port))).help("a port is a number from 1 to 65535")
-            }
-        };
-        self.push(error);
-        None
-    }
-}
-
-enum UpstreamError<'t> {
-    Scheme(Option<&'t str>),
-    User,
-    Path(&'t str),
-    Host,
-    Port(&'t str),
-}
-
-fn split_upstream(text: &str) -> Result<Upstream, UpstreamError<'_>> {
-    let (scheme, rest) = text.split_once("://").ok_or(UpstreamError::Scheme(None))?;
-    if !scheme.eq_ignore_ascii_case("http") {
-        return Err(UpstreamError::Scheme(Some(scheme)));
-    }
-    let (authority, path) = rest.find(['/', '?', '#']).map_or((rest, ""), |at| rest.split_at(at));
-    if authority.contains('@') {
-        return Err(UpstreamError::User);
-    }
-    if !matches!(path, "" | "/") {
-        return Err(UpstreamError::Path(path));
-    }
-    let (host, port) = match authority.strip_prefix('[') {
-        Some(inside) => {
-            let (host, after) = inside.split_once(']').ok_or(UpstreamError::Host)?;
-            host.parse::<std::net::Ipv6Addr>().map_err(|_| UpstreamError::Host)?;
-            match after.strip_prefix(':') {
-                Some(port) => (host, Some(port)),
-                None if after.is_empty() => (host, None),
-                None => return Err(UpstreamError::Host),
-            }
-        }
-        None => {
-            let (host, port) = authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port)));
-            let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
-            if host.is_empty() || host.len() > 253 || !host.bytes().all(fits) {
-                return Err(UpstreamError::Host);
-            }
-            (host, port)
-        }
-    };
-    let number = match port {
-        Some(port) => port.parse().ok().filter(|port| *port > 0).ok_or(UpstreamError::Port(port))?,
-        None => 80,
-    };
-    Ok(Upstream { host: host.to_ascii_lowercase(), port: number, explicit_port: port.is_some() })
 }
 
 /// A number of bytes in the largest unit that divides it.

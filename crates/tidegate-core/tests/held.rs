@@ -1,0 +1,269 @@
+//! Calls that arrive while their provider is known to be out of reach until after their deadline.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::sync::Arc;
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Next, Reply, Rules, Step};
+use tidegate_core::lanes::Turn;
+use tidegate_core::quota::Every;
+use tidegate_core::{
+    Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key, Kind, Lane, LanesSpec, Limit, LimitId,
+    Limits, Op, Outcomes, Pool, Quota, Retry, Span, Time, Verb, Window,
+};
+use tidegate_testkit::desk::{Desk as Store, at, id};
+
+const DAY: Span = Span::from_secs(86_400);
+const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
+
+/// Which of a provider's calls the limit counts.
+#[derive(Clone, Copy)]
+enum Of {
+    All,
+    Background,
+    Credential,
+}
+
+/// A provider with one limit and a cool-down.
+struct Provider {
+    rules: Rules,
+    limits: Arc<Limits>,
+    store: Store,
+    desk: Desk,
+    rng: SmallRng,
+}
+
+impl Provider {
+    fn new(kind: Kind, of: Of, measure: Measure, credentials: u64) -> Self {
+        let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
+        let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap());
+        let ceilings = || [Ceiling { limit: LimitId::FIRST, measure }].into();
+        let mut rules = Rules {
+            ceilings: Box::default(),
+            lane_ceilings: Default::default(),
+            credential_ceilings: Box::default(),
+            cooldown: id(1),
+            key: SHARED,
+            credential_keys: (2..2 + credentials).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
+            renews: false,
+            lead: Span::from_millis(500),
+            jitter: Span::ZERO,
+            lanes: LanesSpec::default(),
+            lane_rules: [LaneRules { timeout: DAY.times(30), retry: Retry::default() }; 3],
+            budget: BudgetSpec::default(),
+        };
+        match of {
+            Of::All => rules.ceilings = ceilings(),
+            Of::Background => rules.lane_ceilings[Lane::Background as usize] = ceilings(),
+            Of::Credential => rules.credential_ceilings = ceilings(),
+        }
+        let pool = Pool::new(Balance::RoundRobin, credentials as usize).unwrap();
+        let breaker = Breaker::new(BreakerSpec::default()).unwrap();
+        Self {
+            desk: Desk::new(&rules, pool, breaker, None),
+            rules,
+            store: Store::over(Arc::clone(&limits)),
+            limits,
+            rng: SmallRng::seed_from_u64(7),
+        }
+    }
+
+    /// A call that arrives, and what it is told: `None` if it queues.
+    fn arrive(&mut self, lane: Lane, cost: u64, timeout: Span, now: Time) -> (Call, Option<Failure>) {
+        let mut call = Call::new(&self.rules, lane, cost, Some(now + timeout), now);
+        match call.start(&mut self.desk, now).step {
+            Step::Queue => (call, None),
+            Step::Finish(Err(failure)) => (call, Some(failure)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// What a call of a user would meet, that goes away at once if it queues.
+    fn meets(&mut self, cost: u64, timeout: Span, now: Time) -> Option<Failure> {
+        let (mut call, failure) = self.arrive(Lane::User, cost, timeout, now);
+        call.abandoned(&self.rules, &mut self.desk, now, &mut self.rng);
+        failure
+    }
+
+    fn ask(&self, batch: &Batch, now: Time) -> Outcomes {
+        self.store.ask(batch, now).1
+    }
+
+    /// The lanes' next call has its turn, up to its next step but for asking.
+    fn turn(&mut self, call: &mut Call, now: Time) -> Step {
+        let Turn::Ask(ticket) = self.desk.lanes.poll(now) else { panic!("nobody's turn") };
+        assert_eq!(call.ticket(), Some(ticket));
+        let mut next = call.turn(&self.rules, &mut self.desk, now, &mut self.rng);
+        while let Step::Ask(batch) = &next.step {
+            let answer = (batch, &self.ask(batch, now));
+            next = call.decided(&self.rules, &self.limits, &mut self.desk, answer, now, &mut self.rng);
+        }
+        next.step
+    }
+
+    /// A call goes through, and is answered like this at once.
+    fn call(&mut self, cost: u64, class: Class, retry_after: Option<Span>, now: Time) -> Step {
+        let (mut call, failure) = self.arrive(Lane::User, cost, DAY, now);
+        assert_eq!(failure, None);
+        let sent = self.turn(&mut call, now);
+        assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
+        let reply =
+            Reply { class, repeatable: false, unreplayable: None, retry_after, spent_until: None, streams: false };
+        let Next { tell, step } = call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
+        if let Some(batch) = tell {
+            self.ask(&batch, now);
+        }
+        step
+    }
+
+    /// A call of long patience takes its turn and is told to wait.
+    fn patient(&mut self, lane: Lane, cost: u64, now: Time) -> Call {
+        let (mut call, failure) = self.arrive(lane, cost, DAY.times(9), now);
+        assert_eq!(failure, None);
+        assert!(matches!(self.turn(&mut call, now), Step::Queue));
+        call
+    }
+}
+
+fn quota(limit: u64) -> Kind {
+    Kind::Quota(Quota::new(limit, Arc::new(Every(DAY))).unwrap())
+}
+
+fn midnight(now: Time) -> Time {
+    Time::from_micros(now.as_micros().next_multiple_of(DAY.as_micros()))
+}
+
+#[test]
+fn a_spent_quota_is_told_to_who_arrives_and_not_after_its_period() {
+    let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
+    for _ in 0..2 {
+        provider.call(1, Class::Success, None, at(0));
+    }
+    assert_eq!(provider.meets(1, DAY.times(2), at(1)), None, "nobody has been told yet");
+    let _head = provider.patient(Lane::User, 1, at(1));
+    let resets_at = midnight(at(0));
+    let spent = Some(Failure::QuotaSpent { limit: id(0), resets_at });
+    assert_eq!(provider.meets(1, resets_at.since(at(2)), at(2)), spent, "its deadline is midnight");
+    assert_eq!(provider.meets(1, resets_at.since(at(2)) + Span::from_micros(1), at(2)), None);
+    assert_eq!(provider.desk.lanes.waiting(Lane::User), 1, "who can't succeed doesn't queue");
+    // The head is told just that at its turn.
+    let (mut next, failure) = provider.arrive(Lane::Webhook, 1, Span::from_secs(10), at(3));
+    assert_eq!(failure, None, "a more urgent one may have reserves");
+    assert!(matches!(provider.turn(&mut next, at(3)), Step::Finish(Err(failure)) if Some(failure) == spent));
+    assert_eq!(provider.meets(1, Span::from_secs(10), resets_at), None);
+}
+
+/// A hold that has ended makes nobody fail who would succeed.
+#[test]
+fn what_is_given_back_lets_calls_in_again() {
+    let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
+    for _ in 0..2 {
+        provider.call(1, Class::Success, None, at(0));
+    }
+    let mut head = provider.patient(Lane::User, 1, at(1));
+    assert!(provider.meets(1, Span::from_secs(9), at(2)).is_some());
+    let mut reset = Batch::new(0);
+    reset.push(Op::new(id(0), Verb::Reset, SHARED, 1)).unwrap();
+    provider.ask(&reset, at(3));
+    provider.desk.lanes.poke();
+    let (mut late, failure) = provider.arrive(Lane::User, 1, Span::from_secs(9), at(3));
+    assert_eq!(failure, None);
+    assert!(matches!(provider.turn(&mut head, at(3)), Step::Send { .. }));
+    assert!(matches!(provider.turn(&mut late, at(3)), Step::Send { .. }));
+}
+
+#[test]
+fn a_lanes_own_quota_holds_that_lane_alone() {
+    let mut provider = Provider::new(quota(0), Of::Background, Measure::Calls, 1);
+    // For good, so its turn tells it, and nobody is held.
+    let (mut call, _) = provider.arrive(Lane::Background, 1, DAY, at(0));
+    assert!(matches!(provider.turn(&mut call, at(0)), Step::Finish(Err(Failure::QuotaSpent { .. }))));
+    let mut provider = Provider::new(quota(1), Of::Background, Measure::Calls, 1);
+    let (mut first, _) = provider.arrive(Lane::Background, 1, DAY, at(0));
+    assert!(matches!(provider.turn(&mut first, at(0)), Step::Send { .. }));
+    let _waits = provider.patient(Lane::Background, 1, at(1));
+    let (_, failure) = provider.arrive(Lane::Background, 1, Span::from_secs(60), at(2));
+    assert_eq!(failure, Some(Failure::QuotaSpent { limit: id(0), resets_at: midnight(at(0)) }));
+    assert_eq!(provider.meets(1, Span::from_secs(60), at(2)), None);
+}
+
+/// A reply may bring a window's slot forward, and a call may turn out to cost less than was reserved: who waits for
+/// these may be granted earlier than was told.
+#[test]
+fn what_may_come_earlier_holds_nobody_off() {
+    let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
+    for (kind, measure) in [(Kind::Window(window), Measure::Calls), (quota(5), Measure::Cost)] {
+        let mut provider = Provider::new(kind, Of::All, measure, 1);
+        let (mut first, _) = provider.arrive(Lane::User, 5, DAY, at(0));
+        assert!(matches!(provider.turn(&mut first, at(0)), Step::Send { .. }));
+        let _head = provider.patient(Lane::User, 5, at(0));
+        assert_eq!(provider.meets(5, Span::from_secs(60), at(1)), None);
+    }
+}
+
+#[test]
+fn a_closing_that_was_asked_for_is_told_to_who_arrives() {
+    let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
+    let asked = Some(Span::from_secs(600));
+    provider.call(1, Class::Throttled, asked, at(0));
+    let cooling = Some(Failure::Cooling { earliest: at(600_000) });
+    assert_eq!(provider.meets(1, Span::from_secs(600), at(0)), cooling);
+    assert_eq!(provider.meets(1, Span::from_secs(600), at(1)), None, "it opens before the deadline");
+    assert_eq!(provider.meets(1, Span::from_secs(1), at(599_000)), cooling);
+    assert_eq!(provider.meets(1, Span::from_secs(1), at(600_000)), None);
+
+    let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 2);
+    provider.call(1, Class::Throttled, asked, at(0));
+    assert_eq!(provider.meets(1, Span::from_secs(1), at(1)), None, "another credential is good");
+    provider.call(1, Class::Throttled, Some(Span::from_secs(300)), at(1));
+    assert_eq!(provider.meets(1, Span::from_secs(1), at(2)), Some(Failure::Cooling { earliest: at(300_001) }));
+}
+
+/// Another process closed the gate: the store tells the first who asks.
+#[test]
+fn a_closing_that_the_store_knows_of_is_told_to_who_arrives() {
+    let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
+    let throttle = |provider: &Provider, generation, wait: Span, now| {
+        let mut batch = Batch::new(0);
+        let key = provider.rules.credential_keys[0];
+        batch.push(Op::new(id(1), Verb::Throttle { generation }, key, wait.as_micros())).unwrap();
+        provider.ask(&batch, now);
+    };
+    throttle(&provider, 0, Span::from_secs(30), at(0));
+    let _head = provider.patient(Lane::User, 1, at(0));
+    assert_eq!(provider.meets(1, Span::from_secs(10), at(1)), Some(Failure::Cooling { earliest: at(30_000) }));
+
+    // A slot after the closing goes with a success, so who can't wait for it queues all the same.
+    let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
+    throttle(&provider, 0, Span::from_secs(30), at(0));
+    let (mut first, _) = provider.arrive(Lane::User, 1, DAY, at(30_000));
+    assert!(matches!(provider.turn(&mut first, at(30_000)), Step::Send { .. }));
+    let _head = provider.patient(Lane::User, 1, at(30_000));
+    assert_eq!(provider.meets(1, Span::from_millis(50), at(30_000)), None);
+}
+
+#[test]
+fn a_spent_quota_of_each_credential_is_told_as_cooling() {
+    let mut provider = Provider::new(quota(1), Of::Credential, Measure::Calls, 2);
+    for _ in 0..2 {
+        provider.call(1, Class::Success, None, at(0));
+    }
+    let _head = provider.patient(Lane::User, 1, at(1));
+    assert_eq!(provider.meets(1, Span::from_secs(10), at(2)), Some(Failure::Cooling { earliest: midnight(at(0)) }));
+}
+
+/// Where a shared limit and the credential refuse, the wait is the shared limit's: another credential may be good then.
+#[test]
+fn a_credentials_closing_lengthens_no_wait_for_a_shared_limit() {
+    let window = Window::new(1, Span::from_secs(1), 1).unwrap();
+    let mut provider = Provider::new(Kind::Window(window), Of::All, Measure::Calls, 2);
+    let mut elsewhere = Batch::new(0);
+    let key = provider.rules.credential_keys[0];
+    elsewhere.push(Op::new(id(0), Verb::Take, SHARED, 1)).unwrap();
+    elsewhere.push(Op::new(id(1), Verb::Throttle { generation: 0 }, key, 600_000_000)).unwrap();
+    provider.ask(&elsewhere, at(0));
+    let mut call = provider.patient(Lane::User, 1, at(0));
+    assert_eq!(provider.desk.lanes.poll(at(0)), Turn::Sleep(at(1_000)));
+    assert!(matches!(provider.turn(&mut call, at(1_000)), Step::Send { credential: 1 }));
+}

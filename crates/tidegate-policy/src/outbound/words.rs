@@ -1,0 +1,1 @@
+//! Providers in words, with the true bound of every limit.

@@ -1,0 +1,280 @@
+//! A provider's limits, and the rules that the machine runs by them.
+
+use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
+use tidegate_core::{Cooldown, Key, Kind, Lane, LanesSpec, Limit, LimitError, LimitId, MAX_OPS, Span, Window};
+
+use super::Reader;
+use super::provider::Section;
+use crate::document::{At, Node};
+use crate::error::{Error, quoted};
+use crate::outbound::{CostRules, Hours, OutboundLimit};
+use crate::quantity::Quantity;
+use crate::words;
+
+/// A lane that waits goes before more urgent ones once in a window, but no more often than once in so many calls: with a
+/// limit of one a window, urgency would count for nothing otherwise.
+const TURNS: u64 = 3;
+/// How many calls a window remembers exactly. A provider counts exactly, and there are few keys.
+const WINDOW_ENTRIES: u64 = 4096;
+/// The closest that callers are released after a cool-down.
+const LEAST_STAGGER: Span = Span::from_millis(1);
+/// What a rate's calls are spaced further apart by, as a share of their spacing: in percent, and at most.
+///
+/// A provider that counts by a rate counts arrivals. Of two calls that start one spacing apart, the second arrives
+/// sooner than that after the first if it is quicker on its way, and is refused by a provider that allows no burst. The
+/// share costs as much of the rate; that many milliseconds cover what a connection that is already open usually varies
+/// by.
+const TRANSIT_JITTER: (u64, Span) = (3, Span::from_millis(20));
+
+/// A limit as it is written.
+pub(super) struct Written {
+    quantity: Quantity,
+    at: At,
+    measure: Measure,
+}
+
+/// The limits of all providers as they are collected, each with what is known of it.
+#[derive(Default)]
+pub(super) struct Collected {
+    pub(super) limits: Vec<Limit>,
+    pub(super) infos: Vec<OutboundLimit>,
+}
+
+impl Collected {
+    fn add(&mut self, name: String, kind: Kind, quantity: Option<Quantity>, words: String) -> Option<LimitId> {
+        let id = LimitId::from_index(self.limits.len())?;
+        self.limits.push(Limit::new(kind));
+        self.infos.push(OutboundLimit { name, quantity, words });
+        Some(id)
+    }
+
+    /// Whether calls under these rules are counted by a calendar.
+    pub(super) fn has_quota(&self, rules: &Rules) -> bool {
+        let ceilings = rules.ceilings.iter().chain(&rules.credential_ceilings);
+        ceilings.into_iter().any(|ceiling| matches!(self.limits[ceiling.limit.index()].kind(), Kind::Quota(_)))
+    }
+}
+
+impl Reader<'_> {
+    /// The rules of a provider, with keys that are still to be made, and background's hours.
+    pub(super) fn rules(
+        &mut self,
+        section: &Section<'_>,
+        collected: &mut Collected,
+        credentials: usize,
+        renews: bool,
+        sequential: bool,
+        cost: Option<&Option<CostRules>>,
+    ) -> Option<(Rules, Option<Hours>)> {
+        let table = &section.table;
+        let own = self.limits_of(section, "limit", Measure::Calls);
+        let own_cost = self.limits_of(section, "cost_limit", Measure::Cost);
+        let of_credential = self.limits_of(section, "credential_limit", Measure::Calls);
+        let of_credential_cost = self.limits_of(section, "credential_cost_limit", Measure::Cost);
+        let lanes = self.lanes(section, sequential);
+        let timeout = self.or_default(Some(table), "timeout", None, |reader, node| reader.call_timeout(node).map(Some));
+        let retry = self.retry(table, section.preset.is_some());
+        let budget = self.budget(table);
+        let cooldown = self.cooldown(table);
+        let (own, own_cost) = (own?, own_cost?);
+        let (of_credential, of_credential_cost) = (of_credential?, of_credential_cost?);
+        let (lanes, timeout, retry) = (lanes?, timeout?, retry?);
+        let measured = [&own_cost, &of_credential_cost];
+        self.costs_fit(section, measured.into_iter().flatten(), cost?)?;
+
+        let most = own.iter().filter_map(|written| match written.quantity {
+            Quantity::InFlight { limit } => u32::try_from(limit).ok(),
+            _ => None,
+        });
+        let max_in_flight = most.chain(sequential.then_some(1)).min().unwrap_or(u32::MAX);
+        let all = || own.iter().chain(&of_credential);
+        let paced = all().filter_map(|written| spacing(&written.quantity));
+        let stagger = paced.max().map_or(Cooldown::default().stagger, |spacing| spacing.max(LEAST_STAGGER));
+        let rates = all().filter(|written| matches!(written.quantity, Quantity::Rate { .. }));
+        let jitter = rates.filter_map(|written| spacing(&written.quantity)).min().map_or(Span::ZERO, transit_jitter);
+        let lanes_of_own = lanes.iter().flat_map(|lane| &lane.limits);
+        let windows = all().chain(lanes_of_own).filter_map(|written| match written.quantity {
+            Quantity::Window { limit, window } => {
+                Some(window.max(Span::from_micros(TURNS * window.as_micros() / limit.max(1))))
+            }
+            _ => None,
+        });
+        let window = windows.max().unwrap_or(LanesSpec::default().window);
+
+        let name = section.name;
+        let mut ceilings = self.ceilings(collected, name, own)?;
+        ceilings.extend(self.ceilings(collected, &format!("{name}.cost"), own_cost)?);
+        let mut credential_ceilings = self.ceilings(collected, &format!("{name}.credential"), of_credential)?;
+        credential_ceilings.extend(self.ceilings(collected, &format!("{name}.credential.cost"), of_credential_cost)?);
+        if credentials <= 1 {
+            // A limit of the only credential is the provider's: nobody is told that all credentials rest where a window
+            // is full or a quota is spent.
+            ceilings.append(&mut credential_ceilings);
+        }
+        let hours = lanes[0].hours.clone();
+        let (mut specs, mut lane_rules) = (Vec::new(), Vec::new());
+        let mut lane_ceilings = Vec::new();
+        for lane in lanes {
+            specs.push(lane.spec);
+            lane_rules.push(lane.rules(timeout, &retry));
+            let own = format!("{name}.{}", lane.lane.name());
+            lane_ceilings.push(self.ceilings(collected, &own, lane.limits)?.into_boxed_slice());
+        }
+        let (base, cap) = cooldown?;
+        let rest = Kind::Cooldown(Cooldown { base, cap, stagger });
+        let words = words::cooldown(base, cap);
+        let Some(cooldown) = collected.add(format!("{name}.cooldown"), rest, None, words) else {
+            self.too_many_limits(section.name_at);
+            return None;
+        };
+        self.fits_a_batch(section, &ceilings, &credential_ceilings, &lane_ceilings)?;
+        let mut lane_rules: [LaneRules; 3] = lane_rules.try_into().ok()?;
+        if sequential {
+            lane_rules = [lane_rules[Lane::User as usize]; 3];
+        }
+        let lanes = LanesSpec { lanes: specs.try_into().ok()?, max_in_flight, window, ..LanesSpec::default() };
+        let rules = Rules {
+            ceilings: ceilings.into(),
+            lane_ceilings: lane_ceilings.try_into().ok()?,
+            credential_ceilings: credential_ceilings.into(),
+            cooldown,
+            key: Key::default(),
+            credential_keys: Box::default(),
+            renews,
+            lead: Span::ZERO,
+            jitter,
+            lanes,
+            lane_rules,
+            budget: budget?,
+        };
+        Some((rules, hours))
+    }
+
+    fn limits_of(&mut self, section: &Section<'_>, key: &str, measure: Measure) -> Option<Vec<Written>> {
+        self.or_default(Some(&section.table), key, Vec::new(), |reader, node| {
+            let written = reader.written(node, key, measure)?;
+            let whose = format!("`{key}`");
+            let fits = match key {
+                "limit" => true,
+                "credential_limit" => {
+                    let help = "`limit` takes it, for all credentials together";
+                    reader.without_in_flight(&written, &whose, help)
+                }
+                _ => reader.without_in_flight(&written, &whose, "what is in flight is counted in calls: `limit`"),
+            };
+            fits.then_some(written)
+        })
+    }
+
+    /// Quantities of calls or of what they cost.
+    pub(super) fn written(&mut self, node: &Node, key: &str, measure: Measure) -> Option<Vec<Written>> {
+        let quantities = self.quantities(node, key)?;
+        Some(quantities.into_iter().map(|(quantity, at)| Written { quantity, at, measure }).collect())
+    }
+
+    /// Whether none of the limits is on calls in flight, which are counted for a whole provider or a lane.
+    pub(super) fn without_in_flight(&mut self, limits: &[Written], whose: &str, help: &str) -> bool {
+        let wrong = limits.iter().find(|written| matches!(written.quantity, Quantity::InFlight { .. }));
+        if let Some(Written { quantity, at, .. }) = wrong {
+            let message = format!("{whose} is \"{quantity}\", which is not supported here");
+            let error = Error::new(self.texts, *at, message, "a limit such as \"40 per 10s\" or \"10/s\"");
+            self.push(error.help(help));
+        }
+        wrong.is_none()
+    }
+
+    /// A limit on what calls cost needs to know it, and a call that reserves more than the limit would never be sent.
+    fn costs_fit<'w>(
+        &mut self,
+        section: &Section<'_>,
+        mut limits: impl Iterator<Item = &'w Written>,
+        cost: &Option<CostRules>,
+    ) -> Option<()> {
+        let Some(cost) = cost else {
+            let Some(written) = limits.find(|written| written.quantity != Quantity::Unlimited) else { return Some(()) };
+            let message = "there is a limit on what calls cost, but nothing says what one costs";
+            let error = Error::new(self.texts, written.at, message, "`cost` in the provider");
+            self.push(error.help("such as cost = { request = [\"/max_tokens\"], reply = [\"/usage/total_tokens\"] }"));
+            return None;
+        };
+        let at = section.table.table("cost").and_then(|table| table.node("reserve")).map(|node| node.at);
+        let fits: Vec<bool> = limits
+            .map(|written| self.fits_capacity(cost.reserve, at, &written.quantity, written.at, "the limit"))
+            .collect();
+        fits.into_iter().all(|fits| fits).then_some(())
+    }
+
+    /// Adds a provider's limits under a name; those that the machine asks a store for.
+    fn ceilings(&mut self, all: &mut Collected, name: &str, written: Vec<Written>) -> Option<Vec<Ceiling>> {
+        let counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
+        let several = written.iter().filter(|written| counted(&written.quantity)).count() > 1;
+        let mut ceilings = Vec::new();
+        for Written { quantity, at, measure } in written.into_iter().filter(|written| counted(&written.quantity)) {
+            let name = if several { format!("{name}.{}", ceilings.len() + 1) } else { name.to_owned() };
+            let kind = match kind(&quantity) {
+                Ok(kind) => kind?,
+                Err(error) => {
+                    self.wrong(at, error.to_string(), "another limit");
+                    return None;
+                }
+            };
+            let mut words = words::bound(&quantity);
+            if measure == Measure::Cost {
+                words.push_str(", by what calls cost");
+            }
+            let Some(limit) = all.add(name, kind, Some(quantity), words) else {
+                self.too_many_limits(at);
+                return None;
+            };
+            ceilings.push(Ceiling { limit, measure });
+        }
+        Some(ceilings)
+    }
+
+    fn too_many_limits(&mut self, at: At) {
+        self.wrong(at, "[outbound] has more than 4095 limits, cool-downs included", "at most 4095");
+    }
+
+    fn fits_a_batch(
+        &mut self,
+        section: &Section<'_>,
+        ceilings: &[Ceiling],
+        of_credential: &[Ceiling],
+        of_lanes: &[Box<[Ceiling]>],
+    ) -> Option<()> {
+        let most = of_lanes.iter().map(|ceilings| ceilings.len()).max().unwrap_or(0);
+        let operations = ceilings.len() + of_credential.len() + most + 1;
+        if operations <= MAX_OPS {
+            return Some(());
+        }
+        let message = format!(
+            "a call to {} meets {} limits, those of its lane and its credential included",
+            quoted(section.name),
+            operations - 1
+        );
+        self.wrong(section.name_at, message, format!("at most {}", MAX_OPS - 1));
+        None
+    }
+}
+
+/// The limit that the machine runs.
+fn kind(quantity: &Quantity) -> Result<Option<Kind>, LimitError> {
+    let Quantity::Window { limit, window } = quantity else { return quantity.kind() };
+    let entries = u32::try_from((*limit).clamp(1, WINDOW_ENTRIES)).unwrap_or(u32::MAX);
+    Ok(Some(Kind::Window(Window::new(*limit, *window, entries)?.with_lead(MAX_LEAD))))
+}
+
+/// How far apart a limit lets calls through in the long run; `None` where a calendar or nothing sets the pace.
+fn spacing(quantity: &Quantity) -> Option<Span> {
+    let (per, count) = match quantity {
+        Quantity::Window { limit, window } => (*window, *limit),
+        Quantity::Rate { count, per, .. } => (*per, *count),
+        Quantity::Quota { .. } | Quantity::InFlight { .. } | Quantity::Unlimited => return None,
+    };
+    (count > 0).then(|| Span::from_micros(per.as_micros().div_ceil(count)))
+}
+
+fn transit_jitter(spacing: Span) -> Span {
+    let (percent, most) = TRANSIT_JITTER;
+    Span::from_micros((spacing.as_micros() * percent).div_ceil(100)).min(most)
+}

@@ -1,0 +1,125 @@
+//! `[outbound]`: the gateway to other people's APIs, and its providers.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use tidegate_core::Limits;
+
+use super::Reader;
+use super::ceilings::Collected;
+use crate::document::{At, Node, Table};
+use crate::environment::foldable;
+use crate::error::{Error, quoted};
+use crate::outbound::{Outbound, Provider};
+
+/// The most providers in a policy.
+const MAX_PROVIDERS: usize = 256;
+/// The most names that a request's `Host` may have.
+const MAX_HOSTS: usize = 256;
+/// The most bytes of cached replies, unless said.
+const CACHE_BYTES: u64 = 64 << 20;
+
+impl Reader<'_> {
+    /// What the policy says of other people's APIs; `None` inside if it says nothing.
+    pub(super) fn outbound(&mut self, root: &Table, whole: At) -> Option<Option<Outbound>> {
+        let Some(entry) = root.get("outbound") else { return Some(None) };
+        let table = self.section(root, "outbound", "outbound")?;
+        let usual = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
+        let (listen, token) = self.guarded(Some(table), Some(usual), "the outbound gateway");
+        let hosts = self.or_default(Some(table), "hosts", Vec::new(), Self::hosts);
+        let cache_bytes = self.or_default(Some(table), "cache_bytes", CACHE_BYTES, |reader, node| {
+            reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
+        });
+        let mut collected = Collected::default();
+        let providers = self.providers(table, entry.key_at, &mut collected);
+        let (providers, Collected { limits, infos }) = (providers?, collected);
+        let limits = match Limits::new(limits) {
+            Ok(limits) => Arc::new(limits),
+            Err(error) => {
+                self.wrong(whole, error.to_string(), "fewer limits");
+                return None;
+            }
+        };
+        Some(Some(Outbound {
+            listen: listen?,
+            token: token?,
+            hosts: hosts?,
+            cache_bytes: cache_bytes?,
+            providers,
+            limits,
+            infos,
+        }))
+    }
+
+    fn hosts(&mut self, node: &Node) -> Option<Vec<String>> {
+        const EXPECTED: &str = "a host's name, such as \"gateway.internal\"";
+        let words = self.words(node, "hosts", EXPECTED)?;
+        if words.len() > MAX_HOSTS {
+            self.wrong(node.at, format!("`hosts` has {} items", words.len()), format!("at most {MAX_HOSTS}"));
+            return None;
+        }
+        let mut hosts = Vec::new();
+        let mut fine = true;
+        for (text, item) in words {
+            let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
+            if !text.is_empty() && text.len() <= 253 && text.bytes().all(fits) {
+                hosts.push(text.trim_end_matches('.').to_ascii_lowercase());
+                continue;
+            }
+            fine = false;
+            let error =
+                Error::new(self.texts, item.at, format!("`hosts`: {} is no host's name", quoted(text)), EXPECTED);
+            let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
+            let bare = bare.split([':', '/']).next().unwrap_or(bare);
+            self.push(match text {
+                _ if text.contains('*') => error.help("names have no wildcards: write each"),
+                _ if text.contains([':', '/']) => error.help(format!("write the name alone: \"{bare}\"")),
+                _ => error,
+            });
+        }
+        fine.then_some(hosts)
+    }
+
+    fn providers(&mut self, outbound: &Table, at: At, collected: &mut Collected) -> Option<Vec<Provider>> {
+        const FORM: &str = "a section for each API, [outbound.provider.NAME]";
+        let Some(entry) = outbound.get("provider") else {
+            if !self.is_misspelt(outbound, "outbound", "provider") {
+                let error = Error::new(self.texts, at, "[outbound] has no provider", FORM);
+                self.push(error.help("such as [outbound.provider.tmdb] with preset = \"tmdb\" in it"));
+            }
+            return None;
+        };
+        let Some(table) = entry.node.as_table() else {
+            let found = entry.node.described(self.texts);
+            self.wrong(entry.key_at, format!("`provider` is {found}"), FORM);
+            return None;
+        };
+        if table.entries.is_empty() || table.entries.len() > MAX_PROVIDERS {
+            let message = format!("[outbound] has {} providers", table.entries.len());
+            self.wrong(entry.key_at, message, format!("1 to {MAX_PROVIDERS}"));
+            return None;
+        }
+        let mut providers = Vec::new();
+        let mut fine = true;
+        for (index, entry) in table.entries.iter().enumerate() {
+            let alike = table.entries[..index].iter().find(|other| foldable(&other.key) == foldable(&entry.key));
+            if let Some(other) = alike {
+                let message = format!(
+                    "{} and {} differ only in ways that a variable's name can't show",
+                    quoted(&entry.key),
+                    quoted(&other.key)
+                );
+                let expected = "names that differ in more than case and dashes";
+                let error = Error::new(self.texts, entry.key_at, message, expected);
+                let pointer = self.texts.pointer(other.key_at);
+                self.push(error.help(format!("the other stands {pointer}")));
+                fine = false;
+            }
+            match self.provider(entry, collected) {
+                Some(provider) => providers.push(provider),
+                None => fine = false,
+            }
+        }
+        fine.then_some(providers)
+    }
+}

@@ -1,0 +1,92 @@
+//! What a provider's replies lead to: `cache`, `throttled_when`, `cost`.
+
+use std::time::Duration;
+
+use tidegate_core::MAX_COST;
+
+use super::failures::RequiredIn;
+use super::{Reader, Said};
+use crate::document::{Node, Table, Value};
+use crate::outbound::{BodyRule, CacheRules, CostRules};
+
+/// The longest body that is kept, unless said, in bytes.
+const MAX_BODY: usize = 1 << 20;
+/// The most places of a body that are looked at.
+const MAX_CONTAINS: usize = 8;
+
+impl Reader<'_> {
+    pub(super) fn cache(&mut self, provider: &Table) -> Option<Option<CacheRules>> {
+        let default = CacheRules { ttl: None, shared: false, stale: Duration::ZERO, max_body: MAX_BODY };
+        let words = [("off", false), ("on", true)];
+        let table = match self.table_or(provider, "cache", "outbound.provider.*.cache", &words)? {
+            Said::Nothing | Said::Word(false) => return Some(None),
+            Said::Word(true) => return Some(Some(default)),
+            Said::Table(table) => table,
+        };
+        let ttl = self.if_said(table, "ttl", |reader, node| match &node.value {
+            Value::Text(text) if text == "forever" => Some(Duration::MAX),
+            _ => reader.timeout(node, "ttl"),
+        });
+        let shared = self.or_default(Some(table), "shared", false, |reader, node| reader.flag(node, "shared"));
+        let stale = self.or_default(Some(table), "stale", default.stale, |reader, node| reader.timeout(node, "stale"));
+        let max_body = self.or_default(Some(table), "max_body", MAX_BODY, |reader, node| {
+            reader.bytes(node, "max_body", 1..=1 << 30).and_then(|bytes| usize::try_from(bytes).ok())
+        });
+        Some(Some(CacheRules { ttl: ttl?, shared: shared?, stale: stale?, max_body: max_body? }))
+    }
+
+    pub(super) fn throttled_when(&mut self, provider: &Table) -> Option<Option<BodyRule>> {
+        const FORM: &str = "{ status = 200, contains = { \"/Error\" = \"limit reached\" } }";
+        let Some(table) = self.inner(provider, "throttled_when")? else { return Some(None) };
+        let whole = provider.get("throttled_when")?;
+        let status = self.or_default(Some(table), "status", 200, |reader, node| {
+            reader.count(node, "status", 100..=599).and_then(|status| u16::try_from(status).ok())
+        });
+        let required = RequiredIn { whole, path: "outbound.provider.*.throttled_when", form: FORM };
+        let contains = self.required_in(table, "contains", &required).and_then(|node| self.contains(node));
+        let spends_quota =
+            self.or_default(Some(table), "spends_quota", false, |reader, node| reader.flag(node, "spends_quota"));
+        Some(Some(BodyRule { status: status?, contains: contains?, spends_quota: spends_quota? }))
+    }
+
+    fn contains(&mut self, node: &Node) -> Option<Vec<(String, String)>> {
+        const FORM: &str = "a table of JSON pointers, such as { \"/Error\" = \"limit reached\" }";
+        let Some(table) = node.as_table() else {
+            let found = node.described(self.texts);
+            self.wrong(node.at, format!("`contains` is {found}"), FORM);
+            return None;
+        };
+        if table.entries.is_empty() || table.entries.len() > MAX_CONTAINS {
+            let message = format!("`contains` has {} items", table.entries.len());
+            self.wrong(node.at, message, format!("1 to {MAX_CONTAINS}"));
+            return None;
+        }
+        let pairs: Vec<Option<(String, String)>> = table
+            .entries
+            .iter()
+            .map(|entry| {
+                let pointer = self.pointer(&entry.key, entry.key_at, "contains");
+                let text = self.text(&entry.node, &entry.key, "what the text there contains, in quotes");
+                if text == Some("") {
+                    self.wrong(entry.node.at, "every text contains nothing", "what the text there contains");
+                    return None;
+                }
+                Some((pointer?, text?.to_owned()))
+            })
+            .collect();
+        pairs.into_iter().collect()
+    }
+
+    pub(super) fn cost_rules(&mut self, provider: &Table) -> Option<Option<CostRules>> {
+        let Some(table) = self.inner(provider, "cost")? else { return Some(None) };
+        let reserve =
+            self.or_default(Some(table), "reserve", 1, |reader, node| reader.count(node, "reserve", 0..=MAX_COST));
+        let bytes_per_unit = self.or_default(Some(table), "bytes_per_unit", 0, |reader, node| {
+            reader.count(node, "bytes_per_unit", 0..=MAX_COST)
+        });
+        let mut pointers =
+            |key: &str| self.or_default(Some(table), key, Vec::new(), |reader, node| reader.pointers(node, key));
+        let (request, reply) = (pointers("request"), pointers("reply"));
+        Some(Some(CostRules { reserve: reserve?, request: request?, bytes_per_unit: bytes_per_unit?, reply: reply? }))
+    }
+}

@@ -1,0 +1,157 @@
+//! URLs: of the server behind the gate, and of other people's APIs.
+
+use http::uri::Authority;
+
+use super::Reader;
+use crate::document::Node;
+use crate::error::{Error, quoted};
+use crate::outbound::BaseUrl;
+use crate::sections::Upstream;
+
+/// What a base URL's path holds where a credential belongs.
+pub(super) const KEY: &str = "{key}";
+
+impl Reader<'_> {
+    /// The server behind the gate.
+    pub(super) fn upstream(&mut self, node: &Node, key: &str) -> Option<Upstream> {
+        const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
+        let text = self.text(node, key, EXPECTED)?;
+        let error = |message: String| Error::new(self.texts, node.at, message, EXPECTED);
+        let error = match Url::split(text) {
+            Ok(Url { scheme: "http", host, port, rest: "" | "/" }) => {
+                let (host, explicit_port) = (host.to_ascii_lowercase(), port.is_some());
+                return Some(Upstream { host, port: port.unwrap_or(80), explicit_port });
+            }
+            Ok(Url { scheme: "https", .. }) => error(format!(
+                "`{key}`: https to the upstream is not supported by this version"
+            ))
+            .help("use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it"),
+            Ok(Url { scheme: "http", rest, .. }) => error(format!("`{key}` has the path {} in it", quoted(rest)))
+                .help("requests are passed on with the path they came with"),
+            Ok(Url { scheme, .. }) => error(format!("`{key}` has the scheme {}", quoted(scheme))),
+            Err(UrlError::User) => {
+                error(format!("`{key}` has a user name or password in it; the gate passes on what clients send"))
+            }
+            Err(wrong) => self.broken_url(node, key, text, &wrong, "http", EXPECTED),
+        };
+        self.push(error);
+        None
+    }
+
+    /// The root of somebody's API.
+    pub(super) fn base_url(&mut self, node: &Node) -> Option<BaseUrl> {
+        const KEY_NAME: &str = "base_url";
+        const EXPECTED: &str = "the root of the API, such as \"https://api.example.com/v1\"";
+        let text = self.text(node, KEY_NAME, EXPECTED)?;
+        // What is quoted may hold a key of the API in its query.
+        let error = |message: &str| Error::hiding(self.texts, node.at, format!("`{KEY_NAME}` {message}"), EXPECTED);
+        let error = match Url::split(text) {
+            Ok(Url { rest, .. }) if rest.contains('?') => error("has a query in it, which belongs to each call")
+                .help("for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]"),
+            Ok(Url { rest, .. }) if rest.contains('#') => error("has a fragment in it, which is never sent"),
+            Ok(Url { rest, .. }) if !is_path(rest) => {
+                error("has a path with characters that don't belong there").help("write them as %20, and no `..`")
+            }
+            Ok(Url { scheme: scheme @ ("http" | "https"), host, port, rest }) => {
+                let host = host.to_ascii_lowercase();
+                let host = if host.contains(':') { format!("[{host}]") } else { host };
+                let authority = port.map_or_else(|| host.clone(), |port| format!("{host}:{port}"));
+                match authority.parse::<Authority>() {
+                    Ok(authority) => {
+                        let path = rest.trim_end_matches('/').to_owned();
+                        return Some(BaseUrl { https: scheme == "https", authority, path });
+                    }
+                    Err(_) => self.broken_url(node, KEY_NAME, text, &UrlError::Host, "https", EXPECTED),
+                }
+            }
+            Ok(Url { scheme, .. }) => error(&format!("has the scheme {}", quoted(scheme))),
+            Err(UrlError::User) => error("has a user name or password in it; a secret doesn't belong in a policy")
+                .help("write where it is: auth = \"bearer\" and credentials = [\"env:NAME\"]"),
+            Err(wrong) => self.broken_url(node, KEY_NAME, text, &wrong, "https", EXPECTED),
+        };
+        self.push(error);
+        None
+    }
+
+    fn broken_url(
+        &self,
+        node: &Node,
+        key: &str,
+        text: &str,
+        wrong: &UrlError<'_>,
+        scheme: &str,
+        expected: &str,
+    ) -> Error {
+        let error = |message: String| Error::new(self.texts, node.at, message, expected);
+        match wrong {
+            UrlError::Scheme => error(format!("`{key}` is {}, which has no scheme", quoted(text)))
+                .hint(Some(&format!("{scheme}://{text}")).filter(|_| text.contains([':', '.'])).map(String::as_str)),
+            UrlError::User => error(format!("`{key}` has a user name or password in it")),
+            UrlError::Host => error(format!("`{key}` is {}, which has no valid host", quoted(text))),
+            UrlError::Port(port) => {
+                error(format!("`{key}` has the port {}", quoted(port))).help("a port is a number from 1 to 65535")
+            }
+        }
+    }
+}
+
+/// A URL in its pieces.
+struct Url<'t> {
+    /// `http` or `https`; any other as it is, and then nothing else is looked at.
+    scheme: &'t str,
+    /// A name, an IPv4 address, or an IPv6 address without brackets.
+    host: &'t str,
+    port: Option<u16>,
+    /// Everything behind the authority.
+    rest: &'t str,
+}
+
+enum UrlError<'t> {
+    Scheme,
+    User,
+    Host,
+    Port(&'t str),
+}
+
+impl<'t> Url<'t> {
+    fn split(text: &'t str) -> Result<Self, UrlError<'t>> {
+        let (scheme, rest) = text.split_once("://").ok_or(UrlError::Scheme)?;
+        let usual = ["http", "https"].into_iter().find(|usual| scheme.eq_ignore_ascii_case(usual));
+        let Some(scheme) = usual else {
+            return Ok(Self { scheme, host: "", port: None, rest: "" });
+        };
+        let (authority, rest) = rest.find(['/', '?', '#']).map_or((rest, ""), |at| rest.split_at(at));
+        if authority.contains('@') {
+            return Err(UrlError::User);
+        }
+        let (host, port) = match authority.strip_prefix('[') {
+            Some(inside) => {
+                let (host, after) = inside.split_once(']').ok_or(UrlError::Host)?;
+                host.parse::<std::net::Ipv6Addr>().map_err(|_| UrlError::Host)?;
+                match after.strip_prefix(':') {
+                    Some(port) => (host, Some(port)),
+                    None if after.is_empty() => (host, None),
+                    None => return Err(UrlError::Host),
+                }
+            }
+            None => {
+                let (host, port) =
+                    authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port)));
+                let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
+                if host.is_empty() || host.len() > 253 || !host.bytes().all(fits) {
+                    return Err(UrlError::Host);
+                }
+                (host, port)
+            }
+        };
+        let number = |port: &'t str| port.parse().ok().filter(|port| *port > 0).ok_or(UrlError::Port(port));
+        Ok(Self { scheme, host, port: port.map(number).transpose()?, rest })
+    }
+}
+
+/// Whether this can be the beginning of every request's path (RFC 3986 §3.3), but for [`KEY`].
+fn is_path(text: &str) -> bool {
+    let text = text.replace(KEY, "");
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~!$&'()*+,;=:@%".contains(&byte);
+    text.bytes().all(fits) && !text.split('/').any(|segment| matches!(segment, "." | ".."))
+}

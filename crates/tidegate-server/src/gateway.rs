@@ -1,0 +1,4 @@
+//! The gateway to other people's APIs.
+
+mod connect;
+mod door;

@@ -1,0 +1,361 @@
+//! Calls driven as programs drive them, on tokio's paused time.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::core::call::Reply;
+use tidegate::core::{Batch, Class, Lane, Limits, Outcomes};
+use tidegate::outbound::{Attempt, CallOptions, Ended, Outbound, Provider, Upstream, Urgency, Why};
+use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::store::{Answer, Store, StoreError};
+use tidegate::{Clock as _, Memory, Span, Time};
+use tokio::task::JoinSet;
+
+const GOOD: Reply = Reply {
+    class: Class::Success,
+    repeatable: true,
+    unreplayable: None,
+    retry_after: None,
+    spent_until: None,
+    streams: false,
+};
+const FAILED: Reply = Reply { class: Class::Transient, ..GOOD };
+const THROTTLED: Reply = Reply { class: Class::Throttled, ..GOOD };
+
+/// Answers after a while with the next of these, the last again and again; notes when it was asked, and with what.
+#[derive(Clone)]
+struct Answers {
+    replies: Vec<Reply>,
+    after: Duration,
+    log: Log,
+    name: u32,
+    clock: TokioClock,
+}
+
+type Log = Arc<Mutex<Vec<(Time, u32, usize)>>>;
+
+impl Answers {
+    fn of(api: &Provider<impl Store, TokioClock>, replies: &[Reply], log: &Log, name: u32) -> Self {
+        Self { replies: replies.to_vec(), after: Duration::ZERO, log: Arc::clone(log), name, clock: *api.clock() }
+    }
+
+    fn after(mut self, after: Duration) -> Self {
+        self.after = after;
+        self
+    }
+}
+
+impl Upstream for Answers {
+    type Reply = u32;
+
+    async fn send(&mut self, attempt: Attempt) -> Ended<u32> {
+        self.log.lock().unwrap().push((self.clock.now(), self.name, attempt.credential));
+        if !self.after.is_zero() {
+            tokio::time::sleep(self.after).await;
+        }
+        let index = (attempt.number as usize - 1).min(self.replies.len() - 1);
+        Ended { value: attempt.number, reply: self.replies[index] }
+    }
+
+    async fn renew(&mut self, _credential: usize) -> bool {
+        true
+    }
+}
+
+fn policy(provider: &str) -> Policy {
+    let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{provider}");
+    Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+fn provider(settings: &str) -> Provider<Memory, TokioClock> {
+    let outbound = Outbound::in_memory(&policy(settings), TokioClock::default()).unwrap();
+    outbound.provider("api").unwrap().clone()
+}
+
+fn options(lane: Lane) -> CallOptions {
+    CallOptions { lane, ..CallOptions::default() }
+}
+
+fn starts(log: &Log) -> Vec<(u64, u32)> {
+    let log = log.lock().unwrap();
+    let first = log.first().unwrap().0;
+    log.iter().map(|(at, name, _)| (at.since(first).as_micros() / 1000, *name)).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_within_its_limits_goes_at_once() {
+    let (api, log) = (provider("limit = \"10 per 10s\""), Log::default());
+    let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    assert_eq!((done.value, done.happened.attempts, done.happened.waited), (1, 1, Span::ZERO));
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_hundred_at_once_start_ten_in_each_second_in_the_order_of_arrival() {
+    let (api, log) = (provider("limit = \"10 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\""), Log::default());
+    let mut calls = JoinSet::new();
+    for name in 0..200 {
+        let (api, mut upstream) = (api.clone(), Answers::of(&api, &[GOOD], &log, name));
+        calls.spawn(async move { api.call(CallOptions::default(), &mut upstream).await.map(|done| done.value) });
+    }
+    while let Some(done) = calls.join_next().await {
+        assert_eq!(done.unwrap().unwrap(), 1);
+    }
+    let starts = starts(&log);
+    assert_eq!(starts.iter().filter(|(at, _)| *at < 1000).count(), 10);
+    assert!(starts.windows(11).all(|eleven| eleven[10].0 - eleven[0].0 >= 1000), "{starts:?}");
+    assert!(starts.iter().map(|(_, name)| *name).eq(0..200), "{starts:?}");
+    assert!(starts[199].0 < 20_000, "{starts:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_most_urgent_goes_first_and_one_that_waits_can_be_lifted() {
+    let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
+    let lifted = Urgency::default();
+    let mut calls = JoinSet::new();
+    for (name, lane) in
+        [(0, Lane::User), (1, Lane::Background), (2, Lane::Background), (3, Lane::User), (4, Lane::Webhook)]
+    {
+        let mut options = options(lane);
+        options.urgency = (name == 2).then(|| lifted.clone());
+        let (api, mut upstream) = (api.clone(), Answers::of(&api, &[GOOD], &log, name));
+        calls.spawn(async move { api.call(options, &mut upstream).await.map(drop) });
+        tokio::task::yield_now().await;
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    api.raise(&lifted, Lane::Webhook);
+    while let Some(done) = calls.join_next().await {
+        done.unwrap().unwrap();
+    }
+    assert!(starts(&log).iter().map(|(_, name)| *name).eq([0, 2, 4, 3, 1]), "{:?}", starts(&log));
+}
+
+/// A future that was polled once and then left alone must not stand in anybody's way.
+#[tokio::test(start_paused = true)]
+async fn a_future_that_nobody_polls_holds_nobody_up() {
+    let (api, log) = (provider("limit = \"1 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\""), Log::default());
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    let mut upstream = Answers::of(&api, &[GOOD], &log, 1);
+    let mut idle = Box::pin(api.call(CallOptions::default(), &mut upstream));
+    assert!(idle.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap();
+    let starts = starts(&log);
+    assert!(starts[1].0 <= 2_510, "{starts:?}");
+    // It was granted meanwhile, and goes as soon as it is polled.
+    assert!(matches!(idle.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Ready(Ok(_))));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_dropped_while_it_waits_gives_its_place_back() {
+    let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    for name in 1..100 {
+        let mut upstream = Answers::of(&api, &[GOOD], &log, name);
+        let mut call = pin!(api.call(CallOptions::default(), &mut upstream));
+        assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    assert_eq!(
+        api.look(|desk, _| Lane::ALL.map(|lane| (desk.lanes.waiting(lane), desk.lanes.in_flight(lane)))),
+        [(0, 0); 3]
+    );
+    let began = api.clock().now();
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 100)).await.unwrap();
+    assert!(api.clock().now().since(began) <= Span::from_millis(1_010));
+    assert_eq!(log.lock().unwrap().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_that_streams_stays_in_flight_until_its_tail_is_dropped() {
+    let (api, log) = (provider("sequential = true\ntimeout = \"60s\""), Log::default());
+    let streaming = Reply { streams: true, ..GOOD };
+    let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[streaming], &log, 0)).await.unwrap();
+    let next = {
+        let (api, log) = (api.clone(), Arc::clone(&log));
+        tokio::spawn(async move {
+            api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.map(drop)
+        })
+    };
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(log.lock().unwrap().len(), 1);
+    drop(done.tail);
+    next.await.unwrap().unwrap();
+    assert_eq!(starts(&log), [(0, 0), (5000, 1)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_are_tried_again_and_the_last_one_comes_with_the_error() {
+    let settings = "retry = { max_attempts = 3, base = \"500ms\", cap = \"8s\", jitter = \"none\" }\ntimeout = \"60s\"";
+    let (api, log) = (provider(settings), Log::default());
+    let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[FAILED], &log, 0)).await.unwrap_err();
+    assert!(matches!(error.why, Why::RetriesExhausted { attempts: 3 }), "{error}");
+    assert_eq!(error.value, Some(3));
+    assert_eq!(starts(&log), [(0, 0), (500, 0), (1500, 0)]);
+    assert_eq!(error.happened.attempts, 3);
+    assert_eq!(error.happened.waited, Span::from_millis(1500));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_open_breaker_says_how_many_failures_and_until_when() {
+    let settings = "breaker = { failures = 5, open = \"5m\" }\nretry = { max_attempts = 1 }";
+    let (api, log) = (provider(settings), Log::default());
+    for name in 0..5 {
+        api.call(CallOptions::default(), &mut Answers::of(&api, &[FAILED], &log, name)).await.unwrap_err();
+    }
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 5)).await.unwrap_err();
+    assert_eq!(error.status(), 503);
+    assert_eq!(error.retry_after(), Some(Span::from_secs(240)));
+    assert_eq!(
+        serde_json::to_value(error.problem()).unwrap(),
+        serde_json::json!({
+            "error": "ProviderUnavailableError", "message": "Circuit breaker is open for api", "provider": "api",
+            "state": "open", "failureCount": 5, "resetIn": 240_000, "retry_after": 240,
+            "earliest": "2026-01-01 00:05:00Z", "attempts": 0,
+        })
+    );
+    assert_eq!(log.lock().unwrap().len(), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttled_credential_gives_way_to_another_at_once() {
+    let (api, log) = (provider("auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]"), Log::default());
+    let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[THROTTLED, GOOD], &log, 0)).await.unwrap();
+    assert_eq!((done.happened.attempts, done.happened.credential), (2, 1));
+    let used: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
+    assert_eq!(used, [0, 1]);
+    assert_eq!(starts(&log), [(0, 0), (0, 0)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_beyond_the_deadline_fails_at_once_and_says_when() {
+    let (api, log) = (provider("limit = \"1 per 1h\""), Log::default());
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    let began = api.clock().now();
+    let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.unwrap_err();
+    assert!(matches!(&error.why, Why::RateLimited { limit, earliest: Some(_) } if limit == "api"), "{error:?}");
+    assert_eq!(error.retry_after().map(Span::as_secs_ceil), Some(3600));
+    assert_eq!((error.status(), api.clock().now()), (429, began));
+}
+
+/// A panic of one caller's upstream must leave the others a working provider.
+#[tokio::test(start_paused = true)]
+async fn an_upstream_that_panics_ends_only_its_own_call() {
+    struct Panics;
+    impl Upstream for Panics {
+        type Reply = ();
+        async fn send(&mut self, _attempt: Attempt) -> Ended<()> {
+            panic!("on purpose");
+        }
+    }
+    let (api, log) = (provider("sequential = true"), Log::default());
+    let broken = api.clone();
+    tokio::spawn(async move { broken.call(CallOptions::default(), &mut Panics).await.map(drop) }).await.unwrap_err();
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    assert_eq!(api.look(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
+}
+
+/// A store that has to be waited for.
+struct Remote {
+    memory: Arc<Memory>,
+    clock: TokioClock,
+    fails: Arc<AtomicU32>,
+}
+
+impl Store for Remote {
+    type Later = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.memory.limits()
+    }
+
+    fn apply(&self, batch: &Batch, _now: Time) -> Answer<Self::Later> {
+        let (memory, batch, clock, fails) =
+            (Arc::clone(&self.memory), batch.clone(), self.clock, Arc::clone(&self.fails));
+        Answer::Later(Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            if fails.load(Ordering::Relaxed) > 0 {
+                fails.fetch_sub(1, Ordering::Relaxed);
+                return Err(StoreError::Failed("away".to_owned()));
+            }
+            let Answer::Ready(outcomes) = memory.apply(&batch, clock.now()) else { unreachable!() };
+            Ok(outcomes)
+        }))
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.memory.tell(batch, now);
+    }
+}
+
+fn remote(settings: &str) -> (Provider<Remote, TokioClock>, Arc<AtomicU32>) {
+    let (policy, clock, fails) = (policy(settings), TokioClock::default(), Arc::<AtomicU32>::default());
+    let plan = policy.outbound().unwrap();
+    let memory = Arc::new(Memory::new(Arc::clone(plan.limits()), 1 << 20));
+    let store = Remote { memory, clock, fails: Arc::clone(&fails) };
+    let outbound = Outbound::with(plan.clone(), store, clock, &KeySeed::new([7; 16]));
+    (outbound.provider("api").unwrap().clone(), fails)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_must_be_waited_for_is() {
+    let (api, _) = remote("limit = \"10 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\"");
+    let log = Log::default();
+    let mut calls = JoinSet::new();
+    for name in 0..30 {
+        let (api, mut upstream) =
+            (api.clone(), Answers::of(&api, &[GOOD], &log, name).after(Duration::from_millis(20)));
+        calls.spawn(async move { api.call(CallOptions::default(), &mut upstream).await.map(drop) });
+    }
+    while let Some(done) = calls.join_next().await {
+        done.unwrap().unwrap();
+    }
+    let starts = starts(&log);
+    assert!(starts.windows(11).all(|eleven| eleven[10].0 - eleven[0].0 >= 1000), "{starts:?}");
+    assert!(starts.iter().map(|(_, name)| *name).eq(0..30), "{starts:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_breaks_fails_the_call_that_asked_and_no_other() {
+    let (api, fails) = remote("limit = \"10 per 1s\"");
+    let log = Log::default();
+    fails.store(1, Ordering::Relaxed);
+    let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
+    assert!(matches!(error.why, Why::Store(_)), "{error}");
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_to_a_call_that_has_gone_is_given_back() {
+    let (api, _) = remote("limit = \"1 per 1h\"");
+    let log = Log::default();
+    let mut upstream = Answers::of(&api, &[GOOD], &log, 0);
+    tokio::time::timeout(Duration::from_millis(2), api.call(CallOptions::default(), &mut upstream)).await.unwrap_err();
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.unwrap();
+}
+
+/// The timer of a runtime that ends must not be missed by the next.
+#[test]
+fn a_provider_outlives_its_runtime() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let first = runtime();
+    let api = first.block_on(async {
+        let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
+        api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+        let waits = api.clone();
+        tokio::spawn(async move {
+            waits.call(CallOptions::default(), &mut Answers::of(&waits, &[GOOD], &log, 1)).await.map(drop)
+        });
+        tokio::task::yield_now().await;
+        assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 1);
+        api
+    });
+    drop(first);
+    assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 0);
+    drop(api);
+}
