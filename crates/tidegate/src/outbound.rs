@@ -6,9 +6,11 @@
 //!
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
+mod answer;
 pub mod cache;
 mod credential;
 mod error;
+mod exchange;
 mod floor;
 mod judge;
 #[cfg(feature = "tower")]
@@ -17,7 +19,9 @@ mod location;
 mod login;
 mod path;
 mod replay;
+mod service;
 mod target;
+mod wish;
 
 use std::fmt;
 use std::future::Future;
@@ -25,18 +29,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::Duration;
 
+pub use answer::OutboundBody;
 pub use credential::{CredentialError, Credentials};
 pub use error::{CallError, Problem, Why};
+pub use exchange::{BoxError, Trouble};
 use floor::{After, Broken, Entered, Hall};
 pub use judge::{Judge, fault_of};
 pub use login::{LoginError, Logins, Token};
 pub use replay::{Replay, ReplayBody, ReplayError};
+pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Reply};
 use tidegate_core::{Breaker, Clock, Inflight, Lane, Pool, Span, Time};
 use tidegate_policy::outbound::{self, UnknownProvider};
 use tidegate_policy::{KeySeed, Policy};
 use tidegate_store::{Losses, Memory, Store};
+pub use wish::{IDEMPOTENCY_KEY, PRIORITY, TIMEOUT, WishError, has_idempotency_key, take_wishes};
 
 use crate::SystemClock;
 use crate::random::random_seed;

@@ -107,7 +107,7 @@ fn behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<
             Some(secret) => Cow::Owned(wanted.replace(PLACEHOLDER, secret.expose())),
             None => Cow::Borrowed(wanted),
         };
-        if !percent_decode(from[..end].as_bytes()).eq(percent_decode(wanted.as_bytes())) {
+        if !percent_decode(&from.as_bytes()[..end]).eq(percent_decode(wanted.as_bytes())) {
             return None;
         }
         rest = &from[end..];
@@ -124,7 +124,7 @@ fn split(text: &str, at: char) -> (&str, Option<&str>) {
 }
 
 /// Whether a text holds the credential, be it escaped or not.
-fn tells(text: &[u8], secret: &Secret) -> bool {
+pub(super) fn tells(text: &[u8], secret: &Secret) -> bool {
     let secret = secret.expose().as_bytes();
     let holds = |text: &[u8]| text.windows(secret.len()).any(|found| found == secret);
     secret.len() >= MIN_SECRET && (holds(text) || holds(&Cow::from(percent_decode(text))))

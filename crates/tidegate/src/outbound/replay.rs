@@ -10,6 +10,8 @@ use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use tidegate_core::retry::Unreplayable;
 
+use super::answer::ahead;
+
 /// What a call keeps of its request's body, so that another attempt can send it from the start.
 ///
 /// The first attempt streams the body; up to `limit` bytes of it are kept on the way. Beyond, they are let go and the
@@ -209,12 +211,7 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
             Kind::Shared { source, head, .. } => {
                 let rest = lock(source).rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
                 let head = head.as_ref().map_or(0, |head| head.len() as u64);
-                let mut hint = SizeHint::new();
-                hint.set_lower(rest.lower().saturating_add(head));
-                if let Some(upper) = rest.upper().and_then(|upper| upper.checked_add(head)) {
-                    hint.set_upper(upper);
-                }
-                hint
+                ahead(head, &rest)
             }
         }
     }

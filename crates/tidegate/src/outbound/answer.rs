@@ -1,0 +1,176 @@
+//! The body of a reply on its way to the caller.
+
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::{Bytes, BytesMut};
+use http_body::{Body, Frame, SizeHint};
+use serde_json::Value;
+use tidegate_policy::outbound::CostRules;
+use tidegate_store::{Memory, Store};
+
+use super::Tail;
+use crate::{Clock, SystemClock};
+
+/// The longest reply that is read to find out what the call cost, in bytes; of a longer one, what was reserved stands.
+const MAX_PRICED: usize = 1 << 20;
+
+/// The body of a provider's reply. Until it has ended or is dropped, its call is in flight.
+pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
+    head: Option<Frame<Bytes>>,
+    trailers: Option<Frame<Bytes>>,
+    rest: Option<Pin<Box<B>>>,
+    tail: Option<Tail<S, C>>,
+    price: Option<Price>,
+}
+
+/// What is read along to find out what the call cost.
+struct Price {
+    pointers: Vec<String>,
+    read: BytesMut,
+}
+
+/// How much of a body has been read ahead.
+pub(super) struct Peeked<B> {
+    pub head: Bytes,
+    trailers: Option<Frame<Bytes>>,
+    rest: Option<Pin<Box<B>>>,
+}
+
+impl<B: Body<Data = Bytes>> Peeked<B> {
+    /// Reads nothing ahead.
+    pub(super) fn unread(body: B) -> Self {
+        let rest = (!body.is_end_stream()).then(|| Box::pin(body));
+        Self { head: Bytes::new(), trailers: None, rest }
+    }
+
+    /// Reads a body ahead until it ends, or until more than `limit` bytes of it are there.
+    pub(super) async fn read(body: B, limit: usize) -> Result<Self, B::Error> {
+        let mut peeked = Self::unread(body);
+        let mut read = BytesMut::new();
+        while read.len() <= limit {
+            let Some(rest) = &mut peeked.rest else { break };
+            match std::future::poll_fn(|context| rest.as_mut().poll_frame(context)).await {
+                None => peeked.rest = None,
+                Some(Err(error)) => return Err(error),
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => read.extend_from_slice(&data),
+                    Err(trailers) => {
+                        peeked.trailers = Some(trailers);
+                        peeked.rest = None;
+                    }
+                },
+            }
+        }
+        peeked.head = read.freeze();
+        Ok(peeked)
+    }
+
+    /// Whether all of it was read.
+    pub(super) fn is_whole(&self) -> bool {
+        self.rest.is_none()
+    }
+
+    pub(super) fn into_body<S: Store, C: Clock>(self) -> OutboundBody<B, S, C> {
+        let head = (!self.head.is_empty()).then(|| Frame::data(self.head));
+        OutboundBody { head, trailers: self.trailers, rest: self.rest, tail: None, price: None }
+    }
+}
+
+impl<B, S: Store, C: Clock> OutboundBody<B, S, C> {
+    /// Keeps the call in flight until the body ends. With rules for its cost, what the reply says of it is told then.
+    pub(super) fn hold(&mut self, tail: Tail<S, C>, cost: Option<&CostRules>) {
+        self.tail = Some(tail);
+        let pointers = cost.map(|cost| cost.reply.clone()).filter(|pointers| !pointers.is_empty());
+        self.price = pointers.map(|pointers| Price { pointers, read: BytesMut::new() });
+    }
+
+    fn finish(&mut self) {
+        let cost = self.price.take().and_then(|price| price.cost());
+        let Some(tail) = self.tail.take() else { return };
+        match cost {
+            Some(cost) => tail.cost_was(cost),
+            None => drop(tail),
+        }
+    }
+}
+
+impl Price {
+    fn read(&mut self, data: &[u8]) -> bool {
+        let fits = self.read.len() + data.len() <= MAX_PRICED;
+        if fits {
+            self.read.extend_from_slice(data);
+        }
+        fits
+    }
+
+    /// The sum of the numbers that are there.
+    fn cost(&self) -> Option<u64> {
+        let json = serde_json::from_slice::<Value>(&self.read).ok()?;
+        let numbers = self.pointers.iter().filter_map(|pointer| json.pointer(pointer)?.as_u64());
+        numbers.reduce(u64::saturating_add)
+    }
+}
+
+impl<B: Body<Data = Bytes>, S: Store, C: Clock> Body for OutboundBody<B, S, C> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let this = &mut *self;
+        let polled = match (this.head.take(), &mut this.rest) {
+            (Some(head), _) => Some(Ok(head)),
+            (None, Some(rest)) => match rest.as_mut().poll_frame(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(polled) => polled,
+            },
+            (None, None) => this.trailers.take().map(Ok),
+        };
+        match &polled {
+            Some(Ok(frame)) => {
+                if let (Some(price), Some(data)) = (&mut this.price, frame.data_ref())
+                    && !price.read(data)
+                {
+                    this.price = None;
+                }
+            }
+            Some(Err(_)) => this.price = None,
+            None => {}
+        }
+        if !matches!(polled, Some(Ok(_))) {
+            this.rest = None;
+        }
+        if this.is_end_stream() {
+            this.finish();
+        }
+        Poll::Ready(polled)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let rest_ended = self.rest.as_ref().is_none_or(|rest| rest.is_end_stream());
+        self.head.is_none() && self.trailers.is_none() && rest_ended
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let head = self.head.as_ref().and_then(Frame::data_ref).map_or(0, |head| head.len() as u64);
+        let rest = self.rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
+        ahead(head, &rest)
+    }
+}
+
+/// The size of a body with this many bytes before it.
+pub(super) fn ahead(bytes: u64, rest: &SizeHint) -> SizeHint {
+    let mut hint = SizeHint::new();
+    hint.set_lower(rest.lower().saturating_add(bytes));
+    if let Some(upper) = rest.upper().and_then(|upper| upper.checked_add(bytes)) {
+        hint.set_upper(upper);
+    }
+    hint
+}
+
+impl<B, S: Store, C: Clock> fmt::Debug for OutboundBody<B, S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboundBody").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,283 @@
+//! One call's requests over HTTP.
+
+use std::error::Error;
+use std::fmt::Write as _;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::ACCEPT_ENCODING;
+use http::request::Parts;
+use http::{HeaderValue, Request, Response};
+use http_body::Body;
+use tidegate_core::call::Reply;
+use tidegate_core::retry::Fault;
+use tidegate_core::{Class, Clock, Time};
+use tidegate_policy::Secret;
+use tidegate_policy::outbound::{BodyRule, CostRules};
+use tower_service::Service;
+
+use super::answer::Peeked;
+use super::judge::says_throttled;
+use super::location::tells;
+use super::login::MAX_LOGIN_REPLY;
+use super::{
+    Attempt, Credentials, Ended, Judge, LoginError, Logins, Replay, ReplayBody, Target, TargetError, Token, Upstream,
+};
+
+/// The longest body that is read to find out whether it says that there were too many calls, in bytes.
+const MAX_JUDGED: usize = 64 << 10;
+/// The most causes of an error that are searched for a credential.
+const MAX_CAUSES: usize = 16;
+
+/// An error of whatever kind.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// Tells what an error of the inner service means.
+type FaultOf = dyn Fn(&(dyn Error + 'static)) -> Fault + Send + Sync;
+/// Tells when the first of the provider's quotas begins anew.
+type QuotaEnds = dyn Fn(Time) -> Option<Time> + Send + Sync;
+
+/// Why there is no reply. Never tells a credential.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Trouble {
+    /// The inner service failed.
+    #[error("the request got no reply")]
+    Client(#[source] BoxError),
+    /// The inner service failed with an error that repeats the credential, and so isn't told.
+    #[error("the request got no reply, for a reason that repeats the credential")]
+    Withheld,
+    /// There was no reply in time.
+    #[error("the request got no reply in time")]
+    TimedOut,
+    /// The credential's login failed.
+    #[error(transparent)]
+    Login(#[from] LoginError),
+    /// The request can't be sent.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// The caller's body broke off, or was gone when it was to be sent again.
+    #[error("the request's body broke off")]
+    Body,
+}
+
+/// How a provider's requests are sent: what all of its calls share.
+#[derive(Clone)]
+pub(super) struct Manner<C> {
+    pub target: Target,
+    pub credentials: Credentials,
+    pub logins: Option<Logins>,
+    /// Below which path the provider is reached from outside, for redirects.
+    pub mount: Option<String>,
+    pub attempt_timeout: Duration,
+    pub throttled_when: Option<BodyRule>,
+    pub cost: Option<CostRules>,
+    pub fault_of: Arc<FaultOf>,
+    pub quota_ends: Arc<QuotaEnds>,
+    pub clock: C,
+}
+
+impl<C> Manner<C> {
+    /// Whether replies are looked into, and so must come as they are.
+    fn reads_replies(&self) -> bool {
+        self.throttled_when.is_some() || self.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty())
+    }
+}
+
+/// The requests of one call.
+pub(super) struct Exchange<'m, I, Q, C> {
+    manner: &'m Manner<C>,
+    inner: I,
+    parts: Parts,
+    body: Replay<Q>,
+    judge: Judge,
+    /// Whether the present attempt's request was handed over.
+    handed_over: bool,
+    token: Option<Token>,
+    deadline: Time,
+}
+
+/// What an attempt comes to.
+pub(super) type Outcome<B> = Result<Response<Peeked<B>>, Trouble>;
+
+impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
+    /// Requests of these parts, with this body.
+    ///
+    /// # Errors
+    /// The request can't be aimed at the provider.
+    pub(super) fn new(
+        manner: &'m Manner<C>,
+        inner: I,
+        mut parts: Parts,
+        body: Replay<Q>,
+        judge: Judge,
+    ) -> Result<Self, TargetError> {
+        manner.target.aim(&mut parts.clone(), None)?;
+        if manner.reads_replies() {
+            parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        }
+        Ok(Self { manner, inner, parts, body, judge, handed_over: false, token: None, deadline: Time::NEVER })
+    }
+
+    fn failed<B>(&self, trouble: Trouble, fault: Fault) -> Ended<Outcome<B>> {
+        let reply = self.judge.fault(fault, self.body.unreplayable());
+        Ended { value: Err(trouble), reply }
+    }
+
+    fn refused<B>(&self, trouble: Trouble) -> Ended<Outcome<B>> {
+        let reply = Reply { class: Class::Permanent, ..self.judge.cancelled() };
+        Ended { value: Err(trouble), reply }
+    }
+}
+
+impl<I, Q, B, C> Exchange<'_, I, Q, C>
+where
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
+    I::Error: Into<BoxError>,
+    I::Future: Send,
+    Q: Body<Data = Bytes> + Send,
+    B: Body<Data = Bytes> + Send,
+    B::Error: Into<BoxError>,
+    C: Clock,
+{
+    async fn exchange(&mut self, credential: usize) -> Ended<Outcome<B>> {
+        let manner = self.manner;
+        let now = manner.clock.now();
+        let mut shown = manner.credentials.current(credential, now).await;
+        if let Some(logins) = &manner.logins {
+            let secret = shown.unwrap_or_else(anonymous);
+            let inner = self.inner.clone();
+            match logins.token(credential, &secret, now, |request| log_in(inner, request, &*manner.fault_of)).await {
+                Ok(token) => shown = Some(Arc::clone(self.token.insert(token).secret())),
+                Err(error) => {
+                    let reply = error.reply(&self.judge);
+                    return Ended { value: Err(error.into()), reply };
+                }
+            }
+        }
+        let shown = shown.as_deref();
+        let mut parts = self.parts.clone();
+        if let Err(error) = manner.target.aim(&mut parts, shown) {
+            return self.refused(error.into());
+        }
+        let mut inner = self.inner.clone();
+        if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
+            return self.failed(told(error.into(), shown), Fault::Unsent);
+        }
+        let Ok(body) = self.body.attempt() else { return self.refused(Trouble::Body) };
+        self.handed_over = true;
+        let sent: Result<_, BoxError> = inner.call(Request::from_parts(parts, body)).await.map_err(Into::into);
+        match sent {
+            Ok(response) => self.judged(response, shown).await,
+            Err(_) if self.body.is_broken() => Ended { value: Err(Trouble::Body), reply: self.judge.cancelled() },
+            Err(error) => {
+                let fault = (manner.fault_of)(&*error);
+                self.failed(told(error, shown), fault)
+            }
+        }
+    }
+
+    async fn judged(&mut self, response: Response<B>, shown: Option<&Secret>) -> Ended<Outcome<B>> {
+        let manner = self.manner;
+        let now = manner.clock.now();
+        let (mut head, body) = response.into_parts();
+        let mut reply = self.judge.reply(head.status, &head.headers, self.body.unreplayable(), now);
+        let rule = manner.throttled_when.as_ref().filter(|rule| rule.status == head.status.as_u16());
+        let peeked = match rule {
+            None => Peeked::unread(body),
+            Some(rule) => {
+                let peeked = match Peeked::read(body, MAX_JUDGED).await {
+                    Ok(peeked) => peeked,
+                    Err(error) => return self.failed(told(error.into(), shown), Fault::Garbled),
+                };
+                if peeked.is_whole() && says_throttled(rule, head.status, &peeked.head) {
+                    let ends = if rule.spends_quota { (manner.quota_ends)(now) } else { None };
+                    reply = self.judge.throttled(reply, ends.map(|ends| ends.since(now)));
+                }
+                peeked
+            }
+        };
+        reply.streams = !peeked.is_whole();
+        manner.target.tidy(&mut head.headers, shown, manner.mount.as_deref());
+        Ended { value: Ok(Response::from_parts(head, peeked)), reply }
+    }
+}
+
+impl<I, Q, B, C> Upstream for Exchange<'_, I, Q, C>
+where
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
+    I::Error: Into<BoxError>,
+    I::Future: Send,
+    Q: Body<Data = Bytes> + Send,
+    B: Body<Data = Bytes> + Send,
+    B::Error: Into<BoxError>,
+    C: Clock,
+{
+    type Reply = Outcome<B>;
+
+    async fn send(&mut self, attempt: Attempt) -> Ended<Outcome<B>> {
+        self.handed_over = false;
+        self.deadline = self.manner.clock.now() + tidegate_core::Span::from_duration(attempt.time_left);
+        let patience = attempt.time_left.min(self.manner.attempt_timeout);
+        match tokio::time::timeout(patience, self.exchange(attempt.credential)).await {
+            Ok(ended) => ended,
+            Err(_) => self.failed(Trouble::TimedOut, if self.handed_over { Fault::TimedOut } else { Fault::Unsent }),
+        }
+    }
+
+    async fn renew(&mut self, credential: usize) -> bool {
+        let manner = self.manner;
+        let (Some(logins), Some(rejected)) = (&manner.logins, self.token.take()) else { return false };
+        let now = manner.clock.now();
+        let patience = self.deadline.since(now).as_duration().min(manner.attempt_timeout);
+        let inner = self.inner.clone();
+        let renewing = async {
+            let secret = manner.credentials.current(credential, now).await.unwrap_or_else(anonymous);
+            let send = |request| log_in(inner, request, &*manner.fault_of);
+            logins.renew(credential, &rejected, &secret, now, send).await
+        };
+        match tokio::time::timeout(patience, renewing).await {
+            Ok(Ok(_)) => true,
+            Ok(Err(error)) => {
+                tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
+                false
+            }
+            Err(_) => false,
+        }
+    }
+}
+
+/// Sends a login.
+async fn log_in<I, Q, B>(mut inner: I, request: Request<Secret>, fault_of: &FaultOf) -> Result<Response<Bytes>, Fault>
+where
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>>,
+    I::Error: Into<BoxError>,
+    B: Body<Data = Bytes>,
+{
+    let fault = |error: I::Error| fault_of(&*error.into());
+    poll_fn(|context| inner.poll_ready(context)).await.map_err(fault)?;
+    let request = request.map(|body| ReplayBody::whole(body.expose().to_owned()));
+    let response = inner.call(request).await.map_err(fault)?;
+    let (head, body) = response.into_parts();
+    let peeked = Peeked::read(body, MAX_LOGIN_REPLY).await.map_err(|_| Fault::Garbled)?;
+    Ok(Response::from_parts(head, peeked.head))
+}
+
+fn anonymous() -> Arc<Secret> {
+    Arc::new(Secret::new(""))
+}
+
+/// An error as it may be told: not if it repeats the credential.
+fn told(error: BoxError, secret: Option<&Secret>) -> Trouble {
+    let Some(secret) = secret else { return Trouble::Client(error) };
+    let mut text = format!("{error:?}");
+    let mut cause: Option<&(dyn Error + 'static)> = Some(&*error);
+    for _ in 0..MAX_CAUSES {
+        let Some(found) = cause else { break };
+        let _ = write!(text, " {found} {found:?}");
+        cause = found.source();
+    }
+    if tells(text.as_bytes(), secret) { Trouble::Withheld } else { Trouble::Client(error) }
+}

@@ -1,0 +1,230 @@
+//! A provider as a layer of tower: every request through it is a call.
+
+use std::error::Error;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Body;
+use tidegate_core::Clock;
+use tidegate_core::retry::Fault;
+use tidegate_store::{Memory, Store};
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::exchange::{BoxError, Exchange, Manner, Trouble};
+use super::wish::has_idempotency_key;
+use super::{
+    CallError, CallOptions, CredentialError, Credentials, Happened, Judge, Logins, OutboundBody, Provider, Replay,
+    ReplayBody, Target, TargetError, fault_of,
+};
+use crate::SystemClock;
+
+/// Makes every request through a service a call to a provider: it waits for its turn, is sent with a credential, and
+/// again where that is worth it, harmless, possible and in time.
+///
+/// The inner service sends what it is given: it must neither follow redirects nor retry by itself, nor write requests
+/// out, for they show the credential. Requests name a path below the provider's base URL, or a whole URL there. Their
+/// extensions may hold [`CallOptions`]; [`take_wishes`](super::take_wishes) reads those from headers. Responses hold
+/// [`Happened`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
+/// [`Why`](super::Why) of that besides.
+///
+/// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
+pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<Counter<S, C>>);
+
+struct Counter<S: Store, C: Clock> {
+    provider: Provider<S, C>,
+    manner: Manner<C>,
+}
+
+/// Why a call through an [`OutboundLayer`] has no response at all. Never tells a credential.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OutboundError {
+    /// The request can't be aimed at the provider; it wasn't counted.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// The call failed: for want of capacity or time, or because its last attempt got no reply.
+    #[error(transparent)]
+    Call(CallError<Trouble>),
+    /// The only attempt got no reply, and another would fare no better.
+    #[error(transparent)]
+    Trouble(#[from] Trouble),
+}
+
+impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
+    /// A layer for a provider, with its credentials from files and the environment.
+    ///
+    /// # Errors
+    /// A credential can't be had or can't be sent where the provider wants it.
+    pub fn new(provider: Provider<S, C>) -> Result<Self, CredentialError> {
+        Self::with(provider, |name| std::env::var(name).ok())
+    }
+
+    /// A layer for a provider, with environment variables looked up by `env`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new) has them.
+    pub fn with(provider: Provider<S, C>, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
+        let plan = provider.plan();
+        let quotas = provider.clone();
+        let manner = Manner {
+            target: Target::of(plan),
+            credentials: Credentials::of(plan, &env)?,
+            logins: Logins::of(plan, &env)?,
+            mount: None,
+            attempt_timeout: plan.attempt_timeout,
+            throttled_when: plan.throttled_when.clone(),
+            cost: plan.cost.clone(),
+            fault_of: Arc::new(fault_of),
+            quota_ends: Arc::new(move |now| quotas.plan().quota_ends(quotas.0.whole.limits(), now)),
+            clock: provider.clock().clone(),
+        };
+        Ok(Self(Arc::new(Counter { provider, manner })))
+    }
+
+    /// Turns redirects to what is below the base URL into ones to what is below this path, such as `tmdb` for `/tmdb`.
+    #[must_use]
+    pub fn mounted(self, path: &str) -> Self {
+        let path = path.trim_matches('/').to_owned();
+        self.change(|manner| manner.mount = Some(path))
+    }
+
+    /// Tells what an error of the inner service means. Default [`fault_of`].
+    #[must_use]
+    pub fn faults(self, fault_of: impl Fn(&(dyn Error + 'static)) -> Fault + Send + Sync + 'static) -> Self {
+        self.change(|manner| manner.fault_of = Arc::new(fault_of))
+    }
+
+    /// The provider that is called.
+    pub fn provider(&self) -> &Provider<S, C> {
+        &self.0.provider
+    }
+
+    fn change(self, change: impl FnOnce(&mut Manner<C>)) -> Self {
+        let Counter { provider, manner } = &*self.0;
+        let mut manner = manner.clone();
+        change(&mut manner);
+        Self(Arc::new(Counter { provider: provider.clone(), manner }))
+    }
+}
+
+impl<S: Store, C: Clock> Clone for OutboundLayer<S, C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S: Store, C: Clock> fmt::Debug for OutboundLayer<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboundLayer").field("provider", &self.0.provider).finish_non_exhaustive()
+    }
+}
+
+impl<I, S: Store, C: Clock> Layer<I> for OutboundLayer<S, C> {
+    type Service = OutboundService<I, S, C>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        OutboundService { inner, counter: Arc::clone(&self.0) }
+    }
+}
+
+/// A service behind an [`OutboundLayer`].
+pub struct OutboundService<I, S: Store = Memory, C: Clock = SystemClock> {
+    inner: I,
+    counter: Arc<Counter<S, C>>,
+}
+
+impl<I: Clone, S: Store, C: Clock> Clone for OutboundService<I, S, C> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), counter: Arc::clone(&self.counter) }
+    }
+}
+
+impl<I, S: Store, C: Clock> fmt::Debug for OutboundService<I, S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboundService").field("provider", &self.counter.provider).finish_non_exhaustive()
+    }
+}
+
+impl<I, Q, B, S, C> Service<Request<Q>> for OutboundService<I, S, C>
+where
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send + 'static,
+    I::Error: Into<BoxError>,
+    I::Future: Send,
+    Q: Body<Data = Bytes> + Send + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+    S: Store,
+    C: Clock,
+{
+    type Response = Response<OutboundBody<B, S, C>>;
+    type Error = OutboundError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, OutboundError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), OutboundError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Q>) -> Self::Future {
+        let (inner, counter) = (self.inner.clone(), Arc::clone(&self.counter));
+        Box::pin(async move { counter.call(inner, request).await })
+    }
+}
+
+impl<S: Store, C: Clock> Counter<S, C> {
+    async fn call<I, Q, B>(
+        &self,
+        inner: I,
+        request: Request<Q>,
+    ) -> Result<Response<OutboundBody<B, S, C>>, OutboundError>
+    where
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
+        I::Error: Into<BoxError>,
+        I::Future: Send,
+        Q: Body<Data = Bytes> + Send,
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<BoxError>,
+    {
+        let (mut parts, body) = request.into_parts();
+        let options = parts.extensions.remove::<CallOptions>();
+        let options = options.unwrap_or_else(|| CallOptions { cost: self.reserved(&body), ..CallOptions::default() });
+        let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
+        let body = Replay::new(body, self.provider.plan().replay_bytes);
+        let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge)?;
+        let told = |happened: Happened, response: Response<_>| {
+            let mut response = response;
+            response.extensions_mut().insert(happened);
+            response
+        };
+        match self.provider.call(options, &mut exchange).await {
+            Ok(done) => {
+                let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
+                response.body_mut().hold(done.tail, self.manner.cost.as_ref());
+                Ok(response)
+            }
+            Err(CallError { provider, why, value, happened, at }) => match value.transpose() {
+                Ok(Some(response)) => {
+                    let mut response = told(happened, response.map(super::answer::Peeked::into_body));
+                    response.extensions_mut().insert(why);
+                    Ok(response)
+                }
+                Ok(None) => Err(OutboundError::Call(CallError { provider, why, value: None, happened, at })),
+                Err(trouble) => {
+                    Err(OutboundError::Call(CallError { provider, why, value: Some(trouble), happened, at }))
+                }
+            },
+        }
+    }
+
+    /// What a call is expected to cost that doesn't say.
+    fn reserved(&self, body: &impl Body) -> u64 {
+        let Some(cost) = &self.manner.cost else { return CallOptions::default().cost };
+        let units = body.size_hint().lower().checked_div(cost.bytes_per_unit).unwrap_or(0);
+        cost.reserve.saturating_add(units)
+    }
+}

@@ -1,0 +1,119 @@
+//! What a request's headers ask of its call.
+
+use http::header::{HeaderMap, HeaderName};
+use tidegate_core::Lane;
+use tidegate_policy::parse_duration;
+
+use super::CallOptions;
+
+/// `Tidegate-Priority: background | user | webhook`.
+pub const PRIORITY: HeaderName = HeaderName::from_static("tidegate-priority");
+/// `Tidegate-Timeout`: a duration such as `5s` or `1m30s`.
+pub const TIMEOUT: HeaderName = HeaderName::from_static("tidegate-timeout");
+/// `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header).
+pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
+/// What the names of all headers begin with that are meant for Tidegate alone.
+const OWN: &str = "tidegate-";
+
+/// A header that doesn't say what it should.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name} must be {expected}")]
+pub struct WishError {
+    /// The header.
+    pub name: HeaderName,
+    /// What would do.
+    pub expected: &'static str,
+}
+
+/// What the headers of a request ask of its call: [`PRIORITY`] and [`TIMEOUT`]. Headers that are meant for Tidegate
+/// alone, `Tidegate-…`, are taken out.
+///
+/// # Errors
+/// The first header that can't be understood, or is there twice.
+pub fn take_wishes(headers: &mut HeaderMap) -> Result<CallOptions, WishError> {
+    let mut options = CallOptions::default();
+    let lane = |text: &str| Lane::ALL.into_iter().find(|lane| lane.name().eq_ignore_ascii_case(text));
+    if let Some(lane) = wish(headers, PRIORITY, "background, user or webhook", lane)? {
+        options.lane = lane;
+    }
+    let duration = |text: &str| parse_duration(text).ok().filter(|span| !span.is_zero());
+    let timeout = wish(headers, TIMEOUT, "a duration such as 5s, 500ms or 1m30s", duration)?;
+    options.timeout = timeout.map(tidegate_core::Span::as_duration);
+    let own = headers.keys().filter(|name| name.as_str().starts_with(OWN)).cloned();
+    for name in own.collect::<Vec<_>>() {
+        headers.remove(name);
+    }
+    Ok(options)
+}
+
+/// Whether a request may be carried out twice without harm because it says by what it can be known again.
+pub fn has_idempotency_key(headers: &HeaderMap) -> bool {
+    headers.get(&IDEMPOTENCY_KEY).is_some_and(|key| !key.as_bytes().trim_ascii().is_empty())
+}
+
+fn wish<T>(
+    headers: &HeaderMap,
+    name: HeaderName,
+    expected: &'static str,
+    read: impl FnOnce(&str) -> Option<T>,
+) -> Result<Option<T>, WishError> {
+    let mut values = headers.get_all(&name).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    let wished = value.to_str().ok().filter(|_| values.next().is_none()).and_then(|text| read(text.trim()));
+    wished.map(Some).ok_or(WishError { name, expected })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+    use std::time::Duration;
+
+    fn wishes(lines: &[(&'static str, &'static str)]) -> (Result<CallOptions, WishError>, HeaderMap) {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(*name, HeaderValue::from_static(value));
+        }
+        (take_wishes(&mut headers), headers)
+    }
+
+    #[test]
+    fn headers_choose_lane_and_time_out() {
+        let lines = [
+            ("tidegate-priority", "Webhook"),
+            ("tidegate-timeout", " 1m30s "),
+            ("tidegate-token", "x"),
+            ("accept", "*"),
+        ];
+        let (options, left) = wishes(&lines);
+        let options = options.unwrap();
+        assert_eq!((options.lane, options.timeout), (Lane::Webhook, Some(Duration::from_secs(90))));
+        assert_eq!(left.keys().collect::<Vec<_>>(), ["accept"], "the provider isn't told");
+        let (options, _) = wishes(&[]);
+        let options = options.unwrap();
+        assert_eq!((options.lane, options.timeout, options.cost), (Lane::User, None, 1));
+    }
+
+    #[test]
+    fn what_is_not_understood_is_told() {
+        for (name, value) in [
+            ("tidegate-priority", "urgent"),
+            ("tidegate-priority", ""),
+            ("tidegate-timeout", "5"),
+            ("tidegate-timeout", "0s"),
+            ("tidegate-timeout", "-5s"),
+            ("tidegate-timeout", "1e999s"),
+        ] {
+            assert_eq!(wishes(&[(name, value)]).0.unwrap_err().name, name, "{value:?}");
+        }
+        assert!(wishes(&[("tidegate-timeout", "5s"), ("tidegate-timeout", "6s")]).0.is_err());
+    }
+
+    #[test]
+    fn an_idempotency_key_says_something() {
+        let has = |lines: &[_]| has_idempotency_key(&wishes(lines).1);
+        assert!(has(&[("idempotency-key", "\"8e03978e\"")]));
+        assert!(!has(&[("idempotency-key", " ")]));
+        assert!(!has(&[]));
+    }
+}
