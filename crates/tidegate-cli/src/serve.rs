@@ -61,6 +61,11 @@ fn greeting(policy: &Policy, from: &str, bound: &Bound) -> String {
         }
         _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
     }
+    if let (Some(address), Some(outbound)) = (bound.outbound(), policy.outbound()) {
+        let reached = outbound.providers().iter().filter(|provider| provider.base_url.is_some());
+        let paths: Vec<String> = reached.map(|provider| format!("/{}/…", provider.name)).collect();
+        let _ = writeln!(text, "  outbound http://{address} ({})", paths.join(", "));
+    }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
     let other = [("API", bound.api(), api), ("health", bound.admin(), "/healthz, /readyz")];
     for (name, address, paths) in other {

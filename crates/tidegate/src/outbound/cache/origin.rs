@@ -8,7 +8,7 @@ use tidegate_core::{Clock, Lane};
 use tidegate_policy::outbound::{Auth, CacheRules};
 use tidegate_store::Store;
 
-use super::super::{CallError, Provider, Urgency, Why};
+use super::super::{CallError, OutboundError, Provider, Urgency, Why};
 
 /// Whose replies are kept.
 pub trait Origin {
@@ -93,6 +93,23 @@ impl<T> Fault for CallError<T> {
                 | Why::DeadlineExceeded
                 | Why::NoTimeLeft { .. }
         )
+    }
+}
+
+impl Fault for OutboundError {
+    fn is_outage(&self) -> bool {
+        match self {
+            Self::Call(call) => call.is_outage(),
+            Self::Trouble(_) => true,
+            Self::Target(_) => false,
+        }
+    }
+
+    fn is_own(&self) -> bool {
+        match self {
+            Self::Call(call) => call.is_own(),
+            Self::Trouble(_) | Self::Target(_) => false,
+        }
     }
 }
 
