@@ -1,5 +1,4 @@
 //! What docs/outbound.md says must be so.
-#![expect(clippy::unwrap_used, reason = "a test")]
 
 use tidegate_policy::outbound::PRESETS;
 use tidegate_policy::{Policy, Sources};

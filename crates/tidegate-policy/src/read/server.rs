@@ -303,11 +303,10 @@ impl Reader<'_> {
         if let Some(inbound) = gate
             && let Some(upstream) = &inbound.upstream
             && let Some(at) = place("inbound", "upstream")
+            && reaches(upstream.host(), upstream.port(), inbound.listen)
         {
-            if reaches(upstream.host(), upstream.port(), inbound.listen) {
-                let message = format!("the upstream {upstream} is the gate's own address");
-                self.wrong(at, message, "the address of the server behind the gate");
-            }
+            let message = format!("the upstream {upstream} is the gate's own address");
+            self.wrong(at, message, "the address of the server behind the gate");
         }
         let Some(Outbound { listen: Some(listen), providers, .. }) = outbound else { return };
         for provider in providers {
