@@ -419,6 +419,12 @@ mod tests {
 
     proptest! {
         #[test]
+        fn any_place_is_searched_for_secrets(above in "[a-z.=\"\\[\\]\n é]{0,80}", line in "[a-z=\"\\[\\] é]{0,40}") {
+            let begins = secret_of_its_section(&above, &line).or_else(|| secret_begins(&line));
+            prop_assert!(begins.is_none_or(|begins| line.is_char_boundary(begins)));
+        }
+
+        #[test]
         fn any_line_is_shown_without_panic(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
             let boundaries: Vec<usize> = line.char_indices().map(|(at, _)| at).chain([line.len()]).collect();
             let (start, end) = (*start.get(&boundaries), *end.get(&boundaries));

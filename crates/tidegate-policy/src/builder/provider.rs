@@ -57,6 +57,7 @@ impl ProviderSpec {
 mod tests {
     use super::*;
     use crate::policy::Policy;
+    use proptest::prelude::*;
 
     #[test]
     fn providers_say_what_a_file_says() {
@@ -82,5 +83,19 @@ mod tests {
         let outbound = built.outbound().unwrap();
         assert_eq!((outbound.cache_bytes, outbound.providers().len()), (1 << 20, 2));
         assert!(outbound.words().contains("at most 8 at the same time (all calls)"), "{}", outbound.words());
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics(index in any::<prop::sample::Index>(), value in "\\PC{0,40}", known in "[-0-9a-z:/{} .%]{0,40}") {
+            let paths: Vec<&str> = crate::settings::all()
+                .filter_map(|setting| setting.path().strip_prefix("outbound.provider.*."))
+                .filter(|path| !path.contains('#'))
+                .collect();
+            for value in [value, known] {
+                let provider = ProviderSpec::preset("tvdb").credentials("env:A").set(index.get(&paths), &value);
+                let _ = Policy::builder().provider("x", provider).build();
+            }
+        }
     }
 }
