@@ -93,7 +93,7 @@ mod tests {
                 .filter(|path| !path.contains('#'))
                 .collect();
             for value in [value, known] {
-                let provider = ProviderSpec::preset("tvdb").credentials("env:A").set(index.get(&paths), &value);
+                let provider = ProviderSpec::preset("tvdb").credentials("env:A").set(paths[index.index(paths.len())], &value);
                 let _ = Policy::builder().provider("x", provider).build();
             }
         }
