@@ -62,7 +62,8 @@ impl Target {
         let (url, in_policy) = match (&question.url, &question.config) {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
-                let policy = policy::read(config.as_deref(), Env::Read { prefix: None })?.policy;
+                let env = Env::Read { prefix: question.env_prefix.as_deref() };
+                let policy = policy::read(config.as_deref(), env)?.policy;
                 (url.clone().map_or_else(|| url_of(policy.api()), Ok)?, policy.api().token.clone())
             }
         };

@@ -104,6 +104,9 @@ struct Question {
     /// take, unless there is a URL.
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// The prefix that the policy takes settings of [outbound] by, as for `serve`.
+    #[arg(long, value_name = "PREFIX")]
+    env_prefix: Option<String>,
     /// The gate's decision API, as http://HOST:PORT; the policy's if unsaid.
     #[arg(long)]
     url: Option<String>,

@@ -69,6 +69,34 @@ fn check_and_serve_say_that_forward_auth_is_off() {
 }
 
 #[test]
+fn check_says_in_words_what_is_called() {
+    let scratch = Scratch::new();
+    let file = scratch.write(
+        "calls.toml",
+        "[outbound.provider.tmdb]\npreset = \"tmdb\"\n[outbound.provider.plain]\nbase_url = \"http://api.example.com\"\n",
+    );
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.arg("check").arg(&file).args(["--env-prefix", "APP"]);
+    let output = command.env("APP_TOKEN", "hunter2,hunter3").env("APP_API_MAX_RETRIES", "1").output().unwrap();
+    let (out, err) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert_eq!((output.status.code(), err.as_str()), (Some(0), ""));
+    for expected in [
+        "good\n\ncalls to other people's APIs\ntmdb: https://api.themoviedb.org/3 (preset tmdb)\n",
+        "  at most 40 in any 10 s (each credential)\n",
+        "  user: 10 s a call, 1 retry, up to 1024 waiting\n",
+        "  credentials env:APP_TOKEN[1], env:APP_TOKEN[2] in turn, as Authorization: Bearer; each rests for 1 s, 2 s … 32 s",
+        "plain: http://api.example.com; warning: http sends everything in the clear, credentials included\n  unlimited\n",
+    ] {
+        assert!(out.contains(expected), "{expected}\n{out}");
+    }
+    assert!(!out.contains("hunter"), "{out}");
+    let (status, _, err) = run(&["check", file.to_str().unwrap()]);
+    assert_eq!(status, 2);
+    assert!(err.contains("the provider `tmdb` wants a credential"), "{err}");
+    assert_eq!(run(&["check", file.to_str().unwrap(), "--no-env", "--env-prefix", "APP"]).0, 2);
+}
+
+#[test]
 fn check_points_at_what_is_wrong() {
     let scratch = Scratch::new();
     let file = scratch.write("bad.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");

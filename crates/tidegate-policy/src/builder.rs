@@ -1,7 +1,11 @@
 //! A policy made in Rust. It is written down as a policy file and read like one, so both mean the same and are
 //! checked alike; errors show the line that was written.
 
+mod provider;
+
 use std::fmt::Write as _;
+
+pub use provider::ProviderSpec;
 
 use crate::environment::Env;
 use crate::error::Errors;
@@ -43,14 +47,7 @@ impl PolicyBuilder {
     /// Sets any setting by its path in a policy file, such as `("inbound.timeouts.connect", "2s")`; [`settings::all`]
     /// lists them.
     pub fn setting(mut self, path: &str, value: impl ToString) -> Self {
-        let value = value.to_string();
-        let is_bare = match settings::find(path).map(|setting| setting.form) {
-            Some(Form::Flag) => matches!(value.as_str(), "true" | "false"),
-            Some(Form::Count) => !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()),
-            _ => false,
-        };
-        let value = if is_bare { value } else { string(&value) };
-        line(&mut self.settings, &dotted(path), &value);
+        line(&mut self.settings, &dotted(path), &written(path, value));
         self
     }
 
@@ -77,6 +74,16 @@ impl PolicyBuilder {
         if !limits.is_empty() {
             let limits: Vec<String> = limits.iter().map(|limit| table(&limit.entries)).collect();
             line(&mut self.tables, "limits", &format!("[{}]", limits.join(", ")));
+        }
+        self
+    }
+
+    /// Somebody's API that is called.
+    pub fn provider(mut self, name: &str, provider: ProviderSpec) -> Self {
+        // Writing to a string can't fail.
+        let _ = writeln!(self.tables, "[outbound.provider.{}]", string(name));
+        for (key, value) in provider.entries {
+            line(&mut self.tables, &dotted(&key), &value);
         }
         self
     }
@@ -329,6 +336,17 @@ impl ActionSpec {
         self.matching.push((key, list(words)));
         self
     }
+}
+
+/// A setting's value as TOML: in quotes unless it is a number or a flag that the setting takes as such.
+fn written(path: &str, value: impl ToString) -> String {
+    let value = value.to_string();
+    let is_bare = match settings::find(path).map(|setting| setting.form) {
+        Some(Form::Flag) => matches!(value.as_str(), "true" | "false"),
+        Some(Form::Count) => !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()),
+        _ => false,
+    };
+    if is_bare { value } else { string(&value) }
 }
 
 fn line(text: &mut String, key: &str, value: &str) {

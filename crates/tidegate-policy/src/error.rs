@@ -208,9 +208,10 @@ fn secret_of_its_section(above: &str, line: &str) -> Option<usize> {
         return (is_secret && !names_places(&format!("[{begin}"))).then_some(0);
     }
     let equals = line.find('=').filter(|equals| !names_places(&line[equals + 1..]))?;
+    let value = equals + 1 + (line.len() - equals - 1 - line[equals + 1..].trim_start().len());
     let header = before.find(|line| line.starts_with('['))?;
     let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| name.trim() == "secrets");
-    of_secrets.then_some(equals + 1)
+    of_secrets.then_some(value)
 }
 
 /// Whether the key before an equals sign is such a one.
@@ -403,7 +404,7 @@ mod tests {
         assert_eq!(secret_of_its_section("credentials = [ # two\n", "  \"env:A\","), None);
         assert_eq!(secret_of_its_section("limit = [\n", "  \"5 per 60s\","), None);
         assert_eq!(secret_of_its_section("credentials = [\n  \"env:A\",\n", "  \"hunter2\","), Some(0));
-        assert_eq!(secret_of_its_section("[a.secrets]\nx = \"env:A\"\n", "pin = \"hunter2\""), Some(5));
+        assert_eq!(secret_of_its_section("[a.secrets]\nx = \"env:A\"\n", "pin = \"hunter2\""), Some(6));
         assert_eq!(secret_of_its_section("[a.secrets]\n", "pin = \"env:PIN\""), None);
         assert_eq!(quoted("redis://:hunter2@host"), "`redis://…@host`");
     }
@@ -417,6 +418,12 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn any_place_is_searched_for_secrets(above in "[a-z.=\"\\[\\]\n é]{0,80}", line in "[a-z=\"\\[\\] é]{0,40}") {
+            let begins = secret_of_its_section(&above, &line).or_else(|| secret_begins(&line));
+            prop_assert!(begins.is_none_or(|begins| line.is_char_boundary(begins)));
+        }
+
         #[test]
         fn any_line_is_shown_without_panic(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
             let boundaries: Vec<usize> = line.char_indices().map(|(at, _)| at).chain([line.len()]).collect();

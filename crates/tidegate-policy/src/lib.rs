@@ -27,6 +27,7 @@
 //! | which address a client has | [`Forwarding`] |
 //! | what is counted together | [`KeyPart`] |
 //! | which period a quota counts in | [`calendar`] |
+//! | what is known of other people's APIs | [`outbound`] |
 #![forbid(unsafe_code)]
 
 mod address;
@@ -56,7 +57,7 @@ mod units;
 mod words;
 
 pub use address::{AddressLists, Listed, Networks, canonical};
-pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder};
+pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, ProviderSpec};
 pub use error::{Error, Errors, Place};
 pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
 pub use hints::Hints;

@@ -87,7 +87,8 @@ pub struct UnknownProvider {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OutboundLimit {
-    /// What errors and `explain` call it: `tmdb`, `tmdb.2`, `tmdb.background`, `tmdb.credential`, `tmdb.cooldown`.
+    /// What errors and `explain` call it: `tmdb`, `tmdb.cost`, `tmdb.credential`, `tmdb.credential.cost`,
+    /// `tmdb.background`, `tmdb.cooldown`; where one of them has several limits, each with its number: `tmdb.2`.
     pub name: String,
     /// The quantity as written; `None` for a cool-down.
     pub quantity: Option<Quantity>,
@@ -107,7 +108,8 @@ pub struct Provider {
     pub base_url: Option<BaseUrl>,
     /// Where a credential goes in a request.
     pub auth: Auth,
-    /// Its credentials; none means one that is anonymous.
+    /// Its credentials; none means one that is anonymous. A limit of a credential that is alone is among the limits of all
+    /// calls in its [`rules`](Self::rules).
     pub credentials: Vec<TokenSource>,
     /// How calls are spread over them.
     pub balance: Balance,
@@ -125,7 +127,7 @@ pub struct Provider {
     pub attempt_timeout: Duration,
     /// The longest request body that is kept for another attempt, in bytes. Default 64 KiB.
     pub replay_bytes: usize,
-    /// What is kept of its replies.
+    /// What is kept of its replies; nothing by default.
     pub cache: Option<CacheRules>,
     /// Replies whose body says that there were too many calls, although their status doesn't.
     pub throttled_when: Option<BodyRule>,

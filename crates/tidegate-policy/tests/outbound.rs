@@ -352,3 +352,72 @@ fn words_show_true_bounds_and_no_secret() {
         assert!(words.contains(expected), "{expected}\n{words}");
     }
 }
+
+#[test]
+fn a_preset_can_be_made_sequential() {
+    let outbound = outbound("[outbound.provider.x]\npreset = \"tmdb\"\nauth = \"none\"\nsequential = true\n");
+    let rules = rules(outbound.find("x").unwrap());
+    assert_eq!(rules.lanes.max_in_flight, 1);
+    assert!(rules.lane_ceilings.iter().all(|lane| lane.is_empty()));
+}
+
+#[test]
+fn the_environment_beats_section_and_preset() {
+    let file = "[outbound.provider.my-api]\npreset = \"tmdb\"\ncredentials = \"env:A\"\nretry = { cap = \"9s\" }\n";
+    let sources = Sources::new().file("test.toml", file).env([
+        ("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:9999"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__CREDENTIALS", "env:TIDEGATE_A, env:B"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__LIMIT", "10/s, 9 in flight"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__BACKGROUND__LIMIT", "3 per 10s"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__RETRY__BASE", "2s"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__BUDGET__RATIO", "30%"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__BREAKER", "off"),
+        ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__CACHE", "{ ttl = \"1h\" }"),
+        ("TIDEGATE_A", "hunter2"),
+    ]);
+    let policy = Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"));
+    let outbound = policy.outbound().unwrap();
+    assert_eq!(outbound.listen.unwrap().port(), 9999);
+    let provider = outbound.find("my-api").unwrap();
+    assert_eq!(provider.credentials.iter().map(ToString::to_string).collect::<Vec<_>>(), ["env:TIDEGATE_A", "env:B"]);
+    assert!(provider.breaker.is_none());
+    assert_eq!(provider.cache.unwrap().ttl, Some(Duration::from_secs(3600)));
+    let rules = rules(provider);
+    assert_eq!((rules.lanes.max_in_flight, rules.budget.ratio), (9, 300));
+    assert_eq!(outbound.info(rules.lane_ceilings[0][0].limit).words, "at most 3 in any 10 s");
+    let backoff = rules.lane_rules[0].retry.backoff;
+    assert_eq!((backoff.base, backoff.cap), (Span::from_secs(2), Span::from_secs(9)));
+}
+
+#[test]
+fn secrets_in_variables_and_files_are_not_told() {
+    let provider = "[outbound.provider.x]\npreset = \"tvdb\"\n";
+    for (key, value) in [
+        ("CREDENTIALS", "hunter2"),
+        ("CREDENTIALS", "env:A, hunter2"),
+        ("CREDENTIALS", "[\"env:A\", \"hunter2\"]"),
+        ("LOGIN__SECRETS", "{ pin = \"hunter2\" }"),
+        ("BASE_URL", "https://me:hunter2@example.com"),
+        ("BASE_URL", "https://example.com/?k=hunter2"),
+    ] {
+        let variable = format!("TIDEGATE__OUTBOUND__PROVIDER__X__{key}");
+        let sources = Sources::new().file("test.toml", provider).env([(variable.as_str(), value)]);
+        let told = Policy::load(sources).unwrap_err().to_string();
+        assert!(told.contains(&variable) && !told.contains("hunter2"), "{told}");
+    }
+    // Also where the file isn't TOML at all, and where something else on the line is wrong.
+    for rest in [
+        "credentials = [\n  \"hunter2,\n]\n",
+        "credentials = [\n  \"env:A\",\n  \"hunter2\"\n  \"hunter3\"\n]\n",
+        "credentials = [\"hunter2\"\n",
+        "credentials = \"hunter2\", limit = \"x\"\n",
+        "login = { secrets = { pin = \"hunter2\" }, pointer = 3 }\n",
+        "[outbound.provider.x.login.secrets]\npin = \"hunter2\n",
+        "[outbound.provider.x.login]\nbody = '{\"apikey\":\"hunter2\"}'\npath = 3\n",
+        "[outbound.provider.x.login]\nbody = '{\"apikey\":\"hunter2\"\n",
+    ] {
+        let text = format!("{provider}{rest}");
+        let told = Policy::load(Sources::new().file("test.toml", text)).unwrap_err().to_string();
+        assert!(!told.contains("hunter"), "{told}");
+    }
+}

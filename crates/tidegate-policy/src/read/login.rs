@@ -108,7 +108,7 @@ impl Reader<'_> {
             if entry.key.is_empty() || !entry.key.bytes().all(fits) || entry.key == "credential" {
                 let message = format!("{} can't be the name of a secret", quoted(&entry.key));
                 let expected = "letters, digits, _ and -, and not `credential`";
-                self.push(Error::hiding(self.texts, entry.key_at, message, expected));
+                self.wrong(entry.key_at, message, expected);
                 fine = false;
             }
             match self.token(&entry.node, &entry.key) {

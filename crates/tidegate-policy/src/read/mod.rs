@@ -153,6 +153,7 @@ impl Reader<'_> {
             }
             None => {
                 let found = entry.node.described(self.texts);
+                let path = path.replace('*', &self.member);
                 let form = format!("a section, [{path}], or a table, {{ … }}");
                 self.wrong(entry.node.at, format!("`{key}` is {found}"), form);
                 None

@@ -5,7 +5,7 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue};
 use tidegate_core::call::{MAX_LEAD, Rules};
 use tidegate_core::pool::MAX_CREDENTIALS;
-use tidegate_core::{Balance, Span};
+use tidegate_core::{Balance, Lane, Span};
 
 use super::ceilings::Collected;
 use super::urls::KEY;
@@ -129,6 +129,9 @@ impl Reader<'_> {
         self.check_keys(own, PATH);
         let preset = self.if_said(own, "preset", Self::provider_preset)?;
         let mut table = preset.and_then(|name| self.presets.table(name)).cloned().unwrap_or_default();
+        if own.node("sequential").is_some_and(|node| matches!(node.value, Value::Flag(true))) {
+            Lane::ALL.iter().for_each(|lane| table.remove(lane.name()));
+        }
         for entry in &own.entries {
             let below = table.get_mut(&entry.key).map(|below| &mut below.node.value);
             match (below, &entry.node.value) {

@@ -7,7 +7,9 @@ use tidegate_core::MAX_COST;
 use super::failures::RequiredIn;
 use super::{Reader, Said};
 use crate::document::{Node, Table, Value};
+use crate::error::{Error, quoted};
 use crate::outbound::{BodyRule, CacheRules, CostRules};
+use crate::units::parse_duration;
 
 /// The longest body that is kept, unless said, in bytes.
 const MAX_BODY: usize = 1 << 20;
@@ -17,6 +19,14 @@ const MAX_CONTAINS: usize = 8;
 impl Reader<'_> {
     pub(super) fn cache(&mut self, provider: &Table) -> Option<Option<CacheRules>> {
         let default = CacheRules { ttl: None, shared: false, stale: Duration::ZERO, max_body: MAX_BODY };
+        if let Some(Value::Text(text)) = provider.node("cache").map(|node| &node.value)
+            && (text == "forever" || parse_duration(text).is_ok())
+        {
+            let at = provider.get("cache")?.node.at;
+            let error = Error::new(self.texts, at, format!("`cache` is {}", quoted(text)), "a table, `off` or `on`");
+            self.push(error.help(format!("write cache = {{ ttl = \"{text}\" }}")));
+            return None;
+        }
         let words = [("off", false), ("on", true)];
         let table = match self.table_or(provider, "cache", "outbound.provider.*.cache", &words)? {
             Said::Nothing | Said::Word(false) => return Some(None),

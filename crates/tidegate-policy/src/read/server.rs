@@ -232,6 +232,7 @@ impl Reader<'_> {
                 return Some(None);
             }
             let listen = reader.listen(node, "listen")?;
+            let such = default.map(|usual| format!(" such as \"{usual}\"")).unwrap_or_default();
             if !listen.ip().to_canonical().is_loopback()
                 && token == Some(None)
                 && !table.is_some_and(|table| reader.is_misspelt(table, "admin", "token"))
@@ -240,7 +241,7 @@ impl Reader<'_> {
                     reader.texts,
                     node.at,
                     format!("{what} listens beyond loopback ({listen}) without a token, so anybody could use it"),
-                    "a `token` beside it, or an address on loopback such as \"127.0.0.1:8082\"",
+                    format!("a `token` beside it, or an address on loopback{such}"),
                 );
                 reader.push(error.help("add token = \"env:NAME\", with the token in the environment variable NAME"));
                 return None;
@@ -302,11 +303,10 @@ impl Reader<'_> {
         if let Some(inbound) = gate
             && let Some(upstream) = &inbound.upstream
             && let Some(at) = place("inbound", "upstream")
+            && reaches(upstream.host(), upstream.port(), inbound.listen)
         {
-            if reaches(upstream.host(), upstream.port(), inbound.listen) {
-                let message = format!("the upstream {upstream} is the gate's own address");
-                self.wrong(at, message, "the address of the server behind the gate");
-            }
+            let message = format!("the upstream {upstream} is the gate's own address");
+            self.wrong(at, message, "the address of the server behind the gate");
         }
         let Some(Outbound { listen: Some(listen), providers, .. }) = outbound else { return };
         for provider in providers {

@@ -43,14 +43,24 @@ impl Reader<'_> {
         const KEY_NAME: &str = "base_url";
         const EXPECTED: &str = "the root of the API, such as \"https://api.example.com/v1\"";
         let text = self.text(node, KEY_NAME, EXPECTED)?;
-        // What is quoted may hold a key of the API in its query.
-        let error = |message: &str| Error::hiding(self.texts, node.at, format!("`{KEY_NAME}` {message}"), EXPECTED);
+        let error = |message: &str| Error::new(self.texts, node.at, format!("`{KEY_NAME}` {message}"), EXPECTED);
         let error = match Url::split(text) {
-            Ok(Url { rest, .. }) if rest.contains('?') => error("has a query in it, which belongs to each call")
-                .help("for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]"),
+            // A query may hold a key of the API, under whatever name.
+            _ if text.contains('?') => Error::hiding(
+                self.texts,
+                node.at,
+                format!("`{KEY_NAME}` has a query in it, which belongs to each call"),
+                EXPECTED,
+            )
+            .help("for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]"),
             Ok(Url { rest, .. }) if rest.contains('#') => error("has a fragment in it, which is never sent"),
-            Ok(Url { rest, .. }) if !is_path(rest) => {
-                error("has a path with characters that don't belong there").help("write them as %20, and no `..`")
+            Ok(Url { rest, .. }) if let Some(wrong) = no_path(rest) => {
+                let error = error(&format!("has {} in its path", quoted(wrong)));
+                match wrong {
+                    "." | ".." => error.help("leave out the segments that it stands for"),
+                    "{" | "}" => error.help(format!("a credential's place is written {KEY}")),
+                    _ => error.help("what doesn't belong into a URL is written as %20"),
+                }
             }
             Ok(Url { scheme: scheme @ ("http" | "https"), host, port, rest }) => {
                 let host = host.to_ascii_lowercase();
@@ -149,9 +159,9 @@ impl<'t> Url<'t> {
     }
 }
 
-/// Whether this can be the beginning of every request's path (RFC 3986 §3.3), but for [`KEY`].
-fn is_path(text: &str) -> bool {
-    let text = text.replace(KEY, "");
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~!$&'()*+,;=:@%".contains(&byte);
-    text.bytes().all(fits) && !text.split('/').any(|segment| matches!(segment, "." | ".."))
+/// What can't stand in the beginning of every request's path (RFC 3986 §3.3), but for [`KEY`].
+fn no_path(text: &str) -> Option<&str> {
+    let fits = |letter: char| letter.is_ascii_alphanumeric() || "/-._~!$&'()*+,;=:@%".contains(letter);
+    let letters = text.split(KEY).find_map(|piece| piece.matches(|letter| !fits(letter)).next());
+    letters.or_else(|| text.split('/').find(|segment| matches!(*segment, "." | "..")))
 }

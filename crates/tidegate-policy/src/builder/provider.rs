@@ -1,0 +1,101 @@
+//! Providers made in Rust.
+
+use super::{IntoWords, list, written};
+
+/// Somebody's API: where it is, how much it takes, and who may call it.
+#[derive(Clone, Debug, Default)]
+#[must_use]
+pub struct ProviderSpec {
+    pub(super) entries: Vec<(String, String)>,
+}
+
+impl ProviderSpec {
+    /// An API with its root, such as `"https://api.example.com/v1"`.
+    pub fn new(base_url: &str) -> Self {
+        Self::default().set("base_url", base_url)
+    }
+
+    /// An API made from a preset: `"tmdb"`; see [`PRESETS`](crate::outbound::PRESETS).
+    pub fn preset(name: &str) -> Self {
+        Self::default().set("preset", name)
+    }
+
+    /// How much it takes: `"40 per 10s"`, or several quantities that must all agree. See
+    /// [`Quantity`](crate::Quantity).
+    pub fn limit(self, limit: impl IntoWords) -> Self {
+        self.with("limit", list(limit))
+    }
+
+    /// How much it takes with each credential.
+    pub fn credential_limit(self, limit: impl IntoWords) -> Self {
+        self.with("credential_limit", list(limit))
+    }
+
+    /// Where its credentials are, such as `"env:API_TOKEN"`.
+    pub fn credentials(self, places: impl IntoWords) -> Self {
+        self.with("credentials", list(places))
+    }
+
+    /// Where a credential goes, such as `"bearer"` or `"query:api_key"`; a preset says it by itself.
+    pub fn auth(self, auth: &str) -> Self {
+        self.set("auth", auth)
+    }
+
+    /// Sets anything else by its path below the provider, such as `("retry.max_attempts", 5)`.
+    pub fn set(self, path: &str, value: impl ToString) -> Self {
+        let value = written(&format!("outbound.provider.*.{path}"), value);
+        self.with(path, value)
+    }
+
+    fn with(mut self, path: &str, value: String) -> Self {
+        self.entries.push((path.to_owned(), value));
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::Policy;
+    use proptest::prelude::*;
+
+    #[test]
+    fn providers_say_what_a_file_says() {
+        let built = Policy::builder()
+            .setting("outbound.cache_bytes", "1MiB")
+            .provider("tmdb", ProviderSpec::preset("tmdb").credentials(["env:A", "env:B"]))
+            .provider(
+                "my.api",
+                ProviderSpec::new("https://api.example.com/v1")
+                    .auth("query:key")
+                    .credentials("file:/run/key")
+                    .limit(["10/s", "8 in flight"])
+                    .credential_limit("1000 per day")
+                    .set("retry.max_attempts", 5)
+                    .set("sequential", false)
+                    .set("budget.ratio", 0.1)
+                    .set("background.hours", "22:00-06:00 in UTC"),
+            );
+        let text = built.text();
+        let built = built.build().unwrap();
+        let loaded = Policy::load(crate::Sources::new().file("x", text)).unwrap();
+        assert_eq!(format!("{built:?}"), format!("{loaded:?}"));
+        let outbound = built.outbound().unwrap();
+        assert_eq!((outbound.cache_bytes, outbound.providers().len()), (1 << 20, 2));
+        assert!(outbound.words().contains("at most 8 at the same time (all calls)"), "{}", outbound.words());
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics(index in any::<prop::sample::Index>(), value in "\\PC{0,40}", known in "[-0-9a-z:/{} .%]{0,40}") {
+            let paths: Vec<&str> = crate::settings::all()
+                .filter_map(|setting| setting.path().strip_prefix("outbound.provider.*."))
+                .filter(|path| !path.contains('#'))
+                .collect();
+            for value in [value, known] {
+                let provider = ProviderSpec::preset("tvdb").credentials("env:A").set(paths[index.index(paths.len())], &value);
+                let _ = Policy::builder().provider("x", provider).build();
+            }
+        }
+    }
+}

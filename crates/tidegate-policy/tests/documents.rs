@@ -1,0 +1,36 @@
+//! What docs/outbound.md says must be so.
+
+use tidegate_policy::outbound::PRESETS;
+use tidegate_policy::{Policy, Sources};
+
+const TEXT: &str = include_str!("../../../docs/outbound.md");
+
+#[test]
+fn every_snippet_is_a_policy() {
+    let snippets: Vec<&str> = TEXT.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(snippets.len() >= 6, "{}", snippets.len());
+    for snippet in snippets {
+        let policy = Policy::load(Sources::new().file("docs/outbound.md", snippet));
+        let policy = policy.unwrap_or_else(|errors| panic!("{snippet}\n{errors}"));
+        assert!(!policy.outbound().unwrap().providers().is_empty(), "{snippet}");
+    }
+}
+
+#[test]
+fn the_table_has_every_preset_in_order() {
+    let rows: Vec<&str> = TEXT.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    assert_eq!(rows, PRESETS);
+}
+
+#[test]
+fn the_table_has_each_presets_address() {
+    for row in TEXT.lines().filter(|line| line.starts_with("| `") && !line.starts_with("| `local`")) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let preset = cells[1].trim_matches('`');
+        let more = if preset == "musicbrainz" { "user_agent = \"A/1 ( a@b.c )\"" } else { "credentials = \"env:A\"" };
+        let text = format!("[outbound.provider.x]\npreset = \"{preset}\"\n{more}\n");
+        let policy = Policy::load(Sources::new().file("x", text)).unwrap();
+        let url = policy.outbound().unwrap().find("x").unwrap().base_url.as_ref().unwrap().to_string();
+        assert_eq!(url.trim_end_matches("/{key}"), format!("https://{}", cells[2]));
+    }
+}
