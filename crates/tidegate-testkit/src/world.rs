@@ -59,7 +59,7 @@ impl World {
         let lead = match dice.below(4) {
             0..=1 => Span::ZERO,
             2 => Span::from_micros(dice.below(20_000)),
-            _ => Span::from_millis(500),
+            _ => Span::from_millis(dice.pick(&[500, 60_000])),
         };
         let limits = (0..count).map(|_| limit(&mut dice, wanted, lead)).collect();
         // Different ones, also where a tape gives nothing but zeros.
@@ -138,7 +138,9 @@ impl World {
 
     /// What becomes of a call: how it ended, what it cost, or that it was never sent. It may be heard of again.
     fn news(&mut self) -> Batch {
-        let place = self.dice.below(self.under_way.len() as u64) as usize;
+        // Mostly of the latest, while it still counts ahead.
+        let last = self.under_way.len() - 1;
+        let place = if self.dice.percent(60) { last } else { self.dice.below(last as u64) as usize };
         let call =
             if self.dice.percent(70) { self.under_way.swap_remove(place) } else { self.under_way[place].clone() };
         let verb = self.dice.pick(&[Verb::Settle, Verb::Settle, Verb::Refund, Verb::Debit, Verb::Release]);
