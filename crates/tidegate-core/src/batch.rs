@@ -40,7 +40,7 @@ pub enum Verb {
     Take,
     /// Answers what a `Take` would meet, and changes nothing.
     Peek,
-    /// Gives back a cost that was charged.
+    /// Gives back a cost that was charged: of a call that windows counted at [`Terms::counted_at`], if that is known.
     Refund,
     /// Gives back the permits that the batch's id holds.
     Release,
@@ -48,7 +48,8 @@ pub enum Verb {
     Renew,
     /// Forgets the key under this limit: usage, block and strikes.
     Reset,
-    /// Charges the cost whether there is room or not: what a call turned out to cost beyond what it was taken for.
+    /// Charges the cost, up to 2^40, whether there is room or not: what a call turned out to cost beyond what it was
+    /// taken for.
     Debit,
     /// Tells a window that a call which was charged ahead ([`Batch::ahead`]) has ended: what it was charged counts as
     /// made now.
@@ -148,7 +149,8 @@ impl Batch {
 
     /// Has windows count what is taken up to `lead` from now: for calls that somebody else counts at a moment between
     /// their start and their end. Until [`Verb::Settle`] says when that was, the latest is assumed. Windows whose limit
-    /// doesn't expect so much ([`Window::with_lead`](crate::Window::with_lead)) take what they expect.
+    /// doesn't expect so much ([`Window::with_lead`](crate::Window::with_lead)) take what they expect. No call is counted
+    /// before one that was taken earlier.
     #[must_use]
     pub fn ahead(mut self, lead: Span) -> Self {
         self.terms.lead = lead;

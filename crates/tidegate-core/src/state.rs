@@ -7,7 +7,7 @@ use crate::penalty::Record;
 use crate::quota::Ledger;
 use crate::rate::Arrival;
 use crate::window::Log;
-use crate::{Kind, Limit, PenaltyMode, Span, Time, Verb};
+use crate::{Kind, Limit, MAX_COST, Op, PenaltyMode, Span, Time, Verb};
 
 /// What a call would meet in a limit, whatever penalties say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -209,12 +209,9 @@ impl State {
 
     /// Records a call that [`State::judge`] has just admitted, and brings the outcome up to date.
     pub fn charge(&mut self, ask: &Ask<'_>, outcome: &mut Outcome) {
-        if self.record.parole > 0 {
-            // Room for the paroled call itself means that the promise is kept without it.
-            let parole_over = outcome.verdict == Verdict::Parole || self.record.parole <= outcome.remaining;
-            if parole_over {
-                self.record.parole = 0;
-            }
+        // Room for the paroled call itself means that the promise is kept without it.
+        if outcome.verdict == Verdict::Parole || self.record.parole <= outcome.remaining {
+            self.record.parole = 0;
         }
         self.spend(ask, outcome);
     }
@@ -292,8 +289,13 @@ impl State {
             (_, Verb::Refund) => self.refund(ask),
             (Kind::Concurrency(_) | Kind::Cooldown(_), Verb::Debit) => {}
             (_, Verb::Debit) => {
+                let op = Op { cost: op.cost.min(MAX_COST), ..*op };
                 let mut outcome = Outcome::of(self.look(limit.kind(), op.cost, now), now);
-                self.spend(&Ask { terms: Terms { lead: Span::ZERO, ..terms }, ..*ask }, &mut outcome);
+                if self.record.blocks(now) {
+                    // Nobody could come back for the room there was: the promise stands.
+                    outcome.remaining = 0;
+                }
+                self.charge(&Ask { op: &op, terms: Terms { lead: Span::ZERO, ..terms }, ..*ask }, &mut outcome);
             }
             (Kind::Window(window), Verb::Settle) => {
                 if let Usage::Window(log) = &mut self.usage {
@@ -323,7 +325,7 @@ impl State {
         match (limit.kind(), &mut self.usage) {
             (Kind::Window(window), Usage::Window(log)) => {
                 window.settle(log, now);
-                window.refund(log, cost, terms.counted_at);
+                window.refund(log, cost, terms.counted_at, now);
             }
             (Kind::Rate(rate), Usage::Rate(arrival)) => *arrival = rate.refund(*arrival, cost, now),
             (Kind::Quota(quota), Usage::Quota(ledger)) => {

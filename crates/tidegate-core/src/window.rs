@@ -149,11 +149,7 @@ impl Window {
         }
         if log.len() >= self.physical() {
             if self.is_exact() {
-                // Full only when parole has overfilled it. As many of the oldest must expire before a slot is free as
-                // there are calls too many, so merging those delays nothing.
-                while log.len() >= self.physical() {
-                    log.merge_oldest();
-                }
+                self.make_room(log);
             } else {
                 self.merge(log);
             }
@@ -161,26 +157,39 @@ impl Window {
         log.push_back(Slot { at: now, count: cost }, self.physical());
     }
 
+    /// Makes room for another slot in an exact log. That is full only when paroles or debits have overfilled it: as many
+    /// of the oldest must expire before a slot is free as there are calls too many, so merging those delays nothing.
+    fn make_room(&self, log: &mut Log) {
+        while log.len() >= self.physical() {
+            log.merge_oldest();
+        }
+    }
+
     /// Has what was charged ahead, at `from`, count as made at `now` in a log that was settled for `now`. Where entries
     /// have been merged nobody knows which is whose, and it stays where it is: later, never early.
     pub fn bring_forward(&self, log: &mut Log, cost: u64, from: Time, now: Time) {
-        if from > now && self.is_exact() && log.take_at(from, cost) {
+        if cost > 0 && from > now && self.is_exact() && log.take_at(from, cost) {
+            self.make_room(log);
             log.put_at(Slot { at: now, count: cost }, self.physical());
         }
     }
 
-    /// Gives `cost` back: what was counted at `from` if that is still told apart. Otherwise the oldest entries give
+    /// Gives `cost` back in a log that was settled for `now`: what was counted at `from` if that is still told apart, and
+    /// nothing if it has left the window. Otherwise, or if nobody knows when it was counted, the oldest entries give
     /// first: whichever call it was, nothing then comes free early.
-    pub fn refund(&self, log: &mut Log, cost: u64, from: Time) {
-        if from > Time::ZERO && self.is_exact() && log.take_at(from, cost) {
-            return;
+    pub fn refund(&self, log: &mut Log, cost: u64, from: Time, now: Time) {
+        if from > Time::ZERO {
+            let gone = now.since(from) >= self.window;
+            if gone || self.is_exact() && log.take_at(from, cost) {
+                return;
+            }
         }
         let mut rest = cost;
         while rest > 0 {
             let Some(oldest) = log.front_mut() else { return };
             if oldest.count > rest {
                 oldest.count -= rest;
-                log.total -= rest;
+                log.total = log.total.saturating_sub(rest);
                 return;
             }
             rest -= oldest.count;
@@ -422,7 +431,7 @@ impl Log {
         }
         slot.count -= cost;
         let empty = slot.count == 0;
-        self.total -= cost;
+        self.total = self.total.saturating_sub(cost);
         if empty {
             for index in index..self.len() - 1 {
                 let (to, from) = (self.place(index), self.place(index + 1));
@@ -562,9 +571,9 @@ mod tests {
         let mut log = Log::default();
         take(&window, &mut log, 3, at(0));
         take(&window, &mut log, 2, at(30));
-        window.refund(&mut log, 4, Time::ZERO);
+        window.refund(&mut log, 4, Time::ZERO, at(30));
         assert_eq!(log.iter().copied().collect::<Vec<_>>(), [Slot { at: at(30), count: 1 }]);
-        window.refund(&mut log, u64::MAX, Time::ZERO);
+        window.refund(&mut log, u64::MAX, Time::ZERO, at(30));
         assert_eq!((log.total(), log.len()), (0, 0));
     }
 

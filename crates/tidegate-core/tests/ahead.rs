@@ -1,7 +1,7 @@
 //! Windows that count for somebody else, who counts each call at some moment between its start and its end.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_core::{Batch, Kind, Limit, Op, Span, Time, Verb, Window};
+use tidegate_core::{Batch, Kind, Limit, Op, PenaltyMode, Span, Time, Verb, Window};
 use tidegate_testkit::desk::{self, Desk, id, key};
 use tidegate_testkit::dice::count;
 use tidegate_testkit::property;
@@ -62,6 +62,44 @@ fn a_call_that_was_never_sent_gives_its_own_entry_back() {
         Some(at(10) + LEAD),
         "the older one still counts, and is the first to free its slot"
     );
+}
+
+/// What has left the window can't be given back a second time out of another's.
+#[test]
+fn a_call_that_has_left_the_window_gives_nothing_back() {
+    let desk = desk(1, Span::from_secs(10));
+    assert_eq!((take(&desk, at(0)), take(&desk, at(11))), (None, None));
+    tell(&desk, Verb::Refund, 1, at(0), at(12));
+    assert_eq!((used(&desk, at(12)), take(&desk, at(13))), (1, Some(at(21) + LEAD)));
+}
+
+/// An end that is told of nothing, or at the extremes, neither counts nor breaks.
+#[test]
+fn costs_of_nothing_and_of_everything() {
+    let desk = desk(2, Span::from_secs(10));
+    assert_eq!(take(&desk, at(0)), None);
+    tell(&desk, Verb::Settle, 0, at(0), at(0));
+    assert_eq!(desk.ask(&ask(Verb::Peek, 1), at(0)).1.list()[0].reset_at, at(10) + LEAD);
+    for second in [0, 1, 2] {
+        tell(&desk, Verb::Debit, u64::MAX, at(0), at(second));
+    }
+    assert_eq!(used(&desk, at(2)), 1 + 3 * tidegate_core::MAX_COST, "the most that a call costs, thrice");
+    tell(&desk, Verb::Refund, u64::MAX, at(2), at(3));
+    assert_eq!((used(&desk, at(3)), take(&desk, at(3))), (0, None));
+}
+
+/// A debit during a block fills a window that had room: who comes back when it was told passes all the same.
+#[test]
+fn a_debit_during_a_block_leaves_the_promise_of_a_parole() {
+    for (debit_at, passes) in [(1, true), (2, false)] {
+        let penalty = desk::doubling(2, 8, PenaltyMode::Parole, Span::from_secs(60));
+        let desk = Desk::new([desk::window(1, 60).with_penalty(penalty)]);
+        assert!(desk.call(1, at(0)).allowed && !desk.call(1, at(0)).allowed);
+        let one = |verb, cost, now| desk.under(verb, &[(id(0), 1)], cost, now).allowed;
+        one(Verb::Refund, 1, at(1));
+        one(Verb::Debit, 1, at(debit_at));
+        assert_eq!(one(Verb::Take, 1, at(2)), passes, "after the block there was room to come back for");
+    }
 }
 
 #[test]

@@ -104,12 +104,14 @@ impl std::error::Error for Failure {}
 /// The first [`Failure`].
 pub fn conform<B: Backend>(backend: &B, effort: &Effort) -> Result<(), Failure> {
     type Check<B> = fn(&B, &Effort) -> Result<(), String>;
-    let checks: [(&str, Check<B>); 8] = [
+    let checks: [(&str, Check<B>); 10] = [
         ("random batches against the model", random::batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
         ("all or nothing over three keys", concurrent::all_or_nothing::<B>),
         ("permits", concurrent::permits::<B>),
+        ("calls counted ahead", concurrent::counted_ahead::<B>),
+        ("calls throttled together", concurrent::throttled_together::<B>),
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
         ("a clock that jumps a year and back", random::jump::<B>),

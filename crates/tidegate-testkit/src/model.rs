@@ -2,14 +2,17 @@
 //!
 //! Per limit and key the model keeps all that ever happened and works every answer out from that history: a window
 //! counts the events of the last W, a rate replays every arrival, a quota adds up a period. It shares no arithmetic
-//! with the core. A store's answers are handed to [`Model::check`], which says where they contradict it.
+//! with the core. A window counts a call that is taken ahead from the moment ahead until its end is told, and a gate is
+//! closed as the list of its closings, releases and proofs says. A store's answers are handed to [`Model::check`], which says where they contradict it.
 //!
 //! Where the semantics leave a store some room the model gives a bracket: a window above the entries that are kept
 //! exactly may free a slot up to [`tidegate_core::Window::lateness`] late, and never early. The model then goes on
 //! from what the store chose.
 //!
-//! It expects a clock that never goes back.
+//! It expects a clock that never goes back, and no debit of a window that has both merged entries and a penalty: whether
+//! that had room for a parole is the store's secret.
 
+mod closings;
 mod history;
 mod penalty;
 
@@ -17,10 +20,13 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use tidegate_core::batch::Terms;
 use tidegate_core::{
-    Batch, Count, Key, Kind, Limit, LimitId, Limits, Op, Outcome, Outcomes, PenaltyMode, Span, Time, Verb, Verdict,
+    Batch, Count, Key, Kind, Limit, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode, Span, Time, Verb,
+    Verdict,
 };
 
+use closings::Closings;
 use history::{Event, History};
 use penalty::Penalties;
 
@@ -49,6 +55,7 @@ impl std::error::Error for Mismatch {}
 #[derive(Clone, Debug, Default)]
 struct Cell {
     history: History,
+    closings: Closings,
     penalties: Penalties,
 }
 
@@ -60,6 +67,7 @@ struct Judged {
     strikes: u8,
     blocked: Option<(Span, Time)>,
     paroled: bool,
+    generation: u32,
 }
 
 /// What a call would meet, if everything that counts counts for a given time.
@@ -91,6 +99,7 @@ struct Bracket {
     reset_at: (Time, Time),
     block: (Span, Time),
     strikes: u8,
+    generation: u32,
 }
 
 impl Bracket {
@@ -101,7 +110,8 @@ impl Bracket {
             }
             Ok(())
         }
-        let capacity = limit.kind().capacity();
+        // A cool-down counts no costs: it is free or taken.
+        let capacity = if let Kind::Cooldown(_) = limit.kind() { 1 } else { limit.kind().capacity() };
         within("limit", found.limit, (capacity, capacity))?;
         // An overdrawn limit may count what overdrew it as one: it is full either way.
         let most = if self.used.1 >= capacity { u64::MAX } else { self.used.1 };
@@ -111,7 +121,8 @@ impl Bracket {
         within("reset_at", found.reset_at, self.reset_at)?;
         within("block", found.block, (self.block.0, self.block.0))?;
         within("block_until", found.block_until, (self.block.1, self.block.1))?;
-        within("strikes", found.strikes, (self.strikes, self.strikes))
+        within("strikes", found.strikes, (self.strikes, self.strikes))?;
+        within("generation", found.generation, (self.generation, self.generation))
     }
 }
 
@@ -157,7 +168,7 @@ impl Model {
                 blocked: refused(&takes_part, &|verdict| verdict == Verdict::Blocked),
             };
             let cell = self.cells.entry((op.limit, op.key)).or_default();
-            cell.carry_out(limit, batch.id(), op, outcome, judged.as_ref(), sides, now)
+            cell.carry_out(limit, batch.terms(), op, outcome, judged.as_ref(), sides, now)
                 .map_err(|what| mismatch(op, outcome, what))?;
         }
         Ok(())
@@ -202,10 +213,18 @@ fn mismatch(op: &Op, outcome: &Outcome, what: String) -> Mismatch {
 
 impl Cell {
     fn judge(&self, limit: &Limit, cost: u64, holder: u64, now: Time) -> Judged {
-        let soonest = self.history.look(limit.kind(), cost, holder, now, Span::ZERO);
-        let latest = self.history.look(limit.kind(), cost, holder, now, lateness(limit.kind()));
+        let (soonest, latest, generation) = match limit.kind() {
+            Kind::Cooldown(cooldown) => {
+                let look = self.closings.look(cooldown, now);
+                (look, look, self.closings.generation(cooldown, now))
+            }
+            kind => {
+                let look = |late| self.history.look(kind, cost, holder, now, late);
+                (look(Span::ZERO), look(lateness(kind)), 0)
+            }
+        };
         let Some(penalty) = limit.penalty() else {
-            return Judged { soonest, latest, strikes: 0, blocked: None, paroled: false };
+            return Judged { soonest, latest, strikes: 0, blocked: None, paroled: false, generation };
         };
         Judged {
             soonest,
@@ -213,6 +232,7 @@ impl Cell {
             strikes: self.penalties.strikes(penalty, now),
             blocked: self.penalties.block(penalty, now),
             paroled: waives(limit.kind()) && self.penalties.paroles(cost),
+            generation,
         }
     }
 
@@ -220,14 +240,14 @@ impl Cell {
     fn carry_out(
         &mut self,
         limit: &Limit,
-        holder: u64,
+        terms: Terms,
         op: &Op,
         outcome: &Outcome,
         judged: Option<&Judged>,
         sides: Sides,
         now: Time,
     ) -> Result<(), String> {
-        let Some(judged) = judged else { return self.give_back(limit, holder, op, outcome, now) };
+        let Some(judged) = judged else { return self.tell(limit, terms, op, outcome, now) };
         let refuses = outcome.verdict.refuses();
         if op.verb == Verb::Take
             && refuses
@@ -257,8 +277,14 @@ impl Cell {
                 outcome.remaining.saturating_add(op.cost)
             };
             self.penalties.admitted(outcome.verdict == Verdict::Parole, room);
-            self.history.push(Event::Taken { at: now, cost: op.cost, holder });
-            let after = self.judge(limit, 0, holder, now);
+            let after = if let Kind::Cooldown(cooldown) = limit.kind() {
+                // Who was let through is told what it met.
+                self.closings.through(cooldown, now);
+                judged.clone()
+            } else {
+                self.take(limit.kind(), op.cost, terms, now);
+                self.judge(limit, 0, terms.holder, now)
+            };
             return Bracket { retry_at: (now, now), ..bracket(&after) }.check(limit, outcome);
         }
         let mut expected = bracket(judged);
@@ -273,13 +299,45 @@ impl Cell {
         expected.check(limit, outcome)
     }
 
-    fn give_back(&mut self, limit: &Limit, holder: u64, op: &Op, outcome: &Outcome, now: Time) -> Result<(), String> {
+    fn take(&mut self, kind: &Kind, cost: u64, terms: Terms, now: Time) {
+        let at = match kind {
+            Kind::Window(window) => self.history.counted_from(window, terms.lead, now),
+            _ => now,
+        };
+        self.history.push(Event::Taken { at, cost, holder: terms.holder });
+    }
+
+    fn tell(&mut self, limit: &Limit, terms: Terms, op: &Op, outcome: &Outcome, now: Time) -> Result<(), String> {
+        let Terms { holder, counted_at, .. } = terms;
         let held = matches!(limit.kind(), Kind::Concurrency(_)) && self.history.holds(limit.kind(), holder, now);
-        match op.verb {
-            Verb::Refund => self.history.push(Event::Refunded { at: now, cost: op.cost }),
-            Verb::Reset => *self = Self::default(),
-            Verb::Release if held => self.history.push(Event::Released { at: now, holder }),
-            Verb::Renew if held => self.history.push(Event::Renewed { at: now, holder }),
+        match (op.verb, limit.kind()) {
+            (Verb::Refund, _) => {
+                let counted_at = (counted_at > Time::ZERO).then_some(counted_at);
+                self.history.push(Event::Refunded { at: now, cost: op.cost, counted_at });
+            }
+            (Verb::Reset, _) => *self = Self::default(),
+            (Verb::Release, _) if held => self.history.push(Event::Released { at: now, holder }),
+            (Verb::Renew, _) if held => self.history.push(Event::Renewed { at: now, holder }),
+            (Verb::Debit, kind @ (Kind::Window(_) | Kind::Rate(_) | Kind::Quota(_))) => {
+                let room = self.history.look(kind, 0, holder, now, Span::ZERO).remaining;
+                if limit.penalty().is_some_and(|penalty| self.penalties.block(penalty, now).is_none()) {
+                    self.penalties.admitted(false, room);
+                }
+                self.take(kind, op.cost.min(MAX_COST), Terms { lead: Span::ZERO, ..terms }, now);
+            }
+            (Verb::Settle, Kind::Window(_)) => {
+                self.history.push(Event::Settled { at: now, cost: op.cost, counted_at });
+            }
+            (Verb::Throttle { generation }, Kind::Cooldown(cooldown)) => {
+                self.closings.throttled(cooldown, generation, Span::from_micros(op.cost), now);
+            }
+            (Verb::Succeed { generation }, Kind::Cooldown(cooldown)) => {
+                self.closings.succeeded(cooldown, generation, now);
+            }
+            (Verb::Disable, Kind::Cooldown(cooldown)) => {
+                let until = if op.cost > 0 { now + Span::from_micros(op.cost) } else { Time::NEVER };
+                self.closings.disabled(cooldown, until, now);
+            }
             _ => {}
         }
         let expected = match op.verb {
@@ -298,6 +356,7 @@ fn bracket(judged: &Judged) -> Bracket {
         reset_at: (judged.soonest.reset_at, judged.latest.reset_at),
         block: judged.blocked.unwrap_or((Span::ZERO, Time::ZERO)),
         strikes: judged.strikes,
+        generation: judged.generation,
     }
 }
 

@@ -71,6 +71,11 @@ fn written(limit: &Limit, state: &State, now: Time) -> String {
             concurrency.settle(&mut permits, now);
             format!("{permits:?}")
         }
+        (Kind::Cooldown(cooldown), Usage::Cooldown(gate)) => {
+            let mut gate = *gate;
+            cooldown.settle(&mut gate, now);
+            format!("{gate:?}")
+        }
         _ => String::new(),
     };
     let mut record = *state.record();

@@ -97,6 +97,59 @@ enum Fault {
     Resets,
     /// Every hundredth batch is carried out twice.
     Doubles,
+    /// Calls are never counted ahead.
+    Leads,
+    /// That a call has ended is lost.
+    Settles,
+    /// What a call turned out to cost is lost.
+    Debits,
+    /// What is given back is anybody's.
+    Refunds,
+    /// Every throttled reply is of the latest generation.
+    Throttles,
+    /// Every success is of the first generation.
+    Succeeds,
+    /// What isn't accepted isn't left out.
+    Disables,
+}
+
+impl Fault {
+    const ALL: [Self; 11] = [
+        Self::Halves,
+        Self::Looks,
+        Self::Resets,
+        Self::Doubles,
+        Self::Leads,
+        Self::Settles,
+        Self::Debits,
+        Self::Refunds,
+        Self::Throttles,
+        Self::Succeeds,
+        Self::Disables,
+    ];
+
+    /// The batch that is carried out in place of one.
+    fn bend(self, batch: &Batch) -> Batch {
+        let terms = batch.terms();
+        let lead = if let Self::Leads = self { Span::ZERO } else { terms.lead };
+        let refunds = batch.ops().iter().any(|op| op.verb == Verb::Refund);
+        let unknown = matches!(self, Self::Refunds) && refunds;
+        let mut bent = Batch::new(terms.holder).ahead(lead);
+        bent = bent.counted_at(if unknown { Time::ZERO } else { terms.counted_at });
+        for &op in batch.ops() {
+            let bent_op = match (self, op.verb) {
+                (Self::Settles, Verb::Settle) | (Self::Debits, Verb::Debit) | (Self::Disables, Verb::Disable) => {
+                    // Something that is always done and changes nothing.
+                    Op { verb: Verb::Refund, cost: 0, ..op }
+                }
+                (Self::Throttles, Verb::Throttle { .. }) => Op { verb: Verb::Throttle { generation: u32::MAX }, ..op },
+                (Self::Succeeds, Verb::Succeed { .. }) => Op { verb: Verb::Succeed { generation: 0 }, ..op },
+                _ => op,
+            };
+            bent.push(bent_op).expect("as many as before");
+        }
+        bent
+    }
 }
 
 struct Wrong {
@@ -114,7 +167,7 @@ impl Store for Wrong {
 
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
         let number = self.batches.fetch_add(1, Ordering::SeqCst);
-        let outcomes = self.near.apply_now(batch, now);
+        let outcomes = self.near.apply_now(&self.fault.bend(batch), now);
         let alone = |op: Op| {
             let mut batch = Batch::new(batch.id());
             batch.push(op).expect("room for one");
@@ -137,7 +190,7 @@ impl Store for Wrong {
             Fault::Doubles if number % 100 == 99 => {
                 self.near.apply_now(batch, now);
             }
-            Fault::Halves | Fault::Doubles => {}
+            _ => {}
         }
         Answer::Ready(outcomes)
     }
@@ -149,7 +202,7 @@ impl Store for Wrong {
 
 #[test]
 fn a_store_that_is_wrong_does_not_conform() {
-    for fault in [Fault::Halves, Fault::Looks, Fault::Resets, Fault::Doubles] {
+    for fault in Fault::ALL {
         let open = |limits| Wrong { near: ReferenceStore::new(limits), fault, batches: AtomicU64::new(0) };
         let failure = conform(&open, &FEW).expect_err("the fault must be found");
         assert!(failure.to_string().contains("TIDEGATE_SEED=1"), "{fault:?}: {failure}");

@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use tidegate_core::{Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, Span, Verb, Window};
+use tidegate_core::quota::Every;
+use tidegate_core::{
+    Batch, Concurrency, Cooldown, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Quota, Span, Verb, Window,
+};
 
 use super::{Backend, Effort, Subject, expect, passes, start};
 
@@ -121,4 +124,90 @@ pub(super) fn permits<B: Backend>(backend: &B, effort: &Effort) -> Result<(), St
         return Err(format!("{granted} permits granted, {} held at once", most.into_inner()));
     }
     expect("left in the end", subject.one(Verb::Peek, 0, &place, start())?.list()[0].remaining, 3)
+}
+
+/// Calls that are counted ahead: each that is admitted ends, is never sent, or turns out to cost more, while others are
+/// admitted in its place. No more are under way than the window holds, and in the end it holds what was sent, each from
+/// its own end on.
+pub(super) fn counted_ahead<B: Backend>(backend: &B, effort: &Effort) -> Result<(), String> {
+    const LEAD: Span = Span::from_millis(500);
+    let window = || Window::new(50, Span::from_secs(60), 4096).map(|window| Kind::Window(window.with_lead(LEAD)));
+    let spent = Quota::new(0, Arc::new(Every(Span::from_secs(86_400)))).map(Kind::Quota);
+    let (limits, ids) = plan([window(), spent])?;
+    let subject = Subject::open(backend, &limits);
+    subject.set_now(start());
+    let tell = |verb, limit: usize, cost, counted_at| {
+        let mut batch = Batch::new(0).counted_at(counted_at);
+        batch.push(Op::new(ids[limit], verb, KEY, cost)).map_err(|full| full.to_string())?;
+        subject.ask(&batch, start()).map(drop)
+    };
+    let (sent, debited) = (AtomicU64::new(0), AtomicU64::new(0));
+    let calls = effort.calls.min(500);
+    let admitted = count(effort.tasks, calls, |task, call| {
+        let mut batch = Batch::new(0).ahead(LEAD);
+        batch.push(Op::new(ids[0], Verb::Take, KEY, 1)).map_err(|full| full.to_string())?;
+        let outcomes = subject.ask(&batch, start())?;
+        if !passes(&outcomes) {
+            return Ok(false);
+        }
+        let counted_at = outcomes.now() + LEAD;
+        thread::yield_now();
+        if (task + call) % 4 > 0 {
+            tell(Verb::Refund, 0, 1, counted_at)?;
+        } else {
+            sent.fetch_add(1, Ordering::SeqCst);
+            tell(Verb::Settle, 0, 1, counted_at)?;
+            tell(Verb::Debit, 1, 3, counted_at)?;
+            debited.fetch_add(3, Ordering::SeqCst);
+        }
+        Ok(true)
+    })?;
+    let sent = sent.into_inner();
+    if admitted == 0 || sent > 50 {
+        return Err(format!("{admitted} admitted, {sent} sent"));
+    }
+    let left = subject.one(Verb::Peek, 0, &[(ids[0], KEY), (ids[1], KEY)], start())?;
+    expect("used of the window", left.list()[0].used, sent)?;
+    expect("charged without asking", left.list()[1].used, debited.into_inner())?;
+    if subject.set_now(start()) && sent > 0 {
+        expect("whole again", left.list()[0].reset_at, start() + Span::from_secs(60))?;
+    }
+    Ok(())
+}
+
+/// However many calls are throttled together, it is one step; and after it one caller at a time is let through.
+pub(super) fn throttled_together<B: Backend>(backend: &B, effort: &Effort) -> Result<(), String> {
+    let base = Span::from_secs(3_600);
+    let (limits, ids) = plan([Ok(Kind::Cooldown(Cooldown { base, cap: base.times(8), stagger: base }))])?;
+    let subject = Subject::open(backend, &limits);
+    let told = subject.set_now(start());
+    let place = [(ids[0], KEY)];
+    let mut now = start();
+    for (round, steps) in [1, 2, 4, 8, 8].into_iter().enumerate() {
+        let generation = subject.one(Verb::Peek, 0, &place, now)?.list()[0].generation;
+        expect("the generation", generation, round as u32)?;
+        let closed = count(effort.tasks, effort.calls.min(50), |_, _| {
+            let mut batch = Batch::new(0);
+            batch.push(Op::new(ids[0], Verb::Throttle { generation }, KEY, 0)).map_err(|full| full.to_string())?;
+            subject.ask(&batch, now)?;
+            Ok(!passes(&subject.one(Verb::Take, 0, &place, now)?))
+        })?;
+        let calls = u64::from(effort.tasks) * u64::from(effort.calls.min(50));
+        expect("refused after a throttled reply", closed, calls)?;
+        let looked = subject.one(Verb::Peek, 0, &place, now)?;
+        if !told {
+            return expect("one step", looked.list()[0].generation, round as u32 + 1);
+        }
+        let free_at = looked.list()[0].retry_at;
+        expect("one step", free_at, now + base.times(steps))?;
+        now = free_at;
+        subject.set_now(now);
+        let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
+        expect("let through at once", through, 1)?;
+    }
+    let mut good = Batch::new(0);
+    good.push(Op::new(ids[0], Verb::Succeed { generation: 5 }, KEY, 0)).map_err(|full| full.to_string())?;
+    subject.ask(&good, now)?;
+    let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
+    expect("let through after a success", through, 3 * u64::from(effort.tasks))
 }

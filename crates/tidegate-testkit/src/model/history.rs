@@ -7,10 +7,12 @@ use super::Look;
 /// Something that happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A call was admitted.
+    /// A call was admitted, or cost more than it was admitted for, and counts as made at this moment.
     Taken { at: Time, cost: u64, holder: u64 },
-    /// A cost was given back.
-    Refunded { at: Time, cost: u64 },
+    /// A cost was given back, of a call that was counted at a moment, if that is known.
+    Refunded { at: Time, cost: u64, counted_at: Option<Time> },
+    /// A call ended that was counted at a moment ahead.
+    Settled { at: Time, cost: u64, counted_at: Time },
     /// A permit was given back.
     Released { at: Time, holder: u64 },
     /// A lease was lengthened.
@@ -42,8 +44,7 @@ impl History {
             Kind::Rate(rate) => self.rate(rate, cost, now),
             Kind::Quota(quota) => self.quota(quota, cost, now),
             Kind::Concurrency(concurrency) => self.concurrency(concurrency, cost, holder, now),
-            // Nothing that the model records closes one.
-            Kind::Cooldown(_) => Look { fits: true, used: 0, remaining: 1, retry_at: now, reset_at: now },
+            Kind::Cooldown(_) => unreachable!("invariant: a cool-down has closings of its own"),
         }
     }
 
@@ -53,30 +54,49 @@ impl History {
         self.permits(concurrency, now).iter().any(|permit| permit.holder == holder)
     }
 
-    /// The calls that count in a window: until `life` after they were made, and unless a refund, which takes the
-    /// oldest that count, took them.
-    fn counting(&self, life: Span, now: Time) -> Vec<(Time, u128)> {
+    /// From when on a call counts in a window that is admitted at `now` with this lead: never before one that was
+    /// admitted earlier.
+    pub(super) fn counted_from(&self, window: &Window, lead: Span, now: Time) -> Time {
+        let newest = self.counting(window, window.window(), now).into_iter().map(|(made, _)| made).max();
+        newest.unwrap_or(now).max(now + lead.min(window.lead()))
+    }
+
+    /// The calls that count in a window, the oldest first: until `life` after they were made, which one that was counted
+    /// ahead is when it ends, and unless a refund took them. A refund takes the call that was counted when it says, if
+    /// calls are told apart; nothing if that one has left; and otherwise the oldest that count.
+    fn counting(&self, window: &Window, life: Span, now: Time) -> Vec<(Time, u128)> {
+        let told_apart = window.limit() <= u64::from(window.entries());
         let mut calls: Vec<(Time, u128)> = Vec::new();
         for event in &self.0 {
             match *event {
                 Event::Taken { at, cost, .. } => calls.push((at, u128::from(cost))),
-                Event::Refunded { at, cost } => {
-                    let mut rest = u128::from(cost);
-                    for (_, count) in calls.iter_mut().filter(|(made, _)| *made + life > at) {
-                        let back = rest.min(*count);
-                        *count -= back;
-                        rest -= back;
+                Event::Settled { at, cost, counted_at } => {
+                    let moves = told_apart && counted_at > at && take(&mut calls, cost, |made| made == counted_at);
+                    calls.extend(moves.then_some((at, u128::from(cost))));
+                }
+                Event::Refunded { at, cost, counted_at } => {
+                    let own = |made| Some(made) == counted_at && made + life > at;
+                    let gone = counted_at.is_some_and(|made| made + window.window() <= at);
+                    if !(gone || told_apart && take(&mut calls, cost, own)) {
+                        let mut rest = u128::from(cost);
+                        calls.sort_by_key(|&(made, _)| made);
+                        for (_, count) in calls.iter_mut().filter(|(made, _)| *made + life > at) {
+                            let back = rest.min(*count);
+                            *count -= back;
+                            rest -= back;
+                        }
                     }
                 }
                 _ => {}
             }
         }
         calls.retain(|&(made, count)| made + life > now && count > 0);
+        calls.sort_by_key(|&(made, _)| made);
         calls
     }
 
     fn window(&self, window: &Window, cost: u64, now: Time, life: Span) -> Look {
-        let calls = self.counting(life, now);
+        let calls = self.counting(window, life, now);
         let limit = u128::from(window.limit());
         let used_at = |moment: Time| -> u128 {
             calls.iter().filter(|(made, _)| *made + life > moment).map(|(_, count)| count).sum()
@@ -111,7 +131,7 @@ impl History {
                     arrival = arrival.max(units(at));
                     arrival = (arrival + spacing * u128::from(cost)).min(arrival.max(units(at) + 2 * burst));
                 }
-                Event::Refunded { at, cost } => {
+                Event::Refunded { at, cost, .. } => {
                     arrival = arrival.saturating_sub(spacing * u128::from(cost)).max(units(at));
                 }
                 _ => {}
@@ -138,7 +158,7 @@ impl History {
         for event in &self.0 {
             match *event {
                 Event::Taken { at, cost, .. } if at >= this.start => used += u128::from(cost),
-                Event::Refunded { at, cost } if at >= this.start => used = used.saturating_sub(u128::from(cost)),
+                Event::Refunded { at, cost, .. } if at >= this.start => used = used.saturating_sub(u128::from(cost)),
                 _ => {}
             }
         }
@@ -160,6 +180,7 @@ impl History {
         for event in &self.0 {
             let (Event::Taken { at, .. }
             | Event::Refunded { at, .. }
+            | Event::Settled { at, .. }
             | Event::Released { at, .. }
             | Event::Renewed { at, .. }) = *event;
             permits.retain(|permit| permit.expires > at);
@@ -177,7 +198,7 @@ impl History {
                     }
                 }
                 Event::Released { holder, .. } => permits.retain(|permit| permit.holder != holder),
-                Event::Refunded { .. } => {}
+                Event::Refunded { .. } | Event::Settled { .. } => {}
             }
             permits.retain(|permit| permit.count > 0);
         }
@@ -204,6 +225,22 @@ impl History {
             reset_at: permits.iter().map(|permit| permit.expires).max().unwrap_or(now),
         }
     }
+}
+
+/// Takes a cost from the calls that were made when `own` says, if they hold it.
+fn take(calls: &mut [(Time, u128)], cost: u64, own: impl Fn(Time) -> bool) -> bool {
+    let mut rest = u128::from(cost);
+    let mut left = calls.to_vec();
+    for (_, count) in left.iter_mut().filter(|(made, _)| own(*made)) {
+        let taken = rest.min(*count);
+        *count -= taken;
+        rest -= taken;
+    }
+    let held = rest == 0;
+    if held {
+        calls.copy_from_slice(&left);
+    }
+    held
 }
 
 #[derive(Clone, Copy, Debug)]
