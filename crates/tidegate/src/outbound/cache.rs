@@ -195,7 +195,7 @@ impl<C: Clock> Cache<C> {
         let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
         let key = kept.keys.request(origin, &parts.method, &parts);
         let deadline = kept.clock.now() + Span::from_duration(timeout);
-        let mut visit = Visit { kept, rules, asked, key, deadline, headers: parts.headers.clone() };
+        let visit = Visit { kept, rules, asked, key, deadline, headers: parts.headers.clone() };
         match visit.wait(origin, &options).await {
             Waited::Answered(reply) => Ok(reply),
             Waited::Calls { found, seat } => visit.fetch(found, seat, options, (parts, body), send).await,

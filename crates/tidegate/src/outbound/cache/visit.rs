@@ -72,7 +72,7 @@ impl<C: Clock> Visit<'_, C> {
     }
 
     /// Looks for a reply, and waits for the call that brings it, if there is one.
-    pub(super) async fn wait<B: Body>(&mut self, origin: &impl Origin, options: &CallOptions) -> Waited<B> {
+    pub(super) async fn wait<B: Body>(&self, origin: &impl Origin, options: &CallOptions) -> Waited<B> {
         let mut found = self.find().await;
         for _ in 0..MAX_WAITS {
             if let Some(reply) = self.answer(&found) {
@@ -103,11 +103,8 @@ impl<C: Clock> Visit<'_, C> {
                             found = self.find().await;
                             continue;
                         }
-                        Err(_) => {
-                            // The call itself says so, as it does where nobody else is under way.
-                            self.deadline = Time::ZERO;
-                            break;
-                        }
+                        // The call itself says that it is late, as it does where nobody else is under way.
+                        Err(_) => break,
                     }
                 }
             };

@@ -109,6 +109,18 @@ async fn who_is_not_polled_holds_nobody_up() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_comes_to_lead_looks_once_more() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
+    let key = cache.0.keys.request(&*api, &Method::GET, &get("/").into_parts().0);
+    let leader = cache.0.flights.board(key, None);
+    let others = start(5, &cache, &api, &CallOptions::default());
+    sleep(Duration::from_millis(1)).await;
+    call(&cache, &api, request("GET", "/", &[("cache-control", "no-cache")])).await.unwrap();
+    drop(leader);
+    assert_eq!((count(&others.join_all().await, Hit), api.calls()), (5, 1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_leaders_own_deadline_fails_the_leader_alone() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
     let hasty = CallOptions { timeout: Some(Duration::from_millis(100)), ..CallOptions::default() };
