@@ -51,32 +51,28 @@ mod key;
 mod origin;
 #[cfg(test)]
 mod tests;
+mod visit;
 
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
-use http::request::Parts;
-use http::{Extensions, HeaderMap, Method, Request, Response, StatusCode, header};
+use http::{Method, Request, Response, StatusCode};
 use http_body::Body;
 use moka::future::Cache as Shelf;
-use tidegate_core::{Clock, Span, Time};
-use tidegate_policy::outbound::CacheRules;
+use tidegate_core::{Clock, Span};
 
 use self::asked::Asked;
 pub use self::body::CacheBody;
-use self::body::{Collected, Room, collect};
-use self::entry::{Entry, Head, Stored};
-use self::flight::{Boarded, Flights, Landing, Seat};
+use self::body::Room;
+use self::entry::Stored;
+use self::flight::Flights;
 use self::key::{Key, Keys};
 pub use self::origin::{Fault, Origin};
+use self::visit::{Visit, Waited};
 use super::{CallOptions, Outbound};
 use crate::SystemClock;
-
-/// How often a call waits for others whose reply turns out to be another variant than its own.
-const MAX_WAITS: usize = 3;
 
 /// The kept replies of all providers. Cheap to clone; clones are the same.
 pub struct Cache<C = SystemClock>(Arc<Kept<C>>);
@@ -199,7 +195,7 @@ impl<C: Clock> Cache<C> {
         let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
         let key = kept.keys.request(origin, &parts.method, &parts);
         let deadline = kept.clock.now() + Span::from_duration(timeout);
-        let mut visit = Visit { kept, rules, asked, key, deadline, headers: parts.headers.clone() };
+        let visit = Visit { kept, rules, asked, key, deadline, headers: parts.headers.clone() };
         match visit.wait(origin, &options).await {
             Waited::Answered(reply) => Ok(reply),
             Waited::Calls { found, seat } => visit.fetch(found, seat, options, (parts, body), send).await,
@@ -228,294 +224,6 @@ impl<C: Clock> Kept<C> {
         }
         Ok(marked(reply.map(CacheBody::passed), CacheStatus::Bypass))
     }
-}
-
-/// A request that may be answered from the cache.
-struct Visit<'a, C> {
-    kept: &'a Kept<C>,
-    rules: CacheRules,
-    asked: Asked,
-    /// The request's key, whatever its reply depends on.
-    key: Key,
-    deadline: Time,
-    /// The request's headers, as its caller wrote them.
-    headers: HeaderMap,
-}
-
-/// What is kept for a request.
-struct Found {
-    /// Where its reply lies, as far as that is known before it has come.
-    key: Key,
-    entry: Option<Arc<Entry>>,
-}
-
-/// What came before a call.
-enum Waited<B: Body> {
-    /// It isn't needed.
-    Answered(Response<CacheBody<B>>),
-    /// It is, and others may wait for it.
-    Calls { found: Found, seat: Option<Seat> },
-}
-
-impl<C: Clock> Visit<'_, C> {
-    async fn find(&self) -> Found {
-        let (shelf, keys) = (&self.kept.shelf, &self.kept.keys);
-        let mut key = self.key;
-        let mut stored = shelf.get(&key).await;
-        if let Some(Stored::Varies(names)) = &stored {
-            key = keys.variant(key, names, &self.headers);
-            stored = shelf.get(&key).await;
-        }
-        let entry = match stored {
-            Some(Stored::Reply(entry)) => Some(entry),
-            Some(Stored::Varies(_)) | None => None,
-        };
-        Found { key, entry }
-    }
-
-    fn answer<B: Body>(&self, found: &Found) -> Option<Response<CacheBody<B>>> {
-        let now = self.kept.clock.now();
-        let entry = found.entry.as_ref().filter(|entry| entry.answers(&self.asked, now))?;
-        Some(marked(entry.reply_to(&self.headers, now), CacheStatus::Hit))
-    }
-
-    /// Looks for a reply, and waits for the call that brings it, if there is one.
-    async fn wait<B: Body>(&mut self, origin: &impl Origin, options: &CallOptions) -> Waited<B> {
-        let mut found = self.find().await;
-        for _ in 0..MAX_WAITS {
-            if let Some(reply) = self.answer(&found) {
-                return Waited::Answered(reply);
-            }
-            if self.asked.only_if_cached {
-                return Waited::Answered(not_cached());
-            }
-            if self.asked.anew || self.asked.conditional {
-                break;
-            }
-            let seat = match self.kept.flights.board(found.key, options.urgency.as_ref()) {
-                Boarded::Full => break,
-                Boarded::Leads(seat) => seat,
-                Boarded::Waits(mut seat) => {
-                    origin.raise(seat.urgency(), options.lane);
-                    match tokio::time::timeout(self.time_left(), seat.landing()).await {
-                        Ok(None) => seat,
-                        Ok(Some(landing)) => {
-                            drop(seat);
-                            match self.landed(landing) {
-                                Landed::Answers(reply) => return Waited::Answered(reply),
-                                Landed::Another => {
-                                    found = self.find().await;
-                                    continue;
-                                }
-                                Landed::Nothing => break,
-                            }
-                        }
-                        Err(_) => {
-                            // The call itself says so, as it does where nobody else is under way.
-                            self.deadline = Time::ZERO;
-                            break;
-                        }
-                    }
-                }
-            };
-            // Another call may have stored it between the look and the lead.
-            found = self.find().await;
-            return match self.answer(&found) {
-                Some(reply) => Waited::Answered(reply),
-                None => Waited::Calls { found, seat: Some(seat) },
-            };
-        }
-        Waited::Calls { found, seat: None }
-    }
-
-    fn landed<B: Body>(&self, landing: Landing) -> Landed<B> {
-        let now = self.kept.clock.now();
-        let own = |entry: &Entry| self.kept.keys.variant(self.key, entry.vary(), &self.headers) == entry.key();
-        match landing {
-            Landing::Reply(entry) if own(&entry) => Landed::Answers(marked(entry.shared(), CacheStatus::Coalesced)),
-            Landing::Reply(_) => Landed::Another,
-            Landing::Stale(entry) if own(&entry) && entry.stands_in(&self.asked, now) => {
-                Landed::Answers(marked(entry.reply(now), CacheStatus::Stale))
-            }
-            Landing::Stale(_) | Landing::Nothing => Landed::Nothing,
-        }
-    }
-
-    fn time_left(&self) -> Duration {
-        self.deadline.since(self.kept.clock.now()).as_duration()
-    }
-
-    /// Makes the call, and keeps what may be kept of its reply.
-    async fn fetch<Q, B, E, R>(
-        self,
-        found: Found,
-        seat: Option<Seat>,
-        mut options: CallOptions,
-        (mut request, body): (Parts, Q),
-        send: impl FnOnce(CallOptions, Request<Q>) -> R,
-    ) -> Result<Response<CacheBody<B>>, E>
-    where
-        B: Body<Data = Bytes>,
-        E: Fault,
-        R: Future<Output = Result<Response<B>, E>>,
-    {
-        let old = found.entry;
-        // A caller who has a reply of its own is told of that one.
-        let asked_after =
-            old.as_ref().filter(|entry| !self.asked.conditional && entry.ask_after(&mut request.headers)).cloned();
-        options.timeout = Some(self.time_left());
-        if let Some(seat) = &seat {
-            options.urgency = Some(seat.urgency().clone());
-        }
-        let outcome = send(options, Request::from_parts(request, body)).await;
-        let now = self.kept.clock.now();
-        let stands_in = old.filter(|entry| entry.stands_in(&self.asked, now));
-        let (mut parts, body) = match outcome {
-            Ok(reply) if !is_outage(reply.status()) => reply.into_parts(),
-            Ok(reply) => match stands_in {
-                Some(entry) => {
-                    return Ok(self.stand_in(entry, seat, std::mem::take(&mut reply.into_parts().0.extensions)));
-                }
-                None => reply.into_parts(),
-            },
-            Err(error) => {
-                if let Some(entry) = stands_in.filter(|_| error.is_outage()) {
-                    return Ok(self.stand_in(entry, seat, Extensions::new()));
-                }
-                if !error.is_own() {
-                    land(seat, Landing::Nothing);
-                }
-                return Err(error);
-            }
-        };
-        if let Some(entry) = asked_after.filter(|_| parts.status == StatusCode::NOT_MODIFIED) {
-            drop(body);
-            let extensions = std::mem::take(&mut parts.extensions);
-            let mut reply = self.confirm(entry, &parts.headers, seat, now).await;
-            *reply.extensions_mut() = extensions;
-            for cookie in parts.headers.get_all(header::SET_COOKIE) {
-                reply.headers_mut().append(header::SET_COOKIE, cookie.clone());
-            }
-            return Ok(marked(reply, CacheStatus::Hit));
-        }
-        let body = self.keep_fetched(found.key, &parts, body, seat, now).await;
-        Ok(marked(Response::from_parts(parts, body), CacheStatus::Miss))
-    }
-
-    fn stand_in<B: Body>(
-        &self,
-        entry: Arc<Entry>,
-        seat: Option<Seat>,
-        extensions: Extensions,
-    ) -> Response<CacheBody<B>> {
-        let mut reply = entry.reply(self.kept.clock.now());
-        *reply.extensions_mut() = extensions;
-        land(seat, Landing::Stale(entry));
-        marked(reply, CacheStatus::Stale)
-    }
-
-    /// The provider says that the reply still holds.
-    async fn confirm<B: Body>(
-        &self,
-        entry: Arc<Entry>,
-        not_modified: &HeaderMap,
-        seat: Option<Seat>,
-        now: Time,
-    ) -> Response<CacheBody<B>> {
-        let Some(parts) = entry.confirmed(not_modified) else {
-            let reply = entry.reply(now);
-            land(seat, share(entry));
-            return reply;
-        };
-        match Head::of(&self.rules, &parts, now) {
-            Some(head) => {
-                let fresh = self.keep(head, entry.body().clone(), now).await;
-                let reply = fresh.reply(now);
-                land(seat, share(fresh));
-                reply
-            }
-            None => {
-                self.kept.shelf.invalidate(&entry.key()).await;
-                land(seat, Landing::Nothing);
-                Response::from_parts(parts, CacheBody::whole(entry.body().clone()))
-            }
-        }
-    }
-
-    /// Keeps a reply, if it may be; its body, whether or not.
-    async fn keep_fetched<B: Body<Data = Bytes>>(
-        &self,
-        key: Key,
-        parts: &http::response::Parts,
-        body: B,
-        seat: Option<Seat>,
-        now: Time,
-    ) -> CacheBody<B> {
-        let Some(head) = Head::of(&self.rules, parts, now) else {
-            if parts.status.is_success() || matches!(parts.status, StatusCode::NOT_FOUND | StatusCode::GONE) {
-                self.kept.shelf.invalidate(&key).await;
-            }
-            land(seat, Landing::Nothing);
-            return CacheBody::passed(body);
-        };
-        // The reply to a HEAD has the length of a body that it doesn't have.
-        let length = parts.headers.get(header::CONTENT_LENGTH).filter(|_| !self.asked.head);
-        let promised = length.and_then(|length| length.to_str().ok()?.parse().ok());
-        match collect(body, self.rules.max_body, self.time_left(), &self.kept.room).await {
-            Collected::Part(body) => {
-                land(seat, Landing::Nothing);
-                body
-            }
-            Collected::Whole(bytes) if promised.is_some_and(|length: u64| bytes.len() as u64 != length) => {
-                land(seat, Landing::Nothing);
-                CacheBody::whole(bytes)
-            }
-            Collected::Whole(bytes) => {
-                land(seat, share(self.keep(head, bytes.clone(), now).await));
-                CacheBody::whole(bytes)
-            }
-        }
-    }
-
-    async fn keep(&self, head: Head, body: Bytes, now: Time) -> Arc<Entry> {
-        let shelf = &self.kept.shelf;
-        let vary = Arc::clone(head.vary());
-        let key = self.kept.keys.variant(self.key, &vary, &self.headers);
-        let entry = Arc::new(head.with(key, body));
-        if entry.is_worth_keeping(now) {
-            shelf.insert(key, Stored::Reply(Arc::clone(&entry))).await;
-            if !vary.is_empty() {
-                shelf.insert(self.key, Stored::Varies(vary)).await;
-            }
-            // The store lets go of others now and not at some later call, so that the bound holds.
-            shelf.run_pending_tasks().await;
-        }
-        entry
-    }
-}
-
-/// What another's call brought.
-enum Landed<B: Body> {
-    Answers(Response<CacheBody<B>>),
-    /// A reply that isn't this call's, as it varies.
-    Another,
-    Nothing,
-}
-
-/// The reply as those who wait may have it.
-fn share(entry: Arc<Entry>) -> Landing {
-    if entry.is_shareable() { Landing::Reply(entry) } else { Landing::Nothing }
-}
-
-fn land(seat: Option<Seat>, landing: Landing) {
-    if let Some(seat) = seat {
-        seat.lands(landing);
-    }
-}
-
-/// Whether a reply says that the provider is unavailable.
-fn is_outage(status: StatusCode) -> bool {
-    status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS
 }
 
 fn marked<B>(mut reply: Response<B>, status: CacheStatus) -> Response<B> {

@@ -10,14 +10,18 @@ use std::pin::Pin;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
-use http::{HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{HeaderMap, HeaderName, HeaderValue, header};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full};
-use tidegate_core::Lane;
+use tidegate_core::{Lane, Time};
+use tidegate_policy::outbound::CacheRules;
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::super::Urgency;
+use super::flight::Boarded;
 use super::*;
 
 const MIB: u64 = 1 << 20;

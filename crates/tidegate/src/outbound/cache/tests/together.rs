@@ -1,9 +1,11 @@
 //! Identical calls at the same time.
 
+use tidegate_core::breaker::State;
 use tokio::task::JoinSet;
 
+use super::super::super::{CallError, Happened, Why};
+use super::super::flight::{MAX_FLIGHTS, MAX_SEATS};
 use super::CacheStatus::{Coalesced, Hit, Miss, Stale};
-use super::flight::{MAX_FLIGHTS, MAX_SEATS};
 use super::*;
 
 const LATENCY: Duration = Duration::from_millis(500);
@@ -70,21 +72,23 @@ async fn what_may_not_be_shared_is_called_for_by_each() {
 #[tokio::test(start_paused = true)]
 async fn when_the_leader_goes_away_one_of_the_others_leads_on() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
-    let options = CallOptions::default();
-    let mut leaders = Vec::new();
-    for _ in 0..3 {
-        leaders.push(start(1, &cache, &api, &options));
+    let callers = (0..20).map(|index: usize| {
+        let (cache, api) = (cache.clone(), Arc::clone(&api));
+        let asked = request("GET", "/", &[("x-caller", &index.to_string())]);
+        tokio::spawn(async move { call(&cache, &api, asked).await })
+    });
+    let callers: Vec<_> = callers.collect();
+    for calls in 1..=5 {
         sleep(Duration::from_millis(1)).await;
+        assert_eq!(api.calls(), calls, "one leads, and no more");
+        let leader: usize = api.saw("x-caller").unwrap().parse().unwrap();
+        callers[leader].abort();
     }
-    let others = start(20, &cache, &api, &options);
-    sleep(Duration::from_millis(1)).await;
-    for (calls, mut leader) in leaders.into_iter().enumerate() {
-        assert_eq!(api.calls(), calls + 1);
-        leader.shutdown().await;
-        sleep(Duration::from_millis(1)).await;
+    let mut all = Vec::new();
+    for caller in callers {
+        all.extend(caller.await.ok());
     }
-    let all = others.join_all().await;
-    assert_eq!((api.calls(), count(&all, Miss), count(&all, Coalesced)), (4, 1, 19));
+    assert_eq!((all.len(), api.calls(), count(&all, Miss), count(&all, Coalesced)), (15, 6, 1, 14));
     assert!(is_at_rest(&cache));
 }
 
@@ -94,7 +98,7 @@ async fn who_is_not_polled_holds_nobody_up() {
     let mut leader = start(1, &cache, &api, &CallOptions::default());
     sleep(Duration::from_millis(1)).await;
     let mut idle = Box::pin(call(&cache, &api, get("/")));
-    assert!(futures_now(idle.as_mut()).await.is_none());
+    assert!(now(idle.as_mut()).await.is_none());
     let others = start(5, &cache, &api, &CallOptions::default());
     sleep(Duration::from_millis(1)).await;
     leader.shutdown().await;
@@ -102,6 +106,18 @@ async fn who_is_not_polled_holds_nobody_up() {
     assert_eq!((count(&all, Miss), count(&all, Coalesced)), (1, 4));
     assert_eq!(idle.await.unwrap().by, Coalesced);
     assert_eq!(api.calls(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_to_lead_looks_once_more() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
+    let key = cache.0.keys.request(&*api, &Method::GET, &get("/").into_parts().0);
+    let leader = cache.0.flights.board(key, None);
+    let others = start(5, &cache, &api, &CallOptions::default());
+    sleep(Duration::from_millis(1)).await;
+    call(&cache, &api, request("GET", "/", &[("cache-control", "no-cache")])).await.unwrap();
+    drop(leader);
+    assert_eq!((count(&others.join_all().await, Hit), api.calls()), (5, 1));
 }
 
 #[tokio::test(start_paused = true)]
@@ -193,6 +209,22 @@ async fn failures_are_not_shared() {
     assert!(api.calls() == 5 && all.iter().all(|got| *got.as_ref().unwrap_err() == Failed::Otherwise));
 }
 
+#[test]
+fn errors_say_whose_fault_they_are() {
+    let error = |why| {
+        let happened = Happened { attempts: 1, waited: Span::ZERO, credential: 0 };
+        CallError::<()> { provider: "tmdb".to_owned(), why, value: None, happened, at: Time::ZERO }
+    };
+    let faults = |why: Why| (error(why.clone()).is_outage(), error(why).is_own());
+    let open = Why::Unavailable { state: State::Open, failures: 5, reset_in: Span::from_secs(300) };
+    assert_eq!(faults(open), (true, false));
+    assert_eq!(faults(Why::RetriesExhausted { attempts: 3 }), (true, false));
+    assert_eq!(faults(Why::CredentialsCooling { earliest: None }), (true, true));
+    assert_eq!(faults(Why::DeadlineExceeded), (false, true));
+    assert_eq!(faults(Why::QueueFull { lane: Lane::User }), (false, true));
+    assert_eq!(faults(Why::Final), (false, false));
+}
+
 #[tokio::test(start_paused = true)]
 async fn flights_and_their_seats_are_bounded() {
     let cache = cache();
@@ -212,7 +244,7 @@ async fn flights_and_their_seats_are_bounded() {
 }
 
 /// What a future brings without waiting.
-async fn futures_now<T>(mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+async fn now<T>(mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     std::future::poll_fn(|context| {
         Poll::Ready(match future.as_mut().poll(context) {
             Poll::Ready(value) => Some(value),
