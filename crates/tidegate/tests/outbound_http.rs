@@ -177,6 +177,7 @@ async fn what_leads_elsewhere_is_not_counted() {
     for path in ["/../4", "https://evil.test/3/x", "/%2e%2e/x"] {
         let error = ask(&service, get(path)).await.unwrap_err();
         assert!(matches!(error, OutboundError::Target(TargetError::Climbs | TargetError::Elsewhere)), "{error}");
+        assert_eq!(error.status(), 400);
     }
     assert_eq!(api.count(), 0);
 }
@@ -363,6 +364,7 @@ async fn a_login_that_fails_fails_the_call_without_a_secret() {
     let service = layer(LOGIN).layer(api.clone());
     let error = ask(&service, get("/x")).await.unwrap_err();
     assert!(matches!(error, OutboundError::Trouble(Trouble::Login(_))), "{error:?}");
+    assert_eq!(error.status(), 502);
     assert!(!format!("{error} {error:?}").contains(PLANTED));
     assert_eq!(api.count(), 1);
 }

@@ -181,8 +181,13 @@ impl Logins {
             return Ok(token);
         }
         let Ok(_turn) = desk.turn.try_lock() else { return Ok(token) };
-        if desk.state().failure(now).is_some() {
-            return Ok(token);
+        {
+            // Another call's login may have ended between the look and the turn.
+            let state = desk.state();
+            let renewed = good(&state).filter(|found| found.number > token.number);
+            if renewed.is_some() || state.failure(now).is_some() {
+                return Ok(renewed.unwrap_or(token));
+            }
         }
         match tokio::time::timeout(PATIENCE, self.log_in(desk, secret, now, send)).await {
             Ok(Ok(next)) => return Ok(next),

@@ -56,6 +56,19 @@ pub enum OutboundError {
     Trouble(#[from] Trouble),
 }
 
+impl OutboundError {
+    /// The status that tells it to whoever asked: 400 where the request is at fault, otherwise 429, 502, 503 or 504.
+    pub fn status(&self) -> u16 {
+        match self {
+            Self::Target(TargetError::UnfitCredential) => 502,
+            Self::Target(_) | Self::Trouble(Trouble::Body) => 400,
+            Self::Call(error) => error.status(),
+            Self::Trouble(Trouble::TimedOut) => 504,
+            Self::Trouble(_) => 502,
+        }
+    }
+}
+
 impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
     /// A layer for a provider, with its credentials from files and the environment.
     ///
