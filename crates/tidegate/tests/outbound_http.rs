@@ -309,6 +309,16 @@ async fn a_body_that_says_the_limit_is_reached_closes_the_day() {
     assert_eq!(ask(&service, get("/?t=Ran")).await.unwrap().status(), StatusCode::OK);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_body_too_long_to_be_judged_is_passed_on() {
+    let long = format!(r#"{{"Error":"limit reached","pad":"{}"}}"#, "x".repeat(64 << 10));
+    let sent = long.clone();
+    let api = Api::new(move |_, _| answer(200, &[], &sent));
+    let service = layer("throttled_when = { contains = { \"/Error\" = \"limit reached\" } }").layer(api.clone());
+    assert_eq!(text(ask(&service, get("/x")).await.unwrap()).await, long);
+    assert_eq!(api.count(), 1);
+}
+
 fn with_login(script: impl Fn(usize, &Arrived) -> Answer + Send + Sync + 'static) -> Api {
     let logins = Mutex::new(0);
     Api::new(move |number, request| {

@@ -32,7 +32,8 @@ async fn provider(seen: Seen) -> SocketAddr {
     let answer = async |State(seen): State<Seen>, headers: HeaderMap, mut body: Incoming| {
         let (mut length, mut frames) = (0, 0_u64);
         while let Some(frame) = body.frame().await {
-            length += frame.unwrap().data_ref().map_or(0, |data| data.len() as u64);
+            let Ok(frame) = frame else { return StatusCode::BAD_REQUEST };
+            length += frame.data_ref().map_or(0, |data| data.len() as u64);
             frames += 1;
             if frames.is_multiple_of(1_000) {
                 tokio::time::sleep(Duration::from_millis(1)).await;
@@ -98,6 +99,26 @@ async fn nobody_listens() {
     let OutboundError::Call(error) = error else { panic!("{error}") };
     assert!(matches!((&error.why, &error.value), (Why::RetriesExhausted { attempts: 3 }, Some(Trouble::Client(_)))));
     assert_eq!(error.happened.attempts, 3, "nothing was sent, so that even a POST may be repeated");
+}
+
+#[tokio::test]
+async fn a_callers_body_that_breaks_off_is_no_failure_of_the_provider() {
+    let seen = Seen::default();
+    let service = layer(provider(Arc::clone(&seen)).await).layer(client());
+    let upload = |breaks: bool| {
+        let half = || Ok(Frame::data(Bytes::from_static(b"half")));
+        let rest = if breaks { Err(std::io::Error::other("the caller is gone")) } else { half() };
+        StreamBody::new(futures_util::stream::iter([half(), rest]))
+    };
+    for _ in 0..6 {
+        let request = Request::put("/item").body(upload(true)).unwrap();
+        let error = service.clone().oneshot(request).await.unwrap_err();
+        assert!(matches!(error, OutboundError::Trouble(Trouble::Body)), "{error:?}");
+        assert_eq!(error.status(), 400);
+    }
+    assert!(seen.lock().unwrap().is_empty(), "none arrived as a whole");
+    let response = service.oneshot(Request::put("/item").body(upload(false)).unwrap()).await.unwrap();
+    assert_eq!(response.status(), StatusCode::OK, "five failures would have opened the breaker");
 }
 
 /// Bytes that count how many of their kind live.

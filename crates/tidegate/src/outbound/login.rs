@@ -418,6 +418,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    #[expect(clippy::disallowed_methods, reason = "tokio's paused time is this test's clock")]
+    async fn a_login_ahead_of_time_does_not_hold_its_call_up() {
+        let (logins, server) = (logins(), Server::default());
+        token(&logins, &server, NOW, 200).await.unwrap();
+        let (began, late) = (tokio::time::Instant::now(), NOW + hours(23));
+        let sent = AtomicUsize::new(0);
+        let hangs = |_| {
+            sent.fetch_add(1, Ordering::SeqCst);
+            std::future::pending()
+        };
+        for (after, elapsed) in [(0, 5), (4, 5), (5, 10)] {
+            let key = Secret::new("key");
+            let still = logins.token(0, &key, late + Span::from_secs(after), hangs).await.unwrap();
+            assert_eq!((still.number, began.elapsed().as_secs()), (1, elapsed), "after {after} s");
+        }
+        assert_eq!(sent.load(Ordering::SeqCst), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn twenty_rejections_are_one_login() {
         let (logins, server) = (logins(), Server::default());
         let old = token(&logins, &server, NOW, 200).await.unwrap();
