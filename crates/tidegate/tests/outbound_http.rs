@@ -440,6 +440,11 @@ async fn extensions_choose_lane_and_cost_and_replies_correct_it() {
     };
     let error = ask(&service, costing(51, 1)).await.unwrap_err();
     assert!(matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::RateLimited { .. })), "{error}");
+    let error = ask(&service, costing(1, 1)).await.unwrap_err();
+    assert!(
+        matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::RateLimited { .. })),
+        "60 are reserved"
+    );
     let response = ask(&service, costing(50, 1)).await.unwrap();
     assert_eq!(layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::Webhook)), 1);
     drop(response);
