@@ -15,7 +15,7 @@ use tidegate::{Explanation, LimitState, Report};
 use tidegate_policy::{Api, Secret, TokenSource};
 use tokio::net::TcpStream;
 
-use crate::policy::{self, print};
+use crate::policy::{self, Env, print};
 use crate::{Outcome, Question};
 
 /// What a command line without a token is told by a gate that wants one.
@@ -62,7 +62,7 @@ impl Target {
         let (url, in_policy) = match (&question.url, &question.config) {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
-                let policy = policy::read(config.as_deref(), true)?.policy;
+                let policy = policy::read(config.as_deref(), Env::Read { prefix: None })?.policy;
                 (url.clone().map_or_else(|| url_of(policy.api()), Ok)?, policy.api().token.clone())
             }
         };

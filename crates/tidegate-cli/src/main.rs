@@ -17,6 +17,8 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::policy::Env;
+
 /// Paces traffic: limits, growing penalties and true waits in front of a web server.
 #[derive(Debug, Parser)]
 #[command(
@@ -39,6 +41,9 @@ enum Command {
         /// http://127.0.0.1:3000 on http://127.0.0.1:8080.
         #[arg(long, short, value_name = "FILE")]
         config: Option<PathBuf>,
+        /// Also take settings of [outbound] from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
+        #[arg(long, value_name = "PREFIX")]
+        env_prefix: Option<String>,
     },
     /// Check a policy and say in words what it limits.
     Check {
@@ -51,6 +56,9 @@ enum Command {
         /// Ignore TIDEGATE__… and the other variables that would override the file.
         #[arg(long)]
         no_env: bool,
+        /// Also take settings of [outbound] from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
+        #[arg(long, value_name = "PREFIX", conflicts_with = "no_env")]
+        env_prefix: Option<String>,
     },
     /// Ask a running gate about every limit that a call would meet. Changes nothing.
     Explain(Question),
@@ -129,8 +137,11 @@ impl From<Outcome> for ExitCode {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
-        Command::Serve { config } => serve::run(config.as_deref()),
-        Command::Check { file, config, no_env } => policy::check(&config.unwrap_or(file), no_env),
+        Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
+        Command::Check { file, config, no_env, env_prefix } => {
+            let env = if no_env { Env::Ignored } else { Env::Read { prefix: env_prefix.as_deref() } };
+            policy::check(&config.unwrap_or(file), env)
+        }
         Command::Explain(question) => ask::explain(&question),
         Command::Status(question) => ask::status(&question),
         Command::Reset(question) => ask::reset(&question),

@@ -18,8 +18,18 @@ pub(crate) struct Read {
     pub(crate) from: String,
 }
 
+/// Whether the environment overrides the file.
+#[derive(Clone, Copy)]
+pub(crate) enum Env<'p> {
+    Ignored,
+    /// By the usual names, and by those behind a prefix.
+    Read {
+        prefix: Option<&'p str>,
+    },
+}
+
 /// Reads the policy of this file, or ./tidegate.toml, or the built-in one. What is wrong is told on standard error.
-pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome> {
+pub(crate) fn read(file: Option<&Path>, env: Env<'_>) -> Result<Read, Outcome> {
     let usual = Path::new(USUAL);
     let file = file.map(Path::to_owned).or_else(|| usual.exists().then(|| PathBuf::from(USUAL)));
     let mut sources = Sources::new();
@@ -35,10 +45,13 @@ pub(crate) fn read(file: Option<&Path>, with_env: bool) -> Result<Read, Outcome>
             name
         }
     };
-    if with_env {
+    if let Env::Read { prefix } = env {
         // What isn't Unicode is passed on with a mark in its place: where the name is ours, reading the value fails.
         let text = |word: std::ffi::OsString| word.to_string_lossy().into_owned();
         sources = sources.env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
+        if let Some(prefix) = prefix {
+            sources = sources.env_prefix(prefix);
+        }
     }
     match Policy::load(sources) {
         Ok(policy) => Ok(Read { policy, from }),
@@ -64,8 +77,8 @@ fn tell(text: &str) {
 }
 
 /// `tidegate check`.
-pub(crate) fn check(file: &Path, no_env: bool) -> Outcome {
-    match read(Some(file), !no_env) {
+pub(crate) fn check(file: &Path, env: Env<'_>) -> Outcome {
+    match read(Some(file), env) {
         Err(outcome) => outcome,
         Ok(Read { policy, from }) => print(&format!("{from}: good\n\n{}", in_words(&policy))),
     }
@@ -100,6 +113,10 @@ pub(crate) fn in_words(policy: &Policy) -> String {
             let _ = writeln!(text, "  unlimited");
         }
         limits(&mut text, plan, action.limits());
+    }
+    if let Some(outbound) = policy.outbound() {
+        let gap = if text.is_empty() { "" } else { "\n" };
+        let _ = write!(text, "{gap}calls to other people's APIs\n{}", outbound.words());
     }
     if text.is_empty() {
         text.push_str("nothing is limited\n");

@@ -7,11 +7,11 @@ use tidegate_policy::Policy;
 use tidegate_server::{Bound, Server, log, signals};
 
 use crate::Outcome;
-use crate::policy::{self, Read};
+use crate::policy::{self, Env, Read};
 
 /// Runs the gate until it is told to stop.
-pub(crate) fn run(config: Option<&Path>) -> Outcome {
-    let Read { policy, from } = match policy::read(config, true) {
+pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
+    let Read { policy, from } = match policy::read(config, Env::Read { prefix }) {
         Ok(read) => read,
         Err(outcome) => return outcome,
     };
@@ -60,6 +60,11 @@ fn greeting(policy: &Policy, from: &str, bound: &Bound) -> String {
             let _ = writeln!(text, "  gate     http://{address} in front of {upstream}");
         }
         _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
+    }
+    if let (Some(address), Some(outbound)) = (bound.outbound(), policy.outbound()) {
+        let reached = outbound.providers().iter().filter(|provider| provider.base_url.is_some());
+        let paths: Vec<String> = reached.map(|provider| format!("/{}/…", provider.name)).collect();
+        let _ = writeln!(text, "  outbound http://{address} ({})", paths.join(", "));
     }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
     let other = [("API", bound.api(), api), ("health", bound.admin(), "/healthz, /readyz")];

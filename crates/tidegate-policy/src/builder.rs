@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use crate::environment::Env;
 use crate::error::Errors;
 use crate::policy::Policy;
 use crate::settings::{self, Form};
@@ -31,7 +32,7 @@ const NAME: &str = "policy builder";
 pub struct PolicyBuilder {
     settings: String,
     tables: String,
-    env: Vec<(String, String)>,
+    env: Env,
 }
 
 impl PolicyBuilder {
@@ -98,7 +99,7 @@ impl PolicyBuilder {
     /// Lets environment variables override what was built, as they override a file; see
     /// [`Sources::env`](crate::Sources::env).
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
-        self.env.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
+        self.env.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
         self
     }
 

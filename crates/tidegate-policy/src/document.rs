@@ -197,16 +197,20 @@ impl Table {
         if self.get(key).is_none() {
             self.put(key, at, Value::Table(Table::default()));
         }
-        self.get_mut(key).and_then(|entry| match &mut entry.node.value {
-            Value::Table(table) => Some(table),
-            _ => None,
-        })
+        self.get_mut(key).and_then(|entry| entry.node.as_table_mut())
     }
 }
 
 impl Node {
     pub(crate) fn as_table(&self) -> Option<&Table> {
         match &self.value {
+            Value::Table(table) => Some(table),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn as_table_mut(&mut self) -> Option<&mut Table> {
+        match &mut self.value {
             Value::Table(table) => Some(table),
             _ => None,
         }

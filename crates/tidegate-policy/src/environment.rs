@@ -1,5 +1,8 @@
 //! Environment variables, laid over the file before anything is judged, so that both go through the same checks.
 
+mod prefixed;
+
+use std::fmt;
 use std::ops::Range;
 
 use tidegate_core::MAX_LIMIT;
@@ -85,12 +88,43 @@ pub(crate) fn foldable(name: &str) -> String {
     folded(name).replace('.', "_")
 }
 
+/// The environment, as far as it may concern the policy.
+#[derive(Clone, Default)]
+pub(crate) struct Env {
+    pub(crate) variables: Vec<(String, String)>,
+    /// What further names begin with.
+    pub(crate) prefix: Option<String>,
+}
+
+impl Env {
+    fn is_prefixed(&self, name: &str) -> bool {
+        self.prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix))
+    }
+}
+
+/// The names alone: nobody knows which of the values is a secret.
+impl fmt::Debug for Env {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.variables.iter().map(|(name, _)| name.as_str()).collect();
+        f.debug_struct("Env").field("variables", &names).field("prefix", &self.prefix).finish()
+    }
+}
+
 /// Lays the variables over the file's table.
-pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, mut env: Vec<(String, String)>) {
-    env.retain(|(name, value)| is_ours(name) && !value.trim().is_empty());
+pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, env: Env) {
+    let is_said = |value: &str| !value.trim().is_empty();
+    let prefixed: Vec<(String, String)> =
+        env.variables.iter().filter(|(name, value)| env.is_prefixed(name) && is_said(value)).cloned().collect();
+    let prefix = env.prefix.clone();
+    let mut env: Vec<(String, String)> = env.variables;
+    env.retain(|(name, value)| is_ours(name) && is_said(value));
     env.sort();
-    let secrets = secret_variables(root, &env);
+    let mut secrets = secret_variables(root, &env);
+    secrets.extend(prefixed.iter().map(|(name, _)| name.clone()));
     plain_names(texts, errors, root, &env);
+    if let Some(prefix) = prefix {
+        prefixed::overlay(texts, errors, root, &prefixed, &prefix);
+    }
     let mut seen: Vec<String> = Vec::new();
     for (name, value) in env {
         if let Some(path) = name.strip_prefix(PREFIX) {

@@ -1,7 +1,7 @@
 //! `[outbound]`: other people's APIs, and the rules for calling them.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -192,6 +192,25 @@ impl BaseUrl {
         &self.authority
     }
 
+    /// Whether requests to it cross a network unencrypted: neither to this machine nor, as far as an address can tell, to a
+    /// private network.
+    pub fn is_exposed(&self) -> bool {
+        let host = self.authority.host();
+        let is_near = match host.trim_matches(['[', ']']).parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+            Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
+            Ok(IpAddr::V6(ip)) => ip.is_loopback() || ip.is_unique_local() || ip.is_unicast_link_local(),
+            Err(_) => host == "localhost" || !host.contains('.'),
+        };
+        !self.https && !is_near
+    }
+
+    /// Whether it is on this machine, by name or address.
+    pub fn is_loopback(&self) -> bool {
+        let host = self.authority.host();
+        let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
+        host == "localhost" || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
+    }
+
     /// The path before every request's, without a slash at its end; it may be empty. Where [`Auth::Path`] puts a
     /// credential in, `{key}` stands in its place.
     pub fn path(&self) -> &str {
@@ -318,6 +337,13 @@ pub struct CacheRules {
     pub stale: Duration,
     /// The longest body that is kept, in bytes. Default 1 MiB.
     pub max_body: usize,
+}
+
+impl Default for CacheRules {
+    /// What HTTP says, for each credential apart, up to 1 MiB, and never longer than fresh.
+    fn default() -> Self {
+        Self { ttl: None, shared: false, stale: Duration::ZERO, max_body: 1 << 20 }
+    }
 }
 
 /// Replies whose JSON body says that there were too many calls.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::builder::PolicyBuilder;
+use crate::environment::Env;
 use crate::error::Errors;
 use crate::outbound::Outbound;
 use crate::plan::Plan;
@@ -16,7 +17,7 @@ const DEFAULT_POLICY: &str = include_str!("default.toml");
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
     pub(crate) file: Option<(String, Vec<u8>)>,
-    pub(crate) env: Vec<(String, String)>,
+    pub(crate) env: Env,
 }
 
 impl Sources {
@@ -44,8 +45,15 @@ impl Sources {
     /// environment may be given: `std::env::vars()`. One of the former that is no setting's name is an error.
     #[must_use]
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
-        let ours = variables.into_iter().map(|(name, value)| (name.into(), value.into()));
-        self.env.extend(ours.filter(|(name, _)| crate::environment::is_ours(name)));
+        self.env.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
+        self
+    }
+
+    /// Also looks at names that begin with a prefix of one's own, such as `PIXIVFE`: `PIXIVFE_TOKEN` and the others that
+    /// [`settings`](crate::settings) lists set something of every provider of `[outbound]`.
+    #[must_use]
+    pub fn env_prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.env.prefix = Some(prefix.into());
         self
     }
 }

@@ -17,6 +17,19 @@
 //! | `BACKOFF_BASE` | the base of the power: with 3, blocks of 3, 9, 27 s …, that is `base = "3s"` and `factor = 3` |
 //! | `BACKOFF_MAX` | the longest block in seconds |
 //!
+//! With [`Sources::env_prefix`](crate::Sources::env_prefix), names behind a prefix of one's own set something of every
+//! provider; the names that begin with `TIDEGATE__` win over these too. Durations are written as Go writes them:
+//!
+//! | name behind `PREFIX_` | sets |
+//! | --- | --- |
+//! | `API_MAX_RETRIES` | `retry.max_attempts`: one more than these retries |
+//! | `API_BASE_TIMEOUT`, `API_MAX_BACKOFF_TIME` | `retry.base`, `retry.cap` |
+//! | `TOKEN` | `credentials` of the one provider that takes some: the tokens themselves, with commas between them |
+//! | `TOKEN_LOAD_BALANCING` | `balance` |
+//! | `MAX_RETRIES`, or with more weight `TOKEN_MAX_RETRIES` | `retry.max_token_retries` |
+//! | `BASE_TIMEOUT`, or with more weight `TOKEN_BASE_TIMEOUT` | `cooldown.base` |
+//! | `MAX_BACKOFF_TIME`, or with more weight `TOKEN_MAX_BACKOFF_TIME` | `cooldown.cap` |
+//!
 //! Being environment, `BACKOFF_BASE` and `BACKOFF_MAX` beat what the file says, for every growing penalty in it; bans
 //! and limits without a penalty stay as they are.
 
@@ -183,6 +196,41 @@ pub(crate) const PLAIN: [(&str, &str, &str); 4] = [
     ("BACKOFF_MAX", "3600", "the longest block, in seconds"),
 ];
 
+/// A name behind a prefix of one's own, and the setting of every provider that it sets.
+pub(crate) struct Prefixed {
+    pub(crate) name: &'static str,
+    /// Below the provider.
+    pub(crate) path: &'static str,
+    pub(crate) form: Form,
+    default: &'static str,
+    meaning: &'static str,
+}
+
+const fn prefixed(
+    name: &'static str,
+    path: &'static str,
+    form: Form,
+    default: &'static str,
+    meaning: &'static str,
+) -> Prefixed {
+    Prefixed { name, path, form, default, meaning }
+}
+
+/// The names behind a prefix of one's own. Of two that set the same, the later wins.
+pub(crate) static PREFIXED: &[Prefixed] = &[
+    prefixed("API_MAX_RETRIES", "retry.max_attempts", Count, "", "how often a call is retried after its first attempt"),
+    prefixed("API_BASE_TIMEOUT", "retry.base", Text, "500ms", "the first wait before a retry"),
+    prefixed("API_MAX_BACKOFF_TIME", "retry.cap", Text, "8s", "the longest wait before a retry"),
+    prefixed("TOKEN", "credentials", Text, "", "the tokens themselves, with commas between them"),
+    prefixed("TOKEN_LOAD_BALANCING", "balance", Text, "round-robin", "round-robin, random or least-recently-used"),
+    prefixed("MAX_RETRIES", "retry.max_token_retries", Count, "5", "throttled calls sent again with another token"),
+    prefixed("TOKEN_MAX_RETRIES", "retry.max_token_retries", Count, "5", "the same; beats MAX_RETRIES"),
+    prefixed("BASE_TIMEOUT", "cooldown.base", Text, "1s", "how long a throttled token rests at first"),
+    prefixed("TOKEN_BASE_TIMEOUT", "cooldown.base", Text, "1s", "the same; beats BASE_TIMEOUT"),
+    prefixed("MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "how long a throttled token rests at most"),
+    prefixed("TOKEN_MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "the same; beats MAX_BACKOFF_TIME"),
+];
+
 /// What every other variable's name begins with.
 pub(crate) const PREFIX: &str = "TIDEGATE__";
 
@@ -254,6 +302,10 @@ pub fn env_example() -> String {
     for (name, default, meaning) in plain.chain(rest) {
         // Writing to a string can't fail.
         let _ = writeln!(text, "# {meaning}\n#{name}={default}");
+    }
+    text.push_str("\n# With --env-prefix PREFIX, over every provider:\n");
+    for Prefixed { name, default, meaning, .. } in PREFIXED {
+        let _ = writeln!(text, "# {meaning}\n#PREFIX_{name}={default}");
     }
     text
 }

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Rules};
-use tidegate_core::{Kind, Lane, Span};
+use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
+use tidegate_core::{Balance, BreakerSpec, BudgetSpec, InflightSpec, Jitter, Kind, Lane, LanesSpec, Retry, Span};
 use tidegate_policy::outbound::{Auth, Outbound, Provider};
 use tidegate_policy::{KeySeed, Policy, Sources};
 
@@ -49,7 +49,7 @@ fn a_preset_and_credentials_are_enough() {
         panic!("no cool-down")
     };
     assert_eq!((cooldown.base, cooldown.cap), (Span::from_secs(1), Span::from_secs(32)));
-    assert_eq!(cooldown.stagger, Span::from_micros(312_500), "background's limit is no matter of the credential")
+    assert_eq!(cooldown.stagger, Span::from_millis(250), "background's limit is no matter of the credential")
 }
 
 #[test]
@@ -67,4 +67,288 @@ fn lanes_say_what_the_provider_leaves_unsaid() {
         [(secs(120), 1), (secs(10), 2), (secs(10), 7)]
     );
     assert_eq!(lanes("sequential = true"), [(secs(10), 3); 3]);
+}
+
+/// Every key that there is, none at its default.
+const EVERY_KEY: &str = r#"
+[outbound]
+listen = "0.0.0.0:9081"
+token = "env:GATE_TOKEN"
+hosts = ["Gateway.internal"]
+cache_bytes = "1GiB"
+
+[outbound.provider.own]
+preset = "local"
+base_url = "HTTP://LocalHost:9000/v1/"
+auth = "header:Authorization Token"
+credentials = ["env:KEY_A", "env:KEYS[2]", "file:/run/key"]
+balance = "least-recently-used"
+limit = ["10/s burst 20", "50 per 10s", "8 in flight"]
+credential_limit = "1000 per day in America/Los_Angeles"
+cost_limit = "30000 per 60s"
+credential_cost_limit = "90000 per 1h"
+sequential = false
+timeout = "20s"
+connect_timeout = "2s"
+attempt_timeout = "3s"
+replay = "1MiB"
+lead = "1s"
+user_agent = "Own/1.0"
+hedge_after = "1s"
+pace = "limits"
+retry = { max_attempts = 4, max_token_retries = 2, base = "2s", factor = 3, cap = "40s", jitter = "equal", max_retry_after = "1m" }
+budget = { ratio = 0.125, min = 1, reserve = 7 }
+adaptive = { min = 2, max = 30, initial = 3 }
+cooldown = { base = "2s", cap = "16s" }
+cache = { ttl = "forever", shared = true, stale = "1h", max_body = "2MiB" }
+throttled_when = { status = 403, contains = { "/error" = "slow down" }, spends_quota = true }
+cost = { reserve = 5, request = ["/max_tokens"], bytes_per_unit = 4, reply = ["/usage/in", "/usage/out"] }
+
+[outbound.provider.own.background]
+limit = "1/s"
+in_flight = 2
+timeout = "2m"
+max_waiting = 100
+retries = 9
+hours = "22:00-06:00 in Europe/Berlin"
+
+[outbound.provider.own.user]
+limit = "9/s"
+in_flight = 5
+timeout = "15s"
+max_waiting = 200
+retries = 1
+
+[outbound.provider.own.webhook]
+limit = "10/s"
+in_flight = 6
+timeout = "5s"
+max_waiting = 300
+retries = 0
+
+[outbound.provider.own.breaker]
+failures = 3
+failure_rate = "50%"
+window = "30s"
+min_calls = 20
+slow_after = "2s"
+slow_rate = 0.25
+open = "1s"
+open_factor = 3
+open_cap = "1m"
+open_jitter = "equal"
+probes = 2
+probe_lease = "5s"
+successes = 3
+ramp = [{ share = 0.1, for = "10s" }, { share = "50%", for = "20s" }]
+
+[outbound.provider.own.login]
+path = "/login"
+body = '{"apikey":"{credential}","pin":"{pin}"}'
+secrets = { pin = "env:PIN" }
+pointer = "/data/token"
+lifetime = "12h"
+refresh_before = "1h"
+"#;
+
+#[test]
+fn every_key_is_read() {
+    for setting in tidegate_policy::settings::all().filter(|setting| setting.path().starts_with("outbound.")) {
+        let key = setting.path().rsplit('.').next().unwrap();
+        let is_there = EVERY_KEY.contains(&format!("{key} = ")) || EVERY_KEY.contains(&format!(".{key}]"));
+        assert!(is_there, "{}", setting.path());
+    }
+    let outbound = outbound(EVERY_KEY);
+    assert_eq!(outbound.listen.unwrap().to_string(), "0.0.0.0:9081");
+    assert_eq!(outbound.token.as_ref().unwrap().to_string(), "env:GATE_TOKEN");
+    assert_eq!((outbound.hosts.as_slice(), outbound.cache_bytes), (&["gateway.internal".to_owned()][..], 1 << 30));
+    let own = outbound.find("own").unwrap();
+    let url = own.base_url.as_ref().unwrap();
+    assert_eq!((url.to_string().as_str(), url.is_https(), url.path()), ("http://localhost:9000/v1", false, "/v1"));
+    assert_eq!(own.auth, Auth::Header { name: http::header::AUTHORIZATION, prefix: "Token ".to_owned() });
+    let sources: Vec<String> = own.credentials.iter().map(ToString::to_string).collect();
+    assert_eq!(sources, ["env:KEY_A", "env:KEYS[2]", "file:/run/key"]);
+    assert_eq!((own.balance, own.replay_bytes), (Balance::LeastRecentlyUsed, 1 << 20));
+    let secs = Duration::from_secs;
+    assert_eq!((own.connect_timeout, own.attempt_timeout, own.hedge_after), (secs(2), secs(3), Some(secs(1))));
+    assert_eq!(own.user_agent.as_ref().unwrap(), "Own/1.0");
+    let cache = own.cache.unwrap();
+    assert_eq!(
+        (cache.ttl, cache.shared, cache.stale, cache.max_body),
+        (Some(Duration::MAX), true, secs(3600), 2 << 20)
+    );
+    let throttled = own.throttled_when.as_ref().unwrap();
+    assert_eq!((throttled.status, throttled.spends_quota), (403, true));
+    assert_eq!(throttled.contains, [("/error".to_owned(), "slow down".to_owned())]);
+    let cost = own.cost.as_ref().unwrap();
+    assert_eq!((cost.reserve, cost.bytes_per_unit, cost.request.len(), cost.reply.len()), (5, 4, 1, 2));
+    let login = own.login.as_ref().unwrap();
+    assert_eq!((login.path.as_str(), login.pointer.as_str()), ("/login", "/data/token"));
+    assert_eq!((login.lifetime, login.refresh_before), (secs(43_200), secs(3600)));
+    assert_eq!((login.secrets[0].0.as_str(), login.secrets[0].1.to_string().as_str()), ("pin", "env:PIN"));
+    assert_eq!(own.hours.as_ref().unwrap().to_string(), "22:00-06:00 in Europe/Berlin");
+    assert!(!own.sequential);
+    let inflight = own.inflight.unwrap();
+    assert_eq!((inflight.min, inflight.max, inflight.initial), (2, 30, 3));
+}
+
+#[test]
+fn every_key_reaches_the_machine() {
+    let outbound = outbound(EVERY_KEY);
+    let own = outbound.find("own").unwrap();
+    let rules = rules(own);
+    let secs = Span::from_secs;
+    assert_eq!(names(&outbound, &rules.ceilings), ["own.1", "own.2", "own.cost"]);
+    assert_eq!(names(&outbound, &rules.credential_ceilings), ["own.credential", "own.credential.cost"]);
+    let measures: Vec<Measure> = rules.ceilings.iter().map(|ceiling| ceiling.measure).collect();
+    assert_eq!(measures, [Measure::Calls, Measure::Calls, Measure::Cost]);
+    for (lane, name) in rules.lane_ceilings.iter().zip(["own.background", "own.user", "own.webhook"]) {
+        assert_eq!(names(&outbound, lane), [name]);
+    }
+    assert_eq!((rules.lead, rules.renews, rules.credential_keys.len()), (secs(1), true, 3));
+    assert_eq!(rules.jitter, Span::from_millis(3), "3 % of 100 ms");
+    assert_eq!((rules.lanes.max_in_flight, rules.lanes.window), (8, secs(10)));
+    let lanes = rules.lanes.lanes.map(|lane| (lane.max_in_flight, lane.max_waiting));
+    assert_eq!(lanes, [(2, 100), (5, 200), (6, 300)]);
+    let granted = rules.lane_rules.map(|lane| (lane.timeout, lane.retry.max_attempts));
+    assert_eq!(granted, [(secs(120), 10), (secs(15), 2), (secs(5), 1)]);
+    let retry = rules.lane_rules[0].retry;
+    assert_eq!((retry.max_token_retries, retry.max_retry_after), (2, secs(60)));
+    assert_eq!((retry.backoff.base, retry.backoff.cap, retry.backoff.jitter), (secs(2), secs(40), Jitter::Equal));
+    assert_eq!(retry.backoff.wait(2), secs(6));
+    assert_eq!((rules.budget.ratio, rules.budget.min, rules.budget.reserve), (125, 1, 7));
+    let Kind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+        panic!("no cool-down")
+    };
+    assert_eq!((cooldown.base, cooldown.cap, cooldown.stagger), (secs(2), secs(16), Span::from_millis(200)));
+    let breaker = own.breaker.as_ref().unwrap();
+    assert_eq!((breaker.failures, breaker.failure_rate, breaker.window), (Some(3), Some(500), secs(30)));
+    let slow = breaker.slow_calls.unwrap();
+    assert_eq!((breaker.min_calls, slow.threshold, slow.rate), (20, secs(2), 250));
+    let open = [1, 2, 3, 4, 5].map(|n| breaker.open.wait(n).as_secs_ceil());
+    assert_eq!((open, breaker.open.jitter), ([1, 3, 9, 27, 60], Jitter::Equal));
+    assert_eq!((breaker.probes, breaker.probe_lease, breaker.successes), (2, secs(5), 3));
+    let ramp: Vec<(u16, Span)> = breaker.ramp.iter().map(|step| (step.share, step.length)).collect();
+    assert_eq!(ramp, [(100, secs(10)), (500, secs(20))]);
+}
+
+#[test]
+fn nothing_said_is_the_default() {
+    let outbound = outbound("[outbound.provider.x]\nbase_url = \"https://example.com\"\n");
+    let provider = outbound.find("x").unwrap();
+    let rules = rules(provider);
+    assert_eq!((outbound.cache_bytes, outbound.hosts.len(), outbound.token.is_none()), (64 << 20, 0, true));
+    assert_eq!(provider.breaker, Some(BreakerSpec::default()));
+    assert_eq!(provider.inflight, Some(InflightSpec::default()));
+    assert_eq!((&provider.auth, provider.credentials.len(), provider.cache.is_none()), (&Auth::None, 0, true));
+    assert_eq!(rules.lane_rules[Lane::User as usize].retry, Retry::default());
+    assert_eq!(rules.lanes, LanesSpec::default());
+    assert_eq!(rules.budget, BudgetSpec::default());
+    assert_eq!((rules.ceilings.len(), rules.credential_keys.len()), (0, 1));
+    assert_eq!(outbound.info(rules.cooldown).name, "x.cooldown");
+    assert!(outbound.find("nobody").unwrap_err().nearest.is_none());
+}
+
+#[test]
+fn words_turn_things_off() {
+    let outbound = outbound(
+        "[outbound]\nlisten = \"off\"\n[outbound.provider.x]\nlimit = \"unlimited\"\nbreaker = \"off\"\nadaptive = \"off\"\n\
+         [outbound.provider.y]\npreset = \"tmdb\"\nauth = \"none\"\ncache = \"off\"\ncredential_limit = \"unlimited\"\n\
+         background = { limit = \"unlimited\" }\nbreaker = { failures = \"off\", failure_rate = 0.5 }\n",
+    );
+    assert_eq!(outbound.listen, None);
+    let x = outbound.find("x").unwrap();
+    assert!(x.breaker.is_none() && x.inflight.is_none() && x.base_url.is_none());
+    let y = outbound.find("y").unwrap();
+    assert!(y.cache.is_none() && y.credentials.is_empty());
+    assert_eq!(y.breaker.as_ref().unwrap().failures, None);
+    assert!(rules(y).ceilings.is_empty() && rules(y).lane_ceilings.iter().all(|lane| lane.is_empty()));
+}
+
+#[test]
+fn a_section_overrides_its_preset_key_by_key() {
+    let outbound = outbound(
+        "[outbound.provider.x]\npreset = \"tvdb\"\ncredentials = \"env:KEY\"\nbackground = { in_flight = 1 }\n\
+         retry = { cap = \"5s\" }\n[outbound.provider.x.login]\nbody = '{\"k\":\"{credential}\",\"pin\":\"{pin}\"}'\n\
+         secrets = { pin = \"env:PIN\" }\n",
+    );
+    let x = outbound.find("x").unwrap();
+    let rules = rules(x);
+    assert_eq!(names(&outbound, &rules.lane_ceilings[0]), ["x.background"]);
+    assert_eq!(rules.lanes.lanes[0].max_in_flight, 1);
+    let backoff = rules.lane_rules[0].retry.backoff;
+    assert_eq!((backoff.base, backoff.cap), (Span::from_secs(1), Span::from_secs(5)));
+    let login = x.login.as_ref().unwrap();
+    assert_eq!((login.pointer.as_str(), login.refresh_before), ("/data/token", Duration::from_secs(7200)));
+}
+
+#[test]
+fn keys_tell_providers_and_credentials_apart() {
+    let outbound = outbound(
+        "[outbound.provider.a]\npreset = \"tmdb\"\ncredentials = [\"env:A\", \"env:B\"]\n\
+         [outbound.provider.b]\npreset = \"tmdb\"\ncredentials = [\"env:A\", \"env:B\"]\n",
+    );
+    let mut keys: Vec<_> = outbound
+        .providers()
+        .iter()
+        .map(rules)
+        .flat_map(|rules| rules.credential_keys.iter().copied().chain([rules.key]).collect::<Vec<_>>())
+        .collect();
+    keys.sort();
+    keys.dedup();
+    assert_eq!(keys.len(), 6);
+}
+
+#[test]
+fn a_call_meets_as_many_limits_as_a_batch_holds() {
+    let with = |lane: &str| {
+        let text = format!(
+            "[outbound.provider.x]\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n\
+             limit = [\"1/s\", \"9 per 10s\"]\ncredential_limit = [\"1/s\", \"9 per 10s\"]\n\
+             user = {{ limit = {lane} }}\n"
+        );
+        Policy::load(Sources::new().file("test.toml", text)).map(|_| ()).map_err(|errors| errors.to_string())
+    };
+    assert_eq!(with("[\"1/s\", \"2/s\", \"3/s\"]"), Ok(()));
+    let told = with("[\"1/s\", \"2/s\", \"3/s\", \"4/s\"]").unwrap_err();
+    assert!(told.contains("a call to `x` meets 8 limits") && told.contains("at most 7"), "{told}");
+}
+
+/// With one credential, what is full is the provider's limit and not one credential of many.
+#[test]
+fn the_limit_of_an_only_credential_is_the_providers() {
+    let outbound = outbound("[outbound.provider.x]\npreset = \"omdb-free\"\ncredentials = \"env:A\"\n");
+    let rules = rules(outbound.find("x").unwrap());
+    assert!(rules.credential_ceilings.is_empty());
+    assert_eq!(names(&outbound, &rules.ceilings), ["x.credential"]);
+}
+
+#[test]
+fn words_show_true_bounds_and_no_secret() {
+    let words = outbound(EVERY_KEY).words();
+    for expected in [
+        "own: http://localhost:9000/v1 (preset local)\n",
+        "  10 per second, bursts of 20: at most 620 in any 60 s (all calls)\n",
+        "  at most 50 in any 10 s (all calls)\n",
+        "  at most 30000 in any 60 s, by what calls cost (all calls)\n",
+        "  1000 per day, until midnight in America/Los_Angeles (each credential)\n",
+        "  1 per second, evenly spaced: at most 61 in any 60 s (background calls)\n",
+        "  at most 8 at the same time (all calls)\n",
+        "  as many at the same time as it bears, 2 to 30, at first 3\n",
+        "  webhook: 5 s a call, 0 retries, up to 300 waiting, at most 6 at the same time\n",
+        "at most 2 at the same time, only 22:00-06:00 in Europe/Berlin\n",
+        "  before a retry half to all of 2 s, 6 s … 40 s, or Retry-After up to 60 s; retries up to 12.5 % of first tries, \
+         and 1 more\n",
+        "  breaker opens at 3 failures in a row or 50 % failures of 20 calls or more in 30 s or 25 % slower than 2 s of \
+         20 calls or more in 30 s, for half to all of 1 s, 3 s … 60 s; 2 probes at a time, closes after 3 successes; \
+         then 10 % for 10 s, 50 % for 20 s of calls\n",
+        "  credentials env:KEY_A, env:KEYS[2], file:/run/key, the one unused for longest, as authorization Token; each \
+         rests for 2 s, 4 s … 16 s when it is throttled\n",
+        "  logs in by POST /login with pin from env:PIN, for 12 h, renewed 1 h before\n",
+        "  a reply 403 with \"slow down\" in /error is throttled, until the quota's period ends\n",
+        "  a second request after 1 s without a reply\n",
+        "  replies are cached for ever, for all credentials together, and stand in for 1 h more while it is unavailable\n",
+    ] {
+        assert!(words.contains(expected), "{expected}\n{words}");
+    }
 }

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use atomic_waker::AtomicWaker;
 use bytes::{Buf as _, Bytes};
-use http_body::{Frame, SizeHint};
+use http_body::{Body as _, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
 use tokio::time::Sleep;
 
@@ -78,17 +80,18 @@ impl http_body::Body for Body {
 
 /// The body of a provider's reply on its way to the client.
 pub(crate) struct Relay {
-    inner: Box<dyn http_body::Body<Data = Bytes, Error = BoxError> + Send + Unpin>,
+    inner: UnsyncBoxBody<Bytes, BoxError>,
     watch: Arc<Watch>,
 }
 
 impl Relay {
-    pub(crate) fn new(
-        inner: impl http_body::Body<Data = Bytes, Error = BoxError> + Send + Unpin + 'static,
-        watch: Arc<Watch>,
-    ) -> Self {
+    pub(crate) fn new<B>(inner: B, watch: Arc<Watch>) -> Self
+    where
+        B: http_body::Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<BoxError>,
+    {
         watch.enter(if inner.is_end_stream() { Phase::Idle } else { Phase::Download });
-        Self { inner: Box::new(inner), watch }
+        Self { inner: inner.map_err(Into::into).boxed_unsync(), watch }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
@@ -193,6 +196,7 @@ impl Upload {
     /// A body of at most `cap` bytes that waits for `expectation`, if there is one.
     pub(crate) fn new(inner: Incoming, watch: Arc<Watch>, cap: u64, expectation: Option<Arc<Expectation>>) -> Self {
         let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_AFTER))));
+        watch.set_uploading(true);
         Self { inner, watch: Some(watch), left: cap, expectation }
     }
 }
@@ -228,6 +232,7 @@ impl http_body::Body for Upload {
                 }
                 if http_body::Body::is_end_stream(&this.inner) {
                     watch.enter_from(Phase::Upload, Phase::Await);
+                    watch.set_uploading(false);
                 } else {
                     watch.touch();
                 }
@@ -239,6 +244,7 @@ impl http_body::Body for Upload {
             }
             Poll::Ready(None) => {
                 watch.enter_from(Phase::Upload, Phase::Await);
+                watch.set_uploading(false);
                 Poll::Ready(None)
             }
         }

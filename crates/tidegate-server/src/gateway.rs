@@ -1,4 +1,294 @@
-//! The gateway to other people's APIs.
+//! The gateway to other people's APIs: `/{provider}/{path…}` becomes the provider's base URL and that path.
+//!
+//! What it understands of a request: `Tidegate-Priority`, `Tidegate-Timeout`, `Idempotency-Key`. What it says of a
+//! reply: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`.
 
 mod connect;
 mod door;
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use http::uri::PathAndQuery;
+use http::{Request, Response, StatusCode, Uri, Version};
+use http_body::Body as _;
+use hyper::body::Incoming;
+use hyper::service::Service;
+use tidegate::core::Clock;
+use tidegate::core::retry::Fault;
+use tidegate::outbound::cache::{Cache, CacheStatus};
+use tidegate::outbound::{
+    self, CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
+    ReplayBody, Why, take_wishes,
+};
+use tidegate::store::Store;
+use tidegate_policy::Secret;
+use tower_layer::Layer as _;
+use tower_service::Service as _;
+
+use self::connect::{Connections, Connector};
+use self::door::Door;
+use crate::answer::{self, error, json};
+use crate::body::{Body, BoxError, Relay, Upload};
+use crate::hop;
+use crate::listener::Client;
+use crate::proxy::sound;
+use crate::watch::{Phase, Watch};
+use crate::wire::http_api::{dismiss, last};
+
+const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
+const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
+const CREDENTIAL: HeaderName = HeaderName::from_static("tidegate-credential");
+/// Why a reply that isn't a good one was the last.
+const ERROR: HeaderName = HeaderName::from_static("tidegate-error");
+const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
+/// What says who a request came from: no business of somebody else's API.
+const ORIGINS: [HeaderName; 6] = [
+    FORWARDED,
+    HeaderName::from_static("x-forwarded-for"),
+    HeaderName::from_static("x-forwarded-host"),
+    HeaderName::from_static("x-forwarded-proto"),
+    HeaderName::from_static("x-real-ip"),
+    HeaderName::from_static("via"),
+];
+
+/// What all connections of the gateway share.
+pub(crate) struct Gateway<S: Store, C: Clock> {
+    mounts: HashMap<String, Mount<S, C>>,
+    plan: Arc<tidegate_policy::Outbound>,
+    cache: Cache<C>,
+    door: Door,
+    body_cap: u64,
+}
+
+/// A provider as the gateway calls it.
+struct Mount<S: Store, C: Clock> {
+    provider: Provider<S, C>,
+    service: OutboundService<Connections<ReplayBody<Upload>>, S, C>,
+}
+
+impl<S: Store, C: Clock + Clone> Gateway<S, C> {
+    /// A gateway to these providers, those without a base URL left out.
+    ///
+    /// # Errors
+    /// A credential can't be had, or the system has no root certificates.
+    pub(crate) fn new(
+        outbound: &Outbound<S, C>,
+        listens: SocketAddr,
+        token: Option<Secret>,
+        env: &impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, GatewayError> {
+        let connector = Connector::new().map_err(GatewayError::Roots)?;
+        let mut mounts = HashMap::new();
+        for provider in outbound.providers() {
+            let plan = provider.plan();
+            if plan.base_url.is_none() {
+                continue;
+            }
+            let told = |source| GatewayError::Credential { provider: plan.name.clone(), source };
+            let layer = OutboundLayer::with(provider.clone(), env).map_err(told)?.mounted(&plan.name).faults(fault_of);
+            let service = layer.layer(connector.client(plan));
+            mounts.insert(plan.name.clone(), Mount { provider: provider.clone(), service });
+        }
+        let plan = Arc::new(outbound.plan().clone());
+        let door = Door::new(listens, &plan.hosts, token);
+        Ok(Self { mounts, cache: Cache::of(outbound), door, body_cap: MAX_BODY, plan })
+    }
+
+    /// What serves a connection's requests.
+    pub(crate) fn meet(self: &Arc<Self>, client: Client) -> Guest<S, C> {
+        Guest { gateway: Arc::clone(self), client: Arc::new(client) }
+    }
+}
+
+/// Why the gateway can't be opened.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum GatewayError {
+    #[error("outbound.provider.{provider}: {source}")]
+    Credential { provider: String, source: CredentialError },
+    #[error("the system's root certificates can't be read: {0}")]
+    Roots(io::Error),
+}
+
+/// A connection's requests, served.
+pub(crate) struct Guest<S: Store, C: Clock> {
+    gateway: Arc<Gateway<S, C>>,
+    client: Arc<Client>,
+}
+
+impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.client));
+        let number = client.watch.count_request();
+        Box::pin(async move { Ok(gateway.serve(&client.watch, request, number).await) })
+    }
+}
+
+impl<S: Store, C: Clock + Clone> Gateway<S, C> {
+    async fn serve(&self, watch: &Arc<Watch>, mut request: Request<Incoming>, number: u32) -> Response<Body> {
+        // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
+        watch.enter(Phase::Deciding);
+        let sent = match self.read(&mut request, number, watch) {
+            Ok((mount, options)) => {
+                let has_body = !request.body().is_end_stream();
+                let request = request.map(|body| {
+                    if has_body {
+                        Upload::new(body, Arc::clone(watch), self.body_cap, None)
+                    } else {
+                        Upload::none(body)
+                    }
+                });
+                let mut response = self.send(mount, options, request, watch).await;
+                if has_body && watch.is_uploading() {
+                    watch.set_lingers();
+                    answer::close(&mut response);
+                }
+                response
+            }
+            Err(refusal) => dismiss(watch, request, refusal),
+        };
+        last(watch, sent)
+    }
+
+    /// Makes the client's request the provider's, as far as that doesn't depend on the credential.
+    #[expect(clippy::result_large_err, reason = "a refusal is small beside the call that it spares")]
+    fn read(
+        &self,
+        request: &mut Request<Incoming>,
+        number: u32,
+        watch: &Watch,
+    ) -> Result<(&Mount<S, C>, CallOptions), Response<Body>> {
+        sound(request, number, watch).map_err(|trouble| trouble.response())?;
+        let target = request.uri().authority().cloned();
+        self.door.admit(request.headers_mut(), target.as_ref()).map_err(door::Turned::response)?;
+        let path = request.uri().path_and_query().map_or("/", PathAndQuery::as_str);
+        let whole = path.strip_prefix('/').unwrap_or(path);
+        let (name, rest) = whole.split_at(whole.find(['/', '?']).unwrap_or(whole.len()));
+        let Some(mount) = self.mounts.get(name) else { return Err(self.unknown(name)) };
+        let rest = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };
+        let rest = PathAndQuery::try_from(rest)
+            .map_err(|_| error(StatusCode::BAD_REQUEST, "the path has a character that a URL can't have"))?;
+        *request.uri_mut() = Uri::from(rest);
+        let headers = request.headers_mut();
+        let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
+        hop::strip_request(headers);
+        for name in ORIGINS {
+            headers.remove(name);
+        }
+        headers.remove(EXPECT);
+        Ok((mount, options))
+    }
+
+    async fn send(
+        &self,
+        mount: &Mount<S, C>,
+        options: CallOptions,
+        request: Request<Upload>,
+        watch: &Arc<Watch>,
+    ) -> Response<Body> {
+        let mut service = mount.service.clone();
+        let called = self.cache.call(&mount.provider, options, request, |options, mut request| {
+            request.extensions_mut().insert(options);
+            service.call(request)
+        });
+        match called.await {
+            Ok(response) => relay(response, watch),
+            Err(failed) => refusal(&failed),
+        }
+    }
+
+    fn unknown(&self, name: &str) -> Response<Body> {
+        let message = match self.plan.find(name) {
+            Ok(_) => format!("the provider {name} has no base_url, so only Rust programs call it"),
+            Err(_) if name.is_empty() => {
+                let names: Vec<&str> = self.plan.providers().iter().map(|provider| provider.name.as_str()).collect();
+                format!("paths are /PROVIDER/PATH; the providers are {}", names.join(", "))
+            }
+            Err(unknown) => unknown.to_string(),
+        };
+        error(StatusCode::NOT_FOUND, &message)
+    }
+}
+
+/// The most bytes of a request's body: none is kept whole, so that large uploads are nobody's burden but the provider's.
+const MAX_BODY: u64 = u64::MAX;
+
+/// A provider's reply as the client gets it.
+fn relay<B>(response: Response<B>, watch: &Arc<Watch>) -> Response<Body>
+where
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+{
+    let (mut parts, body) = response.into_parts();
+    hop::strip_response(&mut parts.headers);
+    parts.version = Version::HTTP_11;
+    let happened = parts.extensions.get::<Happened>().copied();
+    let status = parts.extensions.get::<CacheStatus>().copied();
+    let why = parts.extensions.get::<Why>().map(ToString::to_string);
+    tell(&mut parts.headers, happened, status);
+    if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
+        parts.headers.insert(ERROR, why);
+    }
+    Response::from_parts(parts, Body::reply(Relay::new(body, Arc::clone(watch))))
+}
+
+/// Says what happened on the way.
+fn tell(headers: &mut HeaderMap, happened: Option<Happened>, cache: Option<CacheStatus>) {
+    let own: Vec<HeaderName> = headers.keys().filter(|name| name.as_str().starts_with("tidegate-")).cloned().collect();
+    for name in own {
+        headers.remove(name);
+    }
+    if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
+        headers.insert(CACHE, HeaderValue::from_static(cache.name()));
+    }
+    let Some(happened) = happened else { return };
+    headers.insert(ATTEMPTS, HeaderValue::from(happened.attempts));
+    let millis = happened.waited.as_micros() / 1000;
+    if let Ok(waited) = HeaderValue::try_from(format!("{}.{:03}s", millis / 1000, millis % 1000)) {
+        headers.insert(WAITED, waited);
+    }
+    if happened.attempts > 0 {
+        headers.insert(CREDENTIAL, HeaderValue::from(happened.credential));
+    }
+}
+
+/// The answer where there is no reply.
+fn refusal(failed: &OutboundError) -> Response<Body> {
+    let OutboundError::Call(call) = failed else {
+        let status = match failed {
+            OutboundError::Target(_) => StatusCode::BAD_REQUEST,
+            OutboundError::Trouble(outbound::Trouble::TimedOut) => StatusCode::GATEWAY_TIMEOUT,
+            _ => StatusCode::BAD_GATEWAY,
+        };
+        return error(status, &failed.to_string());
+    };
+    let status = match (&call.why, &call.value) {
+        (Why::RetriesExhausted { .. }, Some(outbound::Trouble::TimedOut)) => StatusCode::GATEWAY_TIMEOUT,
+        _ => StatusCode::from_u16(call.status()).unwrap_or(StatusCode::BAD_GATEWAY),
+    };
+    let body = serde_json::to_vec(&call.problem()).unwrap_or_default();
+    let mut response = json(status, body.into());
+    if let Some(wait) = call.retry_after() {
+        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
+    }
+    tell(response.headers_mut(), Some(call.happened), None);
+    response
+}
+
+/// What an error of the client means: one that couldn't connect never sent the request.
+fn fault_of(error: &(dyn std::error::Error + 'static)) -> Fault {
+    match error.downcast_ref::<hyper_util::client::legacy::Error>() {
+        Some(error) if error.is_connect() => Fault::Unsent,
+        _ => outbound::fault_of(error),
+    }
+}

@@ -16,6 +16,7 @@
 //! | listener | serves | bounded by |
 //! | --- | --- | --- |
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
+//! | outbound, 8081 | the gateway to other people's APIs, if the policy has `[outbound]` | 1024 connections |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB a question |
 //! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
 //!
@@ -58,12 +59,14 @@ use std::time::Duration;
 use http::StatusCode;
 use hyper::service::service_fn;
 use tidegate::core::Clock;
+use tidegate::outbound::{CredentialError, Outbound};
 use tidegate::reply::Replies;
-use tidegate::store::{Immediate, Store};
+use tidegate::store::{Immediate, Losses};
 use tidegate::{Gate, Memory, SystemClock};
 use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
 use tokio::task::JoinSet;
 
+use crate::gateway::{Gateway, GatewayError};
 use crate::listener::{Bounds, Listener};
 use crate::permit::Keeper;
 use crate::proxy::Proxy;
@@ -74,6 +77,8 @@ use crate::wire::http_api::{Api, Caller};
 
 /// How many connections the API takes at once: front servers and programs keep theirs.
 const API_CONNECTIONS: usize = 1024;
+/// How many connections the gateway takes at once.
+const OUTBOUND_CONNECTIONS: usize = 1024;
 /// How many connections the admin listener takes at once.
 const ADMIN_CONNECTIONS: usize = 64;
 /// The most bytes of a head on the API and admin listeners.
@@ -87,6 +92,7 @@ type LookUp = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 /// A gate that is to be served: a policy, and the gate that decides by it.
 pub struct Server<S: Immediate = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
+    outbound: Option<Outbound<S, C>>,
     policy: Policy,
     env: LookUp,
     clock_follower: Option<SystemClock>,
@@ -98,7 +104,7 @@ pub enum ServeError {
     /// A listener's address is taken or isn't this machine's.
     #[error("{listener} can't listen on {address}: {source}")]
     Bind {
-        /// `inbound`, `api` or `admin`.
+        /// `inbound`, `outbound`, `api` or `admin`.
         listener: &'static str,
         /// The address.
         address: SocketAddr,
@@ -108,7 +114,7 @@ pub enum ServeError {
     /// A listener would be open to the network without a token.
     #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
     Open {
-        /// `api` or `admin`.
+        /// `outbound`, `api` or `admin`.
         listener: &'static str,
         /// The address.
         address: SocketAddr,
@@ -116,11 +122,22 @@ pub enum ServeError {
     /// A listener's token can't be had.
     #[error("{listener}.token: {source}")]
     Token {
-        /// `api` or `admin`.
+        /// `outbound`, `api` or `admin`.
         listener: &'static str,
         /// Why.
         source: TokenError,
     },
+    /// A provider's credential can't be had, or can't be sent where it belongs.
+    #[error("outbound.provider.{provider}.credentials: {source}")]
+    Credential {
+        /// The provider.
+        provider: String,
+        /// Why.
+        source: CredentialError,
+    },
+    /// The system's root certificates can't be read, so that no provider could be trusted.
+    #[error("the system's root certificates can't be read: {0}")]
+    Roots(io::Error),
     /// An action that proxied requests match counts by something that no request carries.
     #[error("the limit `{limit}` counts by `{part}`, which a proxied request doesn't have")]
     Part {
@@ -135,15 +152,24 @@ impl Server {
     /// A server for a policy, with state in memory and the machine's clock.
     pub fn new(policy: &Policy) -> Self {
         let clock = SystemClock::new();
-        Self::with(Gate::in_memory(policy, clock.clone()), policy).following(clock)
+        let mut server = Self::with(Gate::in_memory(policy, clock.clone()), policy);
+        server.outbound = Outbound::in_memory(policy, clock.clone());
+        server.following(clock)
     }
 }
 
-impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
+impl<S: Immediate, C: Clock + Clone> Server<S, C> {
     /// A server for a gate that was made from this policy.
     pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
-        Self { gate, policy: policy.clone(), env, clock_follower: None }
+        Self { gate, outbound: None, policy: policy.clone(), env, clock_follower: None }
+    }
+
+    /// Serves these providers, made from the same policy. [`Server::new`] does so by itself.
+    #[must_use]
+    pub fn outbound(mut self, outbound: Outbound<S, C>) -> Self {
+        self.outbound = Some(outbound);
+        self
     }
 
     /// Moves this clock, which the gate tells the time by, towards the wall clock while the server runs, and warns
@@ -212,6 +238,10 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
                 )),
             }),
         };
+        let outbound = match &self.outbound {
+            None => None,
+            Some(outbound) => self.gateway(outbound, Bounds { forwards: true, ..own(OUTBOUND_CONNECTIONS) })?,
+        };
         let settings = self.policy.inbound();
         let api = match api.listen {
             None => None,
@@ -242,7 +272,9 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
         };
         Ok(Bound {
             gate: self.gate,
+            providers: self.outbound,
             inbound,
+            outbound,
             api,
             admin,
             keeper,
@@ -251,6 +283,21 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Server<S, C> {
             shutdown: settings.timeouts.shutdown,
             clock_follower: self.clock_follower,
         })
+    }
+
+    fn gateway(
+        &self,
+        outbound: &Outbound<S, C>,
+        bounds: Bounds,
+    ) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
+        let plan = outbound.plan();
+        let token = self.token("outbound", plan.listen, plan.token.as_ref())?;
+        let Some(address) = plan.listen else { return Ok(None) };
+        let gateway = Gateway::new(outbound, address, token, &self.env).map_err(|error| match error {
+            GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
+            GatewayError::Roots(error) => ServeError::Roots(error),
+        })?;
+        Ok(Some(Open { listener: open("outbound", address, bounds)?, service: Arc::new(gateway) }))
     }
 
     fn token(
@@ -292,7 +339,9 @@ fn open(listener: &'static str, address: SocketAddr, bounds: Bounds) -> Result<L
 /// A gate whose listeners are open.
 pub struct Bound<S: Immediate = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
+    providers: Option<Outbound<S, C>>,
     inbound: Option<Open<Proxy<S, C>>>,
+    outbound: Option<Open<Gateway<S, C>>>,
     api: Option<Open<Api<S, C>>>,
     admin: Option<Open<Admin<S, C>>>,
     keeper: Arc<Keeper>,
@@ -314,10 +363,15 @@ pub struct Ended {
     pub cut_off: usize,
 }
 
-impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
+impl<S: Immediate, C: Clock + Clone> Bound<S, C> {
     /// Where the proxy listens, if there is one.
     pub fn inbound(&self) -> Option<SocketAddr> {
         self.inbound.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Where the gateway to other people's APIs listens, if there is one.
+    pub fn outbound(&self) -> Option<SocketAddr> {
+        self.outbound.as_ref().and_then(|open| open.listener.address().ok())
     }
 
     /// Where the decision API and forward-auth listen.
@@ -350,6 +404,11 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
             let meet = move |client| service.meet(client);
             accepting.spawn(listener.run(meet, told(stopped.clone())));
         }
+        if let Some(Open { listener, service }) = self.outbound {
+            sweeps.push(Arc::clone(&listener.sweep));
+            let meet = move |client| service.meet(client);
+            accepting.spawn(listener.run(meet, told(stopped.clone())));
+        }
         if let Some(Open { listener, service }) = self.api {
             sweeps.push(Arc::clone(&listener.sweep));
             let meet = move |client| Caller::new(&service, client);
@@ -370,7 +429,10 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Bound<S, C> {
         let refusals = self.refusals;
         housekeeping.spawn(async move { refusals.run().await });
         let gate = self.gate;
-        housekeeping.spawn(async move { tend(&gate).await });
+        housekeeping.spawn(async move { tend(|| gate.tend()).await });
+        if let Some(providers) = self.providers {
+            housekeeping.spawn(async move { tend(|| providers.tend()).await });
+        }
         if let Some(clock) = self.clock_follower {
             housekeeping.spawn(async move { follow(&clock).await });
         }
@@ -419,10 +481,10 @@ async fn told(mut signal: tokio::sync::watch::Receiver<bool>) {
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 
 /// Has the store forget what is idle, and tells what it had to let go.
-async fn tend<S: Store, C: Clock>(gate: &Gate<S, C>) {
+async fn tend(tend: impl Fn() -> Losses) {
     loop {
         tokio::time::sleep(TEND_EVERY).await;
-        let lost = gate.tend();
+        let lost = tend();
         if lost.any() {
             tracing::warn!(
                 used = lost.used,

@@ -298,7 +298,7 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
 }
 
 /// Whether a request can be forwarded without two servers reading it differently.
-fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> Result<(), Trouble> {
+pub(crate) fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> Result<(), Trouble> {
     let headers = request.headers();
     if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
         return Err(Trouble::Method);

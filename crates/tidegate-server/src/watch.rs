@@ -105,6 +105,7 @@ pub(crate) struct Watch {
     overdue: AtomicBool,
     answering: AtomicBool,
     waits_on_client: AtomicBool,
+    uploading: AtomicBool,
     ambiguous_head: AtomicU32,
     fault: AtomicU8,
     requests: AtomicU32,
@@ -194,6 +195,15 @@ impl Watch {
     }
 
     /// Notes whether the request's body waits for the client (or else for the upstream to take it).
+    /// Whether part of the request's body is still to come.
+    pub(crate) fn is_uploading(&self) -> bool {
+        self.uploading.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_uploading(&self, uploading: bool) {
+        self.uploading.store(uploading, Ordering::Relaxed);
+    }
+
     pub(crate) fn set_waits_on_client(&self, waits: bool) {
         self.waits_on_client.store(waits, Ordering::Relaxed);
     }
@@ -314,6 +324,7 @@ impl Sweep {
             overdue: AtomicBool::new(false),
             answering: AtomicBool::new(false),
             waits_on_client: AtomicBool::new(false),
+            uploading: AtomicBool::new(false),
             ambiguous_head: AtomicU32::new(0),
             fault: AtomicU8::new(Fault::None as u8),
             requests: AtomicU32::new(0),

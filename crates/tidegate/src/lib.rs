@@ -32,6 +32,7 @@
 //! | to | use |
 //! | --- | --- |
 //! | guard an axum or tonic service, or any other of tower's | `GateLayer`, feature `tower` (on by default) |
+//! | retry, break or limit calls of any tower service | `outbound::layers`, features `tower` and `outbound` |
 //! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
 //! | limit one thing, or one kind of key, without any policy | [`Limiter`], [`KeyedLimiter`] |
 //! | test with a clock of your own | [`clock::ManualClock`] |

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::rate::Arrival;
-use tidegate_core::{ABOUT, Clock, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::{ABOUT, Batch, Clock, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Rate, Span, Time, Verb};
 use tidegate_policy::{Quantity, QuantityError};
-use tidegate_store::Memory;
+use tidegate_store::{Immediate, Memory};
 
 use crate::SystemClock;
 
@@ -230,10 +230,24 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     /// Takes the turn of a call that weighs `cost`.
     #[inline]
     pub fn check_cost(&self, key: &K, cost: u64) -> Turn {
-        let mut op = Op::new(self.id, Verb::Take, Key::new(0, self.hasher.hash_one(key)), cost);
-        op.must_fit = true;
-        let (retry_at, now) = self.memory.turn(&op, &self.clock);
+        let (retry_at, now) = self.memory.turn(&self.op(Verb::Take, key, cost), &self.clock);
         Turn::at(retry_at, now)
+    }
+
+    /// Whose turn it would be if a call came that weighs `cost`. Takes nothing.
+    pub fn peek_cost(&self, key: &K, cost: u64) -> Turn {
+        let mut batch = Batch::new(0);
+        batch.push(self.op(Verb::Peek, key, cost)).expect("invariant: an empty batch has room");
+        let now = self.clock.now();
+        let outcomes = self.memory.apply_now(&batch, now);
+        Turn::at(outcomes.list().first().map_or(now, |outcome| outcome.retry_at), now)
+    }
+
+    #[inline]
+    fn op(&self, verb: Verb, key: &K, cost: u64) -> Op {
+        let mut op = Op::new(self.id, verb, Key::new(0, self.hasher.hash_one(key)), cost);
+        op.must_fit = true;
+        op
     }
 
     /// The store behind it, for its statistics.
@@ -242,7 +256,7 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     }
 }
 
-fn kind(quantity: &str) -> Result<Kind, LimiterError> {
+pub(crate) fn kind(quantity: &str) -> Result<Kind, LimiterError> {
     let quantity: Quantity = quantity.parse()?;
     quantity.kind()?.ok_or(LimiterError::Unlimited)
 }
@@ -295,6 +309,20 @@ mod tests {
         for key in ["a", "b"] {
             assert!(limiter.check(key).is_now() && limiter.check(key).is_now());
             assert_eq!(limiter.check(key), Turn::After(Span::from_secs(60)));
+        }
+    }
+
+    #[test]
+    fn a_peek_tells_the_turn_and_takes_nothing() {
+        let clock = ManualClock::default();
+        for (quantity, second) in [("2 per 60s", 60), ("1 per 30s burst 2", 30)] {
+            let limiter = KeyedLimiter::with_clock(quantity, 1 << 20, clock.clone()).unwrap();
+            assert_eq!(limiter.peek_cost("a", 2), Turn::Now);
+            assert_eq!(limiter.peek_cost("a", 3), Turn::Never);
+            assert!(limiter.check("a").is_now());
+            assert_eq!(limiter.peek_cost("a", 1), Turn::Now);
+            assert_eq!(limiter.peek_cost("a", 2), Turn::After(Span::from_secs(second)));
+            assert!(limiter.check("a").is_now(), "two peeks later it is still free");
         }
     }
 

@@ -7,11 +7,14 @@
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
 mod answer;
+pub mod cache;
 mod credential;
 mod error;
 mod exchange;
 mod floor;
 mod judge;
+#[cfg(feature = "tower")]
+pub mod layers;
 mod location;
 mod login;
 mod path;

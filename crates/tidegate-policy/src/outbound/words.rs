@@ -1,1 +1,218 @@
 //! Providers in words, with the true bound of every limit.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use tidegate_core::call::Ceiling;
+use tidegate_core::{Backoff, Balance, BreakerSpec, Growth, Jitter, Lane, LaneSpec, Span};
+
+use super::{Auth, BaseUrl, CacheRules, Outbound, Provider};
+use crate::secret::TokenSource;
+use crate::units::in_words;
+use crate::words::waits;
+
+impl Outbound {
+    /// Every provider in words: where it is, each of its limits with its true bound, and what happens to calls that
+    /// wait or fail. Of credentials, only where they come from.
+    pub fn words(&self) -> String {
+        let mut text = String::new();
+        for provider in &self.providers {
+            // Writing to a string can't fail.
+            let _ = writeln!(text, "{}: {}", provider.name, place(provider));
+            let mut lines = self.limit_lines(provider);
+            lines.extend(lane_lines(provider));
+            lines.push(retry_line(provider));
+            lines.push(provider.breaker.as_ref().map_or_else(|| "no breaker".to_owned(), breaker_line));
+            lines.extend(credential_lines(self, provider));
+            lines.extend(reply_lines(provider));
+            for line in lines {
+                let _ = writeln!(text, "  {line}");
+            }
+        }
+        text
+    }
+
+    fn limit_lines(&self, provider: &Provider) -> Vec<String> {
+        let rules = &provider.unkeyed;
+        let line = |ceiling: &Ceiling, whose: &str| format!("{} ({whose})", self.info(ceiling.limit).words);
+        let mut lines: Vec<String> = rules.ceilings.iter().map(|ceiling| line(ceiling, "all calls")).collect();
+        lines.extend(rules.credential_ceilings.iter().map(|ceiling| line(ceiling, "each credential")));
+        for (lane, ceilings) in Lane::ALL.iter().zip(&rules.lane_ceilings) {
+            lines.extend(ceilings.iter().map(|ceiling| line(ceiling, &format!("{} calls", lane.name()))));
+        }
+        if lines.is_empty() {
+            lines.push("unlimited".to_owned());
+        }
+        match rules.lanes.max_in_flight {
+            _ if provider.sequential => lines.push("one call at a time, first come, first served".to_owned()),
+            u32::MAX => {}
+            most => lines.push(format!("at most {most} at the same time (all calls)")),
+        }
+        if let Some(spec) = &provider.inflight {
+            let (min, max, initial) = (spec.min, spec.max, spec.initial);
+            lines.push(format!("as many at the same time as it bears, {min} to {max}, at first {initial}"));
+        }
+        lines
+    }
+}
+
+fn place(provider: &Provider) -> String {
+    let mut text = match &provider.base_url {
+        Some(url) => url.to_string(),
+        None => "only Rust programs call it, for want of a base_url".to_owned(),
+    };
+    if let Some(preset) = provider.preset {
+        let _ = write!(text, " (preset {preset})");
+    }
+    if provider.base_url.as_ref().is_some_and(BaseUrl::is_exposed) {
+        text.push_str("; warning: http sends everything in the clear, credentials included");
+    }
+    text
+}
+
+fn lane_lines(provider: &Provider) -> Vec<String> {
+    let rules = &provider.unkeyed;
+    let line = |lane: Lane, name: &str| {
+        let LaneSpec { max_waiting, max_in_flight } = rules.lanes.lanes[lane as usize];
+        let granted = rules.lane_rules[lane as usize];
+        let retries = granted.retry.max_attempts.saturating_sub(1);
+        let retries = if retries == 1 { "1 retry".to_owned() } else { format!("{retries} retries") };
+        let mut text = format!("{name}: {} a call, {retries}, up to {max_waiting} waiting", in_words(granted.timeout));
+        if max_in_flight != u32::MAX {
+            let _ = write!(text, ", at most {max_in_flight} at the same time");
+        }
+        if let (Lane::Background, Some(hours)) = (lane, &provider.hours) {
+            let _ = write!(text, ", only {hours}");
+        }
+        text
+    };
+    if provider.sequential {
+        return vec![line(Lane::User, "all lanes")];
+    }
+    Lane::ALL.into_iter().rev().map(|lane| line(lane, lane.name())).collect()
+}
+
+fn retry_line(provider: &Provider) -> String {
+    let rules = &provider.unkeyed;
+    let retry = rules.lane_rules[Lane::User as usize].retry;
+    let budget = rules.budget;
+    format!(
+        "before a retry {}, or Retry-After up to {}; retries up to {} of first tries, and {} more",
+        backoff(&retry.backoff),
+        in_words(retry.max_retry_after),
+        percent(budget.ratio),
+        budget.min
+    )
+}
+
+fn backoff(backoff: &Backoff) -> String {
+    let factor = if let Growth::Exponential { factor } = backoff.growth { factor } else { 1 };
+    let waits = waits(backoff.base, factor, backoff.cap);
+    match backoff.jitter {
+        Jitter::None => waits,
+        Jitter::Full => format!("up to {waits}"),
+        Jitter::Equal => format!("half to all of {waits}"),
+        Jitter::Decorrelated => format!("{} to {}, at random", in_words(backoff.base), in_words(backoff.cap)),
+        Jitter::Additive(most) => format!("{waits} and up to {} more", in_words(most)),
+    }
+}
+
+fn breaker_line(spec: &BreakerSpec) -> String {
+    let mut reasons: Vec<String> =
+        spec.failures.map(|failures| format!("{failures} failures in a row")).into_iter().collect();
+    let within = format!("of {} calls or more in {}", spec.min_calls, in_words(spec.window));
+    reasons.extend(spec.failure_rate.map(|rate| format!("{} failures {within}", percent(rate))));
+    reasons.extend(
+        spec.slow_calls.map(|slow| format!("{} slower than {} {within}", percent(slow.rate), in_words(slow.threshold))),
+    );
+    let mut text = format!(
+        "breaker opens at {}, for {}; {} at a time, closes after {}",
+        reasons.join(" or "),
+        backoff(&spec.open),
+        plural(spec.probes, "probe"),
+        plural(spec.successes, "success")
+    );
+    let steps: Vec<String> =
+        spec.ramp.iter().map(|step| format!("{} for {}", percent(step.share), in_words(step.length))).collect();
+    if !steps.is_empty() {
+        let _ = write!(text, "; then {} of calls", steps.join(", "));
+    }
+    text
+}
+
+fn credential_lines(outbound: &Outbound, provider: &Provider) -> Vec<String> {
+    let rest = &outbound.info(provider.unkeyed.cooldown).words;
+    let goes = match &provider.auth {
+        Auth::None => return vec![format!("no credentials; {rest}")],
+        Auth::Bearer => "Authorization: Bearer".to_owned(),
+        Auth::Header { name, prefix } => format!("{name} {prefix}").trim_end().to_owned(),
+        Auth::Query { name } => format!("the query parameter {name}"),
+        Auth::Path => "{key} in the path".to_owned(),
+    };
+    let sources: Vec<String> = provider.credentials.iter().map(TokenSource::to_string).collect();
+    let order = match (sources.len(), provider.balance) {
+        (0 | 1, _) => "",
+        (_, Balance::RoundRobin) => " in turn",
+        (_, Balance::Random) => " at random",
+        (_, Balance::LeastRecentlyUsed) => ", the one unused for longest",
+    };
+    let mut lines = vec![format!("credentials {}{order}, as {goes}; each {rest}", sources.join(", "))];
+    if let Some(login) = &provider.login {
+        let secrets: Vec<String> = login.secrets.iter().map(|(name, source)| format!("{name} from {source}")).collect();
+        let with = if secrets.is_empty() { String::new() } else { format!(" with {}", secrets.join(", ")) };
+        let [lifetime, before] = [login.lifetime, login.refresh_before].map(duration);
+        lines.push(format!("logs in by POST {}{with}, for {lifetime}, renewed {before} before", login.path));
+        if sources.is_empty() {
+            lines[0] = format!("the token of its login, as {goes}; it {rest}");
+        }
+    }
+    lines
+}
+
+fn reply_lines(provider: &Provider) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some(rule) = &provider.throttled_when {
+        let pairs: Vec<String> = rule.contains.iter().map(|(pointer, text)| format!("{text:?} in {pointer}")).collect();
+        let until = if rule.spends_quota { ", until the quota's period ends" } else { "" };
+        lines.push(format!("a reply {} with {} is throttled{until}", rule.status, pairs.join(" and ")));
+    }
+    if let Some(after) = provider.hedge_after {
+        lines.push(format!("a second request after {} without a reply", duration(after)));
+    }
+    lines.push(provider.cache.as_ref().map_or_else(|| "nothing is cached".to_owned(), cache_line));
+    lines
+}
+
+fn cache_line(rules: &CacheRules) -> String {
+    let mut text = match rules.ttl {
+        None => "replies are cached as their headers say".to_owned(),
+        Some(Duration::MAX) => "replies are cached for ever".to_owned(),
+        Some(ttl) => format!("replies are cached for {}", duration(ttl)),
+    };
+    text.push_str(if rules.shared { ", for all credentials together" } else { "" });
+    if !rules.stale.is_zero() {
+        let _ = write!(text, ", and stand in for {} more while it is unavailable", duration(rules.stale));
+    }
+    text
+}
+
+fn duration(duration: Duration) -> String {
+    in_words(Span::from_duration(duration))
+}
+
+/// "1 probe", "2 successes".
+fn plural(count: u32, what: &str) -> String {
+    match count {
+        1 => format!("1 {what}"),
+        _ if what.ends_with('s') => format!("{count} {what}es"),
+        _ => format!("{count} {what}s"),
+    }
+}
+
+/// Thousandths as a percentage: "20 %", "12.5 %".
+fn percent(thousandths: u16) -> String {
+    match thousandths % 10 {
+        0 => format!("{} %", thousandths / 10),
+        tenths => format!("{}.{tenths} %", thousandths / 10),
+    }
+}

@@ -19,7 +19,7 @@ mod values;
 use std::sync::Arc;
 
 use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
-use crate::environment::overlay;
+use crate::environment::{Env, overlay};
 use crate::error::{Error, Errors};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
@@ -27,7 +27,7 @@ use crate::policy::Policy;
 use crate::settings;
 
 /// Reads a policy from what a file holds and from the environment.
-pub(crate) fn policy(name: &str, body: &[u8], env: Vec<(String, String)>) -> Result<Policy, Errors> {
+pub(crate) fn policy(name: &str, body: &[u8], env: Env) -> Result<Policy, Errors> {
     let mut texts = Texts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
     let mut errors = Vec::new();

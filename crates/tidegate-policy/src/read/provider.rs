@@ -1,6 +1,5 @@
 //! `[outbound.provider.*]`: where a provider is, who may call it, and how.
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
@@ -366,7 +365,7 @@ impl Reader<'_> {
                 self.push(error.help("such as user_agent = \"MyTagger/1.2.0 ( https://example.com/mytagger )\""));
                 None
             }
-            (Some(LOCAL), _, Some(url)) if !is_loopback(url.authority.host()) => {
+            (Some(LOCAL), _, Some(url)) if !url.is_loopback() => {
                 let at = section.table.node("base_url").map_or(section.name_at, |node| node.at);
                 let message = format!("{} isn't on this machine, as the preset `local` has it", url.authority.host());
                 let error =
@@ -410,9 +409,4 @@ fn says_who_calls(agent: &str) -> bool {
     let product = product.trim().split_once('/').is_some_and(|(app, version)| !app.is_empty() && !version.is_empty());
     let contact = contact.trim();
     product && contact.contains(['@', '.']) && !contact.contains(char::is_whitespace)
-}
-
-pub(crate) fn is_loopback(host: &str) -> bool {
-    let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
-    host == "localhost" || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
 }

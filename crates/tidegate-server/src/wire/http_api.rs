@@ -130,7 +130,7 @@ impl<S: Immediate, C: Clock> Future for Answering<S, C> {
 }
 
 /// Ends a request: the connection is idle again, unless it reads something away or the server drains.
-fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body> {
+pub(crate) fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body> {
     if watch.phase() != Phase::Linger {
         watch.enter(Phase::Idle);
     }

@@ -1,0 +1,126 @@
+//! Variables with a prefix of one's own, for people who configure a program by them. They are laid over every provider,
+//! before the variables that name one.
+
+use tidegate_core::pool::MAX_CREDENTIALS;
+
+use super::{add, coerce, trimmed};
+use crate::document::{At, Table, Texts, Value};
+use crate::error::{Error, quoted};
+use crate::outbound::preset;
+use crate::settings::{PREFIXED, Prefixed};
+
+/// The longest prefix.
+const MAX_PREFIX: usize = 64;
+/// How often a call can be retried at most.
+const MAX_RETRIES: i64 = 99;
+
+/// Whether a variable is one of those with this prefix.
+pub(super) fn is_prefixed(name: &str, prefix: &str) -> bool {
+    let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_prefix('_'));
+    rest.is_some_and(|rest| PREFIXED.iter().any(|known| known.name == rest))
+}
+
+/// Lays the variables with a prefix over the providers of a document.
+pub(super) fn overlay(
+    texts: &mut Texts,
+    errors: &mut Vec<Error>,
+    root: &mut Table,
+    env: &[(String, String)],
+    prefix: &str,
+) {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    let begins = prefix.starts_with(|first: char| first.is_ascii_alphabetic());
+    if !begins || prefix.len() > MAX_PREFIX || !prefix.bytes().all(fits) {
+        let at = add(texts, "--env-prefix", prefix, false);
+        let message = format!("{} can't be what names of variables begin with", quoted(prefix));
+        errors.push(Error::new(texts, at, message, "capitals, digits and _, such as PIXIVFE"));
+        return;
+    }
+    // Later ones win, and the more exact names stand last.
+    for known in PREFIXED {
+        let name = format!("{prefix}_{}", known.name);
+        let Some((_, value)) = env.iter().find(|(found, _)| *found == name) else { continue };
+        let secret = known.path == "credentials";
+        let at = add(texts, &name, value, secret);
+        let at = trimmed(texts, at);
+        let outcome = if secret { tokens(texts, root, &name, at) } else { everywhere(texts, root, at, known) };
+        errors.extend(outcome.err());
+    }
+}
+
+/// Sets something of every provider.
+fn everywhere(texts: &Texts, root: &mut Table, at: At, known: &Prefixed) -> Result<(), Error> {
+    let mut node = coerce(texts, at, known.form)?;
+    if known.path == "retry.max_attempts" {
+        match node.value {
+            Value::Integer(Some(retries)) if retries <= MAX_RETRIES => node.value = Value::Integer(Some(retries + 1)),
+            _ => {
+                let message = format!("{} is no number of retries", quoted(texts.raw(at)));
+                return Err(Error::new(texts, at, message, format!("a whole number from 0 to {MAX_RETRIES}")));
+            }
+        }
+    }
+    for (_, provider) in providers(root) {
+        // A provider that has no table here is refused for that.
+        match known.path.split_once('.') {
+            Some((table, key)) => {
+                if let Some(table) = provider.enter(table, at) {
+                    table.put(key, node.at, node.value.clone());
+                }
+            }
+            None => provider.put(known.path, node.at, node.value.clone()),
+        }
+    }
+    Ok(())
+}
+
+/// Gives the tokens of a list to the provider that wants some.
+fn tokens(texts: &mut Texts, root: &mut Table, name: &str, at: At) -> Result<(), Error> {
+    let count = texts.raw(at).split(',').count();
+    if texts.raw(at).split(',').any(|token| token.trim().is_empty()) || count > MAX_CREDENTIALS {
+        let message = format!("{name} has an empty item, or more than {MAX_CREDENTIALS}");
+        return Err(Error::new(texts, at, message, "tokens with commas between them"));
+    }
+    let presets = preset::document(texts);
+    let mut wanting: Vec<(&str, &mut Table)> = providers(root).filter(|(_, table)| wants(table, &presets)).collect();
+    if wanting.iter().any(|(_, provider)| provider.get("credentials").is_none()) {
+        wanting.retain(|(_, provider)| provider.get("credentials").is_none());
+    }
+    match wanting.as_mut_slice() {
+        [(_, provider)] => {
+            let source = |index: usize| {
+                let value = if count == 1 { format!("env:{name}") } else { format!("env:{name}[{index}]") };
+                crate::document::Node { at, value: Value::Text(value) }
+            };
+            provider.put("credentials", at, Value::List((1..=count).map(source).collect()));
+            Ok(())
+        }
+        [] => {
+            let message = format!("{name} holds tokens, but no provider takes any");
+            Err(Error::new(texts, at, message, "a provider with `auth`, such as auth = \"bearer\""))
+        }
+        several => {
+            let names: Vec<&str> = several.iter().map(|(name, _)| *name).collect();
+            let message = format!("{name} could be for any of {}", names.join(", "));
+            let error = Error::new(texts, at, message, "one provider that takes a token and has none of its own");
+            Err(error.help("write `credentials` in the others, such as credentials = [\"env:NAME\"]"))
+        }
+    }
+}
+
+fn providers(root: &mut Table) -> impl Iterator<Item = (&str, &mut Table)> {
+    let outbound = root.get_mut("outbound").and_then(|entry| entry.node.as_table_mut());
+    let providers = outbound.and_then(|table| table.get_mut("provider")).and_then(|entry| entry.node.as_table_mut());
+    let entries = providers.map(|table| table.entries.iter_mut()).into_iter().flatten();
+    entries.filter_map(|entry| Some((entry.key.as_str(), entry.node.as_table_mut()?)))
+}
+
+/// Whether a provider says, or its preset, that a credential goes somewhere.
+fn wants(provider: &Table, presets: &Table) -> bool {
+    let text = |table: &Table, key: &str| match table.node(key).map(|node| &node.value) {
+        Some(Value::Text(text)) => Some(text.clone()),
+        _ => None,
+    };
+    let from_preset = || text(presets.table(&text(provider, "preset")?)?, "auth");
+    text(provider, "auth").or_else(from_preset).is_some_and(|auth| auth != "none")
+}

@@ -1,0 +1,125 @@
+//! What a cache has to know of the provider that it stands before.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use http::{HeaderName, header};
+use tidegate_core::{Clock, Lane};
+use tidegate_policy::outbound::{Auth, CacheRules};
+use tidegate_store::Store;
+
+use super::super::{CallError, OutboundError, Provider, Urgency, Why};
+
+/// Whose replies are kept.
+pub trait Origin {
+    /// Its name, which keeps its replies apart from other providers'.
+    fn name(&self) -> &str;
+    /// What is kept of its replies; nothing if `None`.
+    fn rules(&self) -> Option<&CacheRules>;
+    /// How many credentials its calls may be sent with.
+    fn credentials(&self) -> usize;
+    /// The header of a request that its own credential replaces, whatever the caller wrote there.
+    fn injects(&self) -> Option<HeaderName>;
+    /// How long a call of this lane may take that doesn't say so itself.
+    fn timeout(&self, lane: Lane) -> Duration;
+    /// Makes a call that is under way as urgent as this.
+    fn raise(&self, urgency: &Urgency, lane: Lane);
+}
+
+impl<S: Store, C: Clock> Origin for Provider<S, C> {
+    fn name(&self) -> &str {
+        &self.plan().name
+    }
+
+    fn rules(&self) -> Option<&CacheRules> {
+        self.plan().cache.as_ref()
+    }
+
+    fn credentials(&self) -> usize {
+        self.0.rules.credential_keys.len()
+    }
+
+    fn injects(&self) -> Option<HeaderName> {
+        match &self.plan().auth {
+            _ if self.plan().credentials.is_empty() => None,
+            Auth::Bearer => Some(header::AUTHORIZATION),
+            Auth::Header { name, .. } => Some(name.clone()),
+            Auth::None | Auth::Query { .. } | Auth::Path => None,
+        }
+    }
+
+    fn timeout(&self, lane: Lane) -> Duration {
+        self.0.rules.lane_rules[lane as usize].timeout.as_duration()
+    }
+
+    fn raise(&self, urgency: &Urgency, lane: Lane) {
+        Self::raise(self, urgency, lane);
+    }
+}
+
+/// What an error says beyond the call that it failed.
+pub trait Fault {
+    /// Whether the provider is unavailable, so that an old reply is better than none.
+    fn is_outage(&self) -> bool;
+
+    /// Whether it was this call's own deadline or place in the queue that failed it, so that another call may fare
+    /// better.
+    fn is_own(&self) -> bool;
+}
+
+impl<T> Fault for CallError<T> {
+    /// The breaker is open, all credentials cool down, or the attempts that there could be have failed by faults that
+    /// pass.
+    fn is_outage(&self) -> bool {
+        matches!(
+            self.why,
+            Why::Unavailable { .. }
+                | Why::CredentialsCooling { .. }
+                | Why::RetriesExhausted { .. }
+                | Why::RetryAfterTooLong { .. }
+                | Why::NoTimeLeft { .. }
+                | Why::BudgetSpent
+        )
+    }
+
+    fn is_own(&self) -> bool {
+        matches!(
+            self.why,
+            Why::RateLimited { .. }
+                | Why::QuotaSpent { .. }
+                | Why::CredentialsCooling { .. }
+                | Why::Resting { .. }
+                | Why::QueueFull { .. }
+                | Why::DeadlineExceeded
+                | Why::NoTimeLeft { .. }
+        )
+    }
+}
+
+impl Fault for OutboundError {
+    fn is_outage(&self) -> bool {
+        match self {
+            Self::Call(call) => call.is_outage(),
+            Self::Trouble(_) => true,
+            Self::Target(_) => false,
+        }
+    }
+
+    fn is_own(&self) -> bool {
+        match self {
+            Self::Call(call) => call.is_own(),
+            Self::Trouble(_) | Self::Target(_) => false,
+        }
+    }
+}
+
+/// For services that tell every failure as a reply.
+impl Fault for Infallible {
+    fn is_outage(&self) -> bool {
+        match *self {}
+    }
+
+    fn is_own(&self) -> bool {
+        match *self {}
+    }
+}

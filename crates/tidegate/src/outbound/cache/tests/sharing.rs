@@ -1,0 +1,179 @@
+//! Who may have whose reply.
+
+use super::CacheStatus::{Bypass, Hit, Miss};
+use super::*;
+
+fn by(token: &str) -> Request<Full<Bytes>> {
+    request("GET", "/me", &[("authorization", token)])
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_credentials_never_share_unless_they_may() {
+    let latency = Duration::from_millis(10);
+    let mut api = Api::with(&[("cache-control", "max-age=60")]).slow(latency);
+    api.credentials = 2;
+    let cache = cache();
+    let (one, other) = tokio::join!(call(&cache, &api, get("/me")), call(&cache, &api, get("/me")));
+    assert_eq!((one.unwrap().by, other.unwrap().by), (Bypass, Bypass), "neither waits for the other");
+    assert_eq!(call(&cache, &api, get("/me")).await.unwrap().body, "reply 3");
+    assert_eq!(cache.bytes(), 0);
+    let only = request("GET", "/me", &[("cache-control", "only-if-cached")]);
+    assert_eq!(call(&cache, &api, only).await.unwrap().status, 504);
+
+    let shared = api.ruled(|rules| rules.shared = true);
+    call(&cache, &shared, get("/me")).await.unwrap();
+    assert_eq!(call(&cache, &shared, get("/me")).await.unwrap().by, Hit);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_private_is_kept_for_one_credential_and_not_for_several() {
+    for (shared, told_again) in [(false, Hit), (true, Miss)] {
+        let api = Api::with(&[("cache-control", "private, max-age=60")]).ruled(|rules| rules.shared = shared);
+        let cache = cache();
+        call(&cache, &api, get("/")).await.unwrap();
+        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, told_again, "{shared}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_with_credentials_of_their_own_never_share() {
+    for shared in [false, true] {
+        for name in ["authorization", "cookie", "x-api-key"] {
+            let (cache, api) = (cache(), Api::with(&[("cache-control", "public, max-age=60")]));
+            let api = api.ruled(|rules| rules.shared = shared).slow(Duration::from_millis(10));
+            let by = |token: &str| request("GET", "/me", &[(name, token)]);
+            let (one, other) = tokio::join!(call(&cache, &api, by("alice")), call(&cache, &api, by("bob")));
+            let (one, other) = (one.unwrap(), other.unwrap());
+            assert_eq!((one.by, other.by), (Miss, Miss), "{name}");
+            for (token, body) in [("alice", &one.body), ("bob", &other.body)] {
+                let got = call(&cache, &api, by(token)).await.unwrap();
+                assert_eq!((got.by, &got.body), (Hit, body), "{name}");
+            }
+            assert_eq!(call(&cache, &api, get("/me")).await.unwrap().by, Miss, "{name}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_header_that_the_provider_replaces_tells_nobody_apart() {
+    let mut api = Api::with(&[("cache-control", "max-age=60")]);
+    api.injects = Some(header::AUTHORIZATION);
+    let cache = cache();
+    call(&cache, &api, by("Bearer unused")).await.unwrap();
+    assert_eq!(call(&cache, &api, by("Bearer other")).await.unwrap().by, Hit);
+}
+
+#[tokio::test(start_paused = true)]
+async fn providers_and_urls_and_methods_are_kept_apart() {
+    let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60")]));
+    let mut other = Api::with(&[("cache-control", "max-age=60")]);
+    other.name = "tvdb";
+    let paths = ["/a?key=1", "/a?key=2", "/a", "/b", "http://one.test/a", "http://two.test/a", "https://one.test/a"];
+    for path in paths {
+        assert_eq!(call(&cache, &api, get(path)).await.unwrap().by, Miss, "{path}");
+        assert_eq!(call(&cache, &api, request("HEAD", path, &[])).await.unwrap().by, Miss, "{path}");
+        assert_eq!(call(&cache, &other, get(path)).await.unwrap().by, Miss, "{path}");
+    }
+    for path in paths {
+        assert_eq!(call(&cache, &api, get(path)).await.unwrap().by, Hit, "{path}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_plain_reads_are_kept() {
+    let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60")]));
+    for method in ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY"] {
+        for _ in 0..2 {
+            assert_eq!(call(&cache, &api, request(method, "/", &[])).await.unwrap().by, Bypass, "{method}");
+        }
+    }
+    for name in ["range", "if-range", "if-match", "if-unmodified-since", "upgrade"] {
+        let got = call(&cache, &api, request("GET", "/", &[(name, "x")])).await.unwrap();
+        assert_eq!((got.by, api.saw(name).as_deref()), (Bypass, Some("x")));
+    }
+    let body = get("/").map(|_| Full::from("{}"));
+    assert_eq!(call(&cache, &api, body).await.unwrap().by, Bypass);
+    assert_eq!(cache.bytes(), 0);
+    let mut off = Api::with(&[("cache-control", "max-age=60")]);
+    off.rules = None;
+    for _ in 0..2 {
+        assert_eq!(call(&cache, &off, get("/")).await.unwrap().by, Bypass);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_removes_what_was_kept_and_a_failed_one_does_not() {
+    let cache = cache();
+    let api = Api::new(|number, request| {
+        let status = if request.headers.contains_key("x-fail") { 422 } else { 200 };
+        Ok(reply(status, &[("cache-control", "max-age=60")], format!("reply {number}")))
+    });
+    call(&cache, &api, get("/")).await.unwrap();
+    call(&cache, &api, request("POST", "/", &[("x-fail", "1")])).await.unwrap();
+    assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Hit);
+    call(&cache, &api, request("POST", "/", &[])).await.unwrap();
+    assert_eq!(call(&cache, &api, get("/")).await.unwrap().body, "reply 4");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_varies_is_kept_once_for_each_variant() {
+    let cache = cache();
+    let api = Api::new(|number, request| {
+        let language = request.headers.get("accept-language").map_or("none", |value| value.to_str().unwrap());
+        let headers =
+            [("cache-control", "max-age=60"), ("vary", "Accept-Language"), ("vary", "accept, accept-language")];
+        Ok(reply(200, &headers, format!("{language} {number}")))
+    });
+    let api = api.slow(Duration::from_millis(10));
+    let speaks = |language| request("GET", "/", &[("accept-language", language)]);
+    told(&cache, &api, vec![speaks("en"), speaks("de"), get("/")]).await;
+    let again = told(&cache, &api, vec![speaks("en"), speaks("de"), get("/")]).await;
+    assert_eq!(again, [(Hit, "en 1".to_owned()), (Hit, "de 2".to_owned()), (Hit, "none 3".to_owned())]);
+
+    let calls = (0..40).map(|index| {
+        let language = ["en", "de"][index % 2];
+        let (cache, api) = (&cache, &api);
+        async move {
+            let got = call(cache, api, request("GET", "/new", &[("accept-language", language)])).await.unwrap();
+            assert!(got.body.starts_with(language), "{} for {language}", got.body);
+        }
+    });
+    for_each_at_once(calls).await;
+    assert_eq!(api.calls(), 5, "one for each language");
+    assert!(is_at_rest(&cache));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cookie_goes_to_the_caller_who_caused_it_and_to_nobody_else() {
+    let api = Api::with(&[
+        ("cache-control", "public, max-age=60"),
+        ("set-cookie", "session=s3cret"),
+        ("connection", "x-hop"),
+        ("x-hop", "1"),
+    ]);
+    let (cache, api) = (cache(), api.slow(Duration::from_millis(10)));
+    let (first, joined) = tokio::join!(call(&cache, &api, get("/")), call(&cache, &api, get("/")));
+    assert_eq!(first.unwrap().header("set-cookie"), Some("session=s3cret"));
+    for got in [joined.unwrap(), call(&cache, &api, get("/")).await.unwrap()] {
+        assert_ne!(got.by, Miss);
+        assert_eq!((got.header("set-cookie"), got.header("x-hop"), got.header("connection")), (None, None, None));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_that_is_printed_holds_a_secret() {
+    let (cache, api) =
+        (cache(), Api::with(&[("cache-control", "max-age=60"), ("x-token", "s3cret"), ("vary", "authorization")]));
+    let asked = request("GET", "/s3cret?api_key=s3cret", &[("authorization", "Bearer s3cret"), ("cookie", "s3cret")]);
+    let reply = cache.call(&api, CallOptions::default(), asked, |options, request| api.answer(options, request)).await;
+    let mut printed = format!("{cache:?} {:?}", reply.unwrap().body());
+    assert_eq!(cache.0.shelf.iter().count(), 2);
+    for (key, stored) in cache.0.shelf.iter() {
+        printed += &format!("{key:?}");
+        if let Stored::Reply(entry) = stored {
+            printed += &format!("{entry:?}");
+        }
+    }
+    assert!(printed.contains("Key(…)") && printed.contains("Entry"), "{printed}");
+    assert!(!printed.contains("s3cret"), "{printed}");
+}

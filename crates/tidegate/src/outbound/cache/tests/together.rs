@@ -1,0 +1,223 @@
+//! Identical calls at the same time.
+
+use tokio::task::JoinSet;
+
+use super::CacheStatus::{Coalesced, Hit, Miss, Stale};
+use super::flight::{MAX_FLIGHTS, MAX_SEATS};
+use super::*;
+
+const LATENCY: Duration = Duration::from_millis(500);
+
+/// Starts this many identical calls at once.
+fn start(count: usize, cache: &Cache<Paused>, api: &Arc<Api>, options: &CallOptions) -> JoinSet<Result<Got, Failed>> {
+    let mut calls = JoinSet::new();
+    for _ in 0..count {
+        let (cache, api, options) = (cache.clone(), Arc::clone(api), options.clone());
+        calls.spawn(async move { call_with(&cache, &api, options, get("/")).await });
+    }
+    calls
+}
+
+async fn at_once(count: usize, cache: &Cache<Paused>, api: &Arc<Api>) -> Vec<Result<Got, Failed>> {
+    let all = start(count, cache, api, &CallOptions::default()).join_all().await;
+    assert!(is_at_rest(cache));
+    all
+}
+
+fn count(all: &[Result<Got, Failed>], by: CacheStatus) -> usize {
+    all.iter().filter(|got| got.as_ref().is_ok_and(|got| got.by == by)).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hundred_identical_calls_are_one() {
+    for headers in [&[("cache-control", "max-age=60")][..], &[("cache-control", "max-age=0, must-revalidate")], &[]] {
+        let (cache, api) = (cache(), Arc::new(Api::with(headers).slow(LATENCY)));
+        let all = at_once(100, &cache, &api).await;
+        assert_eq!(api.calls(), 1, "{headers:?}");
+        assert_eq!((count(&all, Miss), count(&all, Coalesced)), (1, 99));
+        assert!(all.iter().all(|got| got.as_ref().unwrap().body == "reply 1"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_hundred_identical_calls_are_one_on_several_threads() {
+    for _ in 0..20 {
+        let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
+        let all = at_once(100, &cache, &api).await;
+        assert_eq!(api.calls(), 1);
+        assert_eq!((count(&all, Miss), count(&all, Coalesced) + count(&all, Hit)), (1, 99));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_may_not_be_shared_is_called_for_by_each() {
+    for headers in [&[("cache-control", "no-store")], &[("cache-control", "no-cache")], &[("vary", "*")]] {
+        let (cache, api) = (cache(), Arc::new(Api::with(headers).slow(LATENCY)));
+        let all = at_once(10, &cache, &api).await;
+        assert_eq!((api.calls(), count(&all, Miss)), (10, 10), "{headers:?}");
+        let mut bodies: Vec<_> = all.into_iter().map(|got| got.unwrap().body).collect();
+        bodies.sort();
+        bodies.dedup();
+        assert_eq!(bodies.len(), 10);
+    }
+    let large = Api::new(|_, _| Ok(reply(200, &[("cache-control", "max-age=60")], vec![b'x'; 2 << 20])));
+    let (cache, api) = (cache(), Arc::new(large.slow(LATENCY)));
+    let all = at_once(10, &cache, &api).await;
+    assert_eq!((api.calls(), count(&all, Miss)), (10, 10));
+    assert!(all.iter().all(|got| got.as_ref().unwrap().body.len() == 2 << 20));
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_the_leader_goes_away_one_of_the_others_leads_on() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
+    let options = CallOptions::default();
+    let mut leaders = Vec::new();
+    for _ in 0..3 {
+        leaders.push(start(1, &cache, &api, &options));
+        sleep(Duration::from_millis(1)).await;
+    }
+    let others = start(20, &cache, &api, &options);
+    sleep(Duration::from_millis(1)).await;
+    for (calls, mut leader) in leaders.into_iter().enumerate() {
+        assert_eq!(api.calls(), calls + 1);
+        leader.shutdown().await;
+        sleep(Duration::from_millis(1)).await;
+    }
+    let all = others.join_all().await;
+    assert_eq!((api.calls(), count(&all, Miss), count(&all, Coalesced)), (4, 1, 19));
+    assert!(is_at_rest(&cache));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_is_not_polled_holds_nobody_up() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
+    let mut leader = start(1, &cache, &api, &CallOptions::default());
+    sleep(Duration::from_millis(1)).await;
+    let mut idle = Box::pin(call(&cache, &api, get("/")));
+    assert!(futures_now(idle.as_mut()).await.is_none());
+    let others = start(5, &cache, &api, &CallOptions::default());
+    sleep(Duration::from_millis(1)).await;
+    leader.shutdown().await;
+    let all = others.join_all().await;
+    assert_eq!((count(&all, Miss), count(&all, Coalesced)), (1, 4));
+    assert_eq!(idle.await.unwrap().by, Coalesced);
+    assert_eq!(api.calls(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_leaders_own_deadline_fails_the_leader_alone() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
+    let hasty = CallOptions { timeout: Some(Duration::from_millis(100)), ..CallOptions::default() };
+    let leader = start(1, &cache, &api, &hasty);
+    sleep(Duration::from_millis(1)).await;
+    let others = start(5, &cache, &api, &CallOptions::default());
+    assert_eq!(leader.join_all().await[0].as_ref().unwrap_err(), &Failed::Late);
+    let all = others.join_all().await;
+    assert_eq!((api.calls(), count(&all, Miss), count(&all, Coalesced)), (2, 1, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_keeps_the_own_deadline() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(5 * LATENCY)));
+    let leader = start(1, &cache, &api, &CallOptions::default());
+    sleep(Duration::from_millis(1)).await;
+    let began = cache.0.clock.now();
+    let hasty = CallOptions { timeout: Some(LATENCY), ..CallOptions::default() };
+    assert_eq!(call_with(&cache, &api, hasty, get("/")).await.unwrap_err(), Failed::Late);
+    assert_eq!(cache.0.clock.now().since(began), Span::from_duration(LATENCY));
+    assert_eq!(api.seen.lock().unwrap()[1].0.timeout, Some(Duration::ZERO), "the call says itself that it is late");
+    assert_eq!(count(&leader.join_all().await, Miss), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_time_that_was_waited_is_the_calls_own() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "no-store")]).slow(LATENCY)));
+    start(2, &cache, &api, &CallOptions::default()).join_all().await;
+    let seen = api.seen.lock().unwrap();
+    assert_eq!(seen[0].0.timeout, Some(Duration::from_secs(10)));
+    assert_eq!(seen[1].0.timeout, Some(Duration::from_millis(9500)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_more_urgent_caller_lifts_the_call_that_it_waits_for() {
+    let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
+    let lane = |lane| CallOptions { lane, ..CallOptions::default() };
+    let leader = start(1, &cache, &api, &lane(Lane::Background));
+    sleep(Duration::from_millis(1)).await;
+    assert!(api.raised.lock().unwrap().is_empty());
+    let other = start(1, &cache, &api, &lane(Lane::Webhook));
+    sleep(Duration::from_millis(1)).await;
+    let (urgency, raised) = api.raised.lock().unwrap()[0].clone();
+    let sent = api.seen.lock().unwrap()[0].0.clone();
+    assert_eq!((sent.lane, raised), (Lane::Background, Lane::Webhook));
+    assert!(Arc::ptr_eq(&sent.urgency.unwrap().0, &urgency.0), "it is the leader's call that is lifted");
+    assert_eq!(count(&leader.join_all().await, Miss) + count(&other.join_all().await, Coalesced), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_have_the_old_reply_too_when_the_provider_is_down() {
+    let api = Api::new(|number, _| match number {
+        1 => Ok(reply(200, &[("cache-control", "max-age=60")], "reply 1")),
+        _ => Err(Failed::Outage),
+    });
+    let api = Arc::new(api.ruled(|rules| rules.stale = Duration::from_secs(60)).slow(LATENCY));
+    let cache = cache();
+    call(&cache, &api, get("/")).await.unwrap();
+    pass(61).await;
+    let all = at_once(20, &cache, &api).await;
+    assert_eq!((api.calls(), count(&all, Stale)), (2, 20));
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_share_what_a_304_confirms() {
+    let api = Api::new(|_, request| {
+        let headers = [("cache-control", "max-age=60"), ("etag", "\"v\"")];
+        let asked_after = request.headers.contains_key(header::IF_NONE_MATCH);
+        Ok(if asked_after { reply(304, &headers, "") } else { reply(200, &headers, "reply 1") })
+    });
+    let (cache, api) = (cache(), Arc::new(api.slow(LATENCY)));
+    call(&cache, &api, get("/")).await.unwrap();
+    pass(61).await;
+    let all = at_once(20, &cache, &api).await;
+    assert_eq!((api.calls(), count(&all, Hit), count(&all, Coalesced)), (2, 1, 19));
+    assert!(all.iter().all(|got| got.as_ref().unwrap().body == "reply 1"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_are_not_shared() {
+    let (cache, api) = (cache(), Arc::new(Api::new(|_, _| Ok(reply(500, &[], "down"))).slow(LATENCY)));
+    let all = at_once(5, &cache, &api).await;
+    assert_eq!((api.calls(), count(&all, Miss)), (5, 5));
+    let api = Arc::new(Api::new(|_, _| Err(Failed::Otherwise)).slow(LATENCY));
+    let all = at_once(5, &cache, &api).await;
+    assert!(api.calls() == 5 && all.iter().all(|got| *got.as_ref().unwrap_err() == Failed::Otherwise));
+}
+
+#[tokio::test(start_paused = true)]
+async fn flights_and_their_seats_are_bounded() {
+    let cache = cache();
+    let api = Api::with(&[]);
+    let key = |path: &str| cache.0.keys.request(&api, &Method::GET, &get(path).into_parts().0);
+    let flights = &cache.0.flights;
+    let seats: Vec<_> = (0..MAX_SEATS).map(|_| flights.board(key("/"), None)).collect();
+    assert!(matches!(seats[0], Boarded::Leads(_)));
+    assert!(seats[1..].iter().all(|seat| matches!(seat, Boarded::Waits(_))));
+    assert!(matches!(flights.board(key("/"), None), Boarded::Full));
+    let others: Vec<_> = (1..MAX_FLIGHTS).map(|index| flights.board(key(&format!("/{index}")), None)).collect();
+    assert!(others.iter().all(|seat| matches!(seat, Boarded::Leads(_))));
+    assert!(matches!(flights.board(key("/one/more"), None), Boarded::Full));
+    assert_eq!(call(&cache, &api, get("/one/more")).await.unwrap().by, Miss, "it goes for itself");
+    drop((seats, others));
+    assert!(is_at_rest(&cache));
+}
+
+/// What a future brings without waiting.
+async fn futures_now<T>(mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+    std::future::poll_fn(|context| {
+        Poll::Ready(match future.as_mut().poll(context) {
+            Poll::Ready(value) => Some(value),
+            Poll::Pending => None,
+        })
+    })
+    .await
+}

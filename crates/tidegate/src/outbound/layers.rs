@@ -1,0 +1,47 @@
+//! Parts of the machine as layers of tower that stand alone, around any service: retry, breaker, limit.
+//!
+//! They share their judgement with [`Provider::call`](super::Provider::call) and nothing else: no queue with lanes, no
+//! credentials, no store. What an outcome means is told by a [`Judge`].
+//!
+//! Put them in this order, the outermost first:
+//!
+//! | layer | there because |
+//! | --- | --- |
+//! | [`RetryLayer`] | each attempt is to be seen by the others |
+//! | [`BreakerLayer`] | nobody is to wait for a turn at a service that is down |
+//! | [`LimitLayer`] | what is counted is what is sent |
+//!
+//! ```
+//! use std::sync::Arc;
+//! use http::{Request, Response};
+//! use tidegate::core::{BreakerSpec, Budget, BudgetSpec, Retry};
+//! use tidegate::outbound::layers::{Behind, BreakerLayer, ByStatus, Idempotent, LimitLayer, RetryLayer};
+//! use tower::{Service, ServiceBuilder, ServiceExt};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let client = tower::service_fn(|_: Request<()>| async { Ok::<_, std::io::Error>(Response::new("hello")) });
+//! let budget = Arc::new(Budget::new(BudgetSpec::default()));
+//! let mut service = ServiceBuilder::new()
+//!     .layer(RetryLayer::new(Retry::default(), Some(budget), Behind(Behind(ByStatus))).replaying(Idempotent))
+//!     .layer(BreakerLayer::new(BreakerSpec::default(), Behind(ByStatus))?)
+//!     .layer(LimitLayer::new("10/s burst 20")?)
+//!     .service(client);
+//!
+//! let reply = service.ready().await?.call(Request::get("http://api.example/").body(())?).await?;
+//! assert_eq!(reply.into_body(), "hello");
+//! # Ok(())
+//! # }
+//! ```
+
+mod breaker;
+mod judge;
+mod limit;
+mod replay;
+mod retry;
+
+pub use breaker::{BreakerFuture, BreakerLayer, BreakerService, CircuitError};
+pub use judge::{Behind, ByStatus, Judge, Judged};
+pub use limit::{LimitLayer, LimitService, MAX_WAITING, NoTurn, TurnError};
+pub use replay::{Clones, Idempotent, Replay};
+pub use retry::{RetryLayer, RetryService};

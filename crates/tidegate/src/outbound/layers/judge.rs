@@ -1,0 +1,81 @@
+//! What an outcome means.
+
+use http::Response;
+use tidegate_core::{Class, Span, Time};
+
+use super::{CircuitError, TurnError};
+
+/// What an outcome means to the layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Judged {
+    /// Its class.
+    pub class: Class,
+    /// How long the service asks to be left alone. Zero is as good as `None`.
+    pub retry_after: Option<Span>,
+    /// Whether the service may have acted on the request. What wasn't sent may always be sent again.
+    pub was_sent: bool,
+}
+
+impl From<Class> for Judged {
+    /// Of a request that was sent, with no wait asked for.
+    fn from(class: Class) -> Self {
+        Self { class, retry_after: None, was_sent: true }
+    }
+}
+
+/// Tells what a service's outcomes mean.
+///
+/// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Judged`, is a judge.
+pub trait Judge<Res, E> {
+    /// What this outcome means, which was had `now`.
+    fn judge(&self, outcome: Result<&Res, &E>, now: Time) -> Judged;
+}
+
+impl<F, T, Res, E> Judge<Res, E> for F
+where
+    F: Fn(Result<&Res, &E>) -> T,
+    T: Into<Judged>,
+{
+    fn judge(&self, outcome: Result<&Res, &E>, _: Time) -> Judged {
+        self(outcome).into()
+    }
+}
+
+/// Judges HTTP replies by their status ([`Class::of_status`]). An error is a connection that failed, after some of the
+/// request may have been sent: [`Class::Transient`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ByStatus;
+
+impl<B, E> Judge<Response<B>, E> for ByStatus {
+    fn judge(&self, outcome: Result<&Response<B>, &E>, _: Time) -> Judged {
+        outcome.map_or(Class::Transient, |reply| Class::of_status(reply.status().as_u16())).into()
+    }
+}
+
+/// Judges what is behind a [`BreakerLayer`](super::BreakerLayer) or [`LimitLayer`](super::LimitLayer) by what the
+/// service itself answers. The layer's own refusal says nothing about the service and isn't tried again:
+/// [`Class::Cancelled`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Behind<J>(pub J);
+
+const REFUSED: Judged = Judged { class: Class::Cancelled, retry_after: None, was_sent: false };
+
+impl<Res, E, J: Judge<Res, E>> Judge<Res, CircuitError<E>> for Behind<J> {
+    fn judge(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Judged {
+        match outcome {
+            Ok(reply) => self.0.judge(Ok(reply), now),
+            Err(CircuitError::Inner(error)) => self.0.judge(Err(error), now),
+            Err(CircuitError::Open(_)) => REFUSED,
+        }
+    }
+}
+
+impl<Res, E, J: Judge<Res, E>> Judge<Res, TurnError<E>> for Behind<J> {
+    fn judge(&self, outcome: Result<&Res, &TurnError<E>>, now: Time) -> Judged {
+        match outcome {
+            Ok(reply) => self.0.judge(Ok(reply), now),
+            Err(TurnError::Inner(error)) => self.0.judge(Err(error), now),
+            Err(TurnError::Refused(_)) => REFUSED,
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Trying again, as a layer.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tidegate_core::{Attempt, Budget, Class, Clock, Retry, Span, Time, Unreplayable};
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::{Clones, Judge, Replay};
+use crate::SystemClock;
+use crate::random::SharedRng;
+
+/// Tries calls again that failed, where that is worth it, harmless, possible and in time.
+///
+/// Whether and when is for [`tidegate_core::retry`] to say: by the class that the [`Judge`] tells, the attempts and
+/// waits of the [`Retry`], the service's own wait, the [`Budget`] that bounds retries as a share of first tries, and the
+/// [time-out](Self::timeout), if there is one. What a call returns is its last outcome itself, whatever that is; only a
+/// service that is no longer ready for another attempt has its error returned in place of the outcome before.
+///
+/// Every request is taken for one that may be sent twice, unless [`RetryLayer::replaying`] says otherwise: for HTTP,
+/// say [`Idempotent`](super::Idempotent).
+///
+/// Has to be polled within a tokio runtime whose timers are enabled. A call that is dropped while it waits gives its
+/// retry back to the budget.
+///
+/// ```
+/// use tidegate::core::{Class, Retry};
+/// use tidegate::outbound::layers::RetryLayer;
+/// use tower::{Layer, Service};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() {
+/// let mut calls = 0;
+/// let flaky = tower::service_fn(move |name: &'static str| {
+///     calls += 1;
+///     let reply = if calls < 3 { Err("connection reset") } else { Ok(format!("hello {name}")) };
+///     std::future::ready(reply)
+/// });
+/// let judge = |outcome: Result<&String, &&str>| outcome.map_or(Class::Transient, |_| Class::Success);
+/// let mut service = RetryLayer::new(Retry::default(), None, judge).layer(flaky);
+/// assert_eq!(service.call("you").await.as_deref(), Ok("hello you"));
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RetryLayer<J, P = Clones, C = SystemClock> {
+    rules: Rules<J, P, C>,
+}
+
+#[derive(Clone, Debug)]
+struct Rules<J, P, C> {
+    retry: Retry,
+    budget: Option<Arc<Budget>>,
+    timeout: Option<Span>,
+    judge: J,
+    replay: P,
+    clock: C,
+}
+
+impl<J> RetryLayer<J> {
+    /// Tries again as `retry` says and while `budget` lasts, which may be shared with other layers; `None` for no bound
+    /// besides the attempts.
+    pub fn new(retry: Retry, budget: Option<Arc<Budget>>, judge: J) -> Self {
+        Self::with_clock(retry, budget, judge, SystemClock::new())
+    }
+}
+
+impl<J, C: Clock> RetryLayer<J, Clones, C> {
+    /// [`RetryLayer::new`] with a clock of your own.
+    pub fn with_clock(retry: Retry, budget: Option<Arc<Budget>>, judge: J, clock: C) -> Self {
+        Self { rules: Rules { retry, budget, timeout: None, judge, replay: Clones, clock } }
+    }
+}
+
+impl<J, P, C> RetryLayer<J, P, C> {
+    /// No attempt begins so long after the call began. An attempt that is under way isn't broken off: that is for a
+    /// time-out inside of this layer. Default none.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.rules.timeout = Some(Span::from_duration(timeout));
+        self
+    }
+
+    /// Chooses which requests can be sent again, and how. Default [`Clones`]: all.
+    #[must_use]
+    pub fn replaying<Q>(self, replay: Q) -> RetryLayer<J, Q, C> {
+        let Rules { retry, budget, timeout, judge, clock, .. } = self.rules;
+        RetryLayer { rules: Rules { retry, budget, timeout, judge, replay, clock } }
+    }
+}
+
+impl<I, J: Clone, P: Clone, C: Clone> Layer<I> for RetryLayer<J, P, C> {
+    type Service = RetryService<I, J, P, C>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        RetryService { inner, shared: Arc::new(Shared { rules: self.rules.clone(), rng: SharedRng::default() }) }
+    }
+}
+
+/// A service behind a [`RetryLayer`].
+#[derive(Debug)]
+pub struct RetryService<I, J, P = Clones, C = SystemClock> {
+    inner: I,
+    shared: Arc<Shared<J, P, C>>,
+}
+
+#[derive(Debug)]
+struct Shared<J, P, C> {
+    rules: Rules<J, P, C>,
+    rng: SharedRng,
+}
+
+impl<I: Clone, J, P, C> Clone for RetryService<I, J, P, C> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<I, Req, J, P, C> Service<Req> for RetryService<I, J, P, C>
+where
+    I: Service<Req> + Clone + Send + 'static,
+    I::Future: Send,
+    I::Response: Send,
+    I::Error: Send,
+    Req: Send + 'static,
+    J: Judge<I::Response, I::Error> + Send + Sync + 'static,
+    P: Replay<Req> + Send + Sync + 'static,
+    C: Clock,
+{
+    type Response = I::Response;
+    type Error = I::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<I::Response, I::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), I::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        // The service that was made ready must be the one that is called.
+        let fresh = self.inner.clone();
+        let inner = std::mem::replace(&mut self.inner, fresh);
+        let shared = Arc::clone(&self.shared);
+        let timeout = shared.rules.timeout;
+        let deadline = timeout.map_or(Time::NEVER, |timeout| shared.rules.clock.now() + timeout);
+        Box::pin(async move { shared.run(inner, request, deadline).await })
+    }
+}
+
+impl<J, P, C: Clock> Shared<J, P, C> {
+    /// Sends a request to a service that is ready for it, as often as that helps.
+    async fn run<I, Req>(&self, mut inner: I, mut request: Req, deadline: Time) -> Result<I::Response, I::Error>
+    where
+        I: Service<Req>,
+        J: Judge<I::Response, I::Error>,
+        P: Replay<Req>,
+    {
+        let Rules { retry, budget, judge, replay, clock, .. } = &self.rules;
+        let budget = budget.as_deref();
+        let mut tries = retry.tries(deadline);
+        let mut unsent = Unsent(None);
+        if let Some(budget) = budget {
+            budget.first_try();
+        }
+        loop {
+            let copy = replay.copy(&request);
+            unsent.0 = None;
+            let outcome = inner.call(request).await;
+            let now = clock.now();
+            let judged = judge.judge(outcome.as_ref(), now);
+            let attempt = Attempt {
+                class: judged.class,
+                repeatable: copy.as_ref().is_none_or(|copy| replay.is_repeatable(copy, judged.was_sent)),
+                unreplayable: copy.is_none().then_some(Unreplayable::OneShotBody),
+                retry_after: judged.retry_after,
+                other_credential: false,
+            };
+            let (Ok(at), Some(again)) = (tries.after(&attempt, budget, now, &mut &self.rng), copy) else {
+                return outcome;
+            };
+            unsent.0 = budget.filter(|_| judged.class == Class::Transient);
+            // A reply that nobody will read holds its connection no longer.
+            drop(outcome);
+            if at > now {
+                tokio::time::sleep(at.since(now).as_duration()).await;
+            }
+            poll_fn(|context| inner.poll_ready(context)).await?;
+            request = again;
+        }
+    }
+}
+
+/// The budget that a retry was taken from which hasn't been sent: given back when dropped.
+struct Unsent<'a>(Option<&'a Budget>);
+
+impl Drop for Unsent<'_> {
+    fn drop(&mut self) {
+        if let Some(budget) = self.0 {
+            budget.give_back();
+        }
+    }
+}

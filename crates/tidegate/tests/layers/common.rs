@@ -1,0 +1,149 @@
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tidegate::core::Class;
+use tidegate::{Clock, Span, Time};
+use tokio::time::Instant;
+use tower::Service;
+
+/// A clock that follows tokio's, paused or not.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TokioClock(Instant);
+
+impl TokioClock {
+    #[expect(clippy::disallowed_methods, reason = "this is a clock")]
+    pub(crate) fn new() -> Self {
+        Self(Instant::now())
+    }
+
+    pub(crate) fn passed(&self) -> Span {
+        self.now().since(START)
+    }
+
+    /// How long ago the test began, in whole milliseconds.
+    pub(crate) fn millis(&self) -> u64 {
+        self.passed().as_micros() / 1_000
+    }
+}
+
+const START: Time = Time::from_secs(1_767_225_600);
+
+impl Clock for TokioClock {
+    fn now(&self) -> Time {
+        START + Span::from_duration(self.0.elapsed())
+    }
+}
+
+/// A reply as a script has it: what it is, and after how long.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Line(pub Result<u16, u16>, pub Duration);
+
+pub(crate) fn ok(status: u16) -> Line {
+    Line(Ok(status), Duration::ZERO)
+}
+
+pub(crate) fn failed(status: u16) -> Line {
+    Line(Err(status), Duration::ZERO)
+}
+
+pub(crate) fn slow(line: Line, seconds: u64) -> Line {
+    Line(line.0, Duration::from_secs(seconds))
+}
+
+/// A service that replies as its script says, the last line over and over, and notes when it was called with what.
+#[derive(Clone, Debug)]
+pub(crate) struct Script {
+    clock: TokioClock,
+    lines: Arc<Mutex<VecDeque<Line>>>,
+    calls: Arc<Mutex<Vec<(u64, &'static str)>>>,
+    under_way: Arc<AtomicUsize>,
+}
+
+impl Script {
+    pub(crate) fn new(clock: TokioClock, lines: impl IntoIterator<Item = Line>) -> Self {
+        Self {
+            clock,
+            lines: Arc::new(Mutex::new(lines.into_iter().collect())),
+            calls: Arc::default(),
+            under_way: Arc::default(),
+        }
+    }
+
+    /// The calls that it had: at how many milliseconds, with what.
+    pub(crate) fn calls(&self) -> Vec<(u64, &'static str)> {
+        self.calls.lock().unwrap().clone()
+    }
+
+    pub(crate) fn times(&self) -> Vec<u64> {
+        self.calls().into_iter().map(|(at, _)| at).collect()
+    }
+
+    pub(crate) fn under_way(&self) -> usize {
+        self.under_way.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn rewrite(&self, lines: impl IntoIterator<Item = Line>) {
+        *self.lines.lock().unwrap() = lines.into_iter().collect();
+    }
+}
+
+impl Service<&'static str> for Script {
+    type Response = u16;
+    type Error = Failed;
+    type Future = Pin<Box<dyn Future<Output = Result<u16, Failed>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Failed>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: &'static str) -> Self::Future {
+        self.calls.lock().unwrap().push((self.clock.millis(), request));
+        let Line(reply, after) = {
+            let mut lines = self.lines.lock().unwrap();
+            if lines.len() > 1 { lines.pop_front().unwrap() } else { lines[0] }
+        };
+        let guard = UnderWay::new(&self.under_way);
+        Box::pin(async move {
+            let _guard = guard;
+            if !after.is_zero() {
+                tokio::time::sleep(after).await;
+            }
+            reply.map_err(Failed)
+        })
+    }
+}
+
+struct UnderWay(Arc<AtomicUsize>);
+
+impl UnderWay {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// An error that says which status it would have been.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("failed like a {0}")]
+pub(crate) struct Failed(pub u16);
+
+/// A call's number as what it is called with.
+pub(crate) fn name(number: usize) -> &'static str {
+    number.to_string().leak()
+}
+
+/// Judges replies and errors alike by the status that they name.
+pub(crate) fn by_number(outcome: Result<&u16, &Failed>) -> Class {
+    Class::of_status(outcome.map_or_else(|failed| failed.0, |status| *status))
+}

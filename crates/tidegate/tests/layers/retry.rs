@@ -1,0 +1,206 @@
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use http::{Request, Response};
+use tidegate::core::{Budget, BudgetSpec, Class, Retry};
+use tidegate::outbound::layers::{ByStatus, Idempotent, Judged, RetryLayer};
+use tidegate::{Backoff, Jitter, Span};
+use tower::{Layer, Service, ServiceExt};
+
+use super::common::{Failed, Script, TokioClock, by_number, failed, ok, slow};
+
+fn retry(max_attempts: u32) -> Retry {
+    let backoff = Backoff::exponential(Span::from_millis(500), Span::from_secs(8)).with_jitter(Jitter::None);
+    Retry { max_attempts, backoff, ..Retry::default() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn three_failed_attempts_sleep_twice_and_the_last_outcome_is_returned() {
+    let clock = TokioClock::new();
+    let script = Script::new(clock, [failed(500), ok(503), failed(502), ok(200)]);
+    let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(script.clone());
+    assert_eq!(service.call("a").await, Err(Failed(502)));
+    assert_eq!(script.times(), [0, 500, 1_500]);
+    assert_eq!(clock.millis(), 1_500, "there is no sleep after the last");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_that_is_no_failure_ends_the_call() {
+    let clock = TokioClock::new();
+    for status in [200, 404, 401, 501] {
+        let script = Script::new(clock, [ok(status), failed(418)]);
+        let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(script.clone());
+        assert_eq!(service.call("a").await, Ok(status));
+        assert_eq!(script.times().len(), 1);
+    }
+    let script = Script::new(clock, [failed(503), ok(200)]);
+    let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(script.clone());
+    assert_eq!(service.call("body").await, Ok(200));
+    assert!(script.calls().iter().all(|(_, request)| *request == "body"), "the same request each time");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_services_own_wait_is_a_floor() {
+    let clock = TokioClock::new();
+    let script = Script::new(clock, [ok(429), ok(200)]);
+    let judge =
+        |outcome: Result<&u16, &Failed>| Judged { retry_after: Some(Span::from_secs(7)), ..by_number(outcome).into() };
+    let mut service = RetryLayer::with_clock(retry(3), None, judge, clock).layer(script.clone());
+    assert_eq!(service.call("a").await, Ok(200));
+    assert_eq!(script.times(), [0, 7_000]);
+
+    let script = Script::new(clock, [ok(429), ok(200)]);
+    let day = |outcome: Result<&u16, &Failed>| Judged {
+        retry_after: Some(Span::from_secs(86_400)),
+        ..by_number(outcome).into()
+    };
+    let mut service = RetryLayer::with_clock(retry(3), None, day, clock).layer(script.clone());
+    assert_eq!(service.call("a").await, Ok(429), "longer than calls wait: fails at once");
+    assert_eq!(script.times(), [7_000]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_attempt_begins_at_the_deadline_or_later() {
+    for (timeout, attempts) in [(500, 1), (501, 2), (1_500, 2), (1_501, 3)] {
+        let clock = TokioClock::new();
+        let script = Script::new(clock, [failed(503)]);
+        let layer = RetryLayer::with_clock(retry(9), None, by_number, clock).timeout(Duration::from_millis(timeout));
+        let mut service = layer.layer(script.clone());
+        assert_eq!(service.call("a").await, Err(Failed(503)));
+        assert_eq!(script.times(), [0, 500, 1_500][..attempts], "{timeout} ms");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_budget_is_shared_and_first_tries_earn() {
+    let clock = TokioClock::new();
+    let budget = Arc::new(Budget::new(BudgetSpec { ratio: 500, min: 1, reserve: 10 }));
+    let script = Script::new(clock, [failed(503)]);
+    let layer = RetryLayer::with_clock(retry(2), Some(Arc::clone(&budget)), by_number, clock);
+    let (mut one, mut other) = (layer.layer(script.clone()), layer.layer(script.clone()));
+    let mut sent = Vec::new();
+    for _ in 0..3 {
+        for service in [&mut one, &mut other] {
+            let before = script.times().len();
+            assert_eq!(service.call("a").await, Err(Failed(503)));
+            sent.push(script.times().len() - before);
+        }
+    }
+    // 1 + 0.5 a call: held before each decision 1.5, 1.0, 0.5, 1.0, 0.5, 1.0.
+    assert_eq!(sent, [2, 2, 1, 2, 1, 2]);
+    assert_eq!(budget.left(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttled_call_spends_no_budget() {
+    let clock = TokioClock::new();
+    let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 0, reserve: 0 }));
+    let script = Script::new(clock, [ok(429), ok(200)]);
+    let mut service = RetryLayer::with_clock(retry(3), Some(budget), by_number, clock).layer(script);
+    assert_eq!(service.call("a").await, Ok(200));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_retry_that_was_never_sent_goes_back() {
+    let clock = TokioClock::new();
+    let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 2 }));
+    let script = Script::new(clock, [failed(503), slow(ok(200), 60)]);
+    let mut service =
+        RetryLayer::with_clock(retry(3), Some(Arc::clone(&budget)), by_number, clock).layer(script.clone());
+    let within = |millis, call| tokio::time::timeout(Duration::from_millis(millis), call);
+
+    assert!(within(100, service.call("a")).await.is_err());
+    assert_eq!((script.times().len(), budget.left()), (1, 1), "dropped while it slept");
+
+    script.rewrite([failed(429)]);
+    assert!(within(100, service.call("a")).await.is_err());
+    assert_eq!((script.times().len(), budget.left()), (2, 1), "what wasn't taken doesn't go back");
+
+    script.rewrite([failed(503), slow(ok(200), 60)]);
+    assert!(within(1_000, service.call("b")).await.is_err());
+    assert_eq!((script.times().len(), budget.left()), (4, 0), "dropped when it was sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn http_requests_are_repeated_only_where_that_does_no_harm() {
+    let clock = TokioClock::new();
+    let sends = async |request: Request<&'static str>, was_sent: bool| {
+        let sent = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&sent);
+        let service = tower::service_fn(move |request: Request<&'static str>| {
+            assert_eq!(*request.body(), "body");
+            counted.fetch_add(1, Ordering::SeqCst);
+            async { Ok::<_, Infallible>(Response::builder().status(503).body(()).unwrap()) }
+        });
+        let judge = move |_: Result<&Response<()>, &Infallible>| Judged { was_sent, ..Class::Transient.into() };
+        let layer = RetryLayer::with_clock(retry(3), None, judge, clock).replaying(Idempotent);
+        let reply = layer.layer(service).call(request).await.unwrap();
+        assert_eq!(reply.status(), 503);
+        sent.load(Ordering::SeqCst)
+    };
+    assert_eq!(sends(Request::get("/").body("body").unwrap(), true).await, 3);
+    assert_eq!(sends(Request::put("/").body("body").unwrap(), true).await, 3);
+    assert_eq!(sends(Request::post("/").body("body").unwrap(), true).await, 1);
+    assert_eq!(sends(Request::patch("/").body("body").unwrap(), true).await, 1);
+    assert_eq!(sends(Request::post("/").header("Idempotency-Key", "7").body("body").unwrap(), true).await, 3);
+    assert_eq!(sends(Request::post("/").body("body").unwrap(), false).await, 3, "nothing of it was sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn status_decides_for_http() {
+    let clock = TokioClock::new();
+    for (status, sends) in [(200, 1), (404, 1), (501, 1), (429, 3), (408, 3), (529, 3)] {
+        let sent = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&sent);
+        let service = tower::service_fn(move |_: Request<()>| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            async move { Ok::<_, Infallible>(Response::builder().status(status).body(()).unwrap()) }
+        });
+        let layer = RetryLayer::with_clock(retry(3), None, ByStatus, clock).replaying(Idempotent);
+        assert_eq!(layer.layer(service).call(Request::new(())).await.unwrap().status(), status);
+        assert_eq!(sent.load(Ordering::SeqCst), sends, "{status}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_can_be_read_once_is_sent_once() {
+    let clock = TokioClock::new();
+    let script = Script::new(clock, [failed(503), ok(200)]);
+    let once = |_: &&'static str| None;
+    let layer = RetryLayer::with_clock(retry(3), None, by_number, clock).replaying(once);
+    assert_eq!(layer.layer(script.clone()).call("a").await, Err(Failed(503)));
+    assert_eq!(script.times(), [0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_attempt_is_made_by_a_service_that_is_ready() {
+    let clock = TokioClock::new();
+    let script = Script::new(clock, [failed(503), failed(503), ok(200)]);
+    // Called without having been made ready, it panics.
+    let strict = tower::limit::ConcurrencyLimit::new(script.clone(), 1);
+    let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(strict);
+    for _ in 0..3 {
+        script.rewrite([failed(503), failed(503), ok(200)]);
+        let ready: &mut _ = ServiceExt::<&str>::ready(&mut service).await.unwrap();
+        assert_eq!(ready.call("a").await, Ok(200));
+    }
+    assert_eq!(script.times().len(), 9);
+}
+
+#[tokio::test(start_paused = true)]
+async fn full_jitter_spreads_the_retries() {
+    let clock = TokioClock::new();
+    let mut first_waits = Vec::new();
+    for _ in 0..20 {
+        let script = Script::new(clock, [failed(503), ok(200)]);
+        let mut service = RetryLayer::with_clock(Retry::default(), None, by_number, clock).layer(script.clone());
+        assert_eq!(service.call("a").await, Ok(200));
+        first_waits.push(script.times()[1] - script.times()[0]);
+    }
+    assert!(first_waits.iter().all(|wait| *wait <= 501), "{first_waits:?}");
+    first_waits.sort_unstable();
+    first_waits.dedup();
+    assert!(first_waits.len() > 10, "{first_waits:?}");
+}
