@@ -275,7 +275,7 @@ pub struct Login {
 }
 
 impl Login {
-    /// A login by this body, with the token at `/token`. It is renewed a twelfth of its lifetime before its end.
+    /// A login by this body, with the token at `/token`. It is renewed a tenth of its lifetime before its end.
     pub fn new(path: impl Into<String>, body: impl Into<String>, lifetime: Duration) -> Self {
         Self {
             path: path.into(),
@@ -283,7 +283,7 @@ impl Login {
             secrets: Vec::new(),
             pointer: "/token".to_owned(),
             lifetime,
-            refresh_before: lifetime / 12,
+            refresh_before: lifetime / 10,
         }
     }
 

@@ -181,8 +181,13 @@ impl Logins {
             return Ok(token);
         }
         let Ok(_turn) = desk.turn.try_lock() else { return Ok(token) };
-        if desk.state().failure(now).is_some() {
-            return Ok(token);
+        {
+            // Another call's login may have ended between the look and the turn.
+            let state = desk.state();
+            let renewed = good(&state).filter(|found| found.number > token.number);
+            if renewed.is_some() || state.failure(now).is_some() {
+                return Ok(renewed.unwrap_or(token));
+            }
         }
         match tokio::time::timeout(PATIENCE, self.log_in(desk, secret, now, send)).await {
             Ok(Ok(next)) => return Ok(next),
@@ -410,6 +415,25 @@ mod tests {
         }
         let refused = token(&logins, &server, NOW + hours(46), 503).await.unwrap_err();
         assert!(matches!(refused, LoginError::Refused { .. }), "it has ended");
+    }
+
+    #[tokio::test(start_paused = true)]
+    #[expect(clippy::disallowed_methods, reason = "tokio's paused time is this test's clock")]
+    async fn a_login_ahead_of_time_does_not_hold_its_call_up() {
+        let (logins, server) = (logins(), Server::default());
+        token(&logins, &server, NOW, 200).await.unwrap();
+        let (began, late) = (tokio::time::Instant::now(), NOW + hours(23));
+        let sent = AtomicUsize::new(0);
+        let hangs = |_| {
+            sent.fetch_add(1, Ordering::SeqCst);
+            std::future::pending()
+        };
+        for (after, elapsed) in [(0, 5), (4, 5), (5, 10)] {
+            let key = Secret::new("key");
+            let still = logins.token(0, &key, late + Span::from_secs(after), hangs).await.unwrap();
+            assert_eq!((still.number, began.elapsed().as_secs()), (1, elapsed), "after {after} s");
+        }
+        assert_eq!(sent.load(Ordering::SeqCst), 2);
     }
 
     #[tokio::test(start_paused = true)]

@@ -224,7 +224,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures_util::FutureExt;
     use http_body_util::{BodyExt, Full, StreamBody};
+    use proptest::collection;
+    use proptest::prelude::*;
     use std::convert::Infallible;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -343,6 +346,34 @@ mod tests {
             body.frame().await.unwrap().unwrap();
             assert_eq!(body.size_hint().exact(), Some(0));
             assert!(body.is_end_stream());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn an_attempt_sends_all_or_there_is_none(
+            parts in collection::vec(collection::vec(any::<u8>(), 0..20), 0..8),
+            limit in 0_usize..100,
+            stops in collection::vec(0_usize..10, 0..6),
+        ) {
+            let whole = parts.concat();
+            let body = frames::<Infallible>(parts.into_iter().map(|part| Ok(Frame::data(Bytes::from(part)))).collect());
+            let replay = Replay::new(body, limit);
+            for stop in stops.into_iter().chain([usize::MAX]) {
+                let Ok(mut body) = replay.attempt() else {
+                    prop_assert!(whole.len() > limit);
+                    prop_assert!(replay.unreplayable().is_some());
+                    return Ok(());
+                };
+                let mut read = Vec::new();
+                for _ in 0..stop {
+                    let Some(frame) = body.frame().now_or_never().unwrap() else { break };
+                    read.extend_from_slice(&frame.unwrap().into_data().unwrap());
+                    prop_assert!(lock(&replay.0).kept.len() <= limit);
+                }
+                prop_assert!(whole.starts_with(&read));
+                prop_assert!(stop < usize::MAX || read == whole);
+            }
         }
     }
 

@@ -29,7 +29,8 @@ use crate::SystemClock;
 ///
 /// The inner service sends what it is given: it must neither follow redirects nor retry by itself, nor write requests
 /// out, for they show the credential. Requests name a path below the provider's base URL, or a whole URL there. Their
-/// extensions may hold [`CallOptions`]; [`take_wishes`](super::take_wishes) reads those from headers. Responses hold
+/// extensions may hold [`CallOptions`]; [`take_wishes`](super::take_wishes) reads those from headers. A cost of 1 there
+/// says nothing: what the provider's rules reserve counts instead, by the body's length if that is known. Responses hold
 /// [`Happened`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
 /// [`Why`](super::Why) of that besides.
 ///
@@ -54,6 +55,19 @@ pub enum OutboundError {
     /// The only attempt got no reply, and another would fare no better.
     #[error(transparent)]
     Trouble(#[from] Trouble),
+}
+
+impl OutboundError {
+    /// The status that tells it to whoever asked: 400 where the request is at fault, otherwise 429, 502, 503 or 504.
+    pub fn status(&self) -> u16 {
+        match self {
+            Self::Target(TargetError::UnfitCredential) => 502,
+            Self::Target(_) | Self::Trouble(Trouble::Body) => 400,
+            Self::Call(error) => error.status(),
+            Self::Trouble(Trouble::TimedOut) => 504,
+            Self::Trouble(_) => 502,
+        }
+    }
 }
 
 impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
@@ -191,8 +205,10 @@ impl<S: Store, C: Clock> Counter<S, C> {
         B::Error: Into<BoxError>,
     {
         let (mut parts, body) = request.into_parts();
-        let options = parts.extensions.remove::<CallOptions>();
-        let options = options.unwrap_or_else(|| CallOptions { cost: self.reserved(&body), ..CallOptions::default() });
+        let mut options = parts.extensions.remove::<CallOptions>().unwrap_or_default();
+        if options.cost == CallOptions::default().cost {
+            options.cost = self.reserved(&body);
+        }
         let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
         let body = Replay::new(body, self.provider.plan().replay_bytes);
         let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge)?;
@@ -221,7 +237,7 @@ impl<S: Store, C: Clock> Counter<S, C> {
         }
     }
 
-    /// What a call is expected to cost that doesn't say.
+    /// What is reserved for a call that doesn't say what it costs.
     fn reserved(&self, body: &impl Body) -> u64 {
         let Some(cost) = &self.manner.cost else { return CallOptions::default().cost };
         let units = body.size_hint().lower().checked_div(cost.bytes_per_unit).unwrap_or(0);

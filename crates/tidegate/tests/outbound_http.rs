@@ -1,0 +1,515 @@
+//! Calls over HTTP through the tower layer, against services that stand in for providers, on tokio's paused time.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http::{HeaderMap, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use tidegate::clock::TokioClock;
+use tidegate::core::Lane;
+use tidegate::core::retry::Unreplayable;
+use tidegate::outbound::{
+    CallOptions, Happened, Outbound, OutboundError, OutboundLayer, OutboundService, ReplayBody, TargetError, Trouble,
+    Why,
+};
+use tidegate::policy::{Policy, Sources};
+use tidegate::{Memory, Span};
+use tower::{Layer as _, ServiceExt as _};
+
+const PLANTED: &str = "pl4nted-s3cr3t";
+
+/// A request as it arrived.
+#[derive(Clone, Debug)]
+struct Arrived {
+    at: tokio::time::Instant,
+    method: String,
+    uri: String,
+    headers: HeaderMap,
+    body: Bytes,
+}
+
+impl Arrived {
+    fn bearer(&self) -> &str {
+        self.headers["authorization"].to_str().unwrap().strip_prefix("Bearer ").unwrap()
+    }
+}
+
+type Answer = io::Result<Response<Full<Bytes>>>;
+type Script = dyn Fn(usize, &Arrived) -> Answer + Send + Sync;
+
+/// A provider: answers the n-th request, counted from 0, as its script says, after a while.
+#[derive(Clone)]
+struct Api {
+    script: Arc<Script>,
+    arrived: Arc<Mutex<Vec<Arrived>>>,
+    takes: Duration,
+}
+
+impl Api {
+    fn new(script: impl Fn(usize, &Arrived) -> Answer + Send + Sync + 'static) -> Self {
+        Self { script: Arc::new(script), arrived: Arc::default(), takes: Duration::ZERO }
+    }
+
+    fn taking(mut self, takes: Duration) -> Self {
+        self.takes = takes;
+        self
+    }
+
+    fn arrived(&self) -> Vec<Arrived> {
+        self.arrived.lock().unwrap().clone()
+    }
+
+    fn count(&self) -> usize {
+        self.arrived.lock().unwrap().len()
+    }
+}
+
+impl tower::Service<Request<ReplayBody<Full<Bytes>>>> for Api {
+    type Response = Response<Full<Bytes>>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = Answer> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<ReplayBody<Full<Bytes>>>) -> Self::Future {
+        let api = self.clone();
+        Box::pin(async move {
+            let (parts, body) = request.into_parts();
+            let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
+            let arrived = Arrived {
+                at: now(),
+                method: parts.method.to_string(),
+                uri: parts.uri.to_string(),
+                headers: parts.headers,
+                body,
+            };
+            let number = {
+                let mut all = api.arrived.lock().unwrap();
+                all.push(arrived.clone());
+                all.len() - 1
+            };
+            tokio::time::sleep(api.takes).await;
+            (api.script)(number, &arrived)
+        })
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "tokio's paused time is this test's clock")]
+fn now() -> tokio::time::Instant {
+    tokio::time::Instant::now()
+}
+
+fn answer(status: u16, headers: &[(&str, &str)], body: &str) -> Answer {
+    let builder =
+        headers.iter().fold(Response::builder().status(status), |builder, (name, value)| builder.header(*name, *value));
+    Ok(builder.body(Full::new(Bytes::from(body.to_owned()))).unwrap())
+}
+
+fn status(status: u16) -> Answer {
+    answer(status, &[], "body")
+}
+
+fn layer(settings: &str) -> OutboundLayer<Memory, TokioClock> {
+    let text = format!(
+        "[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"1000/s burst 1000\"\n{settings}"
+    );
+    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
+    let provider = outbound.provider("api").unwrap().clone();
+    OutboundLayer::with(provider, |name| Some(format!("{PLANTED}-{}", name.to_lowercase()))).unwrap()
+}
+
+const BEARER: &str = "auth = \"bearer\"\ncredentials = [\"env:A\"]\n";
+const PAIR: &str = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n";
+const LOGIN: &str = "auth = \"bearer\"\ncredentials = [\"env:A\"]\n\
+    login = { path = \"/login\", body = '{\"apikey\":\"{credential}\"}', lifetime = \"24h\", refresh_before = \"2h\" }\n";
+
+type Through = OutboundService<Api, Memory, TokioClock>;
+type Reply = Response<tidegate::outbound::OutboundBody<Full<Bytes>, Memory, TokioClock>>;
+
+async fn ask(service: &Through, request: Request<Full<Bytes>>) -> Result<Reply, OutboundError> {
+    service.clone().oneshot(request).await
+}
+
+fn get(path: &str) -> Request<Full<Bytes>> {
+    Request::get(path).body(Full::default()).unwrap()
+}
+
+fn post(body: &'static str, key: Option<&str>) -> Request<Full<Bytes>> {
+    let builder = key.into_iter().fold(Request::post("/x"), |builder, key| builder.header("idempotency-key", key));
+    builder.body(Full::new(Bytes::from_static(body.as_bytes()))).unwrap()
+}
+
+async fn text(response: Reply) -> String {
+    String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_sent_to_the_base_with_the_credential() {
+    let api = Api::new(|_, _| answer(200, &[("etag", "x"), ("x-echo", "pl4nted-s3cr3t-a")], "movie"));
+    let service = layer(BEARER).layer(api.clone());
+    let response = ask(&service, get("/movie/603?language=en")).await.unwrap();
+    let happened = *response.extensions().get::<Happened>().unwrap();
+    assert_eq!((happened.attempts, happened.waited, happened.credential), (1, Span::ZERO, 0));
+    assert!(response.headers().contains_key("etag") && !response.headers().contains_key("x-echo"));
+    assert_eq!(text(response).await, "movie");
+    let arrived = api.arrived().remove(0);
+    assert_eq!(
+        (arrived.uri.as_str(), arrived.bearer()),
+        ("https://api.test/3/movie/603?language=en", "pl4nted-s3cr3t-a")
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_leads_elsewhere_is_not_counted() {
+    let api = Api::new(|_, _| status(200));
+    let layer = layer("retry = { max_attempts = 1 }");
+    let service = layer.layer(api.clone());
+    for path in ["/../4", "https://evil.test/3/x", "/%2e%2e/x"] {
+        let error = ask(&service, get(path)).await.unwrap_err();
+        assert!(matches!(error, OutboundError::Target(TargetError::Climbs | TargetError::Elsewhere)), "{error}");
+        assert_eq!(error.status(), 400);
+    }
+    assert_eq!(api.count(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_post_is_sent_again_only_with_a_key_and_then_alike() {
+    for (key, sends) in [(None, 1), (Some("k1"), 3)] {
+        let api = Api::new(|_, _| answer(503, &[], "down"));
+        let service = layer("").layer(api.clone());
+        let response = ask(&service, post("{\"a\":1}", key)).await.unwrap();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE, "the last reply is passed on");
+        let why = response.extensions().get::<Why>().unwrap().clone();
+        assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, sends);
+        assert_eq!(text(response).await, "down");
+        match key {
+            None => assert!(matches!(why, Why::NotIdempotent)),
+            Some(_) => assert!(matches!(why, Why::RetriesExhausted { attempts: 3 })),
+        }
+        let arrived = api.arrived();
+        assert_eq!(arrived.len(), sends as usize);
+        assert!(arrived.iter().all(|request| request.body == "{\"a\":1}"), "{arrived:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_connection_is_tried_again_for_any_method() {
+    let api = Api::new(|number, _| match number {
+        0 => Err(io::ErrorKind::ConnectionRefused.into()),
+        1 => status(201),
+        _ => Err(io::ErrorKind::ConnectionReset.into()),
+    });
+    let service = layer("").layer(api.clone());
+    assert_eq!(ask(&service, post("once", None)).await.unwrap().status(), StatusCode::CREATED);
+    assert_eq!(api.count(), 2);
+    let error = ask(&service, post("twice", None)).await.unwrap_err();
+    let OutboundError::Call(error) = error else { panic!("{error}") };
+    assert!(matches!((&error.why, &error.value), (Why::NotIdempotent, Some(Trouble::Client(_)))), "{error:?}");
+    assert_eq!(api.count(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_beyond_the_replay_window_is_sent_once_and_says_why() {
+    let api = Api::new(|_, _| status(503));
+    let service = layer("replay = \"8B\"").layer(api.clone());
+    let request = |body| Request::put("/x").body(Full::new(Bytes::from_static(body))).unwrap();
+    let response = ask(&service, request(b"123456789")).await.unwrap();
+    let why = response.extensions().get::<Why>().unwrap();
+    assert!(matches!(why, Why::Unreplayable(Unreplayable::BodyTooLarge)), "{why:?}");
+    assert_eq!(api.count(), 1);
+    ask(&service, request(b"12345678")).await.unwrap();
+    assert_eq!(api.count(), 4);
+    assert!(api.arrived()[1..].iter().all(|request| request.body == "12345678"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn retry_after_by_the_servers_clock_is_waited_for() {
+    let api = Api::new(|number, _| match number {
+        0 => answer(
+            429,
+            &[("date", "Thu, 01 Jan 2026 01:00:00 GMT"), ("retry-after", "Thu, 01 Jan 2026 01:00:20 GMT")],
+            "",
+        ),
+        _ => status(200),
+    });
+    let service = layer("timeout = \"60s\"").layer(api.clone());
+    let response = ask(&service, get("/x")).await.unwrap();
+    assert_eq!(response.status(), StatusCode::OK);
+    let arrived = api.arrived();
+    let waited = arrived[1].at - arrived[0].at;
+    assert!(waited >= Duration::from_secs(20) && waited < Duration::from_secs(22), "{waited:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_secondary_limit_sends_the_call_on_with_another_credential() {
+    let api = Api::new(|_, request| match request.bearer() {
+        "pl4nted-s3cr3t-a" => answer(403, &[("retry-after", "60")], "secondary rate limit"),
+        _ => status(200),
+    });
+    let service = layer(PAIR).layer(api.clone());
+    for _ in 0..3 {
+        assert_eq!(ask(&service, get("/x")).await.unwrap().status(), StatusCode::OK);
+    }
+    let tokens: Vec<_> = api.arrived().iter().map(|request| request.bearer().to_owned()).collect();
+    assert_eq!(tokens, ["a", "b", "b", "b"].map(|token| format!("{PLANTED}-{token}")), "the first is left alone");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_good_reply_that_says_nothing_is_left_turns_to_another_credential() {
+    let api = Api::new(|_, request| match request.bearer() {
+        "pl4nted-s3cr3t-a" => answer(200, &[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "60")], ""),
+        _ => status(200),
+    });
+    let service = layer(PAIR).layer(api.clone());
+    for _ in 0..3 {
+        assert_eq!(ask(&service, get("/x")).await.unwrap().extensions().get::<Happened>().unwrap().attempts, 1);
+    }
+    let tokens: Vec<_> = api.arrived().iter().map(|request| request.bearer().to_owned()).collect();
+    assert_eq!(tokens, ["a", "b", "b"].map(|token| format!("{PLANTED}-{token}")));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_says_the_limit_is_reached_closes_the_day() {
+    let reached = r#"{"Response":"False","Error":"Request limit reached!"}"#;
+    let api = Api::new(move |number, _| match number {
+        0 => answer(200, &[], r#"{"Response":"True","Title":"Heat"}"#),
+        1 => answer(200, &[], reached),
+        _ => status(200),
+    });
+    let settings = "auth = \"query:apikey\"\ncredentials = [\"env:A\"]\ncredential_limit = \"1000 per day\"\n\
+        throttled_when = { contains = { \"/Response\" = \"False\", \"/Error\" = \"limit reached\" }, spends_quota = true }";
+    let service = layer(settings).layer(api.clone());
+    let good = ask(&service, get("/?t=Heat&apikey=mine")).await.unwrap();
+    assert_eq!(text(good).await, r#"{"Response":"True","Title":"Heat"}"#, "what was read ahead is there");
+    assert_eq!(api.arrived()[0].uri, "https://api.test/3/?t=Heat&apikey=pl4nted-s3cr3t-a");
+    assert_eq!(api.arrived()[0].headers["accept-encoding"], "identity");
+    let spent = ask(&service, get("/?t=Heat")).await.unwrap();
+    let why = spent.extensions().get::<Why>().unwrap().clone();
+    let day = Span::from_secs(86_400);
+    let Why::RetryAfterTooLong { retry_after } = why else { panic!("{why:?}") };
+    assert!(retry_after <= day && retry_after > day - Span::from_secs(60), "{retry_after}");
+    assert_eq!(text(spent).await, reached);
+    let error = ask(&service, get("/?t=Ran")).await.unwrap_err();
+    assert!(
+        matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::CredentialsCooling { .. })),
+        "{error}"
+    );
+    assert_eq!(api.count(), 2);
+    tokio::time::advance(day.as_duration()).await;
+    assert_eq!(ask(&service, get("/?t=Ran")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_too_long_to_be_judged_is_passed_on() {
+    let long = format!(r#"{{"Error":"limit reached","pad":"{}"}}"#, "x".repeat(64 << 10));
+    let sent = long.clone();
+    let api = Api::new(move |_, _| answer(200, &[], &sent));
+    let service = layer("throttled_when = { contains = { \"/Error\" = \"limit reached\" } }").layer(api.clone());
+    assert_eq!(text(ask(&service, get("/x")).await.unwrap()).await, long);
+    assert_eq!(api.count(), 1);
+}
+
+fn with_login(script: impl Fn(usize, &Arrived) -> Answer + Send + Sync + 'static) -> Api {
+    let logins = Mutex::new(0);
+    Api::new(move |number, request| {
+        if !request.uri.ends_with("/login") {
+            return script(number, request);
+        }
+        assert_eq!((request.method.as_str(), &*request.body), ("POST", &br#"{"apikey":"pl4nted-s3cr3t-a"}"#[..]));
+        let mut logins = logins.lock().unwrap();
+        *logins += 1;
+        answer(200, &[], &format!(r#"{{"token":"t{logins}"}}"#))
+    })
+    .taking(Duration::from_millis(50))
+}
+
+fn logins(api: &Api) -> usize {
+    api.arrived().iter().filter(|request| request.uri.ends_with("/login")).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn twenty_calls_with_a_token_about_to_expire_log_in_once() {
+    let api = with_login(|_, _| status(200));
+    let service = layer(LOGIN).layer(api.clone());
+    for (hours, count) in [(0, 1), (23, 2), (72, 3)] {
+        tokio::time::advance(Duration::from_secs(hours * 3_600)).await;
+        for response in join_all((0..20).map(|_| ask(&service, get("/x")))).await {
+            assert_eq!(response.unwrap().status(), StatusCode::OK);
+        }
+        assert_eq!(logins(&api), count, "after {hours} h");
+    }
+    assert_eq!(api.arrived().last().unwrap().bearer(), "t3");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_401_is_one_login_and_one_retry() {
+    let api = with_login(|_, request| status(if request.bearer() == "t1" { 401 } else { 200 }));
+    let service = layer(LOGIN).layer(api.clone());
+    let responses = join_all((0..20).map(|_| ask(&service, post("x", None)))).await;
+    for response in responses {
+        let response = response.unwrap();
+        assert_eq!((response.status(), response.extensions().get::<Happened>().unwrap().attempts), (StatusCode::OK, 2));
+    }
+    assert_eq!(logins(&api), 2);
+    let stubborn = with_login(|_, _| answer(401, &[], "no"));
+    let service = layer(LOGIN).layer(stubborn.clone());
+    let response = ask(&service, get("/x")).await.unwrap();
+    assert_eq!((response.status(), text(response).await.as_str()), (StatusCode::UNAUTHORIZED, "no"));
+    assert_eq!((logins(&stubborn), stubborn.count()), (2, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_login_that_fails_fails_the_call_without_a_secret() {
+    let api = Api::new(|_, _| answer(403, &[], PLANTED));
+    let service = layer(LOGIN).layer(api.clone());
+    let error = ask(&service, get("/x")).await.unwrap_err();
+    assert!(matches!(error, OutboundError::Trouble(Trouble::Login(_))), "{error:?}");
+    assert_eq!(error.status(), 502);
+    assert!(!format!("{error} {error:?}").contains(PLANTED));
+    assert_eq!(api.count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn redirects_are_passed_on_without_the_credential() {
+    let api = Api::new(|number, _| match number {
+        0 => answer(302, &[("location", "https://api.test/3/next?k=pl4nted-s3cr3t-a&page=2")], ""),
+        _ => answer(302, &[("location", "https://elsewhere.test/?k=pl4nted-s3cr3t-a&page=2")], ""),
+    });
+    let settings = "auth = \"query:k\"\ncredentials = [\"env:A\"]";
+    let service = layer(settings).mounted("/api/").layer(api.clone());
+    for told in ["/api/next?page=2", "https://elsewhere.test/?page=2"] {
+        let response = ask(&service, get("/x")).await.unwrap();
+        assert_eq!((response.status().as_u16(), response.headers()["location"].to_str().unwrap()), (302, told));
+    }
+    assert_eq!(api.count(), 2, "nothing is followed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_is_in_flight_until_its_body_has_been_read() {
+    let layer = layer("");
+    let service = layer.layer(Api::new(|_, _| status(200)));
+    let in_flight = || layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User));
+    let read = ask(&service, get("/x")).await.unwrap();
+    let dropped = ask(&service, get("/x")).await.unwrap();
+    assert_eq!(in_flight(), 2);
+    assert_eq!(text(read).await, "body");
+    assert_eq!(in_flight(), 1);
+    drop(dropped);
+    assert_eq!(in_flight(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_provider_that_does_not_answer_in_time() {
+    let api = Api::new(|_, _| status(200)).taking(Duration::from_secs(3_600));
+    let service = layer("attempt_timeout = \"2s\"").layer(api.clone());
+    let error = ask(&service, post("x", None)).await.unwrap_err();
+    let OutboundError::Call(error) = error else { panic!("{error}") };
+    assert!(matches!((&error.why, &error.value), (Why::NotIdempotent, Some(Trouble::TimedOut))), "{error:?}");
+    assert_eq!(api.count(), 1);
+    let began = now();
+    ask(&service, get("/x")).await.unwrap_err();
+    assert_eq!(api.count(), 4);
+    assert!(now() - began <= Duration::from_secs(10), "by the call's deadline");
+}
+
+#[tokio::test(start_paused = true)]
+async fn extensions_choose_lane_and_cost_and_replies_correct_it() {
+    let api = Api::new(|_, _| answer(200, &[], r#"{"usage":{"in":30,"out":20}}"#));
+    let settings = "cost_limit = \"100 per 60s\"\n\
+        cost = { reserve = 60, bytes_per_unit = 4, reply = [\"/usage/in\", \"/usage/out\"] }";
+    let layer = layer(settings);
+    let service = layer.layer(api.clone());
+    // 60 and 40 of 160 bytes are reserved, and 50 spent.
+    let body: &'static str = Box::leak("x".repeat(160).into_boxed_str());
+    text(ask(&service, post(body, None)).await.unwrap()).await;
+    let costing = |cost, timeout| {
+        let mut request = get("/x");
+        let timeout = Some(Duration::from_secs(timeout));
+        request.extensions_mut().insert(CallOptions { cost, timeout, lane: Lane::Webhook, ..CallOptions::default() });
+        request
+    };
+    let error = ask(&service, costing(51, 1)).await.unwrap_err();
+    assert!(matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::RateLimited { .. })), "{error}");
+    let error = ask(&service, costing(1, 1)).await.unwrap_err();
+    assert!(
+        matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::RateLimited { .. })),
+        "60 are reserved"
+    );
+    let response = ask(&service, costing(50, 1)).await.unwrap();
+    assert_eq!(layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::Webhook)), 1);
+    drop(response);
+}
+
+/// What the library logs.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_token_is_ever_told() {
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber =
+        tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(move || writer.clone());
+    let _guard = tracing::subscriber::set_default(subscriber.finish());
+    let mut told = String::new();
+    for (settings, script) in [
+        (BEARER, "error"),
+        (PAIR, "401"),
+        (LOGIN, "error"),
+        (LOGIN, "401"),
+        ("auth = \"query:k\"\ncredentials = [\"env:A\"]", "redirect"),
+        ("auth = \"query:k\"\ncredentials = [\"env:A\"]", "error"),
+        ("auth = \"header:x-api-key Token\"\ncredentials = [\"env:A\"]", "error"),
+    ] {
+        let api = Api::new(move |_, request| match script {
+            _ if request.uri.ends_with("/login") => answer(200, &[], "{\"token\":\"pl4nted-s3cr3t-token\"}"),
+            "error" => {
+                let values: Vec<_> = request.headers.values().map(|value| value.to_str().unwrap()).collect();
+                Err(io::Error::other(format!("{request:?} {values:?}")))
+            }
+            "401" => {
+                answer(401, &[("www-authenticate", &format!("Bearer error=\"{} is wrong\"", request.bearer()))], "")
+            }
+            _ => answer(302, &[("location", &request.uri), ("link", &format!("<{}>", request.uri))], ""),
+        });
+        let layer = layer(settings);
+        let service = layer.layer(api.clone());
+        for request in [get("/x"), post("x", Some("k"))] {
+            let ended = ask(&service, request).await;
+            assert!(api.count() > 0);
+            told += &format!("{ended:?} {layer:?} {service:?} {:?}", layer.provider().plan());
+            if let Err(error) = ended {
+                let mut cause: Option<&dyn std::error::Error> = Some(&error);
+                while let Some(found) = cause {
+                    told += &format!(" {found} {found:?}");
+                    cause = found.source();
+                }
+            }
+        }
+    }
+    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    assert!(told.contains("Withheld"), "the errors that repeat it were seen: {told}");
+    assert!(!told.contains(PLANTED), "{told}");
+    assert!(!log.contains(PLANTED), "{log}");
+}

@@ -1,0 +1,169 @@
+//! Calls through the tower layer over real connections, by hyper's client.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body as Incoming;
+use axum::extract::State;
+use axum::routing::put;
+use bytes::Bytes;
+use http::{HeaderMap, Request, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::{BodyExt, Full, StreamBody};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use tidegate::clock::SystemClock;
+use tidegate::core::retry::Unreplayable;
+use tidegate::outbound::{Happened, Outbound, OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
+use tidegate::policy::{Policy, Sources};
+use tokio::net::TcpListener;
+use tower::{Layer as _, ServiceExt as _};
+
+/// What a provider saw of each request: its headers, and how long its body was.
+type Seen = Arc<Mutex<Vec<(HeaderMap, u64)>>>;
+
+/// A provider that reads slowly, is down at first, and up from its third request on.
+async fn provider(seen: Seen) -> SocketAddr {
+    let answer = async |State(seen): State<Seen>, headers: HeaderMap, mut body: Incoming| {
+        let (mut length, mut frames) = (0, 0_u64);
+        while let Some(frame) = body.frame().await {
+            let Ok(frame) = frame else { return StatusCode::BAD_REQUEST };
+            length += frame.data_ref().map_or(0, |data| data.len() as u64);
+            frames += 1;
+            if frames.is_multiple_of(1_000) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        let mut seen = seen.lock().unwrap();
+        seen.push((headers, length));
+        if seen.len() < 3 { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK }
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let app = Router::new().route("/v1/item", put(answer)).layer(axum::extract::DefaultBodyLimit::disable());
+    tokio::spawn(axum::serve(listener, app.with_state(seen)).into_future());
+    address
+}
+
+fn layer(address: SocketAddr) -> OutboundLayer {
+    let text = format!(
+        "[outbound.provider.api]\nbase_url = \"http://{address}/v1\"\nauth = \"bearer\"\ncredentials = [\"env:A\"]\n\
+         limit = \"100/s burst 100\"\ntimeout = \"120s\"\nattempt_timeout = \"120s\"\n\
+         retry = {{ max_attempts = 3, base = \"1ms\", cap = \"2ms\" }}"
+    );
+    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let outbound = Outbound::in_memory(&policy, SystemClock::new()).unwrap();
+    OutboundLayer::with(outbound.provider("api").unwrap().clone(), |_| Some("token".to_owned())).unwrap()
+}
+
+fn client<B>() -> Client<hyper_util::client::legacy::connect::HttpConnector, ReplayBody<B>>
+where
+    B: Body<Data = Bytes> + Send + 'static,
+    B::Error: std::error::Error + Send + Sync + 'static,
+{
+    Client::builder(TokioExecutor::new()).build_http()
+}
+
+#[tokio::test]
+async fn what_is_sent_again_is_the_same_request() {
+    let seen = Seen::default();
+    let address = provider(Arc::clone(&seen)).await;
+    let service = layer(address).layer(client());
+    let request =
+        Request::put("/item").header("host", "127.0.0.1:8081").body(Full::new(Bytes::from_static(b"content")));
+    let response = service.oneshot(request.unwrap()).await.unwrap();
+    assert_eq!(response.status(), StatusCode::OK);
+    assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, 3);
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen.len(), 3);
+    for (headers, length) in &*seen {
+        assert_eq!((headers["content-length"].as_bytes(), *length), (&b"7"[..], 7));
+        assert_eq!(headers["host"], address.to_string());
+        assert_eq!(headers["authorization"], "Bearer token");
+    }
+}
+
+#[tokio::test]
+async fn nobody_listens() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let service = layer(address).layer(client());
+    let request = Request::post("/item").body(Full::new(Bytes::from_static(b"content"))).unwrap();
+    let error = service.oneshot(request).await.unwrap_err();
+    let OutboundError::Call(error) = error else { panic!("{error}") };
+    assert!(matches!((&error.why, &error.value), (Why::RetriesExhausted { attempts: 3 }, Some(Trouble::Client(_)))));
+    assert_eq!(error.happened.attempts, 3, "nothing was sent, so that even a POST may be repeated");
+}
+
+#[tokio::test]
+async fn a_callers_body_that_breaks_off_is_no_failure_of_the_provider() {
+    let seen = Seen::default();
+    let service = layer(provider(Arc::clone(&seen)).await).layer(client());
+    let upload = |breaks: bool| {
+        let half = || Ok(Frame::data(Bytes::from_static(b"half")));
+        let rest = if breaks { Err(std::io::Error::other("the caller is gone")) } else { half() };
+        StreamBody::new(futures_util::stream::iter([half(), rest]))
+    };
+    for _ in 0..6 {
+        let request = Request::put("/item").body(upload(true)).unwrap();
+        let error = service.clone().oneshot(request).await.unwrap_err();
+        assert!(matches!(error, OutboundError::Trouble(Trouble::Body)), "{error:?}");
+        assert_eq!(error.status(), 400);
+    }
+    assert!(seen.lock().unwrap().is_empty(), "none arrived as a whole");
+    let response = service.oneshot(Request::put("/item").body(upload(false)).unwrap()).await.unwrap();
+    assert_eq!(response.status(), StatusCode::OK, "five failures would have opened the breaker");
+}
+
+/// Bytes that count how many of their kind live.
+struct Counted(&'static [u8]);
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+impl Counted {
+    fn new(bytes: &'static [u8]) -> Self {
+        let live = LIVE.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len();
+        PEAK.fetch_max(live, Ordering::Relaxed);
+        Self(bytes)
+    }
+}
+
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        self.0
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        LIVE.fetch_sub(self.0.len(), Ordering::Relaxed);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upload_of_a_gibibyte_is_sent_once_in_bounded_memory() {
+    static ZEROES: [u8; 65_536] = [0; 65_536];
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    let seen = Seen::default();
+    let service = layer(provider(Arc::clone(&seen)).await).layer(client());
+    let upload = futures_util::stream::iter((0..16_384).map(|_| {
+        MADE.fetch_add(ZEROES.len() as u64, Ordering::Relaxed);
+        Ok::<_, Infallible>(Frame::data(Bytes::from_owner(Counted::new(&ZEROES))))
+    }));
+    let response = service.oneshot(Request::put("/item").body(StreamBody::new(upload)).unwrap()).await.unwrap();
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let why = response.extensions().get::<Why>().unwrap();
+    assert!(matches!(why, Why::Unreplayable(Unreplayable::BodyTooLarge)), "{why:?}");
+    let lengths: Vec<u64> = seen.lock().unwrap().iter().map(|(_, length)| *length).collect();
+    assert_eq!(lengths, [1 << 30], "once, and whole");
+    assert_eq!(MADE.load(Ordering::Relaxed), 1 << 30);
+    let peak = PEAK.load(Ordering::Relaxed);
+    assert!(peak <= 1 << 20, "{peak} bytes of it at once");
+}
