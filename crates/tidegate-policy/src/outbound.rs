@@ -137,8 +137,6 @@ pub struct Provider {
     pub hours: Option<Hours>,
     /// What a call costs where a limit counts more than calls.
     pub cost: Option<CostRules>,
-    /// Whether one call runs at a time, in the order of arrival, whatever its lane.
-    pub sequential: bool,
     /// How the pace is found. Default as the limits say.
     pub pace: Pace,
     /// Everything that the machine needs, but for the keys, which depend on the seed: [`Provider::rules`] fills them in.
