@@ -3,7 +3,8 @@
 //! One [`Cache`] holds the replies of all providers within a fixed number of bytes. [`Cache::call`] stands before
 //! whatever makes a call: it answers from what is kept, lets identical calls wait for the one that is under way, asks
 //! the provider whether an old reply still holds, and lets an old reply stand in while the provider is unavailable.
-//! HTTP's rules (RFC 9111) are [`http_cache_semantics`]'; a provider's [`CacheRules`] say what is done beyond them.
+//! HTTP's rules (RFC 9111) are [`http_cache_semantics`]'; a provider's [`CacheRules`](tidegate_policy::outbound::CacheRules)
+//! say what is done beyond them.
 //!
 //! # Who may share a reply
 //!
@@ -17,9 +18,9 @@
 //!   waits for another's, unless the rules say `shared`.
 //! * With `shared`, replies don't depend on the credential. The cache is a *shared* one then: it keeps nothing that is
 //!   `private`, and `s-maxage` goes before `max-age`.
-//! * Credentials that callers bring themselves, in `Authorization`, `Cookie` and the usual headers of API keys, are
-//!   part of the key, `shared` or not, unless the provider's own takes their place. So is the whole URL. All of it is in
-//!   the key as a keyed hash alone.
+//! * Credentials that callers bring themselves are part of the key, `shared` or not, unless the provider's own takes
+//!   their place: every header whose name has `auth`, `cookie`, `credential`, `key`, `password`, `secret`, `session` or
+//!   `token` in it, but for `Idempotency-Key`. So is the whole URL. All of it is there as a keyed hash alone.
 //! * `Set-Cookie` goes to the caller whose call brought it, and to nobody else.
 //!
 //! # What is kept
@@ -114,6 +115,11 @@ impl CacheStatus {
     }
 }
 
+/// Among the extensions of a reply by which a call failed that is passed on all the same: it isn't kept, whatever its
+/// status and its headers say, and an old reply stands in for it. For providers whose failures look like successes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FailedCall;
+
 impl<C> Clone for Cache<C> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
@@ -156,7 +162,8 @@ impl<C: Clock> Cache<C> {
     }
 
     /// Answers a request to `origin`, by `send` where it takes a call. The [`CacheStatus`] is among the response's
-    /// extensions; those of the reply by which an answer was confirmed, or found to be needed, are kept.
+    /// extensions. So are those of the reply that `send` brought, also where its 304 confirmed another, or another
+    /// stands in for it. A reply that failed but doesn't look so must have [`FailedCall`] among them.
     ///
     /// `send` gets the options of the call that it is to make: with the time that is left, which is none if it ran out
     /// while waiting for another call, and with an urgency by which others lift it. `only-if-cached` without a reply

@@ -4,23 +4,21 @@ use std::fmt;
 use std::hash::Hasher;
 
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use siphasher::sip128::{Hasher128, SipHasher13};
 
 use super::Origin;
 use crate::random::random_u64;
 
-/// Headers by which callers commonly show who they are. What differs in one of them is never answered alike.
-const CREDENTIAL_HEADERS: [HeaderName; 8] = [
-    header::AUTHORIZATION,
-    header::COOKIE,
-    HeaderName::from_static("x-api-key"),
-    HeaderName::from_static("api-key"),
-    HeaderName::from_static("apikey"),
-    HeaderName::from_static("x-auth-token"),
-    HeaderName::from_static("x-access-token"),
-    HeaderName::from_static("x-goog-api-key"),
-];
+/// What names of headers have in them by which callers show who they are: `Authorization`, `Cookie`, `X-Api-Key`,
+/// `Private-Token` … Replies to requests that differ in one of them are never told to each other's callers. A name too
+/// many costs a call, a name too few shows somebody else's reply.
+const CREDENTIAL: [&str; 8] = ["auth", "cookie", "credential", "key", "password", "secret", "session", "token"];
+
+fn is_credential(name: &HeaderName) -> bool {
+    // That one tells calls apart, not callers.
+    name != "idempotency-key" && CREDENTIAL.iter().any(|word| name.as_str().contains(word))
+}
 
 /// A fingerprint of all that makes a request another one: 128 bits under a secret of this process, so that nobody can
 /// choose two that collide, and what a URL or a header holds is nowhere kept.
@@ -54,9 +52,10 @@ impl Keys {
         hash.part(uri.authority().map_or("", |authority| authority.as_str()).as_bytes());
         hash.part(uri.path_and_query().map_or("/", |path| path.as_str()).as_bytes());
         let injected = origin.injects();
-        for name in CREDENTIAL_HEADERS.iter().filter(|name| injected.as_ref() != Some(*name)) {
-            hash.values(&request.headers, name);
-        }
+        let shows = |name: &&HeaderName| is_credential(name) && injected.as_ref() != Some(*name);
+        let mut names: Vec<_> = request.headers.keys().filter(shows).collect();
+        names.sort_unstable_by_key(|name| name.as_str());
+        hash.named(&request.headers, names);
         hash.finish()
     }
 
@@ -67,10 +66,7 @@ impl Keys {
         }
         let mut hash = Hash(self.0);
         hash.part(&request.0.to_le_bytes());
-        for name in vary {
-            hash.part(name.as_str().as_bytes());
-            hash.values(headers, name);
-        }
+        hash.named(headers, vary);
         hash.finish()
     }
 }
@@ -84,10 +80,14 @@ impl Hash {
         self.0.write(bytes);
     }
 
-    fn values(&mut self, headers: &HeaderMap, name: &HeaderName) {
-        let values = headers.get_all(name);
-        self.0.write_u64(values.iter().count() as u64);
-        values.iter().map(HeaderValue::as_bytes).for_each(|value| self.part(value));
+    /// The values of these headers, as many as there are.
+    fn named<'n>(&mut self, headers: &HeaderMap, names: impl IntoIterator<Item = &'n HeaderName>) {
+        for name in names {
+            self.part(name.as_str().as_bytes());
+            let values = headers.get_all(name);
+            self.0.write_u64(values.iter().count() as u64);
+            values.iter().map(HeaderValue::as_bytes).for_each(|value| self.part(value));
+        }
     }
 
     fn finish(&self) -> Key {

@@ -17,7 +17,7 @@ use super::body::{Collected, collect};
 use super::entry::{Entry, Head, Stored};
 use super::flight::{Boarded, Landing, Seat};
 use super::key::Key;
-use super::{CacheBody, CacheStatus, Fault, Kept, Origin, marked, not_cached};
+use super::{CacheBody, CacheStatus, FailedCall, Fault, Kept, Origin, marked, not_cached};
 
 /// How often a call waits for others whose reply turns out to be another variant than its own.
 const MAX_WAITS: usize = 3;
@@ -163,13 +163,13 @@ impl<C: Clock> Visit<'_, C> {
         let now = self.kept.clock.now();
         let stands_in = old.filter(|entry| entry.stands_in(&self.asked, now));
         let (mut parts, body) = match outcome {
-            Ok(reply) if !is_outage(reply.status()) => reply.into_parts(),
-            Ok(reply) => match stands_in {
-                Some(entry) => {
-                    return Ok(self.stand_in(entry, seat, std::mem::take(&mut reply.into_parts().0.extensions)));
+            Ok(reply) => {
+                let (parts, body) = reply.into_parts();
+                match stands_in.filter(|_| is_outage(&parts)) {
+                    Some(entry) => return Ok(self.stand_in(entry, seat, parts.extensions)),
+                    None => (parts, body),
                 }
-                None => reply.into_parts(),
-            },
+            }
             Err(error) => {
                 if let Some(entry) = stands_in.filter(|_| error.is_outage()) {
                     return Ok(self.stand_in(entry, seat, Extensions::new()));
@@ -198,8 +198,9 @@ impl<C: Clock> Visit<'_, C> {
         &self,
         entry: Arc<Entry>,
         seat: Option<Seat>,
-        extensions: Extensions,
+        mut extensions: Extensions,
     ) -> Response<CacheBody<B>> {
+        extensions.remove::<FailedCall>();
         let mut reply = entry.reply(self.kept.clock.now());
         *reply.extensions_mut() = extensions;
         land(seat, Landing::Stale(entry));
@@ -243,8 +244,10 @@ impl<C: Clock> Visit<'_, C> {
         seat: Option<Seat>,
         now: Time,
     ) -> CacheBody<B> {
-        let Some(head) = Head::of(&self.rules, parts, now) else {
-            if parts.status.is_success() || matches!(parts.status, StatusCode::NOT_FOUND | StatusCode::GONE) {
+        let Some(head) = Head::of(&self.rules, parts, now).filter(|_| !is_failed(parts)) else {
+            let replaces =
+                parts.status.is_success() || matches!(parts.status, StatusCode::NOT_FOUND | StatusCode::GONE);
+            if replaces && !is_failed(parts) {
                 self.kept.shelf.invalidate(&key).await;
             }
             land(seat, Landing::Nothing);
@@ -298,6 +301,10 @@ fn land(seat: Option<Seat>, landing: Landing) {
 }
 
 /// Whether a reply says that the provider is unavailable.
-fn is_outage(status: StatusCode) -> bool {
-    status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS
+fn is_outage(reply: &http::response::Parts) -> bool {
+    reply.status.is_server_error() || reply.status == StatusCode::TOO_MANY_REQUESTS || is_failed(reply)
+}
+
+fn is_failed(reply: &http::response::Parts) -> bool {
+    reply.extensions.get::<FailedCall>().is_some()
 }

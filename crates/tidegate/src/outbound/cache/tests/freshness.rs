@@ -121,8 +121,13 @@ fn falling(headers: &'static [(&'static str, &'static str)], then: fn() -> Reply
 
 #[tokio::test(start_paused = true)]
 async fn an_old_reply_stands_in_while_the_provider_is_unavailable() {
-    let downs: [fn() -> Reply; 3] =
-        [|| Err(Failed::Outage), || Ok(reply(503, &[], "down")), || Ok(reply(429, &[], "later"))];
+    let looks_well = || {
+        let mut reply = reply(200, &[("cache-control", "max-age=600")], "limit reached");
+        reply.extensions_mut().insert(FailedCall);
+        Ok(reply)
+    };
+    let downs: [fn() -> Reply; 4] =
+        [|| Err(Failed::Outage), || Ok(reply(503, &[], "down")), || Ok(reply(429, &[], "later")), looks_well];
     for down in downs {
         let (cache, api) = (cache(), falling(&[("cache-control", "max-age=60")], down));
         call(&cache, &api, get("/")).await.unwrap();

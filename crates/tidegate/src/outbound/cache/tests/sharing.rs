@@ -38,7 +38,7 @@ async fn what_is_private_is_kept_for_one_credential_and_not_for_several() {
 #[tokio::test(start_paused = true)]
 async fn callers_with_credentials_of_their_own_never_share() {
     for shared in [false, true] {
-        for name in ["authorization", "cookie", "x-api-key"] {
+        for name in ["authorization", "cookie", "x-api-key", "private-token"] {
             let (cache, api) = (cache(), Api::with(&[("cache-control", "public, max-age=60")]));
             let api = api.ruled(|rules| rules.shared = shared).slow(Duration::from_millis(10));
             let by = |token: &str| request("GET", "/me", &[(name, token)]);
@@ -60,6 +60,14 @@ async fn a_header_that_the_provider_replaces_tells_nobody_apart() {
     api.injects = Some(header::AUTHORIZATION);
     let cache = cache();
     call(&cache, &api, by("Bearer unused")).await.unwrap();
+    let unlike = [("user-agent", "1"), ("idempotency-key", "1"), ("x-request-id", "1"), ("accept", "*/*")];
+    assert_eq!(call(&cache, &api, request("GET", "/me", &unlike)).await.unwrap().by, Hit);
+    let mut named = [("x-one-token", "1"), ("x-other-token", "2")];
+    assert_eq!(call(&cache, &api, request("GET", "/me", &named)).await.unwrap().by, Miss);
+    named.reverse();
+    assert_eq!(call(&cache, &api, request("GET", "/me", &named)).await.unwrap().by, Hit);
+    let swapped = [("x-one-token", "2"), ("x-other-token", "1")];
+    assert_eq!(call(&cache, &api, request("GET", "/me", &swapped)).await.unwrap().by, Miss);
     assert_eq!(call(&cache, &api, by("Bearer other")).await.unwrap().by, Hit);
 }
 
