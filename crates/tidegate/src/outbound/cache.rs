@@ -115,11 +115,6 @@ impl CacheStatus {
     }
 }
 
-/// Among the extensions of a reply by which a call failed that is passed on all the same: it isn't kept, whatever its
-/// status and its headers say, and an old reply stands in for it. For providers whose failures look like successes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FailedCall;
-
 impl<C> Clone for Cache<C> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
@@ -163,7 +158,8 @@ impl<C: Clock> Cache<C> {
 
     /// Answers a request to `origin`, by `send` where it takes a call. The [`CacheStatus`] is among the response's
     /// extensions. So are those of the reply that `send` brought, also where its 304 confirmed another, or another
-    /// stands in for it. A reply that failed but doesn't look so must have [`FailedCall`] among them.
+    /// stands in for it. A reply that has a [`Why`](super::Why) among them, being the last of a call that failed, isn't
+    /// kept, whatever it looks like, and an old one stands in for it.
     ///
     /// `send` gets the options of the call that it is to make: with the time that is left, which is none if it ran out
     /// while waiting for another call, and with an urgency by which others lift it. `only-if-cached` without a reply

@@ -12,12 +12,13 @@ use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::CacheRules;
 
 use super::super::CallOptions;
+use super::super::Why;
 use super::asked::Asked;
 use super::body::{Collected, collect};
 use super::entry::{Entry, Head, Stored};
 use super::flight::{Boarded, Landing, Seat};
 use super::key::Key;
-use super::{CacheBody, CacheStatus, FailedCall, Fault, Kept, Origin, marked, not_cached};
+use super::{CacheBody, CacheStatus, Fault, Kept, Origin, marked, not_cached};
 
 /// How often a call waits for others whose reply turns out to be another variant than its own.
 const MAX_WAITS: usize = 3;
@@ -200,7 +201,7 @@ impl<C: Clock> Visit<'_, C> {
         seat: Option<Seat>,
         mut extensions: Extensions,
     ) -> Response<CacheBody<B>> {
-        extensions.remove::<FailedCall>();
+        extensions.remove::<Why>();
         let mut reply = entry.reply(self.kept.clock.now());
         *reply.extensions_mut() = extensions;
         land(seat, Landing::Stale(entry));
@@ -306,5 +307,5 @@ fn is_outage(reply: &http::response::Parts) -> bool {
 }
 
 fn is_failed(reply: &http::response::Parts) -> bool {
-    reply.extensions.get::<FailedCall>().is_some()
+    reply.extensions.get::<Why>().is_some()
 }

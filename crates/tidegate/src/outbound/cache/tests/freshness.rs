@@ -123,7 +123,7 @@ fn falling(headers: &'static [(&'static str, &'static str)], then: fn() -> Reply
 async fn an_old_reply_stands_in_while_the_provider_is_unavailable() {
     let looks_well = || {
         let mut reply = reply(200, &[("cache-control", "max-age=600")], "limit reached");
-        reply.extensions_mut().insert(FailedCall);
+        reply.extensions_mut().insert(crate::outbound::Why::Final);
         Ok(reply)
     };
     let downs: [fn() -> Reply; 4] =
