@@ -65,7 +65,7 @@ struct World {
     /// Who has which place in the queue.
     places: HashMap<usize, usize>,
     /// Answers to calls that have left meanwhile.
-    orphans: Vec<Box<(Batch, Outcomes)>>,
+    orphans: Vec<(Batch, Outcomes)>,
     arrived: usize,
     /// The first requests, in their order.
     sent: Vec<usize>,
@@ -233,7 +233,7 @@ impl World {
     /// An answer that is on its way finds nobody.
     fn orphan(&mut self, known: &mut Known) {
         if let Stage::Asking(_, answer) = std::mem::replace(&mut known.stage, Stage::Renewing) {
-            self.orphans.push(answer);
+            self.orphans.push(*answer);
         }
     }
 
@@ -253,7 +253,7 @@ impl World {
     }
 
     fn answer_orphan(&mut self, place: usize) {
-        let (batch, outcomes) = &*self.orphans.swap_remove(place);
+        let (batch, outcomes) = &self.orphans.swap_remove(place);
         self.tell(Call::unwanted(&self.rules, batch, outcomes).as_ref());
         self.desk.lanes.poke();
     }
@@ -350,11 +350,11 @@ impl World {
         }
         same("left of the budget", self.desk.budget.left(), self.budget / 1_000)?;
         let asked = self.calls.values().filter_map(|known| match &known.stage {
-            Stage::Asking(_, answer) => Some(answer),
+            Stage::Asking(_, answer) => Some(&**answer),
             _ => None,
         });
         let (mut calls, mut costs) = self.charged;
-        for (batch, _) in asked.chain(&self.orphans).map(|answer| &**answer).filter(|(_, outcomes)| passes(outcomes)) {
+        for (batch, _) in asked.chain(&self.orphans).filter(|(_, outcomes)| passes(outcomes)) {
             calls += charged(batch, CALLS);
             costs += charged(batch, COSTS);
         }
