@@ -457,10 +457,7 @@ impl Call {
 
     /// The store gave no answer: it broke.
     pub fn undecided(&mut self, desk: &mut Desk) {
-        if let Some(ticket) = self.ticket() {
-            desk.lanes.cancel(ticket);
-        }
-        self.stage = Stage::Idle;
+        self.leave(desk);
     }
 
     fn granted(
@@ -579,13 +576,7 @@ impl Call {
 
     /// Nobody waits for it any more. Sent, it stays charged; otherwise all that it holds goes back.
     pub fn abandoned(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Option<Batch> {
-        if core::mem::take(&mut self.retries) {
-            desk.budget.give_back();
-        }
-        if let Some(ticket) = self.ticket() {
-            desk.lanes.cancel(ticket);
-            self.stage = Stage::Idle;
-        }
+        self.leave(desk);
         self.ended(desk);
         let sent = self.take_sent()?;
         self.settle(rules, desk, sent, &CANCELLED, now, rng)
@@ -692,14 +683,19 @@ impl Call {
     }
 
     fn fail(&mut self, failure: Failure, desk: &mut Desk) -> Next {
+        self.leave(desk);
+        Step::Finish(Err(failure)).into()
+    }
+
+    /// Gives back its place in the queue, and the retry that it won't be sent for.
+    fn leave(&mut self, desk: &mut Desk) {
         if let Some(ticket) = self.ticket() {
             desk.lanes.cancel(ticket);
+            self.stage = Stage::Idle;
         }
-        self.stage = Stage::Idle;
         if core::mem::take(&mut self.retries) {
             desk.budget.give_back();
         }
-        Step::Finish(Err(failure)).into()
     }
 
     /// The operations of an attempt with this credential. The cool-down comes first.

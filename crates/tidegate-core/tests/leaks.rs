@@ -1,0 +1,571 @@
+//! Whatever happens to calls, nothing that they held is left behind: places in the queue, slots in flight, what limits
+//! were charged, retries of the budget, and the breaker's probes.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use tidegate_core::breaker::State;
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Next, Reply, Rules, Step};
+use tidegate_core::lanes::{LaneSpec, Turn};
+use tidegate_core::quota::Every;
+use tidegate_core::{
+    Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Inflight, InflightSpec, Key, Kind,
+    Lane, LanesSpec, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcomes, Pool, Quota, Retry, Span, Ticket, Time, Verb,
+    Window,
+};
+use tidegate_testkit::desk::{Desk as Store, at, id};
+use tidegate_testkit::dice::{self, Dice, count};
+use tidegate_testkit::property;
+
+const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
+/// Which limit does what: the first paces, two count for the test and never refuse.
+const PACE: usize = 0;
+const CALLS: usize = 1;
+const COSTS: usize = 2;
+const COOLDOWN: usize = 3;
+const WINDOW: Span = Span::from_secs(1);
+
+/// What a call does, as its driver knows.
+enum Stage {
+    Queued(Ticket),
+    /// The store was asked, and what it answered is still on its way.
+    Asking(Ticket, Box<(Batch, Outcomes)>),
+    Sent(usize),
+    Streaming,
+    Renewing,
+    /// Until its retry, which came out of the budget or not.
+    Sleeping(Time, bool),
+}
+
+struct Known {
+    call: Call,
+    /// Its lane, as far as it was told; of a call that is under way the one that its slot is of.
+    lane: Lane,
+    cost: u64,
+    stage: Stage,
+    /// Whether it takes its turn for a retry that came out of the budget.
+    retries: bool,
+    tried: bool,
+}
+
+/// A provider, its driver, and a plain count of everything.
+struct World {
+    rules: Rules,
+    limits: Arc<Limits>,
+    store: Store,
+    desk: Desk,
+    rng: SmallRng,
+    now: Time,
+    calls: BTreeMap<usize, Known>,
+    /// Those of them that don't just wait in the queue.
+    busy: BTreeSet<usize>,
+    /// Who has which place in the queue.
+    places: HashMap<usize, usize>,
+    /// Answers to calls that have left meanwhile.
+    orphans: Vec<(Batch, Outcomes)>,
+    arrived: usize,
+    /// The first requests, in their order.
+    sent: Vec<usize>,
+    /// What stands charged: calls, and their costs.
+    charged: (u64, u64),
+    /// The budget in thousandths of a retry.
+    budget: u64,
+    finished: Vec<(usize, Result<(), Failure>)>,
+}
+
+impl World {
+    fn new(pace: u64, max_waiting: u32, inflight: bool, renews: bool) -> Self {
+        let cooldown = Cooldown { base: Span::from_millis(50), ..Cooldown::default() };
+        let forever = || Arc::new(Every(Span::MAX));
+        let kinds = [
+            Kind::Window(Window::new(pace, WINDOW, pace as u32).unwrap().with_lead(MAX_LEAD)),
+            Kind::Quota(Quota::new(MAX_LIMIT, forever()).unwrap()),
+            Kind::Quota(Quota::new(MAX_LIMIT, forever()).unwrap()),
+            Kind::Cooldown(cooldown),
+        ];
+        let limits = Arc::new(Limits::new(kinds.map(Limit::new).into()).unwrap());
+        let ceiling = |place, measure| Ceiling { limit: id(place), measure };
+        let backoff = Backoff::exponential(Span::from_millis(20), Span::from_millis(200));
+        let retry = Retry { max_attempts: 4, backoff, ..Retry::default() };
+        let rules = Rules {
+            ceilings: [(PACE, Measure::Calls), (CALLS, Measure::Calls), (COSTS, Measure::Cost)]
+                .map(|(place, measure)| ceiling(place, measure))
+                .into(),
+            lane_ceilings: Default::default(),
+            credential_ceilings: Box::default(),
+            cooldown: id(COOLDOWN),
+            key: SHARED,
+            credential_keys: (2..5).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
+            renews,
+            lead: Span::from_millis(30),
+            jitter: Span::ZERO,
+            lanes: LanesSpec {
+                lanes: [LaneSpec { max_waiting, max_in_flight: u32::MAX }; 3],
+                max_in_flight: 60,
+                ..LanesSpec::default()
+            },
+            lane_rules: [LaneRules { timeout: Span::from_secs(100_000), retry }; 3],
+            budget: BudgetSpec::default(),
+        };
+        let breaker = BreakerSpec {
+            open: Backoff { jitter: tidegate_core::Jitter::None, ..Backoff::exponential(WINDOW, WINDOW) },
+            probe_lease: Span::from_secs(86_400),
+            ..BreakerSpec::default()
+        };
+        let inflight = inflight.then(|| Inflight::new(InflightSpec::default()).unwrap());
+        let pool = Pool::new(Balance::LeastRecentlyUsed, 3).unwrap();
+        Self {
+            desk: Desk::new(&rules, pool, Breaker::new(breaker).unwrap(), inflight),
+            budget: u64::from(rules.budget.min) * 1_000,
+            rules,
+            store: Store::over(Arc::clone(&limits)),
+            limits,
+            rng: SmallRng::seed_from_u64(7),
+            now: at(0),
+            calls: BTreeMap::new(),
+            busy: BTreeSet::new(),
+            places: HashMap::new(),
+            orphans: Vec::new(),
+            arrived: 0,
+            sent: Vec::new(),
+            charged: (0, 0),
+            finished: Vec::new(),
+        }
+    }
+
+    fn take(&mut self, id: usize) -> Known {
+        self.busy.remove(&id);
+        self.calls.remove(&id).expect("a call that isn't over")
+    }
+
+    fn keep(&mut self, id: usize, known: Known) {
+        if let Stage::Queued(ticket) | Stage::Asking(ticket, _) = &known.stage {
+            self.places.insert(ticket.index(), id);
+        }
+        if !matches!(known.stage, Stage::Queued(_)) {
+            self.busy.insert(id);
+        }
+        self.calls.insert(id, known);
+    }
+
+    fn tell(&self, batch: Option<&Batch>) {
+        if let Some(batch) = batch {
+            self.store.ask(batch, self.now);
+        }
+    }
+
+    fn arrive(&mut self, lane: Lane, cost: u64, timeout: Option<Span>) -> usize {
+        let call = Call::new(&self.rules, lane, cost, timeout.map(|timeout| self.now + timeout), self.now);
+        let id = self.arrived;
+        self.arrived += 1;
+        let known = Known { call, lane, cost, stage: Stage::Renewing, retries: false, tried: false };
+        self.start(id, known);
+        id
+    }
+
+    /// Enters the queue, at first or again.
+    fn start(&mut self, id: usize, mut known: Known) {
+        let next = known.call.start(&mut self.desk, self.now);
+        self.step(id, known, next);
+    }
+
+    /// What a step makes of a call.
+    fn step(&mut self, id: usize, mut known: Known, next: Next) {
+        self.tell(next.tell.as_ref());
+        known.stage = match next.step {
+            Step::Queue => Stage::Queued(known.call.ticket().expect("a call that queues")),
+            Step::Ask(batch) => {
+                let outcomes = self.store.ask(&batch, self.now).1;
+                Stage::Asking(known.call.ticket().expect("a call that asks"), Box::new((batch, outcomes)))
+            }
+            Step::Send { credential } => {
+                if !std::mem::replace(&mut known.tried, true) {
+                    self.sent.push(id);
+                    self.earn(200);
+                }
+                known.retries = false;
+                self.charged.0 += 1;
+                self.charged.1 += known.cost;
+                Stage::Sent(credential)
+            }
+            Step::Renew { .. } => Stage::Renewing,
+            Step::Sleep(until) => Stage::Sleeping(until, false),
+            Step::Finish(result) => {
+                self.finished.push((id, result));
+                // What failed before its retry was sent, gives it back.
+                if known.retries {
+                    self.earn(1_000);
+                }
+                return;
+            }
+        };
+        self.keep(id, known);
+    }
+
+    fn earn(&mut self, thousandths: u64) {
+        let most = u64::from(self.rules.budget.reserve.max(self.rules.budget.min)) * 1_000;
+        self.budget = (self.budget + thousandths).min(most);
+    }
+
+    /// Lets the lanes name who is next, until they sleep: until when.
+    fn pump(&mut self) -> Time {
+        loop {
+            let (ticket, expired) = match self.desk.lanes.poll(self.now) {
+                Turn::Ask(ticket) => (ticket, false),
+                Turn::Expired(ticket) => (ticket, true),
+                Turn::Sleep(until) => return until,
+            };
+            let id = self.places[&ticket.index()];
+            let mut known = self.take(id);
+            let next = if expired {
+                self.orphan(&mut known);
+                known.call.expired(&mut self.desk)
+            } else {
+                known.call.turn(&self.rules, &mut self.desk, self.now, &mut self.rng)
+            };
+            self.step(id, known, next);
+        }
+    }
+
+    /// An answer that is on its way finds nobody.
+    fn orphan(&mut self, known: &mut Known) {
+        if let Stage::Asking(_, answer) = std::mem::replace(&mut known.stage, Stage::Renewing) {
+            self.orphans.push(*answer);
+        }
+    }
+
+    fn answer(&mut self, id: usize, broken: bool) {
+        let mut known = self.take(id);
+        if broken {
+            // The question was lost with its answer: as an orphan, what it was charged goes back.
+            self.orphan(&mut known);
+            known.call.undecided(&mut self.desk);
+            return self.step(id, known, Step::Finish(Err(Failure::DeadlineExceeded)).into());
+        }
+        let Stage::Asking(_, answer) = &known.stage else { panic!("nothing was asked") };
+        let (batch, outcomes) = &**answer;
+        let answer = (batch, outcomes);
+        let next = known.call.decided(&self.rules, &self.limits, &mut self.desk, answer, self.now, &mut self.rng);
+        self.step(id, known, next);
+    }
+
+    fn answer_orphan(&mut self, place: usize) {
+        let (batch, outcomes) = &self.orphans.swap_remove(place);
+        self.tell(Call::unwanted(&self.rules, batch, outcomes).as_ref());
+        self.desk.lanes.poke();
+    }
+
+    fn reply(&mut self, id: usize, class: Class, retry_after: Option<Span>, streams: bool, cost: Option<u64>) {
+        let mut known = self.take(id);
+        let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
+        let (repeatable, unreplayable, spent_until) = (true, None, None);
+        let reply = Reply { class, repeatable, unreplayable, retry_after, spent_until, streams };
+        let next = known.call.replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
+        if let Some(cost) = cost {
+            let batch = known.call.cost_was(&self.rules, credential, cost);
+            self.tell(batch.as_ref());
+            self.charged.1 = self.charged.1 + cost - known.cost;
+        }
+        let goes_on = !matches!(next.step, Step::Finish(_));
+        let from_budget = class == Class::Transient && matches!(next.step, Step::Sleep(_));
+        if from_budget {
+            self.budget -= 1_000;
+        }
+        if streams && !goes_on && !class.is_retryable() {
+            self.tell(next.tell.as_ref());
+            known.stage = Stage::Streaming;
+            return self.keep(id, known);
+        }
+        self.step(id, known, next);
+        if let Some(Known { stage: Stage::Sleeping(_, budgeted), .. }) = self.calls.get_mut(&id) {
+            *budgeted = from_budget;
+        }
+    }
+
+    fn end(&mut self, id: usize) {
+        let mut known = self.take(id);
+        known.call.ended(&mut self.desk);
+        self.finished.push((id, Ok(())));
+    }
+
+    fn wake(&mut self, id: usize) {
+        let mut known = self.take(id);
+        if let Stage::Sleeping(_, budgeted) = known.stage {
+            known.retries = budgeted;
+        }
+        self.start(id, known);
+    }
+
+    fn renewed(&mut self, id: usize, good: bool) {
+        let mut known = self.take(id);
+        let next = known.call.renewed(&mut self.desk, good, self.now);
+        self.step(id, known, next);
+    }
+
+    /// Its caller goes away.
+    fn abandon(&mut self, id: usize) {
+        let mut known = self.take(id);
+        let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
+        self.orphan(&mut known);
+        let tell = known.call.abandoned(&self.rules, &mut self.desk, self.now, &mut self.rng);
+        self.tell(tell.as_ref());
+        if retries {
+            self.earn(1_000);
+        }
+    }
+
+    fn raise(&mut self, id: usize, lane: Lane) {
+        let full = self.waiting(lane) >= self.rules.lanes.lanes[lane as usize].max_waiting as usize;
+        let known = self.calls.get_mut(&id).expect("a call");
+        if matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
+            known.call.raise(lane, &mut self.desk, self.now);
+            known.lane = if full { known.lane } else { known.lane.max(lane) };
+        }
+    }
+
+    fn waiting(&self, lane: Lane) -> usize {
+        let waits = |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..));
+        self.calls.values().filter(waits).count()
+    }
+
+    fn used(&self) -> (u64, u64) {
+        let mut batch = Batch::new(0);
+        for place in [CALLS, COSTS] {
+            batch.push(Op::new(id(place), Verb::Peek, SHARED, 1)).unwrap();
+        }
+        let outcomes = self.store.ask(&batch, self.now).1;
+        (outcomes.list()[0].used, outcomes.list()[1].used)
+    }
+
+    /// Holds everything against the plain count.
+    fn check(&self) -> Result<(), String> {
+        for lane in Lane::ALL {
+            same("waiting", self.desk.lanes.waiting(lane), self.waiting(lane))?;
+            let flies = |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming);
+            let in_flight = self.calls.values().filter(flies).count();
+            same("in flight", self.desk.lanes.in_flight(lane) as usize, in_flight)?;
+        }
+        same("left of the budget", self.desk.budget.left(), self.budget / 1_000)?;
+        let asked = self.calls.values().filter_map(|known| match &known.stage {
+            Stage::Asking(_, answer) => Some(&**answer),
+            _ => None,
+        });
+        let (mut calls, mut costs) = self.charged;
+        for (batch, _) in asked.chain(&self.orphans).filter(|(_, outcomes)| passes(outcomes)) {
+            calls += charged(batch, CALLS);
+            costs += charged(batch, COSTS);
+        }
+        same("charged", self.used(), (calls, costs))?;
+        let sent = self.calls.values().any(|known| matches!(known.stage, Stage::Sent(_)));
+        if !sent && self.desk.breaker.state(self.now) == State::HalfOpen {
+            same("a probe that nobody holds", self.desk.breaker.peek(self.now), Ok(()))?;
+        }
+        Ok(())
+    }
+
+    /// Some call in some stage.
+    fn any(&self, dice: &mut Dice, which: impl Fn(&Stage) -> bool) -> Option<usize> {
+        let fitting: Vec<usize> =
+            self.calls.iter().filter(|(_, known)| which(&known.stage)).map(|(&id, _)| id).collect();
+        (!fitting.is_empty()).then(|| dice.pick(&fitting))
+    }
+
+    /// One thing that may happen.
+    fn happen(&mut self, dice: &mut Dice) {
+        match dice.below(32) {
+            0..=7 if self.calls.len() < 60 => {
+                let timeout = dice.percent(50).then(|| Span::from_micros(dice.below(3_000_000)));
+                let (lane, cost) = (dice.pick(&Lane::ALL), dice.pick(&[1, 1, 5, 100]));
+                self.arrive(lane, cost, timeout);
+            }
+            8..=13 => {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Asking(..))) {
+                    self.answer(id, dice.percent(4));
+                }
+            }
+            14..=20 => {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Sent(_))) {
+                    let class = match dice.below(12) {
+                        0..=5 => Class::Success,
+                        6..=7 => Class::Transient,
+                        8 => Class::Throttled,
+                        9 => Class::Auth,
+                        10 => Class::Permanent,
+                        _ => Class::Cancelled,
+                    };
+                    let retry_after = dice.percent(30).then(|| Span::from_micros(dice.below(500_000)));
+                    let cost = (class == Class::Success).then(|| dice.below(200));
+                    self.reply(id, class, retry_after, dice.percent(30), cost);
+                }
+            }
+            21 => {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Streaming)) {
+                    self.end(id);
+                }
+            }
+            22 => {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Renewing)) {
+                    self.renewed(id, dice.percent(70));
+                }
+            }
+            23 => {
+                if let Some(id) = self.any(dice, |_| true) {
+                    self.abandon(id);
+                }
+            }
+            24 => {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Queued(_) | Stage::Asking(..))) {
+                    self.raise(id, dice.pick(&Lane::ALL));
+                }
+            }
+            25..=26 if !self.orphans.is_empty() => {
+                let place = dice.below(self.orphans.len() as u64) as usize;
+                self.answer_orphan(place);
+            }
+            27..=29 => {
+                let now = self.now;
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Sleeping(until, _) if *until <= now)) {
+                    self.wake(id);
+                }
+            }
+            30 => self.now = self.now + Span::from_micros(dice.below(300_000)),
+            _ => self.now = self.now + Span::from_micros(dice.below(10_000)),
+        }
+        self.pump();
+    }
+
+    /// Everybody goes away, and everything is there again.
+    fn clear_out(mut self) -> Result<(), String> {
+        while let Some(&id) = self.calls.keys().next() {
+            self.abandon(id);
+        }
+        while !self.orphans.is_empty() {
+            self.answer_orphan(0);
+        }
+        self.check()?;
+        same("somebody's turn", self.desk.lanes.poll(self.now), Turn::Sleep(Time::NEVER))?;
+        same("refused by nobody", self.desk.lanes.spent(Lane::Background, u64::MAX, self.now), None)?;
+        self.now = self.now + MAX_LEAD + WINDOW;
+        let mut pace = Batch::new(0);
+        pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();
+        same("used of the window", self.store.ask(&pace, self.now).1.list()[0].used, 0)?;
+        // Three limits that are shared, and a cool-down of each credential.
+        same("states in the store", self.store.store().len() <= 6, true)?;
+        for lane in Lane::ALL {
+            let room = self.rules.lanes.lanes[lane as usize].max_waiting;
+            let entered = (0..=room).filter(|_| self.desk.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
+            same("room in the queue", entered.count(), room as usize)?;
+        }
+        Ok(())
+    }
+}
+
+fn passes(outcomes: &Outcomes) -> bool {
+    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
+}
+
+fn charged(batch: &Batch, place: usize) -> u64 {
+    batch.ops().iter().filter(|op| op.limit == id(place)).map(|op| op.cost).sum()
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
+    if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
+}
+
+fn any_world(dice: &mut Dice) -> World {
+    World::new(dice.pick(&[5, 50, 1_000]), dice.pick(&[4, 20, 100]), dice.percent(50), dice.percent(50))
+}
+
+#[test]
+fn nothing_leaks_whatever_happens() {
+    property::check(count(20, 400), 3_000, |mut dice| {
+        let mut world = any_world(&mut dice);
+        while !dice.exhausted() {
+            world.happen(&mut dice);
+            world.check()?;
+        }
+        world.clear_out()
+    });
+}
+
+#[test]
+fn a_long_run_leaks_nothing() {
+    let seed = dice::seed();
+    let mut dice = Dice::seeded(seed);
+    let mut world = World::new(50, 20, true, true);
+    let steps = count(20_000, 1_000_000);
+    for step in 0..steps {
+        world.happen(&mut dice);
+        world.finished.clear();
+        if let Err(leak) = world.check() {
+            panic!("{leak} at step {step}\n  repeat with TIDEGATE_SEED={seed}");
+        }
+    }
+    assert!(world.sent.len() > steps as usize / 40, "{} of {} calls were sent", world.sent.len(), world.arrived);
+    world.clear_out().unwrap();
+}
+
+/// Of 20,000 calls that are queued, under way or waiting for another try, 10,000 go away.
+#[test]
+fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
+    let seed = dice::seed();
+    let mut dice = Dice::seeded(seed);
+    let mut world = World::new(1_000, 20_000, false, false);
+    for _ in 0..20_000 {
+        world.arrive(Lane::User, 2, None);
+    }
+    assert_eq!(world.desk.lanes.waiting(Lane::User), 20_000);
+    // Some are asking or under way when the others go, and a few wait for another try.
+    for _ in 0..40 {
+        world.pump();
+        let asking = world.any(&mut dice, |stage| matches!(stage, Stage::Asking(..)));
+        world.answer(asking.expect("one at a time"), false);
+    }
+    world.pump();
+    for id in 0..3 {
+        world.reply(id, Class::Transient, None, false, None);
+    }
+    world.check().unwrap();
+    let mut alive: Vec<usize> = world.calls.keys().copied().collect();
+    for _ in 0..10_000 {
+        world.abandon(alive.swap_remove(dice.below(alive.len() as u64) as usize));
+    }
+    world.check().unwrap();
+    let queued = world.desk.lanes.waiting(Lane::User);
+    assert_eq!(world.calls.len(), 10_000);
+    assert!(queued > 9_900, "{queued}");
+    while !world.orphans.is_empty() {
+        world.answer_orphan(0);
+    }
+    let before = world.sent.len();
+    while !world.calls.is_empty() {
+        let wakes_at = world.pump();
+        let (now, busy) = (world.now, Vec::from_iter(world.busy.iter().copied()));
+        let mut next = wakes_at;
+        for id in busy {
+            match world.calls[&id].stage {
+                Stage::Asking(..) => world.answer(id, false),
+                Stage::Sent(_) => world.reply(id, Class::Success, None, false, None),
+                Stage::Sleeping(until, _) if until <= now => world.wake(id),
+                Stage::Sleeping(until, _) => {
+                    next = next.min(until);
+                    continue;
+                }
+                _ => panic!("nobody streams or logs in"),
+            }
+            next = now;
+        }
+        world.now = next;
+        assert!(!next.is_never() || world.calls.is_empty(), "somebody waits for ever");
+    }
+    alive.sort_unstable();
+    let waited: Vec<usize> = alive.into_iter().filter(|&id| id >= 40).collect();
+    assert_eq!(world.sent[before..], waited, "first come, first served");
+    assert!(world.finished.iter().all(|(_, result)| result.is_ok()), "{:?}", world.finished.first());
+    assert_eq!(world.finished.len(), 10_000);
+    world.check().unwrap();
+    world.clear_out().unwrap();
+}
