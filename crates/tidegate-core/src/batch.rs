@@ -164,6 +164,20 @@ impl Batch {
         self
     }
 
+    /// Empties it, for reuse.
+    pub(crate) fn restart(&mut self) {
+        self.terms = Terms::default();
+        self.ops.clear();
+    }
+
+    pub(crate) fn set_lead(&mut self, lead: Span) {
+        self.terms.lead = lead;
+    }
+
+    pub(crate) fn set_counted_at(&mut self, at: Time) {
+        self.terms.counted_at = at;
+    }
+
     /// Adds an operation.
     ///
     /// # Errors

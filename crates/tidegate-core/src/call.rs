@@ -115,6 +115,8 @@ pub struct Desk {
     pub breaker: Breaker,
     /// What bounds retries.
     pub budget: Budget,
+    /// What the last step has the store do.
+    pub orders: Orders,
     lead: Span,
     widened_at: Time,
 }
@@ -128,6 +130,7 @@ impl Desk {
             inflight,
             breaker,
             budget: Budget::new(rules.budget),
+            orders: Orders::default(),
             lead: rules.lead,
             widened_at: Time::ZERO,
         };
@@ -224,14 +227,13 @@ pub enum Failure {
     GaveUp(GiveUp),
 }
 
-/// What a driver is to do.
-#[derive(Clone, Debug)]
-#[expect(clippy::large_enum_variant, reason = "boxing the batch would allocate on every call")]
+/// What a driver is to do, after it has told the store what the desk's [`Orders`] say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Wait until the desk's lanes name the call's ticket, for [`Call::turn`] or [`Call::expired`].
     Queue,
-    /// Ask the store, for [`Call::decided`].
-    Ask(Batch),
+    /// Ask the store what the [`Orders`] say, for [`Call::decided`].
+    Ask,
     /// Send the request with this credential, for [`Call::replied`].
     Send {
         /// Its place in the provider's list.
@@ -248,19 +250,32 @@ pub enum Step {
     Finish(Result<(), Failure>),
 }
 
-/// A step, and what the store is to be told before, without waiting for an answer.
+/// What a step has the store do. It lies on the desk from step to step, so that no batch is ever copied.
 #[derive(Clone, Debug)]
-#[must_use]
-pub struct Next {
-    /// What to tell.
-    pub tell: Option<Batch>,
-    /// What to do.
-    pub step: Step,
+pub struct Orders {
+    tell: Batch,
+    ask: Batch,
 }
 
-impl From<Step> for Next {
-    fn from(step: Step) -> Self {
-        Self { tell: None, step }
+impl Default for Orders {
+    fn default() -> Self {
+        Self { tell: Batch::new(0), ask: Batch::new(0) }
+    }
+}
+
+impl Orders {
+    /// What the store is to be told, without waiting for an answer, before anything else is done.
+    pub fn tell(&self) -> Option<&Batch> {
+        (!self.tell.ops().is_empty()).then_some(&self.tell)
+    }
+
+    /// What the store is to be asked, after [`Step::Ask`].
+    pub fn ask(&self) -> &Batch {
+        &self.ask
+    }
+
+    fn begin(&mut self) {
+        self.tell.restart();
     }
 }
 
@@ -345,7 +360,8 @@ impl Call {
     }
 
     /// Enters the queue, at first or for another attempt.
-    pub fn start(&mut self, desk: &mut Desk, now: Time) -> Next {
+    pub fn start(&mut self, desk: &mut Desk, now: Time) -> Step {
+        desk.orders.begin();
         if let Err(refusal) = desk.breaker.peek(now) {
             return self.fail(Failure::Unavailable(refusal), desk);
         }
@@ -362,7 +378,7 @@ impl Call {
         match desk.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
             Ok(ticket) => {
                 self.stage = Stage::Queued(ticket);
-                Step::Queue.into()
+                Step::Queue
             }
             Err(full) => self.fail(Failure::QueueFull(full), desk),
         }
@@ -380,15 +396,18 @@ impl Call {
     }
 
     /// The lanes have named it: asks for the first credential that isn't known to be cooling.
-    pub fn turn(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Next {
-        let Stage::Queued(ticket) = self.stage else { return Step::Queue.into() };
+    pub fn turn(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Step {
+        desk.orders.begin();
+        let Stage::Queued(ticket) = self.stage else { return Step::Queue };
         if let Err(refusal) = desk.breaker.peek(now) {
             return self.fail(Failure::Unavailable(refusal), desk);
         }
         match desk.pool.next(now, rng) {
             Some(credential) => {
                 self.stage = Stage::Asking(ticket, credential);
-                Step::Ask(self.batch(rules, credential, Verb::Take).ahead(desk.lead)).into()
+                self.fill(&mut desk.orders.ask, rules, credential, Verb::Take);
+                desk.orders.ask.set_lead(desk.lead);
+                Step::Ask
             }
             None => {
                 let earliest = desk.pool.earliest();
@@ -398,23 +417,26 @@ impl Call {
     }
 
     /// The lanes say that its deadline has passed, and it has left them.
-    pub fn expired(&mut self, desk: &mut Desk) -> Next {
+    pub fn expired(&mut self, desk: &mut Desk) -> Step {
+        desk.orders.begin();
         self.stage = Stage::Idle;
         self.fail(Failure::DeadlineExceeded, desk)
     }
 
-    /// The store has answered.
+    /// The store has answered what [`Orders::ask`] said after the call's last step.
     pub fn decided(
         &mut self,
         rules: &Rules,
         limits: &Limits,
         desk: &mut Desk,
-        (batch, outcomes): (&Batch, &Outcomes),
+        outcomes: &Outcomes,
         now: Time,
         rng: &mut impl Rng,
-    ) -> Next {
-        let Stage::Asking(ticket, credential) = self.stage else { return Step::Queue.into() };
-        let refused = batch.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
+    ) -> Step {
+        desk.orders.begin();
+        let Stage::Asking(ticket, credential) = self.stage else { return Step::Queue };
+        let refused =
+            desk.orders.ask.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
         let last = |shared: bool| {
             let refused = refused.clone().filter(move |(op, _)| (op.key == rules.key) == shared);
             refused.max_by_key(|(_, outcome)| outcome.retry_at)
@@ -468,12 +490,13 @@ impl Call {
         desk: &mut Desk,
         outcomes: &Outcomes,
         now: Time,
-    ) -> Next {
+    ) -> Step {
         let counted_at = outcomes.now() + desk.lead;
         let Some(lane) = desk.lanes.granted(ticket, now) else {
             self.stage = Stage::Idle;
-            let refund = self.batch(rules, credential, Verb::Refund).counted_at(counted_at);
-            return Next { tell: Some(refund), ..self.fail(Failure::DeadlineExceeded, desk) };
+            self.fill(&mut desk.orders.tell, rules, credential, Verb::Refund);
+            desk.orders.tell.set_counted_at(counted_at);
+            return self.fail(Failure::DeadlineExceeded, desk);
         };
         let permit = match desk.breaker.take(now) {
             Ok(permit) => permit,
@@ -481,8 +504,9 @@ impl Call {
                 desk.lanes.ended(lane);
                 desk.lanes.poke();
                 self.stage = Stage::Idle;
-                let refund = self.batch(rules, credential, Verb::Refund).counted_at(counted_at);
-                return Next { tell: Some(refund), ..self.fail(Failure::Unavailable(refusal), desk) };
+                self.fill(&mut desk.orders.tell, rules, credential, Verb::Refund);
+                desk.orders.tell.set_counted_at(counted_at);
+                return self.fail(Failure::Unavailable(refusal), desk);
             }
         };
         desk.pool.used(credential);
@@ -501,20 +525,21 @@ impl Call {
             generation,
             in_flight: desk.in_flight(),
         });
-        Step::Send { credential }.into()
+        Step::Send { credential }
     }
 
     /// The attempt has ended.
-    pub fn replied(&mut self, rules: &Rules, desk: &mut Desk, reply: &Reply, now: Time, rng: &mut impl Rng) -> Next {
-        let Some(sent) = self.take_sent() else { return Step::Finish(Ok(())).into() };
+    pub fn replied(&mut self, rules: &Rules, desk: &mut Desk, reply: &Reply, now: Time, rng: &mut impl Rng) -> Step {
+        desk.orders.begin();
+        let Some(sent) = self.take_sent() else { return Step::Finish(Ok(())) };
         let credential = sent.credential;
-        let tell = self.settle(rules, desk, sent, reply, now, rng);
+        self.settle(rules, desk, sent, reply, now, rng);
         if reply.class == Class::Auth && rules.renews && !self.renewed {
             self.renewed = true;
-            return Next { tell, step: Step::Renew { credential } };
+            return Step::Renew { credential };
         }
         if matches!(reply.class, Class::Success | Class::Permanent | Class::Auth | Class::Cancelled) {
-            return Next { tell, step: Step::Finish(Ok(())) };
+            return Step::Finish(Ok(()));
         }
         let attempt = Attempt {
             class: reply.class,
@@ -526,15 +551,15 @@ impl Call {
         match self.tries.after(&attempt, Some(&desk.budget), now, rng) {
             Ok(at) => {
                 self.retries = reply.class == Class::Transient;
-                Next { tell, step: Step::Sleep(at) }
+                Step::Sleep(at)
             }
-            Err(why) => Next { tell, step: Step::Finish(Err(Failure::GaveUp(why))) },
+            Err(why) => Step::Finish(Err(Failure::GaveUp(why))),
         }
     }
 
     /// The login was repeated, or failed: then the reply that asked for it stands.
-    pub fn renewed(&mut self, desk: &mut Desk, good: bool, now: Time) -> Next {
-        if good { self.start(desk, now) } else { Step::Finish(Ok(())).into() }
+    pub fn renewed(&mut self, desk: &mut Desk, good: bool, now: Time) -> Step {
+        if good { self.start(desk, now) } else { Step::Finish(Ok(())) }
     }
 
     /// The last reply's body has ended, or nobody reads on.
@@ -546,7 +571,8 @@ impl Call {
     }
 
     /// It turned out to cost this much, where its measure is its cost.
-    pub fn cost_was(&mut self, rules: &Rules, credential: usize, cost: u64) -> Option<Batch> {
+    pub fn cost_was(&mut self, rules: &Rules, desk: &mut Desk, credential: usize, cost: u64) {
+        desk.orders.begin();
         let (verb, rest) =
             if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
         let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
@@ -554,11 +580,9 @@ impl Call {
         let shared = rules.ceilings.iter().chain(own).filter(measured).map(|ceiling| (ceiling, rules.key));
         let key = rules.credential_keys[credential];
         let of_credential = rules.credential_ceilings.iter().filter(measured).map(|ceiling| (ceiling, key));
-        let mut batch = Batch::new(0);
-        for (ceiling, key) in shared.chain(of_credential) {
-            push(&mut batch, Op::new(ceiling.limit, verb, key, rest));
+        for (ceiling, key) in shared.chain(of_credential).filter(|_| rest > 0) {
+            push(&mut desk.orders.tell, Op::new(ceiling.limit, verb, key, rest));
         }
-        (rest > 0 && !batch.ops().is_empty()).then_some(batch)
     }
 
     /// Somebody more urgent waits for it too: it moves up to their lane, unless it is sent already.
@@ -575,11 +599,13 @@ impl Call {
     }
 
     /// Nobody waits for it any more. Sent, it stays charged; otherwise all that it holds goes back.
-    pub fn abandoned(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Option<Batch> {
+    pub fn abandoned(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) {
+        desk.orders.begin();
         self.leave(desk);
         self.ended(desk);
-        let sent = self.take_sent()?;
-        self.settle(rules, desk, sent, &CANCELLED, now, rng)
+        if let Some(sent) = self.take_sent() {
+            self.settle(rules, desk, sent, &CANCELLED, now, rng);
+        }
     }
 
     /// What the store must give back when an answer arrives for a call that was abandoned while it asked.
@@ -605,15 +631,7 @@ impl Call {
     }
 
     /// Tells everybody how an attempt ended.
-    fn settle(
-        &mut self,
-        rules: &Rules,
-        desk: &mut Desk,
-        sent: Sent,
-        reply: &Reply,
-        now: Time,
-        rng: &mut impl Rng,
-    ) -> Option<Batch> {
+    fn settle(&mut self, rules: &Rules, desk: &mut Desk, sent: Sent, reply: &Reply, now: Time, rng: &mut impl Rng) {
         let elapsed = now.since(sent.at);
         desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         if let Some(inflight) = &mut desk.inflight {
@@ -626,19 +644,18 @@ impl Call {
         } else {
             desk.lanes.ended(sent.lane);
         }
-        let mut batch = if sent.counted_at > now && rules.lead > Span::ZERO {
+        if sent.counted_at > now && rules.lead > Span::ZERO {
             desk.lanes.poke();
-            self.batch(rules, sent.credential, Verb::Settle).counted_at(sent.counted_at)
-        } else {
-            Batch::new(0)
-        };
+            self.fill(&mut desk.orders.tell, rules, sent.credential, Verb::Settle);
+            desk.orders.tell.set_counted_at(sent.counted_at);
+        }
         let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
         match reply.class {
             Class::Throttled => {
                 desk.widen(sent.at, now);
                 let asked = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
-                push(&mut batch, cooldown(Verb::Throttle { generation }, asked.as_micros()));
+                push(&mut desk.orders.tell, cooldown(Verb::Throttle { generation }, asked.as_micros()));
                 // The store knows the cool-down better; until it says so, what was asked for is known.
                 if asked.is_zero() {
                     desk.pool.not_before(sent.credential, now + Span::from_micros(1), now);
@@ -646,10 +663,10 @@ impl Call {
                     desk.pool.closed_until(sent.credential, now + asked, now);
                 }
             }
-            Class::Success if generation > 0 => push(&mut batch, cooldown(Verb::Succeed { generation }, 0)),
+            Class::Success if generation > 0 => push(&mut desk.orders.tell, cooldown(Verb::Succeed { generation }, 0)),
             Class::Auth if rules.renews => {}
             Class::Auth if rules.credential_keys.len() > 1 => {
-                push(&mut batch, cooldown(Verb::Disable, DISABLED.as_micros()));
+                push(&mut desk.orders.tell, cooldown(Verb::Disable, DISABLED.as_micros()));
                 desk.pool.not_before(sent.credential, now + DISABLED, now);
             }
             _ => {}
@@ -657,7 +674,6 @@ impl Call {
         if let Some(until) = reply.spent_until.filter(|until| *until > now) {
             desk.pool.not_before(sent.credential, until, now);
         }
-        (!batch.ops().is_empty()).then_some(batch)
     }
 
     /// Keeps its place in the queue until a moment, or fails now if that is too late. `spent` is the limit that can't have
@@ -670,8 +686,8 @@ impl Call {
         spent: Option<LimitId>,
         desk: &mut Desk,
         now: Time,
-    ) -> Next {
-        let Some(ticket) = self.ticket() else { return Step::Queue.into() };
+    ) -> Step {
+        let Some(ticket) = self.ticket() else { return Step::Queue };
         if until >= self.deadline {
             return self.fail(failure, desk);
         }
@@ -679,12 +695,12 @@ impl Call {
             Some(limit) => desk.lanes.spent_until(ticket, limit, until, scope, now),
             None => desk.lanes.not_until(ticket, until, scope, now),
         }
-        Step::Queue.into()
+        Step::Queue
     }
 
-    fn fail(&mut self, failure: Failure, desk: &mut Desk) -> Next {
+    fn fail(&mut self, failure: Failure, desk: &mut Desk) -> Step {
         self.leave(desk);
-        Step::Finish(Err(failure)).into()
+        Step::Finish(Err(failure))
     }
 
     /// Gives back its place in the queue, and the retry that it won't be sent for.
@@ -698,21 +714,20 @@ impl Call {
         }
     }
 
-    /// The operations of an attempt with this credential. The cool-down comes first.
-    fn batch(&self, rules: &Rules, credential: usize, verb: Verb) -> Batch {
+    /// Makes a batch the operations of an attempt with this credential. The cool-down comes first.
+    fn fill(&self, batch: &mut Batch, rules: &Rules, credential: usize, verb: Verb) {
         let cost = |ceiling: &Ceiling| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
         let own_key = rules.credential_keys[credential];
-        let mut batch = Batch::new(0);
+        batch.restart();
         if verb == Verb::Take {
-            push(&mut batch, Op::new(rules.cooldown, verb, own_key, 1));
+            push(batch, Op::new(rules.cooldown, verb, own_key, 1));
         }
         for ceiling in &rules.credential_ceilings {
-            push(&mut batch, Op::new(ceiling.limit, verb, own_key, cost(ceiling)));
+            push(batch, Op::new(ceiling.limit, verb, own_key, cost(ceiling)));
         }
         for ceiling in rules.ceilings.iter().chain(&rules.lane_ceilings[self.lane as usize]) {
-            push(&mut batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
+            push(batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
         }
-        batch
     }
 }
 

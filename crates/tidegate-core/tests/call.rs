@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Next, Reply, Rules, Step};
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::retry::{GiveUp, Retry};
 use tidegate_core::{
@@ -112,21 +112,21 @@ impl World {
         id
     }
 
-    fn step(&mut self, id: usize, mut next: Next) {
+    fn step(&mut self, id: usize, mut next: Step) {
         loop {
-            if let Some(batch) = &next.tell {
+            if let Some(batch) = self.desk.orders.tell() {
                 self.store.ask(batch, self.now);
             }
             let (call, now) = (&mut self.calls[id], self.now);
-            match next.step {
+            match next {
                 Step::Queue => {
                     self.tickets.insert(call.ticket().unwrap().index(), id);
                     return;
                 }
-                Step::Ask(batch) => {
-                    let (_, outcomes) = self.store.ask(&batch, now);
-                    let answer = (&batch, &outcomes);
-                    next = call.decided(&self.rules, &self.limits, &mut self.desk, answer, now, &mut self.rng);
+                Step::Ask => {
+                    let (_, outcomes) = self.store.ask(self.desk.orders.ask(), now);
+                    let World { rules, limits, desk, rng, .. } = self;
+                    next = self.calls[id].decided(rules, limits, desk, &outcomes, now, rng);
                 }
                 Step::Send { .. } => {
                     self.sent.push((now, id));
@@ -418,7 +418,8 @@ fn who_goes_away_leaves_nothing_behind() {
     world.run(ms(0), |_| {});
     for id in 5..15 {
         let (call, desk) = (&mut world.calls[id], &mut world.desk);
-        assert!(call.abandoned(&world.rules, desk, world.now, &mut world.rng).is_none());
+        call.abandoned(&world.rules, desk, world.now, &mut world.rng);
+        assert!(world.desk.orders.tell().is_none());
     }
     assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
     world.run(ms(60_000), |_| {});

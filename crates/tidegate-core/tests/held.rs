@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Next, Reply, Rules, Step};
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::Turn;
 use tidegate_core::quota::Every;
 use tidegate_core::{
@@ -72,7 +72,7 @@ impl Provider {
     /// A call that arrives, and what it is told: `None` if it queues.
     fn arrive(&mut self, lane: Lane, cost: u64, timeout: Span, now: Time) -> (Call, Option<Failure>) {
         let mut call = Call::new(&self.rules, lane, cost, Some(now + timeout), now);
-        match call.start(&mut self.desk, now).step {
+        match call.start(&mut self.desk, now) {
             Step::Queue => (call, None),
             Step::Finish(Err(failure)) => (call, Some(failure)),
             other => panic!("{other:?}"),
@@ -95,11 +95,12 @@ impl Provider {
         let Turn::Ask(ticket) = self.desk.lanes.poll(now) else { panic!("nobody's turn") };
         assert_eq!(call.ticket(), Some(ticket));
         let mut next = call.turn(&self.rules, &mut self.desk, now, &mut self.rng);
-        while let Step::Ask(batch) = &next.step {
-            let answer = (batch, &self.ask(batch, now));
-            next = call.decided(&self.rules, &self.limits, &mut self.desk, answer, now, &mut self.rng);
+        while next == Step::Ask {
+            let outcomes = self.ask(self.desk.orders.ask(), now);
+            let Self { rules, limits, desk, rng, .. } = self;
+            next = call.decided(rules, limits, desk, &outcomes, now, rng);
         }
-        next.step
+        next
     }
 
     /// A call goes through, and is answered like this at once.
@@ -110,9 +111,9 @@ impl Provider {
         assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
         let reply =
             Reply { class, repeatable: false, unreplayable: None, retry_after, spent_until: None, streams: false };
-        let Next { tell, step } = call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
-        if let Some(batch) = tell {
-            self.ask(&batch, now);
+        let step = call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
+        if let Some(batch) = self.desk.orders.tell() {
+            self.ask(batch, now);
         }
         step
     }

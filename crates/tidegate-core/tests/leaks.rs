@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::breaker::State;
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Next, Reply, Rules, Step};
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::quota::Every;
 use tidegate_core::{
@@ -173,11 +173,12 @@ impl World {
     }
 
     /// What a step makes of a call.
-    fn step(&mut self, id: usize, mut known: Known, next: Next) {
-        self.tell(next.tell.as_ref());
-        known.stage = match next.step {
+    fn step(&mut self, id: usize, mut known: Known, next: Step) {
+        self.tell(self.desk.orders.tell());
+        known.stage = match next {
             Step::Queue => Stage::Queued(known.call.ticket().expect("a call that queues")),
-            Step::Ask(batch) => {
+            Step::Ask => {
+                let batch = self.desk.orders.ask().clone();
                 let outcomes = self.store.ask(&batch, self.now).1;
                 Stage::Asking(known.call.ticket().expect("a call that asks"), Box::new((batch, outcomes)))
             }
@@ -243,12 +244,13 @@ impl World {
             // The question was lost with its answer: as an orphan, what it was charged goes back.
             self.orphan(&mut known);
             known.call.undecided(&mut self.desk);
-            return self.step(id, known, Step::Finish(Err(Failure::DeadlineExceeded)).into());
+            self.desk.orders = Orders::default();
+            return self.step(id, known, Step::Finish(Err(Failure::DeadlineExceeded)));
         }
         let Stage::Asking(_, answer) = &known.stage else { panic!("nothing was asked") };
-        let (batch, outcomes) = &**answer;
-        let answer = (batch, outcomes);
-        let next = known.call.decided(&self.rules, &self.limits, &mut self.desk, answer, self.now, &mut self.rng);
+        let (_, outcomes) = &**answer;
+        let Self { rules, limits, desk, now, rng, .. } = self;
+        let next = known.call.decided(rules, limits, desk, outcomes, *now, rng);
         self.step(id, known, next);
     }
 
@@ -265,17 +267,17 @@ impl World {
         let reply = Reply { class, repeatable, unreplayable, retry_after, spent_until, streams };
         let next = known.call.replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
         if let Some(cost) = cost {
-            let batch = known.call.cost_was(&self.rules, credential, cost);
-            self.tell(batch.as_ref());
+            self.tell(self.desk.orders.tell());
+            known.call.cost_was(&self.rules, &mut self.desk, credential, cost);
             self.charged.1 = self.charged.1 + cost - known.cost;
         }
-        let goes_on = !matches!(next.step, Step::Finish(_));
-        let from_budget = class == Class::Transient && matches!(next.step, Step::Sleep(_));
+        let goes_on = !matches!(next, Step::Finish(_));
+        let from_budget = class == Class::Transient && matches!(next, Step::Sleep(_));
         if from_budget {
             self.budget -= 1_000;
         }
         if streams && !goes_on && !class.is_retryable() {
-            self.tell(next.tell.as_ref());
+            self.tell(self.desk.orders.tell());
             known.stage = Stage::Streaming;
             return self.keep(id, known);
         }
@@ -310,8 +312,8 @@ impl World {
         let mut known = self.take(id);
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
         self.orphan(&mut known);
-        let tell = known.call.abandoned(&self.rules, &mut self.desk, self.now, &mut self.rng);
-        self.tell(tell.as_ref());
+        known.call.abandoned(&self.rules, &mut self.desk, self.now, &mut self.rng);
+        self.tell(self.desk.orders.tell());
         if retries {
             self.earn(1_000);
         }

@@ -12,7 +12,7 @@ use std::task::{Poll, Waker};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
-use tidegate_core::call::{Call, Desk, Failure, Next, Reply, Rules, Step};
+use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
 use tidegate_core::{Batch, Clock, Lane, Outcomes, Span, Ticket, Time, Turn};
 use tidegate_policy::outbound;
 use tidegate_store::{Answer, Store, StoreError};
@@ -167,9 +167,10 @@ impl<S: Store, C: Clock> Hall<S, C> {
             call.raise(urgency.lane(), &mut floor.table.desk, now);
         }
         self.keep_hours(floor, now);
-        let next = call.start(&mut floor.table.desk, now);
-        self.tell(next.tell.as_ref(), now);
-        if let Step::Finish(Err(failure)) = next.step {
+        let Table { desk, .. } = &mut floor.table;
+        let step = call.start(desk, now);
+        self.tell(desk, now);
+        if let Step::Finish(Err(failure)) = step {
             return Entered::Decided(call, Err(Broken::Failed(failure)), now);
         }
         let mut own = Own { call: &mut call, verdict: None };
@@ -212,14 +213,14 @@ impl<S: Store, C: Clock> Hall<S, C> {
         let floor = &mut *self.enter();
         let now = self.clock.now();
         let Table { desk, rng, .. } = &mut floor.table;
-        let next = call.replied(&self.rules, desk, reply, now, rng);
-        self.tell(next.tell.as_ref(), now);
+        let step = call.replied(&self.rules, desk, reply, now, rng);
+        self.tell(desk, now);
         self.pump(floor, None, now);
-        let after = match next.step {
+        let after = match step {
             Step::Sleep(at) => After::Again(at),
             Step::Renew { .. } => After::Renew,
             Step::Finish(Err(failure)) => After::Failed(failure),
-            Step::Finish(Ok(())) | Step::Queue | Step::Ask(_) | Step::Send { .. } => After::Done,
+            Step::Finish(Ok(())) | Step::Queue | Step::Ask | Step::Send { .. } => After::Done,
         };
         (after, now)
     }
@@ -228,10 +229,12 @@ impl<S: Store, C: Clock> Hall<S, C> {
     pub(super) fn ended(self: &Arc<Self>, call: &mut Call, credential: usize, cost: Option<u64>) {
         let floor = &mut *self.enter();
         let now = self.clock.now();
-        call.ended(&mut floor.table.desk);
-        if let Some(batch) = cost.and_then(|cost| call.cost_was(&self.rules, credential, cost)) {
-            self.tell(Some(&batch), now);
-            floor.table.desk.lanes.poke();
+        let Table { desk, .. } = &mut floor.table;
+        call.ended(desk);
+        if let Some(cost) = cost {
+            call.cost_was(&self.rules, desk, credential, cost);
+            self.tell(desk, now);
+            desk.lanes.poke();
         }
         self.pump(floor, None, now);
     }
@@ -252,8 +255,9 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call) {
         let now = self.clock.now();
-        let tell = call.abandoned(&self.rules, &mut floor.table.desk, now, &mut floor.table.rng);
-        self.tell(tell.as_ref(), now);
+        let Table { desk, rng, .. } = &mut floor.table;
+        call.abandoned(&self.rules, desk, now, rng);
+        self.tell(desk, now);
         self.pump(floor, None, now);
     }
 
@@ -273,8 +277,8 @@ impl<S: Store, C: Clock> Hall<S, C> {
         }
     }
 
-    fn tell(&self, batch: Option<&Batch>, now: Time) {
-        if let Some(batch) = batch {
+    fn tell(&self, desk: &Desk, now: Time) {
+        if let Some(batch) = desk.orders.tell() {
             self.store.tell(batch, now);
         }
     }
@@ -317,24 +321,32 @@ impl<S: Store, C: Clock> Hall<S, C> {
         now: Time,
     ) -> Option<Verdict> {
         let Table { desk, rng, .. } = table;
-        let next = if expired { call.expired(desk) } else { call.turn(&self.rules, desk, now, rng) };
-        match self.concluded(next, now) {
-            Ok(verdict) => verdict,
-            Err(batch) => self.ask(call, ticket, batch, table, now),
-        }
+        let step = match expired {
+            true => call.expired(desk),
+            false => call.turn(&self.rules, desk, now, rng),
+        };
+        self.follow(step, call, ticket, table, now)
     }
 
-    /// Asks the store, as often as its answers lead to further questions; `None` if an answer has to be waited for.
-    fn ask(
+    /// Follows a step to a verdict, asking the store as often as its answers lead to further questions; `None` if the call
+    /// waits on, or an answer has to be waited for.
+    fn follow(
         self: &Arc<Self>,
+        mut step: Step,
         call: &mut Call,
         ticket: Ticket,
-        mut batch: Batch,
         table: &mut Table,
         now: Time,
     ) -> Option<Verdict> {
         loop {
-            let outcomes = match self.store.apply(&batch, now) {
+            self.tell(&table.desk, now);
+            match step {
+                Step::Ask => {}
+                Step::Send { credential } => return Some(Ok(credential)),
+                Step::Finish(Err(failure)) => return Some(Err(Broken::Failed(failure))),
+                Step::Queue | Step::Renew { .. } | Step::Sleep(_) | Step::Finish(Ok(())) => return None,
+            }
+            let outcomes = match self.store.apply(table.desk.orders.ask(), now) {
                 Answer::Ready(outcomes) => outcomes,
                 Answer::Later(answer) => {
                     let Some(runtime) = Handle::try_current().ok().or_else(|| table.runtime.clone()) else {
@@ -343,55 +355,30 @@ impl<S: Store, C: Clock> Hall<S, C> {
                             "there is no runtime to wait in".to_owned(),
                         ))));
                     };
-                    let hall = Arc::clone(self);
-                    runtime.spawn(async move { hall.answered(ticket, batch, answer.await) });
+                    let (hall, batch) = (Arc::clone(self), table.desk.orders.ask().clone());
+                    runtime.spawn(async move { hall.answered(ticket, &batch, answer.await) });
                     return None;
                 }
             };
-            match self.decided(call, &batch, &outcomes, table, now) {
-                Ok(verdict) => return verdict,
-                Err(next) => batch = next,
-            }
+            step = self.decided(call, &outcomes, table, now);
         }
     }
 
-    #[expect(clippy::result_large_err, reason = "the batch is a usual way on, and boxing it would allocate")]
-    fn decided(
-        &self,
-        call: &mut Call,
-        batch: &Batch,
-        outcomes: &Outcomes,
-        Table { desk, rng, .. }: &mut Table,
-        now: Time,
-    ) -> Result<Option<Verdict>, Batch> {
-        let next = call.decided(&self.rules, self.store.limits(), desk, (batch, outcomes), now, rng);
-        self.concluded(next, now)
-    }
-
-    /// A verdict, or that there is none yet; or else what to ask.
-    #[expect(clippy::result_large_err, reason = "the batch is the usual way on, and boxing it would allocate")]
-    fn concluded(&self, next: Next, now: Time) -> Result<Option<Verdict>, Batch> {
-        self.tell(next.tell.as_ref(), now);
-        match next.step {
-            Step::Ask(batch) => Err(batch),
-            Step::Send { credential } => Ok(Some(Ok(credential))),
-            Step::Finish(Err(failure)) => Ok(Some(Err(Broken::Failed(failure)))),
-            Step::Queue | Step::Renew { .. } | Step::Sleep(_) | Step::Finish(Ok(())) => Ok(None),
-        }
+    fn decided(&self, call: &mut Call, outcomes: &Outcomes, table: &mut Table, now: Time) -> Step {
+        let Table { desk, rng, .. } = table;
+        call.decided(&self.rules, self.store.limits(), desk, outcomes, now, rng)
     }
 
     /// A store has answered that had to be waited for.
-    fn answered(self: &Arc<Self>, ticket: Ticket, batch: Batch, answer: Result<Outcomes, StoreError>) {
+    fn answered(self: &Arc<Self>, ticket: Ticket, batch: &Batch, answer: Result<Outcomes, StoreError>) {
         let floor = &mut *self.enter();
         let now = self.clock.now();
         match (floor.parked_at(ticket), answer) {
             (Some(place), Ok(outcomes)) => {
                 let Floor { table, parked, .. } = floor;
                 let call = &mut parked[place].call;
-                let verdict = match self.decided(call, &batch, &outcomes, table, now) {
-                    Ok(verdict) => verdict,
-                    Err(next) => self.ask(call, ticket, next, table, now),
-                };
+                let step = self.decided(call, &outcomes, table, now);
+                let verdict = self.follow(step, call, ticket, table, now);
                 if let Some(verdict) = verdict {
                     floor.conclude(place, verdict);
                 }
@@ -401,7 +388,9 @@ impl<S: Store, C: Clock> Hall<S, C> {
                 floor.conclude(place, Err(Broken::Store(error)));
             }
             (None, Ok(outcomes)) => {
-                self.tell(Call::unwanted(&self.rules, &batch, &outcomes).as_ref(), now);
+                if let Some(refund) = Call::unwanted(&self.rules, batch, &outcomes) {
+                    self.store.tell(&refund, now);
+                }
                 floor.table.desk.lanes.poke();
             }
             (None, Err(_)) => {}
