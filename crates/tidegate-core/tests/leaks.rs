@@ -77,7 +77,7 @@ struct World {
 }
 
 impl World {
-    fn new(pace: u64, max_waiting: u32, inflight: bool, renews: bool) -> Self {
+    fn new(pace: u64, max_waiting: u32, failures: u32, inflight: bool, renews: bool) -> Self {
         let cooldown = Cooldown { base: Span::from_millis(50), ..Cooldown::default() };
         let forever = || Arc::new(Every(Span::MAX));
         let kinds = [
@@ -111,6 +111,7 @@ impl World {
             budget: BudgetSpec::default(),
         };
         let breaker = BreakerSpec {
+            failures: Some(failures),
             open: Backoff { jitter: tidegate_core::Jitter::None, ..Backoff::exponential(WINDOW, WINDOW) },
             probe_lease: Span::from_secs(86_400),
             ..BreakerSpec::default()
@@ -478,7 +479,9 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Re
 }
 
 fn any_world(dice: &mut Dice) -> World {
-    World::new(dice.pick(&[5, 50, 1_000]), dice.pick(&[4, 20, 100]), dice.percent(50), dice.percent(50))
+    let (pace, max_waiting, failures) =
+        (dice.pick(&[5, 50, 1_000]), dice.pick(&[4, 20, 100]), dice.between(1, 4) as u32);
+    World::new(pace, max_waiting, failures, dice.percent(50), dice.percent(50))
 }
 
 #[test]
@@ -497,7 +500,7 @@ fn nothing_leaks_whatever_happens() {
 fn a_long_run_leaks_nothing() {
     let seed = dice::seed();
     let mut dice = Dice::seeded(seed);
-    let mut world = World::new(50, 20, true, true);
+    let mut world = World::new(50, 20, 2, true, true);
     let steps = count(20_000, 1_000_000);
     for step in 0..steps {
         world.happen(&mut dice);
@@ -515,7 +518,7 @@ fn a_long_run_leaks_nothing() {
 fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
     let seed = dice::seed();
     let mut dice = Dice::seeded(seed);
-    let mut world = World::new(1_000, 20_000, false, false);
+    let mut world = World::new(1_000, 20_000, 5, false, false);
     for _ in 0..20_000 {
         world.arrive(Lane::User, 2, None);
     }
