@@ -559,6 +559,7 @@ impl Call {
 
     /// The login was repeated, or failed: then the reply that asked for it stands.
     pub fn renewed(&mut self, desk: &mut Desk, good: bool, now: Time) -> Step {
+        desk.orders.begin();
         if good { self.start(desk, now) } else { Step::Finish(Ok(())) }
     }
 

@@ -245,7 +245,7 @@ impl World {
             // The question was lost with its answer: as an orphan, what it was charged goes back.
             self.orphan(&mut known);
             known.call.undecided(&mut self.desk);
-            self.desk.orders = Orders::default();
+            self.desk.orders = tidegate_core::call::Orders::default();
             return self.step(id, known, Step::Finish(Err(Failure::DeadlineExceeded)));
         }
         let Stage::Asking(_, answer) = &known.stage else { panic!("nothing was asked") };
