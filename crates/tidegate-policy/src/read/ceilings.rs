@@ -100,6 +100,10 @@ impl Reader<'_> {
             _ => None,
         });
         let window = windows.max().unwrap_or(LanesSpec::default().window);
+        // Without a window nothing is counted ahead, and replies have nothing to put right in the store.
+        let own_of_lanes = lanes.iter().flat_map(|lane| &lane.limits);
+        let mut every = all().chain(&own_cost).chain(&of_credential_cost).chain(own_of_lanes);
+        let has_windows = every.any(|written| matches!(written.quantity, Quantity::Window { .. }));
 
         let name = section.name;
         let mut ceilings = self.ceilings(collected, name, own)?;
@@ -141,7 +145,7 @@ impl Reader<'_> {
             key: Key::default(),
             credential_keys: Box::default(),
             renews,
-            lead: Span::ZERO,
+            lead: if has_windows { MAX_LEAD } else { Span::ZERO },
             jitter,
             lanes,
             lane_rules,

@@ -99,7 +99,7 @@ impl Reader<'_> {
             hours,
             cost: cost?,
             pace: Pace::Limits,
-            unkeyed: Rules { lead: lead?, ..rules },
+            unkeyed: Rules { lead: lead?.min(rules.lead), ..rules },
         })
     }
 
