@@ -61,9 +61,10 @@ pub const REACHES: &[Reach] = &[
 /// allocator's slack and the threads.
 pub const FLOOD_RESIDENT_MIB: f64 = 64.0 + 8.0;
 
-/// What an operation on 100,000 waiting calls may cost over one on 1,000. The logarithm alone is 1.7 times, and what
-/// doesn't fit into the cache costs some times more; anything linear would be 100.
-pub const LANES_GROWTH: f64 = 10.0;
+/// What an operation on 100,000 waiting calls may cost over one on 1,000, to tell a logarithm from a line. The logarithm
+/// grows 1.7 times, and leaving the cache costs up to twenty times as much; a line grows 100 times before it leaves the
+/// cache.
+pub const LANES_GROWTH: f64 = 33.0;
 
 /// The bound of a row, if it has one.
 pub fn of(row: &str) -> Option<Bound> {

@@ -57,8 +57,9 @@ pub fn calls(limit: Limit) -> Box<dyn Subject> {
         Limit::Window => (OURS, "1000000000 per 10s"),
         Limit::Rate => ("tidegate (rate)", "1 per 1s burst 1000000000"),
     };
-    let text =
-        format!("[outbound.provider.api]\nlimit = \"{limit}\"\ncredentials = [\"env:BENCH_A\", \"env:BENCH_B\"]\n");
+    let text = format!(
+        "[outbound.provider.api]\nlimit = \"{limit}\"\ncredentials = [\"env:BENCH_A\", \"env:BENCH_B\"]\nauth = \"bearer\"\n"
+    );
     let outbound = Outbound::new(&policy(&text)).expect("the policy has providers");
     let provider = outbound.provider("api").expect("the policy has this one").clone();
     let runtime = Builder::new_current_thread().enable_time().build().expect("a runtime can be made");
