@@ -5,9 +5,11 @@
 pub enum Part {
     /// Decisions in process.
     Decision,
+    /// Calls to others, in process.
+    Outbound,
     /// Requests through the gate.
     Gate,
-    /// Both.
+    /// Everything.
     All,
 }
 
@@ -28,11 +30,12 @@ pub struct Options {
 
 /// Printed by `--help`, and after a mistake.
 pub const USAGE: &str = "\
-usage: bench [decision|gate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
+usage: bench [decision|outbound|gate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
 
   decision   decisions in process, against governor, throttlecrab, limitador and backon
+  outbound   calls to others in process, against recloser, failsafe and tower-resilience
   gate       requests through the gate, against nginx and bare hyper programs
-  all        both (default)
+  all        all of them (default)
   --check    exit with 1 and name each row that misses its target
   --quick    fewer and shorter rounds; the figures are not for quoting
   --filter   only rows whose name holds TEXT; several are alternatives
@@ -51,6 +54,7 @@ impl Options {
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "decision" => options.part = Part::Decision,
+                "outbound" => options.part = Part::Outbound,
                 "gate" => options.part = Part::Gate,
                 "all" => options.part = Part::All,
                 "--check" => options.check = true,
@@ -68,6 +72,7 @@ impl Options {
     pub fn wants(&self, row: &str) -> bool {
         let part = match self.part {
             Part::Decision => row.starts_with("decision/"),
+            Part::Outbound => row.starts_with("outbound/"),
             Part::Gate => row.starts_with("gate/"),
             Part::All => true,
         };

@@ -20,6 +20,10 @@ pub enum Unit {
     Requests,
     /// Things counted.
     Count,
+    /// Allocations a call.
+    Allocations,
+    /// One figure over another.
+    Times,
 }
 
 impl Unit {
@@ -33,6 +37,8 @@ impl Unit {
             Self::CpuSeconds => format!("{figure:.3} s"),
             Self::Requests => format!("{:.1}k/s", figure / 1e3),
             Self::Count => format!("{figure:.0}"),
+            Self::Allocations => format!("{figure:.2}"),
+            Self::Times => format!("{figure:.1} ×"),
         }
     }
 }

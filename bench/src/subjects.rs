@@ -1,14 +1,21 @@
 //! Who is measured: one file a library, each used the way its own documentation uses it.
 
 pub mod backon;
+pub mod failsafe;
 pub mod governor;
 pub mod limitador;
+pub mod outbound;
+pub mod recloser;
 pub mod throttlecrab;
 pub mod tidegate;
+pub mod tower_resilience;
 
 use crate::keys::Sequence;
 use crate::measure::Worker;
-use std::hint::black_box;
+use std::future::{Future, poll_fn};
+use std::hint::{black_box, spin_loop};
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 /// The name of our own subject in every row.
@@ -58,6 +65,34 @@ pub fn keyed_by_name(name: &str, terms: Terms) -> Option<Box<dyn Subject>> {
         "limitador" => Some(limitador::prebuilt(terms)),
         _ => None,
     }
+}
+
+/// Who makes whole calls to others, by the name that [`crate::outbound`] gives its child process.
+pub fn caller_by_name(name: &str) -> Option<Box<dyn Subject>> {
+    match name {
+        OURS => Some(outbound::calls(outbound::Limit::Window)),
+        "tidegate-rate" => Some(outbound::calls(outbound::Limit::Rate)),
+        "tower-resilience" => Some(tower_resilience::breaker_and_limiter()),
+        _ => None,
+    }
+}
+
+/// What a future gives that needs nobody to wake it: it is at hand, or another thread is about to let go of a lock.
+pub fn at_once<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    let mut context = Context::from_waker(Waker::noop());
+    loop {
+        if let Poll::Ready(value) = future.as_mut().poll(&mut context) {
+            return value;
+        }
+        spin_loop();
+    }
+}
+
+/// Calls a service of tower that is ready, or will be as soon as another thread lets go of a lock.
+pub fn call_once<S: tower::Service<()>>(service: &mut S) -> bool {
+    let ready = at_once(poll_fn(|context| service.poll_ready(context)));
+    ready.is_ok() && at_once(service.call(())).is_ok()
 }
 
 /// A limiter under measurement.
@@ -149,6 +184,26 @@ mod tests {
         let parts: Vec<_> = Parts::new(&mut at, 5, 9).collect();
         assert_eq!(parts, [3..5, 0..5, 0..2]);
         assert_eq!(at, 2);
+    }
+
+    #[test]
+    fn every_breaker_and_every_whole_call_lets_calls_through() {
+        let sequence = Sequence::new(Draw::Hot, 1, 1);
+        let subjects = [
+            outbound::breaker(outbound::Told::AtHand),
+            outbound::breaker(outbound::Told::Read),
+            recloser::breaker(),
+            failsafe::breaker(),
+            tower_resilience::breaker(),
+            outbound::breaker_layer(),
+            outbound::calls(outbound::Limit::Window),
+            outbound::calls(outbound::Limit::Rate),
+            tower_resilience::breaker_and_limiter(),
+        ];
+        for subject in subjects {
+            assert!(subject.touch(&crate::keys::name(0)), "{}", subject.name());
+            assert_eq!(subject.worker(&sequence, 1).run(1_000), 1_000, "{}", subject.name());
+        }
     }
 
     #[test]

@@ -46,7 +46,7 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         if !rows.iter().any(|row| options.wants(&row.name)) {
             continue;
         }
-        let listings: Result<Vec<String>, Failure> = (0..rounds).map(|_| weigh(flood, OURS)).collect();
+        let listings: Result<Vec<String>, Failure> = (0..rounds).map(|_| weigh(flood, OURS, KEYS)).collect();
         match listings {
             Ok(listings) => {
                 let units = [("p99 ", 1.0), ("still-blocked ", 1.0), ("resident ", 1.0 / 1024.0 / 1024.0)];
@@ -70,7 +70,7 @@ fn each(options: &Options, rounds: usize, what: &str, row: &mut Row, read: &mut 
     let mut figures = vec![Vec::new(); subjects.len()];
     for _ in 0..rounds {
         for ((child, shown), figures) in subjects.iter().zip(&mut figures) {
-            match weigh(what, child) {
+            match weigh(what, child, KEYS) {
                 Ok(listing) => figures.push(read(&listing)),
                 Err(failure) => {
                     let reason = format!("{shown}: {failure}");
@@ -88,9 +88,10 @@ fn each(options: &Options, rounds: usize, what: &str, row: &mut Row, read: &mut 
     }
 }
 
-fn weigh(what: &str, subject: &str) -> Result<String, Failure> {
+/// What the child process prints that does `what` to this subject `count` times.
+pub(crate) fn weigh(what: &str, subject: &str, count: u32) -> Result<String, Failure> {
     let output = Command::new(sibling("weigh")?)
-        .args([what, subject, &KEYS.to_string()])
+        .args([what, subject, &count.to_string()])
         .output()
         .map_err(|error| Failure::new("weigh", error))?;
     if !output.status.success() {

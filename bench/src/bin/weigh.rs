@@ -1,11 +1,12 @@
 //! Fills one limiter with keys, in a process of its own, and prints what that took: `weigh bytes|growth SUBJECT KEYS`,
-//! or `weigh junk|blocked tidegate KEYS` for a gate that strangers flood.
+//! or `weigh junk|blocked tidegate KEYS` for a gate that strangers flood, or `weigh calls SUBJECT CALLS` for the
+//! allocations of calls to others.
 //! It is a program beside the benchmark because it counts every allocation, which must not slow what the benchmark times.
 
 use bench::keys::name;
 use bench::measure::{pin, preemptions, resident};
 use bench::subjects::tidegate::{login, policy};
-use bench::subjects::{Subject, Terms, keyed_by_name};
+use bench::subjects::{Subject, Terms, caller_by_name, keyed_by_name};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::net::Ipv4Addr;
@@ -14,25 +15,33 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tidegate::Gate;
 
-/// The system's allocator, and how many bytes are out.
+/// The system's allocator, how many bytes are out, and how often it was asked for some.
 struct Counting;
 
 static OUT: AtomicU64 = AtomicU64::new(0);
+static ASKED: AtomicU64 = AtomicU64::new(0);
+
+impl Counting {
+    fn took(size: usize) {
+        OUT.fetch_add(size as u64, Ordering::Relaxed);
+        ASKED.fetch_add(1, Ordering::Relaxed);
+    }
+}
 
 // SAFETY: every call is the system allocator's own, with the caller's own arguments.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        OUT.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        Self::took(layout.size());
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        OUT.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        Self::took(layout.size());
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        OUT.fetch_add(size as u64, Ordering::Relaxed);
+        Self::took(size);
         OUT.fetch_sub(layout.size() as u64, Ordering::Relaxed);
         unsafe { System.realloc(at, layout, size) }
     }
@@ -59,6 +68,13 @@ fn main() -> ExitCode {
         flood.run(keys);
         return ExitCode::SUCCESS;
     }
+    if what == "calls" {
+        let Some(caller) = caller_by_name(subject) else {
+            return usage();
+        };
+        println!("allocations {}", allocations(caller.as_ref(), keys));
+        return ExitCode::SUCCESS;
+    }
     // Before the limiter is made: one that takes all its memory at once is to be weighed with it.
     let (counted, held) = (OUT.load(Ordering::Relaxed), resident());
     let Some(limiter) = keyed_by_name(subject, Terms::ROOMY_KEYED) else {
@@ -81,8 +97,18 @@ fn main() -> ExitCode {
 }
 
 fn usage() -> ExitCode {
-    eprintln!("usage: weigh bytes|growth|junk|blocked SUBJECT KEYS");
+    eprintln!("usage: weigh bytes|growth|junk|blocked|calls SUBJECT COUNT");
     ExitCode::from(2)
+}
+
+/// How often memory was asked for in so many calls, once the first ones have made room.
+fn allocations(caller: &dyn Subject, calls: u32) -> u64 {
+    let key = name(0);
+    let call = || assert!(caller.touch(&key), "a call is let through");
+    (0..calls).for_each(|_| call());
+    let before = ASKED.load(Ordering::Relaxed);
+    (0..calls).for_each(|_| call());
+    ASKED.load(Ordering::Relaxed) - before
 }
 
 /// The longest single insert. One during which the thread lost its core is left out: that time is another program's.
