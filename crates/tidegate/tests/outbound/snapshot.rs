@@ -380,8 +380,8 @@ async fn a_file_that_is_no_snapshot_is_told_and_left_alone() {
         check(&good[..cut], |error| matches!(error, SnapshotError::Broken { .. }));
     }
     let wrong = good.replace("\"used\": 5", "\"used\": \"hunter2\"");
-    let told = check(&wrong, |error| matches!(error, SnapshotError::Broken { line: 12, .. }));
-    assert!(told.contains("line 12") && told.contains("outbound.json"), "{told}");
+    let told = check(&wrong, |error| matches!(error, SnapshotError::Broken { line: 13, .. }));
+    assert!(told.contains("line 13") && told.contains("outbound.json"), "{told}");
     check(&good.replace("\"used\"", "\"hunter2\""), |error| matches!(error, SnapshotError::Broken { .. }));
     check("hunter2 = 1\n", |error| matches!(error, SnapshotError::Broken { line: 1, column: 1, .. }));
     for foreign in ["{\"password\": \"hunter2\"}", "[\"hunter2\"]", "{\"tidegate_outbound\": \"hunter2\"}", "5"] {
