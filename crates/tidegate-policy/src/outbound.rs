@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,6 +38,8 @@ pub struct Outbound {
     pub hosts: Vec<String>,
     /// The most bytes that cached replies of all providers may take. Default 64 MiB.
     pub cache_bytes: u64,
+    /// The file that spent quotas and cool-downs outlive the process in; `None` for `snapshot = "off"`, the default.
+    pub snapshot: Option<PathBuf>,
     pub(crate) providers: Vec<Provider>,
     pub(crate) limits: Arc<Limits>,
     pub(crate) infos: Vec<OutboundLimit>,
@@ -94,6 +97,8 @@ pub struct OutboundLimit {
     pub quantity: Option<Quantity>,
     /// The limit in words with its true bound.
     pub words: String,
+    /// Whether each credential has its own, even where only one is there to have it.
+    pub per_credential: bool,
 }
 
 /// Somebody else's API.

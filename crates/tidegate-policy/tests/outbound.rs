@@ -1,6 +1,7 @@
 //! What a policy says of other people's APIs.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
+use std::path::Path;
 use std::time::Duration;
 
 use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
@@ -34,6 +35,9 @@ fn a_preset_and_credentials_are_enough() {
     let rules = rules(provider);
     assert_eq!(names(&outbound, &rules.credential_ceilings), ["tmdb.credential"]);
     assert_eq!(names(&outbound, &rules.lane_ceilings[Lane::Background as usize]), ["tmdb.background"]);
+    let per_credential = |limit| outbound.info(limit).per_credential;
+    assert!(per_credential(rules.credential_ceilings[0].limit) && per_credential(rules.cooldown));
+    assert!(!per_credential(rules.lane_ceilings[Lane::Background as usize][0].limit));
     assert!(rules.ceilings.is_empty() && rules.lane_ceilings[1].is_empty() && rules.lane_ceilings[2].is_empty());
     assert_eq!(rules.credential_keys.len(), 2);
     assert_eq!(outbound.info(rules.credential_ceilings[0].limit).words, "at most 40 in any 10 s");
@@ -76,6 +80,7 @@ listen = "0.0.0.0:9081"
 token = "env:GATE_TOKEN"
 hosts = ["Gateway.internal"]
 cache_bytes = "1GiB"
+snapshot = "/var/lib/tidegate/outbound.json"
 
 [outbound.provider.own]
 preset = "local"
@@ -162,6 +167,7 @@ fn every_key_is_read() {
     assert_eq!(outbound.listen.unwrap().to_string(), "0.0.0.0:9081");
     assert_eq!(outbound.token.as_ref().unwrap().to_string(), "env:GATE_TOKEN");
     assert_eq!((outbound.hosts.as_slice(), outbound.cache_bytes), (&["gateway.internal".to_owned()][..], 1 << 30));
+    assert_eq!(outbound.snapshot.as_deref(), Some(Path::new("/var/lib/tidegate/outbound.json")));
     let own = outbound.find("own").unwrap();
     let url = own.base_url.as_ref().unwrap();
     assert_eq!((url.to_string().as_str(), url.is_https(), url.path()), ("http://localhost:9000/v1", false, "/v1"));
@@ -252,11 +258,11 @@ fn nothing_said_is_the_default() {
 #[test]
 fn words_turn_things_off() {
     let outbound = outbound(
-        "[outbound]\nlisten = \"off\"\n[outbound.provider.x]\nlimit = \"unlimited\"\nbreaker = \"off\"\nadaptive = \"off\"\n\
+        "[outbound]\nlisten = \"off\"\nsnapshot = \"off\"\n[outbound.provider.x]\nlimit = \"unlimited\"\nbreaker = \"off\"\nadaptive = \"off\"\n\
          [outbound.provider.y]\npreset = \"tmdb\"\nauth = \"none\"\ncache = \"off\"\ncredential_limit = \"unlimited\"\n\
          background = { limit = \"unlimited\" }\nbreaker = { failures = \"off\", failure_rate = 0.5 }\n",
     );
-    assert_eq!(outbound.listen, None);
+    assert_eq!((outbound.listen, &outbound.snapshot), (None, &None));
     let x = outbound.find("x").unwrap();
     assert!(x.breaker.is_none() && x.inflight.is_none() && x.base_url.is_none());
     let y = outbound.find("y").unwrap();

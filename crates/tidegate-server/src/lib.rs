@@ -44,6 +44,7 @@ mod permit;
 mod proxy;
 mod refusals;
 pub mod signals;
+mod snapshots;
 mod socket;
 mod upgrade;
 mod upstream;
@@ -59,7 +60,7 @@ use std::time::Duration;
 use http::StatusCode;
 use hyper::service::service_fn;
 use tidegate::core::Clock;
-use tidegate::outbound::{CredentialError, Outbound};
+use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
 use tidegate::store::{Immediate, Losses};
 use tidegate::{Gate, Memory, SystemClock};
@@ -138,6 +139,9 @@ pub enum ServeError {
     /// The system's root certificates can't be read, so that no provider could be trusted.
     #[error("the system's root certificates can't be read: {0}")]
     Roots(io::Error),
+    /// The file that outbound state outlives the process in can't be used.
+    #[error("outbound.snapshot: {0}")]
+    Snapshot(#[from] SnapshotError),
     /// An action that proxied requests match counts by something that no request carries.
     #[error("the limit `{limit}` counts by `{part}`, which a proxied request doesn't have")]
     Part {
@@ -238,6 +242,12 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
                 )),
             }),
         };
+        let snapshot = match &self.outbound {
+            None => None,
+            Some(outbound) => {
+                outbound.plan().snapshot.as_ref().map(|path| Snapshot::restore(outbound, path)).transpose()?
+            }
+        };
         let outbound = match &self.outbound {
             None => None,
             Some(outbound) => self.gateway(outbound, Bounds { forwards: true, ..own(OUTBOUND_CONNECTIONS) })?,
@@ -273,6 +283,7 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         Ok(Bound {
             gate: self.gate,
             providers: self.outbound,
+            snapshot: snapshot.map(Arc::new),
             inbound,
             outbound,
             api,
@@ -336,6 +347,7 @@ fn open(listener: &'static str, address: SocketAddr, bounds: Bounds) -> Result<L
 pub struct Bound<S: Immediate = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
     providers: Option<Outbound<S, C>>,
+    snapshot: Option<Arc<Snapshot<S, C>>>,
     inbound: Option<Open<Proxy<S, C>>>,
     outbound: Option<Open<Gateway<S, C>>>,
     api: Option<Open<Api<S, C>>>,
@@ -429,6 +441,10 @@ impl<S: Immediate, C: Clock + Clone> Bound<S, C> {
         if let Some(providers) = self.providers {
             housekeeping.spawn(async move { tend(|| providers.tend()).await });
         }
+        if let Some(snapshot) = &self.snapshot {
+            let snapshot = Arc::clone(snapshot);
+            housekeeping.spawn(async move { snapshots::run(snapshot).await });
+        }
         if let Some(clock) = self.clock_follower {
             housekeeping.spawn(async move { follow(&clock).await });
         }
@@ -463,6 +479,9 @@ impl<S: Immediate, C: Clock + Clone> Bound<S, C> {
             }
         };
         let _ = tokio::time::timeout(Duration::from_secs(1), gone).await;
+        if let Some(snapshot) = self.snapshot {
+            snapshots::save(&snapshot, &mut true).await;
+        }
         tracing::info!(cut_off, "stopped");
         Ended { cut_off }
     }

@@ -20,6 +20,7 @@ mod login;
 mod path;
 mod replay;
 mod service;
+mod snapshot;
 mod target;
 mod wish;
 
@@ -38,6 +39,7 @@ pub use judge::{Judge, fault_of};
 pub use login::{LoginError, Logins, Token};
 pub use replay::{Replay, ReplayBody, ReplayError};
 pub use service::{OutboundError, OutboundLayer, OutboundService};
+pub use snapshot::{Snapshot, SnapshotError};
 pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Reply};
 use tidegate_core::{Breaker, Clock, Inflight, Lane, Pool, Span, Time};

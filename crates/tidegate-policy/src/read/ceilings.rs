@@ -41,10 +41,10 @@ pub(super) struct Collected {
 }
 
 impl Collected {
-    fn add(&mut self, name: String, kind: Kind, quantity: Option<Quantity>, words: String) -> Option<LimitId> {
+    fn add(&mut self, kind: Kind, info: OutboundLimit) -> Option<LimitId> {
         let id = LimitId::from_index(self.limits.len())?;
         self.limits.push(Limit::new(kind));
-        self.infos.push(OutboundLimit { name, quantity, words });
+        self.infos.push(info);
         Some(id)
     }
 
@@ -106,10 +106,15 @@ impl Reader<'_> {
         let has_windows = every.any(|written| matches!(written.quantity, Quantity::Window { .. }));
 
         let name = section.name;
-        let mut ceilings = self.ceilings(collected, name, own)?;
-        ceilings.extend(self.ceilings(collected, &format!("{name}.cost"), own_cost)?);
-        let mut credential_ceilings = self.ceilings(collected, &format!("{name}.credential"), of_credential)?;
-        credential_ceilings.extend(self.ceilings(collected, &format!("{name}.credential.cost"), of_credential_cost)?);
+        let mut ceilings = self.ceilings(collected, name, own, false)?;
+        ceilings.extend(self.ceilings(collected, &format!("{name}.cost"), own_cost, false)?);
+        let mut credential_ceilings = self.ceilings(collected, &format!("{name}.credential"), of_credential, true)?;
+        credential_ceilings.extend(self.ceilings(
+            collected,
+            &format!("{name}.credential.cost"),
+            of_credential_cost,
+            true,
+        )?);
         if credentials <= 1 {
             // A limit of the only credential is the provider's: nobody is told that all credentials rest where a window
             // is full or a quota is spent.
@@ -122,12 +127,13 @@ impl Reader<'_> {
             specs.push(lane.spec);
             lane_rules.push(lane.rules(timeout, &retry));
             let own = format!("{name}.{}", lane.lane.name());
-            lane_ceilings.push(self.ceilings(collected, &own, lane.limits)?.into_boxed_slice());
+            lane_ceilings.push(self.ceilings(collected, &own, lane.limits, false)?.into_boxed_slice());
         }
         let (base, cap) = cooldown?;
         let rest = Kind::Cooldown(Cooldown { base, cap, stagger });
         let words = words::cooldown(base, cap);
-        let Some(cooldown) = collected.add(format!("{name}.cooldown"), rest, None, words) else {
+        let info = OutboundLimit { name: format!("{name}.cooldown"), quantity: None, words, per_credential: true };
+        let Some(cooldown) = collected.add(rest, info) else {
             self.too_many_limits(section.name_at);
             return None;
         };
@@ -209,7 +215,13 @@ impl Reader<'_> {
     }
 
     /// Adds a provider's limits under a name; those that the machine asks a store for.
-    fn ceilings(&mut self, all: &mut Collected, name: &str, written: Vec<Written>) -> Option<Vec<Ceiling>> {
+    fn ceilings(
+        &mut self,
+        all: &mut Collected,
+        name: &str,
+        written: Vec<Written>,
+        per_credential: bool,
+    ) -> Option<Vec<Ceiling>> {
         let counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
         let several = written.iter().filter(|written| counted(&written.quantity)).count() > 1;
         let mut ceilings = Vec::new();
@@ -226,7 +238,8 @@ impl Reader<'_> {
             if measure == Measure::Cost {
                 words.push_str(", by what calls cost");
             }
-            let Some(limit) = all.add(name, kind, Some(quantity), words) else {
+            let info = OutboundLimit { name, quantity: Some(quantity), words, per_credential };
+            let Some(limit) = all.add(kind, info) else {
                 self.too_many_limits(at);
                 return None;
             };

@@ -1,6 +1,7 @@
 //! `[outbound]`: the gateway to other people's APIs, and its providers.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tidegate_core::Limits;
@@ -30,6 +31,7 @@ impl Reader<'_> {
         let cache_bytes = self.or_default(Some(table), "cache_bytes", CACHE_BYTES, |reader, node| {
             reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
         });
+        let snapshot = self.or_default(Some(table), "snapshot", None, Self::snapshot);
         let mut collected = Collected::default();
         let providers = self.providers(table, entry.key_at, &mut collected);
         let (providers, Collected { limits, infos }) = (providers?, collected);
@@ -45,10 +47,23 @@ impl Reader<'_> {
             token: token?,
             hosts: hosts?,
             cache_bytes: cache_bytes?,
+            snapshot: snapshot?,
             providers,
             limits,
             infos,
         }))
+    }
+
+    fn snapshot(&mut self, node: &Node) -> Option<Option<PathBuf>> {
+        const EXPECTED: &str = "a file's path, such as \"/var/lib/tidegate/outbound.json\", or \"off\"";
+        match self.text(node, "snapshot", EXPECTED)? {
+            "off" => Some(None),
+            path if path.is_empty() || path.ends_with('/') || path.contains('\0') => {
+                self.wrong(node.at, format!("`snapshot`: {} is no file's path", quoted(path)), EXPECTED);
+                None
+            }
+            path => Some(Some(PathBuf::from(path))),
+        }
     }
 
     fn hosts(&mut self, node: &Node) -> Option<Vec<String>> {

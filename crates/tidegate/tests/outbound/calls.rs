@@ -1,92 +1,22 @@
-//! Calls driven as programs drive them, on tokio's paused time.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
+//! How calls are driven, told and given up.
 
 use std::future::Future;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::core::call::Reply;
-use tidegate::core::{Batch, Class, Lane, Limits, Outcomes};
+use tidegate::core::{Batch, Lane, Limits, Outcomes};
 use tidegate::outbound::{Attempt, CallOptions, Ended, Outbound, Provider, Upstream, Urgency, Why};
-use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::policy::KeySeed;
 use tidegate::store::{Answer, Store, StoreError};
 use tidegate::{Clock as _, Memory, Span, Time};
 use tokio::task::JoinSet;
 
-const GOOD: Reply = Reply {
-    class: Class::Success,
-    repeatable: true,
-    unreplayable: None,
-    retry_after: None,
-    spent_until: None,
-    streams: false,
-};
-const FAILED: Reply = Reply { class: Class::Transient, ..GOOD };
-const THROTTLED: Reply = Reply { class: Class::Throttled, ..GOOD };
-
-/// Answers after a while with the next of these, the last again and again; notes when it was asked, and with what.
-#[derive(Clone)]
-struct Answers {
-    replies: Vec<Reply>,
-    after: Duration,
-    log: Log,
-    name: u32,
-    clock: TokioClock,
-}
-
-type Log = Arc<Mutex<Vec<(Time, u32, usize)>>>;
-
-impl Answers {
-    fn of(api: &Provider<impl Store, TokioClock>, replies: &[Reply], log: &Log, name: u32) -> Self {
-        Self { replies: replies.to_vec(), after: Duration::ZERO, log: Arc::clone(log), name, clock: *api.clock() }
-    }
-
-    fn after(mut self, after: Duration) -> Self {
-        self.after = after;
-        self
-    }
-}
-
-impl Upstream for Answers {
-    type Reply = u32;
-
-    async fn send(&mut self, attempt: Attempt) -> Ended<u32> {
-        self.log.lock().unwrap().push((self.clock.now(), self.name, attempt.credential));
-        if !self.after.is_zero() {
-            tokio::time::sleep(self.after).await;
-        }
-        let index = (attempt.number as usize - 1).min(self.replies.len() - 1);
-        Ended { value: attempt.number, reply: self.replies[index] }
-    }
-
-    async fn renew(&mut self, _credential: usize) -> bool {
-        true
-    }
-}
-
-fn policy(provider: &str) -> Policy {
-    let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{provider}");
-    Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
-}
-
-fn provider(settings: &str) -> Provider<Memory, TokioClock> {
-    let outbound = Outbound::in_memory(&policy(settings), TokioClock::default()).unwrap();
-    outbound.provider("api").unwrap().clone()
-}
-
-fn options(lane: Lane) -> CallOptions {
-    CallOptions { lane, ..CallOptions::default() }
-}
-
-fn starts(log: &Log) -> Vec<(u64, u32)> {
-    let log = log.lock().unwrap();
-    let first = log.first().unwrap().0;
-    log.iter().map(|(at, name, _)| (at.since(first).as_micros() / 1000, *name)).collect()
-}
+use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, options, policy, provider, starts};
 
 #[tokio::test(start_paused = true)]
 async fn a_call_within_its_limits_goes_at_once() {

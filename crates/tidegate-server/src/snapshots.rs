@@ -1,0 +1,35 @@
+//! Outbound state is saved while the server runs, and when it ends.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate::core::Clock;
+use tidegate::outbound::Snapshot;
+use tidegate::store::Immediate;
+
+/// How often outbound state is saved: what a process that is killed forgets at most.
+const SAVE_EVERY: Duration = Duration::from_secs(1);
+
+/// Saves what has changed, again and again.
+pub(crate) async fn run<S: Immediate, C: Clock + Clone>(snapshot: Arc<Snapshot<S, C>>) {
+    let mut was_good = true;
+    loop {
+        tokio::time::sleep(SAVE_EVERY).await;
+        save(&snapshot, &mut was_good).await;
+    }
+}
+
+/// Saves what has changed, apart from those who answer requests. What goes wrong is told once until it is good again.
+pub(crate) async fn save<S: Immediate, C: Clock + Clone>(snapshot: &Arc<Snapshot<S, C>>, was_good: &mut bool) {
+    let snapshot = Arc::clone(snapshot);
+    // Without a result, the runtime is shutting down or the saving panicked, which has been told.
+    let Ok(saved) = tokio::task::spawn_blocking(move || snapshot.save()).await else { return };
+    match saved {
+        Ok(_) if !*was_good => tracing::info!("outbound state is saved again"),
+        Err(error) if *was_good => {
+            tracing::error!(%error, "outbound state isn't saved: a restart would grant spent quotas again");
+        }
+        _ => {}
+    }
+    *was_good = saved.is_ok();
+}

@@ -1,0 +1,180 @@
+//! The file of a snapshot: read whole, replaced whole, and nobody else's meanwhile.
+
+use std::ffi::OsString;
+use std::fs::{File, TryLockError};
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use tidegate_core::Time;
+
+use super::record::{Record, micros};
+
+/// The most bytes of a snapshot: some hundred thousand quotas and cool-downs.
+const MAX_BYTES: u64 = 64 << 20;
+/// The version that is written, and the only one that is read.
+const VERSION: u32 = 1;
+
+/// Why state can't be kept in a file. What is in the file is never told, and never lost.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// The file is there and can't be read, or it is no plain file, or it is larger than 64 MiB.
+    #[error("the snapshot {path:?} can't be read: {source}")]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file can't be written; what was there before still is.
+    #[error("the snapshot {path:?} can't be written: {source}")]
+    Unwritable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file holds something else.
+    #[error("{path:?} is no snapshot of outbound state, and is left as it is: name another file, or move it away")]
+    Foreign {
+        /// Which.
+        path: PathBuf,
+    },
+    /// The file is broken.
+    #[error(
+        "the snapshot {path:?} is broken in line {line}, column {column}, and is left as it is: mend it, or move it away \
+         to start with unspent quotas"
+    )]
+    Broken {
+        /// Which.
+        path: PathBuf,
+        /// Where, counted from 1.
+        line: usize,
+        /// Where in the line, counted from 1.
+        column: usize,
+    },
+    /// A later version has written the file.
+    #[error("the snapshot {path:?} is of format {found}, and this version reads {VERSION}; it is left as it is")]
+    Newer {
+        /// Which.
+        path: PathBuf,
+        /// Its format.
+        found: u32,
+    },
+    /// Another process, or another gate of this one, keeps its state there.
+    #[error("the snapshot {path:?} is in use by another gate")]
+    InUse {
+        /// Which.
+        path: PathBuf,
+    },
+}
+
+/// All that a snapshot says.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Document {
+    tidegate_outbound: u32,
+    #[serde(with = "micros")]
+    pub saved_at: Time,
+    pub records: Vec<Record>,
+}
+
+impl Document {
+    pub(super) fn new(saved_at: Time, records: Vec<Record>) -> Self {
+        Self { tidegate_outbound: VERSION, saved_at, records }
+    }
+}
+
+/// What tells a snapshot from other files, and its version.
+#[derive(Deserialize)]
+struct Mark {
+    tidegate_outbound: Option<u32>,
+}
+
+/// Where a snapshot lies. While it lives, nobody else opens the same.
+pub(super) struct Place {
+    path: PathBuf,
+    /// Held by a file of its own, since a snapshot is replaced by each that is written.
+    _lock: File,
+}
+
+impl Place {
+    /// Takes possession of a path, and reads what is there.
+    pub(super) fn open(path: &Path) -> Result<(Self, Option<Document>), SnapshotError> {
+        let unwritable = |source| SnapshotError::Unwritable { path: path.to_owned(), source };
+        let lock = File::create(beside(path, ".lock")).map_err(unwritable)?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(SnapshotError::InUse { path: path.to_owned() }),
+            Err(TryLockError::Error(source)) => return Err(unwritable(source)),
+        }
+        let document = match read(path) {
+            Ok(bytes) => Some(parse(path, &bytes)?),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(source) => return Err(SnapshotError::Unreadable { path: path.to_owned(), source }),
+        };
+        Ok((Self { path: path.to_owned(), _lock: lock }, document))
+    }
+
+    /// Replaces what is there. Whoever reads it, and whenever the machine fails, finds all of the old or all of the new.
+    pub(super) fn write(&self, document: &Document) -> Result<(), SnapshotError> {
+        self.replace(document).map_err(|source| SnapshotError::Unwritable { path: self.path.clone(), source })
+    }
+
+    fn replace(&self, document: &Document) -> io::Result<()> {
+        let mut bytes = serde_json::to_vec_pretty(document)?;
+        bytes.push(b'\n');
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(too_large());
+        }
+        let new = beside(&self.path, ".new");
+        let mut file = File::create(&new)?;
+        file.write_all(&bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&new, &self.path)?;
+        // The name is kept by the folder, and survives a power cut only when that is written too.
+        #[cfg(unix)]
+        File::open(self.path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new(".")))?
+            .sync_all()?;
+        Ok(())
+    }
+}
+
+fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
+fn too_large() -> io::Error {
+    io::Error::new(io::ErrorKind::FileTooLarge, format!("a snapshot has at most {MAX_BYTES} bytes"))
+}
+
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let about = std::fs::metadata(path)?;
+    if !about.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no plain file"));
+    }
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_BYTES { Err(too_large()) } else { Ok(bytes) }
+}
+
+fn parse(path: &Path, bytes: &[u8]) -> Result<Document, SnapshotError> {
+    let path = || path.to_owned();
+    // Of serde's error only the place is told: its words repeat what was found, and the file may be anything.
+    let broken = |error: serde_json::Error| match error.classify() {
+        serde_json::error::Category::Data => None,
+        _ => Some(SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),
+    };
+    match serde_json::from_slice(bytes) {
+        Ok(Mark { tidegate_outbound: Some(VERSION) }) => serde_json::from_slice(bytes)
+            .map_err(|error| SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),
+        Ok(Mark { tidegate_outbound: Some(found) }) if found > VERSION => {
+            Err(SnapshotError::Newer { path: path(), found })
+        }
+        Ok(_) => Err(SnapshotError::Foreign { path: path() }),
+        Err(error) => Err(broken(error).unwrap_or_else(|| SnapshotError::Foreign { path: path() })),
+    }
+}

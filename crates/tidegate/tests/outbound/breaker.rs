@@ -1,0 +1,196 @@
+//! When a provider is left alone, and how it is found well again.
+
+use std::pin::pin;
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::core::breaker::State;
+use tidegate::core::call::Reply;
+use tidegate::outbound::{CallError, CallOptions, Provider, Why};
+use tidegate::{Clock as _, Memory, Span};
+use tokio::time::sleep;
+
+use crate::common::{Answers, FAILED, GOOD, Log, MISSING, provider, spawn, within};
+
+type Api = Provider<Memory, TokioClock>;
+
+/// Five failures open it for five minutes; what it is asked again and again is the breaker's doing alone.
+const FIVE: &str = "breaker = { failures = 5, open = \"5m\", successes = 2 }\nretry = { max_attempts = 1 }\n\
+                    adaptive = \"off\"\ntimeout = \"10m\"\n";
+
+async fn call(api: &Api, reply: Reply, log: &Log) -> Result<u32, CallError<u32>> {
+    api.call(CallOptions::default(), &mut Answers::of(api, &[reply], log, 0)).await.map(|done| done.value)
+}
+
+/// A provider whose breaker has just opened.
+async fn broken(settings: &str) -> Api {
+    let api = provider(settings);
+    for _ in 0..5 {
+        let error = call(&api, FAILED, &Log::default()).await.unwrap_err();
+        assert!(matches!(error.why, Why::RetriesExhausted { .. }), "{error:?}");
+    }
+    api
+}
+
+fn refusal(error: &CallError<u32>) -> (State, u32, Span) {
+    match error.why {
+        Why::Unavailable { state, failures, reset_in } => (state, failures, reset_in),
+        _ => panic!("{error:?}"),
+    }
+}
+
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_its_time_is_over_one_probe_goes_and_the_others_are_refused() {
+    let (api, log) = (broken(FIVE).await, Log::default());
+    let opened_at = api.clock().now();
+    sleep(secs(60)).await;
+    let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
+    assert_eq!(refused, (State::Open, 5, Span::from_secs(240)));
+    sleep(secs(240) - Duration::from_millis(1)).await;
+    let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
+    assert_eq!(refused, (State::Open, 5, Span::from_millis(1)), "a moment too early");
+    sleep(Duration::from_millis(1)).await;
+    let upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(1));
+    let calls: Vec<_> = (0..20).map(|_| spawn(&api, CallOptions::default(), upstream.clone())).collect();
+    let mut passed = 0;
+    for call in calls {
+        match call.await.unwrap() {
+            Ok(_) => passed += 1,
+            Err(error) => assert_eq!(refusal(&error).0, State::HalfOpen),
+        }
+    }
+    assert_eq!(passed, 1);
+    let sent: Vec<_> = log.lock().unwrap().iter().map(|(at, ..)| at.since(opened_at)).collect();
+    assert_eq!(sent, [Span::from_secs(300)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_probes_that_succeed_close_it_and_one_that_fails_opens_it_again() {
+    let (api, log) = (broken(FIVE).await, Log::default());
+    sleep(secs(300)).await;
+    call(&api, GOOD, &log).await.unwrap();
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::HalfOpen);
+    call(&api, FAILED, &log).await.unwrap_err();
+    let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
+    assert_eq!((refused.0, refused.2), (State::Open, Span::from_secs(300)));
+    sleep(secs(300)).await;
+    for _ in 0..2 {
+        call(&api, GOOD, &log).await.unwrap();
+    }
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Closed);
+    let upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(1));
+    let calls: Vec<_> = (0..20).map(|_| spawn(&api, CallOptions::default(), upstream.clone())).collect();
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_does_not_exist_is_no_failure() {
+    let (api, log) = (provider(FIVE), Log::default());
+    for _ in 0..50 {
+        call(&api, MISSING, &log).await.unwrap();
+    }
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Closed);
+    for reply in [FAILED, FAILED, FAILED, FAILED, MISSING, FAILED, FAILED, FAILED, FAILED] {
+        let _ = call(&api, reply, &log).await;
+    }
+    call(&api, GOOD, &log).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn replies_to_calls_from_before_it_opened_move_nothing() {
+    let (api, log) = (provider(FIVE), Log::default());
+    let late = |reply, after| {
+        let upstream = Answers::of(&api, &[reply], &log, 0).after(secs(after));
+        spawn(&api, CallOptions::default(), upstream)
+    };
+    let mut calls: Vec<_> = (10..20).map(|after| late(FAILED, after)).collect();
+    calls.extend((310..320).map(|after| late(GOOD, after)));
+    tokio::task::yield_now().await;
+    for _ in 0..5 {
+        call(&api, FAILED, &log).await.unwrap_err();
+    }
+    // Ten failures while it is open neither count nor lengthen.
+    sleep(secs(60)).await;
+    assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()), (State::Open, 5, Span::from_secs(240)));
+    // Ten successes of the time before don't close it while it probes.
+    sleep(secs(265)).await;
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::HalfOpen);
+    call(&api, GOOD, &log).await.unwrap();
+    call(&api, FAILED, &log).await.unwrap_err();
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Open);
+    for call in calls {
+        let _ = call.await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_is_cancelled_comes_back_at_once() {
+    let (api, log) = (broken(FIVE).await, Log::default());
+    sleep(secs(300)).await;
+    let mut upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(5));
+    tokio::time::timeout(secs(1), api.call(CallOptions::default(), &mut upstream)).await.unwrap_err();
+    call(&api, GOOD, &log).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_hangs_comes_back_when_its_lease_is_over() {
+    let (api, log) = (broken(FIVE).await, Log::default());
+    sleep(secs(300)).await;
+    let hangs = spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 0).after(secs(3600)));
+    sleep(secs(29)).await;
+    assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()).0, State::HalfOpen);
+    sleep(secs(1)).await;
+    call(&api, GOOD, &log).await.unwrap();
+    // Its reply, when it comes after all, is one of an older generation.
+    hangs.abort();
+    let _ = hangs.await;
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::HalfOpen);
+    call(&api, GOOD, &log).await.unwrap();
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Closed);
+}
+
+/// A future that is granted its turn while nobody polls it holds the probe for no longer than the lease.
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_is_never_polled_comes_back_when_its_lease_is_over() {
+    let (api, log) = (broken(&format!("{FIVE}limit = \"5 per 301s\"")).await, Log::default());
+    sleep(secs(300)).await;
+    let mut upstream = Answers::of(&api, &[GOOD], &log, 1);
+    let mut idle = pin!(api.call(CallOptions::default(), &mut upstream));
+    assert!(
+        idle.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending(),
+        "the window is full for 1 s more"
+    );
+    sleep(secs(2)).await;
+    let refused = call(&api, GOOD, &log).await.unwrap_err();
+    assert_eq!(refusal(&refused).0, State::HalfOpen, "it was granted the probe, and isn't polled");
+    sleep(secs(30)).await;
+    call(&api, GOOD, &log).await.unwrap();
+    assert_eq!(log.lock().unwrap().len(), 1);
+    tokio::time::timeout(secs(1), idle).await.unwrap().unwrap();
+    assert_eq!(log.lock().unwrap().len(), 2);
+}
+
+/// A queued call that the breaker refuses at its turn is told so, and has spent nothing.
+#[tokio::test(start_paused = true)]
+async fn calls_that_wait_are_refused_when_it_opens_and_spend_nothing() {
+    let (api, log) = (provider(&format!("{FIVE}limit = \"6 per 10s\"\n")), Log::default());
+    let mut failing = Vec::new();
+    for _ in 0..5 {
+        failing.push(spawn(&api, CallOptions::default(), Answers::of(&api, &[FAILED], &log, 0).after(secs(5))));
+    }
+    tokio::task::yield_now().await;
+    call(&api, GOOD, &log).await.unwrap();
+    let waits = spawn(&api, within(secs(60)), Answers::of(&api, &[GOOD], &log, 0));
+    for call in failing {
+        call.await.unwrap().unwrap_err();
+    }
+    assert_eq!(refusal(&waits.await.unwrap().unwrap_err()).0, State::Open);
+    assert_eq!(log.lock().unwrap().len(), 6);
+}

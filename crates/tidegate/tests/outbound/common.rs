@@ -1,0 +1,107 @@
+//! Providers of a few lines, and what stands for their servers.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::core::call::Reply;
+use tidegate::core::{Class, Lane};
+use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream};
+use tidegate::policy::{Policy, Sources};
+use tidegate::store::Store;
+use tidegate::{Clock as _, Memory, Time};
+use tokio::task::JoinHandle;
+
+pub(crate) const GOOD: Reply = Reply {
+    class: Class::Success,
+    repeatable: true,
+    unreplayable: None,
+    retry_after: None,
+    spent_until: None,
+    streams: false,
+};
+pub(crate) const FAILED: Reply = Reply { class: Class::Transient, ..GOOD };
+pub(crate) const THROTTLED: Reply = Reply { class: Class::Throttled, ..GOOD };
+/// A 404.
+pub(crate) const MISSING: Reply = Reply { class: Class::Permanent, ..GOOD };
+
+/// Answers after a while with the next of these, the last again and again; notes when it was asked, and with what.
+#[derive(Clone)]
+pub(crate) struct Answers {
+    replies: Vec<Reply>,
+    after: Duration,
+    log: Log,
+    name: u32,
+    clock: TokioClock,
+}
+
+/// When requests were sent, for which call, and with which credential.
+pub(crate) type Log = Arc<Mutex<Vec<(Time, u32, usize)>>>;
+
+impl Answers {
+    pub(crate) fn of(api: &Provider<impl Store, TokioClock>, replies: &[Reply], log: &Log, name: u32) -> Self {
+        Self { replies: replies.to_vec(), after: Duration::ZERO, log: Arc::clone(log), name, clock: *api.clock() }
+    }
+
+    pub(crate) fn after(mut self, after: Duration) -> Self {
+        self.after = after;
+        self
+    }
+}
+
+impl Upstream for Answers {
+    type Reply = u32;
+
+    async fn send(&mut self, attempt: Attempt) -> Ended<u32> {
+        self.log.lock().unwrap().push((self.clock.now(), self.name, attempt.credential));
+        if !self.after.is_zero() {
+            tokio::time::sleep(self.after).await;
+        }
+        let index = (attempt.number as usize - 1).min(self.replies.len() - 1);
+        Ended { value: attempt.number, reply: self.replies[index] }
+    }
+
+    async fn renew(&mut self, _credential: usize) -> bool {
+        true
+    }
+}
+
+/// A reply that asks to be left alone for so many seconds.
+pub(crate) fn throttled_for(secs: u64) -> Reply {
+    Reply { retry_after: Some(tidegate::Span::from_secs(secs)), ..THROTTLED }
+}
+
+pub(crate) fn policy(provider: &str) -> Policy {
+    let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{provider}");
+    Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+pub(crate) fn provider(settings: &str) -> Provider<Memory, TokioClock> {
+    let outbound = Outbound::in_memory(&policy(settings), TokioClock::default()).unwrap();
+    outbound.provider("api").unwrap().clone()
+}
+
+pub(crate) fn options(lane: Lane) -> CallOptions {
+    CallOptions { lane, ..CallOptions::default() }
+}
+
+pub(crate) fn within(timeout: Duration) -> CallOptions {
+    CallOptions { timeout: Some(timeout), ..CallOptions::default() }
+}
+
+/// One call, by a task of its own: how many requests it took.
+pub(crate) fn spawn(
+    api: &Provider<Memory, TokioClock>,
+    options: CallOptions,
+    mut upstream: Answers,
+) -> JoinHandle<Result<u32, CallError<u32>>> {
+    let api = api.clone();
+    tokio::spawn(async move { api.call(options, &mut upstream).await.map(|done| done.value) })
+}
+
+/// When requests were sent, in milliseconds since the first, and for which call.
+pub(crate) fn starts(log: &Log) -> Vec<(u64, u32)> {
+    let log = log.lock().unwrap();
+    let first = log.first().unwrap().0;
+    log.iter().map(|(at, name, _)| (at.since(first).as_micros() / 1000, *name)).collect()
+}

@@ -1,0 +1,11 @@
+//! Calls driven as programs drive them, on tokio's paused time.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
+
+mod breaker;
+mod calls;
+mod common;
+mod lanes;
+mod outage;
+mod pool;
+mod retry;
+mod snapshot;

@@ -1,0 +1,127 @@
+//! Several credentials, and the gate that a throttled reply closes for one of them.
+
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::core::call::Reply;
+use tidegate::outbound::{CallError, CallOptions, Provider, Why};
+use tidegate::{Clock as _, Memory, Span};
+use tokio::time::sleep;
+
+use crate::common::{Answers, GOOD, Log, MISSING, THROTTLED, provider, spawn, throttled_for, within};
+
+type Api = Provider<Memory, TokioClock>;
+
+const POOL: &str = "auth = \"bearer\"\nadaptive = \"off\"\nbreaker = \"off\"\n\
+                    retry = { max_attempts = 1, max_token_retries = 0, max_retry_after = \"10m\" }\n\
+                    cooldown = { base = \"1s\", cap = \"8s\" }\ntimeout = \"1h\"\n";
+
+fn pool(names: &str) -> Api {
+    let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
+    provider(&format!("{POOL}credentials = [{}]", credentials.join(", ")))
+}
+
+async fn call(api: &Api, options: CallOptions, reply: Reply, log: &Log) -> Result<usize, CallError<u32>> {
+    let mut upstream = Answers::of(api, &[reply], log, 0);
+    api.call(options, &mut upstream).await.map(|done| done.happened.credential)
+}
+
+/// The credentials of this many calls, as letters.
+async fn used(api: &Api, calls: usize) -> String {
+    let mut letters = String::new();
+    for _ in 0..calls {
+        let credential = call(api, CallOptions::default(), GOOD, &Log::default()).await.unwrap();
+        letters.push(char::from(b'A' + u8::try_from(credential).unwrap()));
+    }
+    letters
+}
+
+#[tokio::test(start_paused = true)]
+async fn credentials_take_turns() {
+    assert_eq!(used(&pool("ABC"), 6).await, "ABCABC");
+}
+
+#[tokio::test(start_paused = true)]
+async fn five_throttled_replies_cool_down_ever_longer_up_to_the_cap() {
+    let (api, log) = (pool("A"), Log::default());
+    for _ in 0..5 {
+        call(&api, CallOptions::default(), THROTTLED, &log).await.unwrap_err();
+    }
+    call(&api, CallOptions::default(), GOOD, &log).await.unwrap();
+    call(&api, CallOptions::default(), THROTTLED, &log).await.unwrap_err();
+    call(&api, CallOptions::default(), GOOD, &log).await.unwrap();
+    let sent: Vec<_> = log.lock().unwrap().iter().map(|(at, ..)| *at).collect();
+    let waits: Vec<_> = sent.windows(2).map(|two| two[1].since(two[0]).as_micros() / 1000).collect();
+    assert_eq!(waits[..5], [1000, 2000, 4000, 8000, 8000]);
+    assert_eq!(waits[6], 1000, "a success starts over: {waits:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_cools_down_is_out_until_its_moment_and_then_back_among_the_good() {
+    let api = pool("ABC");
+    assert_eq!(used(&api, 1).await, "A");
+    call(&api, CallOptions::default(), THROTTLED, &Log::default()).await.unwrap_err();
+    sleep(Duration::from_millis(900)).await;
+    assert_eq!(used(&api, 4).await, "CACA", "B cools down");
+    sleep(Duration::from_millis(100)).await;
+    assert_eq!(used(&api, 3).await, "BCA", "and is back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_all_cool_down_beyond_the_deadline_nothing_is_sent_and_the_first_moment_is_told() {
+    let (api, log) = (pool("AB"), Log::default());
+    call(&api, CallOptions::default(), throttled_for(3), &log).await.unwrap_err();
+    call(&api, CallOptions::default(), throttled_for(5), &log).await.unwrap_err();
+    let began = api.clock().now();
+    for _ in 0..3 {
+        let error = call(&api, within(Duration::from_secs(1)), GOOD, &log).await.unwrap_err();
+        assert!(
+            matches!(error.why, Why::CredentialsCooling { earliest: Some(at) } if at == began + Span::from_secs(3))
+        );
+        assert_eq!((error.retry_after(), error.status()), (Some(Span::from_secs(3)), 429));
+    }
+    assert_eq!((api.clock().now(), log.lock().unwrap().len()), (began, 2));
+    assert_eq!(call(&api, within(Duration::from_secs(4)), GOOD, &log).await.unwrap(), 0, "A is the first to be back");
+    assert_eq!(api.clock().now().since(began), Span::from_secs(3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn ten_calls_throttled_together_are_one_step() {
+    let (api, log) = (pool("A"), Log::default());
+    let upstream = |index: u64| Answers::of(&api, &[THROTTLED], &log, 0).after(Duration::from_millis(100 + index));
+    let calls: Vec<_> = (0..10).map(|index| spawn(&api, CallOptions::default(), upstream(index))).collect();
+    for call in calls {
+        call.await.unwrap().unwrap_err();
+    }
+    let began = log.lock().unwrap()[0].0;
+    call(&api, CallOptions::default(), THROTTLED, &log).await.unwrap_err();
+    call(&api, CallOptions::default(), GOOD, &log).await.unwrap();
+    let later: Vec<_> = log.lock().unwrap()[10..].iter().map(|(at, ..)| at.since(began).as_micros() / 1000).collect();
+    assert_eq!(later, [1_100, 3_100], "one step after the first of the ten, and the second after that");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_success_of_a_call_from_before_lifts_nothing() {
+    let (api, log) = (pool("A"), Log::default());
+    let slow = spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 0).after(Duration::from_secs(2)));
+    tokio::task::yield_now().await;
+    call(&api, CallOptions::default(), throttled_for(10), &log).await.unwrap_err();
+    slow.await.unwrap().unwrap();
+    let error = call(&api, within(Duration::from_secs(1)), GOOD, &log).await.unwrap_err();
+    assert_eq!(error.retry_after(), Some(Span::from_secs(8)), "{error:?}");
+    // The step stands too: the next closing is a second one.
+    call(&api, CallOptions::default(), THROTTLED, &log).await.unwrap_err();
+    let closed_at = api.clock().now();
+    call(&api, CallOptions::default(), GOOD, &log).await.unwrap();
+    assert_eq!(api.clock().now().since(closed_at), Span::from_secs(2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_does_not_exist_costs_a_credential_nothing() {
+    let (api, log) = (pool("ABC"), Log::default());
+    for expected in [0, 1, 2, 0, 1, 2] {
+        assert_eq!(call(&api, CallOptions::default(), MISSING, &log).await.unwrap(), expected);
+    }
+    let sent = log.lock().unwrap();
+    assert_eq!(sent[0].0, sent[5].0, "and nobody waits");
+}

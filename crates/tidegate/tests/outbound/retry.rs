@@ -1,0 +1,78 @@
+//! How often a call is tried, and how long it waits in between.
+
+use std::time::Duration;
+
+use tidegate::core::call::Reply;
+use tidegate::outbound::{CallOptions, Why};
+use tidegate::{Clock as _, Span};
+
+use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
+
+const SEVEN: &str = "retry = { max_attempts = 7, base = \"1s\", cap = \"30s\", jitter = \"none\" }\nadaptive = \"off\"\n\
+                     cooldown = { base = \"1s\", cap = \"30s\" }\ntimeout = \"10m\"\n";
+
+fn waits(log: &Log) -> Vec<u64> {
+    starts(log).windows(2).map(|two| two[1].0 - two[0].0).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn throttled_again_and_again_it_waits_ever_longer() {
+    let asks_for_nothing = Reply { retry_after: Some(Span::ZERO), ..THROTTLED };
+    for throttled in [THROTTLED, asks_for_nothing] {
+        let (api, log) = (provider(SEVEN), Log::default());
+        let mut replies = vec![throttled; 6];
+        replies.push(GOOD);
+        let done = api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, 0)).await.unwrap();
+        assert_eq!(done.value, 7);
+        assert_eq!(waits(&log), [1_000, 2_000, 4_000, 8_000, 16_000, 30_000]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_provider_asks_for_is_waited() {
+    for secs in [7, 20] {
+        let (api, log) = (provider(SEVEN), Log::default());
+        let replies = [throttled_for(secs), GOOD];
+        api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, 0)).await.unwrap();
+        assert_eq!(waits(&log), [secs * 1_000]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_day_fails_the_call_at_once_and_closes_the_gate() {
+    let (api, log) = (provider("adaptive = \"off\""), Log::default());
+    let began = api.clock().now();
+    let mut upstream = Answers::of(&api, &[throttled_for(86_400)], &log, 0);
+    let error = api.call(within(Duration::from_secs(60)), &mut upstream).await.unwrap_err();
+    assert_eq!((error.retry_after(), api.clock().now()), (Some(Span::from_secs(86_400)), began), "{error:?}");
+    let other = api.call(within(Duration::from_secs(60)), &mut upstream).await.unwrap_err();
+    assert!(matches!(other.why, Why::CredentialsCooling { .. }), "{other:?}");
+    assert_eq!((other.retry_after(), api.clock().now()), (Some(Span::from_secs(86_400)), began));
+    assert_eq!(log.lock().unwrap().len(), 1, "nobody else is sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn thirty_workers_told_to_wait_come_back_in_thirty_slots() {
+    let settings = "limit = \"10/s\"\nadaptive = \"off\"\ntimeout = \"1h\"\n\
+                    retry = { max_attempts = 2, max_retry_after = \"1h\" }";
+    let (api, log) = (provider(settings), Log::default());
+    let calls: Vec<_> = (0..30)
+        .map(|name| {
+            let upstream = Answers::of(&api, &[throttled_for(600), GOOD], &log, name);
+            spawn(&api, CallOptions::default(), upstream.after(Duration::from_secs(5)))
+        })
+        .collect();
+    for call in calls {
+        assert_eq!(call.await.unwrap().unwrap(), 2);
+    }
+    let log = log.lock().unwrap();
+    assert_eq!(log.len(), 60);
+    let latency = Span::from_secs(5);
+    assert!(log[29].0 < log[0].0 + latency, "all are under way when the first is throttled");
+    // Each is told its own 600 s, and the gate keeps the longest for all.
+    let told = log[29].0 + latency;
+    let slots: Vec<_> = log[30..].iter().map(|(at, ..)| *at).collect();
+    assert_eq!(slots[0], told + Span::from_secs(600), "none before");
+    let close = slots.windows(2).find(|two| two[1].since(two[0]) < Span::from_millis(100));
+    assert!(close.is_none(), "each has a slot of its own within the provider's rate: {close:?}");
+}
