@@ -1,7 +1,6 @@
 //! The gate as a program, with real servers before and behind it.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
-use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::Command;
 use std::sync::Arc;
@@ -9,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use tidegate_testkit::client::{Client, get};
 use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx, wrk};
 use yaml_rust2::YamlLoader;
 
@@ -43,65 +43,6 @@ fn pages(more: &str, port: u16, listens: u16) -> Option<Running> {
          location / {{ default_type text/plain; return 200 'a page of nginx'; }}\n}}\n{more}"
     );
     nginx(&server, listens)
-}
-
-/// A keep-alive client of one connection.
-struct Client(TcpStream);
-
-/// An answer's status, whether it is the connection's last, and its head and body.
-struct Answer {
-    status: u16,
-    last: bool,
-    head: String,
-    body: String,
-}
-
-impl Client {
-    fn connect(port: u16) -> Option<Self> {
-        let stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).ok()?;
-        stream.set_nodelay(true).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        Some(Self(stream))
-    }
-
-    fn ask(&mut self, request: &str) -> Answer {
-        self.0.write_all(request.as_bytes()).expect("a connection that wasn't said to be over takes a request");
-        self.answer()
-    }
-
-    /// The first question on a connection. `None` if nobody had taken the connection yet: the system makes connections
-    /// on a listener's behalf up to the moment when it closes, and resets those that it hadn't handed over.
-    fn ask_first(&mut self, request: &str) -> Option<Answer> {
-        let reset = |error: io::Error| matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
-        if self.0.write_all(request.as_bytes()).is_err_and(reset) || self.0.peek(&mut [0]).is_err_and(reset) {
-            return None;
-        }
-        Some(self.answer())
-    }
-
-    fn answer(&mut self) -> Answer {
-        let mut bytes = Vec::new();
-        let mut buffer = [0; 16 << 10];
-        loop {
-            let text = String::from_utf8_lossy(&bytes);
-            if let Some((head, body)) = text.split_once("\r\n\r\n") {
-                let head = head.to_ascii_lowercase();
-                let chunked = head.contains("transfer-encoding: chunked");
-                let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
-                if (chunked && body.ends_with("0\r\n\r\n")) || (!chunked && body.len() >= length.unwrap_or(0)) {
-                    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-                    return Answer { status, last: head.contains("connection: close"), body: body.to_owned(), head };
-                }
-            }
-            let count = self.0.read(&mut buffer).expect("an answer in time");
-            assert!(count > 0, "the connection ended without the answer: {text}");
-            bytes.extend_from_slice(&buffer[..count]);
-        }
-    }
-}
-
-fn get(path: &str) -> String {
-    format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n")
 }
 
 fn lines(log: &str) -> u64 {
@@ -226,7 +167,7 @@ fn a_second_signal_ends_at_once() {
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (mut gate, ports) = gate("", silent.local_addr().unwrap().port());
     let mut client = Client::connect(ports.gate).unwrap();
-    client.0.write_all(get("/").as_bytes()).unwrap();
+    client.send(get("/"));
     let _served = silent.accept().unwrap();
     gate.signal("TERM");
     thread::sleep(Duration::from_millis(300));
@@ -257,7 +198,7 @@ fn enforced(port: u16) -> Vec<(u16, Option<String>)> {
         .to_owned();
     let requests = [&login, &login, &lie, &login, &login, &login, &lie, &get("/elsewhere")];
     let ask = |request: &&String| {
-        let answer = client.ask(request);
+        let answer = client.ask(request.as_str());
         if answer.last {
             client = Client::connect(port).unwrap();
         }

@@ -1,8 +1,9 @@
 //! What Tidegate's tests share: a naive model of its semantics, a conformance suite that every store passes, a
-//! reference store, and bad clocks.
+//! reference store, bad clocks, and real servers with a client for them.
 //!
 //! A new store is held to the others by three lines: see [`conformance`].
 
+pub mod client;
 pub mod clock;
 pub mod conformance;
 pub mod desk;
