@@ -32,7 +32,8 @@ impl Judge {
     /// again, if it can't.
     ///
     /// A 403 that says that nothing is left, or when to come back, is a throttled one, as GitHub's secondary limits
-    /// are. A reply that isn't refused for too many calls tells by `spent_until` that the next would be.
+    /// are. What was throttled was refused instead of carried out, so it may be sent again whatever its method. A reply
+    /// that isn't refused for too many calls tells by `spent_until` that the next would be.
     pub fn reply(
         &self,
         status: StatusCode,
@@ -48,7 +49,7 @@ impl Judge {
         let throttled = class == Class::Throttled;
         Reply {
             class,
-            repeatable: is_repeatable(self.method.as_str(), self.has_key, true) && !hints.pushback_stop,
+            repeatable: is_repeatable(self.method.as_str(), self.has_key, !throttled) && !hints.pushback_stop,
             unreplayable,
             retry_after: if throttled { hints.wait(now) } else { hints.retry_after },
             spent_until: hints.spent_until.filter(|_| !throttled),
@@ -123,6 +124,14 @@ mod tests {
             .map(|(name, value)| (HeaderName::from_static(name), http::HeaderValue::from_static(value)))
             .collect();
         Judge::new(method, has_key).reply(StatusCode::from_u16(status).unwrap(), &headers, None, NOW)
+    }
+
+    #[test]
+    fn what_was_refused_for_too_many_calls_was_not_carried_out() {
+        assert!(reply(Method::POST, false, 429, &[]).repeatable);
+        assert!(!reply(Method::POST, false, 429, &[("grpc-retry-pushback-ms", "-1")]).repeatable);
+        assert!(!reply(Method::POST, false, 503, &[]).repeatable);
+        assert!(reply(Method::POST, true, 503, &[]).repeatable);
     }
 
     #[test]
