@@ -24,7 +24,7 @@ pub(crate) async fn save<S: Immediate, C: Clock + Clone>(snapshot: &Arc<Snapshot
     let snapshot = Arc::clone(snapshot);
     // Without a result, the runtime is shutting down or the saving panicked, which has been told.
     let Ok(saved) = tokio::task::spawn_blocking(move || snapshot.save()).await else { return };
-    match saved {
+    match &saved {
         Ok(_) if !*was_good => tracing::info!("outbound state is saved again"),
         Err(error) if *was_good => {
             tracing::error!(%error, "outbound state isn't saved: a restart would grant spent quotas again");

@@ -4,6 +4,8 @@
 //! [`tidegate_core::call`]: it waits for its turn, sends by way of your [`Upstream`], and tries again where that is
 //! worth it, harmless, possible and in time.
 //!
+//! State is this process' own. What should outlive it, spent quotas and cool-downs, a [`Snapshot`] keeps in a file.
+//!
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
 mod answer;
