@@ -285,11 +285,7 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         })
     }
 
-    fn gateway(
-        &self,
-        outbound: &Outbound<S, C>,
-        bounds: Bounds,
-    ) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
+    fn gateway(&self, outbound: &Outbound<S, C>, bounds: Bounds) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
         let plan = outbound.plan();
         let token = self.token("outbound", plan.listen, plan.token.as_ref())?;
         let Some(address) = plan.listen else { return Ok(None) };
