@@ -28,7 +28,7 @@ fn steps() -> Vec<Step> {
                     steps.push(Step { command: command.to_owned(), expected: Vec::new() });
                 } else {
                     let step = steps.last_mut().expect("a block begins with a command");
-                    match line.strip_prefix("> ") {
+                    match line.strip_prefix("> ").or_else(|| line.strip_prefix('>')) {
                         Some(more) if step.expected.is_empty() => step.command += &format!("\n{more}"),
                         _ => step.expected.push(line.trim_end().to_owned()),
                     }
@@ -78,7 +78,7 @@ fn the_tour_prints_what_it_says() {
         return;
     }
     // The tour's ports may be taken here; each is swapped for a free one on the way in and back on the way out.
-    let ports = ["3000", "8080", "8082", "8083"].map(|port| (port, servers::free_port().to_string()));
+    let ports = ["3000", "8080", "8081", "8082", "8083"].map(|port| (port, servers::free_port().to_string()));
     let swap = |text: &str, inward: bool| {
         ports.iter().fold(text.to_owned(), |text, (ours, free)| {
             let (from, to) = if inward { (*ours, free.as_str()) } else { (free.as_str(), *ours) };

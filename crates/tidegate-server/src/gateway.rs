@@ -14,7 +14,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, TRANSFER_ENCODING, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -48,15 +48,10 @@ const CREDENTIAL: HeaderName = HeaderName::from_static("tidegate-credential");
 /// Why a reply that isn't a good one was the last.
 const ERROR: HeaderName = HeaderName::from_static("tidegate-error");
 const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
-/// What says who a request came from: no business of somebody else's API.
-const ORIGINS: [HeaderName; 6] = [
-    FORWARDED,
-    HeaderName::from_static("x-forwarded-for"),
-    HeaderName::from_static("x-forwarded-host"),
-    HeaderName::from_static("x-forwarded-proto"),
-    HeaderName::from_static("x-real-ip"),
-    HeaderName::from_static("via"),
-];
+/// What says who a request came from: no business of somebody else's API. `X-Forwarded-…` says so besides.
+const ORIGINS: [HeaderName; 3] = [FORWARDED, VIA, HeaderName::from_static("x-real-ip")];
+const X_FORWARDED: &str = "x-forwarded-";
+const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
 
 /// What all connections of the gateway share.
 pub(crate) struct Gateway<S: Store, C: Clock> {
@@ -185,7 +180,12 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         for name in ORIGINS {
             headers.remove(name);
         }
+        remove_all(headers, X_FORWARDED);
         headers.remove(EXPECT);
+        if !request.body().is_end_stream() && request.body().size_hint().exact().is_none() {
+            // The client takes a GET of unknown length for one without a body unless told. Over HTTP/2 it leaves this out.
+            request.headers_mut().insert(TRANSFER_ENCODING, CHUNKED);
+        }
         Ok((mount, options))
     }
 
@@ -201,10 +201,14 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             request.extensions_mut().insert(options);
             service.call(request)
         });
-        match called.await {
+        let mut response = match called.await {
             Ok(response) => relay(response, watch),
             Err(failed) => refusal(&failed),
+        };
+        if mount.provider.plan().credentials.is_empty() {
+            response.headers_mut().remove(CREDENTIAL);
         }
+        response
     }
 
     fn unknown(&self, name: &str) -> Response<Body> {
@@ -244,10 +248,7 @@ where
 
 /// Says what happened on the way.
 fn tell(headers: &mut HeaderMap, happened: Option<Happened>, cache: Option<CacheStatus>) {
-    let own: Vec<HeaderName> = headers.keys().filter(|name| name.as_str().starts_with("tidegate-")).cloned().collect();
-    for name in own {
-        headers.remove(name);
-    }
+    remove_all(headers, "tidegate-");
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
     }
@@ -259,6 +260,14 @@ fn tell(headers: &mut HeaderMap, happened: Option<Happened>, cache: Option<Cache
     }
     if happened.attempts > 0 {
         headers.insert(CREDENTIAL, HeaderValue::from(happened.credential));
+    }
+}
+
+/// Takes out the headers whose names begin like this.
+fn remove_all(headers: &mut HeaderMap, prefix: &str) {
+    let names: Vec<HeaderName> = headers.keys().filter(|name| name.as_str().starts_with(prefix)).cloned().collect();
+    for name in names {
+        headers.remove(name);
     }
 }
 

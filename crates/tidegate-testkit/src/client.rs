@@ -27,7 +27,10 @@ pub struct Answer {
 impl Answer {
     /// A header's value, in small letters; the first if there are several.
     pub fn header(&self, name: &str) -> Option<&str> {
-        self.head.lines().find_map(|line| line.split_once(": ").filter(|(found, _)| *found == name)).map(|(_, value)| value)
+        self.head
+            .lines()
+            .find_map(|line| line.split_once(": ").filter(|(found, _)| *found == name))
+            .map(|(_, value)| value)
     }
 }
 

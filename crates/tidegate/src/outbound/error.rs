@@ -220,13 +220,14 @@ impl<T> CallError<T> {
 
     /// The error as JSON tells it.
     pub fn problem(&self) -> Problem<'_> {
-        let retry_after = self.retry_after();
+        let (mut retry_after, mut attempts) = (self.retry_after(), Some(self.happened.attempts));
         let (mut state, mut failure_count, mut reset_in) = (None, None, None);
         let message = match &self.why {
             Why::Unavailable { state: found, failures, reset_in: span } => {
                 state = Some(found.name());
                 failure_count = Some(*failures);
                 reset_in = Some(span.as_micros().div_ceil(1000));
+                (retry_after, attempts) = (None, None);
                 format!("Circuit breaker is {} for {}", found.name(), self.provider)
             }
             why => format!("{}: {why}", self.provider),
@@ -245,7 +246,7 @@ impl<T> CallError<T> {
             limit,
             retry_after: retry_after.map(Span::as_secs_ceil),
             earliest: retry_after.map(|span| timestamp(self.at + span).to_string()),
-            attempts: self.happened.attempts,
+            attempts,
         }
     }
 }
@@ -280,12 +281,13 @@ pub struct Problem<'a> {
     /// The limit that has no room.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<&'a str>,
-    /// After how many seconds another call has a chance, rounded up.
+    /// After how many seconds another call has a chance, rounded up; of an open breaker, `reset_in` says it.
     #[serde(rename = "retry_after", skip_serializing_if = "Option::is_none")]
     pub retry_after: Option<u64>,
     /// The same as a moment, in UTC: `2026-11-21 12:01:45Z`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub earliest: Option<String>,
-    /// How many requests were sent.
-    pub attempts: u32,
+    /// How many requests were sent; not of an open breaker.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempts: Option<u32>,
 }

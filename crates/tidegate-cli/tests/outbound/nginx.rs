@@ -1,0 +1,89 @@
+//! Against a real nginx that refuses what comes too fast.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use tidegate_testkit::client::{Client, get};
+use tidegate_testkit::dice;
+use tidegate_testkit::servers::{Scratch, free_port, nginx};
+
+use crate::common::{gateway, provider};
+
+/// Lets 50 clients ask without pause through a gateway with this limit, before an nginx that takes 10 a second and
+/// refuses more with 429; gives what nginx logged, as statuses and seconds.
+fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
+    let upstream = free_port();
+    let pages = Scratch::new();
+    pages.write("page", "a page of nginx");
+    // A page from a file, because `return` answers before `limit_req` is asked.
+    let server = format!(
+        "log_format line '$status $msec';\nlimit_req_zone $server_port zone=api:1m rate=10r/s;\n\
+         limit_req_status 429;\nserver {{\n  listen 127.0.0.1:{upstream};\n  access_log access.log line;\n  \
+         location / {{ root {}; limit_req zone=api {limit_req}; }}\n}}",
+        pages.path().display()
+    );
+    let server = nginx(&server, upstream)?;
+    let settings = format!("limit = \"{limit}\"\ntimeout = \"30s\"\nretry = {{ max_attempts = 1 }}");
+    let (_gateway, port) = gateway(&provider(upstream, &settings), &[]);
+    let going = Arc::new(AtomicBool::new(true));
+    let clients: Vec<_> = (0..50)
+        .map(|_| {
+            let going = Arc::clone(&going);
+            thread::spawn(move || {
+                let mut client = Client::connect(port).unwrap();
+                let mut others = Vec::new();
+                while going.load(Ordering::Relaxed) {
+                    let answer = client.ask(get("/api/page"));
+                    if (answer.status, answer.body.as_str()) != (200, "a page of nginx") {
+                        others.push(answer.head);
+                    }
+                }
+                others
+            })
+        })
+        .collect();
+    thread::sleep(Duration::from_secs(u64::from(seconds)));
+    going.store(false, Ordering::Relaxed);
+    let others: Vec<String> = clients.into_iter().flat_map(|client| client.join().unwrap()).collect();
+    // nginx logs after it has answered.
+    thread::sleep(Duration::from_millis(300));
+    let log = server.read("access.log");
+    let line = |line: &str| {
+        let (status, at) = line.split_once(' ').unwrap();
+        (status.parse().unwrap(), at.parse().unwrap())
+    };
+    let log: Vec<(u16, f64)> = log.lines().map(line).collect();
+    let refused = log.iter().filter(|(status, _)| *status != 200).count();
+    let gaps = log.windows(2).map(|pair| pair[1].1 - pair[0].1);
+    let (least, all) = (gaps.clone().fold(f64::MAX, f64::min), gaps.sum::<f64>());
+    println!("{} requests in {all:.3} s, at least {least:.3} s apart; {refused} refused", log.len());
+    assert_eq!(refused, 0, "nginx refused some: {log:?}");
+    assert!(others.is_empty(), "{others:?}");
+    let mut direct = Client::connect(upstream)?;
+    let statuses: Vec<u16> = (0..15).map(|_| direct.ask(get("/page")).status).collect();
+    assert!(statuses.contains(&429), "it would have refused: {statuses:?}");
+    Some(log)
+}
+
+/// How many of these were within so many seconds of the first.
+fn within(log: &[(u16, f64)], seconds: u32) -> usize {
+    log.iter().filter(|(_, at)| at - log[0].1 < f64::from(seconds)).count()
+}
+
+#[test]
+fn nginx_without_a_burst_refuses_none_of_a_rate() {
+    let seconds = dice::count(10, 60);
+    let Some(log) = through_nginx("", "10/s", seconds) else { return };
+    let served = within(&log, seconds);
+    assert!(served * 100 >= seconds as usize * 10 * 95, "{served} calls got through in {seconds} s");
+}
+
+#[test]
+fn nginx_with_a_burst_refuses_none_of_a_rate_with_a_burst() {
+    let seconds = dice::count(10, 60);
+    let Some(log) = through_nginx("burst=10 nodelay", "10/s burst 10", seconds) else { return };
+    let served = within(&log, seconds);
+    assert!(served * 100 >= (seconds as usize * 10 + 10) * 95, "{served} calls got through in {seconds} s");
+}

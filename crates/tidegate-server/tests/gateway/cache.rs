@@ -1,0 +1,67 @@
+//! Replies that are kept.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tidegate::Span;
+
+use crate::common::{Answer, Api, BEARER, FREE, ONCE, get, request, running, standing};
+use crate::wire::{body, header, json, status};
+
+fn told(answer: &str) -> Option<&str> {
+    header(answer, "tidegate-cache")
+}
+
+#[tokio::test]
+async fn a_second_get_is_a_hit() {
+    let api = Api::start(|number, _| Answer::new(200, format!("reply {number}"))).await;
+    let gateway = standing(&api.policy(&format!("{FREE}{BEARER}cache = {{ ttl = \"1h\" }}\n")));
+    let first = gateway.ask(get("/api/x")).await;
+    assert_eq!((body(&first), told(&first)), ("reply 0", Some("miss")));
+    assert_eq!(header(&first, "tidegate-credential"), Some("0"));
+    let second = gateway.ask(get("/api/x")).await;
+    assert_eq!((body(&second), told(&second)), ("reply 0", Some("hit")));
+    assert_eq!((header(&second, "tidegate-attempts"), header(&second, "tidegate-credential")), (None, None));
+    assert_eq!(api.count(), 1);
+    let other = gateway.ask(get("/api/x?page=2")).await;
+    assert_eq!((body(&other), told(&other)), ("reply 1", Some("miss")));
+    let post = gateway.ask(request("POST", "/api/x", "", "x")).await;
+    assert_eq!((body(&post), told(&post)), ("reply 2", None));
+    assert_eq!(told(&gateway.ask(get("/api/x")).await), Some("miss"), "what was changed is asked for again");
+    gateway.clock.advance(Span::from_secs(3601));
+    assert_eq!(told(&gateway.ask(get("/api/x")).await), Some("miss"));
+}
+
+#[tokio::test]
+async fn twenty_calls_at_once_are_one() {
+    let api = Api::start(|_, _| Answer::new(200, "reply").taking(300)).await;
+    let gateway = running(&api.policy(&format!("{FREE}cache = \"on\"\n")));
+    let answers = gateway.ask_at_once(20, &get("/api/x")).await;
+    assert!(answers.iter().all(|answer| (status(answer), body(answer)) == (200, "reply")));
+    let count = |status| answers.iter().filter(|answer| told(answer) == Some(status)).count();
+    assert_eq!((count("miss"), count("coalesced"), api.count()), (1, 19, 1));
+}
+
+#[tokio::test]
+async fn an_old_reply_stands_in_while_the_breaker_is_open() {
+    let unwell = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&unwell);
+    let api = Api::start(move |_, _| match seen.load(Ordering::Relaxed) {
+        true => Answer::new(503, "unwell"),
+        false => Answer::new(200, "reply"),
+    })
+    .await;
+    let gateway = standing(&api.policy(&format!("{ONCE}cache = {{ ttl = \"1m\", stale = \"1d\" }}\n")));
+    assert_eq!(told(&gateway.ask(get("/api/kept")).await), Some("miss"));
+    unwell.store(true, Ordering::Relaxed);
+    gateway.clock.advance(Span::from_secs(120));
+    for _ in 0..5 {
+        assert_eq!(status(&gateway.ask(get("/api/other")).await), 503);
+    }
+    let before = api.count();
+    let kept = gateway.ask(get("/api/kept")).await;
+    assert_eq!((status(&kept), body(&kept), told(&kept)), (200, "reply", Some("stale")));
+    let other = gateway.ask(get("/api/other")).await;
+    assert_eq!((status(&other), &json(&other)["error"]), (503, &"ProviderUnavailableError".into()));
+    assert_eq!(api.count(), before);
+}

@@ -1,0 +1,147 @@
+//! Who gets in, and where they get to.
+
+use crate::common::{Answer, Api, BEARER, FREE, PLANTED, get, request, running, standing};
+use crate::wire::{Echo, HELLO, body, header, json, status};
+
+fn hello(_: usize, _: &crate::common::Arrived) -> Answer {
+    Answer::new(200, "hello")
+}
+
+#[tokio::test]
+async fn the_path_cannot_change_the_authority() {
+    let (api, evil) = (Api::start(hello).await, Echo::start(HELLO).await);
+    let gateway = running(&api.policy(&format!("{FREE}{BEARER}")));
+    let there = evil.address;
+    for path in [
+        format!("/api//{there}/x"),
+        format!("/api/http://{there}/x"),
+        format!("/api@{there}/x"),
+        format!("/api/@{there}/x"),
+        format!("/api:x@{there}/"),
+        format!("/api/..//{there}/x"),
+        format!("/api/%2f%2f{there}/x"),
+        format!("/api/\\\\{there}\\x"),
+        format!("/api?//{there}/x"),
+        format!("//{there}/api/x"),
+        "/api/../x".to_owned(),
+        "/api/%2e%2e/x".to_owned(),
+        "/api/a/..%2f..%2fx".to_owned(),
+        "/api/..;/x".to_owned(),
+    ] {
+        let before = api.count();
+        let answer = gateway.ask(get(&path)).await;
+        match status(&answer) {
+            200 => {
+                let arrived = api.arrived().pop().unwrap();
+                assert!(arrived.target.starts_with("/v1/"), "{path} became {}", arrived.target);
+                assert_eq!(arrived.header("host"), Some(api.address.to_string().as_str()), "{path}");
+            }
+            400 | 404 => {
+                assert_eq!(api.count(), before, "{path}");
+                json(&answer);
+            }
+            other => panic!("{other} for {path}: {answer}"),
+        }
+    }
+    // The gateway is no forward proxy: whole URLs name it, or nobody.
+    let whole = format!("GET http://{there}/api/x HTTP/1.1\r\nhost: {there}\r\n\r\n");
+    assert_eq!(status(&gateway.ask(whole).await), 200, "loopback by any port is the gateway");
+    assert_eq!(api.arrived().pop().unwrap().target, "/v1/x");
+    let whole = "GET http://evil.example/api/x HTTP/1.1\r\nhost: evil.example\r\n\r\n";
+    assert_eq!(status(&gateway.ask(whole).await), 421);
+    assert_eq!(evil.seen(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn paths_and_queries_arrive_as_they_are() {
+    let api = Api::start(hello).await;
+    let gateway = running(&api.policy(FREE));
+    for (asked, target) in [
+        ("/api", "/v1/"),
+        ("/api/", "/v1/"),
+        ("/api?a=b", "/v1/?a=b"),
+        ("/api/a%20b/c;d?e=f%2Fg&h", "/v1/a%20b/c;d?e=f%2Fg&h"),
+        ("/api//twice//", "/v1//twice//"),
+    ] {
+        assert_eq!(status(&gateway.ask(get(asked)).await), 200);
+        assert_eq!(api.arrived().pop().unwrap().target, target, "{asked}");
+    }
+}
+
+#[tokio::test]
+async fn names_of_somebody_elses_and_web_pages_are_turned_away() {
+    let api = Api::start(hello).await;
+    let policy = format!("[outbound]\nhosts = [\"gate.internal\"]\n{}", api.policy(FREE));
+    let gateway = running(&policy);
+    for (lines, expected) in [
+        ("host: 127.0.0.1:8081\r\n", 200),
+        ("host: localhost\r\n", 200),
+        ("host: gate.internal\r\n", 200),
+        ("host: rebound.example\r\n", 421),
+        ("host: rebound.example:8081\r\n", 421),
+        ("host: 127.0.0.1.rebound.example\r\n", 421),
+        ("host: 169.254.169.254\r\n", 421),
+        ("host: localhost\r\nhost: rebound.example\r\n", 400),
+        ("", 400),
+        ("host: localhost\r\norigin: http://localhost:3000\r\n", 200),
+        ("host: localhost\r\norigin: https://page.example\r\n", 403),
+        ("host: localhost\r\norigin: null\r\n", 403),
+        ("host: localhost\r\nsec-fetch-site: cross-site\r\n", 403),
+    ] {
+        let before = api.count();
+        let answer = gateway.ask(format!("GET /api/x HTTP/1.1\r\n{lines}\r\n")).await;
+        assert_eq!(status(&answer), expected, "{lines}");
+        assert_eq!(api.count() - before, usize::from(expected == 200), "{lines}");
+    }
+}
+
+#[tokio::test]
+async fn with_a_token_nobody_else_gets_in() {
+    let api = Api::start(hello).await;
+    let policy = format!(
+        "[outbound]\nlisten = \"0.0.0.0:0\"\ntoken = \"env:ENTRY\"\n{}",
+        api.policy(&format!("{FREE}{BEARER}"))
+    );
+    let gateway = running(&policy);
+    let entry = "pl4nted-s3cr3t-entry";
+    for (lines, expected) in [
+        (String::new(), 407),
+        (format!("authorization: Bearer {entry}\r\n"), 407),
+        (format!("proxy-authorization: Bearer {entry}x\r\n"), 407),
+        (format!("proxy-authorization: Basic {entry}\r\n"), 407),
+        (format!("proxy-authorization: Bearer {entry}\r\n"), 200),
+        (format!("tidegate-token: {entry}\r\n"), 200),
+    ] {
+        let before = api.count();
+        let answer = gateway.ask(request("GET", "/api/x", &lines, "")).await;
+        assert_eq!(status(&answer), expected, "{lines}");
+        assert_eq!(api.count() - before, usize::from(expected == 200), "{lines}");
+        assert!(!answer.contains(entry));
+        if expected == 407 {
+            assert_eq!(header(&answer, "proxy-authenticate"), Some("Bearer realm=\"tidegate\""));
+        }
+    }
+    for arrived in api.arrived() {
+        assert_eq!(arrived.header("authorization"), Some(format!("Bearer {PLANTED}").as_str()));
+        assert!(!format!("{arrived:?}").contains(entry), "the provider isn't told the gateway's token");
+    }
+}
+
+#[tokio::test]
+async fn an_unknown_provider_is_told_with_the_nearest() {
+    let api = Api::start(hello).await;
+    let gateway = standing(&format!("{}\n[outbound.provider.rust-only]\npreset = \"local\"\n", api.policy(FREE)));
+    for (path, message) in [
+        ("/", "paths are /PROVIDER/PATH; the providers are api, rust-only"),
+        ("/apo/x", "unknown provider \"apo\"; did you mean \"api\"?"),
+        ("/API/x", "unknown provider \"API\"; did you mean \"api\"?"),
+        ("/nothing-like-it", "unknown provider \"nothing-like-it\""),
+        ("/rust-only/x", "the provider rust-only has no base_url, so only Rust programs call it"),
+    ] {
+        let answer = gateway.ask(get(path)).await;
+        assert_eq!(status(&answer), 404);
+        assert_eq!(json(&answer), serde_json::json!({ "error": "Not Found", "message": message }), "{}", body(&answer));
+    }
+    assert_eq!(api.count(), 0);
+    assert_eq!(gateway.stop().await.cut_off, 0);
+}

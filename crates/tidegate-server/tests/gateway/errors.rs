@@ -1,0 +1,195 @@
+//! Every way to fail, as programs read it.
+
+use std::time::Duration;
+
+use tidegate::Span;
+use tokio::net::TcpListener;
+
+use crate::common::{Answer, Api, FREE, ONCE, get, provider, request, running, standing};
+use crate::wire::{Peer, body, header, json, nobody, status, undated};
+
+/// An error as it is on the wire.
+fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> String {
+    let retry_after = retry_after.map(|seconds| format!("retry-after: {seconds}\r\n")).unwrap_or_default();
+    format!(
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\n{retry_after}tidegate-attempts: {attempts}\r\n\
+         tidegate-waited: 0.000s\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+#[tokio::test]
+async fn an_open_breaker() {
+    let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
+    let gateway = standing(&api.policy(ONCE));
+    for _ in 0..5 {
+        let answer = gateway.ask(get("/api/x")).await;
+        assert_eq!((status(&answer), body(&answer)), (503, "unwell"));
+    }
+    gateway.clock.advance(Span::from_secs(60));
+    let body = "{\"error\":\"ProviderUnavailableError\",\"message\":\"Circuit breaker is open for api\",\
+        \"provider\":\"api\",\"state\":\"open\",\"failureCount\":5,\"resetIn\":240000}";
+    let expected = error("503 Service Unavailable", Some(240), 0, body);
+    assert_eq!(undated(&gateway.ask(get("/api/x")).await), expected);
+    assert_eq!(api.count(), 5);
+}
+
+#[tokio::test]
+async fn a_limit_without_room_before_the_deadline() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let gateway = standing(&api.policy("limit = \"1 per 60s\"\n"));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    gateway.clock.advance(Span::from_millis(17_500));
+    let body = "{\"error\":\"RateLimitedError\",\
+        \"message\":\"api: the limit `api` has no room before the deadline\",\"provider\":\"api\",\"limit\":\"api\",\
+        \"retry_after\":43,\"earliest\":\"2026-01-01 00:01:00Z\",\"attempts\":0}";
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    assert_eq!(answer, error("429 Too Many Requests", Some(43), 0, body));
+    assert_eq!(api.count(), 1);
+}
+
+#[tokio::test]
+async fn all_credentials_cooling() {
+    let api = Api::start(|number, _| Answer::new(429, "slow down").with("retry-after", ["5", "3"][number % 2])).await;
+    let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ntimeout = \"1s\"\n";
+    let gateway = standing(&api.policy(&format!("{ONCE}{pair}")));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), body(&answer)), (429, "slow down"), "the last of two credentials' replies");
+    assert_eq!(api.count(), 2);
+    let body = "{\"error\":\"CredentialsCoolingError\",\"message\":\"api: all credentials are cooling down\",\
+        \"provider\":\"api\",\"retry_after\":3,\"earliest\":\"2026-01-01 00:00:03Z\",\"attempts\":0}";
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    assert_eq!(answer, error("429 Too Many Requests", Some(3), 0, body));
+    assert_eq!(api.count(), 2, "nothing is sent");
+}
+
+#[tokio::test]
+async fn a_spent_quota() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let gateway = standing(&api.policy("limit = \"1 per day\"\n"));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    let body = "{\"error\":\"QuotaSpentError\",\"message\":\"api: the quota `api` is spent\",\
+        \"provider\":\"api\",\"limit\":\"api\",\"retry_after\":86400,\"earliest\":\"2026-01-02 00:00:00Z\",\"attempts\":0}";
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    assert_eq!(answer, error("429 Too Many Requests", Some(86_400), 0, body));
+}
+
+#[tokio::test]
+async fn retries_exhausted_with_the_last_reply() {
+    let api = Api::start(|number, _| Answer::new(500 + number as u16, format!("unwell {number}"))).await;
+    let gateway = standing(&api.policy(&format!("{FREE}user = {{ retries = 3 }}\n")));
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    // 501 says that it always will be; the provider's own words are the best there are.
+    assert_eq!((status(&answer), body(&answer)), (501, "unwell 1"));
+    assert_eq!(header(&answer, "tidegate-attempts"), Some("2"));
+    let api = Api::start(|number, _| Answer::new(502, format!("unwell {number}")).with("x-trace", "7")).await;
+    let gateway = standing(&api.policy(&format!("{FREE}user = {{ retries = 2 }}\n")));
+    let expected = "HTTP/1.1 502 Bad Gateway\r\nx-trace: 7\r\ncontent-length: 8\r\ntidegate-attempts: 3\r\n\
+        tidegate-waited: 0.000s\r\ntidegate-error: none of 3 attempts succeeded\r\n\r\nunwell 2";
+    assert_eq!(undated(&gateway.ask(get("/api/x")).await), expected);
+}
+
+#[tokio::test]
+async fn retries_exhausted_without_a_reply() {
+    let gateway = standing(&provider(nobody(), FREE));
+    let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded\",\
+        \"provider\":\"api\",\"attempts\":3}";
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    assert_eq!(answer, error("502 Bad Gateway", None, 3, body));
+}
+
+#[tokio::test]
+async fn a_pause_that_is_asked_for_is_too_long() {
+    let api = Api::start(|_, _| Answer::new(429, "slow down").with("retry-after", "86400")).await;
+    let gateway = standing(&api.policy(FREE));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), body(&answer)), (429, "slow down"));
+    assert_eq!(header(&answer, "retry-after"), Some("86400"));
+    let why = "the provider asks to be left alone for 86400 s";
+    assert_eq!(header(&answer, "tidegate-error"), Some(why));
+    let next = json(&gateway.ask(get("/api/x")).await);
+    assert_eq!((&next["error"], &next["retry_after"]), (&"CredentialsCoolingError".into(), &86_400.into()));
+    assert_eq!(api.count(), 1, "the gate is closed");
+}
+
+#[tokio::test]
+async fn a_deadline_in_the_queue_and_one_under_way() {
+    let api = Api::start(|_, _| Answer::new(200, "hello").taking(3000)).await;
+    let gateway = running(&api.policy("limit = [\"1000/s burst 1000\"]\nuser = { in_flight = 1 }\n"));
+    let hurried = request("GET", "/api/x", "tidegate-timeout: 300ms\r\n", "");
+    let mut first = Peer::connect(gateway.address).await;
+    first.send(get("/api/x")).await;
+    while api.count() == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let queued = gateway.ask(&hurried).await;
+    assert_eq!(status(&queued), 504);
+    let expected = "{\"error\":\"DeadlineExceededError\",\
+        \"message\":\"api: the deadline passed before it was the call's turn\",\"provider\":\"api\",\"attempts\":0}";
+    assert_eq!(body(&queued), expected);
+    assert_eq!(api.count(), 1);
+    assert_eq!(status(&first.message().await), 200);
+    let sent = gateway.ask(&hurried).await;
+    assert_eq!((status(&sent), header(&sent, "tidegate-attempts")), (504, Some("1")), "{sent}");
+    assert_eq!(json(&sent)["provider"], "api");
+}
+
+#[tokio::test]
+async fn a_full_queue() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let settings = "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\n";
+    let gateway = standing(&api.policy(settings));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    let mut waiting = Peer::connect(gateway.address).await;
+    waiting.send(get("/api/x")).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let body = "{\"error\":\"QueueFullError\",\"message\":\"api: the queue of the user lane is full\",\
+        \"provider\":\"api\",\"attempts\":0}";
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    assert_eq!(answer, error("503 Service Unavailable", None, 0, body));
+    // Another lane has a queue of its own.
+    let webhook = request("GET", "/api/x", "tidegate-priority: webhook\r\n", "");
+    assert!(tokio::time::timeout(Duration::from_millis(200), gateway.ask(webhook)).await.is_err());
+}
+
+#[tokio::test]
+async fn a_body_that_cannot_be_sent_again() {
+    let large = "x".repeat(100 << 10);
+    let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
+    let answer = running(&api.policy(FREE)).ask(request("PUT", "/api/x", "", &large)).await;
+    assert_eq!((status(&answer), body(&answer)), (503, "unwell"));
+    let why = "the request can't be sent again: its body is larger than what is kept for another attempt";
+    assert_eq!(header(&answer, "tidegate-error"), Some(why));
+    assert_eq!(api.count(), 1);
+    // The same where there is no reply.
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gateway = standing(&provider(listener.local_addr().unwrap(), FREE));
+    let breaking = tokio::spawn(async move {
+        for number in 0.. {
+            let mut peer = Peer::over(listener.accept().await.unwrap().0);
+            peer.message().await;
+            assert_eq!(number, 0, "it came again");
+        }
+    });
+    let body = format!(
+        "{{\"error\":\"UnreplayableBodyError\",\"message\":\"api: {why}\",\"provider\":\"api\",\"attempts\":1}}"
+    );
+    let answer = undated(&gateway.ask(request("PUT", "/api/x", "", &large)).await);
+    assert_eq!(answer, error("502 Bad Gateway", None, 1, &body));
+    assert!(!breaking.is_finished());
+}
+
+#[tokio::test]
+async fn a_request_that_must_not_be_sent_again() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gateway = standing(&provider(listener.local_addr().unwrap(), FREE));
+    tokio::spawn(async move {
+        loop {
+            Peer::over(listener.accept().await.unwrap().0).message().await;
+        }
+    });
+    let body = "{\"error\":\"NotIdempotentError\",\"message\":\"api: the request isn't idempotent and has no \
+        idempotency key, so it isn't sent again\",\"provider\":\"api\",\"attempts\":1}";
+    let answer = undated(&gateway.ask(request("POST", "/api/x", "", "order")).await);
+    assert_eq!(answer, error("502 Bad Gateway", None, 1, body));
+}

@@ -1,0 +1,157 @@
+//! Header fields on their way in and out.
+
+use std::time::Duration;
+
+use crate::common::{Answer, Api, Arrived, BEARER, FREE, ONCE, PLANTED, get, request, running, standing};
+use crate::wire::{body, header, json, status, undated};
+
+fn hello(_: usize, _: &Arrived) -> Answer {
+    Answer::new(200, "hello")
+}
+
+#[tokio::test]
+async fn an_answer_says_what_happened() {
+    let api = Api::start(|number, _| if number == 0 { Answer::new(503, "") } else { Answer::new(200, "hello") }).await;
+    let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n";
+    let gateway = standing(&api.policy(&format!("{FREE}{pair}")));
+    let answer = gateway.ask(get("/api/x")).await;
+    let expected = "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntidegate-attempts: 2\r\ntidegate-waited: 0.000s\r\n\
+        tidegate-credential: 1\r\n\r\nhello";
+    assert_eq!(undated(&answer), expected);
+}
+
+#[tokio::test]
+async fn the_place_of_a_credential_is_told_where_there_are_some() {
+    let api = Api::start(hello).await;
+    for (settings, place) in [(FREE.to_owned(), None), (format!("{FREE}{BEARER}"), Some("0"))] {
+        let answer = running(&api.policy(&settings)).ask(get("/api/x")).await;
+        assert_eq!(header(&answer, "tidegate-attempts"), Some("1"));
+        assert_eq!(header(&answer, "tidegate-credential"), place);
+        assert_eq!(header(&answer, "tidegate-cache"), None, "the provider has no cache");
+    }
+}
+
+#[tokio::test]
+async fn waiting_is_told() {
+    let api = Api::start(hello).await;
+    let gateway = running(&api.policy("limit = \"5/s\"\n"));
+    let answers = gateway.ask_at_once(2, &get("/api/x")).await;
+    let waited = |answer: &String| {
+        let text = header(answer, "tidegate-waited").unwrap().strip_suffix('s').unwrap();
+        text.parse::<f64>().unwrap()
+    };
+    let mut waits: Vec<f64> = answers.iter().map(waited).collect();
+    waits.sort_by(f64::total_cmp);
+    assert!(waits[0] < 0.1, "{waits:?}");
+    assert!((0.19..1.0).contains(&waits[1]), "{waits:?}");
+}
+
+#[tokio::test]
+async fn wishes_are_understood() {
+    let api = Api::start(hello).await;
+    let settings = "limit = \"1 per 1h\"\nwebhook = { timeout = \"2h\" }\n";
+    let gateway = standing(&api.policy(settings));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    // In an hour there is room: too late for a user, and for a webhook that says so.
+    let webhook = "tidegate-priority: Webhook\r\n";
+    for lines in [String::new(), format!("{webhook}tidegate-timeout: 59m\r\n")] {
+        assert_eq!(status(&gateway.ask(request("GET", "/api/x", &lines, "")).await), 429, "{lines}");
+    }
+    let waits = gateway.ask(request("GET", "/api/x", webhook, ""));
+    assert!(tokio::time::timeout(Duration::from_millis(300), waits).await.is_err(), "it waits for its turn");
+}
+
+#[tokio::test]
+async fn wishes_that_make_no_sense_are_told_by_name() {
+    let api = Api::start(hello).await;
+    let gateway = standing(&api.policy(FREE));
+    let (priority, timeout) = (
+        "tidegate-priority must be background, user or webhook",
+        "tidegate-timeout must be a duration such as 5s, 500ms or 1m30s",
+    );
+    for (lines, message) in [
+        ("tidegate-priority: urgent\r\n", priority),
+        ("Tidegate-Priority: user\r\nTidegate-Priority: user\r\n", priority),
+        ("tidegate-timeout: 5\r\n", timeout),
+        ("tidegate-timeout: 0s\r\n", timeout),
+        ("tidegate-timeout: \r\n", timeout),
+        ("tidegate-timeout: soon\r\n", timeout),
+    ] {
+        let answer = gateway.ask(request("GET", "/api/x", lines, "")).await;
+        assert_eq!(status(&answer), 400, "{lines}");
+        assert_eq!(json(&answer), serde_json::json!({ "error": "Bad Request", "message": message }), "{lines}");
+    }
+    assert_eq!(api.count(), 0);
+}
+
+#[tokio::test]
+async fn what_concerns_the_gateway_alone_stays_here() {
+    let api = Api::start(|_, _| {
+        let answer = Answer::new(200, "hello").with("tidegate-attempts", "99").with("tidegate-credential", "7");
+        answer.with("keep-alive", "timeout=5").with("x-kept", "yes").with("set-cookie", "a=b")
+    })
+    .await;
+    let gateway = running(&api.policy(&format!("{FREE}user_agent = \"App/1.0 ( me@example.org )\"\n")));
+    let lines = "user-agent: curl\r\ntidegate-priority: user\r\ntidegate-timeout: 5s\r\ntidegate-secret: x\r\n\
+        x-forwarded-for: 10.0.0.7\r\nx-forwarded-host: inside\r\nx-forwarded-proto: http\r\nforwarded: for=10.0.0.7\r\n\
+        x-forwarded-port: 80\r\nx-forwarded-prefix: /x\r\nx-real-ip: 10.0.0.7\r\nvia: 1.1 inside\r\n\
+        connection: close, x-hop\r\nx-hop: 1\r\n\
+        keep-alive: 5\r\nte: gzip\r\nproxy-connection: close\r\nproxy-authorization: Bearer x\r\n\
+        expect: 100-continue\r\nupgrade: websocket\r\n\
+        idempotency-key: 8e03978e\r\naccept: text/plain\r\ncookie: c=d\r\n";
+    let answer = gateway.ask(request("GET", "/api/x", lines, "")).await;
+    assert_eq!((status(&answer), body(&answer)), (200, "hello"));
+    let arrived = api.arrived().pop().unwrap();
+    let mut names: Vec<&str> = arrived.headers.keys().map(http::HeaderName::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["accept", "cookie", "host", "idempotency-key", "user-agent"]);
+    assert_eq!(arrived.header("user-agent"), Some("App/1.0 ( me@example.org )"));
+    assert_eq!(header(&answer, "tidegate-attempts"), Some("1"), "a provider can't speak for the gateway");
+    assert_eq!(header(&answer, "tidegate-credential"), None);
+    assert_eq!(header(&answer, "keep-alive"), None);
+    assert_eq!((header(&answer, "x-kept"), header(&answer, "set-cookie")), (Some("yes"), Some("a=b")));
+}
+
+#[tokio::test]
+async fn a_callers_own_credential_gives_way() {
+    let api = Api::start(hello).await;
+    let gateway = running(&api.policy(&format!("{FREE}{BEARER}")));
+    gateway.ask(request("GET", "/api/x", "authorization: Basic Zm9v\r\n", "")).await;
+    assert_eq!(api.arrived()[0].header("authorization"), Some(format!("Bearer {PLANTED}").as_str()));
+    let anonymous = running(&api.policy(FREE));
+    anonymous.ask(request("GET", "/api/x", "authorization: Basic Zm9v\r\n", "")).await;
+    assert_eq!(api.arrived()[1].header("authorization"), Some("Basic Zm9v"));
+}
+
+#[tokio::test]
+async fn redirects_are_the_callers_and_hold_no_credential() {
+    let elsewhere = Api::start(hello).await;
+    let there = elsewhere.address;
+    let api = Api::start(move |_, arrived| {
+        let own = arrived.header("host").unwrap();
+        let location = match arrived.target.split(['?', '/']).nth(2).unwrap() {
+            "below" => format!("http://{own}/v1/movie/603?api_key={PLANTED}&page=2"),
+            "beside" => format!("http://{own}/v2/movie?api_key={PLANTED}"),
+            "relative" => "/v1/movie#top".to_owned(),
+            "away" => format!("http://{there}/x?api_key={PLANTED}"),
+            _ => format!("http://{there}/{PLANTED}/x"),
+        };
+        Answer::new(302, "").with("location", location).with("x-echo", PLANTED)
+    })
+    .await;
+    let auth = "auth = \"query:api_key\"\ncredentials = \"env:A\"\n";
+    let gateway = running(&api.policy(&format!("{ONCE}{auth}")));
+    for (path, location) in [
+        ("/api/below", Some("/api/movie/603?page=2".to_owned())),
+        ("/api/beside", Some(format!("http://{}/v2/movie", api.address))),
+        ("/api/relative", Some("/api/movie#top".to_owned())),
+        ("/api/away", Some(format!("http://{there}/x"))),
+        ("/api/hidden", None),
+    ] {
+        let answer = gateway.ask(get(path)).await;
+        assert_eq!((status(&answer), header(&answer, "location")), (302, location.as_deref()), "{path}");
+        assert!(!answer.contains(PLANTED), "{answer}");
+    }
+    assert!(api.arrived().iter().all(|arrived| arrived.target.contains(PLANTED)));
+    assert_eq!(elsewhere.count(), 0, "the gateway follows nobody");
+}

@@ -1,0 +1,13 @@
+//! The gateway to other people's APIs over real sockets.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+mod cache;
+mod common;
+mod door;
+mod errors;
+mod headers;
+mod login;
+mod retries;
+#[expect(dead_code, reason = "what only the gate's tests use")]
+#[path = "../gate/common.rs"]
+mod wire;

@@ -1,0 +1,96 @@
+//! What is sent again, and what isn't.
+
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+use crate::common::{Answer, Api, FREE, get, provider, request, running};
+use crate::wire::{Peer, body, header, nobody, status};
+
+#[tokio::test]
+async fn a_post_is_sent_once_and_with_a_key_as_often_as_it_takes() {
+    let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
+    let gateway = running(&api.policy(FREE));
+    let answer = gateway.ask(request("POST", "/api/orders", "", "{\"order\":1}")).await;
+    assert_eq!((status(&answer), header(&answer, "tidegate-attempts")), (503, Some("1")));
+    assert_eq!(api.count(), 1);
+    let answer = gateway.ask(request("POST", "/api/orders", "idempotency-key: 8e03978e\r\n", "{\"order\":2}")).await;
+    assert_eq!((status(&answer), header(&answer, "tidegate-attempts")), (503, Some("3")));
+    let sent = api.arrived().split_off(1);
+    assert_eq!(sent.len(), 3);
+    for request in sent {
+        assert_eq!((request.method.as_str(), &request.body[..]), ("POST", &b"{\"order\":2}"[..]));
+        assert_eq!(request.header("idempotency-key"), Some("8e03978e"));
+    }
+}
+
+#[tokio::test]
+async fn a_chunked_body_is_sent_again_whole() {
+    let api = Api::start(|number, _| if number < 2 { Answer::new(503, "") } else { Answer::new(200, "done") }).await;
+    let gateway = running(&api.policy(FREE));
+    let mut client = Peer::connect(gateway.address).await;
+    client.send("PUT /api/x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n").await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let answer = client.ask("5\r\nwhole\r\n0\r\n\r\n").await;
+    assert_eq!((status(&answer), body(&answer)), (200, "done"));
+    assert_eq!(api.count(), 3);
+    assert!(api.arrived().iter().all(|request| request.body == "halfwhole"));
+}
+
+#[tokio::test]
+async fn a_body_arrives_whatever_the_method() {
+    let api = Api::start(|_, _| Answer::new(200, "done")).await;
+    let gateway = running(&api.policy(FREE));
+    for method in ["GET", "DELETE", "POST", "QUERY"] {
+        let chunked = "host: localhost\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n";
+        for request in [request(method, "/api/x", "", "body"), format!("{method} /api/x HTTP/1.1\r\n{chunked}")] {
+            assert_eq!(status(&gateway.ask(request).await), 200);
+            assert_eq!(api.arrived().pop().unwrap().body, "body", "{method}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refused_connection_is_tried_again_whatever_the_method() {
+    let address = nobody();
+    let settings = "limit = \"1000/s burst 1000\"\nretry = { max_attempts = 5, base = \"100ms\", jitter = \"none\" }\n";
+    let gateway = running(&provider(address, settings));
+    let mut client = Peer::connect(gateway.address).await;
+    client.send(request("POST", "/api/orders", "", "order")).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let api = Api::on(TcpListener::bind(address).await.unwrap(), |_, _| Answer::new(201, "made"));
+    let answer = client.message().await;
+    assert_eq!((status(&answer), body(&answer)), (201, "made"));
+    let attempts: u32 = header(&answer, "tidegate-attempts").unwrap().parse().unwrap();
+    assert!(attempts > 1, "{answer}");
+    assert_eq!((api.count(), &api.arrived()[0].body[..]), (1, &b"order"[..]));
+}
+
+#[tokio::test]
+async fn a_throttled_reply_never_reaches_the_caller() {
+    let api = Api::start(|number, _| match number {
+        0 => Answer::new(429, "slow down").with("retry-after", "1"),
+        _ => Answer::new(200, "hello"),
+    })
+    .await;
+    let gateway = running(&api.policy(FREE));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), body(&answer)), (200, "hello"));
+    assert_eq!(header(&answer, "tidegate-attempts"), Some("2"));
+    let waited = header(&answer, "tidegate-waited").unwrap().strip_suffix('s').unwrap().parse::<f64>().unwrap();
+    assert!((1.0..3.0).contains(&waited), "{waited}");
+}
+
+#[tokio::test]
+async fn a_caller_who_goes_away_takes_the_call_along() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let gateway = running(&api.policy("limit = \"2/s\"\n"));
+    assert_eq!(status(&gateway.ask(get("/api/first")).await), 200);
+    let mut gone = Peer::connect(gateway.address).await;
+    gone.send(get("/api/gone")).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    drop(gone);
+    assert_eq!(status(&gateway.ask(get("/api/second")).await), 200);
+    let targets: Vec<String> = api.arrived().into_iter().map(|arrived| arrived.target).collect();
+    assert_eq!(targets, ["/v1/first", "/v1/second"]);
+}
