@@ -159,6 +159,8 @@ impl Table<'_> {
                     row.unit.write(spread.max)
                 );
                 let ratio = row.ratio(&figures.subject).filter(|_| figures.subject != OURS);
+                // Nothing over nothing, as of allocations that there are none of.
+                let ratio = ratio.filter(|ratio| ratio.median.is_finite());
                 let ratio = ratio.map_or_else(String::new, |ratio| {
                     format!("{:.2} ({:.2}–{:.2})", ratio.median, ratio.min, ratio.max)
                 });
