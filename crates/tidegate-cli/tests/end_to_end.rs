@@ -70,7 +70,7 @@ fn nginx_behind_the_gate_sees_what_was_admitted_and_nothing_else() {
                 let mut client = Client::connect(ports.gate).unwrap();
                 let (mut admitted, mut refused) = (0, 0);
                 for number in 0..1000 {
-                    let answer = client.ask(&get(if number % 5 == 0 { "/over" } else { "/page" }));
+                    let answer = client.ask(get(if number % 5 == 0 { "/over" } else { "/page" }));
                     match answer.status {
                         200 => admitted += 1,
                         429 => refused += 1,
@@ -139,7 +139,7 @@ fn sigterm_under_load_loses_no_request() {
                         if answer.last {
                             break;
                         }
-                        answer = client.ask(&get("/page"));
+                        answer = client.ask(get("/page"));
                     }
                 }
             })
@@ -173,7 +173,7 @@ fn a_second_signal_ends_at_once() {
     thread::sleep(Duration::from_millis(300));
     assert!(TcpStream::connect(("127.0.0.1", ports.gate)).is_err());
     let mut admin = Client::connect(ports.admin).unwrap();
-    assert_eq!(admin.ask(&get("/readyz")).status, 503);
+    assert_eq!(admin.ask(get("/readyz")).status, 503);
     gate.signal("INT");
     assert_eq!(gate.wait().and_then(|status| status.code()), Some(130));
 }
@@ -239,7 +239,7 @@ fn nginx_with_the_snippet_enforces_alike() {
     assert_eq!(enforced(front), expected());
     let seen = server.read("access.log");
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
-    let answer = Client::connect(front).unwrap().ask(&get("/elsewhere"));
+    let answer = Client::connect(front).unwrap().ask(get("/elsewhere"));
     assert_eq!(answer.body, "a page of nginx");
 }
 
@@ -283,7 +283,7 @@ fn traefik_would_enforce_alike_with_the_snippet() {
     let passed_on = lies.iter().filter(|(name, _)| !is_emptied(name));
     let passed_on: String = passed_on.map(|(name, value)| format!("{name}: {value}\r\n")).collect();
     let mut ask = |method: &str, uri: &str| {
-        let answer = front.ask(&format!(
+        let answer = front.ask(format!(
             "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{passed_on}X-Forwarded-For: 203.0.113.7\r\n\
              X-Forwarded-Host: a.test\r\nX-Forwarded-Method: {method}\r\nX-Forwarded-Port: 80\r\n\
              X-Forwarded-Proto: http\r\nX-Forwarded-Server: traefik\r\nX-Forwarded-Uri: {uri}\r\n\

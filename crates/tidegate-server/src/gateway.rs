@@ -227,6 +227,9 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 /// The most bytes of a request's body: none is kept whole, so that large uploads are nobody's burden but the provider's.
 const MAX_BODY: u64 = u64::MAX;
 
+/// The most causes of an error that are told.
+const MAX_CAUSES: usize = 16;
+
 /// A provider's reply as the client gets it.
 fn relay<B>(response: Response<B>, watch: &Arc<Watch>) -> Response<Body>
 where
@@ -274,24 +277,35 @@ fn remove_all(headers: &mut HeaderMap, prefix: &str) {
 /// The answer where there is no reply.
 fn refusal(failed: &OutboundError) -> Response<Body> {
     let OutboundError::Call(call) = failed else {
-        let status = match failed {
-            OutboundError::Target(_) => StatusCode::BAD_REQUEST,
-            OutboundError::Trouble(outbound::Trouble::TimedOut) => StatusCode::GATEWAY_TIMEOUT,
-            _ => StatusCode::BAD_GATEWAY,
-        };
-        return error(status, &failed.to_string());
+        let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
+        return error(status, &in_full(failed));
     };
     let status = match (&call.why, &call.value) {
         (Why::RetriesExhausted { .. }, Some(outbound::Trouble::TimedOut)) => StatusCode::GATEWAY_TIMEOUT,
         _ => StatusCode::from_u16(call.status()).unwrap_or(StatusCode::BAD_GATEWAY),
     };
-    let body = serde_json::to_vec(&call.problem()).unwrap_or_default();
+    let mut problem = call.problem();
+    if let Some(trouble) = &call.value {
+        problem.message += ": ";
+        problem.message += &in_full(trouble);
+    }
+    let body = serde_json::to_vec(&problem).unwrap_or_default();
     let mut response = json(status, body.into());
     if let Some(wait) = call.retry_after() {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
     }
     tell(response.headers_mut(), Some(call.happened), None);
     response
+}
+
+/// An error with what caused it.
+fn in_full(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |&error| error.source()).take(MAX_CAUSES);
+    causes.fold(error.to_string(), |text, cause| {
+        let cause = cause.to_string();
+        // Some tell their cause themselves.
+        if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }
+    })
 }
 
 /// What an error of the client means: one that couldn't connect never sent the request.

@@ -122,7 +122,8 @@ fn whom_nobody_vouches_for_gets_no_request() {
     let (api, other) = (Api::start(&["h2", "http/1.1"]), Api::start(&[]));
     let (answer, _) = asked(&api, &other.authority);
     assert_eq!(answer.status, 502, "{}", answer.body);
-    let expected = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded\",\
+    let expected = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
+        the request got no reply: client error (Connect): invalid peer certificate: UnknownIssuer\",\
         \"provider\":\"api\",\"attempts\":3}";
     assert_eq!(answer.body, expected);
     // Nothing was sent, so that it could be tried again whatever the method.

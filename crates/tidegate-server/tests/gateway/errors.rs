@@ -18,6 +18,10 @@ fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> S
     )
 }
 
+/// What is told of a connection that ends without a reply.
+const BROKEN_OFF: &str =
+    "the request got no reply: client error (SendRequest): connection closed before message completed";
+
 #[tokio::test]
 async fn an_open_breaker() {
     let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
@@ -69,7 +73,8 @@ async fn a_spent_quota() {
     let gateway = standing(&api.policy("limit = \"1 per day\"\n"));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
     let body = "{\"error\":\"QuotaSpentError\",\"message\":\"api: the quota `api` is spent\",\
-        \"provider\":\"api\",\"limit\":\"api\",\"retry_after\":86400,\"earliest\":\"2026-01-02 00:00:00Z\",\"attempts\":0}";
+        \"provider\":\"api\",\"limit\":\"api\",\
+        \"retry_after\":86400,\"earliest\":\"2026-01-02 00:00:00Z\",\"attempts\":0}";
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("429 Too Many Requests", Some(86_400), 0, body));
 }
@@ -92,7 +97,8 @@ async fn retries_exhausted_with_the_last_reply() {
 #[tokio::test]
 async fn retries_exhausted_without_a_reply() {
     let gateway = standing(&provider(nobody(), FREE));
-    let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded\",\
+    let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
+        the request got no reply: client error (Connect): tcp connect error: Connection refused (os error 111)\",\
         \"provider\":\"api\",\"attempts\":3}";
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("502 Bad Gateway", None, 3, body));
@@ -172,7 +178,8 @@ async fn a_body_that_cannot_be_sent_again() {
         }
     });
     let body = format!(
-        "{{\"error\":\"UnreplayableBodyError\",\"message\":\"api: {why}\",\"provider\":\"api\",\"attempts\":1}}"
+        "{{\"error\":\"UnreplayableBodyError\",\"message\":\"api: {why}: {BROKEN_OFF}\",\
+         \"provider\":\"api\",\"attempts\":1}}"
     );
     let answer = undated(&gateway.ask(request("PUT", "/api/x", "", &large)).await);
     assert_eq!(answer, error("502 Bad Gateway", None, 1, &body));
@@ -188,8 +195,11 @@ async fn a_request_that_must_not_be_sent_again() {
             Peer::over(listener.accept().await.unwrap().0).message().await;
         }
     });
-    let body = "{\"error\":\"NotIdempotentError\",\"message\":\"api: the request isn't idempotent and has no \
-        idempotency key, so it isn't sent again\",\"provider\":\"api\",\"attempts\":1}";
+    let why = "the request isn't idempotent and has no idempotency key, so it isn't sent again";
+    let body = format!(
+        "{{\"error\":\"NotIdempotentError\",\"message\":\"api: {why}: {BROKEN_OFF}\",\
+         \"provider\":\"api\",\"attempts\":1}}"
+    );
     let answer = undated(&gateway.ask(request("POST", "/api/x", "", "order")).await);
-    assert_eq!(answer, error("502 Bad Gateway", None, 1, body));
+    assert_eq!(answer, error("502 Bad Gateway", None, 1, &body));
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::common::{Answer, Api, Arrived, BEARER, FREE, ONCE, PLANTED, get, request, running, standing};
-use crate::wire::{body, header, json, status, undated};
+use crate::wire::{Peer, body, header, json, status, undated};
 
 fn hello(_: usize, _: &Arrived) -> Answer {
     Answer::new(200, "hello")
@@ -110,6 +110,17 @@ async fn what_concerns_the_gateway_alone_stays_here() {
     assert_eq!(header(&answer, "tidegate-credential"), None);
     assert_eq!(header(&answer, "keep-alive"), None);
     assert_eq!((header(&answer, "x-kept"), header(&answer, "set-cookie")), (Some("yes"), Some("a=b")));
+}
+
+#[tokio::test]
+async fn a_head_tells_the_length_and_has_no_body() {
+    let api = Api::start(hello).await;
+    let gateway = running(&api.policy(FREE));
+    let mut client = Peer::connect(gateway.address).await;
+    client.send(request("HEAD", "/api/x", "connection: close\r\n", "")).await;
+    let answer = client.all().await;
+    assert_eq!((status(&answer), header(&answer, "content-length"), body(&answer)), (200, Some("5"), ""));
+    assert_eq!(api.arrived()[0].method, "HEAD");
 }
 
 #[tokio::test]

@@ -51,6 +51,23 @@ async fn a_body_arrives_whatever_the_method() {
 }
 
 #[tokio::test]
+async fn a_body_that_breaks_off_is_the_callers_fault() {
+    let api = Api::start(|_, _| Answer::new(200, "done")).await;
+    let gateway = running(&api.policy(FREE));
+    let head = "PUT /api/x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n";
+    let mut client = Peer::connect(gateway.address).await;
+    let answer = client.ask(format!("{head}nonsense\r\n")).await;
+    assert_eq!((status(&answer), header(&answer, "connection")), (400, Some("close")), "{answer}");
+    assert!(body(&answer).contains("the request's body broke off"), "{answer}");
+    assert!(client.ends().await);
+    // The breaker and the next call know nothing of it.
+    for _ in 0..10 {
+        gateway.ask(format!("{head}nonsense\r\n")).await;
+    }
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+}
+
+#[tokio::test]
 async fn a_refused_connection_is_tried_again_whatever_the_method() {
     let address = nobody();
     let settings = "limit = \"1000/s burst 1000\"\nretry = { max_attempts = 5, base = \"100ms\", jitter = \"none\" }\n";
