@@ -58,7 +58,7 @@ impl Reader<'_> {
         const EXPECTED: &str = "a file's path, such as \"/var/lib/tidegate/outbound.json\", or \"off\"";
         match self.text(node, "snapshot", EXPECTED)? {
             "off" => Some(None),
-            path if path.is_empty() || path.ends_with('/') || path.contains('\0') => {
+            path if path.is_empty() || path.ends_with('/') || path.contains(char::is_control) => {
                 self.wrong(node.at, format!("`snapshot`: {} is no file's path", quoted(path)), EXPECTED);
                 None
             }
