@@ -79,6 +79,6 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
     assert_eq!(requests.load(Ordering::Relaxed), 1);
     assert_eq!(arrived.load(Ordering::Relaxed), chunks * CHUNK as u64, "all of it and nothing besides");
     let grown = most_memory(gateway.id()) - before;
-    println!("{} MiB took {grown} KiB", chunks * CHUNK as u64 >> 20);
+    println!("{} MiB took {grown} KiB", (chunks * CHUNK as u64) >> 20);
     assert!(grown < 8 << 10, "{grown} KiB for an upload");
 }
