@@ -8,7 +8,7 @@ use axum::extract::{Request, State};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use tidegate_testkit::client::{Client, get};
 use tidegate_testkit::servers::Scratch;
 use tokio::net::TcpListener;
@@ -32,6 +32,7 @@ impl Api {
     fn start(protocols: &[&str]) -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, format!("authority for {protocols:?}"));
         let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
         let key = KeyPair::generate().unwrap();
         let certificate =
@@ -43,7 +44,8 @@ impl Api {
         let acceptor = TlsAcceptor::from(Arc::new(config));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap();
-        let (seen, handshakes): (Arc<Mutex<Vec<String>>>, Arc<Mutex<Vec<bool>>>) = Default::default();
+        let seen: Arc<Mutex<Vec<String>>> = Arc::default();
+        let handshakes: Arc<Mutex<Vec<bool>>> = Arc::default();
         let api = Self {
             port: listener.local_addr().unwrap().port(),
             authority: authority.pem(),
@@ -94,11 +96,11 @@ async fn told(State(seen): State<Arc<Mutex<Vec<String>>>>, request: Request) -> 
 const PLANTED: (&str, &str) = ("PLANTED", "pl4nted-s3cr3t");
 
 /// Asks once through a gateway that trusts this authority.
-fn asked(api: &Api, authority: &str) -> (tidegate_testkit::client::Answer, String) {
+fn asked(api: &Api, authority: &str, request: &str) -> (tidegate_testkit::client::Answer, String) {
     let trusted = Scratch::new();
     let file = trusted.write("ca.pem", authority);
     let (mut gateway, port) = gateway(&api.policy(), &[PLANTED, ("SSL_CERT_FILE", file.to_str().unwrap())]);
-    let answer = Client::connect(port).unwrap().ask(get("/api/x"));
+    let answer = Client::connect(port).unwrap().ask(request);
     gateway.signal("TERM");
     gateway.wait().expect("the gateway ends");
     (answer, gateway.read("stderr"))
@@ -108,7 +110,7 @@ fn asked(api: &Api, authority: &str) -> (tidegate_testkit::client::Answer, Strin
 fn http_2_is_spoken_where_it_is_offered() {
     for (offered, version) in [(&["h2", "http/1.1"][..], "HTTP/2.0"), (&["http/1.1"], "HTTP/1.1"), (&[], "HTTP/1.1")] {
         let api = Api::start(offered);
-        let (answer, log) = asked(&api, &api.authority);
+        let (answer, log) = asked(&api, &api.authority, &get("/api/x"));
         assert_eq!((answer.status, answer.body.as_str()), (200, format!("over {version}").as_str()), "{offered:?}");
         assert_eq!(api.seen(), [format!("{version} localhost:{} /v1/x Bearer {}", api.port, PLANTED.1)]);
         assert!(log.contains(" TRACE "));
@@ -120,7 +122,8 @@ fn http_2_is_spoken_where_it_is_offered() {
 #[test]
 fn whom_nobody_vouches_for_gets_no_request() {
     let (api, other) = (Api::start(&["h2", "http/1.1"]), Api::start(&[]));
-    let (answer, _) = asked(&api, &other.authority);
+    let post = "POST /api/x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\norder";
+    let (answer, _) = asked(&api, &other.authority, post);
     assert_eq!(answer.status, 502, "{}", answer.body);
     let expected = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
         the request got no reply: client error (Connect): invalid peer certificate: UnknownIssuer\",\
