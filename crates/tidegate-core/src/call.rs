@@ -82,7 +82,8 @@ pub struct Rules {
     /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
     pub lead: Span,
     /// What is added to the wait for a rate, so that calls arrive no closer than they may although some take longer on
-    /// their way than others.
+    /// their way than others. What the last reply took longer than the quickest is added to it, up to nine times as much
+    /// again.
     pub jitter: Span,
     /// How calls queue.
     pub lanes: LanesSpec,
@@ -119,6 +120,39 @@ pub struct Desk {
     pub orders: Orders,
     lead: Span,
     widened_at: Time,
+    transit: Transit,
+}
+
+/// How much later than others the last call may have come to the provider, as far as its reply shows.
+#[derive(Clone, Copy, Debug, Default)]
+struct Transit {
+    /// The shortest time from a grant to its reply; it drifts up slowly, in case the way has become longer.
+    quickest: Option<Span>,
+    granted_at: Time,
+    late: Span,
+}
+
+impl Transit {
+    /// Of how many calls each may raise the shortest time to its own.
+    const DRIFT: u64 = 256;
+
+    fn granted(&mut self, now: Time) {
+        (self.granted_at, self.late) = (now, Span::ZERO);
+    }
+
+    /// Learns from a reply. Whether it may put off the next call.
+    fn replied(&mut self, granted_at: Time, elapsed: Span) -> bool {
+        let first = self.quickest.is_none();
+        let quickest = self.quickest.map_or(elapsed, |quickest| quickest.min(elapsed));
+        let excess = elapsed.as_micros() - quickest.as_micros();
+        self.quickest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
+        // The first has nothing to be compared with, and its connection still had to be made.
+        let late = if first { elapsed } else { Span::from_micros(excess) };
+        if granted_at == self.granted_at {
+            self.late = late;
+        }
+        granted_at == self.granted_at && !late.is_zero()
+    }
 }
 
 impl Desk {
@@ -133,6 +167,7 @@ impl Desk {
             orders: Orders::default(),
             lead: rules.lead,
             widened_at: Time::ZERO,
+            transit: Transit::default(),
         };
         desk.bound(rules);
         desk
@@ -141,6 +176,14 @@ impl Desk {
     /// How far ahead calls are counted now.
     pub fn lead(&self) -> Span {
         self.lead
+    }
+
+    /// How much longer than a limit says the next call waits, so that it doesn't arrive too close behind the last.
+    fn apart(&self, rules: &Rules, kind: Option<&Kind>) -> Span {
+        match kind {
+            Some(Kind::Rate(_)) => rules.jitter + self.transit.late.min(rules.jitter.times(9)),
+            _ => Span::ZERO,
+        }
     }
 
     fn in_flight(&self) -> u32 {
@@ -451,7 +494,8 @@ impl Call {
             (Some(shared), _) => shared,
             (None, Some((op, outcome))) => {
                 // At least a little, so that a store whose clock is behind isn't asked again and again.
-                let until = outcome.retry_at.max(now + ASKED_AGAIN);
+                let kind = limits.get(op.limit).map(crate::Limit::kind);
+                let until = (outcome.retry_at + desk.apart(rules, kind)).max(now + ASKED_AGAIN);
                 if certain(op, outcome) {
                     desk.pool.closed_until(credential, until, now);
                 } else {
@@ -462,11 +506,8 @@ impl Call {
             }
             (None, None) => return self.granted(ticket, credential, rules, desk, outcomes, now),
         };
-        let mut until = outcome.retry_at;
         let kind = limits.get(op.limit).map(crate::Limit::kind);
-        if let Some(Kind::Rate(_)) = kind {
-            until = until + rules.jitter;
-        }
+        let until = outcome.retry_at + desk.apart(rules, kind);
         let own = rules.lane_ceilings[self.lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
         let failure = match kind {
             Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
@@ -510,6 +551,7 @@ impl Call {
             }
         };
         desk.pool.used(credential);
+        desk.transit.granted(now);
         if self.requests == 0 {
             desk.budget.first_try();
         }
@@ -635,6 +677,10 @@ impl Call {
     fn settle(&mut self, rules: &Rules, desk: &mut Desk, sent: Sent, reply: &Reply, now: Time, rng: &mut impl Rng) {
         let elapsed = now.since(sent.at);
         desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
+        // What was told about a rate was told before this was known.
+        if desk.transit.replied(sent.at, elapsed) && !rules.jitter.is_zero() {
+            desk.lanes.poke();
+        }
         if let Some(inflight) = &mut desk.inflight {
             inflight.sample(elapsed, sent.in_flight, reply.class, now);
             desk.bound(rules);

@@ -212,7 +212,7 @@ fn every_key_reaches_the_machine() {
         assert_eq!(names(&outbound, lane), [name]);
     }
     assert_eq!((rules.lead, rules.renews, rules.credential_keys.len()), (secs(1), true, 3));
-    assert_eq!(rules.jitter, Span::from_millis(3), "3 % of 100 ms");
+    assert_eq!(rules.jitter, Span::from_micros(1_500), "1.5 % of 100 ms");
     assert_eq!((rules.lanes.max_in_flight, rules.lanes.window), (8, secs(10)));
     let lanes = rules.lanes.lanes.map(|lane| (lane.max_in_flight, lane.max_waiting));
     assert_eq!(lanes, [(2, 100), (5, 200), (6, 300)]);

@@ -18,13 +18,13 @@ const TURNS: u64 = 3;
 const WINDOW_ENTRIES: u64 = 4096;
 /// The closest that callers are released after a cool-down.
 const LEAST_STAGGER: Span = Span::from_millis(1);
-/// What a rate's calls are spaced further apart by, as a share of their spacing: in percent, and at most.
+/// What a rate's calls are spaced further apart by, as a share of their spacing: in thousandths, and at most.
 ///
 /// A provider that counts by a rate counts arrivals. Of two calls that start one spacing apart, the second arrives
 /// sooner than that after the first if it is quicker on its way, and is refused by a provider that allows no burst. The
-/// share costs as much of the rate; that many milliseconds cover what a connection that is already open usually varies
-/// by.
-const TRANSIT_JITTER: (u64, Span) = (3, Span::from_millis(20));
+/// share costs as much of the rate; it covers what a connection that is open already usually varies by. What the last call
+/// took longer is observed and added, as `Rules::jitter` says.
+const TRANSIT_JITTER: (u64, Span) = (15, Span::from_millis(20));
 
 /// A limit as it is written.
 pub(super) struct Written {
@@ -292,6 +292,6 @@ fn spacing(quantity: &Quantity) -> Option<Span> {
 }
 
 fn transit_jitter(spacing: Span) -> Span {
-    let (percent, most) = TRANSIT_JITTER;
-    Span::from_micros((spacing.as_micros() * percent).div_ceil(100)).min(most)
+    let (permille, most) = TRANSIT_JITTER;
+    Span::from_micros((spacing.as_micros() * permille).div_ceil(1000)).min(most)
 }
