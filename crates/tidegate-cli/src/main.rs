@@ -41,7 +41,7 @@ enum Command {
         /// http://127.0.0.1:3000 on http://127.0.0.1:8080.
         #[arg(long, short, value_name = "FILE")]
         config: Option<PathBuf>,
-        /// Also take settings of [outbound] from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
+        /// Also take outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
         #[arg(long, value_name = "PREFIX")]
         env_prefix: Option<String>,
     },
@@ -56,7 +56,7 @@ enum Command {
         /// Ignore TIDEGATE__… and the other variables that would override the file.
         #[arg(long)]
         no_env: bool,
-        /// Also take settings of [outbound] from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
+        /// Also take outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
         #[arg(long, value_name = "PREFIX", conflicts_with = "no_env")]
         env_prefix: Option<String>,
     },
@@ -104,7 +104,7 @@ struct Question {
     /// take, unless there is a URL.
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// The prefix that the policy takes settings of [outbound] by, as for `serve`.
+    /// The prefix that the policy takes outbound settings by, as for `serve`.
     #[arg(long, value_name = "PREFIX")]
     env_prefix: Option<String>,
     /// The gate's decision API, as http://HOST:PORT; the policy's if unsaid.
