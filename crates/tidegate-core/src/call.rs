@@ -282,7 +282,7 @@ pub enum Step {
         /// Its place in the provider's list.
         credential: usize,
     },
-    /// Log this credential in anew, for [`Call::renewed`].
+    /// Log this credential in anew, for [`Call::start`]. If that fails, the reply that asked for it is the call's.
     Renew {
         /// Its place in the provider's list.
         credential: usize,
@@ -484,7 +484,8 @@ impl Call {
             let refused = refused.clone().filter(move |(op, _)| (op.key == rules.key) == shared);
             refused.max_by_key(|(_, outcome)| outcome.retry_at)
         };
-        let certain = |op: &Op, outcome: &Outcome| match limits.get(op.limit).map(crate::Limit::kind) {
+        let kind = |op: &Op| limits.get(op.limit).map(crate::Limit::kind);
+        let certain = |op: &Op, outcome: &Outcome| match kind(op) {
             Some(Kind::Cooldown(cooldown)) => cooldown.is_closing(outcome.retry_at, outcomes.now()),
             Some(Kind::Quota(_)) => rules.measure(op.limit) == Some(Measure::Calls),
             _ => false,
@@ -494,8 +495,7 @@ impl Call {
             (Some(shared), _) => shared,
             (None, Some((op, outcome))) => {
                 // At least a little, so that a store whose clock is behind isn't asked again and again.
-                let kind = limits.get(op.limit).map(crate::Limit::kind);
-                let until = (outcome.retry_at + desk.apart(rules, kind)).max(now + ASKED_AGAIN);
+                let until = (outcome.retry_at + desk.apart(rules, kind(op))).max(now + ASKED_AGAIN);
                 if certain(op, outcome) {
                     desk.pool.closed_until(credential, until, now);
                 } else {
@@ -506,10 +506,9 @@ impl Call {
             }
             (None, None) => return self.granted(ticket, credential, rules, desk, outcomes, now),
         };
-        let kind = limits.get(op.limit).map(crate::Limit::kind);
-        let until = outcome.retry_at + desk.apart(rules, kind);
+        let until = outcome.retry_at + desk.apart(rules, kind(op));
         let own = rules.lane_ceilings[self.lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
-        let failure = match kind {
+        let failure = match kind(op) {
             Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
             _ => Failure::RateLimited { limit: op.limit, earliest: until },
         };
@@ -597,12 +596,6 @@ impl Call {
             }
             Err(why) => Step::Finish(Err(Failure::GaveUp(why))),
         }
-    }
-
-    /// The login was repeated, or failed: then the reply that asked for it stands.
-    pub fn renewed(&mut self, desk: &mut Desk, good: bool, now: Time) -> Step {
-        desk.orders.begin();
-        if good { self.start(desk, now) } else { Step::Finish(Ok(())) }
     }
 
     /// The last reply's body has ended, or nobody reads on.

@@ -303,9 +303,11 @@ impl World {
     }
 
     fn renewed(&mut self, id: usize, good: bool) {
-        let mut known = self.take(id);
-        let next = known.call.renewed(&mut self.desk, good, self.now);
-        self.step(id, known, next);
+        let known = self.take(id);
+        match good {
+            true => self.start(id, known),
+            false => self.finished.push((id, Ok(()))),
+        }
     }
 
     /// Its caller goes away.

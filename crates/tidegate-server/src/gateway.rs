@@ -56,10 +56,9 @@ const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
 /// What all connections of the gateway share.
 pub(crate) struct Gateway<S: Store, C: Clock> {
     mounts: HashMap<String, Mount<S, C>>,
-    plan: Arc<tidegate_policy::Outbound>,
+    outbound: Outbound<S, C>,
     cache: Cache<C>,
     door: Door,
-    body_cap: u64,
 }
 
 /// A provider as the gateway calls it.
@@ -91,9 +90,8 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             let service = layer.layer(connector.client(plan));
             mounts.insert(plan.name.clone(), Mount { provider: provider.clone(), service });
         }
-        let plan = Arc::new(outbound.plan().clone());
-        let door = Door::new(listens, &plan.hosts, token);
-        Ok(Self { mounts, cache: Cache::of(outbound), door, body_cap: MAX_BODY, plan })
+        let door = Door::new(listens, &outbound.plan().hosts, token);
+        Ok(Self { mounts, cache: Cache::of(outbound), door, outbound: outbound.clone() })
     }
 
     /// What serves a connection's requests.
@@ -137,11 +135,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             Ok((mount, options)) => {
                 let has_body = !request.body().is_end_stream();
                 let request = request.map(|body| {
-                    if has_body {
-                        Upload::new(body, Arc::clone(watch), self.body_cap, None)
-                    } else {
-                        Upload::none(body)
-                    }
+                    if has_body { Upload::new(body, Arc::clone(watch), MAX_BODY, None) } else { Upload::none(body) }
                 });
                 let mut response = self.send(mount, options, request, watch).await;
                 if has_body && watch.is_uploading() {
@@ -212,10 +206,11 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
     }
 
     fn unknown(&self, name: &str) -> Response<Body> {
-        let message = match self.plan.find(name) {
+        let plan = self.outbound.plan();
+        let message = match plan.find(name) {
             Ok(_) => format!("the provider {name} has no base_url, so only Rust programs call it"),
             Err(_) if name.is_empty() => {
-                let names: Vec<&str> = self.plan.providers().iter().map(|provider| provider.name.as_str()).collect();
+                let names: Vec<&str> = plan.providers().iter().map(|provider| provider.name.as_str()).collect();
                 format!("paths are /PROVIDER/PATH; the providers are {}", names.join(", "))
             }
             Err(unknown) => unknown.to_string(),
@@ -276,14 +271,8 @@ fn remove_all(headers: &mut HeaderMap, prefix: &str) {
 
 /// The answer where there is no reply.
 fn refusal(failed: &OutboundError) -> Response<Body> {
-    let OutboundError::Call(call) = failed else {
-        let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
-        return error(status, &in_full(failed));
-    };
-    let status = match (&call.why, &call.value) {
-        (Why::RetriesExhausted { .. }, Some(outbound::Trouble::TimedOut)) => StatusCode::GATEWAY_TIMEOUT,
-        _ => StatusCode::from_u16(call.status()).unwrap_or(StatusCode::BAD_GATEWAY),
-    };
+    let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
+    let OutboundError::Call(call) = failed else { return error(status, &in_full(failed)) };
     let mut problem = call.problem();
     if let Some(trouble) = &call.value {
         problem.message += ": ";

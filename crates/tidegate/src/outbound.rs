@@ -281,13 +281,13 @@ impl<S: Store, C: Clock> Provider<S, C> {
 
     /// Looks at its queue, breaker, budget and credentials as they stand now.
     pub fn look<T>(&self, look: impl FnOnce(&Desk, Time) -> T) -> T {
-        self.0.look(|desk, now| look(desk, now))
+        self.0.look(look)
     }
 
     /// Spends a retry out of the budget that all calls share, for a request that is sent beside another; false if
     /// there is none left.
     pub fn spend_retry(&self) -> bool {
-        self.0.spend_retry()
+        self.0.look(|desk, _| desk.budget.take())
     }
 
     /// Makes a call: waits for its turn, sends, and tries again as the provider's rules say.

@@ -99,11 +99,11 @@ impl Reader<'_> {
             }
             _ => None,
         });
-        let window = windows.max().unwrap_or(LanesSpec::default().window);
+        let longest = windows.max();
+        let window = longest.unwrap_or(LanesSpec::default().window);
         // Without a window nothing is counted ahead, and replies have nothing to put right in the store.
-        let own_of_lanes = lanes.iter().flat_map(|lane| &lane.limits);
-        let mut every = all().chain(&own_cost).chain(&of_credential_cost).chain(own_of_lanes);
-        let has_windows = every.any(|written| matches!(written.quantity, Quantity::Window { .. }));
+        let mut costs = own_cost.iter().chain(&of_credential_cost);
+        let has_windows = longest.is_some() || costs.any(|cost| matches!(cost.quantity, Quantity::Window { .. }));
 
         let name = section.name;
         let mut ceilings = self.ceilings(collected, name, own, false)?;

@@ -148,26 +148,30 @@ impl<S: Store, C: Clock> Hall<S, C> {
         self.floor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at the desk.
-    pub(super) fn look<T>(&self, look: impl FnOnce(&mut Desk, Time) -> T) -> T {
-        let floor = &mut *self.enter();
-        look(&mut floor.table.desk, self.clock.now())
+    /// Enters to change something, at this moment.
+    fn enter_now(&self) -> (MutexGuard<'_, Floor>, Time) {
+        let mut floor = self.enter();
+        let now = self.clock.now();
+        if let Some(hours) = &self.plan().hours {
+            floor.table.desk.lanes.pause(Lane::Background, hours.next(now));
+        }
+        (floor, now)
     }
 
-    /// Spends a retry of the budget; false if there is none left.
-    pub(super) fn spend_retry(&self) -> bool {
-        self.enter().table.desk.budget.take()
+    /// Looks at the desk.
+    pub(super) fn look<T>(&self, look: impl FnOnce(&Desk, Time) -> T) -> T {
+        let floor = self.enter();
+        look(&floor.table.desk, self.clock.now())
     }
 
     /// Lets a call enter the queue, and decides about it at once where that is possible; else it is parked.
     pub(super) fn start(self: &Arc<Self>, mut call: Call, urgency: Option<&Urgency>) -> Entered {
-        let floor = &mut *self.enter();
-        let now = self.clock.now();
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
         if let Some(urgency) = urgency {
             call.raise(urgency.lane(), &mut floor.table.desk, now);
         }
-        self.keep_hours(floor, now);
-        let Table { desk, .. } = &mut floor.table;
+        let desk = &mut floor.table.desk;
         let step = call.start(desk, now);
         self.tell(desk, now);
         if let Step::Finish(Err(failure)) = step {
@@ -210,8 +214,8 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Learns how an attempt ended.
     pub(super) fn replied(self: &Arc<Self>, call: &mut Call, reply: &Reply) -> (After, Time) {
-        let floor = &mut *self.enter();
-        let now = self.clock.now();
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
         let Table { desk, rng, .. } = &mut floor.table;
         let step = call.replied(&self.rules, desk, reply, now, rng);
         self.tell(desk, now);
@@ -227,9 +231,9 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// The reply's body has ended; it cost this much, if that is known now.
     pub(super) fn ended(self: &Arc<Self>, call: &mut Call, credential: usize, cost: Option<u64>) {
-        let floor = &mut *self.enter();
-        let now = self.clock.now();
-        let Table { desk, .. } = &mut floor.table;
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
+        let desk = &mut floor.table.desk;
         call.ended(desk);
         if let Some(cost) = cost {
             call.cost_was(&self.rules, desk, credential, cost);
@@ -241,20 +245,19 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Nobody waits any more for a call that isn't parked.
     pub(super) fn abandoned(self: &Arc<Self>, call: &mut Call) {
-        let floor = &mut *self.enter();
-        self.leave(floor, call);
+        let (mut floor, now) = self.enter_now();
+        self.leave(&mut floor, call, now);
     }
 
     /// Nobody waits any more for a call that is parked.
     pub(super) fn forsaken(self: &Arc<Self>, place: usize) {
-        let floor = &mut *self.enter();
+        let (mut floor, now) = self.enter_now();
         if let Some(mut parked) = floor.unpark(place) {
-            self.leave(floor, &mut parked.call);
+            self.leave(&mut floor, &mut parked.call, now);
         }
     }
 
-    fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call) {
-        let now = self.clock.now();
+    fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call, now: Time) {
         let Table { desk, rng, .. } = &mut floor.table;
         call.abandoned(&self.rules, desk, now, rng);
         self.tell(desk, now);
@@ -263,18 +266,12 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Moves a parked call up.
     pub(super) fn raise(self: &Arc<Self>, urgency: &Urgency) {
-        let floor = &mut *self.enter();
-        let now = self.clock.now();
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
         let Some(place) = urgency.place() else { return };
         let Some(parked) = floor.parked.get_mut(place) else { return };
         parked.call.raise(urgency.lane(), &mut floor.table.desk, now);
         self.pump(floor, None, now);
-    }
-
-    fn keep_hours(&self, floor: &mut Floor, now: Time) {
-        if let Some(hours) = &self.plan().hours {
-            floor.table.desk.lanes.pause(Lane::Background, hours.next(now));
-        }
     }
 
     fn tell(&self, desk: &Desk, now: Time) {
@@ -291,7 +288,6 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Carries on whom the lanes name; returns until when they say to sleep.
     fn name(self: &Arc<Self>, floor: &mut Floor, mut own: Option<&mut Own<'_>>, now: Time) -> Time {
-        self.keep_hours(floor, now);
         loop {
             let (ticket, expired) = match floor.table.desk.lanes.poll(now) {
                 Turn::Sleep(at) => return at,
@@ -371,8 +367,8 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// A store has answered that had to be waited for.
     fn answered(self: &Arc<Self>, ticket: Ticket, batch: &Batch, answer: Result<Outcomes, StoreError>) {
-        let floor = &mut *self.enter();
-        let now = self.clock.now();
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
         match (floor.parked_at(ticket), answer) {
             (Some(place), Ok(outcomes)) => {
                 let Floor { table, parked, .. } = floor;
@@ -437,8 +433,8 @@ impl<S: Store, C: Clock> Timer<S, C> {
 
     fn next(&mut self) -> Option<Span> {
         let hall = self.hall.upgrade()?;
-        let floor = &mut *hall.enter();
-        let now = hall.clock.now();
+        let (mut floor, now) = hall.enter_now();
+        let floor = &mut *floor;
         floor.wakes_at = hall.name(floor, None, now);
         if floor.wakes_at.is_never() {
             // Said under the lock, and only once: after it there may be another timer.

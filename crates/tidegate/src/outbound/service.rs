@@ -20,7 +20,7 @@ use super::exchange::{BoxError, Exchange, Manner, Trouble};
 use super::wish::has_idempotency_key;
 use super::{
     CallError, CallOptions, CredentialError, Credentials, Happened, Judge, Logins, OutboundBody, Provider, Replay,
-    ReplayBody, Target, TargetError, fault_of,
+    ReplayBody, Target, TargetError, Why, fault_of,
 };
 use crate::SystemClock;
 
@@ -63,6 +63,7 @@ impl OutboundError {
         match self {
             Self::Target(TargetError::UnfitCredential) => 502,
             Self::Target(_) | Self::Trouble(Trouble::Body) => 400,
+            Self::Call(CallError { why: Why::RetriesExhausted { .. }, value: Some(Trouble::TimedOut), .. }) => 504,
             Self::Call(error) => error.status(),
             Self::Trouble(Trouble::TimedOut) => 504,
             Self::Trouble(_) => 502,

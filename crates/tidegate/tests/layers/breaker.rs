@@ -20,7 +20,7 @@ async fn advance(seconds: u64) {
 
 #[tokio::test(start_paused = true)]
 async fn five_failures_open_it_and_two_successes_close_it() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(503)]);
     let layer = layer(clock);
     let mut service = layer.layer(script.clone());
@@ -51,7 +51,7 @@ async fn five_failures_open_it_and_two_successes_close_it() {
 
 #[tokio::test(start_paused = true)]
 async fn a_failed_probe_opens_it_again_and_a_reset_closes_it() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(500)]);
     let layer = layer(clock);
     let mut service = layer.layer(script.clone());
@@ -68,7 +68,7 @@ async fn a_failed_probe_opens_it_again_and_a_reset_closes_it() {
 
 #[tokio::test(start_paused = true)]
 async fn what_isnt_the_services_fault_never_opens_it() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     for status in [404, 429, 401] {
         let script = Script::new(clock, [ok(status)]);
         let mut service = layer(clock).layer(script);
@@ -80,7 +80,7 @@ async fn what_isnt_the_services_fault_never_opens_it() {
 
 #[tokio::test(start_paused = true)]
 async fn services_of_one_layer_share_the_breaker() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let (down, up) = (Script::new(clock, [failed(503)]), Script::new(clock, [ok(200)]));
     let layer = layer(clock);
     for _ in 0..5 {
@@ -104,7 +104,7 @@ async fn half_open(clock: TokioClock) -> (BreakerLayer<impl Judge<u16, Failed>, 
 
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_nobody_waits_for_comes_back() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let (layer, script) = half_open(clock).await;
     script.rewrite([slow(ok(200), 3_600)]);
     let mut service = layer.layer(script.clone());
@@ -127,7 +127,7 @@ async fn a_probe_that_nobody_waits_for_comes_back() {
 
 #[tokio::test(start_paused = true)]
 async fn a_probe_that_panics_comes_back() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let (layer, _) = half_open(clock).await;
     let at_call = tower::service_fn(|_: &str| -> std::future::Ready<Result<u16, Failed>> { panic!("at the call") });
     let in_future = tower::service_fn(|_: &str| async { panic!("in the future") });
@@ -142,7 +142,7 @@ async fn a_probe_that_panics_comes_back() {
 
 #[tokio::test(start_paused = true)]
 async fn being_ready_holds_no_probe() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let (layer, script) = half_open(clock).await;
     let mut idle = layer.layer(script.clone());
     ServiceExt::<&str>::ready(&mut idle).await.unwrap();
@@ -152,7 +152,7 @@ async fn being_ready_holds_no_probe() {
 
 #[tokio::test(start_paused = true)]
 async fn an_open_breaker_refuses_even_if_the_service_inside_is_not_ready() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [slow(ok(200), 3_600)]);
     let layer = layer(clock);
     let limit = tower::limit::ConcurrencyLimit::new(script.clone(), 1);
@@ -180,7 +180,7 @@ async fn ready_now<S: Service<&'static str>>(service: &mut S) -> Poll<()> {
 
 #[tokio::test(start_paused = true)]
 async fn slow_calls_are_timed_from_call_to_reply() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let slow_calls = Some(SlowCalls { threshold: Span::from_secs(1), rate: 500 });
     let spec = BreakerSpec { failures: None, slow_calls, min_calls: 4, ..BreakerSpec::default() };
     let layer = BreakerLayer::with_clock(spec, by_number, clock).unwrap();

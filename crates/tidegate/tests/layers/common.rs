@@ -6,36 +6,27 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+pub(crate) use tidegate::clock::TokioClock;
 use tidegate::core::Class;
-use tidegate::{Clock, Span, Time};
-use tokio::time::Instant;
+use tidegate::{Clock as _, Span, Time};
 use tower::Service;
 
-/// A clock that follows tokio's, paused or not.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct TokioClock(Instant);
+/// When the tests begin, by [`TokioClock::default`].
+const START: Time = Time::from_secs(1_767_225_600);
 
-impl TokioClock {
-    #[expect(clippy::disallowed_methods, reason = "this is a clock")]
-    pub(crate) fn new() -> Self {
-        Self(Instant::now())
-    }
+/// How long ago a test began.
+pub(crate) trait Passed {
+    fn passed(&self) -> Span;
 
-    pub(crate) fn passed(&self) -> Span {
-        self.now().since(START)
-    }
-
-    /// How long ago the test began, in whole milliseconds.
-    pub(crate) fn millis(&self) -> u64 {
+    /// In whole milliseconds.
+    fn millis(&self) -> u64 {
         self.passed().as_micros() / 1_000
     }
 }
 
-const START: Time = Time::from_secs(1_767_225_600);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Time {
-        START + Span::from_duration(self.0.elapsed())
+impl Passed for TokioClock {
+    fn passed(&self) -> Span {
+        self.now().since(START)
     }
 }
 

@@ -7,7 +7,7 @@ use tidegate::{LimiterError, Span};
 use tokio::task::JoinSet;
 use tower::{Layer, Service, ServiceExt};
 
-use super::common::{Failed, Script, TokioClock, failed, name, ok};
+use super::common::{Failed, Passed as _, Script, TokioClock, failed, name, ok};
 
 /// Sends this many calls at once, numbered in the order of their arrival, and waits for all of them.
 async fn send<C: tidegate::Clock + Clone>(
@@ -29,7 +29,7 @@ async fn send<C: tidegate::Clock + Clone>(
 
 #[tokio::test(start_paused = true)]
 async fn turns_come_at_the_rate_and_in_the_order_of_arrival() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("10/s", clock).unwrap();
     assert!(send(&layer, &script, 200).await.iter().all(Result::is_ok));
@@ -47,7 +47,7 @@ async fn turns_come_at_the_rate_and_in_the_order_of_arrival() {
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes_who_waits() {
     let clock = ManualClock::default();
-    let script = Script::new(TokioClock::new(), [ok(200)]);
+    let script = Script::new(TokioClock::default(), [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock.clone()).unwrap();
     send(&layer, &script, 1).await;
     tokio::spawn(layer.layer(script.clone()).oneshot("waits"));
@@ -66,7 +66,7 @@ async fn nobody_overtakes_who_waits() {
 
 #[tokio::test(start_paused = true)]
 async fn a_window_is_strict() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("100 per 10s", clock).unwrap();
     for _ in 0..100 {
@@ -91,7 +91,7 @@ async fn who_would_wait_too_long_is_told_the_true_wait_at_once() {
         ("1 per 30s burst 2", [30_000, 60_000, 90_000]),
         ("1 per 30s", [30_000, 60_000, 90_000]),
     ] {
-        let clock = TokioClock::new();
+        let clock = TokioClock::default();
         let script = Script::new(clock, [ok(200)]);
         let patient = LimitLayer::with_clock(quantity, clock).unwrap();
         let hasty = patient.clone().max_wait(second);
@@ -121,7 +121,7 @@ async fn who_would_wait_too_long_is_told_the_true_wait_at_once() {
 
 #[tokio::test(start_paused = true)]
 async fn who_returns_after_the_wait_passes() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let mut service =
         LimitLayer::with_clock("2 per 60s", clock).unwrap().max_wait(Duration::ZERO).layer(script.clone());
@@ -136,7 +136,7 @@ async fn who_returns_after_the_wait_passes() {
 
 #[tokio::test(start_paused = true)]
 async fn when_some_leave_the_others_move_up() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock).unwrap();
     let mut tasks = JoinSet::new();
@@ -163,7 +163,7 @@ async fn when_some_leave_the_others_move_up() {
 
 #[tokio::test(start_paused = true)]
 async fn a_future_that_is_not_polled_takes_no_turn() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let mut service = LimitLayer::with_clock("1/h", clock).unwrap().max_wait(Duration::ZERO).layer(script);
     let idle = service.ready().await.unwrap().call("idle");
@@ -173,7 +173,7 @@ async fn a_future_that_is_not_polled_takes_no_turn() {
 
 #[tokio::test(start_paused = true)]
 async fn the_line_is_bounded() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock).unwrap().max_waiting(3);
     let outcomes = send(&layer, &script, 8).await;
@@ -184,7 +184,7 @@ async fn the_line_is_bounded() {
 
 #[tokio::test(start_paused = true)]
 async fn the_services_own_error_comes_through() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let mut service = LimitLayer::with_clock("1/s", clock).unwrap().layer(Script::new(clock, [failed(500)]));
     let error = service.call("a").await.unwrap_err();
     assert_eq!((error, error.to_string()), (TurnError::Inner(Failed(500)), "failed like a 500".to_owned()));
@@ -192,7 +192,7 @@ async fn the_services_own_error_comes_through() {
 
 #[tokio::test(start_paused = true)]
 async fn only_a_service_that_was_made_ready_is_called() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let strict = tower::limit::ConcurrencyLimit::new(Script::new(clock, [ok(200)]), 1);
     let mut service =
         LimitLayer::of(Kind::Rate(Rate::new(5, Span::from_secs(1), 1).unwrap()), clock).unwrap().layer(strict);

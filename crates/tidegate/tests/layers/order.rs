@@ -7,7 +7,7 @@ use tidegate::outbound::layers::{Behind, BreakerLayer, CircuitError, LimitLayer,
 use tidegate::{Backoff, Jitter, Span};
 use tower::{Service, ServiceBuilder, ServiceExt};
 
-use super::common::{Failed, Script, TokioClock, by_number, failed, ok};
+use super::common::{Failed, Passed as _, Script, TokioClock, by_number, failed, ok};
 
 fn retry(max_attempts: u32) -> Retry {
     let backoff = Backoff::exponential(Span::from_millis(100), Span::from_secs(1)).with_jitter(Jitter::None);
@@ -16,7 +16,7 @@ fn retry(max_attempts: u32) -> Retry {
 
 #[tokio::test(start_paused = true)]
 async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503)]);
     let breaker = BreakerLayer::with_clock(BreakerSpec::default(), by_number, clock).unwrap();
     let mut service = ServiceBuilder::new()
@@ -32,7 +32,7 @@ async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
 
 #[tokio::test(start_paused = true)]
 async fn a_breaker_outside_of_the_retries_sees_one_failure_a_call() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503)]);
     let breaker = BreakerLayer::with_clock(BreakerSpec::default(), by_number, clock).unwrap();
     let mut service = ServiceBuilder::new()
@@ -45,7 +45,7 @@ async fn a_breaker_outside_of_the_retries_sees_one_failure_a_call() {
 
 #[tokio::test(start_paused = true)]
 async fn all_three_in_their_order() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 1 }));
     let breaker = BreakerLayer::with_clock(BreakerSpec::default(), Behind(by_number), clock).unwrap();

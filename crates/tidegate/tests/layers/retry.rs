@@ -9,7 +9,7 @@ use tidegate::outbound::layers::{ByStatus, Idempotent, Judged, RetryLayer};
 use tidegate::{Backoff, Jitter, Span};
 use tower::{Layer, Service, ServiceExt};
 
-use super::common::{Failed, Script, TokioClock, by_number, failed, ok, slow};
+use super::common::{Failed, Passed as _, Script, TokioClock, by_number, failed, ok, slow};
 
 fn retry(max_attempts: u32) -> Retry {
     let backoff = Backoff::exponential(Span::from_millis(500), Span::from_secs(8)).with_jitter(Jitter::None);
@@ -18,7 +18,7 @@ fn retry(max_attempts: u32) -> Retry {
 
 #[tokio::test(start_paused = true)]
 async fn three_failed_attempts_sleep_twice_and_the_last_outcome_is_returned() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(500), ok(503), failed(502), ok(200)]);
     let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(script.clone());
     assert_eq!(service.call("a").await, Err(Failed(502)));
@@ -28,7 +28,7 @@ async fn three_failed_attempts_sleep_twice_and_the_last_outcome_is_returned() {
 
 #[tokio::test(start_paused = true)]
 async fn a_reply_that_is_no_failure_ends_the_call() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     for status in [200, 404, 401, 501] {
         let script = Script::new(clock, [ok(status), failed(418)]);
         let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(script.clone());
@@ -43,7 +43,7 @@ async fn a_reply_that_is_no_failure_ends_the_call() {
 
 #[tokio::test(start_paused = true)]
 async fn the_services_own_wait_is_a_floor() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [ok(429), ok(200)]);
     let judge =
         |outcome: Result<&u16, &Failed>| Judged { retry_after: Some(Span::from_secs(7)), ..by_number(outcome).into() };
@@ -64,7 +64,7 @@ async fn the_services_own_wait_is_a_floor() {
 #[tokio::test(start_paused = true)]
 async fn no_attempt_begins_at_the_deadline_or_later() {
     for (timeout, attempts) in [(500, 1), (501, 2), (1_500, 2), (1_501, 3)] {
-        let clock = TokioClock::new();
+        let clock = TokioClock::default();
         let script = Script::new(clock, [failed(503)]);
         let layer = RetryLayer::with_clock(retry(9), None, by_number, clock).timeout(Duration::from_millis(timeout));
         let mut service = layer.layer(script.clone());
@@ -75,7 +75,7 @@ async fn no_attempt_begins_at_the_deadline_or_later() {
 
 #[tokio::test(start_paused = true)]
 async fn the_budget_is_shared_and_first_tries_earn() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 500, min: 1, reserve: 10 }));
     let script = Script::new(clock, [failed(503)]);
     let layer = RetryLayer::with_clock(retry(2), Some(Arc::clone(&budget)), by_number, clock);
@@ -95,7 +95,7 @@ async fn the_budget_is_shared_and_first_tries_earn() {
 
 #[tokio::test(start_paused = true)]
 async fn a_throttled_call_spends_no_budget() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 0, reserve: 0 }));
     let script = Script::new(clock, [ok(429), ok(200)]);
     let mut service = RetryLayer::with_clock(retry(3), Some(budget), by_number, clock).layer(script);
@@ -104,7 +104,7 @@ async fn a_throttled_call_spends_no_budget() {
 
 #[tokio::test(start_paused = true)]
 async fn a_retry_that_was_never_sent_goes_back() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 2 }));
     let script = Script::new(clock, [failed(503), slow(ok(200), 60)]);
     let mut service =
@@ -125,7 +125,7 @@ async fn a_retry_that_was_never_sent_goes_back() {
 
 #[tokio::test(start_paused = true)]
 async fn http_requests_are_repeated_only_where_that_does_no_harm() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let sends = async |request: Request<&'static str>, was_sent: bool| {
         let sent = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&sent);
@@ -150,7 +150,7 @@ async fn http_requests_are_repeated_only_where_that_does_no_harm() {
 
 #[tokio::test(start_paused = true)]
 async fn status_decides_for_http() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     for (status, sends) in [(200, 1), (404, 1), (501, 1), (429, 3), (408, 3), (529, 3)] {
         let sent = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&sent);
@@ -166,7 +166,7 @@ async fn status_decides_for_http() {
 
 #[tokio::test(start_paused = true)]
 async fn what_can_be_read_once_is_sent_once() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let once = |_: &&'static str| None;
     let layer = RetryLayer::with_clock(retry(3), None, by_number, clock).replaying(once);
@@ -176,7 +176,7 @@ async fn what_can_be_read_once_is_sent_once() {
 
 #[tokio::test(start_paused = true)]
 async fn each_attempt_is_made_by_a_service_that_is_ready() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), failed(503), ok(200)]);
     // Called without having been made ready, it panics.
     let strict = tower::limit::ConcurrencyLimit::new(script.clone(), 1);
@@ -191,7 +191,7 @@ async fn each_attempt_is_made_by_a_service_that_is_ready() {
 
 #[tokio::test(start_paused = true)]
 async fn full_jitter_spreads_the_retries() {
-    let clock = TokioClock::new();
+    let clock = TokioClock::default();
     let mut first_waits = Vec::new();
     for _ in 0..20 {
         let script = Script::new(clock, [failed(503), ok(200)]);
