@@ -1,12 +1,13 @@
 //! The gateway to other people's APIs as a program, with real servers behind it.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
+#[path = "../common/mod.rs"]
 mod common;
-mod nginx;
 mod secrets;
 mod shutdown;
 mod tls;
 mod upload;
+mod upstream;
 
 use std::process::Command;
 

@@ -5,7 +5,8 @@ use std::process::Command;
 use tidegate_testkit::client::{Client, get};
 use tidegate_testkit::servers::Scratch;
 
-use crate::common::{Upstream, gateway, reply};
+use crate::common::gateway;
+use crate::upstream::{Upstream, reply};
 
 /// Providers that take a credential in each way there is, and fail in each way there is.
 const EVERY_WAY: &str = r#"

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use tidegate_testkit::client::{Answer, Client, get};
 
-use crate::common::{Upstream, gateway, provider, reply};
+use crate::common::{gateway, provider};
+use crate::upstream::{Upstream, reply};
 
 #[test]
 fn sigterm_loses_no_call() {

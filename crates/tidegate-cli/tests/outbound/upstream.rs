@@ -1,33 +1,9 @@
-//! The program with a policy, and a provider that does as it is told.
+//! A provider that does as it is told.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread;
-
-use tidegate_testkit::servers::{Running, Scratch, free_port};
-
-/// Runs `tidegate serve` with this policy and these variables; gives the gateway's port.
-pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (Running, u16) {
-    let port = free_port();
-    let scratch = Scratch::new();
-    let file = scratch.write("tidegate.toml", policy);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-    command
-        .args(["serve", "--config"])
-        .arg(file)
-        .env("TIDEGATE__OUTBOUND__LISTEN", format!("127.0.0.1:{port}"))
-        .env("TIDEGATE__API__LISTEN", "off")
-        .env("TIDEGATE__ADMIN__LISTEN", "off")
-        .envs(env.iter().copied());
-    (Running::start(command, scratch, port), port)
-}
-
-/// A provider at a port of this machine.
-pub(crate) fn provider(port: u16, settings: &str) -> String {
-    format!("[outbound.provider.api]\nbase_url = \"http://127.0.0.1:{port}\"\n{settings}\n")
-}
 
 /// A server that reads requests with a body of known length, tells what it read, and answers as it is told to.
 pub(crate) struct Upstream {

@@ -1,0 +1,26 @@
+//! The gateway as a program.
+
+use std::process::Command;
+
+use tidegate_testkit::servers::{Running, Scratch, free_port};
+
+/// Runs `tidegate serve` with this policy and these variables; gives the gateway's port.
+pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (Running, u16) {
+    let port = free_port();
+    let scratch = Scratch::new();
+    let file = scratch.write("tidegate.toml", policy);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command
+        .args(["serve", "--config"])
+        .arg(file)
+        .env("TIDEGATE__OUTBOUND__LISTEN", format!("127.0.0.1:{port}"))
+        .env("TIDEGATE__API__LISTEN", "off")
+        .env("TIDEGATE__ADMIN__LISTEN", "off")
+        .envs(env.iter().copied());
+    (Running::start(command, scratch, port), port)
+}
+
+/// A provider at a port of this machine.
+pub(crate) fn provider(port: u16, settings: &str) -> String {
+    format!("[outbound.provider.api]\nbase_url = \"http://127.0.0.1:{port}\"\n{settings}\n")
+}
