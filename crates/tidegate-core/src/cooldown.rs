@@ -3,7 +3,8 @@
 //! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or as long as the provider asked for if that is longer.
 //! Calls that were sent before a closing are of an older *generation*: ten of them throttled together close the gate
 //! once, and their successes don't open it. Who is released gets a moment of its own, one stagger after the caller
-//! before, until a success shows that the credential is good again.
+//! before, although the first may have shown by then that the credential is good again: those who waited for it would
+//! all come at once. That ends, after a success, with the first moment that nobody wants, or after a hundred.
 
 use crate::time::OVERTAKEN;
 use crate::{Backoff, Span, Time};
@@ -11,6 +12,9 @@ use crate::{Backoff, Span, Time};
 /// How long a gate that has opened is remembered at least: longer than calls are in flight, so that a late reply is
 /// still known to be of an older generation.
 const REMEMBERED: Span = Span::from_secs(3600);
+
+/// For how many staggers callers are released one by one at the most, once one of them has succeeded.
+const RELEASED: u64 = 100;
 
 /// How long a credential cools down when it is throttled. Any values make sense: spans of zero don't close or don't
 /// stagger, and a cap below the base is what every closing lasts.
@@ -33,7 +37,7 @@ impl Default for Cooldown {
 /// What is remembered of a credential. The default is one that never was throttled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gate {
-    /// When the gate opens or opened; the epoch once a success has shown that it may stay open.
+    /// When the gate opens or opened; the epoch once it has been shown that it may stay open.
     pub until: Time,
     /// The last moment that counts: when the gate was closed or, if that is later, when it last let a caller through.
     pub last: Time,
@@ -60,7 +64,15 @@ impl Cooldown {
         }
         if self.idle_at(gate) <= now {
             *gate = Gate::default();
+        } else if self.is_proven(gate, now) {
+            gate.until = Time::ZERO;
         }
+    }
+
+    /// Whether a success has shown that the credential is good, and those who waited for it are gone.
+    fn is_proven(&self, gate: &Gate, now: Time) -> bool {
+        let unwanted = gate.last + self.stagger.times(2) <= now;
+        gate.step == 0 && gate.last >= gate.until && (unwanted || gate.until + self.stagger.times(RELEASED) <= now)
     }
 
     /// When the gate lets a caller through: `now` if it does, [`Time::NEVER`] if it was closed for good. Of several
@@ -78,8 +90,8 @@ impl Cooldown {
     }
 
     /// Whether a moment that [`Cooldown::look`] told at `now` is the end of a closing. Nothing brings that forward, while
-    /// the slot of a caller that is released after one goes when a success shows that the credential is good. Of a
-    /// closing that ends within the time of a slot it says no.
+    /// callers that are released after one may become free to go sooner than one by one. Of a closing that ends within
+    /// the time of a slot it says no.
     pub fn is_closing(&self, free_at: Time, now: Time) -> bool {
         free_at > now + OVERTAKEN + self.stagger
     }
@@ -111,15 +123,12 @@ impl Cooldown {
     }
 
     /// Takes note of a success of a call of `generation`: the next closing is a first one again, and an open gate stays
-    /// open. A call that was let through before the last closing changes nothing, and neither does one that the gate
-    /// doesn't remember.
+    /// open once those who waited for it are gone. A call that was let through before the last closing changes nothing,
+    /// and neither does one that the gate doesn't remember.
     pub fn succeeded(&self, gate: &mut Gate, generation: u32, now: Time) {
         self.settle(gate, now);
         if generation == gate.generation {
             gate.step = 0;
-            if gate.until <= now {
-                gate.until = Time::ZERO;
-            }
         }
     }
 
@@ -256,12 +265,29 @@ mod tests {
         }
         let expected: Vec<Time> = (0..30).map(|slot| at(600_000 + slot * 200)).collect();
         assert_eq!(released, expected);
-        // One of them succeeds: nobody is held back any more.
-        assert_eq!(COOLDOWN.look(gate, at(605_850)), at(606_000));
+        // One of them succeeds: those who wait go one by one all the same, until nobody wants a moment, or for long enough.
         COOLDOWN.succeeded(&mut gate, 1, at(605_850));
+        assert_eq!(COOLDOWN.look(gate, at(605_850)), at(606_000));
+        let mut unwanted = gate;
         for _ in 0..3 {
-            assert_eq!(COOLDOWN.look(gate, at(605_850)), at(605_850));
-            COOLDOWN.charge(&mut gate, at(605_850));
+            assert_eq!(COOLDOWN.look(unwanted, at(606_200)), at(606_200));
+            COOLDOWN.charge(&mut unwanted, at(606_200));
+        }
+        for slot in 30..100 {
+            assert_eq!(COOLDOWN.look(gate, at(600_000 + slot * 200 - 1)), at(600_000 + slot * 200));
+            COOLDOWN.charge(&mut gate, at(600_000 + slot * 200));
+        }
+        for _ in 0..3 {
+            assert_eq!(COOLDOWN.look(gate, at(620_000)), at(620_000));
+            COOLDOWN.charge(&mut gate, at(620_000));
+        }
+        // Without a success they would go on.
+        let mut gate = Gate::default();
+        COOLDOWN.throttled(&mut gate, 0, None, at(0));
+        for slot in 5..500 {
+            assert_eq!(COOLDOWN.look(gate, at(slot * 200)), at(slot * 200));
+            COOLDOWN.charge(&mut gate, at(slot * 200));
+            assert_eq!(COOLDOWN.look(gate, at(slot * 200)), at((slot + 1) * 200));
         }
     }
 
@@ -382,7 +408,8 @@ mod tests {
             assert_eq!(COOLDOWN.look(released, at(1_000)), at(1_200), "one stagger, {ahead} ahead");
             let mut proven = released;
             COOLDOWN.succeeded(&mut proven, 1, at(500));
-            assert_eq!(COOLDOWN.look(proven, at(500)), at(500), "a success counts, {ahead} ahead");
+            assert_eq!(COOLDOWN.look(proven, at(900)), at(900), "a success counts, {ahead} ahead");
+            assert_eq!((proven.step, COOLDOWN.look(proven, at(500))), (0, at(700)), "{ahead} ahead");
             let proven = Gate { until: Time::ZERO, ..released };
             assert_eq!(COOLDOWN.look(proven, at(500)), at(500), "and stays one, {ahead} ahead");
         }

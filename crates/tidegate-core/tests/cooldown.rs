@@ -33,21 +33,23 @@ enum Event {
     Step(Time),
     /// A closing that wasn't one.
     Longer(Time),
-    /// A success of a call of the latest generation; whether the gate was open then.
-    Proof { open: bool },
+    /// A success of a call of the latest generation.
+    Success,
+    /// Those who waited for a good credential were gone.
+    Deserted,
 }
 
 impl Naive {
     fn until(&self) -> Time {
         let ends = self.events.iter().filter_map(|event| match event {
             Event::Step(end) | Event::Longer(end) => Some(*end),
-            Event::Through(_) | Event::Proof { .. } => None,
+            Event::Through(_) | Event::Success | Event::Deserted => None,
         });
         ends.max().unwrap_or(Time::ZERO)
     }
 
     fn steps(&self) -> u32 {
-        let since = self.events.iter().rev().take_while(|event| !matches!(event, Event::Proof { .. }));
+        let since = self.events.iter().rev().take_while(|event| !matches!(event, Event::Success));
         since.filter(|event| matches!(event, Event::Step(_))).count() as u32
     }
 
@@ -56,21 +58,34 @@ impl Naive {
         !self.events[through..].iter().any(|event| matches!(event, Event::Step(_)))
     }
 
+    /// Who was let through last of those that waited for the last closing's end.
+    fn released(&self) -> Option<Time> {
+        let waited = self.events.iter().rev().take_while(|event| !matches!(event, Event::Deserted));
+        let (mut closed, mut last) = (false, None);
+        for event in waited {
+            match *event {
+                Event::Through(at) if !closed => last = last.or(Some(at)),
+                Event::Step(_) | Event::Longer(_) => closed = true,
+                Event::Through(_) | Event::Success | Event::Deserted => {}
+            }
+        }
+        last.filter(|_| closed)
+    }
+
+    /// Looks whether those who waited for a good credential are gone.
+    fn look_around(&mut self, stagger: Span, now: Time) {
+        let gone = |last: Time| last + stagger.times(2) <= now || self.until() + stagger.times(100) <= now;
+        if self.steps() == 0 && self.released().is_some_and(gone) {
+            self.events.push(Event::Deserted);
+        }
+    }
+
     fn free_at(&self, stagger: Span, now: Time) -> Time {
         let until = self.until();
         if until > now {
             return until;
         }
-        let unproven = self.events.iter().rev().take_while(|event| !matches!(event, Event::Proof { open: true }));
-        let (mut closed, mut last) = (false, None);
-        for event in unproven {
-            match *event {
-                Event::Through(at) if !closed => last = last.or(Some(at)),
-                Event::Step(_) | Event::Longer(_) => closed = true,
-                Event::Through(_) | Event::Proof { .. } => {}
-            }
-        }
-        last.filter(|_| closed).map_or(now, |last| now.max(last + stagger))
+        self.released().map_or(now, |last| now.max(last + stagger))
     }
 }
 
@@ -82,6 +97,7 @@ fn histories_agree_with_the_model() {
         // Calls under way: their generation, and which event let them through.
         let mut calls: Vec<(u32, usize)> = Vec::new();
         while !dice.exhausted() {
+            naive.look_around(cooldown.stagger, now);
             let free_at = naive.free_at(cooldown.stagger, now);
             if cooldown.look(gate, now) != free_at {
                 return Err(format!("{:?}, expected {free_at:?} at {now:?} of {gate:?}", cooldown.look(gate, now)));
@@ -107,7 +123,7 @@ fn histories_agree_with_the_model() {
                     let (generation, through) = calls.swap_remove(dice.below(calls.len() as u64) as usize);
                     cooldown.succeeded(&mut gate, generation, now);
                     if naive.is_current(through) {
-                        naive.events.push(Event::Proof { open: naive.until() <= now });
+                        naive.events.push(Event::Success);
                     }
                 }
                 6 => now = free_at,

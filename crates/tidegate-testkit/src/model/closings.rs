@@ -13,20 +13,22 @@ pub(super) struct Closings(Vec<Event>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
-    /// A caller was let through an opened gate that hasn't been proved good since.
+    /// A caller was let through that may have waited for the gate to open.
     Through(Time),
     /// The gate closed, or closed for longer.
     Closed { at: Time, until: Time },
     /// A generation began, and whether that was a step.
     Generation { number: u32, step: bool },
-    /// A call of the latest generation succeeded, and whether the gate was open then.
-    Proof { open: bool },
+    /// A call of the latest generation succeeded.
+    Success,
+    /// Nobody waited any more for the gate to open, and the last who had done so found it good.
+    Deserted,
 }
 
 impl Closings {
     /// What a caller meets: one of one is used while it is closed.
     pub(super) fn look(&self, cooldown: &Cooldown, now: Time) -> Look {
-        let deciding = self.remembered(cooldown, now).unproven().iter().rev().find_map(|event| match *event {
+        let deciding = self.remembered(cooldown, now).crowded().iter().rev().find_map(|event| match *event {
             Event::Closed { until, .. } => Some(until),
             Event::Through(at) => Some(at + cooldown.stagger),
             _ => None,
@@ -55,8 +57,7 @@ impl Closings {
         *self = self.remembered(cooldown, now);
         let mut wait = asked;
         if generation >= self.generation(cooldown, now) {
-            let since_proof = self.0.iter().rev().take_while(|event| !matches!(event, Event::Proof { .. }));
-            let steps = since_proof.filter(|event| matches!(event, Event::Generation { step: true, .. })).count();
+            let steps = self.steps();
             let cap = u128::from(cooldown.cap.as_micros());
             let doubled = (0..steps).fold(u128::from(cooldown.base.as_micros()), |length, _| cap.min(length * 2));
             wait = wait.max(Span::from_micros(doubled.min(cap) as u64));
@@ -68,7 +69,7 @@ impl Closings {
     pub(super) fn succeeded(&mut self, cooldown: &Cooldown, generation: u32, now: Time) {
         *self = self.remembered(cooldown, now);
         if generation == self.generation(cooldown, now) {
-            self.0.push(Event::Proof { open: self.until().is_none_or(|until| until <= now) });
+            self.0.push(Event::Success);
         }
     }
 
@@ -86,28 +87,48 @@ impl Closings {
         }
     }
 
-    /// What happened since a success showed that the gate may stay open.
-    fn unproven(&self) -> &[Event] {
-        let proof = self.0.iter().rposition(|event| matches!(event, Event::Proof { open: true }));
-        &self.0[proof.map_or(0, |proof| proof + 1)..]
+    /// How many closings there were since the last success.
+    fn steps(&self) -> usize {
+        let since = self.0.iter().rev().take_while(|event| !matches!(event, Event::Success));
+        since.filter(|event| matches!(event, Event::Generation { step: true, .. })).count()
     }
 
-    /// When the last closing ends or ended, unless the gate was proved good.
+    /// What happened since nobody waited.
+    fn crowded(&self) -> &[Event] {
+        let deserted = self.0.iter().rposition(|event| matches!(event, Event::Deserted));
+        &self.0[deserted.map_or(0, |deserted| deserted + 1)..]
+    }
+
+    /// When the last closing ends or ended, unless nobody waits any more.
     fn until(&self) -> Option<Time> {
-        let ends = self.unproven().iter().filter_map(|event| match *event {
+        let ends = self.crowded().iter().filter_map(|event| match *event {
             Event::Closed { until, .. } => Some(until),
             _ => None,
         });
         ends.max()
     }
 
-    /// What is left of it at `now`: all or nothing.
+    /// What is left of it at `now`: all or nothing, and whether anybody waits.
     fn remembered(&self, cooldown: &Cooldown, now: Time) -> Self {
         let moments = self.0.iter().filter_map(|event| match *event {
             Event::Closed { at, .. } | Event::Through(at) => Some(at),
             _ => None,
         });
         let idle = moments.chain(self.until()).max().is_some_and(|last| last + cooldown.cap.max(REMEMBERED) <= now);
-        if idle { Self::default() } else { self.clone() }
+        if idle {
+            return Self::default();
+        }
+        let mut left = self.clone();
+        let released = left.crowded().iter().rev().find_map(|event| match *event {
+            Event::Closed { .. } => Some(None),
+            Event::Through(at) => Some(Some(at)),
+            _ => None,
+        });
+        if let (Some(Some(last)), Some(until), 0) = (released, left.until(), left.steps()) {
+            if last + cooldown.stagger.times(2) <= now || until + cooldown.stagger.times(100) <= now {
+                left.0.push(Event::Deserted);
+            }
+        }
+        left
     }
 }
