@@ -11,6 +11,8 @@
 //! waiting. What changes for all calls of a provider in this process is on its [`Desk`]; what a store must change is a
 //! [`Batch`]. A driver does what a [`Step`] says and reports back; it judges nothing itself.
 
+mod hedge;
+
 use alloc::boxed::Box;
 use rand_core::Rng;
 
@@ -140,12 +142,15 @@ impl Transit {
         (self.granted_at, self.late) = (now, Span::ZERO);
     }
 
-    /// Learns from a reply. Whether it may put off the next call.
-    fn replied(&mut self, granted_at: Time, elapsed: Span) -> bool {
+    /// Learns from a request's end: from one that was cancelled only that it took at least so long. Whether it may put
+    /// off the next call.
+    fn ended(&mut self, granted_at: Time, elapsed: Span, cancelled: bool) -> bool {
         let first = self.quickest.is_none();
         let quickest = self.quickest.map_or(elapsed, |quickest| quickest.min(elapsed));
         let excess = elapsed.as_micros() - quickest.as_micros();
-        self.quickest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
+        if !cancelled {
+            self.quickest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
+        }
         // The first has nothing to be compared with, and its connection still had to be made.
         let late = if first { elapsed } else { Span::from_micros(excess) };
         if granted_at == self.granted_at {
@@ -358,7 +363,10 @@ pub struct Call {
     stage: Stage,
     requests: u32,
     renewed: bool,
+    /// Whether it holds a retry of the budget that wasn't sent yet.
     retries: bool,
+    /// Whether it is a second request beside another, which waits for nothing.
+    hedges: bool,
 }
 
 impl Call {
@@ -376,6 +384,7 @@ impl Call {
             requests: 0,
             renewed: false,
             retries: false,
+            hedges: false,
         }
     }
 
@@ -384,7 +393,7 @@ impl Call {
         self.deadline
     }
 
-    /// How many requests were sent.
+    /// How many requests were sent, hedges not counted.
     pub fn requests(&self) -> u32 {
         self.requests
     }
@@ -671,7 +680,8 @@ impl Call {
         let elapsed = now.since(sent.at);
         desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         // What was told about a rate was told before this was known.
-        if desk.transit.replied(sent.at, elapsed) && !rules.jitter.is_zero() {
+        let cancelled = reply.class == Class::Cancelled;
+        if desk.transit.ended(sent.at, elapsed, cancelled) && !rules.jitter.is_zero() {
             desk.lanes.poke();
         }
         if let Some(inflight) = &mut desk.inflight {
@@ -684,7 +694,8 @@ impl Call {
         } else {
             desk.lanes.ended(sent.lane);
         }
-        if sent.counted_at > now && rules.lead > Span::ZERO {
+        // One that nobody waited for may still be on its way, and be counted as late as was assumed.
+        if sent.counted_at > now && rules.lead > Span::ZERO && !cancelled {
             desk.lanes.poke();
             self.fill(&mut desk.orders.tell, rules, sent.credential, Verb::Settle);
             desk.orders.tell.set_counted_at(sent.counted_at);
@@ -716,7 +727,7 @@ impl Call {
         }
     }
 
-    /// Keeps its place in the queue until a moment, or fails now if that is too late. `spent` is the limit that can't have
+    /// Keeps its place in the queue until a moment, or fails now if that is too late, as it always is for a hedge. `spent` is the limit that can't have
     /// room before, if it is certain.
     fn wait(
         &mut self,
@@ -728,7 +739,7 @@ impl Call {
         now: Time,
     ) -> Step {
         let Some(ticket) = self.ticket() else { return Step::Queue };
-        if until >= self.deadline {
+        if self.hedges || until >= self.deadline {
             return self.fail(failure, desk);
         }
         match spent {

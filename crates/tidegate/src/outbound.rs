@@ -14,6 +14,7 @@ mod credential;
 mod error;
 mod exchange;
 mod floor;
+mod hedge;
 mod judge;
 #[cfg(feature = "tower")]
 pub mod layers;
@@ -170,6 +171,21 @@ pub trait Upstream: Send {
     /// Sends one request, and tells what came of it by the attempt's deadline.
     fn send(&mut self, attempt: Attempt) -> impl Future<Output = Ended<Self::Reply>> + Send;
 
+    /// Another that sends the same request beside this one, where that does no harm and `hedge_after` asks for it. Never
+    /// by default.
+    fn twin(&self) -> Option<Self>
+    where
+        Self: Sized,
+    {
+        None
+    }
+
+    /// Whether the request can be sent from its start while another of it is under way: asked of a
+    /// [`twin`](Self::twin) just before it would be.
+    fn is_whole(&self) -> bool {
+        true
+    }
+
     /// Logs a credential in anew that wasn't accepted; whether that worked. Never asked for without a `login`.
     fn renew(&mut self, _credential: usize) -> impl Future<Output = bool> + Send {
         std::future::ready(false)
@@ -199,11 +215,12 @@ pub struct Ended<T> {
 /// What happened on the way to a call's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Happened {
-    /// How many requests were sent.
+    /// How many requests were sent, those beside others included.
     pub attempts: u32,
     /// For how long it waited for its turn and between attempts.
     pub waited: Span,
-    /// The place of the last request's credential in the provider's list.
+    /// The place in the provider's list of the last request's credential; of two beside each other, of that whose reply
+    /// counts.
     pub credential: usize,
 }
 
@@ -284,12 +301,6 @@ impl<S: Store, C: Clock> Provider<S, C> {
         self.0.look(look)
     }
 
-    /// Spends a retry out of the budget that all calls share, for a request that is sent beside another; false if
-    /// there is none left.
-    pub fn spend_retry(&self) -> bool {
-        self.0.look(|desk, _| desk.budget.take())
-    }
-
     /// Makes a call: waits for its turn, sends, and tries again as the provider's rules say.
     ///
     /// Dropping the future gives everything back that the call holds.
@@ -318,7 +329,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
             happened.attempts += 1;
             happened.credential = credential;
             let time_left = deadline.since(now).as_duration();
-            let ended = upstream.send(Attempt { credential, number: happened.attempts, time_left }).await;
+            let attempt = Attempt { credential, number: happened.attempts, time_left };
+            let ended = self.attempt(upstream, attempt, &mut live, &mut happened).await;
             let (after, now) = self.0.replied(live.held(), &ended.reply);
             waits_since = now;
             entered = match after {
@@ -335,7 +347,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     self.0.start(live.take(), urgency)
                 }
                 After::Renew => {
-                    if !upstream.renew(credential).await {
+                    if !upstream.renew(happened.credential).await {
                         return Ok(live.done(ended, happened));
                     }
                     self.0.start(live.take(), urgency)

@@ -227,6 +227,21 @@ where
         }
     }
 
+    fn twin(&self) -> Option<Self> {
+        self.judge.is_repeatable().then(|| Self {
+            inner: self.inner.clone(),
+            parts: self.parts.clone(),
+            body: self.body.clone(),
+            judge: self.judge.clone(),
+            token: self.token.clone(),
+            ..*self
+        })
+    }
+
+    fn is_whole(&self) -> bool {
+        self.body.is_whole()
+    }
+
     async fn renew(&mut self, credential: usize) -> bool {
         let manner = self.manner;
         let (Some(logins), Some(rejected)) = (&manner.logins, self.token.take()) else { return false };

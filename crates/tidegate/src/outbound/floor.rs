@@ -182,12 +182,31 @@ impl<S: Store, C: Clock> Hall<S, C> {
         if let Some(verdict) = own.verdict {
             return Entered::Decided(call, verdict, now);
         }
+        if call.passed_over(&mut floor.table.desk) {
+            return Entered::Decided(call, Err(Broken::Failed(Failure::DeadlineExceeded)), now);
+        }
         let ticket = call.ticket().expect("invariant: a call that has entered and isn't decided about is in the queue");
         let place = floor.park(call, ticket, urgency.cloned());
         if let Some(urgency) = urgency {
             urgency.parked(place);
         }
         Entered::Parked(place)
+    }
+
+    /// Starts a second request beside a call's; `None` if the retry budget is spent.
+    pub(super) fn hedge(self: &Arc<Self>, call: &Call) -> Option<Entered> {
+        let hedge = self.look(|desk, _| call.hedge(desk))?;
+        Some(self.start(hedge, None))
+    }
+
+    /// Learns how a request failed beside which another is still under way.
+    pub(super) fn beaten(self: &Arc<Self>, call: &mut Call, reply: &Reply) {
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
+        let Table { desk, rng, .. } = &mut floor.table;
+        call.beaten(&self.rules, desk, reply, now, rng);
+        self.tell(desk, now);
+        self.pump(floor, None, now);
     }
 
     /// Waits for the verdict about a parked call.

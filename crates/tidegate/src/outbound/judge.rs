@@ -28,6 +28,11 @@ impl Judge {
         Self { method, has_key }
     }
 
+    /// Whether a second request does no harm although the first may be carried out.
+    pub fn is_repeatable(&self) -> bool {
+        is_repeatable(self.method.as_str(), self.has_key, true)
+    }
+
     /// What a reply means by its status and headers, arrived `now`. `unreplayable` is why the request can't be sent
     /// again, if it can't.
     ///

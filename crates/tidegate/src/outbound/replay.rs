@@ -17,6 +17,8 @@ use super::answer::ahead;
 /// The first attempt streams the body; up to `limit` bytes of it are kept on the way. Beyond, they are let go and the
 /// body is sent once, never more than one frame of it in memory. Another attempt sends what was kept and then streams
 /// on where the last one stopped: it has the whole body, or there is no other attempt.
+///
+/// Cheap to clone; clones are the same.
 pub struct Replay<B>(Arc<Mutex<Source<B>>>);
 
 struct Source<B> {
@@ -36,7 +38,7 @@ struct Source<B> {
 pub struct ReplayBody<B>(Kind<B>);
 
 enum Kind<B> {
-    Whole(Option<Bytes>),
+    Whole { data: Option<Bytes>, trailers: Option<HeaderMap> },
     Shared { source: Arc<Mutex<Source<B>>>, attempt: u64, head: Option<Bytes>, ended: bool },
 }
 
@@ -67,7 +69,8 @@ impl<B: Body<Data = Bytes>> Replay<B> {
         Self(Arc::new(Mutex::new(source)))
     }
 
-    /// The body for one more attempt, from the start. One that was made before ends with an error.
+    /// The body for one more attempt, from the start. One that was made before ends with an error, unless all of the body
+    /// [is kept](Self::is_whole).
     ///
     /// # Errors
     /// The start of the body is gone, so that only a part of it could be sent.
@@ -76,11 +79,20 @@ impl<B: Body<Data = Bytes>> Replay<B> {
         if let Some(why) = source.spoilt {
             return Err(why);
         }
-        source.attempt += 1;
         let head = (!source.kept.is_empty()).then(|| Bytes::copy_from_slice(&source.kept));
+        if source.has_ended() {
+            return Ok(ReplayBody(Kind::Whole { data: head, trailers: source.trailers.clone() }));
+        }
+        source.attempt += 1;
         let attempt = source.attempt;
         drop(source);
         Ok(ReplayBody(Kind::Shared { source: Arc::clone(&self.0), attempt, head, ended: false }))
+    }
+
+    /// Whether all of the body has come and is kept, so that attempts can send it beside each other.
+    pub fn is_whole(&self) -> bool {
+        let source = lock(&self.0);
+        source.spoilt.is_none() && source.has_ended()
     }
 
     /// Why the body can't be sent again, if it can't.
@@ -91,6 +103,12 @@ impl<B: Body<Data = Bytes>> Replay<B> {
     /// Whether it was the caller's body that broke off.
     pub fn is_broken(&self) -> bool {
         lock(&self.0).broken
+    }
+}
+
+impl<B> Clone for Replay<B> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
     }
 }
 
@@ -107,7 +125,7 @@ impl<B> fmt::Debug for Replay<B> {
 impl<B> ReplayBody<B> {
     /// A body that is at hand as a whole.
     pub fn whole(bytes: impl Into<Bytes>) -> Self {
-        Self(Kind::Whole(Some(bytes.into()).filter(|bytes| !bytes.is_empty())))
+        Self(Kind::Whole { data: Some(bytes.into()).filter(|bytes| !bytes.is_empty()), trailers: None })
     }
 }
 
@@ -118,6 +136,11 @@ impl<B> fmt::Debug for ReplayBody<B> {
 }
 
 impl<B: Body<Data = Bytes>> Source<B> {
+    /// Whether nothing of the caller's body is still to come.
+    fn has_ended(&self) -> bool {
+        self.rest.as_ref().is_none_or(|rest| rest.is_end_stream())
+    }
+
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let Some(rest) = &mut self.rest else {
             return Poll::Ready(self.trailers.clone().map(|trailers| Ok(Frame::trailers(trailers))));
@@ -171,7 +194,10 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match &mut self.0 {
-            Kind::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Kind::Whole { data, trailers } => {
+                let data = data.take().map(Frame::data);
+                Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
+            }
             Kind::Shared { ended: true, .. } => Poll::Ready(None),
             Kind::Shared { source, attempt, head, ended } => {
                 let mut source = lock(source);
@@ -191,23 +217,22 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            Kind::Whole(bytes) => bytes.is_none(),
+            Kind::Whole { data, trailers } => data.is_none() && trailers.is_none(),
             Kind::Shared { ended: true, .. } => true,
             Kind::Shared { source, attempt, head, .. } => {
                 let source = lock(source);
-                let rest_ended = source.rest.as_ref().is_none_or(|rest| rest.is_end_stream());
                 source.attempt == *attempt
                     && head.is_none()
                     && source.trailers.is_none()
                     && !source.broken
-                    && rest_ended
+                    && source.has_ended()
             }
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.0 {
-            Kind::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Kind::Whole { data, .. } => SizeHint::with_exact(data.as_ref().map_or(0, |data| data.len() as u64)),
             Kind::Shared { source, head, .. } => {
                 let rest = lock(source).rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
                 let head = head.as_ref().map_or(0, |head| head.len() as u64);

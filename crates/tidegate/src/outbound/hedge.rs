@@ -1,0 +1,72 @@
+//! A second request beside one that is slow: the first good reply is the call's.
+//!
+//! What is slow is mostly one server's bad moment, which another request doesn't meet (J. Dean and L. A. Barroso, "The
+//! Tail at Scale", Communications of the ACM 56(2), 2013).
+
+use std::pin::pin;
+
+use futures_util::future::{Either, select};
+use tidegate_core::{Class, Clock};
+use tidegate_store::Store;
+use tokio::time::timeout;
+
+use super::{Attempt, Ended, Happened, Live, Place, Provider, Upstream};
+
+impl<S: Store, C: Clock> Provider<S, C> {
+    /// Sends a request that a call has had its turn for and, if it is slow, another beside it. The call then holds the
+    /// request whose end this is; the other has given back what it held.
+    pub(super) async fn attempt<U: Upstream>(
+        &self,
+        upstream: &mut U,
+        attempt: Attempt,
+        live: &mut Live<'_, S, C>,
+        happened: &mut Happened,
+    ) -> Ended<U::Reply> {
+        let hedge = self.plan().hedge_after.and_then(|after| Some((after, upstream.twin()?)));
+        let Some((after, mut twin)) = hedge else { return upstream.send(attempt).await };
+        let (ended, credential) = {
+            let mut first = pin!(upstream.send(attempt));
+            if let Ok(ended) = timeout(after, first.as_mut()).await {
+                return ended;
+            }
+            let entered = if twin.is_whole() { self.0.hedge(live.held()) } else { None };
+            let Some(entered) = entered else { return first.await };
+            let mut beside = Live { hall: &self.0, place: Place::Gone };
+            let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(entered))).await {
+                Either::Left((ended, _)) => return ended,
+                Either::Right((turn, _)) => turn,
+            };
+            let Ok(credential) = verdict else { return first.await };
+            happened.attempts += 1;
+            let time_left = live.held().deadline().since(now).as_duration();
+            let mut second = pin!(twin.send(Attempt { credential, number: happened.attempts, time_left }));
+            let ended = match select(first.as_mut(), second.as_mut()).await {
+                Either::Left((ended, _)) if decides(&ended) => return ended,
+                Either::Left((failed, _)) => {
+                    live.held().change_places(beside.held());
+                    self.0.beaten(beside.held(), &failed.reply);
+                    drop(failed);
+                    second.await
+                }
+                Either::Right((ended, _)) if decides(&ended) => {
+                    live.held().change_places(beside.held());
+                    ended
+                }
+                Either::Right((failed, _)) => {
+                    self.0.beaten(beside.held(), &failed.reply);
+                    drop(failed);
+                    return first.await;
+                }
+            };
+            (ended, credential)
+        };
+        *upstream = twin;
+        happened.credential = credential;
+        ended
+    }
+}
+
+/// Whether the other request needn't be waited for: it could fare no better.
+fn decides<T>(ended: &Ended<T>) -> bool {
+    matches!(ended.reply.class, Class::Success | Class::Permanent)
+}
