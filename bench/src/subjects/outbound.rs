@@ -12,6 +12,7 @@ use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
 use tidegate::core::breaker::Lock;
 use tidegate::core::call::Reply;
+use tidegate::core::retry::Reach;
 use tidegate::core::{Breaker, BreakerSpec, Class, SharedBreaker};
 use tidegate::outbound::layers::BreakerLayer;
 use tidegate::outbound::{Attempt, CallOptions, Ended, Outbound, Provider, Upstream};
@@ -153,6 +154,7 @@ impl Upstream for Immediate {
             unreplayable: None,
             retry_after: None::<Span>,
             spent_until: None,
+            reach: Reach::Answered,
             streams: false,
         };
         Ended { value: (), reply }

@@ -18,7 +18,7 @@ use rand_core::Rng;
 
 use crate::breaker::{Breaker, Permit, Refusal};
 use crate::lanes::{Lane, Lanes, LanesSpec, QueueFull, Scope, Ticket};
-use crate::retry::{Attempt, GiveUp, Retry, Tries, Unreplayable};
+use crate::retry::{Attempt, GiveUp, Reach, Retry, Tries, Unreplayable};
 use crate::{
     Batch, Budget, BudgetSpec, Class, Inflight, Key, Kind, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, Pool,
     Span, Time, Verb,
@@ -125,12 +125,16 @@ pub struct Desk {
     transit: Transit,
 }
 
-/// How much later than others the last call may have come to the provider, as far as its reply shows.
+/// How long calls are under way, as far as their replies show.
 #[derive(Clone, Copy, Debug, Default)]
 struct Transit {
     /// The shortest time from a grant to its reply; it drifts up slowly, in case the way has become longer.
     quickest: Option<Span>,
+    /// The usual time and its mean deviation, smoothed as TCP smooths round trips (RFC 6298 §2).
+    usual: Span,
+    deviation: Span,
     granted_at: Time,
+    /// How much later than others the last call may have come to the provider.
     late: Span,
 }
 
@@ -142,14 +146,18 @@ impl Transit {
         (self.granted_at, self.late) = (now, Span::ZERO);
     }
 
-    /// Learns from a request's end: from one that was cancelled only that it took at least so long. Whether it may put
-    /// off the next call.
-    fn ended(&mut self, granted_at: Time, elapsed: Span, cancelled: bool) -> bool {
+    /// Learns from a request's end: from one that got no reply only that it took at least so long, and nothing from one
+    /// that wasn't sent. Whether it may put off the next call.
+    fn ended(&mut self, granted_at: Time, elapsed: Span, reach: Reach) -> bool {
+        if reach == Reach::Unsent {
+            return false;
+        }
         let first = self.quickest.is_none();
         let quickest = self.quickest.map_or(elapsed, |quickest| quickest.min(elapsed));
         let excess = elapsed.as_micros() - quickest.as_micros();
-        if !cancelled {
+        if reach == Reach::Answered {
             self.quickest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
+            self.learn(elapsed.as_micros(), first);
         }
         // The first has nothing to be compared with, and its connection still had to be made.
         let late = if first { elapsed } else { Span::from_micros(excess) };
@@ -157,6 +165,20 @@ impl Transit {
             self.late = late;
         }
         granted_at == self.granted_at && !late.is_zero()
+    }
+
+    fn learn(&mut self, elapsed: u64, first: bool) {
+        let (usual, deviation) = (self.usual.as_micros(), self.deviation.as_micros());
+        let (usual, deviation) = match first {
+            true => (elapsed, elapsed / 2),
+            false => (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4),
+        };
+        (self.usual, self.deviation) = (Span::from_micros(usual), Span::from_micros(deviation));
+    }
+
+    /// How long a reply takes but rarely.
+    fn ample(&self) -> Span {
+        self.usual + self.deviation.times(2)
     }
 }
 
@@ -223,20 +245,12 @@ pub struct Reply {
     pub retry_after: Option<Span>,
     /// Until when the provider says that the credential has nothing left.
     pub spent_until: Option<Time>,
+    /// How far the request came.
+    pub reach: Reach,
     /// Whether its body is still to come: if the reply is the call's last, it stays among those in flight until
     /// [`Call::ended`].
     pub streams: bool,
 }
-
-/// How an attempt ends that nobody waits for.
-const CANCELLED: Reply = Reply {
-    class: Class::Cancelled,
-    repeatable: false,
-    unreplayable: None,
-    retry_after: None,
-    spent_until: None,
-    streams: false,
-};
 
 /// Why a call failed that got no reply, or whose last reply is not to be had in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -356,9 +370,14 @@ struct Sent {
 #[derive(Debug)]
 pub struct Call {
     lane: Lane,
+    /// The lane whose limits it was last charged for.
+    charged: Lane,
     cost: u64,
     deadline: Time,
     began_at: Time,
+    queued_at: Time,
+    /// What it waits for beyond its deadline, because it may come earlier.
+    hopes_for: Option<(LimitId, Time)>,
     tries: Tries,
     stage: Stage,
     requests: u32,
@@ -376,9 +395,12 @@ impl Call {
         let deadline = deadline.unwrap_or(now + rules.timeout);
         Self {
             lane,
+            charged: lane,
             cost: cost.min(MAX_COST),
             deadline,
             began_at: now,
+            queued_at: now,
+            hopes_for: None,
             tries: rules.retry.tries(deadline),
             stage: Stage::Idle,
             requests: 0,
@@ -391,6 +413,11 @@ impl Call {
     /// By when it must have its reply.
     pub fn deadline(&self) -> Time {
         self.deadline
+    }
+
+    /// How urgent it is.
+    pub fn lane(&self) -> Lane {
+        self.lane
     }
 
     /// How many requests were sent, hedges not counted.
@@ -429,7 +456,7 @@ impl Call {
         }
         match desk.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
             Ok(ticket) => {
-                self.stage = Stage::Queued(ticket);
+                (self.stage, self.queued_at, self.hopes_for) = (Stage::Queued(ticket), now, None);
                 Step::Queue
             }
             Err(full) => self.fail(Failure::QueueFull(full), desk),
@@ -454,9 +481,12 @@ impl Call {
         if let Err(refusal) = desk.breaker.peek(now) {
             return self.fail(Failure::Unavailable(refusal), desk);
         }
+        if self.comes_too_late(desk, now) {
+            return self.fail(Failure::DeadlineExceeded, desk);
+        }
         match desk.pool.next(now, rng) {
             Some(credential) => {
-                self.stage = Stage::Asking(ticket, credential);
+                (self.stage, self.charged) = (Stage::Asking(ticket, credential), self.lane);
                 self.fill(&mut desk.orders.ask, rules, credential, Verb::Take);
                 desk.orders.ask.set_lead(desk.lead);
                 Step::Ask
@@ -468,11 +498,23 @@ impl Call {
         }
     }
 
+    /// Whether it has waited for so long that its reply would hardly come in time, while others wait whose could: where
+    /// more is asked for than a provider grants, all its capacity would go to calls that time out. Half of its time is
+    /// enough for any call.
+    fn comes_too_late(&self, desk: &Desk, now: Time) -> bool {
+        let needed = desk.transit.ample().min(Span::from_micros(self.deadline.since(self.began_at).as_micros() / 2));
+        let waited = now > self.queued_at;
+        waited
+            && now + needed > self.deadline
+            && Lane::ALL.iter().map(|lane| desk.lanes.waiting(*lane)).sum::<usize>() > 1
+    }
+
     /// The lanes say that its deadline has passed, and it has left them.
     pub fn expired(&mut self, desk: &mut Desk) -> Step {
         desk.orders.begin();
         self.stage = Stage::Idle;
-        self.fail(Failure::DeadlineExceeded, desk)
+        let hoped_for = self.hopes_for.map(|(limit, earliest)| Failure::RateLimited { limit, earliest });
+        self.fail(hoped_for.unwrap_or(Failure::DeadlineExceeded), desk)
     }
 
     /// The store has answered what [`Orders::ask`] said after the call's last step.
@@ -516,13 +558,16 @@ impl Call {
             (None, None) => return self.granted(ticket, credential, rules, desk, outcomes, now),
         };
         let until = outcome.retry_at + desk.apart(rules, kind(op));
-        let own = rules.lane_ceilings[self.lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
+        let own = rules.lane_ceilings[self.charged as usize].iter().any(|ceiling| ceiling.limit == op.limit);
         let failure = match kind(op) {
             Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
             _ => Failure::RateLimited { limit: op.limit, earliest: until },
         };
         self.stage = Stage::Queued(ticket);
         let spent = certain(op, outcome).then_some(op.limit);
+        // A call under way may cost less than was reserved for it.
+        let hopes = rules.measure(op.limit) == Some(Measure::Cost) && !until.is_never() && desk.in_flight() > 0;
+        self.hopes_for = (hopes && until >= self.deadline).then_some((op.limit, until));
         self.wait(until, if own { Scope::Lane } else { Scope::Provider }, failure, spent, desk, now)
     }
 
@@ -584,7 +629,7 @@ impl Call {
         let Some(sent) = self.take_sent() else { return Step::Finish(Ok(())) };
         let credential = sent.credential;
         self.settle(rules, desk, sent, reply, now, rng);
-        if reply.class == Class::Auth && rules.renews && !self.renewed {
+        if self.renews(rules, reply) {
             self.renewed = true;
             return Step::Renew { credential };
         }
@@ -607,6 +652,17 @@ impl Call {
         }
     }
 
+    /// Whether the reply asks for another login, and the request can be sent again after it.
+    fn renews(&self, rules: &Rules, reply: &Reply) -> bool {
+        reply.class == Class::Auth && rules.renews && !self.renewed && reply.unreplayable.is_none()
+    }
+
+    /// The login that [`Step::Renew`] asked for has failed.
+    pub fn not_renewed(&mut self, rules: &Rules, desk: &mut Desk, credential: usize, now: Time) {
+        desk.orders.begin();
+        disable(rules, desk, credential, now);
+    }
+
     /// The last reply's body has ended, or nobody reads on.
     pub fn ended(&mut self, desk: &mut Desk) {
         if let Stage::Streaming(lane) = self.stage {
@@ -621,7 +677,7 @@ impl Call {
         let (verb, rest) =
             if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
         let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
-        let own = rules.lane_ceilings[self.lane as usize].iter();
+        let own = rules.lane_ceilings[self.charged as usize].iter();
         let shared = rules.ceilings.iter().chain(own).filter(measured).map(|ceiling| (ceiling, rules.key));
         let key = rules.credential_keys[credential];
         let of_credential = rules.credential_ceilings.iter().filter(measured).map(|ceiling| (ceiling, key));
@@ -643,13 +699,23 @@ impl Call {
         }
     }
 
-    /// Nobody waits for it any more. Sent, it stays charged; otherwise all that it holds goes back.
-    pub fn abandoned(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) {
+    /// Nobody waits for it any more. If its request was sent, which `reach` tells of one that may be sent, it stays
+    /// charged; otherwise all that it holds goes back.
+    pub fn abandoned(&mut self, rules: &Rules, desk: &mut Desk, reach: Reach, now: Time, rng: &mut impl Rng) {
         desk.orders.begin();
         self.leave(desk);
         self.ended(desk);
         if let Some(sent) = self.take_sent() {
-            self.settle(rules, desk, sent, &CANCELLED, now, rng);
+            let cancelled = Reply {
+                class: Class::Cancelled,
+                repeatable: false,
+                unreplayable: None,
+                retry_after: None,
+                spent_until: None,
+                reach,
+                streams: false,
+            };
+            self.settle(rules, desk, sent, &cancelled, now, rng);
         }
     }
 
@@ -680,24 +746,27 @@ impl Call {
         let elapsed = now.since(sent.at);
         desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         // What was told about a rate was told before this was known.
-        let cancelled = reply.class == Class::Cancelled;
-        if desk.transit.ended(sent.at, elapsed, cancelled) && !rules.jitter.is_zero() {
+        if desk.transit.ended(sent.at, elapsed, reply.reach) && !rules.jitter.is_zero() {
             desk.lanes.poke();
         }
         if let Some(inflight) = &mut desk.inflight {
             inflight.sample(elapsed, sent.in_flight, reply.class, now);
             desk.bound(rules);
         }
-        let goes_on = reply.class.is_retryable() || reply.class == Class::Auth && rules.renews && !self.renewed;
+        let goes_on = reply.class.is_retryable() || self.renews(rules, reply);
         if reply.streams && !goes_on {
             self.stage = Stage::Streaming(sent.lane);
         } else {
             desk.lanes.ended(sent.lane);
         }
-        // One that nobody waited for may still be on its way, and be counted as late as was assumed.
-        if sent.counted_at > now && rules.lead > Span::ZERO && !cancelled {
+        let correction = match reply.reach {
+            Reach::Unsent => Some(Verb::Refund),
+            Reach::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),
+            Reach::Answered | Reach::Unknown => None,
+        };
+        if let Some(verb) = correction {
             desk.lanes.poke();
-            self.fill(&mut desk.orders.tell, rules, sent.credential, Verb::Settle);
+            self.fill(&mut desk.orders.tell, rules, sent.credential, verb);
             desk.orders.tell.set_counted_at(sent.counted_at);
         }
         let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
@@ -715,11 +784,7 @@ impl Call {
                 }
             }
             Class::Success if generation > 0 => push(&mut desk.orders.tell, cooldown(Verb::Succeed { generation }, 0)),
-            Class::Auth if rules.renews => {}
-            Class::Auth if rules.credential_keys.len() > 1 => {
-                push(&mut desk.orders.tell, cooldown(Verb::Disable, DISABLED.as_micros()));
-                desk.pool.not_before(sent.credential, now + DISABLED, now);
-            }
+            Class::Auth if !(rules.renews && !self.renewed) => disable(rules, desk, sent.credential, now),
             _ => {}
         }
         if let Some(until) = reply.spent_until.filter(|until| *until > now) {
@@ -739,7 +804,7 @@ impl Call {
         now: Time,
     ) -> Step {
         let Some(ticket) = self.ticket() else { return Step::Queue };
-        if self.hedges || until >= self.deadline {
+        if self.hedges || until >= self.deadline && self.hopes_for.is_none() {
             return self.fail(failure, desk);
         }
         match spent {
@@ -776,9 +841,19 @@ impl Call {
         for ceiling in &rules.credential_ceilings {
             push(batch, Op::new(ceiling.limit, verb, own_key, cost(ceiling)));
         }
-        for ceiling in rules.ceilings.iter().chain(&rules.lane_ceilings[self.lane as usize]) {
+        for ceiling in rules.ceilings.iter().chain(&rules.lane_ceilings[self.charged as usize]) {
             push(batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
         }
+    }
+}
+
+/// Leaves out a credential that the provider doesn't accept, unless no other is good: it may be this request alone that
+/// none is accepted for.
+fn disable(rules: &Rules, desk: &mut Desk, credential: usize, now: Time) {
+    if desk.pool.has_another(credential, now) {
+        let key = rules.credential_keys[credential];
+        push(&mut desk.orders.tell, Op::new(rules.cooldown, Verb::Disable, key, DISABLED.as_micros()));
+        desk.pool.not_before(credential, now + DISABLED, now);
     }
 }
 

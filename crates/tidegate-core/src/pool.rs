@@ -111,6 +111,13 @@ impl Pool {
         Some(credential as usize)
     }
 
+    /// Whether a credential besides this one is good.
+    pub fn has_another(&mut self, credential: usize, now: Time) -> bool {
+        self.rejoin(now);
+        let itself = self.index(credential).is_some_and(|index| self.good.key(index).is_some());
+        self.good.len() > usize::from(itself)
+    }
+
     /// When the first of those that cool down rejoins; [`Time::NEVER`] if none does. Where [`Pool::next`] names nobody,
     /// this is how long to wait.
     pub fn earliest(&self) -> Time {

@@ -92,6 +92,26 @@ impl Fault {
     pub const fn was_sent(self) -> bool {
         !matches!(self, Self::Unsent)
     }
+
+    /// How far the request came.
+    pub const fn reach(self) -> Reach {
+        match self {
+            Self::Unsent => Reach::Unsent,
+            Self::Reset | Self::TimedOut => Reach::Unknown,
+            Self::Garbled => Reach::Answered,
+        }
+    }
+}
+
+/// How far a request came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Nothing of it was sent: what it was charged goes back.
+    Unsent,
+    /// It may still be on its way, and be counted as late as was assumed.
+    Unknown,
+    /// It was answered, and so counted before its reply.
+    Answered,
 }
 
 /// Whether a request may be sent again without doing its work twice: its method is idempotent (RFC 9110 §9.2.2), it

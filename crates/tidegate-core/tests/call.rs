@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
-use tidegate_core::retry::{GiveUp, Retry};
+use tidegate_core::retry::{GiveUp, Reach, Retry};
 use tidegate_core::{
     Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Jitter, Key, Kind, Lane, LanesSpec, Limit,
     LimitId, Limits, Pool, Rate, Span, Time, Window,
@@ -34,6 +34,7 @@ enum Happening {
     Arrives(usize),
     Replies(usize),
     Starts(usize),
+    Leaves(usize),
     Wakes,
 }
 
@@ -52,6 +53,8 @@ struct World {
     finished: BTreeMap<usize, Result<(), Failure>>,
     service: Service,
     transit: Transit,
+    /// Of how many calls one goes away a millisecond after its request was sent.
+    leavers: Option<usize>,
     rng: SmallRng,
     now: Time,
 }
@@ -94,6 +97,7 @@ impl World {
             finished: BTreeMap::new(),
             service: Box::new(|_| (Class::Success, None)),
             transit: Box::new(|_| (Span::from_millis(1), Span::from_millis(1))),
+            leavers: None,
             rng: SmallRng::seed_from_u64(7),
             now: START,
         }
@@ -130,6 +134,9 @@ impl World {
                 }
                 Step::Send { .. } => {
                     self.sent.push((now, id));
+                    if self.leavers.is_some_and(|leavers| id % leavers == 0) {
+                        self.at(now + Span::from_millis(1), Happening::Leaves(id));
+                    }
                     let (there, _) = (self.transit)(&mut self.rng);
                     return self.at(now + there, Happening::Arrives(id));
                 }
@@ -182,6 +189,7 @@ impl World {
                     let (_, back) = (self.transit)(&mut self.rng);
                     self.at(self.now + back, Happening::Replies(id));
                 }
+                Happening::Replies(id) if self.finished.contains_key(&id) => {}
                 Happening::Replies(id) => {
                     let (class, retry_after) = self.answers[&id];
                     let reply = Reply {
@@ -190,6 +198,7 @@ impl World {
                         unreplayable: None,
                         retry_after,
                         spent_until: None,
+                        reach: Reach::Answered,
                         streams: false,
                     };
                     let next = self.calls[id].replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
@@ -201,6 +210,12 @@ impl World {
                 Happening::Starts(id) => {
                     let next = self.calls[id].start(&mut self.desk, self.now);
                     self.step(id, next);
+                }
+                Happening::Leaves(id) => {
+                    let (rules, desk) = (&self.rules, &mut self.desk);
+                    self.calls[id].abandoned(rules, desk, Reach::Unknown, self.now, &mut self.rng);
+                    self.step(id, Step::Finish(Ok(())));
+                    more(self);
                 }
                 Happening::Wakes => {}
             }
@@ -264,7 +279,7 @@ fn a_webhook_goes_before_what_waits_in_the_background() {
 }
 
 /// Twenty callers at saturation against a provider that counts exactly, 5 to 200 ms away each way.
-fn saturate(limit: usize, secs: u64, minutes: u64) -> (usize, usize) {
+fn saturate(limit: usize, secs: u64, minutes: u64, leavers: Option<usize>) -> (usize, usize) {
     let mut world = World::new(window(limit as u64, secs), LanesSpec::default(), 1);
     let mut count = exact(limit, Span::from_secs(secs));
     let throttled = std::rc::Rc::new(std::cell::Cell::new(0));
@@ -278,6 +293,7 @@ fn saturate(limit: usize, secs: u64, minutes: u64) -> (usize, usize) {
         let mut one = || Span::from_micros(5_000 + rng.next_u64() % 195_001);
         (one(), one())
     });
+    world.leavers = leavers;
     for _ in 0..limit * 2 {
         world.call(Lane::User);
     }
@@ -290,11 +306,11 @@ fn saturate(limit: usize, secs: u64, minutes: u64) -> (usize, usize) {
 #[test]
 fn a_provider_that_counts_exactly_throttles_nobody_and_is_used() {
     let minutes = count(2, 10) as u64;
-    let (throttled, sent) = saturate(40, 10, minutes);
+    let (throttled, sent) = saturate(40, 10, minutes, None);
     let ceiling = 40 * 6 * minutes as usize;
     assert_eq!(throttled, 0);
     assert!(sent * 100 >= ceiling * 97, "{sent} of {ceiling}");
-    let (throttled, sent) = saturate(10, 1, minutes);
+    let (throttled, sent) = saturate(10, 1, minutes, None);
     let ceiling = 10 * 60 * minutes as usize;
     assert_eq!(throttled, 0);
     assert!(sent * 100 >= ceiling * 80, "{sent} of {ceiling}");
@@ -418,7 +434,7 @@ fn who_goes_away_leaves_nothing_behind() {
     world.run(ms(0), |_| {});
     for id in 5..15 {
         let (call, desk) = (&mut world.calls[id], &mut world.desk);
-        call.abandoned(&world.rules, desk, world.now, &mut world.rng);
+        call.abandoned(&world.rules, desk, Reach::Unknown, world.now, &mut world.rng);
         assert!(world.desk.orders.tell().is_none());
     }
     assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
@@ -426,4 +442,60 @@ fn who_goes_away_leaves_nothing_behind() {
     let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
     assert_eq!(order, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]);
     assert_eq!((world.desk.lanes.waiting(Lane::User), world.desk.lanes.in_flight(Lane::User)), (0, 0));
+}
+
+#[test]
+fn a_provider_that_counts_exactly_counts_those_too_who_went_away() {
+    let (throttled, sent) = saturate(40, 10, count(2, 10) as u64, Some(3));
+    assert_eq!(throttled, 0);
+    assert!(sent > 400, "{sent}");
+}
+
+/// A request that is cancelled at once tells nothing of how quick the way is.
+#[test]
+fn who_goes_away_slows_nobody_down() {
+    let mut world = World::new(Kind::Rate(Rate::new(10, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
+    world.rules.jitter = Span::from_micros(1_500);
+    world.transit = Box::new(|_| (Span::from_millis(50), Span::from_millis(50)));
+    world.leavers = Some(50);
+    for _ in 0..101 {
+        world.call(Lane::User);
+    }
+    world.run(ms(60_000), |_| {});
+    assert_eq!(world.sent.len(), 101);
+    assert!(world.sent[100].0 <= ms(10_400), "{:?}", world.sent[100]);
+}
+
+#[test]
+fn what_was_not_sent_is_not_counted() {
+    let mut world = World::new(Kind::Rate(Rate::new(1, Span::from_secs(3600), 1).unwrap()), LanesSpec::default(), 1);
+    let first = world.call(Lane::User);
+    world.drive();
+    assert_eq!(world.sent.len(), 1);
+    let (rules, desk) = (&world.rules, &mut world.desk);
+    world.calls[first].abandoned(rules, desk, Reach::Unsent, world.now, &mut world.rng);
+    world.step(first, Step::Finish(Ok(())));
+    world.call(Lane::User);
+    world.drive();
+    assert_eq!(world.sent.len(), 2);
+}
+
+/// A call that moves up while the store decides about it was charged as one of its old lane.
+#[test]
+fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
+    let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
+    let ceiling = Ceiling { limit: LimitId::FIRST, measure: Measure::Calls };
+    world.rules.ceilings = Box::default();
+    world.rules.lane_ceilings[Lane::Webhook as usize] = [ceiling].into();
+    world.call(Lane::Background);
+    let Turn::Ask(_) = world.desk.lanes.poll(world.now) else { panic!("it is its turn") };
+    let World { rules, limits, desk, calls, store, now, rng, .. } = &mut world;
+    assert_eq!(calls[0].turn(rules, desk, *now, rng), Step::Ask);
+    let (_, outcomes) = store.ask(desk.orders.ask(), *now);
+    calls[0].raise(Lane::Webhook, desk, *now);
+    let sent = calls[0].decided(rules, limits, desk, &outcomes, *now, rng);
+    assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
+    calls[0].abandoned(rules, desk, Reach::Unsent, *now, rng);
+    let given_back = desk.orders.tell().map_or(0, |batch| batch.ops().len());
+    assert_eq!(given_back, 0, "a background call has no limit here");
 }

@@ -8,6 +8,7 @@ use rand::rngs::SmallRng;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::Turn;
 use tidegate_core::quota::Every;
+use tidegate_core::retry::Reach;
 use tidegate_core::{
     Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key, Kind, Lane, LanesSpec, Limit, LimitId,
     Limits, Op, Outcomes, Pool, Quota, Retry, Span, Time, Verb, Window,
@@ -82,7 +83,7 @@ impl Provider {
     /// What a call of a user would meet, that goes away at once if it queues.
     fn meets(&mut self, cost: u64, timeout: Span, now: Time) -> Option<Failure> {
         let (mut call, failure) = self.arrive(Lane::User, cost, timeout, now);
-        call.abandoned(&self.rules, &mut self.desk, now, &mut self.rng);
+        call.abandoned(&self.rules, &mut self.desk, Reach::Unknown, now, &mut self.rng);
         failure
     }
 
@@ -109,8 +110,15 @@ impl Provider {
         assert_eq!(failure, None);
         let sent = self.turn(&mut call, now);
         assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
-        let reply =
-            Reply { class, repeatable: false, unreplayable: None, retry_after, spent_until: None, streams: false };
+        let reply = Reply {
+            class,
+            repeatable: false,
+            unreplayable: None,
+            retry_after,
+            spent_until: None,
+            reach: Reach::Answered,
+            streams: false,
+        };
         let step = call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
         if let Some(batch) = self.desk.orders.tell() {
             self.ask(batch, now);

@@ -11,6 +11,7 @@ use tidegate_core::breaker::State;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::quota::Every;
+use tidegate_core::retry::Reach;
 use tidegate_core::{
     Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Inflight, InflightSpec, Key, Kind,
     Lane, LanesSpec, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcomes, Pool, Quota, Retry, Span, Ticket, Time, Verb,
@@ -265,7 +266,8 @@ impl World {
         let mut known = self.take(id);
         let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
         let (repeatable, unreplayable, spent_until) = (true, None, None);
-        let reply = Reply { class, repeatable, unreplayable, retry_after, spent_until, streams };
+        let reply =
+            Reply { class, repeatable, unreplayable, retry_after, spent_until, reach: Reach::Answered, streams };
         let next = known.call.replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
         if let Some(cost) = cost {
             self.tell(self.desk.orders.tell());
@@ -315,7 +317,7 @@ impl World {
         let mut known = self.take(id);
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
         self.orphan(&mut known);
-        known.call.abandoned(&self.rules, &mut self.desk, self.now, &mut self.rng);
+        known.call.abandoned(&self.rules, &mut self.desk, Reach::Unknown, self.now, &mut self.rng);
         self.tell(self.desk.orders.tell());
         if retries {
             self.earn(1_000);

@@ -45,7 +45,7 @@ pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Reply};
-use tidegate_core::{Breaker, Clock, Inflight, Lane, Pool, Span, Time};
+use tidegate_core::{Breaker, Class, Clock, Inflight, Lane, Pool, Span, Time};
 use tidegate_policy::outbound::{self, UnknownProvider};
 use tidegate_policy::{KeySeed, Policy};
 use tidegate_store::{Losses, Memory, Store};
@@ -186,9 +186,12 @@ pub trait Upstream: Send {
         true
     }
 
-    /// Logs a credential in anew that wasn't accepted; whether that worked. Never asked for without a `login`.
-    fn renew(&mut self, _credential: usize) -> impl Future<Output = bool> + Send {
-        std::future::ready(false)
+    /// Logs a credential in anew that wasn't accepted. Never asked for without a `login`.
+    ///
+    /// # Errors
+    /// What became of the login: [`Class::Auth`] leaves the credential out for a while if there is another.
+    fn renew(&mut self, _credential: usize) -> impl Future<Output = Result<(), Class>> + Send {
+        std::future::ready(Err(Class::Auth))
     }
 }
 
@@ -201,6 +204,9 @@ pub struct Attempt {
     pub number: u32,
     /// How long there is for its reply: until the call's deadline.
     pub time_left: Duration,
+    /// Whether that is less than half of what an attempt is granted otherwise. That there is no reply in so little time
+    /// says nothing of the provider, and is to be told as [`Class::Cancelled`].
+    pub hurried: bool,
 }
 
 /// How a request ended.
@@ -317,7 +323,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let began_at = self.0.clock.now();
         let deadline = timeout.map(|timeout| began_at + Span::from_duration(timeout));
         let call = Call::new(&self.0.rules, lane, cost, deadline, began_at);
-        let (deadline, urgency) = (call.deadline(), urgency.as_ref());
+        let urgency = urgency.as_ref();
         let mut live = Live { hall: &self.0, place: Place::Gone };
         let mut happened = Happened { attempts: 0, waited: Span::ZERO, credential: 0 };
         let mut waits_since = began_at;
@@ -328,8 +334,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             let credential = verdict.map_err(|broken| self.error(broken, None, happened))?;
             happened.attempts += 1;
             happened.credential = credential;
-            let time_left = deadline.since(now).as_duration();
-            let attempt = Attempt { credential, number: happened.attempts, time_left };
+            let attempt = self.attempt_of(live.held(), credential, happened, now);
             let ended = self.attempt(upstream, attempt, &mut live, &mut happened).await;
             let (after, now) = self.0.replied(live.held(), &ended.reply);
             waits_since = now;
@@ -347,13 +352,23 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     self.0.start(live.take(), urgency)
                 }
                 After::Renew => {
-                    if !upstream.renew(happened.credential).await {
+                    if let Err(class) = upstream.renew(happened.credential).await {
+                        if class == Class::Auth {
+                            self.0.not_renewed(live.held(), happened.credential);
+                        }
                         return Ok(live.done(ended, happened));
                     }
                     self.0.start(live.take(), urgency)
                 }
             };
         }
+    }
+
+    fn attempt_of(&self, call: &Call, credential: usize, happened: Happened, now: Time) -> Attempt {
+        let time_left = call.deadline().since(now).as_duration();
+        let granted = self.0.rules.lane_rules[call.lane() as usize].timeout.as_duration();
+        let hurried = time_left < granted.min(self.plan().attempt_timeout) / 2;
+        Attempt { credential, number: happened.attempts, time_left, hurried }
     }
 
     /// Makes a call that is under way as urgent as this, if it still waits.

@@ -56,8 +56,8 @@ pub enum Why {
     QuotaSpent {
         /// Which limit.
         limit: String,
-        /// When its next period begins.
-        resets_at: Time,
+        /// When its next period begins; `None` if no period has room for the call.
+        resets_at: Option<Time>,
     },
     /// No credential is good before the deadline.
     #[error("all credentials are cooling down")]
@@ -180,7 +180,9 @@ impl<T> CallError<T> {
                 Failure::RateLimited { limit, earliest } => {
                     Why::RateLimited { limit: name(limit), earliest: moment(earliest) }
                 }
-                Failure::QuotaSpent { limit, resets_at } => Why::QuotaSpent { limit: name(limit), resets_at },
+                Failure::QuotaSpent { limit, resets_at } => {
+                    Why::QuotaSpent { limit: name(limit), resets_at: moment(resets_at) }
+                }
                 Failure::Cooling { earliest } => Why::CredentialsCooling { earliest: moment(earliest) },
                 Failure::Resting { until } => Why::Resting { until },
                 Failure::QueueFull(full) => Why::QueueFull { lane: full.lane },
@@ -204,10 +206,10 @@ impl<T> CallError<T> {
         let at = |moment: Time| Some(moment.since(self.at));
         match self.why {
             Why::Unavailable { reset_in, .. } => Some(reset_in),
-            Why::RateLimited { earliest, .. } | Why::CredentialsCooling { earliest } => earliest.and_then(at),
-            Why::QuotaSpent { resets_at: moment, .. }
-            | Why::Resting { until: moment }
-            | Why::NoTimeLeft { earliest: moment } => at(moment),
+            Why::RateLimited { earliest: moment, .. }
+            | Why::QuotaSpent { resets_at: moment, .. }
+            | Why::CredentialsCooling { earliest: moment } => moment.and_then(at),
+            Why::Resting { until: moment } | Why::NoTimeLeft { earliest: moment } => at(moment),
             Why::RetryAfterTooLong { retry_after } => Some(retry_after),
             _ => None,
         }

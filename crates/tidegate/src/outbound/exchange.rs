@@ -12,7 +12,7 @@ use http::request::Parts;
 use http::{HeaderValue, Request, Response};
 use http_body::Body;
 use tidegate_core::call::Reply;
-use tidegate_core::retry::Fault;
+use tidegate_core::retry::{Fault, Reach};
 use tidegate_core::{Class, Clock, Time};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{BodyRule, CostRules};
@@ -127,7 +127,7 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
     }
 
     fn refused<B>(&self, trouble: Trouble) -> Ended<Outcome<B>> {
-        let reply = Reply { class: Class::Permanent, ..self.judge.cancelled() };
+        let reply = Reply { reach: Reach::Unsent, ..self.judge.cancelled() };
         Ended { value: Err(trouble), reply }
     }
 }
@@ -223,7 +223,14 @@ where
         let patience = attempt.time_left.min(self.manner.attempt_timeout);
         match tokio::time::timeout(patience, self.exchange(attempt.credential)).await {
             Ok(ended) => ended,
-            Err(_) => self.failed(Trouble::TimedOut, if self.handed_over { Fault::TimedOut } else { Fault::Unsent }),
+            Err(_) => {
+                let fault = if self.handed_over { Fault::TimedOut } else { Fault::Unsent };
+                let mut ended = self.failed(Trouble::TimedOut, fault);
+                if attempt.hurried {
+                    ended.reply.class = Class::Cancelled;
+                }
+                ended
+            }
         }
     }
 
@@ -242,9 +249,10 @@ where
         self.body.is_whole()
     }
 
-    async fn renew(&mut self, credential: usize) -> bool {
+    async fn renew(&mut self, credential: usize) -> Result<(), Class> {
         let manner = self.manner;
-        let (Some(logins), Some(rejected)) = (&manner.logins, self.token.take()) else { return false };
+        // Without a token it was the login itself that wasn't accepted.
+        let (Some(logins), Some(rejected)) = (&manner.logins, self.token.take()) else { return Err(Class::Auth) };
         let now = manner.clock.now();
         let patience = self.deadline.since(now).as_duration().min(manner.attempt_timeout);
         let inner = self.inner.clone();
@@ -254,12 +262,12 @@ where
             logins.renew(credential, &rejected, &secret, now, send).await
         };
         match tokio::time::timeout(patience, renewing).await {
-            Ok(Ok(_)) => true,
+            Ok(Ok(_)) => Ok(()),
             Ok(Err(error)) => {
                 tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
-                false
+                Err(error.reply(&self.judge).class)
             }
-            Err(_) => false,
+            Err(_) => Err(Class::Transient),
         }
     }
 }

@@ -13,6 +13,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
 use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
+use tidegate_core::retry::Reach;
 use tidegate_core::{Batch, Clock, Lane, Outcomes, Span, Ticket, Time, Turn};
 use tidegate_policy::outbound;
 use tidegate_store::{Answer, Store, StoreError};
@@ -262,23 +263,34 @@ impl<S: Store, C: Clock> Hall<S, C> {
         self.pump(floor, None, now);
     }
 
+    /// A credential's login has failed.
+    pub(super) fn not_renewed(self: &Arc<Self>, call: &mut Call, credential: usize) {
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
+        let desk = &mut floor.table.desk;
+        call.not_renewed(&self.rules, desk, credential, now);
+        self.tell(desk, now);
+        self.pump(floor, None, now);
+    }
+
     /// Nobody waits any more for a call that isn't parked.
     pub(super) fn abandoned(self: &Arc<Self>, call: &mut Call) {
         let (mut floor, now) = self.enter_now();
-        self.leave(&mut floor, call, now);
+        self.leave(&mut floor, call, Reach::Unknown, now);
     }
 
     /// Nobody waits any more for a call that is parked.
     pub(super) fn forsaken(self: &Arc<Self>, place: usize) {
         let (mut floor, now) = self.enter_now();
         if let Some(mut parked) = floor.unpark(place) {
-            self.leave(&mut floor, &mut parked.call, now);
+            // Even if it has been granted its turn, nothing was sent.
+            self.leave(&mut floor, &mut parked.call, Reach::Unsent, now);
         }
     }
 
-    fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call, now: Time) {
+    fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call, reach: Reach, now: Time) {
         let Table { desk, rng, .. } = &mut floor.table;
-        call.abandoned(&self.rules, desk, now, rng);
+        call.abandoned(&self.rules, desk, reach, now, rng);
         self.tell(desk, now);
         self.pump(floor, None, now);
     }

@@ -38,8 +38,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
             };
             let Ok(credential) = verdict else { return first.await };
             happened.attempts += 1;
-            let time_left = live.held().deadline().since(now).as_duration();
-            let mut second = pin!(twin.send(Attempt { credential, number: happened.attempts, time_left }));
+            let attempt = self.attempt_of(beside.held(), credential, *happened, now);
+            let mut second = pin!(twin.send(attempt));
             let ended = match select(first.as_mut(), second.as_mut()).await {
                 Either::Left((ended, _)) if decides(&ended) => return ended,
                 Either::Left((failed, _)) => {

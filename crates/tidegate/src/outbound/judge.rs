@@ -7,7 +7,7 @@ use http::header::HeaderMap;
 use http::{Method, StatusCode};
 use serde_json::Value;
 use tidegate_core::call::Reply;
-use tidegate_core::retry::{Class, Fault, Unreplayable, is_repeatable};
+use tidegate_core::retry::{Class, Fault, Reach, Unreplayable, is_repeatable};
 use tidegate_core::{Span, Time};
 use tidegate_policy::Hints;
 use tidegate_policy::outbound::BodyRule;
@@ -58,6 +58,7 @@ impl Judge {
             unreplayable,
             retry_after: if throttled { hints.wait(now) } else { hints.retry_after },
             spent_until: hints.spent_until.filter(|_| !throttled),
+            reach: Reach::Answered,
             streams: false,
         }
     }
@@ -75,6 +76,7 @@ impl Judge {
             unreplayable,
             retry_after: None,
             spent_until: None,
+            reach: fault.reach(),
             streams: false,
         }
     }

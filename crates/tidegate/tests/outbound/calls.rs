@@ -16,7 +16,7 @@ use tidegate::store::{Answer, Store, StoreError};
 use tidegate::{Clock as _, Memory, Span, Time};
 use tokio::task::JoinSet;
 
-use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, options, policy, provider, starts};
+use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, UNSENT, options, policy, provider, spawn, starts, within};
 
 #[tokio::test(start_paused = true)]
 async fn a_call_within_its_limits_goes_at_once() {
@@ -266,6 +266,65 @@ async fn what_is_granted_to_a_call_that_has_gone_is_given_back() {
     tokio::time::timeout(Duration::from_millis(2), api.call(CallOptions::default(), &mut upstream)).await.unwrap_err();
     tokio::time::sleep(Duration::from_millis(10)).await;
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_never_left_costs_nothing() {
+    let (api, log) =
+        (provider("limit = \"1 per day\"\nretry = { max_attempts = 1 }\nbreaker = \"off\""), Log::default());
+    for _ in 0..10 {
+        let failed = api.call(CallOptions::default(), &mut Answers::of(&api, &[UNSENT], &log, 0)).await.unwrap_err();
+        assert!(matches!(failed.why, Why::RetriesExhausted { .. }), "{failed}");
+    }
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    let spent = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
+    assert!(matches!(spent.why, Why::QuotaSpent { .. }), "{spent}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_turn_that_nobody_takes_goes_to_the_next() {
+    let (api, log) = (provider("limit = \"1 per 10s\"\ntimeout = \"60s\""), Log::default());
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
+    let mut gone = Box::pin(async { api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await });
+    assert!(futures_util::poll!(&mut gone).is_pending());
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    assert_eq!(api.look(|desk, _| desk.lanes.in_flight(Lane::User)), 1, "it has been granted its turn");
+    drop(gone);
+    let began = api.clock().now();
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap();
+    assert_eq!(api.clock().now(), began);
+}
+
+/// A reply may tell that its call cost less than was reserved for it.
+#[tokio::test(start_paused = true)]
+async fn a_cost_may_yet_find_room() {
+    let (api, log) =
+        (provider("cost = { reserve = 1 }\ncost_limit = \"100 per 60s\"\nadaptive = \"off\""), Log::default());
+    let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(10)) };
+    let streaming = Reply { streams: true, ..GOOD };
+    let first = api.call(costing(90), &mut Answers::of(&api, &[streaming], &log, 0)).await.unwrap();
+    let second = spawn(&api, costing(90), Answers::of(&api, &[GOOD], &log, 1));
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    first.tail.cost_was(10);
+    second.await.unwrap().unwrap();
+    assert_eq!(starts(&log), [(0, 0), (2000, 1)]);
+
+    let began = api.clock().now();
+    let refused = api.call(costing(90), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap_err();
+    assert_eq!(api.clock().now(), began, "nothing is under way that could make room");
+    let earliest = refused.retry_after().map(Span::as_secs_ceil);
+    assert!(matches!(refused.why, Why::RateLimited { .. }) && earliest == Some(60), "{refused} {earliest:?}");
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    let third = api.call(costing(90), &mut Answers::of(&api, &[streaming], &log, 3)).await.unwrap();
+    let refused = api.call(costing(90), &mut Answers::of(&api, &[GOOD], &log, 4)).await.unwrap_err();
+    let earliest = refused.retry_after().map(Span::as_secs_ceil);
+    assert!(matches!(refused.why, Why::RateLimited { .. }) && earliest == Some(50), "{refused} {earliest:?}");
+    drop(third);
+
+    let (api, log) = (provider("cost = { reserve = 1 }\ncost_limit = \"100 per day\""), Log::default());
+    let refused = api.call(costing(101), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
+    assert!(matches!(refused.why, Why::QuotaSpent { resets_at: None, .. }), "{refused}");
+    assert_eq!(refused.retry_after(), None);
 }
 
 /// The timer of a runtime that ends must not be missed by the next.

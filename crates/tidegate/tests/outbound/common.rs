@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::core::call::Reply;
+use tidegate::core::retry::Reach;
 use tidegate::core::{Class, Lane};
 use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream};
 use tidegate::policy::{Policy, Sources};
@@ -18,10 +19,15 @@ pub(crate) const GOOD: Reply = Reply {
     unreplayable: None,
     retry_after: None,
     spent_until: None,
+    reach: Reach::Answered,
     streams: false,
 };
 pub(crate) const FAILED: Reply = Reply { class: Class::Transient, ..GOOD };
 pub(crate) const THROTTLED: Reply = Reply { class: Class::Throttled, ..GOOD };
+/// A 401.
+pub(crate) const UNAUTHORIZED: Reply = Reply { class: Class::Auth, ..GOOD };
+/// A refused connection.
+pub(crate) const UNSENT: Reply = Reply { reach: Reach::Unsent, ..FAILED };
 /// A 404.
 pub(crate) const MISSING: Reply = Reply { class: Class::Permanent, ..GOOD };
 
@@ -32,6 +38,8 @@ pub(crate) struct Answers {
     after: Duration,
     log: Log,
     name: u32,
+    /// Whether a credential that isn't accepted can be logged in anew.
+    pub(crate) logs_in: bool,
     clock: TokioClock,
 }
 
@@ -40,7 +48,14 @@ pub(crate) type Log = Arc<Mutex<Vec<(Time, u32, usize)>>>;
 
 impl Answers {
     pub(crate) fn of(api: &Provider<impl Store, TokioClock>, replies: &[Reply], log: &Log, name: u32) -> Self {
-        Self { replies: replies.to_vec(), after: Duration::ZERO, log: Arc::clone(log), name, clock: *api.clock() }
+        Self {
+            replies: replies.to_vec(),
+            after: Duration::ZERO,
+            log: Arc::clone(log),
+            name,
+            logs_in: true,
+            clock: *api.clock(),
+        }
     }
 
     pub(crate) fn after(mut self, after: Duration) -> Self {
@@ -61,8 +76,8 @@ impl Upstream for Answers {
         Ended { value: attempt.number, reply: self.replies[index] }
     }
 
-    async fn renew(&mut self, _credential: usize) -> bool {
-        true
+    async fn renew(&mut self, _credential: usize) -> Result<(), Class> {
+        if self.logs_in { Ok(()) } else { Err(Class::Auth) }
     }
 }
 

@@ -9,7 +9,9 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Empty, Full};
 use tidegate::clock::TokioClock;
-use tidegate::core::Lane;
+use tidegate::core::call::Reply;
+use tidegate::core::retry::Reach;
+use tidegate::core::{Class, Lane};
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream, Why};
 use tidegate::policy::{Policy, Sources};
@@ -268,4 +270,60 @@ async fn an_urgent_call_lifts_the_background_call_whose_reply_it_waits_for() {
 fn plain<T>(error: CallError<T>) -> CallError {
     let CallError { provider, why, happened, at, .. } = error;
     CallError { provider, why, value: None, happened, at }
+}
+
+/// Answers after a while, or as a client does that runs out of time before.
+struct Slow(Duration);
+
+impl Upstream for Slow {
+    /// Whether it answered in time.
+    type Reply = bool;
+
+    async fn send(&mut self, attempt: Attempt) -> Ended<bool> {
+        let in_time = attempt.time_left > self.0;
+        sleep(self.0.min(attempt.time_left)).await;
+        let class = if attempt.hurried { Class::Cancelled } else { Class::Transient };
+        let reply = if in_time { GOOD } else { Reply { class, reach: Reach::Unknown, ..GOOD } };
+        Ended { value: in_time, reply }
+    }
+}
+
+/// What is sent in the last moment comes to nothing, and would take the turn of a call that could succeed.
+#[tokio::test(start_paused = true)]
+async fn twice_as_much_as_there_is_room_for_leaves_all_the_room_used() {
+    let api = provider("limit = \"10/s\"\ntimeout = \"5s\"");
+    let mut calls = JoinSet::new();
+    for _ in 0..20 * 60 {
+        let api = api.clone();
+        calls.spawn(async move {
+            let began = api.clock().now();
+            let done = api.call(CallOptions::default(), &mut Slow(Duration::from_millis(300))).await;
+            let took = api.clock().now().since(began);
+            assert!(took <= Span::from_millis(5_001), "{took}");
+            done.is_ok_and(|done| done.value)
+        });
+        sleep(Duration::from_millis(50)).await;
+    }
+    let mut good = 0;
+    while let Some(done) = calls.join_next().await {
+        good += usize::from(done.unwrap());
+    }
+    assert!(good >= 570, "{good} of 600");
+    assert!(api.look(|desk, now| desk.breaker.peek(now).is_ok()));
+}
+
+/// A caller without patience says nothing of the provider.
+#[tokio::test(start_paused = true)]
+async fn no_time_is_no_failure_of_the_provider() {
+    let api = provider("breaker = { failures = 5, open = \"5m\" }");
+    for _ in 0..20 {
+        let hasty = CallOptions { timeout: Some(Duration::from_millis(1)), ..CallOptions::default() };
+        api.call(hasty, &mut Slow(Duration::from_millis(50))).await.unwrap();
+    }
+    api.call(CallOptions::default(), &mut Slow(Duration::from_millis(50))).await.unwrap();
+    let hung = CallOptions { timeout: Some(Duration::from_secs(6)), ..CallOptions::default() };
+    for _ in 0..5 {
+        api.call(hung.clone(), &mut Slow(Duration::from_secs(60))).await.unwrap_err();
+    }
+    assert!(api.look(|desk, now| desk.breaker.peek(now).is_err()), "a provider that hangs is not well");
 }

@@ -8,7 +8,7 @@ use tidegate::outbound::{CallError, CallOptions, Provider, Why};
 use tidegate::{Clock as _, Memory, Span};
 use tokio::time::sleep;
 
-use crate::common::{Answers, GOOD, Log, MISSING, THROTTLED, provider, spawn, throttled_for, within};
+use crate::common::{Answers, GOOD, Log, MISSING, THROTTLED, UNAUTHORIZED, provider, spawn, throttled_for, within};
 
 type Api = Provider<Memory, TokioClock>;
 
@@ -124,4 +124,27 @@ async fn what_does_not_exist_costs_a_credential_nothing() {
     }
     let sent = log.lock().unwrap();
     assert_eq!(sent[0].0, sent[5].0, "and nobody waits");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_good_credential_is_not_left_out_for_one_forbidden_request() {
+    let (api, log) = (pool("AB"), Log::default());
+    for _ in 0..4 {
+        call(&api, CallOptions::default(), UNAUTHORIZED, &log).await.unwrap();
+    }
+    let asked: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
+    assert_eq!(asked, [0, 1, 1, 1], "one is left out, the other is asked again and again");
+    assert_eq!(used(&api, 2).await, "BB");
+    sleep(Duration::from_secs(300)).await;
+    assert_eq!(used(&api, 2).await, "AB");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_credential_whose_login_fails_is_left_out() {
+    let login = "login = { path = \"/login\", body = '{\"key\":\"{credential}\"}', pointer = \"/token\" }";
+    let (api, log) = (provider(&format!("{POOL}credentials = [\"env:A\", \"env:B\"]\n{login}")), Log::default());
+    let mut upstream = Answers::of(&api, &[UNAUTHORIZED], &log, 0);
+    upstream.logs_in = false;
+    api.call(CallOptions::default(), &mut upstream).await.unwrap();
+    assert_eq!(used(&api, 4).await, "BBBB");
 }

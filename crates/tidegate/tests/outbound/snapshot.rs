@@ -81,7 +81,9 @@ impl Process {
         for passed in 0..2_000 {
             match self.call().await {
                 Ok(_) => {}
-                Err(CallError { why: Why::QuotaSpent { resets_at, .. }, .. }) => return (passed, resets_at),
+                Err(CallError { why: Why::QuotaSpent { resets_at: Some(resets_at), .. }, .. }) => {
+                    return (passed, resets_at);
+                }
                 Err(error) => panic!("{error}"),
             }
         }
