@@ -151,6 +151,7 @@ impl Upstream for Immediate {
             class: Class::Success,
             repeatable: true,
             unreplayable: None,
+            stop: false,
             retry_after: None::<Span>,
             spent_until: None,
             streams: false,

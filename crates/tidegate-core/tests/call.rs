@@ -188,6 +188,7 @@ impl World {
                         class,
                         repeatable: true,
                         unreplayable: None,
+                        stop: false,
                         retry_after,
                         spent_until: None,
                         streams: false,
@@ -426,4 +427,19 @@ fn who_goes_away_leaves_nothing_behind() {
     let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
     assert_eq!(order, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]);
     assert_eq!((world.desk.lanes.waiting(Lane::User), world.desk.lanes.in_flight(Lane::User)), (0, 0));
+}
+
+#[test]
+fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
+    let mut world = World::new(window(1, 1), LanesSpec::default(), 1);
+    world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
+    world.call(Lane::User);
+    world.run(ms(0), |_| {});
+    world.calls[0].abandoned(&world.rules, &mut world.desk, world.now, &mut world.rng);
+    if let Some(batch) = world.desk.orders.tell() {
+        world.store.ask(batch, world.now);
+    }
+    world.call(Lane::User);
+    world.run(ms(10_000), |_| {});
+    assert_eq!(world.sent[1].0, START + LEAD + Span::from_secs(1));
 }

@@ -16,7 +16,7 @@ use tidegate::store::{Answer, Store, StoreError};
 use tidegate::{Clock as _, Memory, Span, Time};
 use tokio::task::JoinSet;
 
-use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, options, policy, provider, starts};
+use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, options, policy, provider, starts, within};
 
 #[tokio::test(start_paused = true)]
 async fn a_call_within_its_limits_goes_at_once() {
@@ -169,6 +169,23 @@ async fn a_refusal_beyond_the_deadline_fails_at_once_and_says_when() {
     assert!(matches!(&error.why, Why::RateLimited { limit, earliest: Some(_) } if limit == "api"), "{error:?}");
     assert_eq!(error.retry_after().map(Span::as_secs_ceil), Some(3600));
     assert_eq!((error.status(), api.clock().now()), (429, began));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
+    let (api, log) = (provider("cost_limit = \"100 per 60s\"\ncost = { reserve = 1 }"), Log::default());
+    let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(1)) };
+    let answers = || Answers::of(&api, &[GOOD], &log, 0);
+    let slow = api.call(costing(60), &mut answers()).await.unwrap();
+    tokio::time::advance(Duration::from_secs(61)).await;
+    api.call(costing(100), &mut answers()).await.unwrap();
+    slow.tail.cost_was(10);
+    let error = api.call(costing(50), &mut answers()).await.unwrap_err();
+    assert!(matches!(error.why, Why::RateLimited { .. }), "{error:?}");
+    // Told in time, it is there for others.
+    tokio::time::advance(Duration::from_secs(60)).await;
+    api.call(costing(100), &mut answers()).await.unwrap().tail.cost_was(50);
+    api.call(costing(50), &mut answers()).await.unwrap();
 }
 
 /// A panic of one caller's upstream must leave the others a working provider.

@@ -48,7 +48,12 @@ pub(crate) struct Api {
 
 impl Api {
     pub(crate) fn new(script: impl Fn(usize, &Arrived) -> Answer + Send + Sync + 'static) -> Self {
-        Self { script: Arc::new(script), arrived: Arc::default(), takes: Arc::new(|_| Duration::ZERO), open: Arc::default() }
+        Self {
+            script: Arc::new(script),
+            arrived: Arc::default(),
+            takes: Arc::new(|_| Duration::ZERO),
+            open: Arc::default(),
+        }
     }
 
     pub(crate) fn taking(self, takes: Duration) -> Self {
@@ -127,8 +132,7 @@ pub(crate) fn layer(settings: &str) -> OutboundLayer<Memory, TokioClock> {
 }
 
 pub(crate) fn limited(limit: &str, settings: &str) -> OutboundLayer<Memory, TokioClock> {
-    let text =
-        format!("[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"{limit}\"\n{settings}");
+    let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"{limit}\"\n{settings}");
     let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
     let provider = outbound.provider("api").unwrap().clone();

@@ -19,7 +19,9 @@ use tidegate::core::retry::Unreplayable;
 use tidegate::outbound::{CallOptions, Happened, OutboundError, TargetError, Trouble, Why};
 use tower::Layer as _;
 
-use crate::common::{Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, now, post, status, text};
+use crate::common::{
+    Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, now, post, status, text,
+};
 
 #[tokio::test(start_paused = true)]
 async fn a_request_is_sent_to_the_base_with_the_credential() {
