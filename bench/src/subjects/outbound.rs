@@ -152,6 +152,7 @@ impl Upstream for Immediate {
             class: Class::Success,
             repeatable: true,
             unreplayable: None,
+            stop: false,
             retry_after: None::<Span>,
             spent_until: None,
             reach: Reach::Answered,

@@ -241,6 +241,8 @@ pub struct Reply {
     pub repeatable: bool,
     /// Why it can't be sent again, if it can't.
     pub unreplayable: Option<Unreplayable>,
+    /// Whether the provider asks not to be sent it again, whatever it means.
+    pub stop: bool,
     /// How long the provider asks to be left alone.
     pub retry_after: Option<Span>,
     /// Until when the provider says that the credential has nothing left.
@@ -381,6 +383,8 @@ pub struct Call {
     tries: Tries,
     stage: Stage,
     requests: u32,
+    /// When windows counted its last request, as far as its end has told.
+    counted_at: Time,
     renewed: bool,
     /// Whether it holds a retry of the budget that wasn't sent yet.
     retries: bool,
@@ -404,6 +408,7 @@ impl Call {
             tries: rules.retry.tries(deadline),
             stage: Stage::Idle,
             requests: 0,
+            counted_at: Time::ZERO,
             renewed: false,
             retries: false,
             hedges: false,
@@ -467,8 +472,8 @@ impl Call {
     /// that can't come earlier count: the end of a closing, or of the period of a quota that counts calls.
     fn in_vain(&self, desk: &mut Desk, now: Time) -> Option<Failure> {
         let too_late = |until: &Time| *until >= self.deadline;
-        let cooling = desk.pool.all_closed_until(now).filter(too_late).map(|earliest| Failure::Cooling { earliest });
-        cooling.or_else(|| {
+        let closed = desk.pool.all_closed_until(now).filter(too_late);
+        closed.map(|earliest| no_credential(&desk.pool, earliest)).or_else(|| {
             let (limit, resets_at) = desk.lanes.spent(self.lane, self.cost, now)?;
             too_late(&resets_at).then_some(Failure::QuotaSpent { limit, resets_at })
         })
@@ -493,7 +498,8 @@ impl Call {
             }
             None => {
                 let earliest = desk.pool.earliest();
-                self.wait(earliest, Scope::Provider, Failure::Cooling { earliest }, None, desk, now)
+                let failure = no_credential(&desk.pool, earliest);
+                self.wait(earliest, Scope::Provider, failure, None, desk, now)
             }
         }
     }
@@ -551,6 +557,9 @@ impl Call {
                     desk.pool.closed_until(credential, until, now);
                 } else {
                     desk.pool.not_before(credential, until, now);
+                }
+                if let Some(Kind::Quota(_)) = kind(op) {
+                    desk.pool.spent_until(credential, op.limit, until);
                 }
                 self.stage = Stage::Queued(ticket);
                 return self.turn(rules, desk, now, rng);
@@ -640,6 +649,7 @@ impl Call {
             class: reply.class,
             repeatable: reply.repeatable,
             unreplayable: reply.unreplayable,
+            stop: reply.stop,
             retry_after: reply.retry_after,
             other_credential: desk.pool.next(now, rng).is_some_and(|other| other != credential),
         };
@@ -674,6 +684,7 @@ impl Call {
     /// It turned out to cost this much, where its measure is its cost.
     pub fn cost_was(&mut self, rules: &Rules, desk: &mut Desk, credential: usize, cost: u64) {
         desk.orders.begin();
+        desk.orders.tell.set_counted_at(self.counted_at);
         let (verb, rest) =
             if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
         let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
@@ -711,6 +722,7 @@ impl Call {
                 repeatable: false,
                 unreplayable: None,
                 retry_after: None,
+                stop: false,
                 spent_until: None,
                 reach,
                 streams: false,
@@ -764,6 +776,7 @@ impl Call {
             Reach::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),
             Reach::Answered | Reach::Unknown => None,
         };
+        self.counted_at = if correction == Some(Verb::Settle) { now } else { sent.counted_at };
         if let Some(verb) = correction {
             desk.lanes.poke();
             self.fill(&mut desk.orders.tell, rules, sent.credential, verb);
@@ -854,6 +867,14 @@ fn disable(rules: &Rules, desk: &mut Desk, credential: usize, now: Time) {
         let key = rules.credential_keys[credential];
         push(&mut desk.orders.tell, Op::new(rules.cooldown, Verb::Disable, key, DISABLED.as_micros()));
         desk.pool.not_before(credential, now + DISABLED, now);
+    }
+}
+
+/// Why nobody can be sent: no credential is good before this moment.
+fn no_credential(pool: &Pool, earliest: Time) -> Failure {
+    match pool.quota_that_ends(earliest) {
+        Some(limit) => Failure::QuotaSpent { limit, resets_at: earliest },
+        None => Failure::Cooling { earliest },
     }
 }
 

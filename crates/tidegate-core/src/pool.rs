@@ -9,9 +9,9 @@ use core::fmt;
 
 use rand_core::Rng;
 
-use crate::Time;
 use crate::heap::IndexHeap;
 use crate::time::OVERTAKEN;
+use crate::{LimitId, Time};
 
 /// The most credentials that one pool holds.
 pub const MAX_CREDENTIALS: usize = 1024;
@@ -61,6 +61,8 @@ pub struct Pool {
     cooling: IndexHeap<Time>,
     /// Until when each is closed whatever happens.
     closed: Vec<Time>,
+    /// The quota of each that is spent, and until when.
+    spent: Vec<Option<(LimitId, Time)>>,
     /// When the last note was made.
     noted: Time,
 }
@@ -81,6 +83,7 @@ impl Pool {
             good: IndexHeap::default(),
             cooling: IndexHeap::default(),
             closed: alloc::vec![Time::ZERO; credentials],
+            spent: alloc::vec![None; credentials],
             noted: Time::ZERO,
         };
         for credential in 0..credentials {
@@ -139,12 +142,14 @@ impl Pool {
     }
 
     /// Notes at `now` that the credential won't be let through before `until`, whether it is cooling down or a limit of
-    /// its own is full. The latest note counts. A disabled credential stays disabled.
+    /// its own is full. Of several notes the longest counts: each tells of something else. A disabled credential stays
+    /// disabled.
     pub fn not_before(&mut self, credential: usize, until: Time, now: Time) {
         let Some(index) = self.index(credential) else { return };
         self.rejoin(now);
-        if self.good.remove(index) || self.cooling.remove(index) {
-            self.cooling.set(index, until);
+        let noted = self.cooling.key(index);
+        if self.good.remove(index) || noted.is_some() {
+            self.cooling.set(index, until.max(noted.unwrap_or(until)));
             self.noted = now;
         }
     }
@@ -156,6 +161,19 @@ impl Pool {
         if let Some(closed) = self.closed.get_mut(credential) {
             *closed = until.max(*closed);
         }
+    }
+
+    /// Notes that it is for this quota, whose period ends then, that a credential isn't let through before `until`.
+    pub fn spent_until(&mut self, credential: usize, quota: LimitId, until: Time) {
+        if let Some(spent) = self.spent.get_mut(credential) {
+            *spent = Some((quota, until));
+        }
+    }
+
+    /// The quota of some credential that is spent until this very moment, as far as it was noted: why nobody goes before,
+    /// if that is when the first rejoins. Looks through all of them.
+    pub fn quota_that_ends(&self, at: Time) -> Option<LimitId> {
+        self.spent.iter().flatten().find(|(_, until)| *until == at).map(|(quota, _)| *quota)
     }
 
     /// The first moment at which any credential may rejoin, if all are known to be closed ([`Pool::closed_until`]): a call
@@ -172,6 +190,7 @@ impl Pool {
         self.good.remove(index);
         self.cooling.remove(index);
         self.closed[credential] = Time::ZERO;
+        self.spent[credential] = None;
     }
 
     /// The credential is good, whatever was noted before.
@@ -179,6 +198,7 @@ impl Pool {
         let Some(index) = self.index(credential) else { return };
         self.cooling.remove(index);
         self.closed[credential] = Time::ZERO;
+        self.spent[credential] = None;
         if self.good.key(index).is_none() {
             self.good.set(index, self.rank(index));
         }
@@ -290,7 +310,11 @@ mod tests {
         assert_eq!(caller.calls(50..52), "BB");
         caller.pool.not_before(1, at(300), at(52));
         caller.pool.not_before(1, at(60), at(53));
-        assert_eq!(caller.pool.earliest(), at(60), "the latest note counts");
+        assert_eq!(caller.pool.earliest(), at(100), "a later note shortens none");
+        for credential in [0, 2] {
+            caller.pool.not_before(credential, at(350), at(54));
+        }
+        assert_eq!(caller.pool.earliest(), at(300), "and lengthens the others");
     }
 
     #[test]
@@ -392,7 +416,7 @@ mod tests {
         assert_eq!(caller.pool.all_closed_until(at(5_000)), None);
         let mut mended = caller.pool.clone();
         caller.pool.closed_until(0, at(8_000), at(5_000));
-        assert_eq!(caller.pool.all_closed_until(at(5_000)), Some(at(7_000)), "though the latest note says 6 s");
+        assert_eq!(caller.pool.all_closed_until(at(5_000)), Some(at(7_000)));
         mended.closed_until(0, at(8_000), at(5_000));
         mended.enable(1);
         mended.not_before(1, at(9_000), at(5_000));
@@ -400,6 +424,23 @@ mod tests {
         mended.closed_until(1, at(9_000), at(5_000));
         mended.disable(1);
         assert_eq!(mended.all_closed_until(at(5_000)), None, "it may be enabled at any time");
+    }
+
+    #[test]
+    fn the_quota_is_told_that_keeps_the_first_from_rejoining() {
+        let mut caller = Caller::new(Balance::RoundRobin, 2);
+        let quota = LimitId::from_index(3).unwrap();
+        for (credential, until) in [(0, at(5_000)), (1, at(3_000))] {
+            caller.pool.closed_until(credential, until, at(0));
+        }
+        caller.pool.spent_until(0, quota, at(5_000));
+        caller.pool.spent_until(9, quota, at(3_000));
+        assert_eq!(caller.pool.quota_that_ends(caller.pool.earliest()), None, "the first cools down");
+        caller.pool.spent_until(1, quota, at(3_000));
+        assert_eq!(caller.pool.quota_that_ends(caller.pool.earliest()), Some(quota));
+        assert_eq!(caller.next(3_000), Some(1));
+        assert_eq!(caller.pool.quota_that_ends(at(3_000)), None, "it is over");
+        assert_eq!(caller.pool.quota_that_ends(at(5_000)), Some(quota));
     }
 
     #[test]

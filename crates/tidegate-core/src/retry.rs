@@ -140,6 +140,8 @@ pub struct Attempt {
     pub repeatable: bool,
     /// Why the request can't be sent again, if it can't.
     pub unreplayable: Option<Unreplayable>,
+    /// Whether the server asks not to be sent it again, whatever it means.
+    pub stop: bool,
     /// How long the server asks to be left alone. Zero is as good as `None`.
     pub retry_after: Option<Span>,
     /// Whether another credential could be used at once.
@@ -180,7 +182,7 @@ impl Retry {
 /// Why a call that failed isn't tried again, in the order in which the reasons are looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GiveUp {
-    /// The class says that another attempt would fare no better.
+    /// The class says that another attempt would fare no better, or the server asks for none.
     Final,
     /// The request may have been carried out and must not be twice.
     NotIdempotent,
@@ -247,7 +249,7 @@ impl Tries {
         if !switches {
             self.attempts = self.attempts.saturating_add(1);
         }
-        if !attempt.class.is_retryable() {
+        if attempt.stop || !attempt.class.is_retryable() {
             return Err(GiveUp::Final);
         }
         if !attempt.repeatable {
@@ -295,6 +297,7 @@ mod tests {
         class: Class::Transient,
         repeatable: true,
         unreplayable: None,
+        stop: false,
         retry_after: None,
         other_credential: false,
     };
@@ -437,6 +440,11 @@ mod tests {
         for class in [Class::Success, Class::Permanent, Class::Auth, Class::Cancelled] {
             let (waited, why) = waits(Retry::default(), Attempt { class, ..FAILED }, Time::NEVER, &mut Highest);
             assert_eq!((waited.len(), why), (0, GiveUp::Final), "{class:?}");
+        }
+        for attempt in [FAILED, THROTTLED, Attempt { repeatable: false, ..FAILED }] {
+            let attempt = Attempt { stop: true, other_credential: true, ..attempt };
+            let (waited, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
+            assert_eq!((waited.len(), why), (0, GiveUp::Final), "the server asks for none: {attempt:?}");
         }
         for reason in [Unreplayable::BodyTooLarge, Unreplayable::OneShotBody, Unreplayable::ReplyStarted] {
             let attempt = Attempt { unreplayable: Some(reason), ..FAILED };

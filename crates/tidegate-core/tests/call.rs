@@ -196,6 +196,7 @@ impl World {
                         class,
                         repeatable: true,
                         unreplayable: None,
+                        stop: false,
                         retry_after,
                         spent_until: None,
                         reach: Reach::Answered,
@@ -498,4 +499,19 @@ fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
     calls[0].abandoned(rules, desk, Reach::Unsent, *now, rng);
     let given_back = desk.orders.tell().map_or(0, |batch| batch.ops().len());
     assert_eq!(given_back, 0, "a background call has no limit here");
+}
+
+#[test]
+fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
+    let mut world = World::new(window(1, 1), LanesSpec::default(), 1);
+    world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
+    world.call(Lane::User);
+    world.run(ms(0), |_| {});
+    world.calls[0].abandoned(&world.rules, &mut world.desk, Reach::Unknown, world.now, &mut world.rng);
+    if let Some(batch) = world.desk.orders.tell() {
+        world.store.ask(batch, world.now);
+    }
+    world.call(Lane::User);
+    world.run(ms(10_000), |_| {});
+    assert_eq!(world.sent[1].0, START + LEAD + Span::from_secs(1));
 }

@@ -114,6 +114,7 @@ impl Provider {
             class,
             repeatable: false,
             unreplayable: None,
+            stop: false,
             retry_after,
             spent_until: None,
             reach: Reach::Answered,
@@ -253,13 +254,14 @@ fn a_closing_that_the_store_knows_of_is_told_to_who_arrives() {
 }
 
 #[test]
-fn a_spent_quota_of_each_credential_is_told_as_cooling() {
+fn a_spent_quota_of_each_credential_is_told_with_its_reset() {
     let mut provider = Provider::new(quota(1), Of::Credential, Measure::Calls, 2);
     for _ in 0..2 {
         provider.call(1, Class::Success, None, at(0));
     }
+    let spent = Failure::QuotaSpent { limit: id(0), resets_at: midnight(at(0)) };
     let _head = provider.patient(Lane::User, 1, at(1));
-    assert_eq!(provider.meets(1, Span::from_secs(10), at(2)), Some(Failure::Cooling { earliest: midnight(at(0)) }));
+    assert_eq!(provider.meets(1, Span::from_secs(10), at(2)), Some(spent));
 }
 
 /// Where a shared limit and the credential refuse, the wait is the shared limit's: another credential may be good then.

@@ -50,6 +50,8 @@ struct Known {
     /// Whether it takes its turn for a retry that came out of the budget.
     retries: bool,
     tried: bool,
+    /// Of a second request: beside whose it was sent.
+    beside: Option<usize>,
 }
 
 /// A provider, its driver, and a plain count of everything.
@@ -163,9 +165,38 @@ impl World {
         let call = Call::new(&self.rules, lane, cost, timeout.map(|timeout| self.now + timeout), self.now);
         let id = self.arrived;
         self.arrived += 1;
-        let known = Known { call, lane, cost, stage: Stage::Renewing, retries: false, tried: false };
+        let known = Known { call, lane, cost, stage: Stage::Renewing, retries: false, tried: false, beside: None };
         self.start(id, known);
         id
+    }
+
+    /// Sends a second request beside one that is under way, if that may go at once.
+    fn hedge(&mut self, first: usize) {
+        let known = &self.calls[&first];
+        let Some(call) = known.call.hedge(&self.desk) else { return };
+        self.budget -= 1_000;
+        let (lane, cost, beside) = (known.lane, known.cost, Some(first));
+        let id = self.arrived;
+        self.arrived += 1;
+        self.start(id, Known { call, lane, cost, stage: Stage::Renewing, retries: true, tried: true, beside });
+        self.pump();
+        if let Some(known) = self.calls.get_mut(&id)
+            && known.call.passed_over(&mut self.desk)
+        {
+            self.take(id);
+            self.earn(1_000);
+        }
+    }
+
+    /// One of two requests has failed; which of the two calls goes on with the other is no matter.
+    fn beaten(&mut self, mut hedge: Known, reply: &Reply, swaps: bool) {
+        let first = hedge.beside.and_then(|id| self.calls.get_mut(&id));
+        if let Some(first) = first.filter(|first| swaps && matches!(first.stage, Stage::Sent(_))) {
+            first.call.change_places(&mut hedge.call);
+            std::mem::swap(&mut first.stage, &mut hedge.stage);
+        }
+        hedge.call.beaten(&self.rules, &mut self.desk, reply, self.now, &mut self.rng);
+        self.tell(self.desk.orders.tell());
     }
 
     /// Enters the queue, at first or again.
@@ -266,8 +297,19 @@ impl World {
         let mut known = self.take(id);
         let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
         let (repeatable, unreplayable, spent_until) = (true, None, None);
-        let reply =
-            Reply { class, repeatable, unreplayable, retry_after, spent_until, reach: Reach::Answered, streams };
+        let reply = Reply {
+            class,
+            repeatable,
+            unreplayable,
+            stop: false,
+            retry_after,
+            spent_until,
+            reach: Reach::Answered,
+            streams,
+        };
+        if known.beside.is_some() {
+            return self.beaten(known, &reply, streams);
+        }
         let next = known.call.replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
         if let Some(cost) = cost {
             self.tell(self.desk.orders.tell());
@@ -327,7 +369,7 @@ impl World {
     fn raise(&mut self, id: usize, lane: Lane) {
         let full = self.waiting(lane) >= self.rules.lanes.lanes[lane as usize].max_waiting as usize;
         let known = self.calls.get_mut(&id).expect("a call");
-        if matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
+        if known.beside.is_none() && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
             known.call.raise(lane, &mut self.desk, self.now);
             known.lane = if full { known.lane } else { known.lane.max(lane) };
         }
@@ -382,7 +424,7 @@ impl World {
 
     /// One thing that may happen.
     fn happen(&mut self, dice: &mut Dice) {
-        match dice.below(32) {
+        match dice.below(34) {
             0..=7 if self.calls.len() < 60 => {
                 let timeout = dice.percent(50).then(|| Span::from_micros(dice.below(3_000_000)));
                 let (lane, cost) = (dice.pick(&Lane::ALL), dice.pick(&[1, 1, 5, 100]));
@@ -439,6 +481,11 @@ impl World {
                 }
             }
             30 => self.now = self.now + Span::from_micros(dice.below(300_000)),
+            31..=32 => {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Sent(_))) {
+                    self.hedge(id);
+                }
+            }
             _ => self.now = self.now + Span::from_micros(dice.below(10_000)),
         }
         self.pump();

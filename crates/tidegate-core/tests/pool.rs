@@ -61,12 +61,12 @@ fn notes_agree_with_the_model() {
                 }
                 (4, Some(named)) => {
                     pool.not_before(named, until, now);
-                    credentials[named].not_before = until;
+                    credentials[named].not_before = until.max(credentials[named].not_before);
                 }
                 (5, _) => {
                     pool.not_before(any, until, now);
                     if !credentials[any].disabled {
-                        credentials[any].not_before = until;
+                        credentials[any].not_before = until.max(credentials[any].not_before);
                     }
                 }
                 (6, _) => {

@@ -136,7 +136,9 @@ pub struct Provider {
     pub cache: Option<CacheRules>,
     /// Replies whose body says that there were too many calls, although their status doesn't.
     pub throttled_when: Option<BodyRule>,
-    /// After how long without a reply a second request is sent beside the first. Never by default.
+    /// After how long without the head of a reply a second request is sent beside the first, shorter than
+    /// [`attempt_timeout`](Self::attempt_timeout); the first good reply of both is the call's. Only where twice does no harm,
+    /// at most once an attempt, and only if limits, breaker and the retry budget grant it at once. Never by default.
     pub hedge_after: Option<Duration>,
     /// Whether it takes one call at a time, first come, first served: every call goes into the same lane.
     pub sequential: bool,

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io;
 
-use http::header::HeaderMap;
+use http::header::{HeaderMap, HeaderName};
 use http::{Method, StatusCode};
 use serde_json::Value;
 use tidegate_core::call::Reply;
@@ -12,6 +12,8 @@ use tidegate_core::{Span, Time};
 use tidegate_policy::Hints;
 use tidegate_policy::outbound::BodyRule;
 
+/// gRPC's status. It stands in a reply's head if that is all there is of the reply ("Trailers-Only").
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 /// The most causes of an error that are looked at.
 const MAX_CAUSES: usize = 16;
 
@@ -38,7 +40,8 @@ impl Judge {
     ///
     /// A 403 that says that nothing is left, or when to come back, is a throttled one, as GitHub's secondary limits
     /// are. What was throttled was refused instead of carried out, so it may be sent again whatever its method. A reply
-    /// that isn't refused for too many calls tells by `spent_until` that the next would be.
+    /// that isn't refused for too many calls tells by `spent_until` that the next would be. A 200 whose `grpc-status` says
+    /// otherwise is what that says, by the HTTP status that `google.rpc.Code` names for it: 14 is 503, 8 is 429.
     pub fn reply(
         &self,
         status: StatusCode,
@@ -47,6 +50,7 @@ impl Judge {
         now: Time,
     ) -> Reply {
         let hints = Hints::read(headers, now);
+        let status = meant(status, headers);
         let mut class = Class::of_status(status.as_u16());
         if status == StatusCode::FORBIDDEN && (hints.retry_after.is_some() || hints.exhausted) {
             class = Class::Throttled;
@@ -54,8 +58,9 @@ impl Judge {
         let throttled = class == Class::Throttled;
         Reply {
             class,
-            repeatable: is_repeatable(self.method.as_str(), self.has_key, !throttled) && !hints.pushback_stop,
+            repeatable: is_repeatable(self.method.as_str(), self.has_key, !throttled),
             unreplayable,
+            stop: hints.pushback_stop,
             retry_after: if throttled { hints.wait(now) } else { hints.retry_after },
             spent_until: hints.spent_until.filter(|_| !throttled),
             reach: Reach::Answered,
@@ -74,6 +79,7 @@ impl Judge {
             class: fault.class(),
             repeatable: is_repeatable(self.method.as_str(), self.has_key, fault.was_sent()),
             unreplayable,
+            stop: false,
             retry_after: None,
             spent_until: None,
             reach: fault.reach(),
@@ -84,6 +90,26 @@ impl Judge {
     /// A request that says nothing about the provider, because it is the caller's that broke off.
     pub fn cancelled(&self) -> Reply {
         Reply { class: Class::Cancelled, repeatable: false, ..self.fault(Fault::Reset, None) }
+    }
+}
+
+/// The status that a reply means: HTTP's, unless it is gRPC's that says how the call ended. What isn't a status of gRPC's
+/// is UNKNOWN.
+fn meant(status: StatusCode, headers: &HeaderMap) -> StatusCode {
+    let Some(grpc) = headers.get(&GRPC_STATUS).filter(|_| status == StatusCode::OK) else { return status };
+    match grpc.as_bytes() {
+        b"0" => StatusCode::OK,
+        // CANCELLED has no status in RFC 9110; what the provider broke off by itself, it would break off again.
+        b"1" | b"3" | b"9" | b"11" => StatusCode::BAD_REQUEST,
+        b"4" => StatusCode::GATEWAY_TIMEOUT,
+        b"5" => StatusCode::NOT_FOUND,
+        b"6" | b"10" => StatusCode::CONFLICT,
+        b"7" => StatusCode::FORBIDDEN,
+        b"8" => StatusCode::TOO_MANY_REQUESTS,
+        b"12" => StatusCode::NOT_IMPLEMENTED,
+        b"14" => StatusCode::SERVICE_UNAVAILABLE,
+        b"16" => StatusCode::UNAUTHORIZED,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
 
@@ -120,7 +146,6 @@ pub(super) fn says_throttled(rule: &BodyRule, status: StatusCode, body: &[u8]) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use http::HeaderName;
 
     /// 2026-01-01 00:00:00 UTC.
     const NOW: Time = Time::from_secs(1_767_225_600);
@@ -136,7 +161,6 @@ mod tests {
     #[test]
     fn what_was_refused_for_too_many_calls_was_not_carried_out() {
         assert!(reply(Method::POST, false, 429, &[]).repeatable);
-        assert!(!reply(Method::POST, false, 429, &[("grpc-retry-pushback-ms", "-1")]).repeatable);
         assert!(!reply(Method::POST, false, 503, &[]).repeatable);
         assert!(reply(Method::POST, true, 503, &[]).repeatable);
     }
@@ -151,6 +175,55 @@ mod tests {
         assert_eq!(class(&[("x-ratelimit-remaining", "41"), ("x-ratelimit-reset", "1767225660")]), Class::Auth);
         assert_eq!(class(&[("retry-after", "0")]), Class::Auth);
         assert_eq!(reply(Method::GET, false, 401, &[("retry-after", "60")]).class, Class::Auth);
+    }
+
+    #[test]
+    fn grpc_says_in_the_head_how_the_call_ended() {
+        use Class::{Auth, Permanent, Success, Throttled, Transient};
+        for (grpc, class) in [
+            ("0", Success),
+            ("1", Permanent),
+            ("2", Transient),
+            ("3", Permanent),
+            ("4", Transient),
+            ("5", Permanent),
+            ("6", Permanent),
+            ("7", Auth),
+            ("8", Throttled),
+            ("9", Permanent),
+            ("10", Permanent),
+            ("11", Permanent),
+            ("12", Permanent),
+            ("13", Transient),
+            ("14", Transient),
+            ("15", Transient),
+            ("16", Auth),
+            ("17", Transient),
+            ("", Transient),
+            ("ok", Transient),
+        ] {
+            let said = reply(Method::POST, false, 200, &[("grpc-status", grpc)]);
+            assert_eq!((said.class, said.repeatable), (class, class == Throttled), "{grpc}");
+            let with_key = reply(Method::POST, true, 200, &[("grpc-status", grpc)]);
+            assert_eq!((with_key.class, with_key.repeatable), (class, true), "{grpc}");
+            assert_eq!(reply(Method::POST, false, 404, &[("grpc-status", grpc)]).class, Permanent, "HTTP says more");
+        }
+    }
+
+    #[test]
+    fn pushback_is_a_wait_or_a_stop() {
+        let wait = |status, pushback| {
+            let reply =
+                reply(Method::POST, true, 200, &[("grpc-status", status), ("grpc-retry-pushback-ms", pushback)]);
+            (reply.stop, reply.retry_after)
+        };
+        for status in ["8", "14"] {
+            assert_eq!(wait(status, "1500"), (false, Some(Span::from_millis(1_500))));
+            for stop in ["-1", "soon", ""] {
+                assert_eq!(wait(status, stop), (true, None), "{stop:?}");
+            }
+        }
+        assert!(!reply(Method::GET, false, 503, &[]).stop);
     }
 
     #[test]
@@ -177,7 +250,6 @@ mod tests {
         assert!(!reply(Method::POST, false, 503, &[]).repeatable);
         assert!(reply(Method::POST, true, 503, &[]).repeatable);
         assert!(reply(Method::PUT, false, 503, &[]).repeatable);
-        assert!(!reply(Method::GET, false, 503, &[("grpc-retry-pushback-ms", "-1")]).repeatable);
         let post = Judge::new(Method::POST, false);
         assert!(post.fault(Fault::Unsent, None).repeatable, "nothing was sent");
         assert!(!post.fault(Fault::Reset, None).repeatable);

@@ -171,6 +171,23 @@ async fn a_refusal_beyond_the_deadline_fails_at_once_and_says_when() {
     assert_eq!((error.status(), api.clock().now()), (429, began));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
+    let (api, log) = (provider("cost_limit = \"100 per 60s\"\ncost = { reserve = 1 }"), Log::default());
+    let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(1)) };
+    let answers = || Answers::of(&api, &[GOOD], &log, 0);
+    let slow = api.call(costing(60), &mut answers()).await.unwrap();
+    tokio::time::advance(Duration::from_secs(61)).await;
+    api.call(costing(100), &mut answers()).await.unwrap();
+    slow.tail.cost_was(10);
+    let error = api.call(costing(50), &mut answers()).await.unwrap_err();
+    assert!(matches!(error.why, Why::RateLimited { .. }), "{error:?}");
+    // Told in time, it is there for others.
+    tokio::time::advance(Duration::from_secs(60)).await;
+    api.call(costing(100), &mut answers()).await.unwrap().tail.cost_was(50);
+    api.call(costing(50), &mut answers()).await.unwrap();
+}
+
 /// A panic of one caller's upstream must leave the others a working provider.
 #[tokio::test(start_paused = true)]
 async fn an_upstream_that_panics_ends_only_its_own_call() {

@@ -17,6 +17,7 @@ pub(crate) const GOOD: Reply = Reply {
     class: Class::Success,
     repeatable: true,
     unreplayable: None,
+    stop: false,
     retry_after: None,
     spent_until: None,
     reach: Reach::Answered,

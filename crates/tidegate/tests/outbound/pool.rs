@@ -86,6 +86,34 @@ async fn where_all_cool_down_beyond_the_deadline_nothing_is_sent_and_the_first_m
 }
 
 #[tokio::test(start_paused = true)]
+async fn quotas_that_are_spent_are_told_with_their_reset() {
+    let settings = "credential_limit = \"1 per day\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]";
+    let (api, log) = (provider(settings), Log::default());
+    for credential in 0..2 {
+        assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), credential);
+    }
+    let day = 86_400_000_000;
+    let midnight = (api.clock().now().as_micros() / day + 1) * day;
+    // The first learns it from the store, the next before it queues.
+    for _ in 0..2 {
+        let error = call(&api, CallOptions::default(), GOOD, &log).await.unwrap_err();
+        let Why::QuotaSpent { limit, resets_at } = &error.why else { panic!("{error:?}") };
+        assert_eq!(
+            (limit.as_str(), resets_at.map(tidegate::Time::as_micros), error.status()),
+            ("api.credential", Some(midnight), 429)
+        );
+    }
+    // Where the first to be back only cools down, that is what is told.
+    tokio::time::advance(Duration::from_micros(midnight - api.clock().now().as_micros())).await;
+    assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), 0);
+    call(&api, CallOptions::default(), throttled_for(3_600), &log).await.unwrap_err();
+    let error = call(&api, CallOptions::default(), GOOD, &log).await.unwrap_err();
+    assert!(matches!(error.why, Why::CredentialsCooling { .. }), "{error:?}");
+    assert_eq!(error.retry_after(), Some(Span::from_secs(3_600)));
+    assert_eq!(log.lock().unwrap().len(), 4);
+}
+
+#[tokio::test(start_paused = true)]
 async fn ten_calls_throttled_together_are_one_step() {
     let (api, log) = (pool("A"), Log::default());
     let upstream = |index: u64| Answers::of(&api, &[THROTTLED], &log, 0).after(Duration::from_millis(100 + index));

@@ -68,13 +68,14 @@ pub trait Fault {
 }
 
 impl<T> Fault for CallError<T> {
-    /// The breaker is open, all credentials cool down, or the attempts that there could be have failed by faults that
+    /// The breaker is open, all credentials cool down, a quota is spent, or the attempts that there could be have failed by faults that
     /// pass.
     fn is_outage(&self) -> bool {
         matches!(
             self.why,
             Why::Unavailable { .. }
                 | Why::CredentialsCooling { .. }
+                | Why::QuotaSpent { .. }
                 | Why::RetriesExhausted { .. }
                 | Why::RetryAfterTooLong { .. }
                 | Why::NoTimeLeft { .. }

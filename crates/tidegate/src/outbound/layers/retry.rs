@@ -174,6 +174,7 @@ impl<J, P, C: Clock> Shared<J, P, C> {
                 class: judged.class,
                 repeatable: copy.as_ref().is_none_or(|copy| replay.is_repeatable(copy, judged.was_sent)),
                 unreplayable: copy.is_none().then_some(Unreplayable::OneShotBody),
+                stop: false,
                 retry_after: judged.retry_after,
                 other_credential: false,
             };

@@ -1,157 +1,27 @@
 //! Calls over HTTP through the tower layer, against services that stand in for providers, on tokio's paused time.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
 
-use std::future::Future;
+mod common;
+mod grpc;
+mod hedge;
+
 use std::io;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use http::{HeaderMap, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full};
-use tidegate::clock::TokioClock;
+use http::{Request, StatusCode};
+use http_body_util::Full;
+use tidegate::Span;
 use tidegate::core::Lane;
 use tidegate::core::retry::Unreplayable;
-use tidegate::outbound::{
-    CallOptions, Happened, Outbound, OutboundError, OutboundLayer, OutboundService, ReplayBody, TargetError, Trouble,
-    Why,
+use tidegate::outbound::{CallOptions, Happened, OutboundError, TargetError, Trouble, Why};
+use tower::Layer as _;
+
+use crate::common::{
+    Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, now, post, status, text,
 };
-use tidegate::policy::{Policy, Sources};
-use tidegate::{Memory, Span};
-use tower::{Layer as _, ServiceExt as _};
-
-const PLANTED: &str = "pl4nted-s3cr3t";
-
-/// A request as it arrived.
-#[derive(Clone, Debug)]
-struct Arrived {
-    at: tokio::time::Instant,
-    method: String,
-    uri: String,
-    headers: HeaderMap,
-    body: Bytes,
-}
-
-impl Arrived {
-    fn bearer(&self) -> &str {
-        self.headers["authorization"].to_str().unwrap().strip_prefix("Bearer ").unwrap()
-    }
-}
-
-type Answer = io::Result<Response<Full<Bytes>>>;
-type Script = dyn Fn(usize, &Arrived) -> Answer + Send + Sync;
-
-/// A provider: answers the n-th request, counted from 0, as its script says, after a while.
-#[derive(Clone)]
-struct Api {
-    script: Arc<Script>,
-    arrived: Arc<Mutex<Vec<Arrived>>>,
-    takes: Duration,
-}
-
-impl Api {
-    fn new(script: impl Fn(usize, &Arrived) -> Answer + Send + Sync + 'static) -> Self {
-        Self { script: Arc::new(script), arrived: Arc::default(), takes: Duration::ZERO }
-    }
-
-    fn taking(mut self, takes: Duration) -> Self {
-        self.takes = takes;
-        self
-    }
-
-    fn arrived(&self) -> Vec<Arrived> {
-        self.arrived.lock().unwrap().clone()
-    }
-
-    fn count(&self) -> usize {
-        self.arrived.lock().unwrap().len()
-    }
-}
-
-impl tower::Service<Request<ReplayBody<Full<Bytes>>>> for Api {
-    type Response = Response<Full<Bytes>>;
-    type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = Answer> + Send>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: Request<ReplayBody<Full<Bytes>>>) -> Self::Future {
-        let api = self.clone();
-        Box::pin(async move {
-            let (parts, body) = request.into_parts();
-            let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
-            let arrived = Arrived {
-                at: now(),
-                method: parts.method.to_string(),
-                uri: parts.uri.to_string(),
-                headers: parts.headers,
-                body,
-            };
-            let number = {
-                let mut all = api.arrived.lock().unwrap();
-                all.push(arrived.clone());
-                all.len() - 1
-            };
-            tokio::time::sleep(api.takes).await;
-            (api.script)(number, &arrived)
-        })
-    }
-}
-
-#[expect(clippy::disallowed_methods, reason = "tokio's paused time is this test's clock")]
-fn now() -> tokio::time::Instant {
-    tokio::time::Instant::now()
-}
-
-fn answer(status: u16, headers: &[(&str, &str)], body: &str) -> Answer {
-    let builder =
-        headers.iter().fold(Response::builder().status(status), |builder, (name, value)| builder.header(*name, *value));
-    Ok(builder.body(Full::new(Bytes::from(body.to_owned()))).unwrap())
-}
-
-fn status(status: u16) -> Answer {
-    answer(status, &[], "body")
-}
-
-fn layer(settings: &str) -> OutboundLayer<Memory, TokioClock> {
-    let text = format!(
-        "[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"1000/s burst 1000\"\n{settings}"
-    );
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
-    let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
-    let provider = outbound.provider("api").unwrap().clone();
-    OutboundLayer::with(provider, |name| Some(format!("{PLANTED}-{}", name.to_lowercase()))).unwrap()
-}
-
-const BEARER: &str = "auth = \"bearer\"\ncredentials = [\"env:A\"]\n";
-const PAIR: &str = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n";
-const LOGIN: &str = "auth = \"bearer\"\ncredentials = [\"env:A\"]\n\
-    login = { path = \"/login\", body = '{\"apikey\":\"{credential}\"}', lifetime = \"24h\", refresh_before = \"2h\" }\n";
-
-type Through = OutboundService<Api, Memory, TokioClock>;
-type Reply = Response<tidegate::outbound::OutboundBody<Full<Bytes>, Memory, TokioClock>>;
-
-async fn ask(service: &Through, request: Request<Full<Bytes>>) -> Result<Reply, OutboundError> {
-    service.clone().oneshot(request).await
-}
-
-fn get(path: &str) -> Request<Full<Bytes>> {
-    Request::get(path).body(Full::default()).unwrap()
-}
-
-fn post(body: &'static str, key: Option<&str>) -> Request<Full<Bytes>> {
-    let builder = key.into_iter().fold(Request::post("/x"), |builder, key| builder.header("idempotency-key", key));
-    builder.body(Full::new(Bytes::from_static(body.as_bytes()))).unwrap()
-}
-
-async fn text(response: Reply) -> String {
-    String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
-}
 
 #[tokio::test(start_paused = true)]
 async fn a_request_is_sent_to_the_base_with_the_credential() {
