@@ -6,12 +6,13 @@ use std::fmt::Write as _;
 use bytes::Bytes;
 use http::header::{AUTHORIZATION, HOST, USER_AGENT};
 use http::request::Parts;
-use http::uri::{PathAndQuery, Scheme};
+use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderValue, Uri, Version};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_encode};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, BaseUrl, Provider};
 
+use super::location::rest_behind;
 use super::path;
 
 /// All but what RFC 3986 §2.3 calls unreserved.
@@ -79,7 +80,8 @@ impl Target {
     /// belongs. What the caller has there, a parameter of the credential's name in any spelling included, is dropped,
     /// and so is its `Authorization`.
     ///
-    /// A request with a whole URL must be below the base URL already. Nothing that a path says changes the host.
+    /// A request with a whole URL must be below the base URL already, with `{key}` where that has it. Nothing that a path
+    /// says changes the host.
     ///
     /// # Errors
     /// Why the request isn't sent; `parts` are unchanged then.
@@ -102,6 +104,13 @@ impl Target {
             parts.headers.insert(USER_AGENT, user_agent.clone());
         }
         Ok(())
+    }
+
+    /// How long the base URL's path is if a whole URL is below it: of several that are, the longest is meant.
+    #[cfg(feature = "reqwest")]
+    pub(super) fn covers(&self, url: &Uri) -> Option<usize> {
+        let base = self.base.as_ref()?;
+        below(base, url).ok().map(|_| base.path().len())
     }
 
     /// Whether this credential can be sent where it belongs.
@@ -195,10 +204,15 @@ pub(super) fn is_named(pair: &str, name: &str) -> bool {
 
 /// The path of a whole URL behind the base URL's.
 fn below<'a>(base: &BaseUrl, asked: &'a Uri) -> Result<&'a str, TargetError> {
-    let scheme = if base.is_https() { "https" } else { "http" };
-    let here = asked.scheme_str() == Some(scheme) && asked.authority() == Some(base.authority());
-    let rest = asked.path().strip_prefix(base.path()).filter(|_| here);
-    rest.filter(|rest| rest.is_empty() || rest.starts_with('/')).ok_or(TargetError::Elsewhere)
+    let (scheme, port) = if base.is_https() { ("https", 443) } else { ("http", 80) };
+    let here = |authority: &Authority| {
+        // A port that is the scheme's own is left out by some clients, and who brings a user name means another account.
+        authority.host().eq_ignore_ascii_case(base.authority().host())
+            && authority.port_u16().unwrap_or(port) == base.authority().port_u16().unwrap_or(port)
+            && !authority.as_str().contains('@')
+    };
+    let is_here = asked.scheme_str() == Some(scheme) && asked.authority().is_some_and(here);
+    is_here.then(|| rest_behind(base, asked.path(), None)).flatten().ok_or(TargetError::Elsewhere)
 }
 
 #[cfg(test)]
