@@ -122,6 +122,10 @@ fn layer(settings: &str) -> OutboundLayer<Memory, TokioClock> {
     let text = format!(
         "[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"1000/s burst 1000\"\n{settings}"
     );
+    layer_of(&text)
+}
+
+fn layer_of(text: &str) -> OutboundLayer<Memory, TokioClock> {
     let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
     let provider = outbound.provider("api").unwrap().clone();
@@ -366,6 +370,23 @@ async fn a_401_is_one_login_and_one_retry() {
     let response = ask(&service, get("/x")).await.unwrap();
     assert_eq!((response.status(), text(response).await.as_str()), (StatusCode::UNAUTHORIZED, "no"));
     assert_eq!((logins(&stubborn), stubborn.count()), (2, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_token_of_a_login_may_stand_in_the_path() {
+    let api = with_login(|_, request| match request.uri.as_str() {
+        "https://path.test/v1/t1/x" => status(401),
+        _ => answer(302, &[("location", "/v1/t2/y")], ""),
+    });
+    let settings = LOGIN.replace("\"bearer\"", "\"path\"");
+    let text =
+        format!("[outbound.provider.api]\nbase_url = \"https://path.test/v1/{{key}}\"\nlimit = \"1000/s\"\n{settings}");
+    let service = layer_of(&text).layer(api.clone());
+    let response = ask(&service, get("/x")).await.unwrap();
+    assert_eq!(response.headers()["location"], "/v1/%7Bkey%7D/y");
+    let uris: Vec<_> = api.arrived().iter().map(|request| request.uri.clone()).collect();
+    let sent = ["/v1/login", "/v1/t1/x", "/v1/login", "/v1/t2/x"].map(|path| format!("https://path.test{path}"));
+    assert_eq!(uris, sent);
 }
 
 #[tokio::test(start_paused = true)]

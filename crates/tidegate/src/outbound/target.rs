@@ -71,9 +71,17 @@ impl Target {
         Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
     }
 
-    /// The same place, for a request that shows no credential there.
+    /// The place of requests that show no credential. Where it would stand in the path, it is what comes before that.
     pub(super) fn anonymous(&self) -> Self {
-        Self { auth: Auth::None, ..self.clone() }
+        let before = |base: &BaseUrl| {
+            let open = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
+            BaseUrl::new(base.is_https(), base.authority().clone(), open.map_or("", |(path, _)| path))
+        };
+        let base = match self.auth {
+            Auth::Path => self.base.as_ref().map(before),
+            _ => self.base.clone(),
+        };
+        Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
     }
 
     /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
@@ -343,7 +351,42 @@ mod tests {
     fn a_path_holds_the_credential_escaped() {
         let path = target("https://theaudiodb.example/api/v1/json/{key}", Auth::Path);
         let sent = format!("https://theaudiodb.example/api/v1/json/{ENCODED}/album.php?m=1");
-        assert_eq!(uri(&path, "/album.php?m=1").unwrap(), sent);
+        for asked in ["/album.php?m=1", "https://theaudiodb.example/api/v1/json/%7Bkey%7D/album.php?m=1"] {
+            assert_eq!(uri(&path, asked).unwrap(), sent);
+        }
+    }
+
+    #[test]
+    fn without_a_credential_a_path_ends_before_its_place() {
+        for (base, auth, login) in [
+            ("https://api.example/v1/json/{key}", Auth::Path, "https://api.example/v1/json/login"),
+            ("https://api.example/v1/bot{key}/send", Auth::Path, "https://api.example/v1/login"),
+            ("https://api.example/{key}", Auth::Path, "https://api.example/login"),
+            ("https://api.example/v1", Auth::Bearer, "https://api.example/v1/login"),
+        ] {
+            let (mut parts, ()) = Request::post("/login").body(()).unwrap().into_parts();
+            target(base, auth).anonymous().aim(&mut parts, None).unwrap();
+            assert_eq!(parts.uri, *login);
+        }
+    }
+
+    #[test]
+    fn whole_urls_are_written_in_several_ways() {
+        let plain = target("http://api.example:80/v1", Auth::None);
+        let tls = target("https://api.example/v1", Auth::None);
+        for (target, asked) in [
+            (&plain, "http://api.example/v1/x"),
+            (&plain, "http://API.example:80/v1/x"),
+            (&tls, "https://api.example:443/v1/x"),
+            (&tls, "https://api.example/%761/x"),
+        ] {
+            let sent =
+                if asked.starts_with("https") { "https://api.example/v1/x" } else { "http://api.example:80/v1/x" };
+            assert_eq!(uri(target, asked).unwrap(), sent, "{asked}");
+        }
+        for asked in ["https://api.example:80/v1/x", "https://me@api.example/v1/x", "https://api.example/v1x"] {
+            assert_eq!(uri(&tls, asked), Err(TargetError::Elsewhere), "{asked}");
+        }
     }
 
     #[test]
