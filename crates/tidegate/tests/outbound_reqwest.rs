@@ -20,7 +20,9 @@ use reqwest_middleware::{ClientBuilder, ClientWithMiddleware, Error, Middleware,
 use tidegate::clock::SystemClock;
 use tidegate::core::retry::Unreplayable;
 use tidegate::core::{Clock as _, Lane};
-use tidegate::outbound::{CallOptions, Happened, Outbound, OutboundError, OutboundMiddleware, Trouble, Why};
+use tidegate::outbound::{
+    CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundMiddleware, Trouble, Why,
+};
 use tidegate::policy::{Policy, Sources};
 use tidegate::{Span, Time};
 use tokio::net::TcpListener;
@@ -134,8 +136,9 @@ const QUERY: &str = "auth = \"query:k\"\ncredentials = [\"env:A\"]\nlimit = \"10
 #[tokio::test]
 async fn requests_below_a_base_url_are_calls_and_others_pass() {
     let server = Server::new(|_, arrived| arrived.uri.clone().into_response()).await;
-    let deep = format!("[outbound.provider.deep]\nbase_url = \"{}\"\n{HEADER}", server.url("/v1/deep"));
-    let client = client(&server.outbound(&(BEARER.to_owned() + &deep)));
+    let more = [("twin", "/v1"), ("deep", "/v1/deep")]
+        .map(|(name, path)| format!("[outbound.provider.{name}]\nbase_url = \"{}\"\n{HEADER}", server.url(path)));
+    let client = client(&server.outbound(&(BEARER.to_owned() + &more.concat())));
     let (bearer, key) = (Some("Bearer pl4nted-s3cr3t-a".to_owned()), Some("pl4nted-s3cr3t-a".to_owned()));
     for (path, authorization, api_key) in [
         ("/v1/movie/603?language=en", &bearer, &None),
@@ -157,6 +160,13 @@ async fn requests_below_a_base_url_are_calls_and_others_pass() {
     let error = client.get(server.url("/v1/..%2fv2")).send().await.unwrap_err();
     assert!(matches!(outbound_error(&error), OutboundError::Target(_)), "{error:?}");
     assert_eq!(server.count(), 6);
+}
+
+#[test]
+fn a_credential_that_is_missing_is_told_at_the_start() {
+    let outbound = outbound(&format!("[outbound.provider.api]\nbase_url = \"http://127.0.0.1:1\"\n{BEARER}"));
+    let missing = OutboundMiddleware::with(outbound.providers().iter().cloned(), |_| None).unwrap_err();
+    assert!(matches!(missing, CredentialError::Missing(_)), "{missing}");
 }
 
 #[tokio::test]

@@ -83,8 +83,8 @@ use crate::SystemClock;
 /// [`Policy::none`](reqwest::redirect::Policy::none). A client that is found to have followed one, which is seen only
 /// afterwards, gets [`Trouble::Followed`], and so does every later call through the same middleware, unsent.
 ///
-/// A middleware that comes before this one sees each call once, one that comes after it every attempt, with the
-/// credential. A logger belongs before it, and so does a retry middleware: nowhere.
+/// A middleware that comes before this one sees each call once; one that comes after it sees every attempt, with the
+/// credential. So a logger belongs before it. One that retries has nothing left to do.
 pub struct OutboundMiddleware<S: Store = Memory, C: Clock = SystemClock> {
     layers: Vec<OutboundLayer<S, C>>,
     has_followed: AtomicBool,
