@@ -266,7 +266,7 @@ pub enum Auth {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Login {
-    /// The path behind the base URL.
+    /// The path behind the base URL; with [`Auth::Path`], behind what of it comes before the credential's segment.
     pub path: String,
     /// The JSON body; each string `{credential}` in it is replaced by the credential, and `{NAME}` by the secret of
     /// that name in `secrets`.

@@ -33,6 +33,8 @@
 //! | --- | --- |
 //! | guard an axum or tonic service, or any other of tower's | `GateLayer`, feature `tower` (on by default) |
 //! | retry, break or limit calls of any tower service | `outbound::layers`, features `tower` and `outbound` |
+//! | call other people's APIs with a reqwest client | `outbound::OutboundMiddleware`, feature `reqwest` |
+//! | call them with any client that is a service of tower | `outbound::OutboundLayer`, feature `outbound` |
 //! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
 //! | limit one thing, or one kind of key, without any policy | [`Limiter`], [`KeyedLimiter`] |
 //! | test with a clock of your own | [`clock::ManualClock`] |
@@ -67,7 +69,12 @@ pub use tidegate_policy::{ActionId, Plan, Policy, Query};
 pub use tidegate_store as store;
 pub use tidegate_store::{Memory, Store};
 
-/// The README's examples, so that they are tested with the others.
-#[cfg(doctest)]
+/// The README's examples, so that they are tested with the others. One is for reqwest.
+#[cfg(all(doctest, feature = "reqwest"))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
+
+/// The guide's examples.
+#[cfg(all(doctest, feature = "reqwest"))]
+#[doc = include_str!("../../../docs/outbound.md")]
+struct OutboundGuide;

@@ -20,6 +20,8 @@ mod judge;
 pub mod layers;
 mod location;
 mod login;
+#[cfg(feature = "reqwest")]
+mod middleware;
 mod path;
 mod replay;
 mod service;
@@ -40,6 +42,8 @@ pub use exchange::{BoxError, Trouble};
 use floor::{After, Broken, Entered, Hall};
 pub use judge::{Judge, fault_of};
 pub use login::{LoginError, Logins, Token};
+#[cfg(feature = "reqwest")]
+pub use middleware::OutboundMiddleware;
 pub use replay::{Replay, ReplayBody, ReplayError};
 pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use snapshot::{Snapshot, SnapshotError};

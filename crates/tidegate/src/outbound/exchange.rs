@@ -61,6 +61,10 @@ pub enum Trouble {
     /// The caller's body broke off, or was gone when it was to be sent again.
     #[error("the request's body broke off")]
     Body,
+    /// The inner service followed a redirect, perhaps to another host and with the credential. One that finds that out
+    /// says so with this as its error, and isn't tried again.
+    #[error("the client followed a redirect, which can tell the credential to another host; make it follow none")]
+    Followed,
 }
 
 /// How a provider's requests are sent: what all of its calls share.
@@ -172,6 +176,7 @@ where
         match sent {
             Ok(response) => self.judged(response, shown).await,
             Err(_) if self.body.is_broken() => Ended { value: Err(Trouble::Body), reply: self.judge.cancelled() },
+            Err(error) if matches!(error.downcast_ref(), Some(Trouble::Followed)) => self.refused(Trouble::Followed),
             Err(error) => {
                 let fault = (manner.fault_of)(&*error);
                 self.failed(told(error, shown), fault)

@@ -17,6 +17,29 @@ const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 /// The most causes of an error that are looked at.
 const MAX_CAUSES: usize = 16;
 
+/// What the head of a reply says, whatever was asked.
+pub(super) struct Said {
+    pub class: Class,
+    pub hints: Hints,
+}
+
+impl Said {
+    pub(super) fn read(status: StatusCode, headers: &HeaderMap, now: Time) -> Self {
+        let hints = Hints::read(headers, now);
+        let status = meant(status, headers);
+        let mut class = Class::of_status(status.as_u16());
+        if status == StatusCode::FORBIDDEN && (hints.retry_after.is_some() || hints.exhausted) {
+            class = Class::Throttled;
+        }
+        Self { class, hints }
+    }
+
+    /// How long the server asks to be left alone. When its allowances begin anew matters to who was refused for them.
+    pub(super) fn wait(&self, now: Time) -> Option<Span> {
+        if self.class == Class::Throttled { self.hints.wait(now) } else { self.hints.retry_after }
+    }
+}
+
 /// Tells what came of the attempts of one request.
 #[derive(Clone, Debug)]
 pub struct Judge {
@@ -49,20 +72,15 @@ impl Judge {
         unreplayable: Option<Unreplayable>,
         now: Time,
     ) -> Reply {
-        let hints = Hints::read(headers, now);
-        let status = meant(status, headers);
-        let mut class = Class::of_status(status.as_u16());
-        if status == StatusCode::FORBIDDEN && (hints.retry_after.is_some() || hints.exhausted) {
-            class = Class::Throttled;
-        }
-        let throttled = class == Class::Throttled;
+        let said = Said::read(status, headers, now);
+        let throttled = said.class == Class::Throttled;
         Reply {
-            class,
+            class: said.class,
             repeatable: is_repeatable(self.method.as_str(), self.has_key, !throttled),
             unreplayable,
-            stop: hints.pushback_stop,
-            retry_after: if throttled { hints.wait(now) } else { hints.retry_after },
-            spent_until: hints.spent_until.filter(|_| !throttled),
+            stop: said.hints.pushback_stop,
+            retry_after: said.wait(now),
+            spent_until: said.hints.spent_until.filter(|_| !throttled),
             reach: Reach::Answered,
             streams: false,
         }

@@ -97,8 +97,13 @@ impl Target {
     }
 }
 
-/// What of a path of the provider's host is behind the base URL's, wherever the credential stands in that.
+/// What of a path of the provider's host is behind the base URL's and stays there.
 fn behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
+    rest_behind(base, path, secret).filter(|rest| path::check(rest).is_ok())
+}
+
+/// What of a path of the provider's host is behind the base URL's, wherever the credential stands in that.
+pub(super) fn rest_behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
     let mut rest = path;
     for wanted in base.path().split('/').skip(1) {
         let from = rest.strip_prefix('/')?;
@@ -112,7 +117,7 @@ fn behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<
         }
         rest = &from[end..];
     }
-    path::check(rest).is_ok().then_some(rest)
+    Some(rest)
 }
 
 /// A text before and from a character on.

@@ -1,26 +1,26 @@
 //! Tokens that a login gives: one login at a time for each credential.
 
+mod desk;
+mod error;
+
 use std::fmt;
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE};
-use http::{HeaderValue, Request, Response, StatusCode, Uri};
+use http::{HeaderValue, Request, Response, Uri};
 use serde_json::Value;
-use tidegate_core::call::Reply;
-use tidegate_core::retry::{Class, Fault};
+use tidegate_core::retry::Fault;
 use tidegate_core::{Span, Time};
 use tidegate_policy::outbound::{Login, Provider};
 use tidegate_policy::{Hints, Secret};
 
-use super::{CredentialError, Credentials, Judge, Target, TargetError};
+pub use self::desk::Token;
+use self::desk::{Desk, Given};
+pub use self::error::LoginError;
+use super::{CredentialError, Credentials, Target, TargetError};
 
-/// How long a login that failed isn't repeated: a provider locks accounts out that try again and again.
-const PAUSE: Span = Span::from_secs(5);
-/// How long a call waits for a login ahead of time before it goes with the token that is still good.
-const PATIENCE: Duration = Duration::from_secs(5);
 /// The longest reply to a login that is read, in bytes.
 pub(super) const MAX_LOGIN_REPLY: usize = 256 << 10;
 /// The longest token that is taken, in bytes: headers hold no more.
@@ -40,85 +40,6 @@ struct Shared {
     target: Target,
     secrets: Credentials,
     desks: Box<[Desk]>,
-}
-
-/// What is known of one credential's token.
-#[derive(Default)]
-struct Desk {
-    turn: tokio::sync::Mutex<()>,
-    state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    token: Option<Token>,
-    failed: Option<(LoginError, Time)>,
-    /// Logins that have ended.
-    ended: u64,
-}
-
-/// A token, and until when it is good.
-#[derive(Clone, Debug)]
-pub struct Token {
-    secret: Arc<Secret>,
-    /// Which login gave it, so that a rejected one isn't taken for its successor.
-    number: u64,
-    refresh_at: Time,
-    expires_at: Time,
-}
-
-impl Token {
-    /// What is sent in the credential's place.
-    pub fn secret(&self) -> &Arc<Secret> {
-        &self.secret
-    }
-}
-
-/// Why a login gave no token. Never tells what was sent or came back.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum LoginError {
-    /// There was no reply.
-    #[error("the login got no reply")]
-    NoReply(Fault),
-    /// The reply's status is no success.
-    #[error("the login was answered {}", status.as_u16())]
-    Refused {
-        /// The status.
-        status: StatusCode,
-        /// How long the provider asks to be left alone.
-        retry_after: Option<Span>,
-    },
-    /// The reply is no JSON.
-    #[error("the reply to the login is no JSON, or longer than 256 KiB")]
-    NotJson,
-    /// The reply has no token where it should be.
-    #[error("the reply to the login has no token at `{pointer}`")]
-    NoToken {
-        /// The JSON pointer that was looked at.
-        pointer: String,
-    },
-    /// The token can't be sent where it belongs.
-    #[error("the token that the login gave can't be used: {0}")]
-    Unfit(TargetError),
-}
-
-impl LoginError {
-    /// What it means for the call that needed the token, of whose request nothing was sent.
-    pub(super) fn reply(&self, judge: &Judge) -> Reply {
-        let unsent = judge.fault(Fault::Unsent, None);
-        match *self {
-            Self::NoReply(_) => unsent,
-            Self::Refused { status, retry_after } => {
-                let class = match Class::of_status(status.as_u16()) {
-                    Class::Success => Class::Permanent,
-                    other => other,
-                };
-                Reply { class, retry_after, ..unsent }
-            }
-            Self::NotJson | Self::NoToken { .. } | Self::Unfit(_) => Reply { class: Class::Permanent, ..unsent },
-        }
-    }
 }
 
 impl Logins {
@@ -172,32 +93,7 @@ impl Logins {
     where
         F: Future<Output = Result<Response<Bytes>, Fault>>,
     {
-        let desk = &self.0.desks[credential];
-        let good = |state: &State| state.token.clone().filter(|token| now < token.expires_at);
-        let Some(token) = good(&desk.state()) else {
-            return self.next(desk, secret, now, good, send).await;
-        };
-        if now < token.refresh_at {
-            return Ok(token);
-        }
-        let Ok(_turn) = desk.turn.try_lock() else { return Ok(token) };
-        {
-            // Another call's login may have ended between the look and the turn.
-            let state = desk.state();
-            let renewed = good(&state).filter(|found| found.number > token.number);
-            if renewed.is_some() || state.failure(now).is_some() {
-                return Ok(renewed.unwrap_or(token));
-            }
-        }
-        match tokio::time::timeout(PATIENCE, self.log_in(desk, secret, now, send)).await {
-            Ok(Ok(next)) => return Ok(next),
-            Ok(Err(error)) => tracing::warn!(%error, "a login ahead of time failed; the token is still good"),
-            Err(_) => {
-                let _ = desk.settle(Err(LoginError::NoReply(Fault::TimedOut)), now);
-                tracing::warn!("a login ahead of time takes too long; the token is still good");
-            }
-        }
-        Ok(token)
+        self.0.desks[credential].token(now, self.log_in(secret, now, send)).await
     }
 
     /// The token that takes the place of one which wasn't accepted: by a login, unless another call had one meanwhile.
@@ -218,45 +114,15 @@ impl Logins {
     where
         F: Future<Output = Result<Response<Bytes>, Fault>>,
     {
-        let desk = &self.0.desks[credential];
-        let good = |state: &State| state.token.clone().filter(|token| token.number > rejected.number);
-        self.next(desk, secret, now, good, send).await
-    }
-
-    /// Waits for the login that is under way, or has one.
-    async fn next<F>(
-        &self,
-        desk: &Desk,
-        secret: &Secret,
-        now: Time,
-        good: impl Fn(&State) -> Option<Token>,
-        send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<Token, LoginError>
-    where
-        F: Future<Output = Result<Response<Bytes>, Fault>>,
-    {
-        let before = desk.state().ended;
-        let _turn = desk.turn.lock().await;
-        {
-            let state = desk.state();
-            if let Some(token) = good(&state) {
-                return Ok(token);
-            }
-            let shared = state.failed.as_ref().filter(|_| state.ended > before).map(|(error, _)| error);
-            if let Some(error) = shared.or(state.failure(now)) {
-                return Err(error.clone());
-            }
-        }
-        self.log_in(desk, secret, now, send).await
+        self.0.desks[credential].renew(rejected, now, self.log_in(secret, now, send)).await
     }
 
     async fn log_in<F>(
         &self,
-        desk: &Desk,
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<Token, LoginError>
+    ) -> Result<Given, LoginError>
     where
         F: Future<Output = Result<Response<Bytes>, Fault>>,
     {
@@ -267,13 +133,11 @@ impl Logins {
             named.extend(secret.map(|secret| (name.clone(), Secret::clone(&secret))));
         }
         let request = request.clone().map(|()| login.filled(secret, &named));
-        let token = match send(request).await {
-            Ok(response) => self.token_of(&response, now),
-            Err(fault) => Err(LoginError::NoReply(fault)),
-        };
+        let response = send(request).await.map_err(LoginError::NoReply)?;
+        let secret = self.token_of(&response, now)?;
         let lifetime = Span::from_duration(login.lifetime);
         let refresh_before = Span::from_duration(login.refresh_before);
-        desk.settle(token.map(|secret| (secret, now + (lifetime - refresh_before), now + lifetime)), now)
+        Ok(Given { secret, refresh_at: now + (lifetime - refresh_before), expires_at: now + lifetime })
     }
 
     fn token_of(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
@@ -301,41 +165,15 @@ impl fmt::Debug for Logins {
     }
 }
 
-impl Desk {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Notes how a login ended: with a token, when it is renewed and when it ends, or not.
-    fn settle(&self, ended: Result<(Secret, Time, Time), LoginError>, now: Time) -> Result<Token, LoginError> {
-        let mut state = self.state();
-        state.ended += 1;
-        match ended {
-            Ok((secret, refresh_at, expires_at)) => {
-                let token = Token { secret: Arc::new(secret), number: state.ended, refresh_at, expires_at };
-                state.failed = None;
-                Ok(state.token.insert(token).clone())
-            }
-            Err(error) => {
-                state.failed = Some((error.clone(), now));
-                Err(error)
-            }
-        }
-    }
-}
-
-impl State {
-    /// The error of a login that failed too recently to be repeated.
-    fn failure(&self, now: Time) -> Option<&LoginError> {
-        let (error, at) = self.failed.as_ref()?;
-        (now.since(*at) < PAUSE).then_some(error)
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::Judge;
     use super::*;
+    use http::StatusCode;
+    use std::sync::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+    use tidegate_core::Class;
     use tidegate_policy::TokenSource;
     use tidegate_policy::outbound::{Auth, BaseUrl};
 

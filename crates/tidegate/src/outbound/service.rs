@@ -120,6 +120,30 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
         &self.0.provider
     }
 
+    /// How specific the provider's base URL is if this URL is below it: see [`Target::covers`].
+    #[cfg(feature = "reqwest")]
+    pub(super) fn covers(&self, url: &http::Uri) -> Option<usize> {
+        self.0.manner.target.covers(url)
+    }
+
+    /// Makes one request a call, by an inner service that need not outlive it.
+    #[cfg(feature = "reqwest")]
+    pub(super) async fn call<I, Q, B>(
+        &self,
+        inner: I,
+        request: Request<Q>,
+    ) -> Result<Response<OutboundBody<B, S, C>>, OutboundError>
+    where
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
+        I::Error: Into<BoxError>,
+        I::Future: Send,
+        Q: Body<Data = Bytes> + Send,
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<BoxError>,
+    {
+        self.0.call(inner, request).await
+    }
+
     fn change(self, change: impl FnOnce(&mut Manner<C>)) -> Self {
         let Counter { provider, manner } = &*self.0;
         let mut manner = manner.clone();

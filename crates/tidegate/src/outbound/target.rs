@@ -6,12 +6,13 @@ use std::fmt::Write as _;
 use bytes::Bytes;
 use http::header::{AUTHORIZATION, HOST, USER_AGENT};
 use http::request::Parts;
-use http::uri::{PathAndQuery, Scheme};
+use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderValue, Uri, Version};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_encode};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, BaseUrl, Provider};
 
+use super::location::rest_behind;
 use super::path;
 
 /// All but what RFC 3986 §2.3 calls unreserved.
@@ -70,16 +71,25 @@ impl Target {
         Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
     }
 
-    /// The same place, for a request that shows no credential there.
+    /// The place of requests that show no credential. Where it would stand in the path, it is what comes before that.
     pub(super) fn anonymous(&self) -> Self {
-        Self { auth: Auth::None, ..self.clone() }
+        let before = |base: &BaseUrl| {
+            let open = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
+            BaseUrl::new(base.is_https(), base.authority().clone(), open.map_or("", |(path, _)| path))
+        };
+        let base = match self.auth {
+            Auth::Path => self.base.as_ref().map(before),
+            _ => self.base.clone(),
+        };
+        Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
     }
 
     /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
     /// belongs. What the caller has there, a parameter of the credential's name in any spelling included, is dropped,
     /// and so is its `Authorization`.
     ///
-    /// A request with a whole URL must be below the base URL already. Nothing that a path says changes the host.
+    /// A request with a whole URL must be below the base URL already, with `{key}` where that has it. Nothing that a path
+    /// says changes the host.
     ///
     /// # Errors
     /// Why the request isn't sent; `parts` are unchanged then.
@@ -102,6 +112,13 @@ impl Target {
             parts.headers.insert(USER_AGENT, user_agent.clone());
         }
         Ok(())
+    }
+
+    /// How long the base URL's path is if a whole URL is below it: of several that are, the longest is meant.
+    #[cfg(feature = "reqwest")]
+    pub(super) fn covers(&self, url: &Uri) -> Option<usize> {
+        let base = self.base.as_ref()?;
+        below(base, url).ok().map(|_| base.path().len())
     }
 
     /// Whether this credential can be sent where it belongs.
@@ -195,10 +212,15 @@ pub(super) fn is_named(pair: &str, name: &str) -> bool {
 
 /// The path of a whole URL behind the base URL's.
 fn below<'a>(base: &BaseUrl, asked: &'a Uri) -> Result<&'a str, TargetError> {
-    let scheme = if base.is_https() { "https" } else { "http" };
-    let here = asked.scheme_str() == Some(scheme) && asked.authority() == Some(base.authority());
-    let rest = asked.path().strip_prefix(base.path()).filter(|_| here);
-    rest.filter(|rest| rest.is_empty() || rest.starts_with('/')).ok_or(TargetError::Elsewhere)
+    let (scheme, port) = if base.is_https() { ("https", 443) } else { ("http", 80) };
+    let here = |authority: &Authority| {
+        // A port that is the scheme's own is left out by some clients, and who brings a user name means another account.
+        authority.host().eq_ignore_ascii_case(base.authority().host())
+            && authority.port_u16().unwrap_or(port) == base.authority().port_u16().unwrap_or(port)
+            && !authority.as_str().contains('@')
+    };
+    let is_here = asked.scheme_str() == Some(scheme) && asked.authority().is_some_and(here);
+    is_here.then(|| rest_behind(base, asked.path(), None)).flatten().ok_or(TargetError::Elsewhere)
 }
 
 #[cfg(test)]
@@ -329,7 +351,42 @@ mod tests {
     fn a_path_holds_the_credential_escaped() {
         let path = target("https://theaudiodb.example/api/v1/json/{key}", Auth::Path);
         let sent = format!("https://theaudiodb.example/api/v1/json/{ENCODED}/album.php?m=1");
-        assert_eq!(uri(&path, "/album.php?m=1").unwrap(), sent);
+        for asked in ["/album.php?m=1", "https://theaudiodb.example/api/v1/json/%7Bkey%7D/album.php?m=1"] {
+            assert_eq!(uri(&path, asked).unwrap(), sent);
+        }
+    }
+
+    #[test]
+    fn without_a_credential_a_path_ends_before_its_place() {
+        for (base, auth, login) in [
+            ("https://api.example/v1/json/{key}", Auth::Path, "https://api.example/v1/json/login"),
+            ("https://api.example/v1/bot{key}/send", Auth::Path, "https://api.example/v1/login"),
+            ("https://api.example/{key}", Auth::Path, "https://api.example/login"),
+            ("https://api.example/v1", Auth::Bearer, "https://api.example/v1/login"),
+        ] {
+            let (mut parts, ()) = Request::post("/login").body(()).unwrap().into_parts();
+            target(base, auth).anonymous().aim(&mut parts, None).unwrap();
+            assert_eq!(parts.uri, *login);
+        }
+    }
+
+    #[test]
+    fn whole_urls_are_written_in_several_ways() {
+        let plain = target("http://api.example:80/v1", Auth::None);
+        let tls = target("https://api.example/v1", Auth::None);
+        for (target, asked) in [
+            (&plain, "http://api.example/v1/x"),
+            (&plain, "http://API.example:80/v1/x"),
+            (&tls, "https://api.example:443/v1/x"),
+            (&tls, "https://api.example/%761/x"),
+        ] {
+            let sent =
+                if asked.starts_with("https") { "https://api.example/v1/x" } else { "http://api.example:80/v1/x" };
+            assert_eq!(uri(target, asked).unwrap(), sent, "{asked}");
+        }
+        for asked in ["https://api.example:80/v1/x", "https://me@api.example/v1/x", "https://api.example/v1x"] {
+            assert_eq!(uri(&tls, asked), Err(TargetError::Elsewhere), "{asked}");
+        }
     }
 
     #[test]

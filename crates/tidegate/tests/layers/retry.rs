@@ -1,6 +1,6 @@
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::{Request, Response};
@@ -161,6 +161,56 @@ async fn status_decides_for_http() {
         let layer = RetryLayer::with_clock(retry(3), None, ByStatus, clock).replaying(Idempotent);
         assert_eq!(layer.layer(service).call(Request::new(())).await.unwrap().status(), status);
         assert_eq!(sent.load(Ordering::SeqCst), sends, "{status}");
+    }
+}
+
+/// What a POST through a layer that judges by status comes to, and when it was sent, in milliseconds; it is answered
+/// with this status and these headers once, and then with 200.
+async fn answered_once(status: u16, headers: &[(&'static str, &'static str)]) -> (u16, Vec<u64>) {
+    let clock = TokioClock::default();
+    let (first, times) = (Arc::new(headers.to_vec()), Arc::new(Mutex::new(Vec::new())));
+    let sent = Arc::clone(&times);
+    let service = tower::service_fn(move |_: Request<()>| {
+        let mut sent = sent.lock().unwrap();
+        sent.push(clock.millis());
+        let reply = match sent.len() {
+            1 => first
+                .iter()
+                .fold(Response::builder().status(status), |reply, (name, value)| reply.header(*name, *value)),
+            _ => Response::builder(),
+        };
+        std::future::ready(Ok::<_, Infallible>(reply.body(()).unwrap()))
+    });
+    let layer = RetryLayer::with_clock(retry(2), None, ByStatus, clock).replaying(Idempotent);
+    let reply = layer.layer(service).call(Request::post("/").body(()).unwrap()).await.unwrap();
+    let times = times.lock().unwrap().clone();
+    (reply.status().as_u16(), times)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_is_left_alone_for_as_long_as_its_headers_ask() {
+    for (headers, wait) in [
+        (&[("retry-after", "7")][..], 7_000),
+        (&[("retry-after", "Thu, 01 Jan 2026 00:00:20 GMT")], 20_000),
+        // The server's clock is an hour ahead, and the date is by that.
+        (&[("date", "Thu, 01 Jan 2026 01:00:00 GMT"), ("retry-after", "Thu, 01 Jan 2026 01:00:20 GMT")], 20_000),
+        (&[("retry-after-ms", "1500"), ("retry-after", "2")], 1_500),
+        (&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "9")], 9_000),
+        (&[("retry-after", "0")], 500),
+        (&[("retry-after", "-1")], 500),
+        (&[("retry-after", "soon")], 500),
+        (&[("retry-after", "1e999")], 500),
+        (&[("retry-after", "7"), ("retry-after", "7")], 500),
+        (&[], 500),
+    ] {
+        assert_eq!(answered_once(429, headers).await, (200, vec![0, wait]), "{headers:?}");
+    }
+    let secondary = answered_once(403, &[("retry-after", "7")]).await;
+    assert_eq!(secondary, (200, vec![0, 7_000]), "a 403 that says when to come back is throttled");
+    for (status, headers) in
+        [(429, [("retry-after", "86400")]), (429, [("grpc-retry-pushback-ms", "-1")]), (503, [("retry-after", "7")])]
+    {
+        assert_eq!(answered_once(status, &headers).await, (status, vec![0]), "{headers:?}");
     }
 }
 

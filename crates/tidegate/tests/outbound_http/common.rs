@@ -132,7 +132,10 @@ pub(crate) fn layer(settings: &str) -> OutboundLayer<Memory, TokioClock> {
 }
 
 pub(crate) fn limited(limit: &str, settings: &str) -> OutboundLayer<Memory, TokioClock> {
-    let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"{limit}\"\n{settings}");
+    layer_of(&format!("[outbound.provider.api]\nbase_url = \"https://api.test/3\"\nlimit = \"{limit}\"\n{settings}"))
+}
+
+pub(crate) fn layer_of(text: &str) -> OutboundLayer<Memory, TokioClock> {
     let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
     let provider = outbound.provider("api").unwrap().clone();

@@ -20,7 +20,7 @@ use tidegate::outbound::{CallOptions, Happened, OutboundError, TargetError, Trou
 use tower::Layer as _;
 
 use crate::common::{
-    Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, now, post, status, text,
+    Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, layer_of, now, post, status, text,
 };
 
 #[tokio::test(start_paused = true)]
@@ -236,6 +236,23 @@ async fn a_401_is_one_login_and_one_retry() {
     let response = ask(&service, get("/x")).await.unwrap();
     assert_eq!((response.status(), text(response).await.as_str()), (StatusCode::UNAUTHORIZED, "no"));
     assert_eq!((logins(&stubborn), stubborn.count()), (2, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_token_of_a_login_may_stand_in_the_path() {
+    let api = with_login(|_, request| match request.uri.as_str() {
+        "https://path.test/v1/t1/x" => status(401),
+        _ => answer(302, &[("location", "/v1/t2/y")], ""),
+    });
+    let settings = LOGIN.replace("\"bearer\"", "\"path\"");
+    let text =
+        format!("[outbound.provider.api]\nbase_url = \"https://path.test/v1/{{key}}\"\nlimit = \"1000/s\"\n{settings}");
+    let service = layer_of(&text).layer(api.clone());
+    let response = ask(&service, get("/x")).await.unwrap();
+    assert_eq!(response.headers()["location"], "/v1/%7Bkey%7D/y");
+    let uris: Vec<_> = api.arrived().iter().map(|request| request.uri.clone()).collect();
+    let sent = ["/v1/login", "/v1/t1/x", "/v1/login", "/v1/t2/x"].map(|path| format!("https://path.test{path}"));
+    assert_eq!(uris, sent);
 }
 
 #[tokio::test(start_paused = true)]

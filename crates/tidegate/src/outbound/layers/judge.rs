@@ -3,6 +3,7 @@
 use http::Response;
 use tidegate_core::{Class, Span, Time};
 
+use super::super::judge::Said;
 use super::{CircuitError, TurnError};
 
 /// What an outcome means to the layers.
@@ -14,12 +15,14 @@ pub struct Judged {
     pub retry_after: Option<Span>,
     /// Whether the service may have acted on the request. What wasn't sent may always be sent again.
     pub was_sent: bool,
+    /// Whether the service asks not to be tried again.
+    pub is_final: bool,
 }
 
 impl From<Class> for Judged {
     /// Of a request that was sent, with no wait asked for.
     fn from(class: Class) -> Self {
-        Self { class, retry_after: None, was_sent: true }
+        Self { class, retry_after: None, was_sent: true, is_final: false }
     }
 }
 
@@ -41,14 +44,25 @@ where
     }
 }
 
-/// Judges HTTP replies by their status ([`Class::of_status`]). An error is a connection that failed, after some of the
+/// Judges HTTP replies by their status ([`Class::of_status`]), and reads from their headers how long the service asks to
+/// be left alone, or not to be tried again: [`Hints`](tidegate_policy::Hints).
+///
+/// A 403 that says that nothing is left, or when to come back, is throttled. What is throttled was refused instead of
+/// carried out, so it may be sent again whatever its method. An error is a connection that failed, after some of the
 /// request may have been sent: [`Class::Transient`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ByStatus;
 
 impl<B, E> Judge<Response<B>, E> for ByStatus {
-    fn judge(&self, outcome: Result<&Response<B>, &E>, _: Time) -> Judged {
-        outcome.map_or(Class::Transient, |reply| Class::of_status(reply.status().as_u16())).into()
+    fn judge(&self, outcome: Result<&Response<B>, &E>, now: Time) -> Judged {
+        let Ok(reply) = outcome else { return Class::Transient.into() };
+        let said = Said::read(reply.status(), reply.headers(), now);
+        Judged {
+            class: said.class,
+            retry_after: said.wait(now),
+            was_sent: said.class != Class::Throttled,
+            is_final: said.hints.pushback_stop,
+        }
     }
 }
 
@@ -58,7 +72,7 @@ impl<B, E> Judge<Response<B>, E> for ByStatus {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Behind<J>(pub J);
 
-const REFUSED: Judged = Judged { class: Class::Cancelled, retry_after: None, was_sent: false };
+const REFUSED: Judged = Judged { class: Class::Cancelled, retry_after: None, was_sent: false, is_final: false };
 
 impl<Res, E, J: Judge<Res, E>> Judge<Res, CircuitError<E>> for Behind<J> {
     fn judge(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Judged {

@@ -1,9 +1,9 @@
 //! Whether a request can be sent again.
 
-use http::{HeaderName, Request};
+use http::Request;
 use tidegate_core::retry::is_repeatable;
 
-const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
+use super::super::has_idempotency_key;
 
 /// Copies requests before they are sent, so that they can be sent again.
 ///
@@ -46,6 +46,6 @@ impl<B: Clone> Replay<Request<B>> for Idempotent {
     }
 
     fn is_repeatable(&self, request: &Request<B>, was_sent: bool) -> bool {
-        is_repeatable(request.method().as_str(), request.headers().contains_key(IDEMPOTENCY_KEY), was_sent)
+        is_repeatable(request.method().as_str(), has_idempotency_key(request.headers()), was_sent)
     }
 }

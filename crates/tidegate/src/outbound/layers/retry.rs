@@ -172,7 +172,8 @@ impl<J, P, C: Clock> Shared<J, P, C> {
             let judged = judge.judge(outcome.as_ref(), now);
             let attempt = Attempt {
                 class: judged.class,
-                repeatable: copy.as_ref().is_none_or(|copy| replay.is_repeatable(copy, judged.was_sent)),
+                repeatable: !judged.is_final
+                    && copy.as_ref().is_none_or(|copy| replay.is_repeatable(copy, judged.was_sent)),
                 unreplayable: copy.is_none().then_some(Unreplayable::OneShotBody),
                 stop: false,
                 retry_after: judged.retry_after,

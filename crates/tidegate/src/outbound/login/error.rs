@@ -1,0 +1,55 @@
+//! Why there is no token.
+
+use http::StatusCode;
+use tidegate_core::Span;
+use tidegate_core::call::Reply;
+use tidegate_core::retry::{Class, Fault};
+
+use super::super::{Judge, TargetError};
+
+/// Why a login gave no token. Never tells what was sent or came back.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoginError {
+    /// There was no reply.
+    #[error("the login got no reply")]
+    NoReply(Fault),
+    /// The reply's status is no success.
+    #[error("the login was answered {}", status.as_u16())]
+    Refused {
+        /// The status.
+        status: StatusCode,
+        /// How long the provider asks to be left alone.
+        retry_after: Option<Span>,
+    },
+    /// The reply is no JSON.
+    #[error("the reply to the login is no JSON, or longer than 256 KiB")]
+    NotJson,
+    /// The reply has no token where it should be.
+    #[error("the reply to the login has no token at `{pointer}`")]
+    NoToken {
+        /// The JSON pointer that was looked at.
+        pointer: String,
+    },
+    /// The token can't be sent where it belongs.
+    #[error("the token that the login gave can't be used: {0}")]
+    Unfit(TargetError),
+}
+
+impl LoginError {
+    /// What it means for the call that needed the token, of whose request nothing was sent.
+    pub(in crate::outbound) fn reply(&self, judge: &Judge) -> Reply {
+        let unsent = judge.fault(Fault::Unsent, None);
+        match *self {
+            Self::NoReply(_) => unsent,
+            Self::Refused { status, retry_after } => {
+                let class = match Class::of_status(status.as_u16()) {
+                    Class::Success => Class::Permanent,
+                    other => other,
+                };
+                Reply { class, retry_after, ..unsent }
+            }
+            Self::NotJson | Self::NoToken { .. } | Self::Unfit(_) => Reply { class: Class::Permanent, ..unsent },
+        }
+    }
+}
