@@ -797,7 +797,7 @@ impl Call {
                 }
             }
             Class::Success if generation > 0 => push(&mut desk.orders.tell, cooldown(Verb::Succeed { generation }, 0)),
-            Class::Auth if !(rules.renews && !self.renewed) => disable(rules, desk, sent.credential, now),
+            Class::Auth if !rules.renews || self.renewed => disable(rules, desk, sent.credential, now),
             _ => {}
         }
         if let Some(until) = reply.spent_until.filter(|until| *until > now) {

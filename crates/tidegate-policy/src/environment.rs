@@ -265,7 +265,7 @@ fn coerce(texts: &Texts, at: At, form: Form) -> Result<Node, Error> {
     match form {
         Form::Text if matches!(first, Some('"' | '\'')) => parse_value(texts, at),
         Form::Text => Ok(text(at)),
-        Form::Words if first == Some('[') => parse_value(texts, at),
+        Form::Words | Form::Count if first == Some('[') => parse_value(texts, at),
         Form::Words => {
             let mut items = Vec::new();
             let mut begin = at.start();

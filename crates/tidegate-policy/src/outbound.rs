@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{HeaderName, HeaderValue};
-use tidegate_core::call::Rules;
-use tidegate_core::{Balance, BreakerSpec, InflightSpec, Kind, LimitId, Limits, Time};
+use http::{HeaderName, HeaderValue, StatusCode};
+use tidegate_core::call::{Ceiling, Measure, Rules};
+use tidegate_core::{Balance, BreakerSpec, InflightSpec, Kind, LimitId, Limits, MAX_COST, Time};
 
 use crate::key::KeySeed;
 use crate::nearest::nearest;
@@ -162,16 +162,27 @@ impl Provider {
         rules
     }
 
+    /// The most that one call may cost for all of its limits to have room for it at some time. `limits` are the
+    /// [`Outbound::limits`] that it is of.
+    pub fn most_cost(&self, limits: &Limits) -> u64 {
+        let ceilings = self.ceilings().filter(|ceiling| ceiling.measure == Measure::Cost);
+        let capacities = ceilings.filter_map(|ceiling| Some(limits.get(ceiling.limit)?.kind().capacity()));
+        capacities.min().unwrap_or(MAX_COST)
+    }
+
     /// When the first of its calendar quotas begins anew; `None` if it has none. `limits` are the
     /// [`Outbound::limits`] that it is of.
     pub fn quota_ends(&self, limits: &Limits, now: Time) -> Option<Time> {
-        let of_lanes = self.unkeyed.lane_ceilings.iter().flatten();
-        let ceilings = self.unkeyed.ceilings.iter().chain(&self.unkeyed.credential_ceilings).chain(of_lanes);
-        let ends = ceilings.filter_map(|ceiling| match limits.get(ceiling.limit)?.kind() {
+        let ends = self.ceilings().filter_map(|ceiling| match limits.get(ceiling.limit)?.kind() {
             Kind::Quota(quota) => Some(quota.period(now).end),
             _ => None,
         });
         ends.min()
+    }
+
+    fn ceilings(&self) -> impl Iterator<Item = &Ceiling> {
+        let of_lanes = self.unkeyed.lane_ceilings.iter().flatten();
+        self.unkeyed.ceilings.iter().chain(&self.unkeyed.credential_ceilings).chain(of_lanes)
     }
 }
 
@@ -359,8 +370,8 @@ impl Default for CacheRules {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BodyRule {
-    /// The status that they have.
-    pub status: u16,
+    /// The statuses that they may have.
+    pub statuses: Vec<u16>,
     /// JSON pointers (RFC 6901) and what the strings there must contain, in any case; all must.
     pub contains: Vec<(String, String)>,
     /// Whether the credential then has nothing left until the quota's period ends.
@@ -370,23 +381,42 @@ pub struct BodyRule {
 impl BodyRule {
     /// Replies of this status whose body contains all of this.
     pub fn new(status: u16, contains: Vec<(String, String)>) -> Self {
-        Self { status, contains, spends_quota: false }
+        Self { statuses: vec![status], contains, spends_quota: false }
+    }
+
+    /// Whether replies of this status have such a body.
+    pub fn concerns(&self, status: StatusCode) -> bool {
+        self.statuses.contains(&status.as_u16())
     }
 }
 
+/// JSON pointers (RFC 6901) to one number that may be in several places; the first that is there counts.
+pub type Pointers = Vec<String>;
+
 /// What a call costs where a limit counts tokens or points.
+///
+/// What is reserved is never more than the limits ever have room for: it is an estimate, and must not keep a call from
+/// being sent that may turn out to fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CostRules {
     /// What is reserved before the reply for a call that doesn't say: a fixed number.
     pub reserve: u64,
-    /// JSON pointers into the request body whose numbers, the first that is there, are reserved besides, such as
-    /// `/max_tokens`.
-    pub request: Vec<String>,
+    /// Where a JSON request body has the number that is reserved besides, such as `/max_tokens`. Only bodies that are
+    /// kept for another attempt are looked into.
+    pub request: Pointers,
     /// Bytes of the request body for one unit besides; 0 for none. A token of a language model is about 4 bytes.
     pub bytes_per_unit: u64,
-    /// JSON pointers into the reply whose numbers, added up, are what it cost, such as `/usage/total_tokens`.
-    pub reply: Vec<String>,
+    /// Where the reply has the numbers that, added up, are what it cost, such as `/usage/total_tokens`. Of a stream of
+    /// events, the last that is found of each counts.
+    pub reply: Vec<Pointers>,
+}
+
+impl CostRules {
+    /// A fixed number for every call, up to 2^40.
+    pub fn new(reserve: u64) -> Self {
+        Self { reserve, request: Vec::new(), bytes_per_unit: 0, reply: Vec::new() }
+    }
 }
 
 /// How the pace of calls is found.

@@ -106,8 +106,8 @@ budget = { ratio = 0.125, min = 1, reserve = 7 }
 adaptive = { min = 2, max = 30, initial = 3 }
 cooldown = { base = "2s", cap = "16s" }
 cache = { ttl = "forever", shared = true, stale = "1h", max_body = "2MiB" }
-throttled_when = { status = 403, contains = { "/error" = "slow down" }, spends_quota = true }
-cost = { reserve = 5, request = ["/max_tokens"], bytes_per_unit = 4, reply = ["/usage/in", "/usage/out"] }
+throttled_when = { status = [403, 429], contains = { "/error" = "slow down" }, spends_quota = true }
+cost = { reserve = 5, request = ["/max_tokens"], bytes_per_unit = 4, reply = ["/usage/in or /in", "/usage/out"] }
 
 [outbound.provider.own.background]
 limit = "1/s"
@@ -184,10 +184,12 @@ fn every_key_is_read() {
         (Some(Duration::MAX), true, secs(3600), 2 << 20)
     );
     let throttled = own.throttled_when.as_ref().unwrap();
-    assert_eq!((throttled.status, throttled.spends_quota), (403, true));
+    assert_eq!((&throttled.statuses[..], throttled.spends_quota), (&[403, 429][..], true));
     assert_eq!(throttled.contains, [("/error".to_owned(), "slow down".to_owned())]);
     let cost = own.cost.as_ref().unwrap();
-    assert_eq!((cost.reserve, cost.bytes_per_unit, cost.request.len(), cost.reply.len()), (5, 4, 1, 2));
+    assert_eq!((cost.reserve, cost.bytes_per_unit, &cost.request[..]), (5, 4, &["/max_tokens".to_owned()][..]));
+    assert_eq!(cost.reply, [vec!["/usage/in".to_owned(), "/in".to_owned()], vec!["/usage/out".to_owned()]]);
+    assert_eq!(own.most_cost(outbound.limits()), 30_000, "the smaller of both");
     let login = own.login.as_ref().unwrap();
     assert_eq!((login.path.as_str(), login.pointer.as_str()), ("/login", "/data/token"));
     assert_eq!((login.lifetime, login.refresh_before), (secs(43_200), secs(3600)));
@@ -351,11 +353,83 @@ fn words_show_true_bounds_and_no_secret() {
         "  credentials env:KEY_A, env:KEYS[2], file:/run/key, the one unused for longest, as authorization Token; each \
          rests for 2 s, 4 s … 16 s when it is throttled\n",
         "  logs in by POST /login with pin from env:PIN, for 12 h, renewed 1 h before\n",
-        "  a reply 403 with \"slow down\" in /error is throttled, until the quota's period ends\n",
+        "  a reply 403 or 429 with \"slow down\" in /error is throttled, until the quota's period ends\n",
+        "  a call reserves a cost of 5, 1 for each 4 bytes of its body, what /max_tokens in it says; its reply settles that \
+         by /usage/in or /in and /usage/out\n",
         "  a second request after 1 s without a reply\n",
         "  replies are cached for ever, for all credentials together, and stand in for 1 h more while it is unavailable\n",
+        "\nspent quotas and cool-downs outlive a restart in /var/lib/tidegate/outbound.json\n",
     ] {
         assert!(words.contains(expected), "{expected}\n{words}");
+    }
+    let words = outbound("[outbound.provider.x]\nlimit = \"1/s\"\n").words();
+    assert!(
+        words.ends_with("\nspent quotas and cool-downs don't outlive a restart: outbound.snapshot is off\n"),
+        "{words}"
+    );
+}
+
+#[test]
+fn words_tell_of_a_cache_that_several_credentials_keep_from_being_used() {
+    let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\nauth = \"bearer\"\n";
+    for (text, expected) in [
+        (
+            format!("{own}credentials = [\"env:A\", \"env:B\"]\ncache = \"on\"\n"),
+            "  nothing is cached, because there are several credentials; cache.shared lets them share replies\n",
+        ),
+        (
+            format!("{own}credentials = [\"env:A\", \"env:B\"]\ncache = {{ shared = true }}\n"),
+            "  replies are cached as their headers say, for all credentials together\n",
+        ),
+        (format!("{own}credentials = \"env:A\"\ncache = \"on\"\n"), "  replies are cached as their headers say\n"),
+        (format!("{own}credentials = [\"env:A\", \"env:B\"]\n"), "  nothing is cached\n"),
+        (
+            "[outbound.provider.x]\npreset = \"tmdb\"\ncredentials = [\"env:A\", \"env:B\"]\n".to_owned(),
+            "  replies are cached for 1 d, for all credentials together\n",
+        ),
+    ] {
+        let words = outbound(&text).words();
+        assert!(words.contains(expected), "{expected}\n{words}");
+    }
+}
+
+/// A credential that is alone cools down as retries wait; one of several has others to go on with.
+#[test]
+fn cool_downs_follow_what_is_said_of_retries() {
+    let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\n";
+    let preset = "[outbound.provider.x]\npreset = \"tmdb\"\n";
+    let one = "auth = \"bearer\"\ncredentials = \"env:A\"\n";
+    let two = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n";
+    let said = "retry = { base = \"2s\", cap = \"30s\" }\n";
+    for (text, (base, cap)) in [
+        (own.to_owned(), (1_000, 32_000)),
+        (format!("{own}retry = {{ max_attempts = 7 }}\n"), (1_000, 32_000)),
+        (format!("{own}{said}"), (2_000, 30_000)),
+        (format!("{own}{one}{said}"), (2_000, 30_000)),
+        (format!("{own}{two}{said}"), (1_000, 32_000)),
+        (format!("{own}retry = {{ cap = \"30s\" }}\n"), (500, 30_000)),
+        (format!("{own}{said}cooldown = {{ base = \"3s\" }}\n"), (3_000, 30_000)),
+        (format!("{own}{said}cooldown = {{ base = \"1s\", cap = \"8s\" }}\n"), (1_000, 8_000)),
+        (format!("{preset}{one}"), (1_000, 30_000)),
+        (format!("{preset}{two}"), (1_000, 32_000)),
+    ] {
+        let outbound = outbound(&text);
+        let rules = rules(outbound.find("x").unwrap());
+        let Kind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+            panic!("no cool-down")
+        };
+        assert_eq!((cooldown.base, cooldown.cap), (Span::from_millis(base), Span::from_millis(cap)), "{text}");
+    }
+}
+
+#[test]
+fn a_list_of_statuses_may_come_from_the_environment() {
+    let file = "[outbound.provider.x]\nlimit = \"1/s\"\nthrottled_when = { contains = { \"/e\" = \"slow\" } }\n";
+    for (value, expected) in [("403", &[403][..]), ("[200, 401]", &[200, 401])] {
+        let variable = "TIDEGATE__OUTBOUND__PROVIDER__X__THROTTLED_WHEN__STATUS";
+        let policy = Policy::load(Sources::new().file("test.toml", file).env([(variable, value)]));
+        let outbound = policy.unwrap_or_else(|errors| panic!("{errors}")).outbound().unwrap().clone();
+        assert_eq!(outbound.find("x").unwrap().throttled_when.as_ref().unwrap().statuses, expected);
     }
 }
 

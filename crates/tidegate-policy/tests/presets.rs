@@ -194,13 +194,19 @@ fn what_presets_say_besides() {
         let url = provider.base_url.as_ref().unwrap();
         assert!(url.is_https() && url.authority().as_str() == host, "{preset}: {url}");
         assert_eq!(provider.cache.map(|cache| cache.ttl.unwrap().as_secs()), cached, "{preset}");
+        let shares = provider.credentials.is_empty() || provider.cache.is_none_or(|cache| cache.shared);
+        assert!(shares, "{preset}: several credentials would keep nothing");
         let rules = provider.rules(&KeySeed::new([3; 16]));
         let backoff = rules.lane_rules[0].retry.backoff;
         assert_eq!((backoff.base, backoff.cap), (Span::from_secs(1), Span::from_secs(30)), "{preset}");
     }
-    let outbound = load("omdb-free", "").unwrap();
-    let rule = outbound.find("x").unwrap().throttled_when.clone().unwrap();
-    assert_eq!((rule.status, rule.spends_quota, rule.contains.len()), (200, true, 2));
+    for (preset, statuses, spends_quota) in
+        [("omdb-free", &[200, 401][..], true), ("omdb-paid", &[200, 401], true), ("musicbrainz", &[503], false)]
+    {
+        let outbound = load(preset, "").unwrap();
+        let rule = outbound.find("x").unwrap().throttled_when.clone().unwrap();
+        assert_eq!((&rule.statuses[..], rule.spends_quota), (statuses, spends_quota), "{preset}");
+    }
 }
 
 #[test]

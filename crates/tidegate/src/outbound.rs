@@ -10,8 +10,10 @@
 
 mod answer;
 pub mod cache;
+mod cost;
 mod credential;
 mod error;
+mod events;
 mod exchange;
 mod floor;
 mod hedge;

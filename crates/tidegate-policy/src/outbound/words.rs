@@ -6,14 +6,14 @@ use std::time::Duration;
 use tidegate_core::call::Ceiling;
 use tidegate_core::{Backoff, Balance, BreakerSpec, Growth, Jitter, Lane, LaneSpec, Span};
 
-use super::{Auth, BaseUrl, CacheRules, Outbound, Provider};
+use super::{Auth, BaseUrl, CacheRules, CostRules, Outbound, Provider};
 use crate::secret::TokenSource;
 use crate::units::in_words;
 use crate::words::waits;
 
 impl Outbound {
     /// Every provider in words: where it is, each of its limits with its true bound, and what happens to calls that
-    /// wait or fail. Of credentials, only where they come from.
+    /// wait or fail; then where their state is kept. Of credentials, only where they come from.
     pub fn words(&self) -> String {
         let mut text = String::new();
         for provider in &self.providers {
@@ -29,6 +29,10 @@ impl Outbound {
                 let _ = writeln!(text, "  {line}");
             }
         }
+        let _ = match &self.snapshot {
+            Some(path) => writeln!(text, "spent quotas and cool-downs outlive a restart in {}", path.display()),
+            None => writeln!(text, "spent quotas and cool-downs don't outlive a restart: outbound.snapshot is off"),
+        };
         text
     }
 
@@ -172,15 +176,39 @@ fn credential_lines(outbound: &Outbound, provider: &Provider) -> Vec<String> {
 fn reply_lines(provider: &Provider) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(rule) = &provider.throttled_when {
+        let statuses: Vec<String> = rule.statuses.iter().map(u16::to_string).collect();
         let pairs: Vec<String> = rule.contains.iter().map(|(pointer, text)| format!("{text:?} in {pointer}")).collect();
         let until = if rule.spends_quota { ", until the quota's period ends" } else { "" };
-        lines.push(format!("a reply {} with {} is throttled{until}", rule.status, pairs.join(" and ")));
+        lines.push(format!("a reply {} with {} is throttled{until}", statuses.join(" or "), pairs.join(" and ")));
     }
     if let Some(after) = provider.hedge_after {
         lines.push(format!("a second request after {} without a reply", duration(after)));
     }
-    lines.push(provider.cache.as_ref().map_or_else(|| "nothing is cached".to_owned(), cache_line));
+    lines.extend(provider.cost.as_ref().map(cost_line));
+    lines.push(match &provider.cache {
+        None => "nothing is cached".to_owned(),
+        Some(rules) if !rules.shared && provider.credentials.len() > 1 => {
+            "nothing is cached, because there are several credentials; cache.shared lets them share replies".to_owned()
+        }
+        Some(rules) => cache_line(rules),
+    });
     lines
+}
+
+fn cost_line(rules: &CostRules) -> String {
+    let mut text = format!("a call reserves a cost of {}", rules.reserve);
+    if rules.bytes_per_unit > 0 {
+        let _ = write!(text, ", 1 for each {} bytes of its body", rules.bytes_per_unit);
+    }
+    if !rules.request.is_empty() {
+        let _ = write!(text, ", what {} in it says", rules.request.join(" or "));
+    }
+    if rules.reply.is_empty() {
+        return text;
+    }
+    let told: Vec<String> = rules.reply.iter().map(|pointers| pointers.join(" or ")).collect();
+    let _ = write!(text, "; its reply settles that by {}", told.join(" and "));
+    text
 }
 
 fn cache_line(rules: &CacheRules) -> String {

@@ -75,7 +75,7 @@ impl Reader<'_> {
         let timeout = self.or_default(Some(table), "timeout", None, |reader, node| reader.call_timeout(node).map(Some));
         let retry = self.retry(table, section.preset.is_some());
         let budget = self.budget(table);
-        let cooldown = self.cooldown(table);
+        let cooldown = self.cooldown(table, credentials, retry.as_ref());
         let (own, own_cost) = (own?, own_cost?);
         let (of_credential, of_credential_cost) = (of_credential?, of_credential_cost?);
         let (lanes, timeout, retry) = (lanes?, timeout?, retry?);

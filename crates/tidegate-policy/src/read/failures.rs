@@ -12,7 +12,7 @@ use crate::units::in_words;
 pub(super) const MAX_ATTEMPTS: u64 = 100;
 /// The first and the longest wait between the attempts of a provider that is made from a preset.
 const PRESET_WAITS: (Span, Span) = (Span::from_secs(1), Span::from_secs(30));
-/// The first and the longest cool-down.
+/// The first and the longest cool-down of one credential of several.
 const COOLDOWN: (Span, Span) = (Span::from_secs(1), Span::from_secs(32));
 /// The share of slow calls that opens a breaker, unless said, in thousandths.
 const SLOW_RATE: u16 = 500;
@@ -86,10 +86,19 @@ impl Reader<'_> {
         Some(BudgetSpec { ratio: ratio?, min: min?, reserve: reserve? })
     }
 
-    /// The first and the longest cool-down.
-    pub(super) fn cooldown(&mut self, provider: &Table) -> Option<(Span, Span)> {
+    /// The first and the longest cool-down. Without a second credential, a throttled call waits for the cool-down as it
+    /// waits before a retry, so these waits are the default, unless they are themselves left at theirs.
+    pub(super) fn cooldown(
+        &mut self,
+        provider: &Table,
+        credentials: usize,
+        retry: Option<&RetryRead>,
+    ) -> Option<(Span, Span)> {
         let table = self.inner(provider, "cooldown")?;
-        self.first_and_longest(table, provider.node("cooldown"), COOLDOWN, "cool-down")
+        let waits = |retry: &Retry| (retry.backoff.base, retry.backoff.cap);
+        let of_retries = retry.map(|read| waits(&read.retry)).filter(|own| *own != waits(&Retry::default()));
+        let default = of_retries.filter(|_| credentials <= 1).unwrap_or(COOLDOWN);
+        self.first_and_longest(table, provider.node("cooldown"), default, "cool-down")
     }
 
     /// `None` inside for `off`.

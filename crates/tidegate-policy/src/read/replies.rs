@@ -13,6 +13,8 @@ use crate::units::parse_duration;
 
 /// The longest body that is kept, unless said, in bytes.
 const MAX_BODY: usize = 1 << 20;
+/// The most statuses that replies of one meaning may have.
+const MAX_STATUSES: usize = 8;
 /// The most places of a body that are looked at.
 const MAX_CONTAINS: usize = 8;
 
@@ -49,14 +51,27 @@ impl Reader<'_> {
         const FORM: &str = "{ status = 200, contains = { \"/Error\" = \"limit reached\" } }";
         let Some(table) = self.inner(provider, "throttled_when")? else { return Some(None) };
         let whole = provider.get("throttled_when")?;
-        let status = self.or_default(Some(table), "status", 200, |reader, node| {
-            reader.count(node, "status", 100..=599).and_then(|status| u16::try_from(status).ok())
-        });
+        let statuses = self.or_default(Some(table), "status", vec![200], Self::statuses);
         let required = RequiredIn { whole, path: "outbound.provider.*.throttled_when", form: FORM };
         let contains = self.required_in(table, "contains", &required).and_then(|node| self.contains(node));
         let spends_quota =
             self.or_default(Some(table), "spends_quota", false, |reader, node| reader.flag(node, "spends_quota"));
-        Some(Some(BodyRule { status: status?, contains: contains?, spends_quota: spends_quota? }))
+        Some(Some(BodyRule { statuses: statuses?, contains: contains?, spends_quota: spends_quota? }))
+    }
+
+    /// A status, or several.
+    fn statuses(&mut self, node: &Node) -> Option<Vec<u16>> {
+        let items = match &node.value {
+            Value::List(items) => items.as_slice(),
+            _ => std::slice::from_ref(node),
+        };
+        if items.is_empty() || items.len() > MAX_STATUSES {
+            self.wrong(node.at, format!("`status` has {} items", items.len()), format!("1 to {MAX_STATUSES}"));
+            return None;
+        }
+        let mut status = |item| self.count(item, "status", 100..=599).and_then(|status| u16::try_from(status).ok());
+        let statuses: Vec<Option<u16>> = items.iter().map(&mut status).collect();
+        statuses.into_iter().collect()
     }
 
     fn contains(&mut self, node: &Node) -> Option<Vec<(String, String)>> {
@@ -97,6 +112,7 @@ impl Reader<'_> {
         let mut pointers =
             |key: &str| self.or_default(Some(table), key, Vec::new(), |reader, node| reader.pointers(node, key));
         let (request, reply) = (pointers("request"), pointers("reply"));
-        Some(Some(CostRules { reserve: reserve?, request: request?, bytes_per_unit: bytes_per_unit?, reply: reply? }))
+        let request = request?.concat();
+        Some(Some(CostRules { reserve: reserve?, request, bytes_per_unit: bytes_per_unit?, reply: reply? }))
     }
 }

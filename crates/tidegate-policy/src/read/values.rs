@@ -11,6 +11,7 @@ use super::{Reader, listed};
 use crate::document::{At, Node, Value};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
+use crate::outbound::Pointers;
 use crate::quantity::{Quantity, QuantityError};
 use crate::secret::TokenSource;
 use crate::units::{parse_bytes, parse_duration};
@@ -19,6 +20,8 @@ use crate::units::{parse_bytes, parse_duration};
 const MAX_LIST: usize = 10_000;
 /// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
+/// What stands between the places where one number may be.
+const OR: &str = " or ";
 /// The longest timeout: ten years.
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 
@@ -100,16 +103,24 @@ impl Reader<'_> {
         share
     }
 
-    /// JSON pointers (RFC 6901).
-    pub(super) fn pointers(&mut self, node: &Node, key: &str) -> Option<Vec<String>> {
+    /// Numbers by the places where each may be: JSON pointers (RFC 6901) with `or` between them.
+    pub(super) fn pointers(&mut self, node: &Node, key: &str) -> Option<Vec<Pointers>> {
         const EXPECTED: &str = "a JSON pointer such as \"/usage/total_tokens\"";
         let words = self.words(node, key, EXPECTED)?;
-        if words.len() > MAX_POINTERS {
-            self.wrong(node.at, format!("`{key}` has {} items", words.len()), format!("at most {MAX_POINTERS}"));
+        let places: Vec<Vec<&str>> = words.iter().map(|(text, _)| text.split(OR).map(str::trim).collect()).collect();
+        let count: usize = places.iter().map(Vec::len).sum();
+        if count > MAX_POINTERS {
+            self.wrong(node.at, format!("`{key}` has {count} items"), format!("at most {MAX_POINTERS}"));
             return None;
         }
-        let pointers: Vec<Option<String>> =
-            words.into_iter().map(|(text, item)| self.pointer(text, item.at, key)).collect();
+        let pointers: Vec<Option<Pointers>> = places
+            .into_iter()
+            .zip(words)
+            .map(|(places, (_, item))| {
+                let pointers: Vec<_> = places.into_iter().map(|text| self.pointer(text, item.at, key)).collect();
+                pointers.into_iter().collect()
+            })
+            .collect();
         pointers.into_iter().collect()
     }
 

@@ -110,8 +110,13 @@ pub(super) static SETTINGS: &[Setting] = &[
     setting("outbound.provider.*.adaptive.max", Count, "1000", "never more than this"),
     setting("outbound.provider.*.adaptive.initial", Count, "20", "how many at first"),
     setting("outbound.provider.*.cooldown", Tables, "", "how long a throttled credential rests"),
-    setting("outbound.provider.*.cooldown.base", Text, "1s", "the first time"),
-    setting("outbound.provider.*.cooldown.cap", Text, "32s", "at most"),
+    setting(
+        "outbound.provider.*.cooldown.base",
+        Text,
+        "1s",
+        "the first time; without a second credential retry.base, if retry's waits aren't the default",
+    ),
+    setting("outbound.provider.*.cooldown.cap", Text, "32s", "at most; likewise retry.cap"),
     setting("outbound.provider.*.cache", Tables, "off", "what is kept of its replies: off, on, or a table"),
     setting(
         "outbound.provider.*.cache.ttl",
@@ -119,7 +124,12 @@ pub(super) static SETTINGS: &[Setting] = &[
         "",
         "how long replies are fresh, or forever; as HTTP says if unsaid",
     ),
-    setting("outbound.provider.*.cache.shared", Flag, "false", "whether credentials share replies"),
+    setting(
+        "outbound.provider.*.cache.shared",
+        Flag,
+        "false",
+        "whether credentials share replies; several keep none otherwise",
+    ),
     setting(
         "outbound.provider.*.cache.stale",
         Text,
@@ -140,7 +150,7 @@ pub(super) static SETTINGS: &[Setting] = &[
         "how long before its end it is renewed; a tenth of its lifetime if unsaid",
     ),
     setting("outbound.provider.*.throttled_when", Tables, "", "replies that mean too many calls by their body alone"),
-    setting("outbound.provider.*.throttled_when.status", Count, "200", "the status that they have"),
+    setting("outbound.provider.*.throttled_when.status", Count, "200", "the status that they have, or a list"),
     setting(
         "outbound.provider.*.throttled_when.contains",
         Tables,
@@ -159,8 +169,13 @@ pub(super) static SETTINGS: &[Setting] = &[
         "outbound.provider.*.cost.request",
         Words,
         "",
-        "JSON pointers into the request; the first number is reserved",
+        "JSON pointers into the request; the first number there is reserved besides",
     ),
     setting("outbound.provider.*.cost.bytes_per_unit", Count, "0", "request bytes for one more unit; 0 for none"),
-    setting("outbound.provider.*.cost.reply", Words, "", "JSON pointers into the reply; their sum is what it cost"),
+    setting(
+        "outbound.provider.*.cost.reply",
+        Words,
+        "",
+        "JSON pointers into the reply, each as /a or /b; their sum is what it cost",
+    ),
 ];

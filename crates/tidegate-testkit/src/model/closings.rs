@@ -124,10 +124,11 @@ impl Closings {
             Event::Through(at) => Some(Some(at)),
             _ => None,
         });
-        if let (Some(Some(last)), Some(until), 0) = (released, left.until(), left.steps()) {
-            if last + cooldown.stagger.times(2) <= now || until + cooldown.stagger.times(100) <= now {
-                left.0.push(Event::Deserted);
-            }
+        let since = |moment: Time, staggers| moment + cooldown.stagger.times(staggers) <= now;
+        if let (Some(Some(last)), Some(until), 0) = (released, left.until(), left.steps())
+            && (since(last, 2) || since(until, 100))
+        {
+            left.0.push(Event::Deserted);
         }
         left
     }

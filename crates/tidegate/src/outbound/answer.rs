@@ -6,15 +6,11 @@ use std::task::{Context, Poll};
 
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
-use serde_json::Value;
-use tidegate_policy::outbound::CostRules;
 use tidegate_store::{Memory, Store};
 
 use super::Tail;
+use super::cost::Price;
 use crate::{Clock, SystemClock};
-
-/// The longest reply that is read to find out what the call cost, in bytes; of a longer one, what was reserved stands.
-const MAX_PRICED: usize = 1 << 20;
 
 /// The body of a provider's reply. Until it has ended or is dropped, its call is in flight.
 pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
@@ -23,12 +19,6 @@ pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
     rest: Option<Pin<Box<B>>>,
     tail: Option<Tail<S, C>>,
     price: Option<Price>,
-}
-
-/// What is read along to find out what the call cost.
-struct Price {
-    pointers: Vec<String>,
-    read: BytesMut,
 }
 
 /// How much of a body has been read ahead.
@@ -79,37 +69,19 @@ impl<B: Body<Data = Bytes>> Peeked<B> {
 }
 
 impl<B, S: Store, C: Clock> OutboundBody<B, S, C> {
-    /// Keeps the call in flight until the body ends. With rules for its cost, what the reply says of it is told then.
-    pub(super) fn hold(&mut self, tail: Tail<S, C>, cost: Option<&CostRules>) {
+    /// Keeps the call in flight until the body ends. What the reply says of its price is told then.
+    pub(super) fn hold(&mut self, tail: Tail<S, C>, price: Option<Price>) {
         self.tail = Some(tail);
-        let pointers = cost.map(|cost| cost.reply.clone()).filter(|pointers| !pointers.is_empty());
-        self.price = pointers.map(|pointers| Price { pointers, read: BytesMut::new() });
+        self.price = price;
     }
 
     fn finish(&mut self) {
-        let cost = self.price.take().and_then(|price| price.cost());
+        let cost = self.price.take().and_then(Price::cost);
         let Some(tail) = self.tail.take() else { return };
         match cost {
             Some(cost) => tail.cost_was(cost),
             None => drop(tail),
         }
-    }
-}
-
-impl Price {
-    fn read(&mut self, data: &[u8]) -> bool {
-        let fits = self.read.len() + data.len() <= MAX_PRICED;
-        if fits {
-            self.read.extend_from_slice(data);
-        }
-        fits
-    }
-
-    /// The sum of the numbers that are there.
-    fn cost(&self) -> Option<u64> {
-        let json = serde_json::from_slice::<Value>(&self.read).ok()?;
-        let numbers = self.pointers.iter().filter_map(|pointer| json.pointer(pointer)?.as_u64());
-        numbers.reduce(u64::saturating_add)
     }
 }
 
@@ -129,10 +101,8 @@ impl<B: Body<Data = Bytes>, S: Store, C: Clock> Body for OutboundBody<B, S, C> {
         };
         match &polled {
             Some(Ok(frame)) => {
-                if let (Some(price), Some(data)) = (&mut this.price, frame.data_ref())
-                    && !price.read(data)
-                {
-                    this.price = None;
+                if let (Some(price), Some(data)) = (&mut this.price, frame.data_ref()) {
+                    price.read(data);
                 }
             }
             Some(Err(_)) => this.price = None,

@@ -19,6 +19,7 @@ use tidegate_policy::outbound::{BodyRule, CostRules};
 use tower_service::Service;
 
 use super::answer::Peeked;
+use super::cost::{expected, is_event_stream, is_json};
 use super::judge::says_throttled;
 use super::location::tells;
 use super::login::MAX_LOGIN_REPLY;
@@ -78,6 +79,8 @@ pub(super) struct Manner<C> {
     pub attempt_timeout: Duration,
     pub throttled_when: Option<BodyRule>,
     pub cost: Option<CostRules>,
+    /// The most that is reserved for a call.
+    pub most_cost: u64,
     pub fault_of: Arc<FaultOf>,
     pub quota_ends: Arc<QuotaEnds>,
     pub clock: C,
@@ -123,6 +126,24 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
             parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
         Ok(Self { manner, inner, parts, body, judge, handed_over: false, token: None, deadline: Time::NEVER })
+    }
+
+    /// What the call is expected to cost, by its body as far as that is at hand before its turn; `None` if the rules
+    /// don't say. A body is read ahead for it where it may say something, for no longer than the call may take.
+    ///
+    /// # Errors
+    /// The caller's body breaks off.
+    pub(super) async fn expected_cost(&mut self, patience: Duration) -> Result<Option<u64>, Trouble> {
+        let Some(rules) = &self.manner.cost else { return Ok(None) };
+        let mut body = None;
+        if !rules.request.is_empty() && is_json(&self.parts.headers) {
+            body = tokio::time::timeout(patience, self.body.read_ahead()).await.ok().flatten();
+        }
+        if self.body.is_broken() {
+            return Err(Trouble::Body);
+        }
+        let cost = expected(rules, self.body.size(), body.as_deref());
+        Ok(Some(cost.min(self.manner.most_cost)))
     }
 
     fn failed<B>(&self, trouble: Trouble, fault: Fault) -> Ended<Outcome<B>> {
@@ -189,7 +210,9 @@ where
         let now = manner.clock.now();
         let (mut head, body) = response.into_parts();
         let mut reply = self.judge.reply(head.status, &head.headers, self.body.unreplayable(), now);
-        let rule = manner.throttled_when.as_ref().filter(|rule| rule.status == head.status.as_u16());
+        // A stream of events is no document, and waiting for its beginning would hold it up.
+        let may_say = |rule: &&BodyRule| rule.concerns(head.status) && !is_event_stream(&head.headers);
+        let rule = manner.throttled_when.as_ref().filter(may_say);
         let peeked = match rule {
             None => Peeked::unread(body),
             Some(rule) => {
@@ -197,7 +220,7 @@ where
                     Ok(peeked) => peeked,
                     Err(error) => return self.failed(told(error.into(), shown), Fault::Garbled),
                 };
-                if peeked.is_whole() && says_throttled(rule, head.status, &peeked.head) {
+                if peeked.is_whole() && says_throttled(rule, &peeked.head) {
                     let ends = if rule.spends_quota { (manner.quota_ends)(now) } else { None };
                     reply = self.judge.throttled(reply, ends.map(|ends| ends.since(now)));
                 }

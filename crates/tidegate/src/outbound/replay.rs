@@ -1,6 +1,7 @@
 //! A request's body that can be sent again.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
@@ -22,6 +23,8 @@ use super::answer::ahead;
 pub struct Replay<B>(Arc<Mutex<Source<B>>>);
 
 struct Source<B> {
+    /// What was read ahead and is too much to be kept.
+    next: Option<Frame<Bytes>>,
     /// What is still to come of the caller's body.
     rest: Option<Pin<Box<B>>>,
     kept: BytesMut,
@@ -58,6 +61,7 @@ impl<B: Body<Data = Bytes>> Replay<B> {
     pub fn new(body: B, limit: usize) -> Self {
         let fits = body.size_hint().lower() <= limit as u64;
         let source = Source {
+            next: None,
             rest: (!body.is_end_stream()).then(|| Box::pin(body)),
             kept: BytesMut::new(),
             trailers: None,
@@ -67,6 +71,24 @@ impl<B: Body<Data = Bytes>> Replay<B> {
             broken: false,
         };
         Self(Arc::new(Mutex::new(source)))
+    }
+
+    /// Reads ahead what is kept of the body: all of it, or as much as the limit lets it keep, and one frame besides. The
+    /// whole body if that is at hand then.
+    ///
+    /// Dropped before it is done, it has lost nothing: an attempt goes on from there.
+    pub async fn read_ahead(&self) -> Option<Bytes> {
+        poll_fn(|context| {
+            let mut source = lock(&self.0);
+            source.poll_ahead(context).map(|is_whole| is_whole.then(|| Bytes::copy_from_slice(&source.kept)))
+        })
+        .await
+    }
+
+    /// How many bytes the body has at least, as far as is known.
+    pub fn size(&self) -> u64 {
+        let source = lock(&self.0);
+        source.size_hint().lower().saturating_add(source.kept.len() as u64)
     }
 
     /// The body for one more attempt, from the start. One that was made before ends with an error, unless all of the body
@@ -138,38 +160,67 @@ impl<B> fmt::Debug for ReplayBody<B> {
 impl<B: Body<Data = Bytes>> Source<B> {
     /// Whether nothing of the caller's body is still to come.
     fn has_ended(&self) -> bool {
-        self.rest.as_ref().is_none_or(|rest| rest.is_end_stream())
+        self.next.is_none() && self.rest.as_ref().is_none_or(|rest| rest.is_end_stream())
     }
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        if let Some(frame) = self.next.take() {
+            self.keep(&frame);
+            return Poll::Ready(Some(Ok(frame)));
+        }
         let Some(rest) = &mut self.rest else {
             return Poll::Ready(self.trailers.clone().map(|trailers| Ok(Frame::trailers(trailers))));
         };
         let Poll::Ready(polled) = rest.as_mut().poll_frame(context) else { return Poll::Pending };
         match &polled {
             None => self.rest = None,
-            Some(Err(_)) => {
-                self.rest = None;
-                self.broken = true;
-                self.spoil(Unreplayable::OneShotBody);
-            }
+            Some(Err(_)) => self.broke_off(),
             Some(Ok(frame)) => self.keep(frame),
         }
         Poll::Ready(polled)
+    }
+
+    /// Reads on while what comes can be kept; whether that is all of it.
+    fn poll_ahead(&mut self, context: &mut Context<'_>) -> Poll<bool> {
+        loop {
+            if self.next.is_some() || self.spoilt.is_some() || self.limit == 0 {
+                return Poll::Ready(false);
+            }
+            let Some(rest) = &mut self.rest else { return Poll::Ready(true) };
+            match rest.as_mut().poll_frame(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(None) => self.rest = None,
+                Poll::Ready(Some(Err(_))) => self.broke_off(),
+                Poll::Ready(Some(Ok(frame))) if self.kept.len() + size(&frame) <= self.limit => self.keep(&frame),
+                Poll::Ready(Some(Ok(frame))) => self.next = Some(frame),
+            }
+        }
+    }
+
+    /// How much is to come besides what is kept.
+    fn size_hint(&self) -> SizeHint {
+        let rest = self.rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
+        let next = self.next.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
+        ahead(next, &rest)
+    }
+
+    fn broke_off(&mut self) {
+        self.rest = None;
+        self.broken = true;
+        self.spoil(Unreplayable::OneShotBody);
     }
 
     fn keep(&mut self, frame: &Frame<Bytes>) {
         if let Some(trailers) = frame.trailers_ref() {
             // Nothing comes after them (RFC 9110 §6.5).
             self.rest = None;
-            let size: usize = trailers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
-            if self.kept.len() + size > self.limit {
+            if self.kept.len() + size(frame) > self.limit {
                 self.spoil(Unreplayable::BodyTooLarge);
             } else {
                 self.trailers = Some(trailers.clone());
             }
         } else if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
-            if self.kept.len() + data.len() > self.limit {
+            if self.kept.len() + size(frame) > self.limit {
                 self.spoil(Unreplayable::BodyTooLarge);
             } else {
                 // Copied, because a frame may hold on to a much larger buffer.
@@ -234,12 +285,18 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
         match &self.0 {
             Kind::Whole { data, .. } => SizeHint::with_exact(data.as_ref().map_or(0, |data| data.len() as u64)),
             Kind::Shared { source, head, .. } => {
-                let rest = lock(source).rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
                 let head = head.as_ref().map_or(0, |head| head.len() as u64);
-                ahead(head, &rest)
+                ahead(head, &lock(source).size_hint())
             }
         }
     }
+}
+
+/// What a frame adds to what is kept.
+fn size(frame: &Frame<Bytes>) -> usize {
+    let trailers = frame.trailers_ref().into_iter().flatten();
+    let trailers: usize = trailers.map(|(name, value)| name.as_str().len() + value.len()).sum();
+    frame.data_ref().map_or(0, Bytes::len) + trailers
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -363,6 +420,49 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn what_is_read_ahead_is_sent_all_the_same() {
+        for (limit, whole) in [(13, true), (64, true), (12, false), (4, false), (3, false)] {
+            let replay = Replay::new(chunks(&["one ", "", "two ", "three"]), limit);
+            let read_ahead = replay.read_ahead().await;
+            assert_eq!(read_ahead.is_some(), whole, "{limit}");
+            assert!(read_ahead.is_none_or(|body| body == "one two three"));
+            assert!(lock(&replay.0).kept.len() <= limit);
+            assert_eq!(
+                replay.size(),
+                if limit == 12 || whole {
+                    13
+                } else if limit == 4 {
+                    8
+                } else {
+                    4
+                }
+            );
+            assert_eq!(replay.read_ahead().await.is_some(), whole, "once more");
+            drop(replay.attempt().unwrap());
+            let body = replay.attempt().unwrap();
+            assert_eq!(body.size_hint().lower(), replay.size());
+            assert!(!body.is_end_stream());
+            assert_eq!(read(body).await.unwrap().0, "one two three", "{limit}");
+            assert_eq!(replay.attempt().is_ok(), whole);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_says_that_it_is_too_long_is_not_read_ahead() {
+        let replay = Replay::new(Full::new(Bytes::from_static(b"longer")), 5);
+        assert_eq!((replay.read_ahead().await, replay.size()), (None, 6));
+        assert!(lock(&replay.0).next.is_none(), "nor is any of it");
+        assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "longer");
+    }
+
+    #[tokio::test]
+    async fn a_body_that_breaks_while_it_is_read_ahead() {
+        let replay = Replay::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
+        assert_eq!(replay.read_ahead().await, None);
+        assert!(replay.is_broken() && replay.attempt().is_err());
+    }
+
+    #[tokio::test]
     async fn a_known_length_stays_known() {
         let replay = Replay::new(Full::new(Bytes::from_static(b"sized")), 64);
         for _ in 0..2 {
@@ -380,10 +480,15 @@ mod tests {
             parts in collection::vec(collection::vec(any::<u8>(), 0..20), 0..8),
             limit in 0_usize..100,
             stops in collection::vec(0_usize..10, 0..6),
+            reads_ahead in any::<bool>(),
         ) {
             let whole = parts.concat();
             let body = frames::<Infallible>(parts.into_iter().map(|part| Ok(Frame::data(Bytes::from(part)))).collect());
             let replay = Replay::new(body, limit);
+            if reads_ahead {
+                let read_ahead = replay.read_ahead().now_or_never().unwrap();
+                prop_assert!(read_ahead.is_none_or(|body| body == whole));
+            }
             for stop in stops.into_iter().chain([usize::MAX]) {
                 let Ok(mut body) = replay.attempt() else {
                     prop_assert!(whole.len() > limit);

@@ -16,6 +16,8 @@ use tidegate_store::{Memory, Store};
 use tower_layer::Layer;
 use tower_service::Service;
 
+use super::cache::Origin as _;
+use super::cost::Price;
 use super::exchange::{BoxError, Exchange, Manner, Trouble};
 use super::wish::has_idempotency_key;
 use super::{
@@ -30,7 +32,9 @@ use crate::SystemClock;
 /// The inner service sends what it is given: it must neither follow redirects nor retry by itself, nor write requests
 /// out, for they show the credential. Requests name a path below the provider's base URL, or a whole URL there. Their
 /// extensions may hold [`CallOptions`]; [`take_wishes`](super::take_wishes) reads those from headers. A cost of 1 there
-/// says nothing: what the provider's rules reserve counts instead, by the body's length if that is known. Responses hold
+/// says nothing: what the provider's rules reserve counts instead, by the body's length and by what it asks for, but no
+/// more than the provider's limits ever have room for. Where the rules look into JSON, the body is read before the
+/// call's turn, as far as it is kept for another attempt. Responses hold
 /// [`Happened`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
 /// [`Why`](super::Why) of that besides.
 ///
@@ -95,6 +99,7 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
             attempt_timeout: plan.attempt_timeout,
             throttled_when: plan.throttled_when.clone(),
             cost: plan.cost.clone(),
+            most_cost: plan.most_cost(provider.0.whole.limits()),
             fault_of: Arc::new(fault_of),
             quota_ends: Arc::new(move |now| quotas.plan().quota_ends(quotas.0.whole.limits(), now)),
             clock: provider.clock().clone(),
@@ -231,12 +236,18 @@ impl<S: Store, C: Clock> Counter<S, C> {
     {
         let (mut parts, body) = request.into_parts();
         let mut options = parts.extensions.remove::<CallOptions>().unwrap_or_default();
-        if options.cost == CallOptions::default().cost {
-            options.cost = self.reserved(&body);
-        }
         let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
         let body = Replay::new(body, self.provider.plan().replay_bytes);
         let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge)?;
+        if options.cost == CallOptions::default().cost {
+            let began_at = self.manner.clock.now();
+            let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
+            if let Some(cost) = exchange.expected_cost(timeout).await? {
+                options.cost = cost;
+                let took = self.manner.clock.now().since(began_at).as_duration();
+                options.timeout = Some(timeout.saturating_sub(took));
+            }
+        }
         let told = |happened: Happened, response: Response<_>| {
             let mut response = response;
             response.extensions_mut().insert(happened);
@@ -245,7 +256,8 @@ impl<S: Store, C: Clock> Counter<S, C> {
         match self.provider.call(options, &mut exchange).await {
             Ok(done) => {
                 let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
-                response.body_mut().hold(done.tail, self.manner.cost.as_ref());
+                let price = self.manner.cost.as_ref().and_then(|rules| Price::of(rules, response.headers()));
+                response.body_mut().hold(done.tail, price);
                 Ok(response)
             }
             Err(CallError { provider, why, value, happened, at }) => match value.transpose() {
@@ -260,12 +272,5 @@ impl<S: Store, C: Clock> Counter<S, C> {
                 }
             },
         }
-    }
-
-    /// What is reserved for a call that doesn't say what it costs.
-    fn reserved(&self, body: &impl Body) -> u64 {
-        let Some(cost) = &self.manner.cost else { return CallOptions::default().cost };
-        let units = body.size_hint().lower().checked_div(cost.bytes_per_unit).unwrap_or(0);
-        cost.reserve.saturating_add(units)
     }
 }

@@ -9,7 +9,7 @@ use tidegate::{Clock as _, Span};
 use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
 
 const SEVEN: &str = "retry = { max_attempts = 7, base = \"1s\", cap = \"30s\", jitter = \"none\" }\nadaptive = \"off\"\n\
-                     cooldown = { base = \"1s\", cap = \"30s\" }\ntimeout = \"10m\"\n";
+                     timeout = \"10m\"\n";
 
 fn waits(log: &Log) -> Vec<u64> {
     starts(log).windows(2).map(|two| two[1].0 - two[0].0).collect()

@@ -1,0 +1,200 @@
+//! What a call is expected to cost, and what its reply says that it did.
+
+use bytes::BytesMut;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
+use serde_json::Value;
+use tidegate_policy::outbound::{CostRules, Pointers};
+
+use super::events::Events;
+
+/// The longest reply that is read to find out what the call cost, in bytes, and the longest event of a reply that
+/// comes as a stream of events. Of a longer reply, what was reserved stands; a longer event says nothing.
+const MAX_PRICED: usize = 1 << 20;
+
+/// What is reserved before the reply to a request whose body has this many bytes. `body` is all of it, where that is
+/// JSON and at hand.
+pub(super) fn expected(rules: &CostRules, bytes: u64, body: Option<&[u8]>) -> u64 {
+    let units = bytes.checked_div(rules.bytes_per_unit).unwrap_or(0);
+    let json = body.and_then(|body| serde_json::from_slice(body).ok());
+    let asked = json.and_then(|json| first(&rules.request, &json)).unwrap_or(0);
+    rules.reserve.saturating_add(units).saturating_add(asked)
+}
+
+/// What is read along with a reply to find out what the call cost.
+pub(super) struct Price {
+    pointers: Vec<Pointers>,
+    /// What each of the pointers has led to.
+    found: Vec<Option<u64>>,
+    form: Form,
+}
+
+/// How a reply says it.
+enum Form {
+    Json(BytesMut),
+    Events(Events),
+    /// It is too long to be read.
+    Unread,
+}
+
+impl Price {
+    /// What is read of a reply with these headers; nothing if they say that it can't be, or if there is nothing to find.
+    pub(super) fn of(rules: &CostRules, headers: &HeaderMap) -> Option<Self> {
+        let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
+        if rules.reply.is_empty() || is_encoded {
+            return None;
+        }
+        let form =
+            if is_event_stream(headers) { Form::Events(Events::new(MAX_PRICED)) } else { Form::Json(BytesMut::new()) };
+        Some(Self { pointers: rules.reply.clone(), found: vec![None; rules.reply.len()], form })
+    }
+
+    pub(super) fn read(&mut self, data: &[u8]) {
+        let Self { pointers, found, form } = self;
+        match form {
+            Form::Json(read) if read.len() + data.len() <= MAX_PRICED => read.extend_from_slice(data),
+            Form::Json(_) => *form = Form::Unread,
+            Form::Events(events) => events.read(data, |event| look(pointers, found, event)),
+            Form::Unread => {}
+        }
+    }
+
+    /// The sum of the numbers that were found, at the reply's end.
+    pub(super) fn cost(mut self) -> Option<u64> {
+        if let Form::Json(read) = &self.form {
+            look(&self.pointers, &mut self.found, read);
+        }
+        self.found.into_iter().flatten().reduce(u64::saturating_add)
+    }
+}
+
+/// Notes what the pointers lead to in a document. What it doesn't say stays as it was.
+fn look(pointers: &[Pointers], found: &mut [Option<u64>], text: &[u8]) {
+    let Ok(json) = serde_json::from_slice(text) else { return };
+    for (pointers, found) in pointers.iter().zip(found) {
+        *found = first(pointers, &json).or(*found);
+    }
+}
+
+/// The first number that is there.
+fn first(pointers: &Pointers, json: &Value) -> Option<u64> {
+    pointers.iter().find_map(|pointer| json.pointer(pointer)?.as_u64())
+}
+
+/// Whether a request's body is JSON by its own account.
+pub(super) fn is_json(headers: &HeaderMap) -> bool {
+    media_type(headers).is_some_and(|kind| {
+        kind.eq_ignore_ascii_case("application/json")
+            || kind.len() > 5
+                && kind.is_char_boundary(kind.len() - 5)
+                && kind[kind.len() - 5..].eq_ignore_ascii_case("+json")
+    })
+}
+
+/// Whether a reply comes as server-sent events.
+pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {
+    media_type(headers).is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"))
+}
+
+fn media_type(headers: &HeaderMap) -> Option<&str> {
+    let kind = headers.get(CONTENT_TYPE)?.to_str().ok()?;
+    Some(kind.split(';').next().unwrap_or(kind).trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+    use tidegate_policy::outbound::CostRules;
+
+    /// As the presets of language models say it.
+    fn rules() -> CostRules {
+        let pointers = |pointers: &[&str]| pointers.iter().map(|pointer| (*pointer).to_owned()).collect::<Vec<_>>();
+        let mut rules = CostRules::new(7);
+        rules.request = pointers(&["/max_completion_tokens", "/max_tokens"]);
+        rules.bytes_per_unit = 4;
+        rules.reply = vec![
+            pointers(&["/usage/input_tokens", "/message/usage/input_tokens"]),
+            pointers(&["/usage/output_tokens", "/message/usage/output_tokens"]),
+        ];
+        rules
+    }
+
+    fn headers(kind: &'static str) -> HeaderMap {
+        HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static(kind))])
+    }
+
+    fn cost(kind: &'static str, chunks: &[&[u8]]) -> Option<u64> {
+        let mut price = Price::of(&rules(), &headers(kind)).unwrap();
+        chunks.iter().for_each(|chunk| price.read(chunk));
+        price.cost()
+    }
+
+    #[test]
+    fn what_is_reserved_is_the_number_asked_for_and_the_bodys_length() {
+        for (body, asked) in [
+            (r#"{"max_tokens":100}"#, 100),
+            (r#"{"max_tokens":100,"max_completion_tokens":20}"#, 20),
+            (r#"{"max_tokens":100,"max_completion_tokens":null}"#, 100),
+            (r#"{"max_tokens":18446744073709551615}"#, u64::MAX),
+            (r#"{"max_tokens":-1}"#, 0),
+            (r#"{"max_tokens":"100"}"#, 0),
+            (r#"{"max_tokens":1.5}"#, 0),
+            (r#"{"max_tok"#, 0),
+            ("", 0),
+        ] {
+            assert_eq!(expected(&rules(), 40, Some(body.as_bytes())), asked.saturating_add(17), "{body}");
+        }
+        assert_eq!(expected(&rules(), 43, None), 17);
+        assert_eq!(expected(&CostRules::new(7), 43, None), 7);
+    }
+
+    #[test]
+    fn the_last_of_each_counts_and_they_add_up() {
+        let events: &[&[u8]] = &[
+            b"event: message_start\ndata: {\"message\":{\"usage\":{\"input_tokens\":25,\"output_tokens\":1}}}\n\n",
+            b"data: {\"delta\":{\"text\":\"usage\"}}\n\ndata: {\"usage\":null}\n\n",
+            b"data: {\"usage\":{\"output_tokens\":10}}\n\ndata: {\"usage\":{\"output_tokens\":15}}\n\ndata: [DONE]\n\n",
+        ];
+        assert_eq!(cost("text/event-stream; charset=utf-8", events), Some(40));
+        let said_twice: &[&[u8]] = &[b"data: {\"usage\":{\"input_tokens\":30,\"output_tokens\":20}}\n\n"];
+        assert_eq!(cost("text/event-stream", &[events, said_twice].concat()), Some(50), "the same number, not another");
+        assert_eq!(cost("text/event-stream", &[b"data: {\"choices\":[]}\n\n"]), None);
+    }
+
+    #[test]
+    fn a_reply_that_is_no_stream_is_one_document() {
+        let body = br#"{"usage":{"input_tokens":30,"output_tokens":20}}"#;
+        assert_eq!(cost("application/json", &[&body[..9], &body[9..]]), Some(50));
+        assert_eq!(cost("application/json", &[br#"{"usage":{"input_tokens":30}}"#]), Some(30));
+        assert_eq!(cost("application/json", &[br#"{"error":"overloaded"}"#]), None);
+        assert_eq!(cost("text/html", &[b"<html>"]), None);
+    }
+
+    #[test]
+    fn what_is_too_long_or_encoded_says_nothing() {
+        let long = vec![b' '; MAX_PRICED];
+        assert_eq!(cost("application/json", &[&long, br#"{"usage":{"input_tokens":30}}"#]), None);
+        let mut encoded = headers("application/json");
+        encoded.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+        assert!(Price::of(&rules(), &encoded).is_none());
+        encoded.insert(CONTENT_ENCODING, HeaderValue::from_static("identity"));
+        assert!(Price::of(&rules(), &encoded).is_some());
+        assert!(Price::of(&CostRules::new(1), &headers("application/json")).is_none());
+    }
+
+    #[test]
+    fn media_types() {
+        for (kind, json, events) in [
+            ("application/json", true, false),
+            ("Application/JSON; charset=utf-8", true, false),
+            ("application/vnd.api+json", true, false),
+            ("text/event-stream;charset=utf-8", false, true),
+            ("multipart/form-data; boundary=json", false, false),
+            ("json", false, false),
+            ("", false, false),
+        ] {
+            assert_eq!((is_json(&headers(kind)), is_event_stream(&headers(kind))), (json, events), "{kind}");
+        }
+        assert!(!is_json(&HeaderMap::new()));
+    }
+}

@@ -1,0 +1,141 @@
+//! The data of server-sent events, read as they pass by.
+
+/// What the first line of a stream may begin with.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+/// Reads a stream of server-sent events (WHATWG HTML §9.2.6) in whatever pieces it comes. Of an event, only its data is
+/// of interest.
+///
+/// At most twice `limit` bytes are held: the line that is being read, and the data of the event so far. An event that
+/// is longer is skipped.
+pub(super) struct Events {
+    limit: usize,
+    line: Vec<u8>,
+    /// Whether nothing of the present line has come yet.
+    is_blank: bool,
+    /// Whether a line feed would be the rest of the last line's end.
+    after_return: bool,
+    data: Vec<u8>,
+    is_too_long: bool,
+}
+
+impl Events {
+    pub(super) fn new(limit: usize) -> Self {
+        Self { limit, line: Vec::new(), is_blank: true, after_return: false, data: Vec::new(), is_too_long: false }
+    }
+
+    /// Reads on, and tells the data of each event that has ended.
+    pub(super) fn read(&mut self, mut bytes: &[u8], mut tell: impl FnMut(&[u8])) {
+        while let Some(&next) = bytes.first() {
+            if std::mem::take(&mut self.after_return) && next == b'\n' {
+                bytes = &bytes[1..];
+                continue;
+            }
+            let end = bytes.iter().position(|byte| matches!(byte, b'\r' | b'\n'));
+            let (line, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
+            self.hold(line);
+            let Some((ending, rest)) = rest.split_first() else { return };
+            self.after_return = *ending == b'\r';
+            self.end_line(&mut tell);
+            bytes = rest;
+        }
+    }
+
+    fn hold(&mut self, part: &[u8]) {
+        self.is_blank &= part.is_empty();
+        if self.line.len() + self.data.len() + part.len() > self.limit {
+            self.is_too_long = true;
+            (self.line, self.data) = (Vec::new(), Vec::new());
+        }
+        if !self.is_too_long {
+            self.line.extend_from_slice(part);
+        }
+    }
+
+    /// A blank line ends the event.
+    fn end_line(&mut self, tell: &mut impl FnMut(&[u8])) {
+        if std::mem::replace(&mut self.is_blank, true) {
+            if !self.data.is_empty() {
+                tell(&self.data);
+            }
+            self.data.clear();
+            self.is_too_long = false;
+        } else if let Some(data) = data_of(&self.line) {
+            if !self.data.is_empty() {
+                self.data.push(b'\n');
+            }
+            self.data.extend_from_slice(data);
+        }
+        self.line.clear();
+    }
+}
+
+fn data_of(line: &[u8]) -> Option<&[u8]> {
+    let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
+    let data = line.strip_prefix(b"data:")?;
+    Some(data.strip_prefix(b" ").unwrap_or(data))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection;
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
+    const PIECES: &[&[u8]] = &[b"data: ", b"data", b":", b"\n", b"\r", b"\n\n", b"\xff", b"a long text"];
+
+    fn read<'a>(limit: usize, chunks: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
+        let (mut events, mut told) = (Events::new(limit), Vec::new());
+        for chunk in chunks {
+            events.read(chunk, |data| told.push(String::from_utf8_lossy(data).into_owned()));
+            assert!(events.line.len() + events.data.len() <= 2 * limit);
+        }
+        told
+    }
+
+    #[test]
+    fn data_of_events() {
+        for (stream, expected) in [
+            ("data: one\n\ndata: two\n\n", &["one", "two"][..]),
+            ("data: one\r\n\r\ndata: two\r\n\r\n", &["one", "two"]),
+            ("data: one\r\rdata: two\r\r", &["one", "two"]),
+            ("\u{feff}data:one\n\n", &["one"]),
+            ("data:  one\n\n", &[" one"]),
+            ("data: one\ndata: two\n\n", &["one\ntwo"]),
+            (": ping\n\nevent: x\nid: 1\ndata: one\nretry: 5\n\n", &["one"]),
+            ("event: x\n\n\n\ndata\n\ndata:\n\n", &[]),
+            ("database: x\n\n data: x\n\n", &[]),
+            ("data: one\n\ndata: cut off", &["one"]),
+        ] {
+            assert_eq!(read(64, [stream.as_bytes()]), expected, "{stream:?}");
+            assert_eq!(read(64, stream.as_bytes().chunks(1)), expected, "{stream:?} byte by byte");
+            for split in 0..stream.len() {
+                let (first, second) = stream.as_bytes().split_at(split);
+                assert_eq!(read(64, [first, &[], second]), expected, "{stream:?} at {split}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_event_beyond_the_limit_is_skipped() {
+        let stream = format!("data: one\n\ndata: {}\ndata: more\n\ndata: two\n\n", "x".repeat(100));
+        for size in [1, 7, 1_000] {
+            assert_eq!(read(20, stream.as_bytes().chunks(size)), ["one", "two"], "chunks of {size}");
+        }
+        let in_lines = format!("{}\ndata: two\n\n", "data: 12345678\n".repeat(3));
+        assert_eq!(read(20, [in_lines.as_bytes()]), ["two"]);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_comes_in_whatever_pieces_is_bounded_and_the_same(
+            stream in collection::vec(select(PIECES), 0..60),
+            size in 1_usize..20,
+            limit in 0_usize..40,
+        ) {
+            let stream = stream.concat();
+            prop_assert_eq!(read(limit, stream.chunks(size)), read(limit, stream.chunks(1)));
+        }
+    }
+}
