@@ -186,9 +186,9 @@ pub trait Upstream: Send {
         None
     }
 
-    /// Whether the request can be sent from its start while another of it is under way: asked of a
-    /// [`twin`](Self::twin) just before it would be.
-    fn is_whole(&self) -> bool {
+    /// Whether a [`twin`](Self::twin) could send now, beside a request that has had no reply for `hedge_after`: that one was
+    /// sent indeed, and the whole request is at hand.
+    fn is_due(&self) -> bool {
         true
     }
 

@@ -32,6 +32,15 @@ async fn the_place_of_a_credential_is_told_where_there_are_some() {
 }
 
 #[tokio::test]
+async fn a_second_request_beside_a_slow_one_is_told() {
+    let slow_at_first = |number, _: &Arrived| Answer::new(200, "hello").taking(if number == 0 { 60_000 } else { 0 });
+    let api = Api::start(slow_at_first).await;
+    let gateway = running(&api.policy(&format!("{FREE}hedge_after = \"50ms\"\n")));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), header(&answer, "tidegate-attempts"), api.count()), (200, Some("2"), 2));
+}
+
+#[tokio::test]
 async fn waiting_is_told() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy("limit = \"5/s\"\n"));

@@ -100,6 +100,8 @@ pub(super) struct Exchange<'m, I, Q, C> {
     parts: Parts,
     body: Replay<Q>,
     judge: Judge,
+    /// How many attempts there were before the one that this is to go beside.
+    before: u64,
     /// Whether the present attempt's request was handed over.
     handed_over: bool,
     token: Option<Token>,
@@ -125,7 +127,17 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
         if manner.reads_replies() {
             parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
-        Ok(Self { manner, inner, parts, body, judge, handed_over: false, token: None, deadline: Time::NEVER })
+        Ok(Self {
+            manner,
+            inner,
+            parts,
+            body,
+            judge,
+            before: 0,
+            handed_over: false,
+            token: None,
+            deadline: Time::NEVER,
+        })
     }
 
     /// What the call is expected to cost, by its body as far as that is at hand before its turn; `None` if the rules
@@ -268,13 +280,14 @@ where
             parts: self.parts.clone(),
             body: self.body.clone(),
             judge: self.judge.clone(),
+            before: self.body.attempts(),
             token: self.token.clone(),
             ..*self
         })
     }
 
-    fn is_whole(&self) -> bool {
-        self.body.is_whole()
+    fn is_due(&self) -> bool {
+        self.body.attempts() > self.before && self.body.is_whole()
     }
 
     async fn renew(&mut self, credential: usize) -> Result<(), Class> {

@@ -29,7 +29,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             if let Ok(ended) = timeout(after, first.as_mut()).await {
                 return ended;
             }
-            let entered = if twin.is_whole() { self.0.hedge(live.held()) } else { None };
+            let entered = if twin.is_due() { self.0.hedge(live.held()) } else { None };
             let Some(entered) = entered else { return first.await };
             let mut beside = Live { hall: &self.0, place: Place::Gone };
             let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(entered))).await {

@@ -34,6 +34,8 @@ struct Source<B> {
     spoilt: Option<Unreplayable>,
     /// The attempt that may stream, counted from 1.
     attempt: u64,
+    /// How many attempts there were, those included that had no need to stream.
+    made: u64,
     broken: bool,
 }
 
@@ -68,6 +70,7 @@ impl<B: Body<Data = Bytes>> Replay<B> {
             limit: if fits { limit } else { 0 },
             spoilt: None,
             attempt: 0,
+            made: 0,
             broken: false,
         };
         Self(Arc::new(Mutex::new(source)))
@@ -101,6 +104,7 @@ impl<B: Body<Data = Bytes>> Replay<B> {
         if let Some(why) = source.spoilt {
             return Err(why);
         }
+        source.made += 1;
         let head = (!source.kept.is_empty()).then(|| Bytes::copy_from_slice(&source.kept));
         if source.has_ended() {
             return Ok(ReplayBody(Kind::Whole { data: head, trailers: source.trailers.clone() }));
@@ -109,6 +113,11 @@ impl<B: Body<Data = Bytes>> Replay<B> {
         let attempt = source.attempt;
         drop(source);
         Ok(ReplayBody(Kind::Shared { source: Arc::clone(&self.0), attempt, head, ended: false }))
+    }
+
+    /// How many attempts there were so far.
+    pub fn attempts(&self) -> u64 {
+        lock(&self.0).made
     }
 
     /// Whether all of the body has come and is kept, so that attempts can send it beside each other.
@@ -460,6 +469,33 @@ mod tests {
         let replay = Replay::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
         assert_eq!(replay.read_ahead().await, None);
         assert!(replay.is_broken() && replay.attempt().is_err());
+    }
+
+    #[tokio::test]
+    async fn what_is_kept_as_a_whole_is_sent_beside_itself() {
+        let mut trailers = HeaderMap::new();
+        trailers.insert("checksum", http::HeaderValue::from_static("1"));
+        let replay = Replay::new(
+            frames::<Infallible>(vec![
+                Ok(Frame::data(Bytes::from_static(b"one "))),
+                Ok(Frame::data(Bytes::from_static(b"two"))),
+                Ok(Frame::trailers(trailers.clone())),
+            ]),
+            64,
+        );
+        let mut first = replay.attempt().unwrap();
+        first.frame().await.unwrap().unwrap();
+        assert!(!replay.is_whole());
+        first.frame().await.unwrap().unwrap();
+        first.frame().await.unwrap().unwrap();
+        assert!(replay.is_whole());
+        let (second, third) = (replay.attempt().unwrap(), replay.attempt().unwrap());
+        assert_eq!((second.size_hint().exact(), second.is_end_stream()), (Some(7), false));
+        for body in [second, third] {
+            assert_eq!(read(body).await.unwrap(), (Bytes::from_static(b"one two"), Some(trailers.clone())));
+        }
+        assert!(first.frame().await.is_none(), "nobody has taken its place");
+        assert_eq!(replay.attempts(), 3);
     }
 
     #[tokio::test]

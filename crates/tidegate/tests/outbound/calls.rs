@@ -344,6 +344,48 @@ async fn a_cost_may_yet_find_room() {
     assert_eq!(refused.retry_after(), None);
 }
 
+/// Answers its n-th request after so many milliseconds, with its number.
+#[derive(Clone, Copy)]
+struct Twins([u64; 2]);
+
+impl Upstream for Twins {
+    type Reply = u32;
+
+    async fn send(&mut self, attempt: Attempt) -> Ended<u32> {
+        tokio::time::sleep(Duration::from_millis(self.0[attempt.number as usize - 1])).await;
+        Ended { value: attempt.number, reply: GOOD }
+    }
+
+    fn twin(&self) -> Option<Self> {
+        Some(*self)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hedge_asks_a_store_that_must_be_waited_for() {
+    // The limit, how long both requests take, which one's reply it is after how long, and what is left of the limit.
+    for (limit, takes, number, millis, left) in [
+        ("3 per 1h", [5_000, 50], 2, 5 + 1_000 + 5 + 50, 1),
+        ("1 per 1h", [5_000, 50], 1, 5 + 5_000, 0),
+        ("2 per 1h", [1_002, 50], 1, 5 + 1_002, 1),
+    ] {
+        let (api, _) = remote(&format!("limit = \"{limit}\"\nhedge_after = \"1s\""));
+        let (began, log) = (api.clock().now(), Log::default());
+        let done = api.call(CallOptions::default(), &mut Twins(takes)).await.unwrap();
+        assert_eq!((done.value, done.happened.attempts), (number, number), "{limit}");
+        assert_eq!(api.clock().now().since(began), Span::from_millis(millis), "{limit}");
+        assert_eq!(api.look(|desk, _| desk.budget.left()), if number == 2 { 2 } else { 3 }, "{limit}");
+        drop(done);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        let mut more = 0;
+        while api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.is_ok() {
+            more += 1;
+        }
+        assert_eq!(more, left, "{limit}");
+        assert_eq!(api.look(|desk, _| (desk.lanes.in_flight(Lane::User), desk.lanes.waiting(Lane::User))), (0, 0));
+    }
+}
+
 /// The timer of a runtime that ends must not be missed by the next.
 #[test]
 fn a_provider_outlives_its_runtime() {

@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -18,10 +17,10 @@ use rand::{RngExt as _, SeedableRng as _};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::core::Lane;
-use tidegate::outbound::{Happened, OutboundLayer, Replay, ReplayBody};
+use tidegate::outbound::{Happened, OutboundLayer, ReplayBody};
 use tower::{Layer as _, ServiceExt as _};
 
-use crate::common::{Api, PAIR, answer, ask, get, layer, limited, now, post, status, text};
+use crate::common::{Api, LOGIN, PAIR, answer, ask, get, layer, limited, now, post, status, text};
 
 const HEDGED: &str = "hedge_after = \"1s\"\n";
 
@@ -89,6 +88,17 @@ async fn only_what_may_be_sent_twice_is() {
     let api = answering(&[5_000, 50]);
     ask(&layer("").layer(api.clone()), get("/x")).await.unwrap();
     assert_eq!(api.count(), 1, "nobody asked for it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_login_is_no_slow_reply() {
+    let api = Api::new(|_, request| match request.uri.ends_with("/login") {
+        true => answer(200, &[], r#"{"token":"t"}"#),
+        false => status(200),
+    });
+    let api = api.taking_each(|number| secs(if number == 0 { 3 } else { 0 }));
+    let response = ask(&layer(&format!("{HEDGED}{LOGIN}")).layer(api.clone()), get("/x")).await.unwrap();
+    assert_eq!((response.extensions().get::<Happened>().unwrap().attempts, api.count()), (1, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -288,25 +298,4 @@ async fn a_provider_that_counts_exactly_throttles_nobody() {
     let hedges = attempts - calls;
     assert_eq!(api.0.throttled.load(Ordering::Relaxed), 0, "{calls} calls, {hedges} hedges");
     assert!(calls > 1_500 && hedges > calls / 20 && hedges <= calls / 5 + 3, "{calls} calls, {hedges} hedges");
-}
-
-/// A caller's body that never comes.
-struct Never;
-
-impl http_body::Body for Never {
-    type Data = Bytes;
-    type Error = io::Error;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<http_body::Frame<Bytes>, io::Error>>> {
-        Poll::Pending
-    }
-}
-
-#[test]
-fn a_body_that_is_still_coming_is_not_whole() {
-    assert!(!Replay::new(Never, 64).is_whole());
-    assert!(Replay::new(Full::new(Bytes::new()), 64).is_whole());
 }
