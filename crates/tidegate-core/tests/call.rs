@@ -134,7 +134,7 @@ impl World {
                 }
                 Step::Send { .. } => {
                     self.sent.push((now, id));
-                    if self.leavers.is_some_and(|leavers| id % leavers == 0) {
+                    if self.leavers.is_some_and(|leavers| id.is_multiple_of(leavers)) {
                         self.at(now + Span::from_millis(1), Happening::Leaves(id));
                     }
                     let (there, _) = (self.transit)(&mut self.rng);
