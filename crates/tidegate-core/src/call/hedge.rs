@@ -14,7 +14,7 @@ impl Call {
     /// [`passed_over`](Self::passed_over). What it took of the budget goes back if it isn't sent.
     pub fn hedge(&self, desk: &Desk) -> Option<Self> {
         let sent = matches!(self.stage, Stage::Sent(_));
-        (sent && desk.budget.take()).then(|| Self { stage: Stage::Idle, retries: true, hedges: true, ..*self })
+        (sent && desk.budget.take()).then_some(Self { stage: Stage::Idle, retries: true, hedges: true, ..*self })
     }
 
     /// Whether it is a hedge that the lanes haven't named at once: it has left them.
