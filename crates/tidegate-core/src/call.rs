@@ -805,8 +805,8 @@ impl Call {
         }
     }
 
-    /// Keeps its place in the queue until a moment, or fails now if that is too late, as it always is for a hedge. `spent` is the limit that can't have
-    /// room before, if it is certain.
+    /// Keeps its place in the queue until a moment, or fails now if that is too late, as it always is for a hedge. `spent`
+    /// is the limit that can't have room before, if it is certain.
     fn wait(
         &mut self,
         until: Time,

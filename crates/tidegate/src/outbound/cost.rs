@@ -82,12 +82,8 @@ fn first(pointers: &Pointers, json: &Value) -> Option<u64> {
 
 /// Whether a request's body is JSON by its own account.
 pub(super) fn is_json(headers: &HeaderMap) -> bool {
-    media_type(headers).is_some_and(|kind| {
-        kind.eq_ignore_ascii_case("application/json")
-            || kind.len() > 5
-                && kind.is_char_boundary(kind.len() - 5)
-                && kind[kind.len() - 5..].eq_ignore_ascii_case("+json")
-    })
+    let kind = media_type(headers).map(str::to_ascii_lowercase);
+    kind.is_some_and(|kind| kind == "application/json" || kind.ends_with("+json"))
 }
 
 /// Whether a reply comes as server-sent events.
@@ -104,7 +100,6 @@ fn media_type(headers: &HeaderMap) -> Option<&str> {
 mod tests {
     use super::*;
     use http::HeaderValue;
-    use tidegate_policy::outbound::CostRules;
 
     /// As the presets of language models say it.
     fn rules() -> CostRules {

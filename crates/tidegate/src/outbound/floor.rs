@@ -184,6 +184,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
             return Entered::Decided(call, verdict, now);
         }
         if call.passed_over(&mut floor.table.desk) {
+            // Nobody is told: the request that it was to go beside is still under way.
             return Entered::Decided(call, Err(Broken::Failed(Failure::DeadlineExceeded)), now);
         }
         let ticket = call.ticket().expect("invariant: a call that has entered and isn't decided about is in the queue");

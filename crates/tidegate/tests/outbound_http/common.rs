@@ -73,7 +73,7 @@ impl Api {
         self.arrived.lock().unwrap().len()
     }
 
-    /// How many requests are under way.
+    /// How many requests are under way: each holds one more of these than of what clones share.
     pub(crate) fn open(&self) -> usize {
         Arc::strong_count(&self.open) - Arc::strong_count(&self.arrived)
     }

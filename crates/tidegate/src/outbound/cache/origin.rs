@@ -68,8 +68,8 @@ pub trait Fault {
 }
 
 impl<T> Fault for CallError<T> {
-    /// The breaker is open, all credentials cool down, a quota is spent, or the attempts that there could be have failed by faults that
-    /// pass.
+    /// The breaker is open, all credentials cool down, a quota is spent, or the attempts that there could be have failed
+    /// by faults that pass.
     fn is_outage(&self) -> bool {
         matches!(
             self.why,
