@@ -285,7 +285,7 @@ pub enum Failure {
     },
     /// The call's lane is full.
     QueueFull(QueueFull),
-    /// The deadline passed while the call was waiting for its turn.
+    /// The deadline passed while the call was waiting for its turn, or for a reply that it left hardly any time for.
     DeadlineExceeded,
     /// The last reply or fault stands: there is no other attempt, for this reason.
     GaveUp(GiveUp),
@@ -641,6 +641,9 @@ impl Call {
         if self.renews(rules, reply) {
             self.renewed = true;
             return Step::Renew { credential };
+        }
+        if reply.class == Class::Cancelled && now >= self.deadline {
+            return Step::Finish(Err(Failure::DeadlineExceeded));
         }
         if matches!(reply.class, Class::Success | Class::Permanent | Class::Auth | Class::Cancelled) {
             return Step::Finish(Ok(()));

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream::{iter, once};
-use futures_util::{FutureExt as _, StreamExt as _};
+use futures_util::StreamExt as _;
 use http::{HeaderMap, Request, Response};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
@@ -96,20 +96,19 @@ fn post(headers: &[(&str, &str)], body: Bodied) -> Request<Bodied> {
 }
 
 /// Asserts that so much of what calls may cost is left, and spends it.
-#[track_caller]
-fn assert_left(service: &Through, left: u64) {
-    let is_refused = |cost| {
+async fn assert_left(service: &Through, left: u64) {
+    let is_refused = async |cost| {
         let mut request = Request::get("/probe").body(whole("")).unwrap();
         let timeout = Some(Duration::from_millis(1));
         request.extensions_mut().insert(CallOptions { cost, timeout, ..CallOptions::default() });
-        match service.clone().oneshot(request).now_or_never().unwrap() {
+        match service.clone().oneshot(request).await {
             Ok(_) => false,
             Err(OutboundError::Call(error)) if matches!(error.why, Why::RateLimited { .. }) => true,
             Err(error) => panic!("{error}"),
         }
     };
-    assert!(is_refused(left + 1), "more than {left} is left");
-    assert!(!is_refused(left), "less than {left} is left");
+    assert!(is_refused(left + 1).await, "more than {left} is left");
+    assert!(!is_refused(left).await, "less than {left} is left");
 }
 
 #[tokio::test(start_paused = true)]
@@ -137,9 +136,9 @@ async fn what_a_request_asks_for_is_reserved() {
         let unread = service.clone().oneshot(post(headers, sent)).await.unwrap();
         assert_eq!(api.arrived.lock().unwrap()[0].1, body, "it arrives whole");
         if reserved < 1000 {
-            assert_left(&service, 1000 - reserved);
+            assert_left(&service, 1000 - reserved).await;
         } else {
-            let next = service.clone().oneshot(post(&[], whole(""))).now_or_never().unwrap();
+            let next = service.clone().oneshot(post(&[], whole(""))).await;
             assert!(next.is_err(), "all is reserved, and no more, or the first would never have been sent");
         }
         drop(unread);
@@ -155,7 +154,7 @@ async fn a_body_that_breaks_off_before_its_turn_costs_nothing() {
     let error = error.map(|_| ()).unwrap_err();
     assert!(matches!(error, OutboundError::Trouble(Trouble::Body)), "{error:?}");
     assert_eq!((error.status(), api.count()), (400, 0));
-    assert_left(&service, 1000);
+    assert_left(&service, 1000).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -168,7 +167,7 @@ async fn a_body_that_does_not_come_takes_no_longer_than_its_call() {
     assert!(matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::DeadlineExceeded)), "{error:?}");
     assert_eq!(tidegate::Clock::now(&clock).since(began_at).as_secs_ceil(), 7);
     assert_eq!(api.count(), 0);
-    assert_left(&service, 1000);
+    assert_left(&service, 1000).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -180,7 +179,7 @@ async fn the_events_of_a_stream_settle_it_however_they_are_cut() {
         let reply = service.clone().oneshot(post(&[JSON], whole("{\"max_tokens\":500}"))).await.unwrap();
         let body = reply.into_body().collect().await.unwrap().to_bytes();
         assert_eq!(body, STREAM, "it passes as it is");
-        assert_left(&service, 960);
+        assert_left(&service, 960).await;
         let arrived = api.arrived.lock().unwrap();
         assert_eq!(arrived[0].0["accept-encoding"], "identity", "so that it can be read");
     }
@@ -188,7 +187,7 @@ async fn the_events_of_a_stream_settle_it_however_they_are_cut() {
     let service = api.behind(RULES, &[EVENTS], || pieces(STREAM.as_bytes().chunks(1).collect()));
     let reply = service.clone().oneshot(post(&[JSON], whole("{\"max_tokens\":500}"))).await.unwrap();
     assert_eq!(reply.into_body().collect().await.unwrap().to_bytes(), STREAM);
-    assert_left(&service, 960);
+    assert_left(&service, 960).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -206,13 +205,13 @@ async fn where_the_reply_tells_nothing_the_reservation_stands() {
         let service = Api::default().behind(RULES, headers, move || whole(body));
         let reply = service.clone().oneshot(post(&[], whole(""))).await.unwrap();
         drop(reply.into_body().collect().await.unwrap());
-        assert_left(&service, left);
+        assert_left(&service, left).await;
     }
     let service = Api::default().behind(RULES, &[EVENTS], || unending("data: {\"usage\":{\"in\":25}}\n\n"));
     let mut reply = service.clone().oneshot(post(&[], whole(""))).await.unwrap();
     reply.body_mut().frame().await.unwrap().unwrap();
     drop(reply);
-    assert_left(&service, 990);
+    assert_left(&service, 990).await;
 }
 
 #[tokio::test(start_paused = true)]

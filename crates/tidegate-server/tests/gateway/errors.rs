@@ -131,7 +131,7 @@ async fn a_deadline_in_the_queue_and_one_under_way() {
     let queued = gateway.ask(&hurried).await;
     assert_eq!(status(&queued), 504);
     let expected = "{\"error\":\"DeadlineExceededError\",\
-        \"message\":\"api: the deadline passed before it was the call's turn\",\"provider\":\"api\",\"attempts\":0}";
+        \"message\":\"api: the deadline passed before there was a reply\",\"provider\":\"api\",\"attempts\":0}";
     assert_eq!(body(&queued), expected);
     assert_eq!(api.count(), 1);
     assert_eq!(status(&first.message().await), 200);

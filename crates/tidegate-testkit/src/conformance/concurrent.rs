@@ -209,5 +209,9 @@ pub(super) fn throttled_together<B: Backend>(backend: &B, effort: &Effort) -> Re
     good.push(Op::new(ids[0], Verb::Succeed { generation: 5 }, KEY, 0)).map_err(|full| full.to_string())?;
     subject.ask(&good, now)?;
     let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
-    expect("let through after a success", through, 3 * u64::from(effort.tasks))
+    expect("let through beside the one who succeeded", through, 0)?;
+    now = now + base.times(2);
+    subject.set_now(now);
+    let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
+    expect("let through after a success, when nobody waits", through, 3 * u64::from(effort.tasks))
 }

@@ -77,8 +77,8 @@ pub enum Why {
         /// In which lane.
         lane: Lane,
     },
-    /// The deadline passed while the call waited for its turn.
-    #[error("the deadline passed before it was the call's turn")]
+    /// The deadline passed while the call waited for its turn, or for a reply that it left hardly any time for.
+    #[error("the deadline passed before there was a reply")]
     DeadlineExceeded,
     /// No attempt succeeded.
     #[error("none of {attempts} attempts succeeded")]

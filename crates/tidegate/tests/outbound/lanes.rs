@@ -318,7 +318,8 @@ async fn no_time_is_no_failure_of_the_provider() {
     let api = provider("breaker = { failures = 5, open = \"5m\" }");
     for _ in 0..20 {
         let hasty = CallOptions { timeout: Some(Duration::from_millis(1)), ..CallOptions::default() };
-        api.call(hasty, &mut Slow(Duration::from_millis(50))).await.unwrap();
+        let error = api.call(hasty, &mut Slow(Duration::from_millis(50))).await.unwrap_err();
+        assert!(matches!(error.why, Why::DeadlineExceeded), "{error}");
     }
     api.call(CallOptions::default(), &mut Slow(Duration::from_millis(50))).await.unwrap();
     let hung = CallOptions { timeout: Some(Duration::from_secs(6)), ..CallOptions::default() };

@@ -220,7 +220,7 @@ fn errors_say_whose_fault_they_are() {
     assert_eq!(faults(open), (true, false));
     assert_eq!(faults(Why::RetriesExhausted { attempts: 3 }), (true, false));
     assert_eq!(faults(Why::CredentialsCooling { earliest: None }), (true, true));
-    let spent = Why::QuotaSpent { limit: "tmdb".to_owned(), resets_at: Time::NEVER };
+    let spent = Why::QuotaSpent { limit: "tmdb".to_owned(), resets_at: None };
     assert_eq!(faults(spent), (true, true));
     assert_eq!(faults(Why::DeadlineExceeded), (false, true));
     assert_eq!(faults(Why::QueueFull { lane: Lane::User }), (false, true));
