@@ -9,6 +9,7 @@ use rand::rngs::SmallRng;
 use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU64, Ordering};
+use tidegate::core::backoff::Waits;
 use tidegate::policy::Sources;
 use tidegate::{Backoff, Clock, Gate, KeyedLimiter, Limiter, Memory, Policy, Query, Span, SystemClock, Time};
 
@@ -224,15 +225,15 @@ impl Subject for Delays {
 
     fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
         let mut rng = SmallRng::seed_from_u64(1);
-        let mut waits = self.0.waits();
+        let mut waits = Waits::default();
         let mut tries = 0;
         unkeyed(move || {
             if tries == TRIES {
                 tries = 0;
-                waits.reset();
+                waits = Waits::default();
             }
             tries += 1;
-            black_box(waits.next(&mut rng));
+            black_box(waits.next(&self.0, &mut rng));
             true
         })
     }

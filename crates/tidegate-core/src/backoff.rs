@@ -96,32 +96,22 @@ impl Backoff {
             Jitter::Additive(most) => (self.wait(n) + between(Span::ZERO, most, rng)).min(self.cap),
         }
     }
-
-    /// The waits of one call, one after another.
-    pub fn waits(self) -> Waits {
-        Waits { backoff: self, n: 0, before: self.base }
-    }
 }
 
-/// The waits of one call, one after another.
-#[derive(Clone, Copy, Debug)]
+/// How far one call has come with its waits; the default is at their start.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Waits {
-    backoff: Backoff,
     n: u32,
     before: Span,
 }
 
 impl Waits {
     /// The next wait.
-    pub fn next(&mut self, rng: &mut impl Rng) -> Span {
+    pub fn next(&mut self, backoff: &Backoff, rng: &mut impl Rng) -> Span {
+        let before = if self.n == 0 { backoff.base } else { self.before };
         self.n = self.n.saturating_add(1);
-        self.before = self.backoff.delay(self.n, self.before, rng);
+        self.before = backoff.delay(self.n, before, rng);
         self.before
-    }
-
-    /// Starts over, as after a success.
-    pub fn reset(&mut self) {
-        *self = self.backoff.waits();
     }
 }
 
@@ -185,10 +175,10 @@ mod tests {
             let additive = base.with_jitter(Jitter::Additive(Span::from_secs(1))).delay(n, base.base, &mut rng);
             assert!(additive >= wait && additive <= (wait + Span::from_secs(1)).min(base.cap));
         }
-        let mut waits = base.with_jitter(Jitter::Decorrelated).waits();
+        let (decorrelated, mut waits) = (base.with_jitter(Jitter::Decorrelated), Waits::default());
         let mut before = base.base;
         for _ in 0..10_000 {
-            let wait = waits.next(&mut rng);
+            let wait = waits.next(&decorrelated, &mut rng);
             assert!(wait >= base.base && wait <= before.times(3).min(base.cap));
             before = wait;
         }
@@ -201,8 +191,8 @@ mod tests {
             let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32)).with_jitter(jitter);
             let mut buckets = [0; 321];
             for _ in 0..1000 {
-                let mut waits = backoff.waits();
-                let wait = (0..20).fold(Span::ZERO, |_, _| waits.next(&mut rng));
+                let mut waits = Waits::default();
+                let wait = (0..20).fold(Span::ZERO, |_, _| waits.next(&backoff, &mut rng));
                 buckets[(wait.as_micros() / 100_000) as usize] += 1;
             }
             assert!(buckets.iter().all(|&count| count <= 50), "{jitter:?}: {buckets:?}");

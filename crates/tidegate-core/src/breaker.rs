@@ -131,7 +131,7 @@ impl Breaker {
             generation: 0,
             failures: 0,
             calls: spec.has_rates().then(|| Calls::new(spec.window)),
-            openings: spec.open.waits(),
+            openings: Waits::default(),
             probes_sent: 0,
             spec,
         })
@@ -145,7 +145,7 @@ impl Breaker {
             generation: 0,
             failures: 0,
             calls: None,
-            openings: spec.open.waits(),
+            openings: Waits::default(),
             probes_sent: 0,
             spec,
         }
@@ -275,7 +275,7 @@ impl Breaker {
     pub fn reset(&mut self) {
         self.begin(Phase::Closed);
         self.failures = 0;
-        self.openings.reset();
+        self.openings = Waits::default();
     }
 
     /// The generation, if it is closed and has nothing to remember: until that changes, a take gives a plain permit of
@@ -302,7 +302,7 @@ impl Breaker {
         if let Some(calls) = &self.calls {
             self.failures = self.failures.max(u32::try_from(calls.sum().failures).unwrap_or(u32::MAX));
         }
-        let length = self.openings.next(rng);
+        let length = self.openings.next(&self.spec.open, rng);
         self.begin(Phase::Open { until: now + length, length });
     }
 
@@ -338,7 +338,7 @@ impl Breaker {
                 bring_back(ends, self.spec.ramp_length());
                 if now >= *ends {
                     self.phase = Phase::Closed;
-                    self.openings.reset();
+                    self.openings = Waits::default();
                 }
             }
             Phase::Open { until, length } => {

@@ -372,6 +372,8 @@ struct Sent {
 #[derive(Debug)]
 pub struct Call {
     lane: Lane,
+    /// The lane by whose rules it is tried again.
+    began_in: Lane,
     /// The lane whose limits it was last charged for.
     charged: Lane,
     cost: u64,
@@ -399,13 +401,14 @@ impl Call {
         let deadline = deadline.unwrap_or(now + rules.timeout);
         Self {
             lane,
+            began_in: lane,
             charged: lane,
             cost: cost.min(MAX_COST),
             deadline,
             began_at: now,
             queued_at: now,
             hopes_for: None,
-            tries: rules.retry.tries(deadline),
+            tries: Tries::new(deadline),
             stage: Stage::Idle,
             requests: 0,
             counted_at: Time::ZERO,
@@ -656,7 +659,8 @@ impl Call {
             retry_after: reply.retry_after,
             other_credential: desk.pool.next(now, rng).is_some_and(|other| other != credential),
         };
-        match self.tries.after(&attempt, Some(&desk.budget), now, rng) {
+        let retry = &rules.lane_rules[self.began_in as usize].retry;
+        match self.tries.after(retry, &attempt, Some(&desk.budget), now, rng) {
             Ok(at) => {
                 self.retries = reply.class == Class::Transient;
                 Step::Sleep(at)

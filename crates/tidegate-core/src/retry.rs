@@ -172,13 +172,6 @@ impl Default for Retry {
     }
 }
 
-impl Retry {
-    /// The tries of one call that must be over by `deadline` ([`Time::NEVER`] for none).
-    pub fn tries(self, deadline: Time) -> Tries {
-        Tries { policy: self, deadline, attempts: 0, token_retries: 0, waits: self.backoff.waits() }
-    }
-}
-
 /// Why a call that failed isn't tried again, in the order in which the reasons are looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GiveUp {
@@ -210,7 +203,6 @@ pub enum GiveUp {
 /// The tries of one call: counts them, and decides after each whether and when there is another.
 #[derive(Clone, Copy, Debug)]
 pub struct Tries {
-    policy: Retry,
     deadline: Time,
     attempts: u32,
     token_retries: u32,
@@ -218,6 +210,11 @@ pub struct Tries {
 }
 
 impl Tries {
+    /// The tries of a call that must be over by `deadline` ([`Time::NEVER`] for none).
+    pub fn new(deadline: Time) -> Self {
+        Self { deadline, attempts: 0, token_retries: 0, waits: Waits::default() }
+    }
+
     /// Attempts that have ended, token retries not counted.
     pub fn attempts(&self) -> u32 {
         self.attempts
@@ -238,6 +235,7 @@ impl Tries {
     /// Why the call fails now; there is no wait after the last failure.
     pub fn after(
         &mut self,
+        retry: &Retry,
         attempt: &Attempt,
         budget: Option<&Budget>,
         now: Time,
@@ -245,7 +243,7 @@ impl Tries {
     ) -> Result<Time, GiveUp> {
         let switches = attempt.class == Class::Throttled
             && attempt.other_credential
-            && self.token_retries < self.policy.max_token_retries;
+            && self.token_retries < retry.max_token_retries;
         if !switches {
             self.attempts = self.attempts.saturating_add(1);
         }
@@ -258,7 +256,7 @@ impl Tries {
         if let Some(reason) = attempt.unreplayable {
             return Err(GiveUp::Unreplayable(reason));
         }
-        let wait = if switches { Span::ZERO } else { self.wait(attempt.retry_after, rng)? };
+        let wait = if switches { Span::ZERO } else { self.wait(retry, attempt.retry_after, rng)? };
         let at = now + wait;
         if at >= self.deadline {
             return Err(GiveUp::Deadline { earliest: at });
@@ -271,15 +269,15 @@ impl Tries {
         Ok(at)
     }
 
-    fn wait(&mut self, retry_after: Option<Span>, rng: &mut impl Rng) -> Result<Span, GiveUp> {
-        if self.attempts >= self.policy.max_attempts {
+    fn wait(&mut self, retry: &Retry, retry_after: Option<Span>, rng: &mut impl Rng) -> Result<Span, GiveUp> {
+        if self.attempts >= retry.max_attempts {
             return Err(GiveUp::Exhausted { attempts: self.attempts });
         }
         let floor = retry_after.unwrap_or(Span::ZERO);
-        if floor > self.policy.max_retry_after {
+        if floor > retry.max_retry_after {
             return Err(GiveUp::RetryAfterTooLong { retry_after: floor });
         }
-        Ok(self.waits.next(rng).max(floor))
+        Ok(self.waits.next(&retry.backoff, rng).max(floor))
     }
 }
 
@@ -327,10 +325,10 @@ mod tests {
 
     /// The waits of a call whose every attempt ends like this, in milliseconds, and why it gave up.
     fn waits(retry: Retry, attempt: Attempt, deadline: Time, rng: &mut impl Rng) -> (Vec<u64>, GiveUp) {
-        let mut tries = retry.tries(deadline);
+        let mut tries = Tries::new(deadline);
         let (mut now, mut waits) = (NOW, Vec::new());
         loop {
-            match tries.after(&attempt, None, now, rng) {
+            match tries.after(&retry, &attempt, None, now, rng) {
                 Ok(at) => {
                     waits.push(at.since(now).as_micros() / 1_000);
                     now = at;
@@ -483,17 +481,17 @@ mod tests {
         assert_eq!(waited, [0, 0, 0, 0, 0, 7_000, 7_000]);
         assert_eq!(why, GiveUp::Exhausted { attempts: 3 });
 
-        let mut tries = policy(3, 500, 8).tries(NOW + Span::from_secs(60));
-        assert_eq!(tries.after(&free, None, NOW, &mut Highest), Ok(NOW));
+        let (retry, mut tries) = (policy(3, 500, 8), Tries::new(NOW + Span::from_secs(60)));
+        assert_eq!(tries.after(&retry, &free, None, NOW, &mut Highest), Ok(NOW));
         assert_eq!((tries.attempts(), tries.token_retries()), (0, 1));
         let post = Attempt { repeatable: false, ..free };
-        assert_eq!(tries.after(&post, None, NOW, &mut Highest), Err(GiveUp::NotIdempotent));
+        assert_eq!(tries.after(&retry, &post, None, NOW, &mut Highest), Err(GiveUp::NotIdempotent));
         let late = NOW + Span::from_secs(60);
-        assert_eq!(tries.after(&free, None, late, &mut Highest), Err(GiveUp::Deadline { earliest: late }));
+        assert_eq!(tries.after(&retry, &free, None, late, &mut Highest), Err(GiveUp::Deadline { earliest: late }));
         assert_eq!(tries.token_retries(), 1, "neither was sent");
         let failed = Attempt { other_credential: true, ..FAILED };
         assert_eq!(
-            tries.after(&failed, None, NOW, &mut Highest),
+            tries.after(&retry, &failed, None, NOW, &mut Highest),
             Ok(NOW + Span::from_millis(500)),
             "another credential mends no outage"
         );
@@ -504,7 +502,7 @@ mod tests {
     fn only_transient_retries_that_will_be_sent_spend_the_budget() {
         let budget = Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 1 });
         let after = |attempt: Attempt, deadline| {
-            policy(3, 500, 8).tries(deadline).after(&attempt, Some(&budget), NOW, &mut Highest).err()
+            Tries::new(deadline).after(&policy(3, 500, 8), &attempt, Some(&budget), NOW, &mut Highest).err()
         };
         assert_eq!(after(THROTTLED, Time::NEVER), None);
         assert_eq!(after(Attempt { repeatable: false, ..FAILED }, Time::NEVER), Some(GiveUp::NotIdempotent));

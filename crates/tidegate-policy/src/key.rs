@@ -123,14 +123,26 @@ impl KeySeed {
         Self(SipHasher13::new_with_key(&bytes))
     }
 
-    /// What a provider's limits count by, or those of its credential at this place.
-    pub(crate) fn outbound(&self, provider: &str, credential: Option<usize>) -> Key {
+    /// What a provider's limits count by.
+    pub(crate) fn provider(&self, provider: &str) -> Key {
+        self.outbound(provider).finish()
+    }
+
+    /// What the limits of the provider's credential at this place count by. It begins as the provider's key does, so that
+    /// a store that is divided by keys' first bits finds what a call changes in one place.
+    pub(crate) fn credential(&self, provider: &str, credential: usize) -> Key {
+        /// The bits in common; more would crowd a thousand credentials together.
+        const COMMON: u64 = 0xff << 56;
+        let mut encoder = self.outbound(provider);
+        encoder.part(31, &(credential as u64).to_le_bytes());
+        let (own, whole) = (encoder.finish(), self.provider(provider));
+        Key::new(own.hi(), whole.lo() & COMMON | own.lo() & !COMMON)
+    }
+
+    fn outbound(&self, provider: &str) -> Encoder {
         let mut encoder = Encoder::new(self, DOMAIN_OUTBOUND);
         encoder.part(30, provider.as_bytes());
-        if let Some(index) = credential {
-            encoder.part(31, &(index as u64).to_le_bytes());
-        }
-        encoder.finish()
+        encoder
     }
 }
 

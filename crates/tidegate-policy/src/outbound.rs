@@ -156,9 +156,9 @@ impl Provider {
     /// The rules that the machine runs, with the keys that this seed makes.
     pub fn rules(&self, seed: &KeySeed) -> Rules {
         let mut rules = self.unkeyed.clone();
-        rules.key = seed.outbound(&self.name, None);
+        rules.key = seed.provider(&self.name);
         rules.credential_keys =
-            (0..self.credentials.len().max(1)).map(|index| seed.outbound(&self.name, Some(index))).collect();
+            (0..self.credentials.len().max(1)).map(|index| seed.credential(&self.name, index)).collect();
         rules
     }
 

@@ -41,7 +41,7 @@ pub use answer::OutboundBody;
 pub use credential::{CredentialError, Credentials};
 pub use error::{CallError, Problem, Why};
 pub use exchange::{BoxError, Trouble};
-use floor::{After, Broken, Entered, Hall};
+use floor::{After, Broken, Entered, Hall, Place, Verdict};
 pub use judge::{Judge, fault_of};
 pub use login::{LoginError, Logins, Token};
 #[cfg(feature = "reqwest")]
@@ -330,21 +330,20 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let deadline = timeout.map(|timeout| began_at + Span::from_duration(timeout));
         let call = Call::new(&self.0.rules, lane, cost, deadline, began_at);
         let urgency = urgency.as_ref();
-        let mut live = Live { hall: &self.0, place: Place::Gone };
+        let mut live = Live { hall: &self.0, place: Place::Held(call) };
         let mut happened = Happened { attempts: 0, waited: Span::ZERO, credential: 0 };
         let mut waits_since = began_at;
-        let mut entered = self.0.start(call, urgency);
         loop {
-            let (verdict, now) = live.turn(entered).await;
+            let (verdict, now) = live.turn(urgency).await;
             happened.waited = happened.waited + now.since(waits_since);
             let credential = verdict.map_err(|broken| self.error(broken, None, happened))?;
             happened.attempts += 1;
             happened.credential = credential;
-            let attempt = self.attempt_of(live.held(), credential, happened, now);
+            let attempt = self.attempt_of(live.place.call(), credential, happened, now);
             let ended = self.attempt(upstream, attempt, &mut live, &mut happened).await;
-            let (after, now) = self.0.replied(live.held(), &ended.reply);
+            let (after, now) = self.0.replied(live.place.call(), &ended.reply);
             waits_since = now;
-            entered = match after {
+            match after {
                 After::Done => return Ok(live.done(ended, happened)),
                 After::Failed(failure) => {
                     return Err(self.error(Broken::Failed(failure), Some(ended.value), happened));
@@ -355,18 +354,16 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     if at > now {
                         tokio::time::sleep(at.since(now).as_duration()).await;
                     }
-                    self.0.start(live.take(), urgency)
                 }
                 After::Renew => {
                     if let Err(class) = upstream.renew(happened.credential).await {
                         if class == Class::Auth {
-                            self.0.not_renewed(live.held(), happened.credential);
+                            self.0.not_renewed(live.place.call(), happened.credential);
                         }
                         return Ok(live.done(ended, happened));
                     }
-                    self.0.start(live.take(), urgency)
                 }
-            };
+            }
         }
     }
 
@@ -395,45 +392,23 @@ struct Live<'a, S: Store, C: Clock> {
     place: Place,
 }
 
-#[expect(clippy::large_enum_variant, reason = "it lies in its call's future, where boxing would allocate")]
-enum Place {
-    Held(Call),
-    Parked(usize),
-    Gone,
-}
-
 impl<S: Store, C: Clock> Live<'_, S, C> {
     /// Waits until the call may be sent, or is over.
-    async fn turn(&mut self, entered: Entered) -> (Result<usize, Broken>, Time) {
-        let (call, verdict, now) = match entered {
-            Entered::Decided(call, verdict, now) => (call, verdict, now),
+    async fn turn(&mut self, urgency: Option<&Urgency>) -> (Verdict, Time) {
+        match self.hall.start(&mut self.place, urgency) {
+            Entered::Decided(verdict, now) => (verdict, now),
             Entered::Parked(place) => {
-                self.place = Place::Parked(place);
-                self.hall.verdict(place).await
+                let (call, verdict, now) = self.hall.verdict(place).await;
+                self.place = Place::Held(call);
+                (verdict, now)
             }
-        };
-        self.place = Place::Held(call);
-        (verdict, now)
-    }
-
-    fn held(&mut self) -> &mut Call {
-        match &mut self.place {
-            Place::Held(call) => call,
-            Place::Parked(_) | Place::Gone => unreachable!("a call is held from its turn to its end"),
-        }
-    }
-
-    fn take(&mut self) -> Call {
-        match std::mem::replace(&mut self.place, Place::Gone) {
-            Place::Held(call) => call,
-            Place::Parked(_) | Place::Gone => unreachable!("a call is held from its turn to its end"),
         }
     }
 
     fn done<T>(&mut self, ended: Ended<T>, happened: Happened) -> Done<T, S, C> {
         let tail = Tail {
             hall: Some(Arc::clone(self.hall)),
-            call: self.take(),
+            call: self.place.take(),
             credential: happened.credential,
             streams: ended.reply.streams,
         };

@@ -165,10 +165,11 @@ impl<S: Store, C: Clock> Hall<S, C> {
         look(&floor.table.desk, self.clock.now())
     }
 
-    /// Lets a call enter the queue, and decides about it at once where that is possible; else it is parked.
-    pub(super) fn start(self: &Arc<Self>, mut call: Call, urgency: Option<&Urgency>) -> Entered {
+    /// Lets a held call enter the queue, and decides about it at once where that is possible; else it is parked.
+    pub(super) fn start(self: &Arc<Self>, place: &mut Place, urgency: Option<&Urgency>) -> Entered {
         let (mut floor, now) = self.enter_now();
         let floor = &mut *floor;
+        let call = place.call();
         if let Some(urgency) = urgency {
             call.raise(urgency.lane(), &mut floor.table.desk, now);
         }
@@ -176,29 +177,28 @@ impl<S: Store, C: Clock> Hall<S, C> {
         let step = call.start(desk, now);
         self.tell(desk, now);
         if let Step::Finish(Err(failure)) = step {
-            return Entered::Decided(call, Err(Broken::Failed(failure)), now);
+            return Entered::Decided(Err(Broken::Failed(failure)), now);
         }
-        let mut own = Own { call: &mut call, verdict: None };
+        let mut own = Own { call, verdict: None };
         self.pump(floor, Some(&mut own), now);
         if let Some(verdict) = own.verdict {
-            return Entered::Decided(call, verdict, now);
+            return Entered::Decided(verdict, now);
         }
         if call.passed_over(&mut floor.table.desk) {
-            // Nobody is told: the request that it was to go beside is still under way.
-            return Entered::Decided(call, Err(Broken::Failed(Failure::DeadlineExceeded)), now);
+            return Entered::Decided(Err(Broken::Failed(Failure::DeadlineExceeded)), now);
         }
         let ticket = call.ticket().expect("invariant: a call that has entered and isn't decided about is in the queue");
-        let place = floor.park(call, ticket, urgency.cloned());
+        let parked = floor.park(place.take(), ticket, urgency.cloned());
+        *place = Place::Parked(parked);
         if let Some(urgency) = urgency {
-            urgency.parked(place);
+            urgency.parked(parked);
         }
-        Entered::Parked(place)
+        Entered::Parked(parked)
     }
 
-    /// Starts a second request beside a call's; `None` if the retry budget is spent.
-    pub(super) fn hedge(self: &Arc<Self>, call: &Call) -> Option<Entered> {
-        let hedge = self.look(|desk, _| call.hedge(desk))?;
-        Some(self.start(hedge, None))
+    /// The call of a second request beside this call's; `None` if the retry budget is spent.
+    pub(super) fn hedge(&self, call: &Call) -> Option<Call> {
+        self.look(|desk, _| call.hedge(desk))
     }
 
     /// Learns how a request failed beside which another is still under way.
@@ -488,11 +488,40 @@ impl<S, C> Drop for Timer<S, C> {
 /// Less than this isn't waited for, or a clock that is behind the runtime's would make the timer spin.
 const SHORTEST: Span = Span::from_micros(100);
 
+/// Where a call under way is.
+pub(super) enum Place {
+    /// With its own task.
+    Held(Call),
+    /// On the floor, where it waits.
+    Parked(usize),
+    /// Nowhere: it is over.
+    Gone,
+}
+
+impl Place {
+    pub(super) fn call(&mut self) -> &mut Call {
+        match self {
+            Self::Held(call) => call,
+            Self::Parked(_) | Self::Gone => {
+                unreachable!("a call is held until it is parked, and from its turn to its end")
+            }
+        }
+    }
+
+    pub(super) fn take(&mut self) -> Call {
+        match std::mem::replace(self, Self::Gone) {
+            Self::Held(call) => call,
+            Self::Parked(_) | Self::Gone => {
+                unreachable!("a call is held until it is parked, and from its turn to its end")
+            }
+        }
+    }
+}
+
 /// What became of a call that wanted to enter.
-#[expect(clippy::large_enum_variant, reason = "the large one is the usual one, and boxing it would allocate")]
 pub(super) enum Entered {
     /// It goes at once, or is over.
-    Decided(Call, Verdict, Time),
+    Decided(Verdict, Time),
     /// It waits here.
     Parked(usize),
 }

@@ -29,31 +29,31 @@ impl<S: Store, C: Clock> Provider<S, C> {
             if let Ok(ended) = timeout(after, first.as_mut()).await {
                 return ended;
             }
-            let entered = if twin.is_due() { self.0.hedge(live.held()) } else { None };
-            let Some(entered) = entered else { return first.await };
-            let mut beside = Live { hall: &self.0, place: Place::Gone };
-            let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(entered))).await {
+            let hedge = if twin.is_due() { self.0.hedge(live.place.call()) } else { None };
+            let Some(hedge) = hedge else { return first.await };
+            let mut beside = Live { hall: &self.0, place: Place::Held(hedge) };
+            let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(None))).await {
                 Either::Left((ended, _)) => return ended,
                 Either::Right((turn, _)) => turn,
             };
             let Ok(credential) = verdict else { return first.await };
             happened.attempts += 1;
-            let attempt = self.attempt_of(beside.held(), credential, *happened, now);
+            let attempt = self.attempt_of(beside.place.call(), credential, *happened, now);
             let mut second = pin!(twin.send(attempt));
             let ended = match select(first.as_mut(), second.as_mut()).await {
                 Either::Left((ended, _)) if decides(&ended) => return ended,
                 Either::Left((failed, _)) => {
-                    live.held().change_places(beside.held());
-                    self.0.beaten(beside.held(), &failed.reply);
+                    live.place.call().change_places(beside.place.call());
+                    self.0.beaten(beside.place.call(), &failed.reply);
                     drop(failed);
                     second.await
                 }
                 Either::Right((ended, _)) if decides(&ended) => {
-                    live.held().change_places(beside.held());
+                    live.place.call().change_places(beside.place.call());
                     ended
                 }
                 Either::Right((failed, _)) => {
-                    self.0.beaten(beside.held(), &failed.reply);
+                    self.0.beaten(beside.place.call(), &failed.reply);
                     drop(failed);
                     return first.await;
                 }

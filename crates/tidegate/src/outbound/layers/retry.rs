@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tidegate_core::{Attempt, Budget, Class, Clock, Retry, Span, Time, Unreplayable};
+use tidegate_core::{Attempt, Budget, Class, Clock, Retry, Span, Time, Tries, Unreplayable};
 use tower_layer::Layer;
 use tower_service::Service;
 
@@ -159,7 +159,7 @@ impl<J, P, C: Clock> Shared<J, P, C> {
     {
         let Rules { retry, budget, judge, replay, clock, .. } = &self.rules;
         let budget = budget.as_deref();
-        let mut tries = retry.tries(deadline);
+        let mut tries = Tries::new(deadline);
         let mut unsent = Unsent(None);
         if let Some(budget) = budget {
             budget.first_try();
@@ -179,7 +179,7 @@ impl<J, P, C: Clock> Shared<J, P, C> {
                 retry_after: judged.retry_after,
                 other_credential: false,
             };
-            let (Ok(at), Some(again)) = (tries.after(&attempt, budget, now, &mut &self.rng), copy) else {
+            let (Ok(at), Some(again)) = (tries.after(retry, &attempt, budget, now, &mut &self.rng), copy) else {
                 return outcome;
             };
             unsent.0 = budget.filter(|_| judged.class == Class::Transient);
