@@ -72,6 +72,11 @@ pub trait Clock: Send + Sync + 'static {
         let now = self.now();
         (now, now)
     }
+
+    /// Whether it runs as the machine's own clocks do, so that the system's timers wake by it. Default no.
+    fn is_system(&self) -> bool {
+        false
+    }
 }
 
 impl Add<Span> for Time {

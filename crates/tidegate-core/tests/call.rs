@@ -11,8 +11,8 @@ use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Repl
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::retry::{GiveUp, Reach, Retry};
 use tidegate_core::{
-    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Jitter, Key, Kind, Lane, LanesSpec, Limit,
-    LimitId, Limits, Pool, Rate, Span, Time, Window,
+    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Growth, Jitter, Key, Kind, Lane, LanesSpec,
+    Limit, LimitId, Limits, Pool, Rate, Span, Time, Window,
 };
 use tidegate_testkit::desk::Desk as Store;
 use tidegate_testkit::dice::count;
@@ -35,6 +35,8 @@ enum Happening {
     Replies(usize),
     Starts(usize),
     Leaves(usize),
+    /// Somebody makes a call.
+    Comes,
     Wakes,
 }
 
@@ -51,12 +53,15 @@ struct World {
     answers: BTreeMap<usize, (Class, Option<Span>)>,
     sent: Vec<(Time, usize)>,
     finished: BTreeMap<usize, Result<(), Failure>>,
+    /// Those of them that `more` hasn't been called for.
+    over: Vec<usize>,
     service: Service,
     transit: Transit,
     /// Of how many calls one goes away a millisecond after its request was sent.
     leavers: Option<usize>,
     rng: SmallRng,
     now: Time,
+    wakes_at: Time,
 }
 
 impl World {
@@ -95,11 +100,13 @@ impl World {
             answers: BTreeMap::new(),
             sent: Vec::new(),
             finished: BTreeMap::new(),
+            over: Vec::new(),
             service: Box::new(|_| (Class::Success, None)),
             transit: Box::new(|_| (Span::from_millis(1), Span::from_millis(1))),
             leavers: None,
             rng: SmallRng::seed_from_u64(7),
             now: START,
+            wakes_at: START,
         }
     }
 
@@ -144,6 +151,7 @@ impl World {
                 Step::Renew { .. } => unreachable!("no credential here renews"),
                 Step::Finish(result) => {
                     self.finished.insert(id, result);
+                    self.over.push(id);
                     return;
                 }
             }
@@ -165,7 +173,8 @@ impl World {
                     self.step(id, next);
                 }
                 Turn::Sleep(at) => {
-                    if !at.is_never() {
+                    if !at.is_never() && !(self.now < self.wakes_at && self.wakes_at <= at) {
+                        self.wakes_at = at;
                         self.at(at, Happening::Wakes);
                     }
                     return;
@@ -175,7 +184,7 @@ impl World {
     }
 
     /// Runs until a moment, calling `more` for each call that has finished.
-    fn run(&mut self, until: Time, mut more: impl FnMut(&mut Self)) {
+    fn run(&mut self, until: Time, mut more: impl FnMut(&mut Self, usize)) {
         self.drive();
         while let Some(Reverse((at, ..))) = self.happenings.peek()
             && *at <= until
@@ -204,9 +213,6 @@ impl World {
                     };
                     let next = self.calls[id].replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
                     self.step(id, next);
-                    if self.finished.contains_key(&id) {
-                        more(self);
-                    }
                 }
                 Happening::Starts(id) => {
                     let next = self.calls[id].start(&mut self.desk, self.now);
@@ -216,11 +222,17 @@ impl World {
                     let (rules, desk) = (&self.rules, &mut self.desk);
                     self.calls[id].abandoned(rules, desk, Reach::Unknown, self.now, &mut self.rng);
                     self.step(id, Step::Finish(Ok(())));
-                    more(self);
+                }
+                Happening::Comes => {
+                    self.call(Lane::User);
                 }
                 Happening::Wakes => {}
             }
             self.drive();
+            while let Some(id) = self.over.pop() {
+                more(self, id);
+                self.drive();
+            }
         }
         self.now = until;
     }
@@ -258,7 +270,7 @@ fn ten_start_in_the_first_second_and_never_more_in_any() {
     for _ in 0..200 {
         world.call(Lane::User);
     }
-    world.run(ms(60_000), |_| {});
+    world.run(ms(60_000), |_, _| {});
     assert_eq!(world.sent.iter().filter(|(at, _)| *at < ms(1_000)).count(), 10);
     assert_eq!((world.most_in_any(Span::from_secs(1)), world.sent.len()), (10, 200));
     let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
@@ -272,9 +284,9 @@ fn a_webhook_goes_before_what_waits_in_the_background() {
     for _ in 0..6 {
         world.call(Lane::Background);
     }
-    world.run(ms(0), |_| {});
+    world.run(ms(0), |_, _| {});
     let webhook = world.call(Lane::Webhook);
-    world.run(ms(30_000), |_| {});
+    world.run(ms(30_000), |_, _| {});
     let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
     assert_eq!(order, [0, webhook, 1, 2, 3, 4, 5]);
 }
@@ -298,7 +310,7 @@ fn saturate(limit: usize, secs: u64, minutes: u64, leavers: Option<usize>) -> (u
     for _ in 0..limit * 2 {
         world.call(Lane::User);
     }
-    world.run(ms(minutes * 60_000), |world| {
+    world.run(ms(minutes * 60_000), |world, _| {
         world.call(Lane::User);
     });
     (throttled.get(), world.sent.len())
@@ -327,7 +339,7 @@ fn one_at_a_time_and_a_second_apart() {
     for _ in 0..5 {
         world.call(Lane::User);
     }
-    world.run(ms(60_000), |_| {});
+    world.run(ms(60_000), |_, _| {});
     let starts: Vec<u64> = world.sent.iter().map(|(at, _)| at.since(START).as_micros() / 1000).collect();
     assert_eq!(starts, [0, 1400, 2800, 4200, 5600], "one in flight, in order");
     world.transit = Box::new(|_| (Span::from_millis(1), Span::from_millis(1)));
@@ -335,7 +347,7 @@ fn one_at_a_time_and_a_second_apart() {
     for _ in 0..5 {
         world.call(Lane::User);
     }
-    world.run(ms(120_000), |_| {});
+    world.run(ms(120_000), |_, _| {});
     let later: Vec<Time> = world.sent[before..].iter().map(|(at, _)| *at).collect();
     assert!(later.windows(2).all(|pair| pair[1].since(pair[0]) >= Span::from_secs(1)), "{later:?}");
 }
@@ -349,9 +361,9 @@ fn one_long_retry_after_holds_everybody_and_releases_them_one_by_one() {
     for _ in 0..30 {
         world.call(Lane::User);
     }
-    world.run(ms(5_000), |_| {});
+    world.run(ms(5_000), |_, _| {});
     assert_eq!(world.sent.len(), 30);
-    world.run(ms(2_000_000), |_| {});
+    world.run(ms(2_000_000), |_, _| {});
     let again: Vec<Time> = world.sent[30..].iter().map(|(at, _)| *at).collect();
     assert_eq!(again.len(), 30);
     assert!(again[0] >= ms(600_000), "{:?}", again[0].since(START));
@@ -373,7 +385,7 @@ fn six_throttled_replies_are_waited_out_with_back_off() {
     });
     world.transit = Box::new(|_| (Span::ZERO, Span::ZERO));
     world.call(Lane::User);
-    world.run(ms(200_000), |_| {});
+    world.run(ms(200_000), |_, _| {});
     let waits: Vec<u64> =
         world.sent.windows(2).map(|pair| pair[1].0.since(pair[0].0).as_micros() / 1_000_000).collect();
     assert_eq!(waits, [1, 2, 4, 8, 16, 30]);
@@ -385,13 +397,13 @@ fn what_cannot_succeed_in_time_fails_at_once() {
     let mut world = World::new(window(1, 60), LanesSpec::default(), 1);
     world.service = Box::new(|_| (Class::Throttled, Some(Span::from_secs(86_400))));
     world.call(Lane::User);
-    world.run(ms(10), |_| {});
+    world.run(ms(10), |_, _| {});
     let long = Span::from_secs(86_400);
     assert_eq!(world.finished[&0], Err(Failure::GaveUp(GiveUp::RetryAfterTooLong { retry_after: long })));
     world.calls.push(Call::new(&world.rules, Lane::User, 1, Some(ms(30_000)), world.now));
     let next = world.calls[1].start(&mut world.desk, world.now);
     world.step(1, next);
-    world.run(ms(20), |_| {});
+    world.run(ms(20), |_, _| {});
     assert!(matches!(world.finished[&1], Err(Failure::Cooling { earliest }) if earliest >= ms(86_400_000)));
     assert_eq!(world.sent.len(), 1);
 }
@@ -406,7 +418,7 @@ fn another_credential_goes_at_once() {
     });
     world.transit = Box::new(|_| (Span::ZERO, Span::ZERO));
     world.call(Lane::User);
-    world.run(ms(100), |_| {});
+    world.run(ms(100), |_, _| {});
     assert_eq!((world.sent.len(), world.sent[2].0), (3, ms(0)));
     assert_eq!(world.finished[&0], Ok(()));
 }
@@ -418,7 +430,7 @@ fn an_outage_opens_the_breaker_for_those_who_wait() {
     for _ in 0..20 {
         world.call(Lane::User);
     }
-    world.run(ms(60_000), |_| {});
+    world.run(ms(60_000), |_, _| {});
     let refused = world.finished.values().filter(|result| matches!(result, Err(Failure::Unavailable(_)))).count();
     assert_eq!(world.finished.len(), 20);
     assert!(refused > 0 && world.sent.len() < 40, "{refused} {}", world.sent.len());
@@ -432,14 +444,14 @@ fn who_goes_away_leaves_nothing_behind() {
     for _ in 0..20 {
         world.call(Lane::User);
     }
-    world.run(ms(0), |_| {});
+    world.run(ms(0), |_, _| {});
     for id in 5..15 {
         let (call, desk) = (&mut world.calls[id], &mut world.desk);
         call.abandoned(&world.rules, desk, Reach::Unknown, world.now, &mut world.rng);
         assert!(world.desk.orders.tell().is_none());
     }
     assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
-    world.run(ms(60_000), |_| {});
+    world.run(ms(60_000), |_, _| {});
     let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
     assert_eq!(order, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]);
     assert_eq!((world.desk.lanes.waiting(Lane::User), world.desk.lanes.in_flight(Lane::User)), (0, 0));
@@ -462,7 +474,7 @@ fn who_goes_away_slows_nobody_down() {
     for _ in 0..101 {
         world.call(Lane::User);
     }
-    world.run(ms(60_000), |_| {});
+    world.run(ms(60_000), |_, _| {});
     assert_eq!(world.sent.len(), 101);
     assert!(world.sent[100].0 <= ms(10_400), "{:?}", world.sent[100]);
 }
@@ -506,12 +518,51 @@ fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
     let mut world = World::new(window(1, 1), LanesSpec::default(), 1);
     world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
     world.call(Lane::User);
-    world.run(ms(0), |_| {});
+    world.run(ms(0), |_, _| {});
     world.calls[0].abandoned(&world.rules, &mut world.desk, Reach::Unknown, world.now, &mut world.rng);
     if let Some(batch) = world.desk.orders.tell() {
         world.store.ask(batch, world.now);
     }
     world.call(Lane::User);
-    world.run(ms(10_000), |_| {});
+    world.run(ms(10_000), |_, _| {});
     assert_eq!(world.sent[1].0, START + LEAD + Span::from_secs(1));
+}
+
+/// A provider that takes 100 calls a second goes down for a minute under a thousand workers, and comes back.
+#[test]
+fn a_rate_is_used_again_when_its_provider_comes_back() {
+    let mut world = World::new(Kind::Rate(Rate::new(100, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
+    world.rules.jitter = Span::from_micros(150);
+    let open = Backoff { growth: Growth::Constant, ..Backoff::exponential(Span::from_secs(2), Span::from_secs(2)) };
+    let breaker = BreakerSpec { open: open.with_jitter(Jitter::None), ..BreakerSpec::default() };
+    let pool = Pool::new(Balance::RoundRobin, 1).unwrap();
+    world.desk = Desk::new(&world.rules, pool, Breaker::new(breaker).unwrap(), None);
+    world.transit = Box::new(|_| (Span::from_millis(10), Span::from_millis(10)));
+    world.service =
+        Box::new(
+            |now| {
+                if ms(10_000) <= now && now < ms(70_000) { (Class::Transient, None) } else { (Class::Success, None) }
+            },
+        );
+    for _ in 0..1_000 {
+        world.call(Lane::User);
+    }
+    world.run(ms(100_000), |world, id| {
+        let after = match world.finished[&id] {
+            Err(Failure::Unavailable(refusal)) => refusal.reset_in.max(Span::from_secs(1)),
+            Err(_) => Span::from_secs(1),
+            Ok(()) => Span::ZERO,
+        };
+        world.at(world.now + after, Happening::Comes);
+    });
+    let sent = |from: u64, to: u64| {
+        world.sent.iter().filter(|(at, _)| ms(from * 1_000) <= *at && *at < ms(to * 1_000)).count()
+    };
+    assert!(world.sent.windows(102).all(|some| some[101].0.since(some[0].0) >= Span::from_secs(1)));
+    assert!(sent(0, 10) >= 950 && sent(12, 70) <= 58 * 3, "{} before, {} meanwhile", sent(0, 10), sent(12, 70));
+    assert!(
+        (75..100).all(|second| sent(second, second + 1) >= 95),
+        "{:?}",
+        (70..100).map(|s| sent(s, s + 1)).collect::<Vec<_>>()
+    );
 }

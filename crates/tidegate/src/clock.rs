@@ -1,5 +1,8 @@
 //! The one place that reads the machine's time, and a clock that tests set by hand.
 
+#[cfg(feature = "outbound")]
+pub(crate) mod alarm;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -103,6 +106,10 @@ impl SystemClock {
 }
 
 impl Clock for SystemClock {
+    fn is_system(&self) -> bool {
+        true
+    }
+
     #[inline]
     fn now(&self) -> Time {
         let anchor = &*self.0;

@@ -5,10 +5,12 @@
 //! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
 
+use futures_util::future::select;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
@@ -21,6 +23,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::Urgency;
+use crate::clock::alarm;
 use crate::random::random_u64;
 
 /// What all calls to one provider share.
@@ -457,13 +460,21 @@ struct Timer<S, C> {
 
 impl<S: Store, C: Clock> Timer<S, C> {
     async fn run(mut self) {
-        while let Some(wait) = self.next() {
+        while let Some((wait, by_system)) = self.next() {
+            let wait = wait.as_duration();
+            let slept = async move {
+                match by_system {
+                    true => alarm::sleep(wait).await,
+                    false => tokio::time::sleep(wait).await,
+                }
+            };
             // Whether it is time or there is an earlier moment: the floor says what is next.
-            let _ = tokio::time::timeout(wait.as_duration(), self.timing.earlier.notified()).await;
+            select(pin!(slept), pin!(self.timing.earlier.notified())).await;
         }
     }
 
-    fn next(&mut self) -> Option<Span> {
+    /// How long to sleep, and whether by the system's time.
+    fn next(&mut self) -> Option<(Span, bool)> {
         let hall = self.hall.upgrade()?;
         let (mut floor, now) = hall.enter_now();
         let floor = &mut *floor;
@@ -474,7 +485,7 @@ impl<S: Store, C: Clock> Timer<S, C> {
             self.timing = Arc::default();
             return None;
         }
-        Some(floor.wakes_at.since(now).max(SHORTEST))
+        Some((floor.wakes_at.since(now).max(SHORTEST), hall.clock.is_system()))
     }
 }
 
