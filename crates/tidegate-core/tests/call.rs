@@ -173,7 +173,8 @@ impl World {
                     self.step(id, next);
                 }
                 Turn::Sleep(at) => {
-                    if !at.is_never() && !(self.now < self.wakes_at && self.wakes_at <= at) {
+                    let is_set = self.now < self.wakes_at && self.wakes_at <= at;
+                    if !at.is_never() && !is_set {
                         self.wakes_at = at;
                         self.at(at, Happening::Wakes);
                     }
