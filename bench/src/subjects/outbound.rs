@@ -11,6 +11,7 @@ use std::convert::Infallible;
 use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
 use tidegate::core::breaker::Lock;
+use tidegate::core::allowance::Rests;
 use tidegate::core::call::Reply;
 use tidegate::core::retry::Reach;
 use tidegate::core::{Breaker, BreakerSpec, Class, SharedBreaker};
@@ -155,6 +156,7 @@ impl Upstream for Immediate {
             stop: false,
             retry_after: None::<Span>,
             spent_until: None,
+            rests: Rests::default(),
             reach: Reach::Answered,
             streams: false,
         };

@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tidegate_testkit::client::{Client, get};
 use tidegate_testkit::dice;
@@ -15,9 +15,58 @@ use tidegate_testkit::servers::{Scratch, free_port, nginx};
 
 use crate::common::{gateway, provider};
 
+/// More than this, and the machine has stalled: a request that it holds up comes closer to the next than it was sent.
+const STALLED: Duration = Duration::from_millis(15);
+
+/// Until the machine has not stalled meanwhile, or nginx has refused none all the same: what [`run`] gives. A machine that
+/// never comes to rest shows nothing.
+fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
+    for _ in 0..3 {
+        let stalls = Stalls::watch();
+        let log = run(limit_req, limit, seconds)?;
+        let longest = stalls.longest();
+        println!("the machine held a thread up for at most {longest:?}");
+        let around: Vec<_> = log.windows(3).filter(|three| three.iter().any(|(status, _)| *status != 200)).collect();
+        if around.is_empty() {
+            return Some(log);
+        }
+        assert!(longest > STALLED, "nginx refused some: {around:?}");
+    }
+    panic!("the machine stalls: nothing can be said of a rate");
+}
+
+/// How late the kernel wakes a thread that sleeps for a millisecond again and again.
+struct Stalls {
+    going: Arc<AtomicBool>,
+    watcher: thread::JoinHandle<Duration>,
+}
+
+impl Stalls {
+    #[expect(clippy::disallowed_methods, reason = "it is the machine's own time that is watched")]
+    fn watch() -> Self {
+        let going = Arc::new(AtomicBool::new(true));
+        let watched = Arc::clone(&going);
+        let watcher = thread::spawn(move || {
+            let (nap, mut longest) = (Duration::from_millis(1), Duration::ZERO);
+            while watched.load(Ordering::Relaxed) {
+                let began = Instant::now();
+                thread::sleep(nap);
+                longest = longest.max(began.elapsed() - nap);
+            }
+            longest
+        });
+        Self { going, watcher }
+    }
+
+    fn longest(self) -> Duration {
+        self.going.store(false, Ordering::Relaxed);
+        self.watcher.join().unwrap()
+    }
+}
+
 /// Lets 50 clients ask without pause through a gateway with this limit, before an nginx that takes 10 a second and
 /// refuses more with 429; gives what nginx logged, as statuses and seconds.
-fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
+fn run(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
     let upstream = free_port();
     let pages = Scratch::new();
     pages.write("page", "a page of nginx");
@@ -63,9 +112,7 @@ fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16,
     let gaps = log.windows(2).map(|pair| pair[1].1 - pair[0].1);
     let (least, all) = (gaps.clone().fold(f64::MAX, f64::min), gaps.sum::<f64>());
     println!("{} requests in {all:.3} s, at least {least:.3} s apart; {refused} refused", log.len());
-    let around: Vec<_> = log.windows(3).filter(|three| three.iter().any(|(status, _)| *status != 200)).collect();
-    assert_eq!(refused, 0, "nginx refused some: {around:?}");
-    assert!(others.is_empty(), "{others:?}");
+    assert!(refused > 0 || others.is_empty(), "{others:?}");
     let mut direct = Client::connect(upstream)?;
     let statuses: Vec<u16> = (0..15).map(|_| direct.ask(get("/page")).status).collect();
     assert!(statuses.contains(&429), "it would have refused: {statuses:?}");

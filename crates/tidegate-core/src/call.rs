@@ -14,8 +14,10 @@
 mod hedge;
 
 use alloc::boxed::Box;
+use alloc::vec::Vec;
 use rand_core::Rng;
 
+use crate::allowance::{Allowances, Rests};
 use crate::breaker::{Breaker, Permit, Refusal};
 use crate::lanes::{Lane, Lanes, LanesSpec, QueueFull, Scope, Ticket};
 use crate::retry::{Attempt, GiveUp, Reach, Retry, Tries, Unreplayable};
@@ -80,6 +82,9 @@ pub struct Rules {
     pub credential_keys: Box<[Key]>,
     /// Whether credentials are named by a login that can be repeated.
     pub renews: bool,
+    /// Whether calls keep to what replies say is left of each credential's limits ([`Reply::rests`]). The first of a
+    /// credential goes alone then.
+    pub learns: bool,
     /// How far ahead of its start a call is counted by windows, until its reply tells better: the longest that a
     /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
     pub lead: Span,
@@ -114,6 +119,8 @@ pub struct Desk {
     pub pool: Pool,
     /// How many calls the provider bears at a time; `None` where that isn't to be found out.
     pub inflight: Option<Inflight>,
+    /// What is left of each credential's limits, where that is learnt.
+    allowances: Vec<Allowances>,
     /// Whether the provider is well.
     pub breaker: Breaker,
     /// What bounds retries.
@@ -187,6 +194,7 @@ impl Desk {
     pub fn new(rules: &Rules, pool: Pool, breaker: Breaker, inflight: Option<Inflight>) -> Self {
         let mut desk = Self {
             lanes: Lanes::new(rules.lanes),
+            allowances: alloc::vec![Allowances::default(); if rules.learns { pool.size() } else { 0 }],
             pool,
             inflight,
             breaker,
@@ -210,6 +218,19 @@ impl Desk {
         match kind {
             Some(Kind::Rate(_)) => rules.jitter + self.transit.late.min(rules.jitter.times(9)),
             _ => Span::ZERO,
+        }
+    }
+
+    /// The credential to ask for next, of those that aren't known to be cooling or to have too little left.
+    fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
+        loop {
+            let credential = self.pool.next(now, rng)?;
+            let allowances = self.allowances.get_mut(credential);
+            let free_at = allowances.map_or(now, |allowances| allowances.free_at(cost, now));
+            if free_at <= now {
+                return Some(credential);
+            }
+            self.pool.not_before(credential, free_at, now);
         }
     }
 
@@ -247,6 +268,8 @@ pub struct Reply {
     pub retry_after: Option<Span>,
     /// Until when the provider says that the credential has nothing left.
     pub spent_until: Option<Time>,
+    /// What the provider says is left of the credential's limits.
+    pub rests: Rests,
     /// How far the request came.
     pub reach: Reach,
     /// Whether its body is still to come: if the reply is the call's last, it stays among those in flight until
@@ -492,7 +515,7 @@ impl Call {
         if self.comes_too_late(desk, now) {
             return self.fail(Failure::DeadlineExceeded, desk);
         }
-        match desk.pool.next(now, rng) {
+        match desk.next_credential(self.cost, now, rng) {
             Some(credential) => {
                 (self.stage, self.charged) = (Stage::Asking(ticket, credential), self.lane);
                 self.fill(&mut desk.orders.ask, rules, credential, Verb::Take);
@@ -616,6 +639,9 @@ impl Call {
             }
         };
         desk.pool.used(credential);
+        if let Some(allowances) = desk.allowances.get_mut(credential) {
+            allowances.sent(self.cost);
+        }
         desk.transit.granted(now);
         if self.requests == 0 {
             desk.budget.first_try();
@@ -731,6 +757,7 @@ impl Call {
                 retry_after: None,
                 stop: false,
                 spent_until: None,
+                rests: Rests::default(),
                 reach,
                 streams: false,
             };
@@ -766,6 +793,10 @@ impl Call {
         desk.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         // What was told about a rate was told before this was known.
         if desk.transit.ended(sent.at, elapsed, reply.reach) && !rules.jitter.is_zero() {
+            desk.lanes.poke();
+        }
+        if let Some(allowances) = desk.allowances.get_mut(sent.credential) {
+            allowances.ended(self.cost, sent.at, reply.reach == Reach::Answered, reply.rests);
             desk.lanes.poke();
         }
         if let Some(inflight) = &mut desk.inflight {

@@ -21,6 +21,7 @@ extern crate alloc;
 extern crate std;
 
 pub mod admit;
+pub mod allowance;
 pub mod backoff;
 pub mod batch;
 pub mod breaker;
@@ -42,6 +43,7 @@ pub mod time;
 pub mod window;
 
 pub use admit::{Decision, Reason};
+pub use allowance::{Rest, Rests};
 pub use backoff::{Backoff, Growth, Jitter};
 pub use batch::{Batch, BatchFull, Key, MAX_OPS, Op, Outcome, Outcomes, Verb, Verdict};
 pub use breaker::{Breaker, BreakerError, BreakerSpec, Refusal, SharedBreaker};

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use tidegate_core::allowance::Rests;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::retry::{GiveUp, Reach, Retry};
@@ -80,6 +81,7 @@ impl World {
             key: key(1),
             credential_keys: (0..credentials as u64).map(|number| key(2 + number)).collect(),
             renews: false,
+            learns: false,
             lead: LEAD,
             jitter: Span::ZERO,
             lanes,
@@ -209,6 +211,7 @@ impl World {
                         stop: false,
                         retry_after,
                         spent_until: None,
+                        rests: Rests::default(),
                         reach: Reach::Answered,
                         streams: false,
                     };

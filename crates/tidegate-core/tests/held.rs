@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
+use tidegate_core::allowance::Rests;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::Turn;
 use tidegate_core::quota::Every;
@@ -48,6 +49,7 @@ impl Provider {
             key: SHARED,
             credential_keys: (2..2 + credentials).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
             renews: false,
+            learns: false,
             lead: Span::from_millis(500),
             jitter: Span::ZERO,
             lanes: LanesSpec::default(),
@@ -117,6 +119,7 @@ impl Provider {
             stop: false,
             retry_after,
             spent_until: None,
+            rests: Rests::default(),
             reach: Reach::Answered,
             streams: false,
         };

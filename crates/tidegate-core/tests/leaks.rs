@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
+use tidegate_core::allowance::Rests;
 use tidegate_core::breaker::State;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
@@ -103,6 +104,7 @@ impl World {
             key: SHARED,
             credential_keys: (2..5).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
             renews,
+            learns: false,
             lead: Span::from_millis(30),
             jitter: Span::ZERO,
             lanes: LanesSpec {
@@ -304,6 +306,7 @@ impl World {
             stop: false,
             retry_after,
             spent_until,
+            rests: Rests::default(),
             reach: Reach::Answered,
             streams,
         };

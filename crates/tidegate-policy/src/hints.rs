@@ -1,10 +1,12 @@
 //! What a provider's reply says about when to call again.
 
+use std::cmp::Reverse;
 use std::time::UNIX_EPOCH;
 
 use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
 use sfv::{BareItem, Dictionary, List, ListEntry, Parser};
-use tidegate_core::{Span, Time};
+use tidegate_core::call::Measure;
+use tidegate_core::{Rest, Rests, Span, Time};
 
 use crate::units::parse_duration;
 
@@ -18,22 +20,58 @@ const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 /// Lines of `RateLimit` that are read; a provider has a handful of limits.
 const MAX_LINES: usize = 16;
 
-/// Headers that belong together: how many calls are left, and when there are more.
-const ALLOWANCES: [(HeaderName, HeaderName); 10] = [
-    allowance("x-ratelimit-remaining", "x-ratelimit-reset"),
-    allowance("x-ratelimit-remaining", "x-ratelimit-reset-after"),
-    allowance("x-rate-limit-remaining", "x-rate-limit-reset"),
-    allowance("ratelimit-remaining", "ratelimit-reset"),
-    allowance("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
-    allowance("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
-    allowance("anthropic-ratelimit-requests-remaining", "anthropic-ratelimit-requests-reset"),
-    allowance("anthropic-ratelimit-tokens-remaining", "anthropic-ratelimit-tokens-reset"),
-    allowance("anthropic-ratelimit-input-tokens-remaining", "anthropic-ratelimit-input-tokens-reset"),
-    allowance("anthropic-ratelimit-output-tokens-remaining", "anthropic-ratelimit-output-tokens-reset"),
+/// Headers that belong together: how much is left, when there is more, and how much there is then.
+struct Family {
+    remaining: HeaderName,
+    reset: HeaderName,
+    limit: HeaderName,
+    measure: Measure,
+}
+
+const FAMILIES: [Family; 10] = [
+    calls("x-ratelimit-remaining", "x-ratelimit-reset", "x-ratelimit-limit"),
+    calls("x-ratelimit-remaining", "x-ratelimit-reset-after", "x-ratelimit-limit"),
+    calls("x-rate-limit-remaining", "x-rate-limit-reset", "x-rate-limit-limit"),
+    calls("ratelimit-remaining", "ratelimit-reset", "ratelimit-limit"),
+    calls("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests", "x-ratelimit-limit-requests"),
+    cost("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens", "x-ratelimit-limit-tokens"),
+    calls(
+        "anthropic-ratelimit-requests-remaining",
+        "anthropic-ratelimit-requests-reset",
+        "anthropic-ratelimit-requests-limit",
+    ),
+    cost(
+        "anthropic-ratelimit-tokens-remaining",
+        "anthropic-ratelimit-tokens-reset",
+        "anthropic-ratelimit-tokens-limit",
+    ),
+    cost(
+        "anthropic-ratelimit-input-tokens-remaining",
+        "anthropic-ratelimit-input-tokens-reset",
+        "anthropic-ratelimit-input-tokens-limit",
+    ),
+    cost(
+        "anthropic-ratelimit-output-tokens-remaining",
+        "anthropic-ratelimit-output-tokens-reset",
+        "anthropic-ratelimit-output-tokens-limit",
+    ),
 ];
 
-const fn allowance(remaining: &'static str, reset: &'static str) -> (HeaderName, HeaderName) {
-    (HeaderName::from_static(remaining), HeaderName::from_static(reset))
+const fn family(measure: Measure, remaining: &'static str, reset: &'static str, limit: &'static str) -> Family {
+    Family {
+        remaining: HeaderName::from_static(remaining),
+        reset: HeaderName::from_static(reset),
+        limit: HeaderName::from_static(limit),
+        measure,
+    }
+}
+
+const fn calls(remaining: &'static str, reset: &'static str, limit: &'static str) -> Family {
+    family(Measure::Calls, remaining, reset, limit)
+}
+
+const fn cost(remaining: &'static str, reset: &'static str, limit: &'static str) -> Family {
+    family(Measure::Cost, remaining, reset, limit)
 }
 
 /// A number from here on is Unix time in milliseconds: as seconds it would be the year 5138.
@@ -62,6 +100,9 @@ pub struct Hints {
     pub resets_at: Option<Time>,
     /// Whether an allowance is at zero, be it told until when or not.
     pub exhausted: bool,
+    /// What is left, of the allowance of calls and of that of cost that has least left: `X-RateLimit-Remaining` and those
+    /// that OpenAI and Anthropic count requests and tokens by, where they tell their resets.
+    pub rests: Rests,
     /// Whether the server asks not to be tried again: `grpc-retry-pushback-ms` is no whole number from 0 up.
     pub pushback_stop: bool,
 }
@@ -79,10 +120,14 @@ impl Hints {
             .or_else(|| IN_MILLIS.iter().find_map(|name| decimal(one(headers, name)?, 1_000)))
             .or_else(|| clock.retry_after(one(headers, &RETRY_AFTER)?))
             .filter(|wait| !wait.is_zero());
-        for (remaining, reset) in &ALLOWANCES {
-            let left = one(headers, remaining).and_then(|text| decimal(text, 1));
-            let wait = one(headers, reset).and_then(|text| clock.reset(text));
-            hints.learn(left.map(|left| left.is_zero()), wait, now);
+        for family in &FAMILIES {
+            let left = one(headers, &family.remaining).and_then(|text| scaled(text, 1));
+            let wait = one(headers, &family.reset).and_then(|text| clock.reset(text));
+            hints.learn(left.map(|left| left == 0), wait, now);
+            let limit = one(headers, &family.limit).and_then(digits);
+            if let (Some(left), Some(wait)) = (left, wait) {
+                hints.rest(family.measure, left, limit, now + wait);
+            }
         }
         for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
             for (spent, wait) in draft(line.as_bytes()) {
@@ -97,6 +142,18 @@ impl Hints {
     pub fn wait(&self, now: Time) -> Option<Span> {
         let until = |at: Option<Time>| at.map(|at| at.since(now)).filter(|wait| !wait.is_zero());
         self.retry_after.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
+    }
+
+    fn rest(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
+        let number = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
+        let told = Rest { left: number(left), limit: limit.map(number).filter(|limit| *limit > 0), until };
+        let known = match measure {
+            Measure::Calls => &mut self.rests.calls,
+            Measure::Cost => &mut self.rests.cost,
+        };
+        if known.is_none_or(|known| (told.left, Reverse(told.until)) < (known.left, Reverse(known.until))) {
+            *known = Some(told);
+        }
     }
 
     fn learn(&mut self, spent: Option<bool>, wait: Option<Span>, now: Time) {
@@ -406,7 +463,7 @@ mod tests {
     }
 
     fn any_name() -> impl Strategy<Value = HeaderName> {
-        let pairs = ALLOWANCES.into_iter().flat_map(|(remaining, reset)| [remaining, reset]);
+        let pairs = FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset, family.limit]);
         let names: Vec<_> = pairs.chain(IN_MILLIS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER, DATE]).collect();
         proptest::sample::select(names)
     }

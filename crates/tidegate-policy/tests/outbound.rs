@@ -93,6 +93,7 @@ credential_limit = "1000 per day in America/Los_Angeles"
 cost_limit = "30000 per 60s"
 credential_cost_limit = "90000 per 1h"
 sequential = false
+learn_limits = true
 timeout = "20s"
 connect_timeout = "2s"
 attempt_timeout = "3s"

@@ -97,8 +97,6 @@ fn official_windows_bind() {
         ("theaudiodb", 30, 60, 200),
         ("github", 900, 60, 200),
         ("github", 5000, 3600, 8000),
-        ("openai", 500, 60, 200),
-        ("anthropic", 50, 60, 200),
     ] {
         let sent = Counter::new(preset, "").saturate(&Lane::ALL, 1, Span::from_secs(length));
         assert_eq!(most(&sent, Span::from_secs(window)), official, "{preset}");
@@ -143,10 +141,10 @@ fn the_local_rate_and_its_burst_bind() {
 }
 
 #[test]
-fn tokens_of_language_models_bind() {
+fn limits_of_language_models_are_what_their_replies_say() {
     for preset in ["openai", "anthropic"] {
-        let sent = Counter::new(preset, "").saturate(&Lane::ALL, 1_000, Span::from_secs(200));
-        assert_eq!(most(&sent, Span::from_secs(60)), 30, "{preset}");
+        let counter = Counter::new(preset, "");
+        assert!(counter.rules.learns && counter.rules.ceilings.is_empty(), "{preset}");
     }
 }
 

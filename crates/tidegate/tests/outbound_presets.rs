@@ -134,7 +134,7 @@ const SAID: [(&str, &str, &str); 6] = [
 #[tokio::test(start_paused = true)]
 async fn language_models_tell_what_calls_cost() {
     for (preset, kind, body) in SAID {
-        let settings = format!("preset = \"{preset}\"\n{KEY}");
+        let settings = format!("preset = \"{preset}\"\n{KEY}\ncost_limit = \"30000 per 60s\"");
         let api = Ready::made(&settings, move |_| (200, kind, body));
         let reply = api.ask(prompt()).await.unwrap();
         assert!(!api.has_room_for(10_001).await, "{body}: 20,000 are reserved of 30,000");

@@ -44,7 +44,9 @@ impl Outbound {
         for (lane, ceilings) in Lane::ALL.iter().zip(&rules.lane_ceilings) {
             lines.extend(ceilings.iter().map(|ceiling| line(ceiling, &format!("{} calls", lane.name()))));
         }
-        if lines.is_empty() {
+        if rules.learns {
+            lines.push("what replies say is left (each credential), the first call alone".to_owned());
+        } else if lines.is_empty() {
             lines.push("unlimited".to_owned());
         }
         match rules.lanes.max_in_flight {

@@ -151,6 +151,7 @@ impl Reader<'_> {
             key: Key::default(),
             credential_keys: Box::default(),
             renews,
+            learns: false,
             lead: if has_windows { MAX_LEAD } else { Span::ZERO },
             jitter,
             lanes,

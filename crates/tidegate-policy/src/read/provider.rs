@@ -56,6 +56,8 @@ impl Reader<'_> {
         self.or_default(Some(table), "pace", Pace::Limits, Self::pace);
         let sequential =
             self.or_default(Some(table), "sequential", false, |reader, node| reader.flag(node, "sequential"));
+        let learns =
+            self.or_default(Some(table), "learn_limits", false, |reader, node| reader.flag(node, "learn_limits"));
         let breaker = self.breaker(table);
         let inflight = self.adaptive(table);
         let cache = self.cache(table);
@@ -99,7 +101,7 @@ impl Reader<'_> {
             hours,
             cost: cost?,
             pace: Pace::Limits,
-            unkeyed: Rules { lead: lead?.min(rules.lead), ..rules },
+            unkeyed: Rules { lead: lead?.min(rules.lead), learns: learns?, ..rules },
         })
     }
 

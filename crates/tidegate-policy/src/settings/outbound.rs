@@ -52,6 +52,12 @@ pub(super) static SETTINGS: &[Setting] = &[
     setting("outbound.provider.*.webhook.timeout", Text, "", "how long one may take; 10s if nothing says it"),
     setting("outbound.provider.*.webhook.max_waiting", Count, "1024", "how many may queue"),
     setting("outbound.provider.*.webhook.retries", Count, "", "how often one is retried; 2 if nothing says it"),
+    setting(
+        "outbound.provider.*.learn_limits",
+        Flag,
+        "false",
+        "whether calls keep to what the headers of replies say is left for each credential",
+    ),
     setting("outbound.provider.*.sequential", Flag, "false", "whether it takes one call at a time, without lanes"),
     setting("outbound.provider.*.timeout", Text, "", "how long a call may take in all, in every lane"),
     setting("outbound.provider.*.connect_timeout", Text, "5s", "how long connecting may take"),

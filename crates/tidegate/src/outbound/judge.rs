@@ -6,6 +6,7 @@ use std::io;
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, StatusCode};
 use serde_json::Value;
+use tidegate_core::allowance::Rests;
 use tidegate_core::call::Reply;
 use tidegate_core::retry::{Class, Fault, Reach, Unreplayable, is_repeatable};
 use tidegate_core::{Span, Time};
@@ -81,6 +82,7 @@ impl Judge {
             stop: said.hints.pushback_stop,
             retry_after: said.wait(now),
             spent_until: said.hints.spent_until.filter(|_| !throttled),
+            rests: said.hints.rests,
             reach: Reach::Answered,
             streams: false,
         }
@@ -100,6 +102,7 @@ impl Judge {
             stop: false,
             retry_after: None,
             spent_until: None,
+            rests: Rests::default(),
             reach: fault.reach(),
             streams: false,
         }

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
+use tidegate::core::allowance::Rests;
 use tidegate::core::call::Reply;
 use tidegate::core::retry::Reach;
 use tidegate::core::{Class, Lane};
@@ -20,6 +21,7 @@ pub(crate) const GOOD: Reply = Reply {
     stop: false,
     retry_after: None,
     spent_until: None,
+    rests: Rests { calls: None, cost: None },
     reach: Reach::Answered,
     streams: false,
 };

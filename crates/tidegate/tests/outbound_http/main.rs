@@ -1,6 +1,7 @@
 //! Calls over HTTP through the tower layer, against services that stand in for providers, on tokio's paused time.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
 
+mod allowances;
 mod common;
 mod grpc;
 mod hedge;
