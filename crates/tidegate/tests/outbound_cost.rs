@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::stream::{iter, once};
 use futures_util::StreamExt as _;
+use futures_util::stream::{iter, once};
 use http::{HeaderMap, Request, Response};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;

@@ -30,8 +30,8 @@
 //! for its URL (RFC 9111 §4.4).
 //!
 //! `ttl` overrides `Cache-Control`, `Expires` and `Pragma` of replies with a status of 2xx, in whole seconds, rounded
-//! up, counted from when the reply came. It does not override `no-store`, `Vary`, or what the request asks for. Once
-//! the time is over, `must-revalidate` and `no-cache` count again: such a reply doesn't stand in.
+//! up, counted from when the reply came. It does not override `no-store`, `Vary`, what the request asks for, or, with
+//! `shared`, `private`. Once the time is over, `must-revalidate` and `no-cache` count again: such a reply doesn't stand in.
 //!
 //! A reply is read whole before its caller gets it, so that others can have it too. One that is longer than `max_body`,
 //! pauses for over a second, isn't done by its call's deadline or has trailers is passed on from its beginning, and not

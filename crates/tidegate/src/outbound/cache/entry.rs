@@ -102,7 +102,7 @@ impl Head {
     pub(super) fn of(rules: &CacheRules, reply: &Parts, now: Time) -> Option<Self> {
         let headers = &reply.headers;
         let vary = vary(headers)?;
-        if has(headers, "no-store") || streams(headers) {
+        if has(headers, "no-store") || rules.shared && has(headers, "private") || streams(headers) {
             return None;
         }
         let ttl = rules.ttl.filter(|_| reply.status.is_success());

@@ -27,11 +27,18 @@ async fn several_credentials_never_share_unless_they_may() {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_private_is_kept_for_one_credential_and_not_for_several() {
-    for (shared, told_again) in [(false, Hit), (true, Miss)] {
-        let api = Api::with(&[("cache-control", "private, max-age=60")]).ruled(|rules| rules.shared = shared);
-        let cache = cache();
-        call(&cache, &api, get("/")).await.unwrap();
-        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, told_again, "{shared}");
+    for private in ["private, max-age=60", "max-age=60, Private=\"x-account\""] {
+        for ttl in [None, Some(Duration::from_secs(3_600))] {
+            for (shared, told_again) in [(false, Hit), (true, Miss)] {
+                let api =
+                    Api::new(move |number, _| Ok(reply(200, &[("cache-control", private)], format!("reply {number}"))));
+                let api = api.slow(Duration::from_millis(10)).ruled(|rules| (rules.shared, rules.ttl) = (shared, ttl));
+                let cache = cache();
+                let (_, joined) = tokio::join!(call(&cache, &api, get("/")), call(&cache, &api, get("/")));
+                assert_eq!(joined.unwrap().by == Miss, shared, "nor is it waited for: {private} {ttl:?}");
+                assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, told_again, "{private} {ttl:?} {shared}");
+            }
+        }
     }
 }
 
