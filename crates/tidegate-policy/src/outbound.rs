@@ -348,8 +348,8 @@ impl Login {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheRules {
-    /// How long successful replies are fresh, whatever their headers say but `no-store`; as HTTP says if `None`.
-    /// [`Duration::MAX`] for ever.
+    /// How long successful replies are fresh, whatever their headers say but `no-store`, and `private` if `shared`;
+    /// [`Duration::MAX`] for ever. As HTTP says if `None`.
     pub ttl: Option<Duration>,
     /// Whether replies are shared between credentials. Default false.
     pub shared: bool,

@@ -191,7 +191,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         watch: &Arc<Watch>,
     ) -> Response<Body> {
         let mut service = mount.service.clone();
-        let called = self.cache.call(&mount.provider, options, request, |options, mut request| {
+        let called = self.cache.call(&mount.service, options, request, |options, mut request| {
             request.extensions_mut().insert(options);
             service.call(request)
         });

@@ -33,6 +33,25 @@ async fn a_second_get_is_a_hit() {
 }
 
 #[tokio::test]
+async fn what_one_account_was_told_is_not_told_to_the_next() {
+    let api = Api::start(|_, arrived| Answer::new(200, arrived.header("authorization").unwrap_or_default())).await;
+    let token = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&token, "account-a").unwrap();
+    let credential = format!("auth = \"bearer\"\ncredentials = \"file:{}\"\n", token.path().display());
+    let gateway = standing(&api.policy(&format!("{FREE}{credential}cache = {{ ttl = \"1h\" }}\n")));
+    for from in ["miss", "hit"] {
+        let answer = gateway.ask(get("/api/me")).await;
+        assert_eq!((body(&answer), told(&answer)), ("Bearer account-a", Some(from)));
+    }
+    std::fs::write(&token, "the account b").unwrap();
+    gateway.clock.advance(Span::from_secs(1));
+    for from in ["miss", "hit"] {
+        let answer = gateway.ask(get("/api/me")).await;
+        assert_eq!((body(&answer), told(&answer)), ("Bearer the account b", Some(from)));
+    }
+}
+
+#[tokio::test]
 async fn twenty_calls_at_once_are_one() {
     let api = Api::start(|_, _| Answer::new(200, "reply").taking(300)).await;
     let gateway = running(&api.policy(&format!("{FREE}cache = \"on\"\n")));

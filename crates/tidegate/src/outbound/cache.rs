@@ -12,26 +12,31 @@
 //! as the same asker:
 //!
 //! * A provider with one credential, or none, is asked as one user, whoever calls here. The cache is *private* in the
-//!   words of RFC 9111: it keeps what is marked `private`, and `s-maxage` doesn't concern it.
+//!   words of RFC 9111: it keeps what is marked `private`, and `s-maxage` doesn't concern it. When the credential becomes
+//!   another, what was kept is out of reach: it is kept under a keyed hash of the secret. That takes an [`Origin`] that
+//!   knows the secret, such as [`OutboundService`](super::OutboundService).
 //! * With several credentials, which one a call gets is known only when it is sent, after its turn and its place in the
 //!   limits have been spent. Until then a kept reply can't be known to be its own. So nothing is kept, and no call
 //!   waits for another's, unless the rules say `shared`.
 //! * With `shared`, replies don't depend on the credential. The cache is a *shared* one then: it keeps nothing that is
 //!   `private`, and `s-maxage` goes before `max-age`.
-//! * Credentials that callers bring themselves are part of the key, `shared` or not, unless the provider's own takes
-//!   their place: every header whose name has `auth`, `cookie`, `credential`, `key`, `password`, `secret`, `session` or
-//!   `token` in it, but for `Idempotency-Key`. So is the whole URL. All of it is there as a keyed hash alone.
+//! * All headers of the request are part of the key, `shared` or not, and so are credentials that callers bring
+//!   themselves, unless the provider's own takes their place. Only headers that are known to say nothing of the reply
+//!   are left out, such as `User-Agent`, `Traceparent`, `Date` and `Idempotency-Key`; a reply that depends on one of
+//!   those says so by `Vary`. The whole URL is part of the key, too. All of it is there as a keyed hash alone.
 //! * `Set-Cookie` goes to the caller whose call brought it, and to nobody else.
 //!
 //! # What is kept
 //!
-//! Replies to GET and HEAD without a body, each method for itself. A request with `Range`, `If-Range`, `If-Match`,
+//! Replies to GET and HEAD without a body, each method for itself, and of one URL and caller up to 16 that differ by
+//! method, `Accept`, `Accept-Language` and the like. A request with `Range`, `If-Range`, `If-Match`,
 //! `If-Unmodified-Since`, `Upgrade` or `no-store` goes by. A successful reply to an unsafe method removes what is kept
-//! for its URL (RFC 9111 §4.4).
+//! for its URL and its caller (RFC 9111 §4.4).
 //!
 //! `ttl` overrides `Cache-Control`, `Expires` and `Pragma` of replies with a status of 2xx, in whole seconds, rounded
-//! up, counted from when the reply came. It does not override `no-store`, `Vary`, or what the request asks for. Once
-//! the time is over, `must-revalidate` and `no-cache` count again: such a reply doesn't stand in.
+//! up, counted from when the reply came. It does not override `no-store`, `Vary`, what the request asks for, or, with
+//! `shared`, `private`. Once the time is over, `must-revalidate` and `no-cache` count again: such a reply doesn't stand
+//! in.
 //!
 //! A reply is read whole before its caller gets it, so that others can have it too. One that is longer than `max_body`,
 //! pauses for over a second, isn't done by its call's deadline or has trailers is passed on from its beginning, and not
@@ -59,15 +64,16 @@ use std::future::Future;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode};
+use http::{Request, Response, StatusCode};
 use http_body::Body;
 use moka::future::Cache as Shelf;
 use tidegate_core::{Clock, Span};
+use tidegate_policy::outbound::CacheRules;
 
 use self::asked::Asked;
 pub use self::body::CacheBody;
 use self::body::Room;
-use self::entry::Stored;
+use self::entry::Page;
 use self::flight::Flights;
 use self::key::{Key, Keys};
 pub use self::origin::{Fault, Origin};
@@ -79,7 +85,7 @@ use crate::SystemClock;
 pub struct Cache<C = SystemClock>(Arc<Kept<C>>);
 
 struct Kept<C> {
-    shelf: Shelf<Key, Stored>,
+    shelf: Shelf<Key, Page>,
     keys: Keys,
     flights: Arc<Flights>,
     /// What bodies take while they are read: as much again as the replies that are kept.
@@ -141,7 +147,7 @@ impl<C: Clock> Cache<C> {
     ///
     /// Bodies that are just being read may take as many bytes again. Beyond that they are passed on unread.
     pub fn new(max_bytes: u64, clock: C) -> Self {
-        let weigher = |_: &Key, stored: &Stored| u32::try_from(stored.weight()).unwrap_or(u32::MAX);
+        let weigher = |_: &Key, page: &Page| u32::try_from(page.weight()).unwrap_or(u32::MAX);
         Self(Arc::new(Kept {
             shelf: Shelf::builder().max_capacity(max_bytes).weigher(weigher).build(),
             keys: Keys::new(),
@@ -196,10 +202,12 @@ impl<C: Clock> Cache<C> {
             return kept.go_by(origin, options, Request::from_parts(parts, body), send).await;
         }
         let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
-        let key = kept.keys.request(origin, &parts.method, &parts);
         let deadline = kept.clock.now() + Span::from_duration(timeout);
-        let visit = Visit { kept, rules, asked, key, deadline, headers: parts.headers.clone() };
-        match visit.wait(origin, &options).await {
+        let place = kept.keys.place(origin, &parts);
+        let page = kept.page(origin, &rules, place).await;
+        let key = kept.keys.request(page, &parts);
+        let visit = Visit { kept, origin, rules, asked, place, page, key, deadline, headers: parts.headers.clone() };
+        match visit.wait(&options).await {
             Waited::Answered(reply) => Ok(reply),
             Waited::Calls { found, seat } => visit.fetch(found, seat, options, (parts, body), send).await,
         }
@@ -207,6 +215,12 @@ impl<C: Clock> Cache<C> {
 }
 
 impl<C: Clock> Kept<C> {
+    /// The key of what is kept of a place, for calls as they would be sent now.
+    async fn page<P: Origin>(&self, origin: &P, rules: &CacheRules, place: Key) -> Key {
+        let secret = if rules.shared { None } else { origin.secret().await };
+        self.keys.page(place, secret.as_deref())
+    }
+
     /// Makes a call that caches have no part in, but for what it changes.
     async fn go_by<P: Origin, Q, B: Body, E, R: Future<Output = Result<Response<B>, E>>>(
         &self,
@@ -216,14 +230,13 @@ impl<C: Clock> Kept<C> {
         send: impl FnOnce(CallOptions, Request<Q>) -> R,
     ) -> Result<Response<CacheBody<B>>, E> {
         let (parts, body) = request.into_parts();
-        let changes = !parts.method.is_safe() && origin.rules().is_some();
-        let changed =
-            changes.then(|| [Method::GET, Method::HEAD].map(|method| self.keys.request(origin, &method, &parts)));
+        let changed = match origin.rules().filter(|_| !parts.method.is_safe()) {
+            Some(rules) => Some(self.page(origin, rules, self.keys.place(origin, &parts)).await),
+            None => None,
+        };
         let reply = send(options, Request::from_parts(parts, body)).await?;
-        if reply.status().is_success() || reply.status().is_redirection() {
-            for key in changed.iter().flatten() {
-                self.shelf.invalidate(key).await;
-            }
+        if let Some(page) = changed.filter(|_| reply.status().is_success() || reply.status().is_redirection()) {
+            self.shelf.invalidate(&page).await;
         }
         Ok(marked(reply.map(CacheBody::passed), CacheStatus::Bypass))
     }

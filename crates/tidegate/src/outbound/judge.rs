@@ -35,6 +35,12 @@ impl Said {
         Self { class, hints }
     }
 
+    /// Whether the server may have acted on the request: what was throttled was refused instead of carried out, so it may
+    /// be sent again whatever its method.
+    pub(super) fn may_have_acted(&self) -> bool {
+        self.class != Class::Throttled
+    }
+
     /// How long the server asks to be left alone. When its allowances begin anew matters to who was refused for them.
     pub(super) fn wait(&self, now: Time) -> Option<Span> {
         if self.class == Class::Throttled { self.hints.wait(now) } else { self.hints.retry_after }
@@ -74,14 +80,13 @@ impl Judge {
         now: Time,
     ) -> Reply {
         let said = Said::read(status, headers, now);
-        let throttled = said.class == Class::Throttled;
         Reply {
             class: said.class,
-            repeatable: is_repeatable(self.method.as_str(), self.has_key, !throttled),
+            repeatable: is_repeatable(self.method.as_str(), self.has_key, said.may_have_acted()),
             unreplayable,
             stop: said.hints.pushback_stop,
             retry_after: said.wait(now),
-            spent_until: said.hints.spent_until.filter(|_| !throttled),
+            spent_until: said.hints.spent_until.filter(|_| said.class != Class::Throttled),
             rests: said.hints.rests,
             reach: Reach::Answered,
             streams: false,

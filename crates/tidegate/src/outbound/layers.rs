@@ -1,7 +1,7 @@
 //! Parts of the machine as layers of tower that stand alone, around any service: retry, breaker, limit.
 //!
 //! They share their judgement with [`Provider::call`](super::Provider::call) and nothing else: no queue with lanes, no
-//! credentials, no store. What an outcome means is told by a [`Judge`].
+//! credentials, no store. What an outcome means is told by a [`Classifier`].
 //!
 //! Put them in this order, the outermost first:
 //!
@@ -23,7 +23,7 @@
 //! # let client = tower::service_fn(|_: Request<()>| async { Ok::<_, std::io::Error>(Response::new("hello")) });
 //! let budget = Arc::new(Budget::new(BudgetSpec::default()));
 //! let mut service = ServiceBuilder::new()
-//!     .layer(RetryLayer::new(Retry::default(), Some(budget), Behind(Behind(ByStatus))).replaying(Idempotent))
+//!     .layer(RetryLayer::new(Retry::default(), Some(budget), Behind(Behind(ByStatus))).repeating(Idempotent))
 //!     .layer(BreakerLayer::new(BreakerSpec::default(), Behind(ByStatus))?)
 //!     .layer(LimitLayer::new("10/s burst 20")?)
 //!     .service(client);
@@ -35,13 +35,13 @@
 //! ```
 
 mod breaker;
-mod judge;
+mod classifier;
 mod limit;
-mod replay;
+mod repeat;
 mod retry;
 
 pub use breaker::{BreakerFuture, BreakerLayer, BreakerService, CircuitError};
-pub use judge::{Behind, ByStatus, Judge, Judged};
+pub use classifier::{Behind, ByStatus, Classified, Classifier};
 pub use limit::{LimitLayer, LimitService, MAX_WAITING, NoTurn, TurnError};
-pub use replay::{Clones, Idempotent, Replay};
+pub use repeat::{Clones, Idempotent, Repeat};
 pub use retry::{RetryLayer, RetryService};

@@ -12,6 +12,7 @@ use http::{Request, Response};
 use http_body::Body;
 use tidegate_core::Clock;
 use tidegate_core::retry::Fault;
+use tidegate_policy::Secret;
 use tidegate_store::{Memory, Store};
 use tower_layer::Layer;
 use tower_service::Service;
@@ -181,6 +182,19 @@ impl<I, S: Store, C: Clock> Layer<I> for OutboundLayer<S, C> {
 pub struct OutboundService<I, S: Store = Memory, C: Clock = SystemClock> {
     inner: I,
     counter: Arc<Counter<S, C>>,
+}
+
+impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
+    /// The provider that is called.
+    pub fn provider(&self) -> &Provider<S, C> {
+        &self.counter.provider
+    }
+
+    /// The secret of the first credential, as it would be sent now.
+    pub(super) async fn secret(&self) -> Option<Arc<Secret>> {
+        let manner = &self.counter.manner;
+        manner.credentials.current(0, manner.clock.now()).await
+    }
 }
 
 impl<I: Clone, S: Store, C: Clock> Clone for OutboundService<I, S, C> {

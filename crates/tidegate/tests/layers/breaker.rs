@@ -5,12 +5,12 @@ use std::time::Duration;
 use tidegate::Span;
 use tidegate::core::breaker::{SlowCalls, State};
 use tidegate::core::{BreakerError, BreakerSpec};
-use tidegate::outbound::layers::{BreakerLayer, CircuitError, Judge};
+use tidegate::outbound::layers::{BreakerLayer, CircuitError, Classifier};
 use tower::{Layer, Service, ServiceExt};
 
 use super::common::{Failed, Script, TokioClock, by_number, failed, ok, slow};
 
-fn layer(clock: TokioClock) -> BreakerLayer<impl Judge<u16, Failed>, TokioClock> {
+fn layer(clock: TokioClock) -> BreakerLayer<impl Classifier<u16, Failed>, TokioClock> {
     BreakerLayer::with_clock(BreakerSpec::default(), by_number, clock).unwrap()
 }
 
@@ -91,7 +91,7 @@ async fn services_of_one_layer_share_the_breaker() {
 }
 
 /// A layer whose breaker has just become half-open, and its service's script.
-async fn half_open(clock: TokioClock) -> (BreakerLayer<impl Judge<u16, Failed>, TokioClock>, Script) {
+async fn half_open(clock: TokioClock) -> (BreakerLayer<impl Classifier<u16, Failed>, TokioClock>, Script) {
     let script = Script::new(clock, [failed(503)]);
     let layer = layer(clock);
     for _ in 0..5 {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use http::{Request, Response};
 use tidegate::core::{Budget, BudgetSpec, Class, Retry};
-use tidegate::outbound::layers::{ByStatus, Idempotent, Judged, RetryLayer};
+use tidegate::outbound::layers::{ByStatus, Classified, Idempotent, RetryLayer};
 use tidegate::{Backoff, Jitter, Span};
 use tower::{Layer, Service, ServiceExt};
 
@@ -45,14 +45,16 @@ async fn a_reply_that_is_no_failure_ends_the_call() {
 async fn the_services_own_wait_is_a_floor() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(429), ok(200)]);
-    let judge =
-        |outcome: Result<&u16, &Failed>| Judged { retry_after: Some(Span::from_secs(7)), ..by_number(outcome).into() };
-    let mut service = RetryLayer::with_clock(retry(3), None, judge, clock).layer(script.clone());
+    let classifier = |outcome: Result<&u16, &Failed>| Classified {
+        retry_after: Some(Span::from_secs(7)),
+        ..by_number(outcome).into()
+    };
+    let mut service = RetryLayer::with_clock(retry(3), None, classifier, clock).layer(script.clone());
     assert_eq!(service.call("a").await, Ok(200));
     assert_eq!(script.times(), [0, 7_000]);
 
     let script = Script::new(clock, [ok(429), ok(200)]);
-    let day = |outcome: Result<&u16, &Failed>| Judged {
+    let day = |outcome: Result<&u16, &Failed>| Classified {
         retry_after: Some(Span::from_secs(86_400)),
         ..by_number(outcome).into()
     };
@@ -134,8 +136,9 @@ async fn http_requests_are_repeated_only_where_that_does_no_harm() {
             counted.fetch_add(1, Ordering::SeqCst);
             async { Ok::<_, Infallible>(Response::builder().status(503).body(()).unwrap()) }
         });
-        let judge = move |_: Result<&Response<()>, &Infallible>| Judged { was_sent, ..Class::Transient.into() };
-        let layer = RetryLayer::with_clock(retry(3), None, judge, clock).replaying(Idempotent);
+        let classifier =
+            move |_: Result<&Response<()>, &Infallible>| Classified { was_sent, ..Class::Transient.into() };
+        let layer = RetryLayer::with_clock(retry(3), None, classifier, clock).repeating(Idempotent);
         let reply = layer.layer(service).call(request).await.unwrap();
         assert_eq!(reply.status(), 503);
         sent.load(Ordering::SeqCst)
@@ -158,7 +161,7 @@ async fn status_decides_for_http() {
             counted.fetch_add(1, Ordering::SeqCst);
             async move { Ok::<_, Infallible>(Response::builder().status(status).body(()).unwrap()) }
         });
-        let layer = RetryLayer::with_clock(retry(3), None, ByStatus, clock).replaying(Idempotent);
+        let layer = RetryLayer::with_clock(retry(3), None, ByStatus, clock).repeating(Idempotent);
         assert_eq!(layer.layer(service).call(Request::new(())).await.unwrap().status(), status);
         assert_eq!(sent.load(Ordering::SeqCst), sends, "{status}");
     }
@@ -181,7 +184,7 @@ async fn answered_once(status: u16, headers: &[(&'static str, &'static str)]) ->
         };
         std::future::ready(Ok::<_, Infallible>(reply.body(()).unwrap()))
     });
-    let layer = RetryLayer::with_clock(retry(2), None, ByStatus, clock).replaying(Idempotent);
+    let layer = RetryLayer::with_clock(retry(2), None, ByStatus, clock).repeating(Idempotent);
     let reply = layer.layer(service).call(Request::post("/").body(()).unwrap()).await.unwrap();
     let times = times.lock().unwrap().clone();
     (reply.status().as_u16(), times)
@@ -219,7 +222,7 @@ async fn what_can_be_read_once_is_sent_once() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let once = |_: &&'static str| None;
-    let layer = RetryLayer::with_clock(retry(3), None, by_number, clock).replaying(once);
+    let layer = RetryLayer::with_clock(retry(3), None, by_number, clock).repeating(once);
     assert_eq!(layer.layer(script.clone()).call("a").await, Err(Failed(503)));
     assert_eq!(script.times(), [0]);
 }

@@ -18,6 +18,8 @@ use super::key::Key;
 
 /// What an entry takes besides its headers and its body: the store's own, the policy's, and the allocator's.
 const OVERHEAD: usize = 1024;
+/// The most variants of a page that are kept; the oldest go.
+pub(super) const MAX_VARIANTS: usize = 16;
 /// What a header takes besides its name and its value.
 const HEADER_OVERHEAD: usize = 160;
 /// The most headers that a reply may vary by; one that names more isn't kept.
@@ -64,21 +66,24 @@ const OF_A_304: [HeaderName; 8] = [
     header::LAST_MODIFIED,
 ];
 
-/// What the store holds.
-#[derive(Clone)]
-pub(super) enum Stored {
-    Reply(Arc<Entry>),
-    /// The reply depends on these headers of the request: it lies under the key of its variant.
-    Varies(Arc<[HeaderName]>),
-}
+/// The replies that are kept of one page, the newest first: its variants.
+#[derive(Clone, Default)]
+pub(super) struct Page(Arc<[Arc<Entry>]>);
 
-impl Stored {
+impl Page {
     /// What it takes in memory, in bytes.
     pub(super) fn weight(&self) -> usize {
-        match self {
-            Self::Reply(entry) => entry.weight(),
-            Self::Varies(names) => OVERHEAD + names.len() * HEADER_OVERHEAD,
-        }
+        self.0.iter().map(|entry| entry.weight()).sum()
+    }
+
+    pub(super) fn entries(&self) -> &[Arc<Entry>] {
+        &self.0
+    }
+
+    /// The page with this reply instead of the one with that key.
+    pub(super) fn with(&self, key: Key, entry: Option<Arc<Entry>>) -> Self {
+        let others = self.0.iter().filter(|entry| entry.key != key).cloned();
+        Self(entry.into_iter().chain(others).take(MAX_VARIANTS).collect())
     }
 }
 
@@ -102,7 +107,7 @@ impl Head {
     pub(super) fn of(rules: &CacheRules, reply: &Parts, now: Time) -> Option<Self> {
         let headers = &reply.headers;
         let vary = vary(headers)?;
-        if has(headers, "no-store") || streams(headers) {
+        if has(headers, "no-store") || rules.shared && has(headers, "private") || streams(headers) {
             return None;
         }
         let ttl = rules.ttl.filter(|_| reply.status.is_success());

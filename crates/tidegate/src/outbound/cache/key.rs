@@ -4,20 +4,60 @@ use std::fmt;
 use std::hash::Hasher;
 
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
 use siphasher::sip128::{Hasher128, SipHasher13};
+use tidegate_policy::Secret;
 
 use super::Origin;
 use crate::random::random_u64;
 
-/// What names of headers have in them by which callers show who they are: `Authorization`, `Cookie`, `X-Api-Key`,
-/// `Private-Token` … Replies to requests that differ in one of them are never told to each other's callers. A name too
-/// many costs a call, a name too few shows somebody else's reply.
-const CREDENTIAL: [&str; 8] = ["auth", "cookie", "credential", "key", "password", "secret", "session", "token"];
+/// Headers that say nothing of which reply is wanted, or whose: of the connection, of caches, and what tells calls and
+/// programs apart. A reply depends on one of them only if it says so itself, by `Vary`. All others count, as a
+/// provider whose replies aren't meant to be kept needn't say what they depend on: one too many here shows a reply to
+/// who asked for another, one too few costs a call.
+const NEUTRAL: [&str; 26] = [
+    "b3",
+    "baggage",
+    "cache-control",
+    "connection",
+    "content-length",
+    "correlation-id",
+    "date",
+    "host",
+    "idempotency-key",
+    "if-modified-since",
+    "if-none-match",
+    "keep-alive",
+    "pragma",
+    "priority",
+    "proxy-connection",
+    "request-id",
+    "sentry-trace",
+    "te",
+    "traceparent",
+    "tracestate",
+    "trailer",
+    "transfer-encoding",
+    "user-agent",
+    "x-amzn-trace-id",
+    "x-correlation-id",
+    "x-request-id",
+];
+/// What the names of other such headers begin with.
+const NEUTRAL_FAMILIES: [&str; 4] = ["tidegate-", "x-b3-", "x-datadog-", "x-stainless-"];
+/// What the names of headers begin with by which a caller chooses among the representations of one thing. A change to the
+/// thing concerns all of them, and a request that changes it has others of these than one that reads it.
+const CHOOSING: [&str; 3] = ["accept", "content-", "sec-"];
 
-fn is_credential(name: &HeaderName) -> bool {
-    // That one tells calls apart, not callers.
-    name != "idempotency-key" && CREDENTIAL.iter().any(|word| name.as_str().contains(word))
+fn is_neutral(name: &HeaderName, headers: &HeaderMap) -> bool {
+    NEUTRAL.contains(&name.as_str())
+        || begins(name, &NEUTRAL_FAMILIES)
+        // As good as none (RFC 9110 §12.5.1).
+        || *name == header::ACCEPT && headers.get_all(name).iter().all(|value| value == "*/*")
+}
+
+fn begins(name: &HeaderName, families: &[&str]) -> bool {
+    families.iter().any(|family| name.as_str().starts_with(family))
 }
 
 /// A fingerprint of all that makes a request another one: 128 bits under a secret of this process, so that nobody can
@@ -32,7 +72,6 @@ impl fmt::Debug for Key {
 }
 
 /// Makes keys.
-#[derive(Clone)]
 pub(super) struct Keys(SipHasher13);
 
 impl Keys {
@@ -40,22 +79,35 @@ impl Keys {
         Self(SipHasher13::new_with_keys(random_u64(), random_u64()))
     }
 
-    /// The key of a request as far as the request itself says: its provider, its method, its URL, and who calls.
-    ///
-    /// A header that the provider's own credential replaces says nothing about who calls.
-    pub(super) fn request(&self, origin: &impl Origin, method: &http::Method, request: &Parts) -> Key {
+    /// The key of what a request is about and who asks: its provider, its URL, and its headers but for those that are
+    /// neutral, that choose a representation, or that the provider's own credential replaces.
+    pub(super) fn place(&self, origin: &impl Origin, request: &Parts) -> Key {
         let mut hash = Hash(self.0);
         hash.part(origin.name().as_bytes());
-        hash.part(method.as_str().as_bytes());
         let uri = &request.uri;
         hash.part(uri.scheme_str().unwrap_or_default().as_bytes());
         hash.part(uri.authority().map_or("", |authority| authority.as_str()).as_bytes());
         hash.part(uri.path_and_query().map_or("/", |path| path.as_str()).as_bytes());
         let injected = origin.injects();
-        let shows = |name: &&HeaderName| is_credential(name) && injected.as_ref() != Some(*name);
-        let mut names: Vec<_> = request.headers.keys().filter(shows).collect();
-        names.sort_unstable_by_key(|name| name.as_str());
-        hash.named(&request.headers, names);
+        hash.those(&request.headers, |name| injected.as_ref() != Some(name) && !begins(name, &CHOOSING));
+        hash.finish()
+    }
+
+    /// The key of a place for calls that show this credential.
+    pub(super) fn page(&self, place: Key, secret: Option<&Secret>) -> Key {
+        let Some(secret) = secret else { return place };
+        let mut hash = Hash(self.0);
+        hash.part(&place.0.to_le_bytes());
+        hash.part(secret.expose().as_bytes());
+        hash.finish()
+    }
+
+    /// The key of a request as far as the request itself says: its page, its method, and which representation it wants.
+    pub(super) fn request(&self, page: Key, request: &Parts) -> Key {
+        let mut hash = Hash(self.0);
+        hash.part(&page.0.to_le_bytes());
+        hash.part(request.method.as_str().as_bytes());
+        hash.those(&request.headers, |name| begins(name, &CHOOSING));
         hash.finish()
     }
 
@@ -88,6 +140,13 @@ impl Hash {
             self.0.write_u64(values.iter().count() as u64);
             values.iter().map(HeaderValue::as_bytes).for_each(|value| self.part(value));
         }
+    }
+
+    /// The values of those headers that aren't neutral and are of this kind, whatever their order.
+    fn those(&mut self, headers: &HeaderMap, kind: impl Fn(&HeaderName) -> bool) {
+        let mut names: Vec<_> = headers.keys().filter(|name| kind(name) && !is_neutral(name, headers)).collect();
+        names.sort_unstable_by_key(|name| name.as_str());
+        self.named(headers, names);
     }
 
     fn finish(&self) -> Key {

@@ -1,16 +1,22 @@
 //! What a cache has to know of the provider that it stands before.
 
 use std::convert::Infallible;
+use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderName, header};
 use tidegate_core::{Clock, Lane};
+use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, CacheRules};
 use tidegate_store::Store;
 
-use super::super::{CallError, OutboundError, Provider, Urgency, Why};
+use super::super::{CallError, OutboundError, OutboundService, Provider, Urgency, Why};
 
 /// Whose replies are kept.
+///
+/// A [`Provider`] by itself has no secrets. Where its credential may change while the program runs, what is kept must
+/// not be told to calls with the new one: there the [`OutboundService`] is the origin, or one of your own.
 pub trait Origin {
     /// Its name, which keeps its replies apart from other providers'.
     fn name(&self) -> &str;
@@ -18,6 +24,8 @@ pub trait Origin {
     fn rules(&self) -> Option<&CacheRules>;
     /// How many credentials its calls may be sent with.
     fn credentials(&self) -> usize;
+    /// The secret of its only credential as it stands now; `None` if it has none that could change.
+    fn secret(&self) -> impl Future<Output = Option<Arc<Secret>>> + Send;
     /// The header of a request that its own credential replaces, whatever the caller wrote there.
     fn injects(&self) -> Option<HeaderName>;
     /// How long a call of this lane may take that doesn't say so itself.
@@ -39,6 +47,10 @@ impl<S: Store, C: Clock> Origin for Provider<S, C> {
         self.0.rules.credential_keys.len()
     }
 
+    async fn secret(&self) -> Option<Arc<Secret>> {
+        None
+    }
+
     fn injects(&self) -> Option<HeaderName> {
         match &self.plan().auth {
             _ if self.plan().credentials.is_empty() => None,
@@ -54,6 +66,36 @@ impl<S: Store, C: Clock> Origin for Provider<S, C> {
 
     fn raise(&self, urgency: &Urgency, lane: Lane) {
         Self::raise(self, urgency, lane);
+    }
+}
+
+impl<I: Sync, S: Store, C: Clock> Origin for OutboundService<I, S, C> {
+    fn name(&self) -> &str {
+        self.provider().name()
+    }
+
+    fn rules(&self) -> Option<&CacheRules> {
+        self.provider().rules()
+    }
+
+    fn credentials(&self) -> usize {
+        self.provider().credentials()
+    }
+
+    async fn secret(&self) -> Option<Arc<Secret>> {
+        Self::secret(self).await
+    }
+
+    fn injects(&self) -> Option<HeaderName> {
+        self.provider().injects()
+    }
+
+    fn timeout(&self, lane: Lane) -> Duration {
+        Origin::timeout(self.provider(), lane)
+    }
+
+    fn raise(&self, urgency: &Urgency, lane: Lane) {
+        self.provider().raise(urgency, lane);
     }
 }
 

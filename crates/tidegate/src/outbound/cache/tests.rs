@@ -17,6 +17,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full};
 use tidegate_core::{Lane, Time};
+use tidegate_policy::Secret;
 use tidegate_policy::outbound::CacheRules;
 use tokio::time::{Instant, Sleep, sleep};
 
@@ -121,6 +122,7 @@ struct Api {
     name: &'static str,
     rules: Option<CacheRules>,
     credentials: usize,
+    secret: Mutex<Option<&'static str>>,
     injects: Option<HeaderName>,
     latency: Duration,
     says: Says,
@@ -135,6 +137,7 @@ impl Api {
             name: "tmdb",
             rules: Some(CacheRules::default()),
             credentials: 1,
+            secret: Mutex::default(),
             injects: None,
             latency: Duration::ZERO,
             says: Box::new(says),
@@ -192,6 +195,10 @@ impl Origin for Api {
 
     fn credentials(&self) -> usize {
         self.credentials
+    }
+
+    async fn secret(&self) -> Option<Arc<Secret>> {
+        self.secret.lock().unwrap().map(|secret| Arc::new(Secret::new(secret)))
     }
 
     fn injects(&self) -> Option<HeaderName> {
@@ -275,6 +282,12 @@ async fn told(cache: &Cache<Paused>, api: &Api, requests: Vec<Request<Full<Bytes
         told.push((got.by, got.body));
     }
     told
+}
+
+/// The key by which calls to this path wait for each other while none of its replies is kept.
+fn flight_to(cache: &Cache<Paused>, api: &Api, path: &str) -> Key {
+    let (keys, (parts, _)) = (&cache.0.keys, get(path).into_parts());
+    keys.request(keys.place(api, &parts), &parts)
 }
 
 async fn pass(secs: u64) {

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use http::request::Parts;
 use http::{Extensions, HeaderMap, Request, Response, StatusCode, header};
 use http_body::Body;
+use moka::ops::compute::Op;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::CacheRules;
 
@@ -15,7 +16,7 @@ use super::super::CallOptions;
 use super::super::Why;
 use super::asked::Asked;
 use super::body::{Collected, collect};
-use super::entry::{Entry, Head, Stored};
+use super::entry::{Entry, Head, Page};
 use super::flight::{Boarded, Landing, Seat};
 use super::key::Key;
 use super::{CacheBody, CacheStatus, Fault, Kept, Origin, marked, not_cached};
@@ -24,11 +25,16 @@ use super::{CacheBody, CacheStatus, Fault, Kept, Origin, marked, not_cached};
 const MAX_WAITS: usize = 3;
 
 /// A request that may be answered from the cache.
-pub(super) struct Visit<'a, C> {
+pub(super) struct Visit<'a, P, C> {
     pub kept: &'a Kept<C>,
+    pub origin: &'a P,
     pub rules: CacheRules,
     pub asked: Asked,
-    /// The request's key, whatever its reply depends on.
+    /// The key of what it is about and who asks, whatever the provider's own credential is.
+    pub place: Key,
+    /// The same with that credential: what is kept lies there.
+    pub page: Key,
+    /// The request's key, whatever else its reply says that it depends on.
     pub key: Key,
     pub deadline: Time,
     /// The request's headers, as its caller wrote them.
@@ -50,20 +56,19 @@ pub(super) enum Waited<B: Body> {
     Calls { found: Found, seat: Option<Seat> },
 }
 
-impl<C: Clock> Visit<'_, C> {
+impl<P: Origin, C: Clock> Visit<'_, P, C> {
     async fn find(&self) -> Found {
-        let (shelf, keys) = (&self.kept.shelf, &self.kept.keys);
-        let mut key = self.key;
-        let mut stored = shelf.get(&key).await;
-        if let Some(Stored::Varies(names)) = &stored {
-            key = keys.variant(key, names, &self.headers);
-            stored = shelf.get(&key).await;
-        }
-        let entry = match stored {
-            Some(Stored::Reply(entry)) => Some(entry),
-            Some(Stored::Varies(_)) | None => None,
-        };
-        Found { key, entry }
+        let page = self.kept.shelf.get(&self.page).await.unwrap_or_default();
+        let entry = page.entries().iter().find(|entry| self.is_for(entry)).cloned();
+        // What the newest depends on, the next is likely to depend on too.
+        let vary = page.entries().first().map_or(&[][..], |newest| newest.vary());
+        let key = || self.kept.keys.variant(self.key, vary, &self.headers);
+        Found { key: entry.as_ref().map_or_else(key, |entry| entry.key()), entry }
+    }
+
+    /// Whether it is the reply to this request, and not to another variant.
+    fn is_for(&self, entry: &Entry) -> bool {
+        self.kept.keys.variant(self.key, entry.vary(), &self.headers) == entry.key()
     }
 
     fn answer<B: Body>(&self, found: &Found) -> Option<Response<CacheBody<B>>> {
@@ -73,7 +78,7 @@ impl<C: Clock> Visit<'_, C> {
     }
 
     /// Looks for a reply, and waits for the call that brings it, if there is one.
-    pub(super) async fn wait<B: Body>(&self, origin: &impl Origin, options: &CallOptions) -> Waited<B> {
+    pub(super) async fn wait<B: Body>(&self, options: &CallOptions) -> Waited<B> {
         let mut found = self.find().await;
         for _ in 0..MAX_WAITS {
             if let Some(reply) = self.answer(&found) {
@@ -89,7 +94,7 @@ impl<C: Clock> Visit<'_, C> {
                 Boarded::Full => break,
                 Boarded::Leads(seat) => seat,
                 Boarded::Waits(mut seat) => {
-                    origin.raise(seat.urgency(), options.lane);
+                    self.origin.raise(seat.urgency(), options.lane);
                     match tokio::time::timeout(self.time_left(), seat.landing()).await {
                         Ok(None) => seat,
                         Ok(Some(landing)) => {
@@ -123,7 +128,7 @@ impl<C: Clock> Visit<'_, C> {
     fn landed<B: Body>(&self, landing: &Landing) -> Option<Response<CacheBody<B>>> {
         let now = self.kept.clock.now();
         let (Landing::Reply(entry) | Landing::Stale(entry)) = landing else { return None };
-        if self.kept.keys.variant(self.key, entry.vary(), &self.headers) != entry.key() {
+        if !self.is_for(entry) {
             return None;
         }
         match landing {
@@ -229,7 +234,7 @@ impl<C: Clock> Visit<'_, C> {
                 reply
             }
             None => {
-                self.kept.shelf.invalidate(&entry.key()).await;
+                self.replace(entry.key(), None).await;
                 land(seat, Landing::Nothing);
                 Response::from_parts(parts, CacheBody::whole(entry.body().clone()))
             }
@@ -249,7 +254,7 @@ impl<C: Clock> Visit<'_, C> {
             let replaces =
                 parts.status.is_success() || matches!(parts.status, StatusCode::NOT_FOUND | StatusCode::GONE);
             if replaces && !is_failed(parts) {
-                self.kept.shelf.invalidate(&key).await;
+                self.replace(key, None).await;
             }
             land(seat, Landing::Nothing);
             return CacheBody::passed(body);
@@ -274,19 +279,26 @@ impl<C: Clock> Visit<'_, C> {
     }
 
     async fn keep(&self, head: Head, body: Bytes, now: Time) -> Arc<Entry> {
-        let shelf = &self.kept.shelf;
-        let vary = Arc::clone(head.vary());
-        let key = self.kept.keys.variant(self.key, &vary, &self.headers);
+        let key = self.kept.keys.variant(self.key, head.vary(), &self.headers);
         let entry = Arc::new(head.with(key, body));
-        if entry.is_worth_keeping(now) {
-            shelf.insert(key, Stored::Reply(Arc::clone(&entry))).await;
-            if !vary.is_empty() {
-                shelf.insert(self.key, Stored::Varies(vary)).await;
-            }
-            // The store lets go of others now and not at some later call, so that the bound holds.
-            shelf.run_pending_tasks().await;
+        // A call that waited for long may have been sent with another credential than it was asked with.
+        let is_own = self.kept.page(self.origin, &self.rules, self.place).await == self.page;
+        if is_own && entry.is_worth_keeping(now) {
+            self.replace(key, Some(Arc::clone(&entry))).await;
         }
         entry
+    }
+
+    /// Keeps a reply, or nothing, instead of the one with this key.
+    async fn replace(&self, key: Key, entry: Option<Arc<Entry>>) {
+        let shelf = &self.kept.shelf;
+        let change = |page: Option<moka::Entry<Key, Page>>| {
+            let page = page.map(moka::Entry::into_value).unwrap_or_default().with(key, entry);
+            std::future::ready(if page.entries().is_empty() { Op::Remove } else { Op::Put(page) })
+        };
+        shelf.entry(self.page).and_compute_with(change).await;
+        // The store lets go of others now and not at some later call, so that the bound holds.
+        shelf.run_pending_tasks().await;
     }
 }
 

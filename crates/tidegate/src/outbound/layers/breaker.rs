@@ -11,14 +11,14 @@ use tidegate_core::{Breaker, BreakerError, BreakerSpec, Clock, Refusal, SharedBr
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::Judge;
+use super::Classifier;
 use crate::SystemClock;
 use crate::random::SharedRng;
 
 /// Stops calling a service that fails, and finds out with a few calls when it is back.
 ///
 /// All services made by one layer and its clones share one breaker: make one layer for each service that fails on its
-/// own. What a failure is, is told by the [`Judge`]; an outcome is known, and a slow call's time over, when the
+/// own. What a failure is, is told by the [`Classifier`]; an outcome is known, and a slow call's time over, when the
 /// service's future is: for HTTP, at the head of the reply.
 ///
 /// A service whose breaker is open is ready, so that its refusal is had at once, even where the service inside isn't.
@@ -32,8 +32,8 @@ use crate::random::SharedRng;
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let down = tower::service_fn(|(): ()| async { Err::<(), _>("connection refused") });
-/// let judge = |outcome: Result<&(), &&str>| outcome.map_or(Class::Transient, |_| Class::Success);
-/// let breaker = BreakerLayer::new(BreakerSpec { failures: Some(1), ..BreakerSpec::default() }, judge)?;
+/// let classifier = |outcome: Result<&(), &&str>| outcome.map_or(Class::Transient, |_| Class::Success);
+/// let breaker = BreakerLayer::new(BreakerSpec { failures: Some(1), ..BreakerSpec::default() }, classifier)?;
 /// let mut service = breaker.layer(down);
 /// assert_eq!(service.call(()).await, Err(CircuitError::Inner("connection refused")));
 /// let refused = service.call(()).await;
@@ -47,7 +47,7 @@ pub struct BreakerLayer<J, C = SystemClock>(Arc<Circuit<J, C>>);
 #[derive(Debug)]
 struct Circuit<J, C> {
     breaker: SharedBreaker<Locked>,
-    judge: J,
+    classifier: J,
     clock: C,
     rng: SharedRng,
 }
@@ -72,8 +72,8 @@ impl<J> BreakerLayer<J> {
     ///
     /// # Errors
     /// The breaker can't be made: nothing opens it, or a setting is out of its range.
-    pub fn new(spec: BreakerSpec, judge: J) -> Result<Self, BreakerError> {
-        Self::with_clock(spec, judge, SystemClock::new())
+    pub fn new(spec: BreakerSpec, classifier: J) -> Result<Self, BreakerError> {
+        Self::with_clock(spec, classifier, SystemClock::new())
     }
 }
 
@@ -82,9 +82,9 @@ impl<J, C: Clock> BreakerLayer<J, C> {
     ///
     /// # Errors
     /// As [`BreakerLayer::new`].
-    pub fn with_clock(spec: BreakerSpec, judge: J, clock: C) -> Result<Self, BreakerError> {
+    pub fn with_clock(spec: BreakerSpec, classifier: J, clock: C) -> Result<Self, BreakerError> {
         let breaker = SharedBreaker::new(Locked(Mutex::new(Breaker::new(spec)?)));
-        Ok(Self(Arc::new(Circuit { breaker, judge, clock, rng: SharedRng::default() })))
+        Ok(Self(Arc::new(Circuit { breaker, classifier, clock, rng: SharedRng::default() })))
     }
 
     /// Looks at the breaker as it stands now.
@@ -148,7 +148,7 @@ impl<I: Clone, J, C> Clone for BreakerService<I, J, C> {
 impl<I, Req, J, C> Service<Req> for BreakerService<I, J, C>
 where
     I: Service<Req>,
-    J: Judge<I::Response, I::Error>,
+    J: Classifier<I::Response, I::Error>,
     C: Clock,
 {
     type Response = I::Response;
@@ -205,11 +205,11 @@ struct Pass<J, C> {
 impl<J, C: Clock> Pass<J, C> {
     fn report<Res, E>(&mut self, outcome: &Result<Res, E>)
     where
-        J: Judge<Res, E>,
+        J: Classifier<Res, E>,
     {
-        let Circuit { breaker, judge, clock, rng } = &*self.circuit;
+        let Circuit { breaker, classifier, clock, rng } = &*self.circuit;
         let now = clock.now();
-        let class = judge.judge(outcome.as_ref(), now).class;
+        let class = classifier.classify(outcome.as_ref(), now).class;
         if let Some(permit) = self.permit.take() {
             breaker.report(permit, class, now.since(self.began_at), now, &mut { rng });
         }
@@ -245,7 +245,7 @@ pin_project! {
 impl<F, Res, E, J, C> Future for BreakerFuture<F, J, C>
 where
     F: Future<Output = Result<Res, E>>,
-    J: Judge<Res, E>,
+    J: Classifier<Res, E>,
     C: Clock,
 {
     type Output = Result<Res, CircuitError<E>>;

@@ -10,18 +10,18 @@ use tidegate_core::{Attempt, Budget, Class, Clock, Retry, Span, Time, Tries, Unr
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::{Clones, Judge, Replay};
+use super::{Classifier, Clones, Repeat};
 use crate::SystemClock;
 use crate::random::SharedRng;
 
 /// Tries calls again that failed, where that is worth it, harmless, possible and in time.
 ///
-/// Whether and when is for [`tidegate_core::retry`] to say: by the class that the [`Judge`] tells, the attempts and
+/// Whether and when is for [`tidegate_core::retry`] to say: by the class that the [`Classifier`] tells, the attempts and
 /// waits of the [`Retry`], the service's own wait, the [`Budget`] that bounds retries as a share of first tries, and the
 /// [time-out](Self::timeout), if there is one. What a call returns is its last outcome itself, whatever that is; only a
 /// service that is no longer ready for another attempt has its error returned in place of the outcome before.
 ///
-/// Every request is taken for one that may be sent twice, unless [`RetryLayer::replaying`] says otherwise: for HTTP,
+/// Every request is taken for one that may be sent twice, unless [`RetryLayer::repeating`] says otherwise: for HTTP,
 /// say [`Idempotent`](super::Idempotent).
 ///
 /// Has to be polled within a tokio runtime whose timers are enabled. A call that is dropped while it waits gives its
@@ -40,8 +40,8 @@ use crate::random::SharedRng;
 ///     let reply = if calls < 3 { Err("connection reset") } else { Ok(format!("hello {name}")) };
 ///     std::future::ready(reply)
 /// });
-/// let judge = |outcome: Result<&String, &&str>| outcome.map_or(Class::Transient, |_| Class::Success);
-/// let mut service = RetryLayer::new(Retry::default(), None, judge).layer(flaky);
+/// let classifier = |outcome: Result<&String, &&str>| outcome.map_or(Class::Transient, |_| Class::Success);
+/// let mut service = RetryLayer::new(Retry::default(), None, classifier).layer(flaky);
 /// assert_eq!(service.call("you").await.as_deref(), Ok("hello you"));
 /// # }
 /// ```
@@ -55,23 +55,23 @@ struct Rules<J, P, C> {
     retry: Retry,
     budget: Option<Arc<Budget>>,
     timeout: Option<Span>,
-    judge: J,
-    replay: P,
+    classifier: J,
+    repeat: P,
     clock: C,
 }
 
 impl<J> RetryLayer<J> {
     /// Tries again as `retry` says and while `budget` lasts, which may be shared with other layers; `None` for no bound
     /// besides the attempts.
-    pub fn new(retry: Retry, budget: Option<Arc<Budget>>, judge: J) -> Self {
-        Self::with_clock(retry, budget, judge, SystemClock::new())
+    pub fn new(retry: Retry, budget: Option<Arc<Budget>>, classifier: J) -> Self {
+        Self::with_clock(retry, budget, classifier, SystemClock::new())
     }
 }
 
 impl<J, C: Clock> RetryLayer<J, Clones, C> {
     /// [`RetryLayer::new`] with a clock of your own.
-    pub fn with_clock(retry: Retry, budget: Option<Arc<Budget>>, judge: J, clock: C) -> Self {
-        Self { rules: Rules { retry, budget, timeout: None, judge, replay: Clones, clock } }
+    pub fn with_clock(retry: Retry, budget: Option<Arc<Budget>>, classifier: J, clock: C) -> Self {
+        Self { rules: Rules { retry, budget, timeout: None, classifier, repeat: Clones, clock } }
     }
 }
 
@@ -86,9 +86,9 @@ impl<J, P, C> RetryLayer<J, P, C> {
 
     /// Chooses which requests can be sent again, and how. Default [`Clones`]: all.
     #[must_use]
-    pub fn replaying<Q>(self, replay: Q) -> RetryLayer<J, Q, C> {
-        let Rules { retry, budget, timeout, judge, clock, .. } = self.rules;
-        RetryLayer { rules: Rules { retry, budget, timeout, judge, replay, clock } }
+    pub fn repeating<Q>(self, repeat: Q) -> RetryLayer<J, Q, C> {
+        let Rules { retry, budget, timeout, classifier, clock, .. } = self.rules;
+        RetryLayer { rules: Rules { retry, budget, timeout, classifier, repeat, clock } }
     }
 }
 
@@ -126,8 +126,8 @@ where
     I::Response: Send,
     I::Error: Send,
     Req: Send + 'static,
-    J: Judge<I::Response, I::Error> + Send + Sync + 'static,
-    P: Replay<Req> + Send + Sync + 'static,
+    J: Classifier<I::Response, I::Error> + Send + Sync + 'static,
+    P: Repeat<Req> + Send + Sync + 'static,
     C: Clock,
 {
     type Response = I::Response;
@@ -154,10 +154,10 @@ impl<J, P, C: Clock> Shared<J, P, C> {
     async fn run<I, Req>(&self, mut inner: I, mut request: Req, deadline: Time) -> Result<I::Response, I::Error>
     where
         I: Service<Req>,
-        J: Judge<I::Response, I::Error>,
-        P: Replay<Req>,
+        J: Classifier<I::Response, I::Error>,
+        P: Repeat<Req>,
     {
-        let Rules { retry, budget, judge, replay, clock, .. } = &self.rules;
+        let Rules { retry, budget, classifier, repeat, clock, .. } = &self.rules;
         let budget = budget.as_deref();
         let mut tries = Tries::new(deadline);
         let mut unsent = Unsent(None);
@@ -165,24 +165,23 @@ impl<J, P, C: Clock> Shared<J, P, C> {
             budget.first_try();
         }
         loop {
-            let copy = replay.copy(&request);
+            let copy = repeat.copy(&request);
             unsent.0 = None;
             let outcome = inner.call(request).await;
             let now = clock.now();
-            let judged = judge.judge(outcome.as_ref(), now);
+            let classified = classifier.classify(outcome.as_ref(), now);
             let attempt = Attempt {
-                class: judged.class,
-                repeatable: !judged.is_final
-                    && copy.as_ref().is_none_or(|copy| replay.is_repeatable(copy, judged.was_sent)),
+                class: classified.class,
+                repeatable: copy.as_ref().is_none_or(|copy| repeat.is_repeatable(copy, classified.was_sent)),
                 unreplayable: copy.is_none().then_some(Unreplayable::OneShotBody),
-                stop: false,
-                retry_after: judged.retry_after,
+                stop: classified.is_final,
+                retry_after: classified.retry_after,
                 other_credential: false,
             };
             let (Ok(at), Some(again)) = (tries.after(retry, &attempt, budget, now, &mut &self.rng), copy) else {
                 return outcome;
             };
-            unsent.0 = budget.filter(|_| judged.class == Class::Transient);
+            unsent.0 = budget.filter(|_| classified.class == Class::Transient);
             // A reply that nobody will read holds its connection no longer.
             drop(outcome);
             if at > now {

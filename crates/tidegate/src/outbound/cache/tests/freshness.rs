@@ -21,7 +21,7 @@ async fn a_reply_is_told_again_until_its_freshness_ends() {
 async fn a_ttl_overrides_all_but_no_store_and_vary() {
     for headers in [
         &[][..],
-        &[("cache-control", "private, no-cache, max-age=0, must-revalidate"), ("pragma", "no-cache")],
+        &[("cache-control", "no-cache, max-age=0, must-revalidate"), ("pragma", "no-cache")],
         &[("expires", "0"), ("age", "86400"), ("set-cookie", "session=1")],
     ] {
         let (cache, api) = (cache(), Api::with(headers).ruled(|rules| rules.ttl = Some(Duration::from_millis(1500))));

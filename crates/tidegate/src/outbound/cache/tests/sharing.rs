@@ -1,5 +1,6 @@
 //! Who may have whose reply.
 
+use super::super::entry::MAX_VARIANTS;
 use super::CacheStatus::{Bypass, Hit, Miss};
 use super::*;
 
@@ -27,11 +28,18 @@ async fn several_credentials_never_share_unless_they_may() {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_private_is_kept_for_one_credential_and_not_for_several() {
-    for (shared, told_again) in [(false, Hit), (true, Miss)] {
-        let api = Api::with(&[("cache-control", "private, max-age=60")]).ruled(|rules| rules.shared = shared);
-        let cache = cache();
-        call(&cache, &api, get("/")).await.unwrap();
-        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, told_again, "{shared}");
+    for private in ["private, max-age=60", "max-age=60, Private=\"x-account\""] {
+        for ttl in [None, Some(Duration::from_secs(3_600))] {
+            for (shared, told_again) in [(false, Hit), (true, Miss)] {
+                let api =
+                    Api::new(move |number, _| Ok(reply(200, &[("cache-control", private)], format!("reply {number}"))));
+                let api = api.slow(Duration::from_millis(10)).ruled(|rules| (rules.shared, rules.ttl) = (shared, ttl));
+                let cache = cache();
+                let (_, joined) = tokio::join!(call(&cache, &api, get("/")), call(&cache, &api, get("/")));
+                assert_eq!(joined.unwrap().by == Miss, shared, "nor is it waited for: {private} {ttl:?}");
+                assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, told_again, "{private} {ttl:?} {shared}");
+            }
+        }
     }
 }
 
@@ -127,28 +135,107 @@ async fn a_change_removes_what_was_kept_and_a_failed_one_does_not() {
 async fn what_varies_is_kept_once_for_each_variant() {
     let cache = cache();
     let api = Api::new(|number, request| {
-        let language = request.headers.get("accept-language").map_or("none", |value| value.to_str().unwrap());
-        let headers =
-            [("cache-control", "max-age=60"), ("vary", "Accept-Language"), ("vary", "accept, accept-language")];
-        Ok(reply(200, &headers, format!("{language} {number}")))
+        let program = request.headers.get("user-agent").map_or("none", |value| value.to_str().unwrap());
+        let headers = [("cache-control", "max-age=60"), ("vary", "User-Agent"), ("vary", "accept, user-agent")];
+        Ok(reply(200, &headers, format!("{program} {number}")))
     });
     let api = api.slow(Duration::from_millis(10));
-    let speaks = |language| request("GET", "/", &[("accept-language", language)]);
-    told(&cache, &api, vec![speaks("en"), speaks("de"), get("/")]).await;
-    let again = told(&cache, &api, vec![speaks("en"), speaks("de"), get("/")]).await;
-    assert_eq!(again, [(Hit, "en 1".to_owned()), (Hit, "de 2".to_owned()), (Hit, "none 3".to_owned())]);
+    let by = |program| request("GET", "/", &[("user-agent", program)]);
+    told(&cache, &api, vec![by("curl"), by("wget"), get("/")]).await;
+    let again = told(&cache, &api, vec![by("curl"), by("wget"), get("/")]).await;
+    assert_eq!(again, [(Hit, "curl 1".to_owned()), (Hit, "wget 2".to_owned()), (Hit, "none 3".to_owned())]);
 
     let calls = (0..40).map(|index| {
-        let language = ["en", "de"][index % 2];
+        let program = ["curl", "wget"][index % 2];
         let (cache, api) = (&cache, &api);
         async move {
-            let got = call(cache, api, request("GET", "/new", &[("accept-language", language)])).await.unwrap();
-            assert!(got.body.starts_with(language), "{} for {language}", got.body);
+            let got = call(cache, api, request("GET", "/new", &[("user-agent", program)])).await.unwrap();
+            assert!(got.body.starts_with(program), "{} for {program}", got.body);
         }
     });
     for_each_at_once(calls).await;
-    assert_eq!(api.calls(), 5, "one for each language");
+    assert_eq!(api.calls(), 5, "one for each program");
     assert!(is_at_rest(&cache));
+}
+
+/// A provider that wasn't made to be kept: its replies don't say what they depend on.
+fn unaware() -> Api {
+    Api::with(&[]).ruled(|rules| rules.ttl = Some(Duration::MAX)).slow(Duration::from_millis(10))
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_for_something_else_never_gets_this() {
+    for name in ["accept", "accept-language", "accept-encoding", "stripe-account", "x-tenant", "x-new-in-2040"] {
+        let (cache, api) = (cache(), unaware());
+        let wants = |what: &str| request("GET", "/", &[(name, what)]);
+        let (one, other) = tokio::join!(call(&cache, &api, wants("one")), call(&cache, &api, wants("other")));
+        let (one, other) = (one.unwrap(), other.unwrap());
+        assert_eq!((one.by, other.by), (Miss, Miss), "{name}");
+        let again = told(&cache, &api, vec![wants("one"), wants("other"), get("/")]).await;
+        assert_eq!(again, [(Hit, one.body), (Hit, other.body), (Miss, "reply 3".to_owned())], "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_says_nothing_of_the_reply_tells_nobody_apart() {
+    let (cache, api) = (cache(), unaware());
+    call(&cache, &api, get("/")).await.unwrap();
+    for name in ["traceparent", "x-b3-traceid", "date", "priority", "x-stainless-lang", "tidegate-timeout"] {
+        assert_eq!(call(&cache, &api, request("GET", "/", &[(name, "1")])).await.unwrap().by, Hit, "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_removes_every_representation_of_its_callers() {
+    let (cache, api) = (cache(), unaware());
+    let wants = |kind: &'static str, tenant| request("GET", "/", &[("accept", kind), ("x-tenant", tenant)]);
+    let all = || vec![wants("xml", "1"), wants("json", "1"), wants("xml", "2")];
+    told(&cache, &api, all()).await;
+    let lines = [("content-type", "application/json"), ("accept", "text/plain"), ("x-tenant", "1")];
+    call(&cache, &api, request("PUT", "/", &lines)).await.unwrap();
+    let again: Vec<_> = told(&cache, &api, all()).await.into_iter().map(|(by, _)| by).collect();
+    assert_eq!(again, [Miss, Miss, Hit]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_variants_of_a_page_are_bounded() {
+    let (cache, api) = (cache(), unaware());
+    let wants = |number: usize| request("GET", "/", &[("accept", &format!("type/{number}"))]);
+    told(&cache, &api, (0..=MAX_VARIANTS).map(wants).collect()).await;
+    let kept = told(&cache, &api, (1..=MAX_VARIANTS).map(wants).collect()).await;
+    assert!(kept.iter().all(|(by, _)| *by == Hit));
+    assert_eq!(call(&cache, &api, wants(0)).await.unwrap().by, Miss, "the oldest went");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_one_credential_fetched_is_not_told_to_its_successor() {
+    for (shared, told_again) in [(false, Miss), (true, Hit)] {
+        let (cache, api) = (cache(), unaware().ruled(|rules| rules.shared = shared));
+        let becomes = |secret| *api.secret.lock().unwrap() = Some(secret);
+        becomes("old");
+        call(&cache, &api, get("/")).await.unwrap();
+        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Hit);
+        becomes("new");
+        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, told_again, "{shared}");
+        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Hit);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_successor_may_have_fetched_is_not_kept_for_the_credential_before() {
+    let (cache, api) = (cache(), unaware());
+    let becomes = |secret| *api.secret.lock().unwrap() = Some(secret);
+    becomes("old");
+    let changes = async {
+        sleep(Duration::from_millis(5)).await;
+        becomes("new");
+    };
+    let (got, ()) = tokio::join!(call(&cache, &api, get("/")), changes);
+    assert_eq!(got.unwrap().by, Miss);
+    for secret in ["old", "new"] {
+        becomes(secret);
+        assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Miss, "{secret}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -175,12 +262,9 @@ async fn nothing_that_is_printed_holds_a_secret() {
     let asked = request("GET", "/s3cret?api_key=s3cret", &[("authorization", "Bearer s3cret"), ("cookie", "s3cret")]);
     let reply = cache.call(&api, CallOptions::default(), asked, |options, request| api.answer(options, request)).await;
     let mut printed = format!("{cache:?} {:?}", reply.unwrap().body());
-    assert_eq!(cache.0.shelf.iter().count(), 2);
-    for (key, stored) in cache.0.shelf.iter() {
-        printed += &format!("{key:?}");
-        if let Stored::Reply(entry) = stored {
-            printed += &format!("{entry:?}");
-        }
+    assert_eq!(cache.0.shelf.iter().count(), 1);
+    for (key, page) in cache.0.shelf.iter() {
+        printed += &format!("{key:?} {:?}", page.entries());
     }
     assert!(printed.contains("Key(…)") && printed.contains("Entry"), "{printed}");
     assert!(!printed.contains("s3cret"), "{printed}");

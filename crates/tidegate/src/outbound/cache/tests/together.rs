@@ -74,14 +74,14 @@ async fn when_the_leader_goes_away_one_of_the_others_leads_on() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
     let callers = (0..20).map(|index: usize| {
         let (cache, api) = (cache.clone(), Arc::clone(&api));
-        let asked = request("GET", "/", &[("x-caller", &index.to_string())]);
+        let asked = request("GET", "/", &[("x-request-id", &index.to_string())]);
         tokio::spawn(async move { call(&cache, &api, asked).await })
     });
     let callers: Vec<_> = callers.collect();
     for calls in 1..=5 {
         sleep(Duration::from_millis(1)).await;
         assert_eq!(api.calls(), calls, "one leads, and no more");
-        let leader: usize = api.saw("x-caller").unwrap().parse().unwrap();
+        let leader: usize = api.saw("x-request-id").unwrap().parse().unwrap();
         callers[leader].abort();
     }
     let mut all = Vec::new();
@@ -111,7 +111,7 @@ async fn who_is_not_polled_holds_nobody_up() {
 #[tokio::test(start_paused = true)]
 async fn who_comes_to_lead_looks_once_more() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
-    let key = cache.0.keys.request(&*api, &Method::GET, &get("/").into_parts().0);
+    let key = flight_to(&cache, &api, "/");
     let leader = cache.0.flights.board(key, None);
     let others = start(5, &cache, &api, &CallOptions::default());
     sleep(Duration::from_millis(1)).await;
@@ -231,7 +231,7 @@ fn errors_say_whose_fault_they_are() {
 async fn flights_and_their_seats_are_bounded() {
     let cache = cache();
     let api = Api::with(&[]);
-    let key = |path: &str| cache.0.keys.request(&api, &Method::GET, &get(path).into_parts().0);
+    let key = |path: &str| flight_to(&cache, &api, path);
     let flights = &cache.0.flights;
     let seats: Vec<_> = (0..MAX_SEATS).map(|_| flights.board(key("/"), None)).collect();
     assert!(matches!(seats[0], Boarded::Leads(_)));

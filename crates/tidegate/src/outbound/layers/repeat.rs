@@ -8,7 +8,7 @@ use super::super::has_idempotency_key;
 /// Copies requests before they are sent, so that they can be sent again.
 ///
 /// A closure or function `Fn(&Req) -> Option<Req>` is one.
-pub trait Replay<Req> {
+pub trait Repeat<Req> {
     /// The same request once more; `None` if it can't be sent again.
     fn copy(&self, request: &Req) -> Option<Req>;
 
@@ -19,7 +19,7 @@ pub trait Replay<Req> {
     }
 }
 
-impl<F: Fn(&Req) -> Option<Req>, Req> Replay<Req> for F {
+impl<F: Fn(&Req) -> Option<Req>, Req> Repeat<Req> for F {
     fn copy(&self, request: &Req) -> Option<Req> {
         self(request)
     }
@@ -29,7 +29,7 @@ impl<F: Fn(&Req) -> Option<Req>, Req> Replay<Req> for F {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Clones;
 
-impl<Req: Clone> Replay<Req> for Clones {
+impl<Req: Clone> Repeat<Req> for Clones {
     fn copy(&self, request: &Req) -> Option<Req> {
         Some(request.clone())
     }
@@ -40,7 +40,7 @@ impl<Req: Clone> Replay<Req> for Clones {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Idempotent;
 
-impl<B: Clone> Replay<Request<B>> for Idempotent {
+impl<B: Clone> Repeat<Request<B>> for Idempotent {
     fn copy(&self, request: &Request<B>) -> Option<Request<B>> {
         Some(request.clone())
     }

@@ -8,7 +8,7 @@ use super::{CircuitError, TurnError};
 
 /// What an outcome means to the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Judged {
+pub struct Classified {
     /// Its class.
     pub class: Class,
     /// How long the service asks to be left alone. Zero is as good as `None`.
@@ -19,7 +19,7 @@ pub struct Judged {
     pub is_final: bool,
 }
 
-impl From<Class> for Judged {
+impl From<Class> for Classified {
     /// Of a request that was sent, with no wait asked for.
     fn from(class: Class) -> Self {
         Self { class, retry_after: None, was_sent: true, is_final: false }
@@ -28,18 +28,18 @@ impl From<Class> for Judged {
 
 /// Tells what a service's outcomes mean.
 ///
-/// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Judged`, is a judge.
-pub trait Judge<Res, E> {
+/// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Classified`, is a classifier.
+pub trait Classifier<Res, E> {
     /// What this outcome means, which was had `now`.
-    fn judge(&self, outcome: Result<&Res, &E>, now: Time) -> Judged;
+    fn classify(&self, outcome: Result<&Res, &E>, now: Time) -> Classified;
 }
 
-impl<F, T, Res, E> Judge<Res, E> for F
+impl<F, T, Res, E> Classifier<Res, E> for F
 where
     F: Fn(Result<&Res, &E>) -> T,
-    T: Into<Judged>,
+    T: Into<Classified>,
 {
-    fn judge(&self, outcome: Result<&Res, &E>, _: Time) -> Judged {
+    fn classify(&self, outcome: Result<&Res, &E>, _: Time) -> Classified {
         self(outcome).into()
     }
 }
@@ -53,14 +53,14 @@ where
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ByStatus;
 
-impl<B, E> Judge<Response<B>, E> for ByStatus {
-    fn judge(&self, outcome: Result<&Response<B>, &E>, now: Time) -> Judged {
+impl<B, E> Classifier<Response<B>, E> for ByStatus {
+    fn classify(&self, outcome: Result<&Response<B>, &E>, now: Time) -> Classified {
         let Ok(reply) = outcome else { return Class::Transient.into() };
         let said = Said::read(reply.status(), reply.headers(), now);
-        Judged {
+        Classified {
             class: said.class,
             retry_after: said.wait(now),
-            was_sent: said.class != Class::Throttled,
+            was_sent: said.may_have_acted(),
             is_final: said.hints.pushback_stop,
         }
     }
@@ -72,23 +72,23 @@ impl<B, E> Judge<Response<B>, E> for ByStatus {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Behind<J>(pub J);
 
-const REFUSED: Judged = Judged { class: Class::Cancelled, retry_after: None, was_sent: false, is_final: false };
+const REFUSED: Classified = Classified { class: Class::Cancelled, retry_after: None, was_sent: false, is_final: false };
 
-impl<Res, E, J: Judge<Res, E>> Judge<Res, CircuitError<E>> for Behind<J> {
-    fn judge(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Judged {
+impl<Res, E, J: Classifier<Res, E>> Classifier<Res, CircuitError<E>> for Behind<J> {
+    fn classify(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Classified {
         match outcome {
-            Ok(reply) => self.0.judge(Ok(reply), now),
-            Err(CircuitError::Inner(error)) => self.0.judge(Err(error), now),
+            Ok(reply) => self.0.classify(Ok(reply), now),
+            Err(CircuitError::Inner(error)) => self.0.classify(Err(error), now),
             Err(CircuitError::Open(_)) => REFUSED,
         }
     }
 }
 
-impl<Res, E, J: Judge<Res, E>> Judge<Res, TurnError<E>> for Behind<J> {
-    fn judge(&self, outcome: Result<&Res, &TurnError<E>>, now: Time) -> Judged {
+impl<Res, E, J: Classifier<Res, E>> Classifier<Res, TurnError<E>> for Behind<J> {
+    fn classify(&self, outcome: Result<&Res, &TurnError<E>>, now: Time) -> Classified {
         match outcome {
-            Ok(reply) => self.0.judge(Ok(reply), now),
-            Err(TurnError::Inner(error)) => self.0.judge(Err(error), now),
+            Ok(reply) => self.0.classify(Ok(reply), now),
+            Err(TurnError::Inner(error)) => self.0.classify(Err(error), now),
             Err(TurnError::Refused(_)) => REFUSED,
         }
     }

@@ -1,6 +1,8 @@
 //! What a policy says of other people's APIs.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
+mod words;
+
 use std::path::Path;
 use std::time::Duration;
 
@@ -330,68 +332,6 @@ fn the_limit_of_an_only_credential_is_the_providers() {
     let rules = rules(outbound.find("x").unwrap());
     assert!(rules.credential_ceilings.is_empty());
     assert_eq!(names(&outbound, &rules.ceilings), ["x.credential"]);
-}
-
-#[test]
-fn words_show_true_bounds_and_no_secret() {
-    let words = outbound(EVERY_KEY).words();
-    for expected in [
-        "own: http://localhost:9000/v1 (preset local)\n",
-        "  10 per second, bursts of 20: at most 620 in any 60 s (all calls)\n",
-        "  at most 50 in any 10 s (all calls)\n",
-        "  at most 30000 in any 60 s, by what calls cost (all calls)\n",
-        "  1000 per day, until midnight in America/Los_Angeles (each credential)\n",
-        "  1 per second, evenly spaced: at most 61 in any 60 s (background calls)\n",
-        "  at most 8 at the same time (all calls)\n",
-        "  as many at the same time as it bears, 2 to 30, at first 3\n",
-        "  webhook: 5 s a call, 0 retries, up to 300 waiting, at most 6 at the same time\n",
-        "at most 2 at the same time, only 22:00-06:00 in Europe/Berlin\n",
-        "  before a retry half to all of 2 s, 6 s … 40 s, or Retry-After up to 60 s; retries up to 12.5 % of first tries, \
-         and 1 more\n",
-        "  breaker opens at 3 failures in a row or 50 % failures of 20 calls or more in 30 s or 25 % slower than 2 s of \
-         20 calls or more in 30 s, for half to all of 1 s, 3 s … 60 s; 2 probes at a time, closes after 3 successes; \
-         then 10 % for 10 s, 50 % for 20 s of calls\n",
-        "  credentials env:KEY_A, env:KEYS[2], file:/run/key, the one unused for longest, as authorization Token; each \
-         rests for 2 s, 4 s … 16 s when it is throttled\n",
-        "  logs in by POST /login with pin from env:PIN, for 12 h, renewed 1 h before\n",
-        "  a reply 403 or 429 with \"slow down\" in /error is throttled, until the quota's period ends\n",
-        "  a call reserves a cost of 5, 1 for each 4 bytes of its body, what /max_tokens in it says; its reply settles that \
-         by /usage/in or /in and /usage/out\n",
-        "  a second request after 1 s without a reply\n",
-        "  replies are cached for ever, for all credentials together, and stand in for 1 h more while it is unavailable\n",
-        "\nspent quotas and cool-downs outlive a restart in /var/lib/tidegate/outbound.json\n",
-    ] {
-        assert!(words.contains(expected), "{expected}\n{words}");
-    }
-    let words = outbound("[outbound.provider.x]\nlimit = \"1/s\"\n").words();
-    assert!(
-        words.ends_with("\nspent quotas and cool-downs don't outlive a restart: outbound.snapshot is off\n"),
-        "{words}"
-    );
-}
-
-#[test]
-fn words_tell_of_a_cache_that_several_credentials_keep_from_being_used() {
-    let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\nauth = \"bearer\"\n";
-    for (text, expected) in [
-        (
-            format!("{own}credentials = [\"env:A\", \"env:B\"]\ncache = \"on\"\n"),
-            "  nothing is cached, because there are several credentials; cache.shared lets them share replies\n",
-        ),
-        (
-            format!("{own}credentials = [\"env:A\", \"env:B\"]\ncache = {{ shared = true }}\n"),
-            "  replies are cached as their headers say, for all credentials together\n",
-        ),
-        (format!("{own}credentials = \"env:A\"\ncache = \"on\"\n"), "  replies are cached as their headers say\n"),
-        (format!("{own}credentials = [\"env:A\", \"env:B\"]\n"), "  nothing is cached\n"),
-        (
-            "[outbound.provider.x]\npreset = \"tmdb\"\ncredentials = [\"env:A\", \"env:B\"]\n".to_owned(),
-            "  replies are cached for 1 d, for all credentials together\n",
-        ),
-    ] {
-        let words = outbound(&text).words();
-        assert!(words.contains(expected), "{expected}\n{words}");
-    }
 }
 
 /// A credential that is alone cools down as retries wait; one of several has others to go on with.

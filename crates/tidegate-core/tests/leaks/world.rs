@@ -1,6 +1,4 @@
-//! Whatever happens to calls, nothing that they held is left behind: places in the queue, slots in flight, what limits
-//! were charged, retries of the budget, and the breaker's probes.
-#![expect(clippy::unwrap_used, reason = "a test")]
+//! A provider whose calls do as they are told, and a plain count of everything.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -19,8 +17,7 @@ use tidegate_core::{
     Window,
 };
 use tidegate_testkit::desk::{Desk as Store, at, id};
-use tidegate_testkit::dice::{self, Dice, count};
-use tidegate_testkit::property;
+use tidegate_testkit::dice::Dice;
 
 const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
 /// Which limit does what: the first paces, two count for the test and never refuse.
@@ -31,7 +28,7 @@ const COOLDOWN: usize = 3;
 const WINDOW: Span = Span::from_secs(1);
 
 /// What a call does, as its driver knows.
-enum Stage {
+pub(crate) enum Stage {
     Queued(Ticket),
     /// The store was asked, and what it answered is still on its way.
     Asking(Ticket, Box<(Batch, Outcomes)>),
@@ -42,12 +39,12 @@ enum Stage {
     Sleeping(Time, bool),
 }
 
-struct Known {
+pub(crate) struct Known {
     call: Call,
     /// Its lane, as far as it was told; of a call that is under way the one that its slot is of.
     lane: Lane,
     cost: u64,
-    stage: Stage,
+    pub(crate) stage: Stage,
     /// Whether it takes its turn for a retry that came out of the budget.
     retries: bool,
     tried: bool,
@@ -56,32 +53,32 @@ struct Known {
 }
 
 /// A provider, its driver, and a plain count of everything.
-struct World {
+pub(crate) struct World {
     rules: Rules,
     limits: Arc<Limits>,
     store: Store,
-    desk: Desk,
+    pub(crate) desk: Desk,
     rng: SmallRng,
-    now: Time,
-    calls: BTreeMap<usize, Known>,
+    pub(crate) now: Time,
+    pub(crate) calls: BTreeMap<usize, Known>,
     /// Those of them that don't just wait in the queue.
-    busy: BTreeSet<usize>,
+    pub(crate) busy: BTreeSet<usize>,
     /// Who has which place in the queue.
     places: HashMap<usize, usize>,
     /// Answers to calls that have left meanwhile.
-    orphans: Vec<(Batch, Outcomes)>,
-    arrived: usize,
+    pub(crate) orphans: Vec<(Batch, Outcomes)>,
+    pub(crate) arrived: usize,
     /// The first requests, in their order.
-    sent: Vec<usize>,
+    pub(crate) sent: Vec<usize>,
     /// What stands charged: calls, and their costs.
     charged: (u64, u64),
     /// The budget in thousandths of a retry.
     budget: u64,
-    finished: Vec<(usize, Result<(), Failure>)>,
+    pub(crate) finished: Vec<(usize, Result<(), Failure>)>,
 }
 
 impl World {
-    fn new(pace: u64, max_waiting: u32, failures: u32, inflight: bool, renews: bool) -> Self {
+    pub(crate) fn new(pace: u64, max_waiting: u32, failures: u32, inflight: bool, renews: bool) -> Self {
         let cooldown = Cooldown { base: Span::from_millis(50), ..Cooldown::default() };
         let forever = || Arc::new(Every(Span::MAX));
         let kinds = [
@@ -163,7 +160,7 @@ impl World {
         }
     }
 
-    fn arrive(&mut self, lane: Lane, cost: u64, timeout: Option<Span>) -> usize {
+    pub(crate) fn arrive(&mut self, lane: Lane, cost: u64, timeout: Option<Span>) -> usize {
         let call = Call::new(&self.rules, lane, cost, timeout.map(|timeout| self.now + timeout), self.now);
         let id = self.arrived;
         self.arrived += 1;
@@ -247,7 +244,7 @@ impl World {
     }
 
     /// Lets the lanes name who is next, until they sleep: until when.
-    fn pump(&mut self) -> Time {
+    pub(crate) fn pump(&mut self) -> Time {
         loop {
             let (ticket, expired) = match self.desk.lanes.poll(self.now) {
                 Turn::Ask(ticket) => (ticket, false),
@@ -273,7 +270,7 @@ impl World {
         }
     }
 
-    fn answer(&mut self, id: usize, broken: bool) {
+    pub(crate) fn answer(&mut self, id: usize, broken: bool) {
         let mut known = self.take(id);
         if broken {
             // The question was lost with its answer: as an orphan, what it was charged goes back.
@@ -289,13 +286,20 @@ impl World {
         self.step(id, known, next);
     }
 
-    fn answer_orphan(&mut self, place: usize) {
+    pub(crate) fn answer_orphan(&mut self, place: usize) {
         let (batch, outcomes) = &self.orphans.swap_remove(place);
         self.tell(Call::unwanted(&self.rules, batch, outcomes).as_ref());
         self.desk.lanes.poke();
     }
 
-    fn reply(&mut self, id: usize, class: Class, retry_after: Option<Span>, streams: bool, cost: Option<u64>) {
+    pub(crate) fn reply(
+        &mut self,
+        id: usize,
+        class: Class,
+        retry_after: Option<Span>,
+        streams: bool,
+        cost: Option<u64>,
+    ) {
         let mut known = self.take(id);
         let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
         let (repeatable, unreplayable, spent_until) = (true, None, None);
@@ -341,7 +345,7 @@ impl World {
         self.finished.push((id, Ok(())));
     }
 
-    fn wake(&mut self, id: usize) {
+    pub(crate) fn wake(&mut self, id: usize) {
         let mut known = self.take(id);
         if let Stage::Sleeping(_, budgeted) = known.stage {
             known.retries = budgeted;
@@ -358,7 +362,7 @@ impl World {
     }
 
     /// Its caller goes away.
-    fn abandon(&mut self, id: usize) {
+    pub(crate) fn abandon(&mut self, id: usize) {
         let mut known = self.take(id);
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
         self.orphan(&mut known);
@@ -393,7 +397,7 @@ impl World {
     }
 
     /// Holds everything against the plain count.
-    fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         for lane in Lane::ALL {
             same("waiting", self.desk.lanes.waiting(lane), self.waiting(lane))?;
             let flies = |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming);
@@ -419,14 +423,14 @@ impl World {
     }
 
     /// Some call in some stage.
-    fn any(&self, dice: &mut Dice, which: impl Fn(&Stage) -> bool) -> Option<usize> {
+    pub(crate) fn any(&self, dice: &mut Dice, which: impl Fn(&Stage) -> bool) -> Option<usize> {
         let fitting: Vec<usize> =
             self.calls.iter().filter(|(_, known)| which(&known.stage)).map(|(&id, _)| id).collect();
         (!fitting.is_empty()).then(|| dice.pick(&fitting))
     }
 
     /// One thing that may happen.
-    fn happen(&mut self, dice: &mut Dice) {
+    pub(crate) fn happen(&mut self, dice: &mut Dice) {
         match dice.below(34) {
             0..=7 if self.calls.len() < 60 => {
                 let timeout = dice.percent(50).then(|| Span::from_micros(dice.below(3_000_000)));
@@ -495,7 +499,7 @@ impl World {
     }
 
     /// Everybody goes away, and everything is there again.
-    fn clear_out(mut self) -> Result<(), String> {
+    pub(crate) fn clear_out(mut self) -> Result<(), String> {
         while let Some(&id) = self.calls.keys().next() {
             self.abandon(id);
         }
@@ -530,101 +534,4 @@ fn charged(batch: &Batch, place: usize) -> u64 {
 
 fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
     if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
-}
-
-fn any_world(dice: &mut Dice) -> World {
-    let (pace, max_waiting, failures) =
-        (dice.pick(&[5, 50, 1_000]), dice.pick(&[4, 20, 100]), dice.between(1, 4) as u32);
-    World::new(pace, max_waiting, failures, dice.percent(50), dice.percent(50))
-}
-
-#[test]
-fn nothing_leaks_whatever_happens() {
-    property::check(count(20, 400), 3_000, |mut dice| {
-        let mut world = any_world(&mut dice);
-        while !dice.exhausted() {
-            world.happen(&mut dice);
-            world.check()?;
-        }
-        world.clear_out()
-    });
-}
-
-#[test]
-fn a_long_run_leaks_nothing() {
-    let seed = dice::seed();
-    let mut dice = Dice::seeded(seed);
-    let mut world = World::new(50, 20, 2, true, true);
-    let steps = count(20_000, 1_000_000);
-    for step in 0..steps {
-        world.happen(&mut dice);
-        world.finished.clear();
-        if let Err(leak) = world.check() {
-            panic!("{leak} at step {step}\n  repeat with TIDEGATE_SEED={seed}");
-        }
-    }
-    assert!(world.sent.len() > steps as usize / 40, "{} of {} calls were sent", world.sent.len(), world.arrived);
-    world.clear_out().unwrap();
-}
-
-/// Of 20,000 calls that are queued, under way or waiting for another try, 10,000 go away.
-#[test]
-fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
-    let seed = dice::seed();
-    let mut dice = Dice::seeded(seed);
-    let mut world = World::new(1_000, 20_000, 5, false, false);
-    for _ in 0..20_000 {
-        world.arrive(Lane::User, 2, None);
-    }
-    assert_eq!(world.desk.lanes.waiting(Lane::User), 20_000);
-    // Some are asking or under way when the others go, and a few wait for another try.
-    for _ in 0..40 {
-        world.pump();
-        let asking = world.any(&mut dice, |stage| matches!(stage, Stage::Asking(..)));
-        world.answer(asking.expect("one at a time"), false);
-    }
-    world.pump();
-    for id in 0..3 {
-        world.reply(id, Class::Transient, None, false, None);
-    }
-    world.check().unwrap();
-    let mut alive: Vec<usize> = world.calls.keys().copied().collect();
-    for _ in 0..10_000 {
-        world.abandon(alive.swap_remove(dice.below(alive.len() as u64) as usize));
-    }
-    world.check().unwrap();
-    let queued = world.desk.lanes.waiting(Lane::User);
-    assert_eq!(world.calls.len(), 10_000);
-    assert!(queued > 9_900, "{queued}");
-    while !world.orphans.is_empty() {
-        world.answer_orphan(0);
-    }
-    let before = world.sent.len();
-    while !world.calls.is_empty() {
-        let wakes_at = world.pump();
-        let (now, busy) = (world.now, Vec::from_iter(world.busy.iter().copied()));
-        let mut next = wakes_at;
-        for id in busy {
-            match world.calls[&id].stage {
-                Stage::Asking(..) => world.answer(id, false),
-                Stage::Sent(_) => world.reply(id, Class::Success, None, false, None),
-                Stage::Sleeping(until, _) if until <= now => world.wake(id),
-                Stage::Sleeping(until, _) => {
-                    next = next.min(until);
-                    continue;
-                }
-                _ => panic!("nobody streams or logs in"),
-            }
-            next = now;
-        }
-        world.now = next;
-        assert!(!next.is_never() || world.calls.is_empty(), "somebody waits for ever");
-    }
-    alive.sort_unstable();
-    let waited: Vec<usize> = alive.into_iter().filter(|&id| id >= 40).collect();
-    assert_eq!(world.sent[before..], waited, "first come, first served");
-    assert!(world.finished.iter().all(|(_, result)| result.is_ok()), "{:?}", world.finished.first());
-    assert_eq!(world.finished.len(), 10_000);
-    world.check().unwrap();
-    world.clear_out().unwrap();
 }

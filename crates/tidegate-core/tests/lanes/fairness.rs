@@ -1,0 +1,229 @@
+//! What each lane gets.
+
+use super::*;
+
+struct Grant {
+    at: Time,
+    lane: Lane,
+    cost: u64,
+    /// Since when its lane had waited for a grant.
+    waited: Span,
+}
+
+/// Lanes in front of a limit, on a clock of their own.
+struct Provider {
+    lanes: Lanes,
+    desk: Desk,
+    now: Time,
+    costs: HashMap<Ticket, (Lane, u64)>,
+    granted: Vec<Grant>,
+    waits_since: [Time; 3],
+}
+
+impl Provider {
+    fn new(limit: Limit, spec: LanesSpec) -> Self {
+        Self {
+            lanes: Lanes::new(spec),
+            desk: Desk::new([limit]),
+            now: at(0),
+            costs: HashMap::new(),
+            granted: Vec::new(),
+            waits_since: [at(0); 3],
+        }
+    }
+
+    /// Lets a call wait for up to ten seconds, unless the queue is full.
+    fn call(&mut self, lane: Lane, cost: u64) -> Option<Ticket> {
+        if self.lanes.waiting(lane) == 0 {
+            self.waits_since[lane as usize] = self.now;
+        }
+        let ticket = self.lanes.enqueue(lane, cost, self.now + Span::from_secs(10), self.now).ok()?;
+        self.costs.insert(ticket, (lane, cost));
+        Some(ticket)
+    }
+
+    /// Lets time pass as far as `until`, and as much happen as may.
+    fn run(&mut self, until: Time) {
+        loop {
+            match self.lanes.poll(self.now) {
+                Turn::Ask(ticket) => self.ask(ticket),
+                Turn::Expired(ticket) => {
+                    self.costs.remove(&ticket).expect("a call that waits");
+                }
+                Turn::Sleep(wake_at) if wake_at < until => self.now = wake_at,
+                Turn::Sleep(_) => break,
+            }
+        }
+        self.now = until;
+    }
+
+    fn ask(&mut self, ticket: Ticket) {
+        let (lane, cost) = self.costs[&ticket];
+        let decision = self.desk.take(1, cost, self.now);
+        if decision.allowed {
+            self.costs.remove(&ticket);
+            assert_eq!(self.lanes.granted(ticket, self.now), Some(lane));
+            self.lanes.ended(lane);
+            let since = std::mem::replace(&mut self.waits_since[lane as usize], self.now);
+            self.granted.push(Grant { at: self.now, lane, cost, waited: self.now.since(since) });
+        } else {
+            let wait = decision.retry_after.expect("a cost below the limit");
+            self.lanes.not_until(ticket, self.now + wait, Scope::Provider, self.now);
+        }
+    }
+
+    fn cost(&self, lanes: &[Lane]) -> u64 {
+        self.granted.iter().filter(|grant| lanes.contains(&grant.lane)).map(|grant| grant.cost).sum()
+    }
+
+    /// A lane's part of all that was granted, in permille.
+    fn share(&self, lane: Lane) -> u64 {
+        self.cost(&[lane]) * 1_000 / self.cost(&Lane::ALL)
+    }
+
+    fn longest_wait(&self, lane: Lane) -> Span {
+        self.granted.iter().filter(|grant| grant.lane == lane).map(|grant| grant.waited).max().expect("a grant")
+    }
+}
+
+fn rate(count: u64, burst: u64) -> Limit {
+    Limit::new(Kind::Rate(Rate::new(count, Span::from_secs(1), burst).expect("a rate")))
+}
+
+const FLOOR_ALONE: LanesSpec = LanesSpec {
+    lanes: [LaneSpec { max_waiting: 50, max_in_flight: u32::MAX }; 3],
+    max_in_flight: u32::MAX,
+    floor: 100,
+    window: Span::MAX,
+};
+
+#[test]
+fn users_at_twice_the_limit_leave_the_background_its_floor() {
+    let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
+    for slot in 0..20_000 {
+        provider.call(Lane::User, 1);
+        provider.call(Lane::Background, 1);
+        provider.run(at((slot + 1) * 50));
+    }
+    assert_eq!(provider.granted.len(), 10_000, "all of the limit is used");
+    assert!(provider.cost(&[Lane::Background]).abs_diff(1_000) <= 1);
+    assert!(provider.longest_wait(Lane::Background) <= Span::from_millis(1_100), "ten others, then its own");
+}
+
+#[test]
+fn both_lower_lanes_have_their_floor_under_webhooks() {
+    for floor in [50, 100, MAX_FLOOR, u16::MAX] {
+        let mut provider = Provider::new(rate(10, 1), LanesSpec { floor, ..FLOOR_ALONE });
+        for slot in 0..20_000 {
+            for lane in Lane::ALL {
+                provider.call(lane, 1);
+            }
+            provider.run(at((slot + 1) * 50));
+        }
+        let floor = u64::from(floor.min(MAX_FLOOR));
+        for lane in [Lane::Background, Lane::User] {
+            let share = provider.share(lane);
+            assert!(share.abs_diff(floor) <= 1, "{lane:?} has {share} of {floor}");
+        }
+        assert!(provider.share(Lane::Webhook) >= 333);
+    }
+}
+
+/// Calls of language models cost thousands of units, and no two the same.
+#[test]
+fn floors_count_cost_and_not_calls() {
+    let mut dice = Dice::seeded(5);
+    let mut provider = Provider::new(rate(1_000, 5_000), FLOOR_ALONE);
+    for slot in 0..20_000 {
+        provider.call(Lane::User, dice.between(1, 5_000));
+        if dice.percent(50) {
+            provider.call(Lane::Background, dice.between(1, 1_000));
+        }
+        provider.run(at((slot + 1) * 500));
+    }
+    let share = provider.share(Lane::Background);
+    assert!((99..=101).contains(&share), "{share}");
+    // Its dearest call takes ten times its cost, its turn comes after a user's, and then the limit must refill.
+    let longest = provider.longest_wait(Lane::Background);
+    assert!(longest <= Span::from_secs(10 + 5 + 1), "{longest}");
+}
+
+#[test]
+fn a_window_of_a_few_reaches_every_lane() {
+    const MINUTE: Span = Span::from_secs(60);
+    for (limit, lanes) in [(5, &Lane::ALL[..]), (3, &Lane::ALL[..]), (2, &Lane::ALL[1..])] {
+        let spec = LanesSpec { window: MINUTE, ..FLOOR_ALONE };
+        let mut provider = Provider::new(window(limit, 60), spec);
+        for second in 0..3_600 {
+            for &lane in lanes {
+                provider.call(lane, 1);
+            }
+            provider.run(at((second + 1) * 1_000));
+        }
+        assert_eq!(provider.granted.len() as u64, limit * 60);
+        for &lane in lanes {
+            assert!(provider.longest_wait(lane) <= MINUTE, "{lane:?} waited {}", provider.longest_wait(lane));
+        }
+        let top = provider.cost(&[Lane::Webhook]) * lanes.len() as u64;
+        assert!(top >= limit * 60, "the highest lane never has less than its part");
+    }
+}
+
+/// With less than a call a window for each lane, they take turns: three windows and no more.
+#[test]
+fn a_window_of_one_goes_round() {
+    let spec = LanesSpec { window: Span::from_secs(60), floor: 0, ..FLOOR_ALONE };
+    let mut provider = Provider::new(window(1, 60), spec);
+    for second in 0..3_600 {
+        for lane in Lane::ALL {
+            provider.call(lane, 1);
+        }
+        provider.run(at((second + 1) * 1_000));
+    }
+    for lane in Lane::ALL {
+        assert!((19..=21).contains(&provider.cost(&[lane])));
+        assert!(provider.longest_wait(lane) <= Span::from_secs(180));
+    }
+}
+
+#[test]
+fn the_background_takes_everything_when_the_others_idle() {
+    let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
+    for slot in 0..1_000 {
+        provider.call(Lane::Background, 1);
+        provider.run(at((slot + 1) * 50));
+    }
+    assert_eq!(provider.granted.len(), 500);
+    assert_eq!(provider.share(Lane::Background), 1_000);
+    // It has saved nothing by that: the next user goes at once.
+    provider.call(Lane::User, 1);
+    provider.run(provider.now + Span::from_millis(100));
+    assert_eq!(provider.granted.last().map(|grant| grant.lane), Some(Lane::User));
+}
+
+#[test]
+fn a_floor_is_not_saved_while_nobody_waits() {
+    let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
+    for round in 0..100 {
+        // Nine users' calls earn a background call nine tenths; then it is withdrawn.
+        let background = provider.call(Lane::Background, 1).expect("room");
+        for _ in 0..10 {
+            provider.call(Lane::User, 1);
+        }
+        provider.run(at(round * 1_000 + 850));
+        assert_eq!(provider.granted.len() as u64, round * 10 + 9);
+        assert!(provider.lanes.cancel(background));
+        provider.run(at(round * 1_000 + 1_000));
+    }
+    assert_eq!(provider.share(Lane::Background), 0);
+}
+
+#[test]
+fn grants_follow_the_limit_exactly() {
+    let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
+    for slot in 0..100 {
+        provider.call(Lane::User, 1);
+        provider.run(at((slot + 1) * 50));
+    }
+    assert!(provider.granted.iter().enumerate().all(|(place, grant)| grant.at == at(place as u64 * 100)));
+}

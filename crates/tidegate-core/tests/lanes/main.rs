@@ -1,0 +1,47 @@
+//! Lanes: order, bounds, floors, and agreement with a naive model over random operations.
+
+mod asking;
+mod bounds;
+mod fairness;
+mod model;
+mod order;
+mod spent;
+
+use std::collections::{HashMap, HashSet};
+
+use tidegate_core::lanes::{MAX_FLOOR, MAX_WAITING};
+use tidegate_core::{
+    Kind, Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, MAX_COST, QueueFull, Rate, Scope, Span, Ticket, Time, Turn,
+};
+use tidegate_testkit::desk::{Desk, at, id, window};
+use tidegate_testkit::dice::{self, Dice, count};
+use tidegate_testkit::property;
+
+const BACKGROUND: usize = Lane::Background as usize;
+const MICRO: Span = Span::from_micros(1);
+
+fn waiting(max_waiting: u32) -> LanesSpec {
+    LanesSpec { lanes: [LaneSpec { max_waiting, ..LaneSpec::default() }; 3], ..LanesSpec::default() }
+}
+
+fn enqueue(lanes: &mut Lanes, lane: Lane, now: Time) -> Ticket {
+    lanes.enqueue(lane, 1, Time::NEVER, now).expect("room in the queue")
+}
+
+fn ask(lanes: &mut Lanes, now: Time) -> Ticket {
+    match lanes.poll(now) {
+        Turn::Ask(ticket) => ticket,
+        other => panic!("nobody is to ask: {other:?}"),
+    }
+}
+
+/// Grants whoever asks at `now` until nobody does: the order of the calls.
+fn drain(lanes: &mut Lanes, now: Time) -> Vec<Ticket> {
+    let mut order = Vec::new();
+    while let Turn::Ask(ticket) = lanes.poll(now) {
+        let lane = lanes.granted(ticket, now).expect("a call that waits");
+        lanes.ended(lane);
+        order.push(ticket);
+    }
+    order
+}

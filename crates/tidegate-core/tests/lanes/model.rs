@@ -1,0 +1,393 @@
+//! The same as a naive model says, over random operations.
+
+use super::*;
+
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    ticket: Ticket,
+    arrival: u64,
+    lane: Lane,
+    cost: u64,
+    deadline: Time,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    scope: Scope,
+    until: Time,
+    spent: Option<LimitId>,
+    call: Call,
+}
+
+/// The same rules over a plain list, looked through from end to end.
+#[derive(Debug)]
+struct Naive {
+    spec: LanesSpec,
+    calls: Vec<Call>,
+    told: Vec<Told>,
+    in_flight: [u32; 3],
+    credit: [u64; 3],
+    due_at: [Time; 3],
+    paused: [Time; 3],
+    asking: Option<Ticket>,
+    poked: bool,
+}
+
+impl Naive {
+    fn new(spec: LanesSpec) -> Self {
+        Self {
+            spec,
+            calls: Vec::new(),
+            told: Vec::new(),
+            in_flight: [0; 3],
+            credit: [0; 3],
+            due_at: [Time::ZERO; 3],
+            paused: [Time::ZERO; 3],
+            asking: None,
+            poked: false,
+        }
+    }
+
+    fn waiting(&self, lane: Lane) -> usize {
+        self.calls.iter().filter(|call| call.lane == lane).count()
+    }
+
+    fn head(&self, lane: Lane) -> Option<Call> {
+        self.calls.iter().filter(|call| call.lane == lane).min_by_key(|call| call.arrival).copied()
+    }
+
+    fn full(&self, lane: Lane) -> bool {
+        self.waiting(lane) >= self.spec.lanes[lane as usize].max_waiting as usize
+    }
+
+    fn join(&mut self, lane: Lane, now: Time) {
+        if self.waiting(lane) == 0 {
+            self.credit[lane as usize] = 0;
+            if self.due_at[lane as usize] <= now {
+                self.due_at[lane as usize] = now + self.spec.window;
+            }
+        }
+    }
+
+    fn leave(&mut self, ticket: Ticket) -> Option<Call> {
+        let place = self.calls.iter().position(|call| call.ticket == ticket)?;
+        self.asking = self.asking.filter(|&asking| asking != ticket);
+        Some(self.calls.remove(place))
+    }
+
+    fn held_back(&self, call: Call, by: Scope, now: Time) -> bool {
+        self.told.iter().any(|told| {
+            let applies = match by {
+                Scope::Lane => told.call.lane == call.lane,
+                Scope::Provider => told.call.lane >= call.lane,
+            };
+            told.scope == by && applies && call.cost >= told.call.cost && told.until > now
+        })
+    }
+
+    fn ready(&self, now: Time) -> Vec<Call> {
+        let heads = Lane::ALL.into_iter().filter_map(|lane| self.head(lane));
+        let ready = heads.filter(|&call| {
+            let lane = call.lane as usize;
+            self.in_flight[lane] < self.spec.lanes[lane].max_in_flight
+                && self.paused[lane] <= now
+                && !self.held_back(call, Scope::Lane, now)
+        });
+        ready.collect()
+    }
+
+    /// Who is to ask at `now`, if nothing happens before.
+    fn to_ask(&self, now: Time) -> Option<Ticket> {
+        let in_flight: u64 = self.in_flight.iter().map(|&count| u64::from(count)).sum();
+        if self.asking.is_some() || in_flight >= u64::from(self.spec.max_in_flight) {
+            return None;
+        }
+        let mut ready = self.ready(now);
+        ready.sort_by_key(|call| {
+            let lane = call.lane as usize;
+            if self.credit[lane] >= call.cost.max(1) * 1_000 {
+                (0, Time::ZERO, lane)
+            } else if self.due_at[lane] <= now {
+                (1, self.due_at[lane], 2 - lane)
+            } else {
+                (2, Time::ZERO, 2 - lane)
+            }
+        });
+        ready.first().filter(|&&call| !self.held_back(call, Scope::Provider, now)).map(|call| call.ticket)
+    }
+
+    fn next_deadline(&self) -> Option<Time> {
+        self.calls.iter().map(|call| call.deadline).min()
+    }
+
+    fn granted(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
+        let call = self.leave(ticket)?;
+        for ready in self.ready(now) {
+            self.credit[ready.lane as usize] += call.cost.max(1) * u64::from(self.spec.floor);
+        }
+        let lane = call.lane as usize;
+        self.credit[lane] = self.credit[lane].saturating_sub(call.cost.max(1) * 1_000);
+        self.due_at[lane] = now + self.spec.window;
+        self.in_flight[lane] += 1;
+        Some(call.lane)
+    }
+
+    /// What is known to hold a call that arrives at `now`.
+    fn spent(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
+        let arriving = Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline: Time::NEVER };
+        let mut latest: Option<(LimitId, Time)> = None;
+        for told in &self.told {
+            let alone = Self { told: vec![*told], ..Self::new(self.spec) };
+            let holds = alone.held_back(arriving, told.scope, now);
+            if let (true, Some(limit)) = (holds, told.spent)
+                && latest.is_none_or(|(_, until)| until < told.until)
+            {
+                latest = Some((limit, told.until));
+            }
+        }
+        latest
+    }
+
+    fn not_until(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: Scope) {
+        if self.asking != Some(ticket) {
+            return;
+        }
+        self.asking = None;
+        let call = *self.calls.iter().find(|call| call.ticket == ticket).expect("a call that asks waits");
+        if !self.poked {
+            // The latest word of a kind counts.
+            self.told.retain(|told| told.scope != scope || scope == Scope::Lane && told.call.lane != call.lane);
+            self.told.push(Told { scope, until, spent, call });
+        }
+    }
+
+    /// Every moment at which something could change by time alone.
+    fn moments(&self) -> Vec<Time> {
+        let told = self.told.iter().map(|told| told.until);
+        let deadlines = self.calls.iter().map(|call| call.deadline);
+        told.chain(deadlines).chain(self.due_at).chain(self.paused).collect()
+    }
+}
+
+struct Pair {
+    lanes: Lanes,
+    naive: Naive,
+    arrivals: u64,
+    /// Tickets that were given out, live and stale; the latest hundred.
+    tickets: Vec<Ticket>,
+    now: Time,
+}
+
+impl Pair {
+    fn new(dice: &mut Dice) -> Self {
+        let lane = |dice: &mut Dice| LaneSpec {
+            max_waiting: dice.pick(&[3, 20, 100]),
+            max_in_flight: dice.pick(&[1, 2, 5, u32::MAX]),
+        };
+        let spec = LanesSpec {
+            lanes: [lane(dice), lane(dice), lane(dice)],
+            max_in_flight: dice.pick(&[1, 3, 8, u32::MAX]),
+            floor: dice.pick(&[0, 50, 100, MAX_FLOOR]),
+            window: Span::from_millis(dice.pick(&[10, 1_000, 60_000, u64::MAX])),
+        };
+        Self { lanes: Lanes::new(spec), naive: Naive::new(spec), arrivals: 0, tickets: Vec::new(), now: at(0) }
+    }
+
+    fn any_ticket(&self, dice: &mut Dice) -> Option<Ticket> {
+        (!self.tickets.is_empty()).then(|| self.tickets[dice.below(self.tickets.len() as u64) as usize])
+    }
+
+    fn step(&mut self, dice: &mut Dice) -> Result<(), String> {
+        let now = self.now;
+        let lane = dice.pick(&Lane::ALL);
+        match dice.below(20) {
+            0..=6 => self.enqueue(lane, dice)?,
+            7..=10 => self.answer(dice)?,
+            11..=12 => {
+                let Some(ticket) = self.any_ticket(dice) else { return Ok(()) };
+                same("cancel", self.lanes.cancel(ticket), self.naive.leave(ticket).is_some())?;
+            }
+            13 => {
+                let Some(ticket) = self.any_ticket(dice) else { return Ok(()) };
+                self.raise(ticket, lane)?;
+            }
+            14 => {
+                self.lanes.poke();
+                self.naive.told.clear();
+                self.naive.poked = true;
+            }
+            15 => {
+                let until = now + Span::from_micros(dice.below(300_000));
+                self.lanes.pause(lane, until);
+                self.naive.paused[lane as usize] = until;
+            }
+            16 => {
+                let most = dice.pick(&[0, 1, 2, 10, u32::MAX]);
+                self.lanes.set_max_in_flight(most);
+                self.naive.spec.max_in_flight = most;
+            }
+            17 => {
+                self.lanes.ended(lane);
+                self.naive.in_flight[lane as usize] = self.naive.in_flight[lane as usize].saturating_sub(1);
+            }
+            _ => self.now = now + Span::from_micros(dice.below(200_000)),
+        }
+        self.settle(dice)
+    }
+
+    fn enqueue(&mut self, lane: Lane, dice: &mut Dice) -> Result<(), String> {
+        let cost = dice.pick(&[1, 1, 1, 0, 2, 10, 1_000, MAX_COST, u64::MAX]);
+        let deadline = if dice.percent(40) { self.now + Span::from_micros(dice.below(900_000)) } else { Time::NEVER };
+        let full = self.naive.full(lane);
+        match self.lanes.enqueue(lane, cost, deadline, self.now) {
+            Ok(_) if full => return Err(format!("{lane:?} took one too many")),
+            Err(_) if !full => return Err(format!("{lane:?} has room")),
+            Err(_) => {}
+            Ok(ticket) => {
+                let slot_taken = self.naive.calls.iter().any(|call| call.ticket.index() == ticket.index());
+                if slot_taken || self.tickets.contains(&ticket) {
+                    return Err(format!("{ticket:?} was given twice"));
+                }
+                self.naive.join(lane, self.now);
+                let (arrival, cost) = (self.arrivals, cost.min(MAX_COST));
+                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline });
+                self.arrivals += 1;
+                self.tickets.push(ticket);
+                if self.tickets.len() > 200 {
+                    self.tickets.drain(..100);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn raise(&mut self, ticket: Ticket, lane: Lane) -> Result<(), String> {
+        let place = self.naive.calls.iter().position(|call| call.ticket == ticket && call.lane < lane);
+        let expected = match place {
+            None => Ok(false),
+            Some(_) if self.naive.full(lane) => Err(QueueFull { lane }),
+            Some(place) => {
+                self.naive.join(lane, self.now);
+                self.naive.calls[place].lane = lane;
+                self.naive.poked |= self.naive.asking == Some(ticket);
+                Ok(true)
+            }
+        };
+        same("raise", self.lanes.raise(ticket, lane, self.now), expected)
+    }
+
+    /// Answers who asks, or somebody who doesn't.
+    fn answer(&mut self, dice: &mut Dice) -> Result<(), String> {
+        let asking = self.naive.asking.filter(|_| !dice.percent(10));
+        let Some(ticket) = asking.or_else(|| self.any_ticket(dice)) else { return Ok(()) };
+        // Only who asks is ever granted anything; an answer that comes too late finds its ticket stale.
+        let stale = !self.naive.calls.iter().any(|call| call.ticket == ticket);
+        if dice.percent(60) && (asking.is_some() || stale) {
+            return same("granted", self.lanes.granted(ticket, self.now), self.naive.granted(ticket, self.now));
+        }
+        let until = self.now + Span::from_micros(dice.below(400_000));
+        let scope = dice.pick(&[Scope::Provider, Scope::Lane]);
+        // Limits of a lane and of all, so that it shows which was told.
+        let limit = id(if scope == Scope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
+        let spent = dice.percent(40).then_some(limit);
+        match spent {
+            Some(limit) => self.lanes.spent_until(ticket, limit, until, scope, self.now),
+            None => self.lanes.not_until(ticket, until, scope, self.now),
+        }
+        self.naive.not_until(ticket, until, spent, scope);
+        Ok(())
+    }
+
+    /// Polls until it says to sleep, and sometimes sleeps.
+    fn settle(&mut self, dice: &mut Dice) -> Result<(), String> {
+        let sleep_until = loop {
+            match self.lanes.poll(self.now) {
+                Turn::Expired(ticket) => {
+                    let earliest = self.naive.next_deadline().filter(|&deadline| deadline <= self.now);
+                    let call = self.naive.leave(ticket).ok_or("expired a call that doesn't wait")?;
+                    same("expired", Some(call.deadline), earliest)?;
+                }
+                Turn::Ask(ticket) => {
+                    same("deadline", None, self.naive.next_deadline().filter(|&deadline| deadline <= self.now))?;
+                    same("ask", Some(ticket), self.naive.to_ask(self.now))?;
+                    (self.naive.asking, self.naive.poked) = (Some(ticket), false);
+                }
+                Turn::Sleep(until) => break until,
+            }
+        };
+        let acts = |moment: Time| {
+            self.naive.next_deadline().is_some_and(|deadline| deadline <= moment) || self.naive.to_ask(moment).is_some()
+        };
+        if acts(self.now) {
+            return Err(format!("sleeps until {sleep_until:?}, but there is something to do: {:?}", self.naive));
+        }
+        let moments = self.naive.moments();
+        if let Some(missed) = moments.iter().find(|&&moment| self.now < moment && moment < sleep_until && acts(moment))
+        {
+            return Err(format!("sleeps until {sleep_until:?} past {missed:?}: {:?}", self.naive));
+        }
+        if !(sleep_until.is_never() || sleep_until > self.now && moments.contains(&sleep_until)) {
+            return Err(format!("wakes at {sleep_until:?} for nothing: {:?}", self.naive));
+        }
+        for lane in Lane::ALL {
+            for cost in [0, 1, 2, 999, u64::MAX] {
+                let (found, expected) =
+                    (self.lanes.spent(lane, cost, self.now), self.naive.spent(lane, cost, self.now));
+                same("until when it is spent", found.map(|told| told.1), expected.map(|told| told.1))?;
+                let both =
+                    self.naive.told.iter().filter(|told| Some(told.until) == expected.map(|told| told.1)).count();
+                same("what is spent", both > 1 || found == expected, true)?;
+            }
+            same("waiting", self.lanes.waiting(lane), self.naive.waiting(lane))?;
+            same("in flight", self.lanes.in_flight(lane), self.naive.in_flight[lane as usize])?;
+        }
+        if dice.percent(20) && !sleep_until.is_never() {
+            self.now = sleep_until;
+        }
+        Ok(())
+    }
+
+    /// All calls go, and all room is there again.
+    fn clear_out(mut self) -> Result<(), String> {
+        let room: u32 = self.naive.spec.lanes.iter().map(|lane| lane.max_waiting).sum();
+        for call in std::mem::take(&mut self.naive.calls) {
+            same("cancel", self.lanes.cancel(call.ticket), true)?;
+        }
+        let mut indexes = HashSet::new();
+        for lane in Lane::ALL {
+            while let Ok(ticket) = self.lanes.enqueue(lane, 1, Time::NEVER, self.now) {
+                indexes.insert(ticket.index());
+            }
+        }
+        same("slots", indexes.len(), room as usize)?;
+        same("all below their number", indexes.iter().all(|&index| index < room as usize), true)
+    }
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
+    if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
+}
+
+#[test]
+fn operations_agree_with_the_model() {
+    property::check(count(400, 6_000), 2_000, |mut dice| {
+        let mut pair = Pair::new(&mut dice);
+        while !dice.exhausted() {
+            pair.step(&mut dice)?;
+        }
+        pair.clear_out()
+    });
+}
+
+#[test]
+fn a_long_run_leaks_nothing() {
+    let seed = dice::seed();
+    let mut dice = Dice::seeded(seed);
+    let mut pair = Pair::new(&mut dice);
+    for step in 0..count(30_000, 1_000_000) {
+        if let Err(mismatch) = pair.step(&mut dice) {
+            panic!("{mismatch} at step {step}\n  repeat with TIDEGATE_SEED={seed}");
+        }
+    }
+    pair.clear_out().expect("room for everybody");
+}

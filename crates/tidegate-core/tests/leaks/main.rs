@@ -1,0 +1,108 @@
+//! Whatever happens to calls, nothing that they held is left behind: places in the queue, slots in flight, what limits
+//! were charged, retries of the budget, and the breaker's probes.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod world;
+
+use tidegate_core::{Class, Lane};
+use tidegate_testkit::dice::{self, Dice, count};
+use tidegate_testkit::property;
+
+use crate::world::{Stage, World};
+
+fn any_world(dice: &mut Dice) -> World {
+    let (pace, max_waiting, failures) =
+        (dice.pick(&[5, 50, 1_000]), dice.pick(&[4, 20, 100]), dice.between(1, 4) as u32);
+    World::new(pace, max_waiting, failures, dice.percent(50), dice.percent(50))
+}
+
+#[test]
+fn nothing_leaks_whatever_happens() {
+    property::check(count(20, 400), 3_000, |mut dice| {
+        let mut world = any_world(&mut dice);
+        while !dice.exhausted() {
+            world.happen(&mut dice);
+            world.check()?;
+        }
+        world.clear_out()
+    });
+}
+
+#[test]
+fn a_long_run_leaks_nothing() {
+    let seed = dice::seed();
+    let mut dice = Dice::seeded(seed);
+    let mut world = World::new(50, 20, 2, true, true);
+    let steps = count(20_000, 1_000_000);
+    for step in 0..steps {
+        world.happen(&mut dice);
+        world.finished.clear();
+        if let Err(leak) = world.check() {
+            panic!("{leak} at step {step}\n  repeat with TIDEGATE_SEED={seed}");
+        }
+    }
+    assert!(world.sent.len() > steps as usize / 40, "{} of {} calls were sent", world.sent.len(), world.arrived);
+    world.clear_out().unwrap();
+}
+
+/// Of 20,000 calls that are queued, under way or waiting for another try, 10,000 go away.
+#[test]
+fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
+    let seed = dice::seed();
+    let mut dice = Dice::seeded(seed);
+    let mut world = World::new(1_000, 20_000, 5, false, false);
+    for _ in 0..20_000 {
+        world.arrive(Lane::User, 2, None);
+    }
+    assert_eq!(world.desk.lanes.waiting(Lane::User), 20_000);
+    // Some are asking or under way when the others go, and a few wait for another try.
+    for _ in 0..40 {
+        world.pump();
+        let asking = world.any(&mut dice, |stage| matches!(stage, Stage::Asking(..)));
+        world.answer(asking.expect("one at a time"), false);
+    }
+    world.pump();
+    for id in 0..3 {
+        world.reply(id, Class::Transient, None, false, None);
+    }
+    world.check().unwrap();
+    let mut alive: Vec<usize> = world.calls.keys().copied().collect();
+    for _ in 0..10_000 {
+        world.abandon(alive.swap_remove(dice.below(alive.len() as u64) as usize));
+    }
+    world.check().unwrap();
+    let queued = world.desk.lanes.waiting(Lane::User);
+    assert_eq!(world.calls.len(), 10_000);
+    assert!(queued > 9_900, "{queued}");
+    while !world.orphans.is_empty() {
+        world.answer_orphan(0);
+    }
+    let before = world.sent.len();
+    while !world.calls.is_empty() {
+        let wakes_at = world.pump();
+        let (now, busy) = (world.now, Vec::from_iter(world.busy.iter().copied()));
+        let mut next = wakes_at;
+        for id in busy {
+            match world.calls[&id].stage {
+                Stage::Asking(..) => world.answer(id, false),
+                Stage::Sent(_) => world.reply(id, Class::Success, None, false, None),
+                Stage::Sleeping(until, _) if until <= now => world.wake(id),
+                Stage::Sleeping(until, _) => {
+                    next = next.min(until);
+                    continue;
+                }
+                _ => panic!("nobody streams or logs in"),
+            }
+            next = now;
+        }
+        world.now = next;
+        assert!(!next.is_never() || world.calls.is_empty(), "somebody waits for ever");
+    }
+    alive.sort_unstable();
+    let waited: Vec<usize> = alive.into_iter().filter(|&id| id >= 40).collect();
+    assert_eq!(world.sent[before..], waited, "first come, first served");
+    assert!(world.finished.iter().all(|(_, result)| result.is_ok()), "{:?}", world.finished.first());
+    assert_eq!(world.finished.len(), 10_000);
+    world.check().unwrap();
+    world.clear_out().unwrap();
+}
