@@ -222,9 +222,6 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 /// The most bytes of a request's body: none is kept whole, so that large uploads are nobody's burden but the provider's.
 const MAX_BODY: u64 = u64::MAX;
 
-/// The most causes of an error that are told.
-const MAX_CAUSES: usize = 16;
-
 /// A provider's reply as the client gets it.
 fn relay<B>(response: Response<B>, watch: &Arc<Watch>) -> Response<Body>
 where
@@ -288,9 +285,8 @@ fn refusal(failed: &OutboundError) -> Response<Body> {
 }
 
 /// An error with what caused it.
-fn in_full(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |&error| error.source()).take(MAX_CAUSES);
-    causes.fold(error.to_string(), |text, cause| {
+fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
+    outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
         // Some tell their cause themselves.
         if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }

@@ -53,7 +53,7 @@ async fn provider(seen: Seen) -> SocketAddr {
 fn layer(address: SocketAddr) -> OutboundLayer {
     let text = format!(
         "[outbound.provider.api]\nbase_url = \"http://{address}/v1\"\nauth = \"bearer\"\ncredentials = [\"env:A\"]\n\
-         limit = \"100/s burst 100\"\ntimeout = \"120s\"\nattempt_timeout = \"120s\"\n\
+         limit = \"100/s burst 100\"\ntimeout = \"120s\"\n\
          retry = {{ max_attempts = 3, base = \"1ms\", cap = \"2ms\" }}"
     );
     let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));

@@ -55,7 +55,12 @@ pub(super) static SETTINGS: &[Setting] = &[
     setting("outbound.provider.*.sequential", Flag, "false", "whether it takes one call at a time, without lanes"),
     setting("outbound.provider.*.timeout", Text, "", "how long a call may take in all, in every lane"),
     setting("outbound.provider.*.connect_timeout", Text, "5s", "how long connecting may take"),
-    setting("outbound.provider.*.attempt_timeout", Text, "30s", "how long one attempt may take until its reply begins"),
+    setting(
+        "outbound.provider.*.attempt_timeout",
+        Text,
+        "30s",
+        "how long one attempt may take until its reply begins, from when the request's body last moved",
+    ),
     setting("outbound.provider.*.replay", Text, "64KiB", "the longest request body that is kept for another attempt"),
     setting("outbound.provider.*.lead", Text, "500ms", "the longest that a request is under way to it"),
     setting("outbound.provider.*.user_agent", Text, "", "what User-Agent says, whatever the caller's says"),

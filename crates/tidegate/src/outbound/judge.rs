@@ -12,10 +12,10 @@ use tidegate_core::{Span, Time};
 use tidegate_policy::Hints;
 use tidegate_policy::outbound::BodyRule;
 
+use super::causes::causes;
+
 /// gRPC's status. It stands in a reply's head if that is all there is of the reply ("Trailers-Only").
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
-/// The most causes of an error that are looked at.
-const MAX_CAUSES: usize = 16;
 
 /// What the head of a reply says, whatever was asked.
 pub(super) struct Said {
@@ -134,8 +134,7 @@ fn meant(status: StatusCode, headers: &HeaderMap) -> StatusCode {
 /// The fault behind an error of a client, as far as the operating system's errors among its causes tell: what failed
 /// before a connection stood is unsent, all else may have arrived.
 pub fn fault_of(error: &(dyn Error + 'static)) -> Fault {
-    let causes = std::iter::successors(Some(error), |&error| error.source()).take(MAX_CAUSES);
-    let kinds = causes.filter_map(|error| error.downcast_ref::<io::Error>()).map(io::Error::kind);
+    let kinds = causes(error).filter_map(|error| error.downcast_ref::<io::Error>()).map(io::Error::kind);
     kinds.fold(Fault::Reset, |fault, kind| match kind {
         io::ErrorKind::ConnectionRefused
         | io::ErrorKind::NotFound

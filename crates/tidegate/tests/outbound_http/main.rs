@@ -4,6 +4,7 @@
 mod common;
 mod grpc;
 mod hedge;
+mod upload;
 
 use std::io;
 use std::sync::{Arc, Mutex};

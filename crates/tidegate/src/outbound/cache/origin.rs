@@ -8,7 +8,7 @@ use tidegate_core::{Clock, Lane};
 use tidegate_policy::outbound::{Auth, CacheRules};
 use tidegate_store::Store;
 
-use super::super::{CallError, OutboundError, Provider, Urgency, Why};
+use super::super::{CallError, OutboundError, Provider, Trouble, Urgency, Why};
 
 /// Whose replies are kept.
 pub trait Origin {
@@ -101,8 +101,8 @@ impl Fault for OutboundError {
     fn is_outage(&self) -> bool {
         match self {
             Self::Call(call) => call.is_outage(),
+            Self::Trouble(Trouble::Body | Trouble::Stalled) | Self::Target(_) => false,
             Self::Trouble(_) => true,
-            Self::Target(_) => false,
         }
     }
 
