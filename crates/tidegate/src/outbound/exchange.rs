@@ -311,6 +311,8 @@ where
         };
         match tokio::time::timeout(patience, renewing).await {
             Ok(Ok(_)) => Ok(()),
+            // Each call is told this; the log was, by what came before.
+            Ok(Err(LoginError::Rejected)) => Err(Class::Auth),
             Ok(Err(error)) => {
                 tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
                 Err(error.reply(&self.judge).class)
