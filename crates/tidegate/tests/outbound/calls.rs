@@ -391,22 +391,22 @@ async fn a_hedge_asks_a_store_that_must_be_waited_for() {
 fn calls_outlive_the_runtime_of_others() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let (first, second) = (runtime(), runtime());
-    // The slot's call and the one whose waiting starts the timer are the first runtime's.
-    let (api, log) = (provider("limit = \"1 per 1s\"\nlead = \"0s\"\ntimeout = \"60s\""), Log::default());
+    let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
     let call = |options, number| {
         let mut upstream = Answers::of(&api, &[GOOD], &log, number);
         let api = api.clone();
         async move { api.call(options, &mut upstream).await.map(drop) }
     };
+    let mut starts_the_timer = Box::pin(call(CallOptions::default(), 1));
     first.block_on(async {
         call(CallOptions::default(), 0).await.unwrap();
-        tokio::spawn(call(CallOptions::default(), 1));
-        tokio::task::yield_now().await;
+        std::future::poll_fn(|context| Poll::Ready(starts_the_timer.as_mut().poll(context).is_pending())).await
     });
     let waiting = |options, number| second.spawn(call(options, number));
     let (served, late) = (waiting(CallOptions::default(), 2), waiting(within(Duration::from_millis(100)), 3));
     second.block_on(tokio::task::yield_now());
-    assert!(api.look(|desk, _| desk.lanes.waiting(Lane::User)) >= 2);
+    drop(starts_the_timer);
+    assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 2);
     drop(first);
     let in_time = second.block_on(async {
         let both = async { (late.await.unwrap(), served.await.unwrap()) };
