@@ -129,7 +129,8 @@ pub struct Provider {
     /// How long connecting to it may take. Default 5 s.
     pub connect_timeout: Duration,
     /// How long one attempt may take until the head of its reply, counted from when the last of the request's body moved;
-    /// and how long nothing of it may come from the caller. Default 30 s.
+    /// and how long nothing of it may come from the caller. The gateway passes on no reply that pauses for longer. Default
+    /// 30 s.
     pub attempt_timeout: Duration,
     /// The longest request body that is kept for another attempt, in bytes. Default 64 KiB.
     pub replay_bytes: usize,

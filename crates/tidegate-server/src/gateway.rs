@@ -12,6 +12,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, TRANSFER_ENCODING, VIA};
@@ -196,7 +197,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             service.call(request)
         });
         let mut response = match called.await {
-            Ok(response) => relay(response, watch),
+            Ok(response) => relay(response, watch, mount.provider.plan().attempt_timeout),
             Err(failed) => refusal(&failed),
         };
         if mount.provider.plan().credentials.is_empty() {
@@ -223,7 +224,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 const MAX_BODY: u64 = u64::MAX;
 
 /// A provider's reply as the client gets it.
-fn relay<B>(response: Response<B>, watch: &Arc<Watch>) -> Response<Body>
+fn relay<B>(response: Response<B>, watch: &Arc<Watch>, patience: Duration) -> Response<Body>
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
@@ -238,7 +239,7 @@ where
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(ERROR, why);
     }
-    Response::from_parts(parts, Body::reply(Relay::new(body, Arc::clone(watch))))
+    Response::from_parts(parts, Body::reply(Relay::new(body, Arc::clone(watch), patience)))
 }
 
 /// Says what happened on the way.

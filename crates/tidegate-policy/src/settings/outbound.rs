@@ -59,7 +59,7 @@ pub(super) static SETTINGS: &[Setting] = &[
         "outbound.provider.*.attempt_timeout",
         Text,
         "30s",
-        "how long one attempt may take until its reply begins, from when the request's body last moved",
+        "how long one attempt may take until its reply begins, from when the request's body last moved, and how long the reply may pause",
     ),
     setting("outbound.provider.*.replay", Text, "64KiB", "the longest request body that is kept for another attempt"),
     setting("outbound.provider.*.lead", Text, "500ms", "the longest that a request is under way to it"),

@@ -129,9 +129,9 @@ impl<S: Immediate, C: Clock> Future for Answering<S, C> {
     }
 }
 
-/// Ends a request: the connection is idle again, unless it reads something away or the server drains.
+/// Ends a request: the connection is idle again, unless its answer streams, it reads something away or the server drains.
 pub(crate) fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body> {
-    if watch.phase() != Phase::Linger {
+    if !matches!(watch.phase(), Phase::Linger | Phase::Download) {
         watch.enter(Phase::Idle);
     }
     if watch.is_draining() {

@@ -8,6 +8,7 @@ mod errors;
 mod headers;
 mod login;
 mod retries;
+mod streaming;
 #[expect(dead_code, reason = "what only the gate's tests use")]
 #[path = "../gate/common.rs"]
 mod wire;
