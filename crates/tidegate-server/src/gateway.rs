@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, TRANSFER_ENCODING, VIA};
+use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -30,6 +30,7 @@ use tidegate::outbound::{
 };
 use tidegate::store::Store;
 use tidegate_policy::Secret;
+use tidegate_policy::outbound::BaseUrl;
 use tower_layer::Layer as _;
 use tower_service::Service as _;
 
@@ -52,7 +53,6 @@ const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
 /// What says who a request came from: no business of somebody else's API. `X-Forwarded-…` says so besides.
 const ORIGINS: [HeaderName; 3] = [FORWARDED, VIA, HeaderName::from_static("x-real-ip")];
 const X_FORWARDED: &str = "x-forwarded-";
-const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
 
 /// What all connections of the gateway share.
 pub(crate) struct Gateway<S: Store, C: Clock> {
@@ -171,16 +171,15 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
         let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
-        hop::strip_request(headers);
+        let hop = hop::strip_request(headers);
         for name in ORIGINS {
             headers.remove(name);
         }
         remove_all(headers, X_FORWARDED);
         headers.remove(EXPECT);
-        if !request.body().is_end_stream() && request.body().size_hint().exact().is_none() {
-            // The client takes a GET of unknown length for one without a body unless told. Over HTTP/2 it leaves this out.
-            request.headers_mut().insert(TRANSFER_ENCODING, CHUNKED);
-        }
+        let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
+        let over_tls = mount.provider.plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
+        hop::arm_call(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
     }
 
