@@ -41,6 +41,7 @@ use crate::body::{Body, BoxError, Relay, Upload};
 use crate::hop;
 use crate::listener::Client;
 use crate::proxy::sound;
+use crate::refusals::{Failed, Refusals};
 use crate::watch::{Phase, Watch};
 use crate::wire::http_api::{dismiss, last};
 
@@ -60,6 +61,7 @@ pub(crate) struct Gateway<S: Store, C: Clock> {
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     door: Door,
+    refusals: Arc<Refusals>,
 }
 
 /// A provider as the gateway calls it.
@@ -77,6 +79,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         outbound: &Outbound<S, C>,
         listens: SocketAddr,
         token: Option<Secret>,
+        refusals: Arc<Refusals>,
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, GatewayError> {
         let connector = Connector::new().map_err(GatewayError::Roots)?;
@@ -92,7 +95,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             mounts.insert(plan.name.clone(), Mount { provider: provider.clone(), service });
         }
         let door = Door::new(listens, &outbound.plan().hosts, token);
-        Ok(Self { mounts, cache: Cache::of(outbound), door, outbound: outbound.clone() })
+        Ok(Self { mounts, cache: Cache::of(outbound), door, refusals, outbound: outbound.clone() })
     }
 
     /// What serves a connection's requests.
@@ -197,12 +200,32 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         });
         let mut response = match called.await {
             Ok(response) => relay(response, watch, mount.provider.plan().attempt_timeout),
-            Err(failed) => refusal(&failed),
+            Err(failed) => {
+                self.note(&mount.provider, &failed);
+                refusal(&failed)
+            }
         };
         if mount.provider.plan().credentials.is_empty() {
             response.headers_mut().remove(CREDENTIAL);
         }
         response
+    }
+
+    /// Tells the log of a call that failed, unless by its caller's fault.
+    #[cold]
+    fn note(&self, provider: &Provider<S, C>, failed: &OutboundError) {
+        if failed.status() != 429 && failed.status() < 500 {
+            return;
+        }
+        let (why, happened) = match failed {
+            OutboundError::Call(call) => {
+                let trouble = call.value.as_ref().map(|trouble| format!(": {}", in_full(trouble)));
+                (call.why.to_string() + &trouble.unwrap_or_default(), Some(call.happened))
+            }
+            failed => (in_full(failed), None),
+        };
+        let failed = Failed { provider: &provider.plan().name, why: &why, happened };
+        self.refusals.note_failed(provider.clock().now(), &failed);
     }
 
     fn unknown(&self, name: &str) -> Response<Body> {

@@ -250,7 +250,9 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         };
         let outbound = match &self.outbound {
             None => None,
-            Some(outbound) => self.gateway(outbound, Bounds { forwards: true, ..own(OUTBOUND_CONNECTIONS) })?,
+            Some(outbound) => {
+                self.gateway(outbound, &refusals, Bounds { forwards: true, ..own(OUTBOUND_CONNECTIONS) })?
+            }
         };
         let settings = self.policy.inbound();
         let api = match api.listen {
@@ -296,14 +298,20 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         })
     }
 
-    fn gateway(&self, outbound: &Outbound<S, C>, bounds: Bounds) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
+    fn gateway(
+        &self,
+        outbound: &Outbound<S, C>,
+        refusals: &Arc<Refusals>,
+        bounds: Bounds,
+    ) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
         let plan = outbound.plan();
         let token = self.token("outbound", plan.listen, plan.token.as_ref())?;
         let Some(address) = plan.listen else { return Ok(None) };
-        let gateway = Gateway::new(outbound, address, token, &self.env).map_err(|error| match error {
-            GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
-            GatewayError::Roots(error) => ServeError::Roots(error),
-        })?;
+        let gateway =
+            Gateway::new(outbound, address, token, Arc::clone(refusals), &self.env).map_err(|error| match error {
+                GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
+                GatewayError::Roots(error) => ServeError::Roots(error),
+            })?;
         Ok(Some(Open { listener: open("outbound", address, bounds)?, service: Arc::new(gateway) }))
     }
 

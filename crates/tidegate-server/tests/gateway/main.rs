@@ -7,6 +7,7 @@ mod door;
 mod errors;
 mod headers;
 mod login;
+mod logs;
 mod retries;
 mod streaming;
 #[expect(dead_code, reason = "what only the gate's tests use")]
