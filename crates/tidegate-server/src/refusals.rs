@@ -4,9 +4,8 @@ use std::fmt;
 use std::time::Duration;
 
 use tidegate::core::Time;
-use tidegate::{ActionId, Decision, Plan, Query};
-
 use tidegate::outbound::Happened;
+use tidegate::{ActionId, Decision, Plan, Query};
 
 use crate::log::{Escaped, Masked, Throttle, Told};
 

@@ -18,7 +18,6 @@ use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use subtle::ConstantTimeEq as _;
 use tidegate::core::Clock;
 use tidegate::policy::{Forwarding, KeyError, Secret};
 use tidegate::reply::Replies;
@@ -148,7 +147,7 @@ pub(crate) fn authorised(headers: &HeaderMap, token: Option<&Secret>) -> bool {
         scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
     });
     let own = headers.get(X_TIDEGATE_TOKEN).map(HeaderValue::as_bytes);
-    [bearer, own].into_iter().flatten().any(|shown| bool::from(shown.ct_eq(token.expose().as_bytes())))
+    [bearer, own].into_iter().flatten().any(|shown| token.matches(shown))
 }
 
 pub(crate) fn unauthorised() -> Response<Body> {
