@@ -36,6 +36,8 @@ pub struct Outbound {
     /// Names that a request's `Host` may have besides loopback's and the listener's own address. A name that isn't
     /// among them is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
     pub hosts: Vec<String>,
+    /// How many connections of callers the gateway takes at once; more wait in the system's queue. Default 1024.
+    pub connections: usize,
     /// The most bytes that cached replies of all providers may take. Default 64 MiB.
     pub cache_bytes: u64,
     /// The file that spent quotas and cool-downs outlive the process in; `None` for `snapshot = "off"`, the default.

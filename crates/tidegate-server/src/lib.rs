@@ -16,7 +16,7 @@
 //! | listener | serves | bounded by |
 //! | --- | --- | --- |
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
-//! | outbound, 8081 | the gateway to other people's APIs, if the policy has `[outbound]` | 1024 connections |
+//! | outbound, 8081 | the gateway to other people's APIs, if the policy has `[outbound]` | `outbound.connections`, 64 KiB a head |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB a question |
 //! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
 //!
@@ -79,8 +79,6 @@ use crate::wire::http_api::Api;
 
 /// How many connections the API takes at once: front servers and programs keep theirs.
 const API_CONNECTIONS: usize = 1024;
-/// How many connections the gateway takes at once.
-const OUTBOUND_CONNECTIONS: usize = 1024;
 /// How many connections the admin listener takes at once.
 const ADMIN_CONNECTIONS: usize = 64;
 /// The most bytes of a head on the API and admin listeners.
@@ -250,7 +248,7 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         let outbound = match &self.outbound {
             None => None,
             Some(outbound) => {
-                self.gateway(outbound, &refusals, Bounds { forwards: true, ..own(OUTBOUND_CONNECTIONS) })?
+                self.gateway(outbound, &refusals, Bounds { forwards: true, ..own(outbound.plan().connections) })?
             }
         };
         let settings = self.policy.inbound();
