@@ -127,8 +127,6 @@ pub enum Unreplayable {
     BodyTooLarge,
     /// Its body is a stream that can be read once.
     OneShotBody,
-    /// The caller has already seen the start of the reply.
-    ReplyStarted,
 }
 
 /// How an attempt ended, as far as another depends on it.
@@ -444,7 +442,7 @@ mod tests {
             let (waited, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
             assert_eq!((waited.len(), why), (0, GiveUp::Final), "the server asks for none: {attempt:?}");
         }
-        for reason in [Unreplayable::BodyTooLarge, Unreplayable::OneShotBody, Unreplayable::ReplyStarted] {
+        for reason in [Unreplayable::BodyTooLarge, Unreplayable::OneShotBody] {
             let attempt = Attempt { unreplayable: Some(reason), ..FAILED };
             let (waited, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
             assert_eq!((waited.len(), why), (0, GiveUp::Unreplayable(reason)));

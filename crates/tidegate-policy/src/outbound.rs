@@ -36,6 +36,8 @@ pub struct Outbound {
     /// Names that a request's `Host` may have besides loopback's and the listener's own address. A name that isn't
     /// among them is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
     pub hosts: Vec<String>,
+    /// How many connections of callers the gateway takes at once; more wait in the system's queue. Default 1024.
+    pub connections: usize,
     /// The most bytes that cached replies of all providers may take. Default 64 MiB.
     pub cache_bytes: u64,
     /// The file that spent quotas and cool-downs outlive the process in; `None` for `snapshot = "off"`, the default.
@@ -128,7 +130,9 @@ pub struct Provider {
     pub inflight: Option<InflightSpec>,
     /// How long connecting to it may take. Default 5 s.
     pub connect_timeout: Duration,
-    /// How long one attempt may take until the head of its reply. Default 30 s.
+    /// How long one attempt may take until the head of its reply, counted from when the last of the request's body moved;
+    /// and how long nothing of it may come from the caller. The gateway passes on no reply that pauses for longer. Default
+    /// 30 s.
     pub attempt_timeout: Duration,
     /// The longest request body that is kept for another attempt, in bytes. Default 64 KiB.
     pub replay_bytes: usize,

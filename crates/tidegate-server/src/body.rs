@@ -85,12 +85,17 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    pub(crate) fn new<B>(inner: B, watch: Arc<Watch>) -> Self
+    /// A body of which something comes at least as often as `patience` says.
+    pub(crate) fn new<B>(inner: B, watch: Arc<Watch>, patience: Duration) -> Self
     where
         B: http_body::Body<Data = Bytes> + Send + 'static,
         B::Error: Into<BoxError>,
     {
-        watch.enter(if inner.is_end_stream() { Phase::Idle } else { Phase::Download });
+        if inner.is_end_stream() {
+            watch.enter(Phase::Idle);
+        } else {
+            watch.enter_download(patience);
+        }
         Self { inner: inner.map_err(Into::into).boxed_unsync(), watch }
     }
 
@@ -102,6 +107,13 @@ impl Relay {
             Poll::Ready(Some(Err(_))) | Poll::Pending => {}
         }
         polled
+    }
+}
+
+impl Drop for Relay {
+    /// Not every body is read: an answer to a HEAD has one all the same.
+    fn drop(&mut self) {
+        self.watch.enter_from(Phase::Download, Phase::Idle);
     }
 }
 

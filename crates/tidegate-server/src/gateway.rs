@@ -12,9 +12,10 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, TRANSFER_ENCODING, VIA};
+use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -29,6 +30,7 @@ use tidegate::outbound::{
 };
 use tidegate::store::Store;
 use tidegate_policy::Secret;
+use tidegate_policy::outbound::BaseUrl;
 use tower_layer::Layer as _;
 use tower_service::Service as _;
 
@@ -39,6 +41,7 @@ use crate::body::{Body, BoxError, Relay, Upload};
 use crate::hop;
 use crate::listener::Client;
 use crate::proxy::sound;
+use crate::refusals::{Failed, Refusals};
 use crate::watch::{Phase, Watch};
 use crate::wire::http_api::{dismiss, last};
 
@@ -51,7 +54,6 @@ const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
 /// What says who a request came from: no business of somebody else's API. `X-Forwarded-…` says so besides.
 const ORIGINS: [HeaderName; 3] = [FORWARDED, VIA, HeaderName::from_static("x-real-ip")];
 const X_FORWARDED: &str = "x-forwarded-";
-const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
 
 /// What all connections of the gateway share.
 pub(crate) struct Gateway<S: Store, C: Clock> {
@@ -59,6 +61,7 @@ pub(crate) struct Gateway<S: Store, C: Clock> {
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     door: Door,
+    refusals: Arc<Refusals>,
 }
 
 /// A provider as the gateway calls it.
@@ -76,6 +79,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         outbound: &Outbound<S, C>,
         listens: SocketAddr,
         token: Option<Secret>,
+        refusals: Arc<Refusals>,
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, GatewayError> {
         let connector = Connector::new().map_err(GatewayError::Roots)?;
@@ -91,7 +95,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             mounts.insert(plan.name.clone(), Mount { provider: provider.clone(), service });
         }
         let door = Door::new(listens, &outbound.plan().hosts, token);
-        Ok(Self { mounts, cache: Cache::of(outbound), door, outbound: outbound.clone() })
+        Ok(Self { mounts, cache: Cache::of(outbound), door, refusals, outbound: outbound.clone() })
     }
 
     /// What serves a connection's requests.
@@ -170,16 +174,15 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
         let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
-        hop::strip_request(headers);
+        let hop = hop::strip_request(headers);
         for name in ORIGINS {
             headers.remove(name);
         }
         remove_all(headers, X_FORWARDED);
         headers.remove(EXPECT);
-        if !request.body().is_end_stream() && request.body().size_hint().exact().is_none() {
-            // The client takes a GET of unknown length for one without a body unless told. Over HTTP/2 it leaves this out.
-            request.headers_mut().insert(TRANSFER_ENCODING, CHUNKED);
-        }
+        let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
+        let over_tls = mount.provider.plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
+        hop::arm_call(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
     }
 
@@ -196,13 +199,33 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             service.call(request)
         });
         let mut response = match called.await {
-            Ok(response) => relay(response, watch),
-            Err(failed) => refusal(&failed),
+            Ok(response) => relay(response, watch, mount.provider.plan().attempt_timeout),
+            Err(failed) => {
+                self.note(&mount.provider, &failed);
+                refusal(&failed)
+            }
         };
         if mount.provider.plan().credentials.is_empty() {
             response.headers_mut().remove(CREDENTIAL);
         }
         response
+    }
+
+    /// Tells the log of a call that failed, unless by its caller's fault.
+    #[cold]
+    fn note(&self, provider: &Provider<S, C>, failed: &OutboundError) {
+        if failed.status() != 429 && failed.status() < 500 {
+            return;
+        }
+        let (why, happened) = match failed {
+            OutboundError::Call(call) => {
+                let trouble = call.value.as_ref().map(|trouble| format!(": {}", in_full(trouble)));
+                (call.why.to_string() + &trouble.unwrap_or_default(), Some(call.happened))
+            }
+            failed => (in_full(failed), None),
+        };
+        let failed = Failed { provider: &provider.plan().name, why: &why, happened };
+        self.refusals.note_failed(provider.clock().now(), &failed);
     }
 
     fn unknown(&self, name: &str) -> Response<Body> {
@@ -222,11 +245,8 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 /// The most bytes of a request's body: none is kept whole, so that large uploads are nobody's burden but the provider's.
 const MAX_BODY: u64 = u64::MAX;
 
-/// The most causes of an error that are told.
-const MAX_CAUSES: usize = 16;
-
 /// A provider's reply as the client gets it.
-fn relay<B>(response: Response<B>, watch: &Arc<Watch>) -> Response<Body>
+fn relay<B>(response: Response<B>, watch: &Arc<Watch>, patience: Duration) -> Response<Body>
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
@@ -241,7 +261,7 @@ where
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(ERROR, why);
     }
-    Response::from_parts(parts, Body::reply(Relay::new(body, Arc::clone(watch))))
+    Response::from_parts(parts, Body::reply(Relay::new(body, Arc::clone(watch), patience)))
 }
 
 /// Says what happened on the way.
@@ -288,9 +308,8 @@ fn refusal(failed: &OutboundError) -> Response<Body> {
 }
 
 /// An error with what caused it.
-fn in_full(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |&error| error.source()).take(MAX_CAUSES);
-    causes.fold(error.to_string(), |text, cause| {
+fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
+    outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
         // Some tell their cause themselves.
         if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }

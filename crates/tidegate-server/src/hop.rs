@@ -5,7 +5,7 @@
 //! | `Connection` and whatever it names, `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding` | removed | removed |
 //! | `Proxy-Authenticate`, `Proxy-Authorization` | removed: this hop asks for none | removed |
 //! | `Upgrade` | kept only while upgrading, never to `h2c` | kept only on 101 |
-//! | `TE` | `trailers` kept, all else removed | removed |
+//! | `TE` | `trailers` kept, all else removed; towards an API behind TLS, which may speak HTTP/2, without `Connection` | removed |
 //! | `Host`, `Content-Length` | kept, even if `Connection` names them | kept |
 //! | `X-Forwarded-For` | the peer's address, behind what a trusted peer sent | |
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else `http` and the request's host | |
@@ -86,6 +86,15 @@ pub(crate) fn arm_request(headers: &mut HeaderMap, hop: &Hop, chunked: bool) {
     }
     if let Some(protocol) = &hop.upgrade {
         headers.insert(UPGRADE, protocol.clone());
+    }
+}
+
+/// Adds what somebody else's API is to know of this hop: never an upgrade. HTTP/2, which may be spoken over TLS, has no
+/// `Connection` (RFC 9113 §8.2.2), and takes `TE` away with it.
+pub(crate) fn arm_call(headers: &mut HeaderMap, hop: &Hop, chunked: bool, over_tls: bool) {
+    arm_request(headers, &Hop { upgrade: None, trailers: hop.trailers }, chunked);
+    if over_tls {
+        headers.remove(CONNECTION);
     }
 }
 

@@ -16,7 +16,7 @@
 //! | listener | serves | bounded by |
 //! | --- | --- | --- |
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
-//! | outbound, 8081 | the gateway to other people's APIs, if the policy has `[outbound]` | 1024 connections |
+//! | outbound, 8081 | the gateway to other people's APIs, if the policy has `[outbound]` | `outbound.connections`, 64 KiB a head |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB a question |
 //! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
 //!
@@ -34,10 +34,12 @@
 
 mod answer;
 mod body;
+mod bound;
 mod connection;
 mod framing;
 mod gateway;
 mod hop;
+mod housekeeping;
 mod listener;
 pub mod log;
 mod permit;
@@ -54,38 +56,33 @@ mod wire;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::AtomicBool;
 
 use http::StatusCode;
-use hyper::service::service_fn;
 use tidegate::core::Clock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
-use tidegate::store::{Immediate, Losses};
+use tidegate::store::Immediate;
 use tidegate::{Gate, Memory, SystemClock};
 use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
-use tokio::task::JoinSet;
 
+use crate::bound::Open;
+pub use crate::bound::{Bound, Ended};
 use crate::gateway::{Gateway, GatewayError};
 use crate::listener::{Bounds, Listener};
 use crate::permit::Keeper;
 use crate::proxy::Proxy;
 use crate::refusals::Refusals;
-use crate::watch::{Patience, Sweep};
-use crate::wire::admin::{self, Admin};
-use crate::wire::http_api::{Api, Caller};
+use crate::watch::Patience;
+use crate::wire::admin::Admin;
+use crate::wire::http_api::Api;
 
 /// How many connections the API takes at once: front servers and programs keep theirs.
 const API_CONNECTIONS: usize = 1024;
-/// How many connections the gateway takes at once.
-const OUTBOUND_CONNECTIONS: usize = 1024;
 /// How many connections the admin listener takes at once.
 const ADMIN_CONNECTIONS: usize = 64;
 /// The most bytes of a head on the API and admin listeners.
 const OWN_HEADER_BYTES: usize = 64 << 10;
-/// How often the store is tended.
-const TEND_EVERY: Duration = Duration::from_secs(1);
 
 /// Finds an environment variable's value.
 type LookUp = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
@@ -250,7 +247,9 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         };
         let outbound = match &self.outbound {
             None => None,
-            Some(outbound) => self.gateway(outbound, Bounds { forwards: true, ..own(OUTBOUND_CONNECTIONS) })?,
+            Some(outbound) => {
+                self.gateway(outbound, &refusals, Bounds { forwards: true, ..own(outbound.plan().connections) })?
+            }
         };
         let settings = self.policy.inbound();
         let api = match api.listen {
@@ -296,14 +295,20 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
         })
     }
 
-    fn gateway(&self, outbound: &Outbound<S, C>, bounds: Bounds) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
+    fn gateway(
+        &self,
+        outbound: &Outbound<S, C>,
+        refusals: &Arc<Refusals>,
+        bounds: Bounds,
+    ) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
         let plan = outbound.plan();
         let token = self.token("outbound", plan.listen, plan.token.as_ref())?;
         let Some(address) = plan.listen else { return Ok(None) };
-        let gateway = Gateway::new(outbound, address, token, &self.env).map_err(|error| match error {
-            GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
-            GatewayError::Roots(error) => ServeError::Roots(error),
-        })?;
+        let gateway =
+            Gateway::new(outbound, address, token, Arc::clone(refusals), &self.env).map_err(|error| match error {
+                GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
+                GatewayError::Roots(error) => ServeError::Roots(error),
+            })?;
         Ok(Some(Open { listener: open("outbound", address, bounds)?, service: Arc::new(gateway) }))
     }
 
@@ -341,197 +346,4 @@ impl<S: Immediate, C: Clock + Clone> Server<S, C> {
 
 fn open(listener: &'static str, address: SocketAddr, bounds: Bounds) -> Result<Listener, ServeError> {
     Listener::bind(address, bounds).map_err(|source| ServeError::Bind { listener, address, source })
-}
-
-/// A gate whose listeners are open.
-pub struct Bound<S: Immediate = Memory, C: Clock = SystemClock> {
-    gate: Gate<S, C>,
-    providers: Option<Outbound<S, C>>,
-    snapshot: Option<Arc<Snapshot<S, C>>>,
-    inbound: Option<Open<Proxy<S, C>>>,
-    outbound: Option<Open<Gateway<S, C>>>,
-    api: Option<Open<Api<S, C>>>,
-    admin: Option<Open<Admin<S, C>>>,
-    keeper: Arc<Keeper>,
-    refusals: Arc<Refusals>,
-    draining: Arc<AtomicBool>,
-    shutdown: Duration,
-    clock_follower: Option<SystemClock>,
-}
-
-struct Open<T> {
-    listener: Listener,
-    service: Arc<T>,
-}
-
-/// How a server ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ended {
-    /// Connections that had to be cut off because the time for shutting down was over.
-    pub cut_off: usize,
-}
-
-impl<S: Immediate, C: Clock + Clone> Bound<S, C> {
-    /// Where the proxy listens, if there is one.
-    pub fn inbound(&self) -> Option<SocketAddr> {
-        self.inbound.as_ref().and_then(|open| open.listener.address().ok())
-    }
-
-    /// Where the gateway to other people's APIs listens, if there is one.
-    pub fn outbound(&self) -> Option<SocketAddr> {
-        self.outbound.as_ref().and_then(|open| open.listener.address().ok())
-    }
-
-    /// Where the decision API and forward-auth listen.
-    pub fn api(&self) -> Option<SocketAddr> {
-        self.api.as_ref().and_then(|open| open.listener.address().ok())
-    }
-
-    /// Where health and readiness are answered.
-    pub fn admin(&self) -> Option<SocketAddr> {
-        self.admin.as_ref().and_then(|open| open.listener.address().ok())
-    }
-
-    /// Serves until `stop` ends, and then until every request in flight has its answer, or the policy's
-    /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
-    /// connections to the runtime.
-    pub async fn run(self, stop: impl Future<Output = ()>) -> Ended {
-        let (stopping, stopped) = tokio::sync::watch::channel(false);
-        let (ending, ended) = tokio::sync::watch::channel(false);
-        let mut housekeeping = JoinSet::new();
-        let mut accepting = JoinSet::new();
-        let mut admin_accepting = JoinSet::new();
-        let mut sweeps: Vec<Arc<Sweep>> = Vec::new();
-        let mut admin_sweep = None;
-        if let Some(Open { listener, service }) = self.inbound {
-            sweeps.push(Arc::clone(&listener.sweep));
-            let upstream = Arc::clone(&service.upstream);
-            housekeeping.spawn(async move { upstream.age().await });
-            let keeper = self.keeper;
-            housekeeping.spawn(async move { keeper.run().await });
-            let meet = move |client| service.meet(client);
-            accepting.spawn(listener.run(meet, told(stopped.clone())));
-        }
-        if let Some(Open { listener, service }) = self.outbound {
-            sweeps.push(Arc::clone(&listener.sweep));
-            let meet = move |client| service.meet(client);
-            accepting.spawn(listener.run(meet, told(stopped.clone())));
-        }
-        if let Some(Open { listener, service }) = self.api {
-            sweeps.push(Arc::clone(&listener.sweep));
-            let meet = move |client| Caller::new(&service, client);
-            accepting.spawn(listener.run(meet, told(stopped.clone())));
-        }
-        if let Some(Open { listener, service }) = self.admin {
-            admin_sweep = Some(Arc::clone(&listener.sweep));
-            let meet = move |client| {
-                let (service, client) = (Arc::clone(&service), Arc::new(client));
-                service_fn(move |request| admin::serve(Arc::clone(&service), Arc::clone(&client), request))
-            };
-            admin_accepting.spawn(listener.run(meet, told(ended)));
-        }
-        for sweep in sweeps.iter().chain(&admin_sweep) {
-            let sweep = Arc::clone(sweep);
-            housekeeping.spawn(async move { sweep.run().await });
-        }
-        let refusals = self.refusals;
-        housekeeping.spawn(async move { refusals.run().await });
-        let gate = self.gate;
-        housekeeping.spawn(async move { tend(|| gate.tend()).await });
-        if let Some(providers) = self.providers {
-            housekeeping.spawn(async move { tend(|| providers.tend()).await });
-        }
-        if let Some(snapshot) = &self.snapshot {
-            let snapshot = Arc::clone(snapshot);
-            housekeeping.spawn(async move { snapshots::run(snapshot).await });
-        }
-        if let Some(clock) = self.clock_follower {
-            housekeeping.spawn(async move { follow(&clock).await });
-        }
-
-        stop.await;
-        tracing::info!(patience = ?self.shutdown, "stopping: no more connections; requests in flight get their answers");
-        self.draining.store(true, Ordering::Relaxed);
-        for sweep in &sweeps {
-            sweep.drain();
-        }
-        let _ = stopping.send(true);
-        let emptied = async {
-            while accepting.join_next().await.is_some() {}
-            for sweep in &sweeps {
-                sweep.emptied().await;
-            }
-        };
-        let in_time = tokio::time::timeout(self.shutdown, emptied).await.is_ok();
-        let cut_off = sweeps.iter().map(|sweep| sweep.len()).sum();
-        if !in_time {
-            tracing::warn!(connections = cut_off, "the time for shutting down is over: connections are cut off");
-        }
-        let _ = ending.send(true);
-        for sweep in sweeps.iter().chain(&admin_sweep) {
-            sweep.abort();
-        }
-        while admin_accepting.join_next().await.is_some() {}
-        // What was aborted gets a moment to let go of its permits and sockets.
-        let gone = async {
-            for sweep in sweeps.iter().chain(&admin_sweep) {
-                sweep.emptied().await;
-            }
-        };
-        let _ = tokio::time::timeout(Duration::from_secs(1), gone).await;
-        if let Some(snapshot) = self.snapshot {
-            snapshots::save(&snapshot, &mut true).await;
-        }
-        tracing::info!(cut_off, "stopped");
-        Ended { cut_off }
-    }
-}
-
-async fn told(mut signal: tokio::sync::watch::Receiver<bool>) {
-    // An error means that the sender is gone, which is as good as being told.
-    let _ = signal.wait_for(|told| *told).await;
-}
-
-/// How often the clock is moved towards the wall's.
-const FOLLOW_EVERY: Duration = Duration::from_secs(1);
-
-/// Has the store forget what is idle, and tells what it had to let go.
-async fn tend(tend: impl Fn() -> Losses) {
-    loop {
-        tokio::time::sleep(TEND_EVERY).await;
-        let lost = tend();
-        if lost.any() {
-            tracing::warn!(
-                used = lost.used,
-                full = lost.full,
-                blocked = lost.blocked,
-                shared = lost.shared,
-                "the store is full: entries that still counted had to go, and new keys share their network's limit; \
-                 raise store.max_bytes"
-            );
-        }
-    }
-}
-
-/// How far the wall clock may be from the gate's, in microseconds, before the log is told: slewing by so much takes
-/// half an hour.
-const FAR: u64 = 1_000_000;
-
-async fn follow(clock: &SystemClock) {
-    let mut was_far = false;
-    loop {
-        tokio::time::sleep(FOLLOW_EVERY).await;
-        clock.follow(tidegate::Span::from_duration(FOLLOW_EVERY));
-        let drift = clock.drift();
-        let is_far = drift.unsigned_abs() > FAR;
-        if is_far && !was_far {
-            tracing::warn!(
-                drift_secs = drift / 1_000_000,
-                "the system's clock was set after the gate took its time, which follows it by half a millisecond a \
-                 second; until then the times of day that clients are told and the periods of quotas are off by the \
-                 drift; a restart takes the system's time over"
-            );
-        }
-        was_far = is_far;
-    }
 }

@@ -74,6 +74,8 @@ pub enum StartError {
 
 /// How many characters of a client's text a line holds.
 const SHOWN: usize = 128;
+/// How many characters of an error's text a line holds.
+const TOLD: usize = 512;
 
 /// A client's text, safe to write down: control characters, ANSI sequences, line and direction marks and quotes come
 /// out as escapes, and what is over 128 characters is cut off with `…`.
@@ -82,18 +84,31 @@ pub struct Escaped<'a>(pub &'a str);
 
 impl fmt::Display for Escaped<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use fmt::Write as _;
-        let mut chars = self.0.chars();
-        for char in chars.by_ref().take(SHOWN) {
-            match char {
-                '"' | '\\' => write!(f, "\\{char}")?,
-                ' '..='~' => f.write_char(char)?,
-                char if char.is_alphanumeric() => f.write_char(char)?,
-                char => write!(f, "{}", char.escape_unicode())?,
-            }
-        }
-        if chars.next().is_some() { f.write_char('…') } else { Ok(()) }
+        escape(self.0, SHOWN, f)
     }
+}
+
+/// What an error says, which may repeat what a stranger said: as [`Escaped`], but up to 512 characters.
+pub(crate) struct Told<'a>(pub(crate) &'a str);
+
+impl fmt::Display for Told<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        escape(self.0, TOLD, f)
+    }
+}
+
+fn escape(text: &str, most: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    use fmt::Write as _;
+    let mut chars = text.chars();
+    for char in chars.by_ref().take(most) {
+        match char {
+            '"' | '\\' => write!(f, "\\{char}")?,
+            ' '..='~' => f.write_char(char)?,
+            char if char.is_alphanumeric() => f.write_char(char)?,
+            char => write!(f, "{}", char.escape_unicode())?,
+        }
+    }
+    if chars.next().is_some() { f.write_char('…') } else { Ok(()) }
 }
 
 impl fmt::Debug for Escaped<'_> {

@@ -4,14 +4,15 @@ use std::fmt;
 use std::time::Duration;
 
 use tidegate::core::Time;
+use tidegate::outbound::Happened;
 use tidegate::{ActionId, Decision, Plan, Query};
 
-use crate::log::{Escaped, Masked, Throttle};
+use crate::log::{Escaped, Masked, Throttle, Told};
 
 /// How often suppressed lines are summed up, when no line came after them.
 const SUM_UP_EVERY: Duration = Duration::from_secs(5);
 
-/// What is logged of refusals, and of failures while asking or forwarding.
+/// What is logged of refusals, and of failures while asking, forwarding or calling others.
 pub(crate) struct Refusals {
     throttle: Throttle,
     failures: Throttle,
@@ -22,6 +23,14 @@ pub(crate) struct Refusal<'a> {
     pub(crate) action: Option<ActionId>,
     pub(crate) query: &'a Query<'a>,
     pub(crate) decision: &'a Decision,
+}
+
+/// A call to somebody else's API that has no reply to be passed on.
+pub(crate) struct Failed<'a> {
+    pub(crate) provider: &'a str,
+    /// The reason with its causes. It never tells a credential, nor what was asked for.
+    pub(crate) why: &'a str,
+    pub(crate) happened: Option<Happened>,
 }
 
 impl Refusals {
@@ -42,6 +51,14 @@ impl Refusals {
         if let Some(suppressed) = self.failures.admit(now) {
             tracing::warn!(suppressed, "{failure}");
         }
+    }
+
+    /// Writes a line about a call without a reply, if there is room for one.
+    pub(crate) fn note_failed(&self, now: Time, failed: &Failed<'_>) {
+        let Some(suppressed) = self.failures.admit(now) else { return };
+        let Failed { provider, why, happened } = failed;
+        let attempts = happened.map(|happened| happened.attempts);
+        tracing::warn!(provider, attempts, why = %Told(why), suppressed, "a call failed");
     }
 
     /// Sums up what was suppressed; runs for ever.

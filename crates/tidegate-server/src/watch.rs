@@ -77,11 +77,14 @@ impl Patience {
     }
 
     fn ticks(&self, phase: Phase) -> u32 {
-        let Some(patience) = self.of(phase) else { return u32::MAX };
-        // One more than fits, because the first tick may come right after the phase began.
-        let whole = patience.as_nanos().div_ceil(self.tick().as_nanos().max(1));
-        u32::try_from(whole).unwrap_or(u32::MAX).saturating_add(1)
+        self.of(phase).map_or(u32::MAX, |patience| ticks(patience, self.tick()))
     }
+}
+
+fn ticks(patience: Duration, tick: Duration) -> u32 {
+    // One more than fits, because the first tick may come right after the phase began.
+    let whole = patience.as_nanos().div_ceil(tick.as_nanos().max(1));
+    u32::try_from(whole).unwrap_or(u32::MAX).saturating_add(1)
 }
 
 /// What is wrong with a request's body.
@@ -102,6 +105,8 @@ pub(crate) struct Watch {
     sweep: Arc<Sweep>,
     phase: AtomicU8,
     since: AtomicU32,
+    /// After how many ticks the present answer is overdue, where that is its own; else 0.
+    granted: AtomicU32,
     overdue: AtomicBool,
     answering: AtomicBool,
     waits_on_client: AtomicBool,
@@ -127,6 +132,12 @@ impl Watch {
         if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
             self.overdue.store(false, Ordering::Relaxed);
         }
+    }
+
+    /// Moves the connection on to an answer's body, which may go for so long without progress.
+    pub(crate) fn enter_download(&self, patience: Duration) {
+        self.granted.store(ticks(patience, self.sweep.tick), Ordering::Relaxed);
+        self.enter(Phase::Download);
     }
 
     /// Moves the connection on, if it still is where it is thought to be.
@@ -194,7 +205,6 @@ impl Watch {
         self.sweep.draining.load(Ordering::Relaxed)
     }
 
-    /// Notes whether the request's body waits for the client (or else for the upstream to take it).
     /// Whether part of the request's body is still to come.
     pub(crate) fn is_uploading(&self) -> bool {
         self.uploading.load(Ordering::Relaxed)
@@ -204,6 +214,7 @@ impl Watch {
         self.uploading.store(uploading, Ordering::Relaxed);
     }
 
+    /// Notes whether the request's body waits for the client (or else for the upstream to take it).
     pub(crate) fn set_waits_on_client(&self, waits: bool) {
         self.waits_on_client.store(waits, Ordering::Relaxed);
     }
@@ -321,6 +332,7 @@ impl Sweep {
             sweep: Arc::clone(self),
             phase: AtomicU8::new(Phase::Head as u8),
             since: AtomicU32::new(self.now.load(Ordering::Relaxed)),
+            granted: AtomicU32::new(0),
             overdue: AtomicBool::new(false),
             answering: AtomicBool::new(false),
             waits_on_client: AtomicBool::new(false),
@@ -396,7 +408,10 @@ impl Sweep {
         let draining = self.draining.load(Ordering::Relaxed);
         for (_, watch) in &*lock(&self.open) {
             let phase = watch.phase();
-            let mut limit = self.limits[phase as usize];
+            let mut limit = match watch.granted.load(Ordering::Relaxed) {
+                granted if granted > 0 && phase == Phase::Download => granted,
+                _ => self.limits[phase as usize],
+            };
             if draining && phase == Phase::Idle {
                 limit = limit.min(DRAIN_TICKS);
             }

@@ -10,6 +10,7 @@
 
 mod answer;
 pub mod cache;
+mod causes;
 mod cost;
 mod credential;
 mod error;
@@ -25,6 +26,7 @@ mod login;
 #[cfg(feature = "reqwest")]
 mod middleware;
 mod path;
+mod patience;
 mod replay;
 mod service;
 mod snapshot;
@@ -38,6 +40,7 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub use answer::OutboundBody;
+pub use causes::causes;
 pub use credential::{CredentialError, Credentials};
 pub use error::{CallError, Problem, Why};
 pub use exchange::{BoxError, Trouble};
@@ -210,9 +213,9 @@ pub struct Attempt {
     pub number: u32,
     /// How long there is for its reply: until the call's deadline.
     pub time_left: Duration,
-    /// Whether that is less than half of what an attempt is granted otherwise. That there is no reply in so little time
-    /// says nothing of the provider, and is to be told as [`Class::Cancelled`].
-    pub hurried: bool,
+    /// Half of what an attempt is granted otherwise. That a provider doesn't answer, or take more of the request, for less
+    /// than this says nothing of it, and is to be told as [`Class::Cancelled`].
+    pub enough: Duration,
 }
 
 /// How a request ended.
@@ -370,8 +373,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
     fn attempt_of(&self, call: &Call, credential: usize, happened: Happened, now: Time) -> Attempt {
         let time_left = call.deadline().since(now).as_duration();
         let granted = self.0.rules.lane_rules[call.lane() as usize].timeout.as_duration();
-        let hurried = time_left < granted.min(self.plan().attempt_timeout) / 2;
-        Attempt { credential, number: happened.attempts, time_left, hurried }
+        let enough = granted.min(self.plan().attempt_timeout) / 2;
+        Attempt { credential, number: happened.attempts, time_left, enough }
     }
 
     /// Makes a call that is under way as urgent as this, if it still waits.

@@ -21,6 +21,7 @@ use tidegate::clock::SystemClock;
 use tidegate::core::retry::Unreplayable;
 use tidegate::outbound::{Happened, Outbound, OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
 use tidegate::policy::{Policy, Sources};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tower::{Layer as _, ServiceExt as _};
 
@@ -53,7 +54,7 @@ async fn provider(seen: Seen) -> SocketAddr {
 fn layer(address: SocketAddr) -> OutboundLayer {
     let text = format!(
         "[outbound.provider.api]\nbase_url = \"http://{address}/v1\"\nauth = \"bearer\"\ncredentials = [\"env:A\"]\n\
-         limit = \"100/s burst 100\"\ntimeout = \"120s\"\nattempt_timeout = \"120s\"\n\
+         limit = \"100/s burst 100\"\ntimeout = \"120s\"\n\
          retry = {{ max_attempts = 3, base = \"1ms\", cap = \"2ms\" }}"
     );
     let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
@@ -166,4 +167,76 @@ async fn an_upload_of_a_gibibyte_is_sent_once_in_bounded_memory() {
     assert_eq!(MADE.load(Ordering::Relaxed), 1 << 30);
     let peak = PEAK.load(Ordering::Relaxed);
     assert!(peak <= 1 << 20, "{peak} bytes of it at once");
+}
+
+/// A frame of HTTP/2 (RFC 9113 §4.1).
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// A provider that speaks HTTP/2, which answers its first request with this frame and every other with 200; and how many
+/// it saw.
+async fn answering_first(refusal: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> (SocketAddr, Arc<AtomicUsize>) {
+    const HEADERS: u8 = 1;
+    const SETTINGS: u8 = 4;
+    const PREFACE: usize = 24;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (requests, refusal) = (Arc::new(AtomicUsize::new(0)), Arc::new(refusal));
+    let seen = Arc::clone(&requests);
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let (seen, refusal) = (Arc::clone(&seen), Arc::clone(&refusal));
+            tokio::spawn(async move {
+                stream.read_exact(&mut [0; PREFACE]).await.unwrap();
+                stream.write_all(&frame(SETTINGS, 0, 0, &[])).await.unwrap();
+                let mut head = [0; 9];
+                while stream.read_exact(&mut head).await.is_ok() {
+                    let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+                    stream.read_exact(&mut payload).await.unwrap();
+                    if head[3] != HEADERS {
+                        continue;
+                    }
+                    let number = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
+                    let answer = match seen.fetch_add(1, Ordering::Relaxed) {
+                        0 => refusal(number),
+                        // Ends the stream; 0x88 is ":status: 200" (RFC 7541, appendix A).
+                        _ => frame(HEADERS, 5, number, &[0x88]),
+                    };
+                    stream.write_all(&answer).await.unwrap();
+                }
+            });
+        }
+    });
+    (address, requests)
+}
+
+#[tokio::test]
+async fn what_an_http_2_provider_refuses_unprocessed_is_sent_again_whatever_the_method() {
+    const RESET: u8 = 3;
+    const GOAWAY: u8 = 7;
+    let reset = |reason: u32| move |number| frame(RESET, 0, number, &reason.to_be_bytes());
+    let go_away = |last: u32| move |_| frame(GOAWAY, 0, 0, &[last.to_be_bytes(), [0; 4]].concat());
+    type Refusal = Box<dyn Fn(u32) -> Vec<u8> + Send + Sync>;
+    let cases: [(&str, Refusal, usize); 4] = [
+        ("refused", Box::new(reset(7)), 2),
+        ("left out by a GOAWAY", Box::new(go_away(0)), 2),
+        ("broken off, perhaps midway", Box::new(reset(2)), 1),
+        ("cancelled", Box::new(reset(8)), 1),
+    ];
+    for (case, refusal, sends) in cases {
+        let (address, seen) = answering_first(refusal).await;
+        let client = Client::builder(TokioExecutor::new()).http2_only(true).build_http();
+        let service = layer(address).layer(client);
+        let request = Request::post("/item").body(Full::new(Bytes::from_static(b"order"))).unwrap();
+        let answered = service.oneshot(request).await;
+        assert_eq!((answered.is_ok(), seen.load(Ordering::Relaxed)), (sends == 2, sends), "{case}: {answered:?}");
+        match answered {
+            Ok(response) => assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, 2, "{case}"),
+            Err(OutboundError::Call(error)) => assert!(matches!(error.why, Why::NotIdempotent), "{case}: {error:?}"),
+            Err(error) => panic!("{case}: {error:?}"),
+        }
+    }
 }

@@ -9,7 +9,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
-use tidegate_testkit::client::{Client, get};
+use tidegate_testkit::client::Client;
 use tidegate_testkit::servers::Scratch;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -89,7 +89,9 @@ async fn told(State(seen): State<Arc<Mutex<Vec<String>>>>, request: Request) -> 
     let host = uri.authority().map(ToString::to_string);
     let host = host.or_else(|| request.headers().get("host").map(|host| host.to_str().unwrap().to_owned()));
     let shown = request.headers().get("authorization").map(|value| value.to_str().unwrap()).unwrap_or_default();
-    seen.lock().unwrap().push(format!("{version} {} {} {shown}", host.unwrap_or_default(), uri.path()));
+    let te = request.headers().get("te").map_or("none", |value| value.to_str().unwrap());
+    let te = if request.headers().contains_key("connection") { "of this hop" } else { te };
+    seen.lock().unwrap().push(format!("{version} {} {} {shown} te: {te}", host.unwrap_or_default(), uri.path()));
     format!("over {version}")
 }
 
@@ -110,9 +112,10 @@ fn asked(api: &Api, authority: &str, request: &str) -> (tidegate_testkit::client
 fn http_2_is_spoken_where_it_is_offered() {
     for (offered, version) in [(&["h2", "http/1.1"][..], "HTTP/2.0"), (&["http/1.1"], "HTTP/1.1"), (&[], "HTTP/1.1")] {
         let api = Api::start(offered);
-        let (answer, log) = asked(&api, &api.authority, &get("/api/x"));
+        let takes_trailers = "GET /api/x HTTP/1.1\r\nHost: 127.0.0.1\r\nTE: trailers\r\nConnection: TE\r\n\r\n";
+        let (answer, log) = asked(&api, &api.authority, takes_trailers);
         assert_eq!((answer.status, answer.body.as_str()), (200, format!("over {version}").as_str()), "{offered:?}");
-        assert_eq!(api.seen(), [format!("{version} localhost:{} /v1/x Bearer {}", api.port, PLANTED.1)]);
+        assert_eq!(api.seen(), [format!("{version} localhost:{} /v1/x Bearer {} te: trailers", api.port, PLANTED.1)]);
         assert!(log.contains(" TRACE "));
         let lines: Vec<&str> = log.lines().filter(|line| line.contains(PLANTED.1)).collect();
         assert!(lines.is_empty(), "{}", lines.join("\n"));

@@ -59,7 +59,7 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
             }
         }
     });
-    let settings = "limit = \"100/s\"\ntimeout = \"10m\"\nattempt_timeout = \"10m\"";
+    let settings = "limit = \"100/s\"\ntimeout = \"10m\"";
     let (gateway, port) = gateway(&provider(upstream, settings), &[]);
     let mut client = Client::connect(port).unwrap();
     // The first brings what a first call costs.

@@ -17,6 +17,8 @@ use crate::outbound::{Outbound, Provider};
 const MAX_PROVIDERS: usize = 256;
 /// The most names that a request's `Host` may have.
 const MAX_HOSTS: usize = 256;
+/// The most connections of callers, unless said.
+const CONNECTIONS: usize = 1024;
 /// The most bytes of cached replies, unless said.
 const CACHE_BYTES: u64 = 64 << 20;
 
@@ -28,6 +30,9 @@ impl Reader<'_> {
         let usual = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
         let (listen, token) = self.guarded(Some(table), Some(usual), "the outbound gateway");
         let hosts = self.or_default(Some(table), "hosts", Vec::new(), Self::hosts);
+        let connections = self.or_default(Some(table), "connections", CONNECTIONS, |reader, node| {
+            reader.count(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
+        });
         let cache_bytes = self.or_default(Some(table), "cache_bytes", CACHE_BYTES, |reader, node| {
             reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
         });
@@ -46,6 +51,7 @@ impl Reader<'_> {
             listen: listen?,
             token: token?,
             hosts: hosts?,
+            connections: connections?,
             cache_bytes: cache_bytes?,
             snapshot: snapshot?,
             providers,

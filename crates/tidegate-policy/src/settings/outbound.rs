@@ -7,6 +7,7 @@ pub(super) static SETTINGS: &[Setting] = &[
     setting("outbound.listen", Text, "127.0.0.1:8081", "where the gateway to other people's APIs listens, or off"),
     setting("outbound.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
     setting("outbound.hosts", Words, "", "names that a request's Host may have besides loopback's"),
+    setting("outbound.connections", Count, "1024", "connections of callers open at once"),
     setting("outbound.cache_bytes", Text, "64MiB", "the most that cached replies of all providers may take"),
     setting("outbound.snapshot", Text, "off", "the file that spent quotas and cool-downs outlive a restart in, or off"),
     setting(
@@ -61,7 +62,12 @@ pub(super) static SETTINGS: &[Setting] = &[
     setting("outbound.provider.*.sequential", Flag, "false", "whether it takes one call at a time, without lanes"),
     setting("outbound.provider.*.timeout", Text, "", "how long a call may take in all, in every lane"),
     setting("outbound.provider.*.connect_timeout", Text, "5s", "how long connecting may take"),
-    setting("outbound.provider.*.attempt_timeout", Text, "30s", "how long one attempt may take until its reply begins"),
+    setting(
+        "outbound.provider.*.attempt_timeout",
+        Text,
+        "30s",
+        "how long one attempt may take until its reply begins, from when the request's body last moved, and how long the reply may pause",
+    ),
     setting("outbound.provider.*.replay", Text, "64KiB", "the longest request body that is kept for another attempt"),
     setting("outbound.provider.*.lead", Text, "500ms", "the longest that a request is under way to it"),
     setting("outbound.provider.*.user_agent", Text, "", "what User-Agent says, whatever the caller's says"),

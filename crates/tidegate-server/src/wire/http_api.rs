@@ -18,7 +18,6 @@ use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use subtle::ConstantTimeEq as _;
 use tidegate::core::Clock;
 use tidegate::policy::{Forwarding, KeyError, Secret};
 use tidegate::reply::Replies;
@@ -129,9 +128,9 @@ impl<S: Immediate, C: Clock> Future for Answering<S, C> {
     }
 }
 
-/// Ends a request: the connection is idle again, unless it reads something away or the server drains.
+/// Ends a request: the connection is idle again, unless its answer streams, it reads something away or the server drains.
 pub(crate) fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body> {
-    if watch.phase() != Phase::Linger {
+    if !matches!(watch.phase(), Phase::Linger | Phase::Download) {
         watch.enter(Phase::Idle);
     }
     if watch.is_draining() {
@@ -148,7 +147,7 @@ pub(crate) fn authorised(headers: &HeaderMap, token: Option<&Secret>) -> bool {
         scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
     });
     let own = headers.get(X_TIDEGATE_TOKEN).map(HeaderValue::as_bytes);
-    [bearer, own].into_iter().flatten().any(|shown| bool::from(shown.ct_eq(token.expose().as_bytes())))
+    [bearer, own].into_iter().flatten().any(|shown| token.matches(shown))
 }
 
 pub(crate) fn unauthorised() -> Response<Body> {

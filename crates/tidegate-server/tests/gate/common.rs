@@ -1,5 +1,6 @@
 //! A gate in this process, servers behind it that do as they are told, and clients that speak in exact bytes.
 
+use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -7,7 +8,7 @@ use std::time::Duration;
 use tidegate::Gate;
 use tidegate::clock::ManualClock;
 use tidegate_policy::{Policy, Sources};
-use tidegate_server::{Ended, ServeError, Server};
+use tidegate_server::{Ended, ServeError, Server, log};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -267,4 +268,33 @@ pub(crate) fn get(path: &str) -> String {
 /// A POST of JSON.
 pub(crate) fn post(path: &str, body: &str) -> String {
     format!("POST {path} HTTP/1.1\r\nhost: gate.test\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+}
+
+/// What the gate logs.
+#[derive(Clone, Default)]
+pub(crate) struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Lines {
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
+
+/// Has what this thread does logged here, until the guard is dropped.
+pub(crate) fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
+    let policy = Policy::load(Sources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let dispatch = log::subscriber(policy.log(), None, move || writer.clone()).unwrap();
+    (lines, tracing::dispatcher::set_default(&dispatch))
 }

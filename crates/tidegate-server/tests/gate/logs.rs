@@ -1,41 +1,11 @@
 //! What the gate writes down.
 
-use std::io::Write;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::{Clock as _, Gate, Span, SystemClock};
-use tidegate_policy::{Policy, Sources};
-use tidegate_server::{Server, log};
+use tidegate_server::Server;
 
-use crate::common::{Echo, HELLO, once, post, start, status};
-
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-}
-
-fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
-    let policy = Policy::load(Sources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let dispatch = log::subscriber(policy.log(), None, move || writer.clone()).unwrap();
-    (lines, tracing::dispatcher::set_default(&dispatch))
-}
+use crate::common::{Echo, HELLO, capture, once, post, start, status};
 
 const NO: &str = r#"
     [inbound.action.no]

@@ -1,7 +1,9 @@
 //! Who gets in, and where they get to.
 
+use std::time::Duration;
+
 use crate::common::{Answer, Api, BEARER, FREE, PLANTED, get, request, running, standing};
-use crate::wire::{Echo, HELLO, body, header, json, status};
+use crate::wire::{Echo, HELLO, Peer, body, header, json, status};
 
 fn hello(_: usize, _: &crate::common::Arrived) -> Answer {
     Answer::new(200, "hello")
@@ -144,4 +146,19 @@ async fn an_unknown_provider_is_told_with_the_nearest() {
     }
     assert_eq!(api.count(), 0);
     assert_eq!(gateway.stop().await.cut_off, 0);
+}
+
+#[tokio::test]
+async fn no_more_get_in_at_once_than_the_policy_says() {
+    let api = Api::start(hello).await;
+    let gateway = running(&format!("[outbound]\nconnections = 2\n{}", api.policy(FREE)));
+    let mut inside = [Peer::connect(gateway.address).await, Peer::connect(gateway.address).await];
+    for peer in &mut inside {
+        assert_eq!(status(&peer.ask(get("/api/x")).await), 200);
+    }
+    let mut waits = Peer::connect(gateway.address).await;
+    waits.send(get("/api/x")).await;
+    assert!(tokio::time::timeout(Duration::from_millis(300), waits.message()).await.is_err());
+    drop(inside);
+    assert_eq!(status(&waits.message().await), 200);
 }

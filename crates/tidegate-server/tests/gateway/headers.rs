@@ -122,6 +122,19 @@ async fn what_concerns_the_gateway_alone_stays_here() {
 }
 
 #[tokio::test]
+async fn trailers_are_taken_where_the_caller_takes_them() {
+    let api = Api::start(hello).await;
+    let gateway = running(&api.policy(FREE));
+    for (te, told) in [("gzip, trailers;q=0.5", Some("trailers")), ("gzip", None)] {
+        let lines = format!("te: {te}\r\nconnection: te, upgrade\r\nupgrade: websocket\r\n");
+        assert_eq!(status(&gateway.ask(request("GET", "/api/x", &lines, "")).await), 200);
+        let arrived = api.arrived().pop().unwrap();
+        assert_eq!((arrived.header("te"), arrived.header("connection")), (told, told.map(|_| "te")));
+        assert_eq!(arrived.header("upgrade"), None);
+    }
+}
+
+#[tokio::test]
 async fn a_head_tells_the_length_and_has_no_body() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));

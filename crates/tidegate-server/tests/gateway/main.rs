@@ -7,7 +7,9 @@ mod door;
 mod errors;
 mod headers;
 mod login;
+mod logs;
 mod retries;
+mod streaming;
 #[expect(dead_code, reason = "what only the gate's tests use")]
 #[path = "../gate/common.rs"]
 mod wire;

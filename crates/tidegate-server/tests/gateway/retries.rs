@@ -68,6 +68,27 @@ async fn a_body_that_breaks_off_is_the_callers_fault() {
 }
 
 #[tokio::test]
+async fn a_caller_that_falls_silent_is_told_so_and_harms_nobody() {
+    let api = Api::start(|_, _| Answer::new(200, "done")).await;
+    let gateway = running(&api.policy(&format!("{FREE}attempt_timeout = \"300ms\"\nbreaker = {{ failures = 1 }}\n")));
+    for sent in ["", "hal"] {
+        let mut client = Peer::connect(gateway.address).await;
+        let answer = client.ask(format!("{}{sent}", request("PUT", "/api/x", "content-length: 4\r\n", ""))).await;
+        assert_eq!((status(&answer), header(&answer, "connection")), (408, Some("close")), "{answer}");
+        assert!(body(&answer).contains("the request's body didn't come in time"), "{answer}");
+        assert!(client.ends().await);
+    }
+    let mut slow = Peer::connect(gateway.address).await;
+    slow.send(request("PUT", "/api/x", "content-length: 8\r\n", "")).await;
+    for byte in "in drops".chars() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        slow.send(byte.to_string()).await;
+    }
+    assert_eq!(status(&slow.message().await), 200, "one failure would have opened the breaker");
+    assert_eq!(api.arrived().pop().unwrap().body, "in drops");
+}
+
+#[tokio::test]
 async fn a_refused_connection_is_tried_again_whatever_the_method() {
     let address = nobody();
     let settings = "limit = \"1000/s burst 1000\"\nretry = { max_attempts = 5, base = \"100ms\", jitter = \"none\" }\n";

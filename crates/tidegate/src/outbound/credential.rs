@@ -20,8 +20,9 @@ const PATIENCE: Duration = Duration::from_millis(250);
 /// The secrets of a provider's credentials, in the order of its list. Cheap to clone; clones are the same.
 ///
 /// Those from files follow them: a file is looked at once a second at most, by one call, on tokio's threads for
-/// blocking work, and read again if its length or its time of change differs. A file that is gone, empty or holds what
-/// can't be sent leaves the secret as it was, with a warning in the log.
+/// blocking work, and read again if its length or its time of change differs from when it was last read. A file that is
+/// gone, empty or holds what can't be sent leaves the secret as it was, with a warning in the log, and is tried again with
+/// every look.
 #[derive(Clone)]
 pub struct Credentials(Arc<[Arc<Slot>]>);
 
@@ -31,11 +32,19 @@ struct Slot {
     secret: RwLock<Arc<Secret>>,
     /// In microseconds since the Unix epoch.
     looked_at: AtomicU64,
-    seen: Mutex<Option<Stamp>>,
+    seen: Mutex<Seen>,
+}
+
+/// What is known of a token file.
+struct Seen {
+    /// As it was read.
+    read: Option<Stamp>,
+    /// As the log was told that it can't be used: once is enough.
+    warned: Option<Option<Stamp>>,
 }
 
 /// By what it shows that a file was changed.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     length: u64,
     modified: Option<SystemTime>,
@@ -117,14 +126,14 @@ impl Slot {
         env: impl FnOnce(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
         // Looked at before it is read, so that a change in between is found by the next look.
-        let seen = path_of(&source).and_then(stamp);
+        let read = path_of(&source).and_then(stamp);
         let secret = fetch(&source, target.as_ref(), env)?;
         Ok(Self {
             source,
             target,
             secret: RwLock::new(Arc::new(secret)),
             looked_at: AtomicU64::new(0),
-            seen: Mutex::new(seen),
+            seen: Mutex::new(Seen { read, warned: None }),
         })
     }
 
@@ -147,13 +156,19 @@ impl Slot {
         let Some(path) = path_of(&self.source) else { return };
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let found = stamp(path);
-        if *seen == found {
+        if seen.read == found {
             return;
         }
-        *seen = found;
         match fetch(&self.source, self.target.as_ref(), |_| None) {
-            Ok(secret) => *self.secret.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(secret),
-            Err(error) => tracing::warn!(%error, "a token file was changed, but the token stays as it was"),
+            Ok(secret) => {
+                *self.secret.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(secret);
+                *seen = Seen { read: found, warned: None };
+            }
+            Err(error) => {
+                if seen.warned.replace(found) != Some(found) {
+                    tracing::warn!(%error, "a token file was changed, but the token stays as it was");
+                }
+            }
         }
     }
 }
@@ -218,6 +233,24 @@ mod tests {
         std::fs::write(&file, "third").unwrap();
         assert_eq!(told(&credentials, 1, NOW).await, "third", "a clock that stepped back by some seconds");
         assert!(credentials.current(2, now).await.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_file_that_could_not_be_read_is_read_later_even_if_it_looks_the_same() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&file, "first").unwrap();
+        let source = [TokenSource::File(file.path().to_owned())];
+        let credentials = Credentials::resolve(&source, None, |_| None).unwrap();
+        assert_eq!(told(&credentials, 0, NOW).await, "first");
+        let same = SystemTime::UNIX_EPOCH + Duration::from_secs(1_767_225_600);
+        let write = |bytes: &[u8]| {
+            std::fs::write(&file, bytes).unwrap();
+            file.as_file().set_modified(same).unwrap();
+        };
+        write(b"\xff\xfe\xfd\xfc\xfb\xfa");
+        assert_eq!(told(&credentials, 0, NOW + Span::from_secs(1)).await, "first", "that is no text");
+        write(b"second");
+        assert_eq!(told(&credentials, 0, NOW + Span::from_secs(2)).await, "second");
     }
 
     #[test]

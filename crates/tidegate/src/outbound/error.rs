@@ -119,7 +119,6 @@ fn unreplayable(why: &Unreplayable) -> &'static str {
     match why {
         Unreplayable::BodyTooLarge => "its body is larger than what is kept for another attempt",
         Unreplayable::OneShotBody => "its body can be read only once",
-        Unreplayable::ReplyStarted => "the reply has already begun",
     }
 }
 

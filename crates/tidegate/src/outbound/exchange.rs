@@ -19,18 +19,18 @@ use tidegate_policy::outbound::{BodyRule, CostRules};
 use tower_service::Service;
 
 use super::answer::Peeked;
+use super::causes::causes;
 use super::cost::{expected, is_event_stream, is_json};
 use super::judge::says_throttled;
 use super::location::tells;
 use super::login::MAX_LOGIN_REPLY;
+use super::patience::within;
 use super::{
     Attempt, Credentials, Ended, Judge, LoginError, Logins, Replay, ReplayBody, Target, TargetError, Token, Upstream,
 };
 
 /// The longest body that is read to find out whether it says that there were too many calls, in bytes.
 const MAX_JUDGED: usize = 64 << 10;
-/// The most causes of an error that are searched for a credential.
-const MAX_CAUSES: usize = 16;
 
 /// An error of whatever kind.
 pub type BoxError = Box<dyn Error + Send + Sync>;
@@ -62,6 +62,10 @@ pub enum Trouble {
     /// The caller's body broke off, or was gone when it was to be sent again.
     #[error("the request's body broke off")]
     Body,
+    /// The caller's body didn't come: nothing of it for the provider's `attempt_timeout`, or not all of it by the call's
+    /// deadline.
+    #[error("the request's body didn't come in time")]
+    Stalled,
     /// The inner service followed a redirect, perhaps to another host and with the credential. One that finds that out
     /// says so with this as its error, and isn't tried again.
     #[error("the client followed a redirect, which can tell the credential to another host; make it follow none")]
@@ -144,12 +148,12 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
     /// don't say. A body is read ahead for it where it may say something, for no longer than the call may take.
     ///
     /// # Errors
-    /// The caller's body breaks off.
+    /// The caller's body breaks off, or doesn't come in time.
     pub(super) async fn expected_cost(&mut self, patience: Duration) -> Result<Option<u64>, Trouble> {
         let Some(rules) = &self.manner.cost else { return Ok(None) };
         let mut body = None;
         if !rules.request.is_empty() && is_json(&self.parts.headers) {
-            body = tokio::time::timeout(patience, self.body.read_ahead()).await.ok().flatten();
+            body = tokio::time::timeout(patience, self.body.read_ahead()).await.map_err(|_| Trouble::Stalled)?;
         }
         if self.body.is_broken() {
             return Err(Trouble::Body);
@@ -260,13 +264,16 @@ where
     async fn send(&mut self, attempt: Attempt) -> Ended<Outcome<B>> {
         self.handed_over = false;
         self.deadline = self.manner.clock.now() + tidegate_core::Span::from_duration(attempt.time_left);
-        let patience = attempt.time_left.min(self.manner.attempt_timeout);
-        match tokio::time::timeout(patience, self.exchange(attempt.credential)).await {
+        let (body, patience) = (self.body.clone(), self.manner.attempt_timeout);
+        match within(self.exchange(attempt.credential), &body, patience, attempt.time_left).await {
             Ok(ended) => ended,
-            Err(_) => {
+            Err(_) if self.handed_over && body.waits() => {
+                Ended { value: Err(Trouble::Stalled), reply: self.judge.cancelled() }
+            }
+            Err(quiet) => {
                 let fault = if self.handed_over { Fault::TimedOut } else { Fault::Unsent };
                 let mut ended = self.failed(Trouble::TimedOut, fault);
-                if attempt.hurried {
+                if quiet < attempt.enough {
                     ended.reply.class = Class::Cancelled;
                 }
                 ended
@@ -304,6 +311,8 @@ where
         };
         match tokio::time::timeout(patience, renewing).await {
             Ok(Ok(_)) => Ok(()),
+            // Each call is told this; the log was, by what came before.
+            Ok(Err(LoginError::Rejected)) => Err(Class::Auth),
             Ok(Err(error)) => {
                 tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
                 Err(error.reply(&self.judge).class)
@@ -336,12 +345,9 @@ fn anonymous() -> Arc<Secret> {
 /// An error as it may be told: not if it repeats the credential.
 fn told(error: BoxError, secret: Option<&Secret>) -> Trouble {
     let Some(secret) = secret else { return Trouble::Client(error) };
-    let mut text = format!("{error:?}");
-    let mut cause: Option<&(dyn Error + 'static)> = Some(&*error);
-    for _ in 0..MAX_CAUSES {
-        let Some(found) = cause else { break };
+    let text = causes(&*error).fold(String::new(), |mut text, found| {
         let _ = write!(text, " {found} {found:?}");
-        cause = found.source();
-    }
+        text
+    });
     if tells(text.as_bytes(), secret) { Trouble::Withheld } else { Trouble::Client(error) }
 }

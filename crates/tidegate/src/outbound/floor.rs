@@ -4,7 +4,7 @@
 //! and then lets the lanes name calls until they say to sleep. A named call is carried on by whoever holds the lock,
 //! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -44,6 +44,8 @@ struct Timing {
     earlier: Notify,
     /// Whether a timer runs.
     runs: AtomicBool,
+    /// The timer has gone with its runtime.
+    gone: Notify,
 }
 
 struct Floor {
@@ -216,7 +218,12 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Waits for the verdict about a parked call.
     pub(super) async fn verdict(self: &Arc<Self>, place: usize) -> (Call, Verdict, Time) {
+        let mut timer_gone = pin!(self.timing.gone.notified());
         poll_fn(|context| {
+            // Before the look at whether a timer runs, so that the end of one can't be missed in between.
+            while timer_gone.as_mut().poll(context).is_ready() {
+                timer_gone.set(self.timing.gone.notified());
+            }
             let floor = &mut *self.enter();
             let parked = floor.parked.get_mut(place).expect("invariant: a call stays parked until its future takes it");
             match parked.verdict.take() {
@@ -228,6 +235,9 @@ impl<S: Store, C: Clock> Hall<S, C> {
                     match &mut parked.waker {
                         Some(waker) => waker.clone_from(context.waker()),
                         waker => *waker = Some(context.waker().clone()),
+                    }
+                    if !self.timing.runs.load(Ordering::Acquire) && Handle::try_current().is_ok() {
+                        self.wake_at(floor, floor.wakes_at);
                     }
                     Poll::Pending
                 }
@@ -490,9 +500,11 @@ impl<S: Store, C: Clock> Timer<S, C> {
 }
 
 impl<S, C> Drop for Timer<S, C> {
-    /// The runtime may end before the provider does: then the next who waits starts another.
+    /// The runtime may end before the provider does: then whoever waits in another starts one there. This may be within
+    /// the floor's lock.
     fn drop(&mut self) {
         self.timing.runs.store(false, Ordering::Release);
+        self.timing.gone.notify_waiters();
     }
 }
 

@@ -13,10 +13,10 @@ use tidegate_core::{Span, Time};
 use tidegate_policy::Hints;
 use tidegate_policy::outbound::BodyRule;
 
+use super::causes::causes;
+
 /// gRPC's status. It stands in a reply's head if that is all there is of the reply ("Trailers-Only").
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
-/// The most causes of an error that are looked at.
-const MAX_CAUSES: usize = 16;
 
 /// What the head of a reply says, whatever was asked.
 pub(super) struct Said {
@@ -139,22 +139,39 @@ fn meant(status: StatusCode, headers: &HeaderMap) -> StatusCode {
     }
 }
 
-/// The fault behind an error of a client, as far as the operating system's errors among its causes tell: what failed
-/// before a connection stood is unsent, all else may have arrived.
+/// The fault behind an error of a client, as far as the errors of the operating system and of HTTP/2 among its causes
+/// tell: what failed before a connection stood is unsent, and so is what the provider says it hasn't processed (a
+/// `REFUSED_STREAM`, or a `GOAWAY` that leaves it out; RFC 9113 §8.7). All else may have arrived.
 pub fn fault_of(error: &(dyn Error + 'static)) -> Fault {
-    let causes = std::iter::successors(Some(error), |&error| error.source()).take(MAX_CAUSES);
-    let kinds = causes.filter_map(|error| error.downcast_ref::<io::Error>()).map(io::Error::kind);
-    kinds.fold(Fault::Reset, |fault, kind| match kind {
+    causes(error).fold(Fault::Reset, |fault, cause| {
+        if let Some(error) = cause.downcast_ref::<io::Error>() {
+            fault_of_io(error.kind()).unwrap_or(fault)
+        } else if cause.downcast_ref::<h2::Error>().is_some_and(is_unprocessed) {
+            Fault::Unsent
+        } else {
+            fault
+        }
+    })
+}
+
+/// Whether a request met this before the provider did anything about it. Of a `GOAWAY` only those requests are told that
+/// came after the last that it names.
+fn is_unprocessed(error: &h2::Error) -> bool {
+    error.is_remote() && (error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM))
+}
+
+fn fault_of_io(kind: io::ErrorKind) -> Option<Fault> {
+    match kind {
         io::ErrorKind::ConnectionRefused
         | io::ErrorKind::NotFound
         | io::ErrorKind::HostUnreachable
         | io::ErrorKind::NetworkUnreachable
         | io::ErrorKind::NetworkDown
-        | io::ErrorKind::AddrNotAvailable => Fault::Unsent,
-        io::ErrorKind::TimedOut => Fault::TimedOut,
-        io::ErrorKind::InvalidData => Fault::Garbled,
-        _ => fault,
-    })
+        | io::ErrorKind::AddrNotAvailable => Some(Fault::Unsent),
+        io::ErrorKind::TimedOut => Some(Fault::TimedOut),
+        io::ErrorKind::InvalidData => Some(Fault::Garbled),
+        _ => None,
+    }
 }
 
 /// Whether the body of a reply that the rule concerns says that there were too many calls.

@@ -11,14 +11,15 @@ use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Uri};
 use serde_json::Value;
-use tidegate_core::retry::Fault;
+use tidegate_core::retry::{Class, Fault};
 use tidegate_core::{Span, Time};
+use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Login, Provider};
-use tidegate_policy::{Hints, Secret};
 
 pub use self::desk::Token;
 use self::desk::{Desk, Given};
 pub use self::error::LoginError;
+use super::judge::Said;
 use super::{CredentialError, Credentials, Target, TargetError};
 
 /// The longest reply to a login that is read, in bytes.
@@ -99,7 +100,8 @@ impl Logins {
     /// The token that takes the place of one which wasn't accepted: by a login, unless another call had one meanwhile.
     ///
     /// # Errors
-    /// As [`token`](Self::token) has them.
+    /// As [`token`](Self::token) has them. [`LoginError::Rejected`] for five seconds after one was replaced, if its
+    /// successor isn't accepted either.
     ///
     /// # Panics
     /// If there are fewer credentials.
@@ -137,14 +139,17 @@ impl Logins {
         let secret = self.token_of(&response, now)?;
         let lifetime = Span::from_duration(login.lifetime);
         let refresh_before = Span::from_duration(login.refresh_before);
-        Ok(Given { secret, refresh_at: now + (lifetime - refresh_before), expires_at: now + lifetime })
+        let (refresh_at, expires_at) = (now + (lifetime - refresh_before), now + lifetime);
+        Ok(Given { secret, refresh_at, expires_at, replaces: false })
     }
 
     fn token_of(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
         let Shared { login, target, .. } = &*self.0;
         let status = response.status();
         if !status.is_success() {
-            return Err(LoginError::Refused { status, retry_after: Hints::read(response.headers(), now).wait(now) });
+            let said = Said::read(status, response.headers(), now);
+            let class = if said.class == Class::Success { Class::Permanent } else { said.class };
+            return Err(LoginError::Refused { status, class, retry_after: said.wait(now) });
         }
         if response.body().len() > MAX_LOGIN_REPLY {
             return Err(LoginError::NotJson);
@@ -173,7 +178,6 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
-    use tidegate_core::Class;
     use tidegate_policy::TokenSource;
     use tidegate_policy::outbound::{Auth, BaseUrl};
 
@@ -286,13 +290,31 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_successor_that_is_rejected_too_stays_for_a_while() {
+        let (logins, server) = (logins(), Server::default());
+        let key = Secret::new("key");
+        let renew = async |rejected: &Token, after| {
+            logins.renew(0, rejected, &key, NOW + Span::from_secs(after), |_| server.answer(200)).await
+        };
+        let first = token(&logins, &server, NOW, 200).await.unwrap();
+        renew(&first, 1).await.unwrap();
+        let second = token(&logins, &server, NOW + Span::from_secs(1), 200).await.unwrap();
+        for after in [1, 5] {
+            assert_eq!(renew(&second, after).await.unwrap_err(), LoginError::Rejected);
+            assert_eq!(renew(&first, after).await.unwrap().number, 2, "who still had the first gets the second");
+        }
+        assert_eq!(server.logins(), 2);
+        assert_eq!(renew(&second, 6).await.unwrap().number, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn all_who_wait_share_the_failure() {
         let (logins, server) = (logins(), Server::default());
         let calls = (0..20).map(|_| token(&logins, &server, NOW, 401));
         for failed in futures_util::future::join_all(calls).await {
             assert_eq!(
                 failed.unwrap_err(),
-                LoginError::Refused { status: StatusCode::UNAUTHORIZED, retry_after: None }
+                LoginError::Refused { status: StatusCode::UNAUTHORIZED, class: Class::Auth, retry_after: None }
             );
         }
         assert_eq!(server.logins(), 1);
@@ -340,7 +362,8 @@ mod tests {
             (200, format!(r#"{{"data":{{"token":["{PLANTED}"]}}}}"#), Class::Permanent),
             (200, format!(r#"{{"data":{{"token":"{planted}"}}}}"#), Class::Permanent),
             (302, PLANTED.to_owned(), Class::Permanent),
-            (403, PLANTED.to_owned(), Class::Auth),
+            (401, PLANTED.to_owned(), Class::Auth),
+            (403, PLANTED.to_owned(), Class::Throttled),
             (429, PLANTED.to_owned(), Class::Throttled),
             (503, PLANTED.to_owned(), Class::Transient),
         ] {

@@ -7,7 +7,7 @@ use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
@@ -40,6 +40,12 @@ struct Source<B> {
     /// How many attempts there were, those included that had no need to stream.
     made: u64,
     broken: bool,
+    /// How often an attempt was given something of it.
+    moved: u64,
+    /// Whether the attempt that streams wants more than the caller has sent.
+    waits: bool,
+    /// Who is told when it moves.
+    watcher: Option<Waker>,
 }
 
 /// A request's body as one attempt sends it.
@@ -75,6 +81,9 @@ impl<B: Body<Data = Bytes>> Replay<B> {
             attempt: 0,
             made: 0,
             broken: false,
+            moved: 0,
+            waits: false,
+            watcher: None,
         };
         Self(Arc::new(Mutex::new(source)))
     }
@@ -113,6 +122,7 @@ impl<B: Body<Data = Bytes>> Replay<B> {
             return Ok(ReplayBody(Kind::Whole { data: head, trailers: source.trailers.clone() }));
         }
         source.attempt += 1;
+        source.waits = false;
         let attempt = source.attempt;
         drop(source);
         Ok(ReplayBody(Kind::Shared { source: Arc::clone(&self.0), attempt, head, ended: false }))
@@ -127,6 +137,28 @@ impl<B: Body<Data = Bytes>> Replay<B> {
     pub fn is_whole(&self) -> bool {
         let source = lock(&self.0);
         source.spoilt.is_none() && source.has_ended()
+    }
+
+    /// Whether an attempt was given more of the body than was `seen`; that is seen then. Else the next time wakes whom asked
+    /// last.
+    pub(super) fn poll_moved(&self, seen: &mut u64, context: &mut Context<'_>) -> Poll<()> {
+        let mut source = lock(&self.0);
+        if source.moved != *seen {
+            *seen = source.moved;
+            return Poll::Ready(());
+        }
+        if !source.has_ended() {
+            match &mut source.watcher {
+                Some(watcher) => watcher.clone_from(context.waker()),
+                watcher => *watcher = Some(context.waker().clone()),
+            }
+        }
+        Poll::Pending
+    }
+
+    /// Whether the attempt that streams it is held up by the caller: it wants more than there is.
+    pub(super) fn waits(&self) -> bool {
+        lock(&self.0).waits
     }
 
     /// Why the body can't be sent again, if it can't.
@@ -216,6 +248,13 @@ impl<B: Body<Data = Bytes>> Source<B> {
         ahead(next, &rest)
     }
 
+    fn moves(&mut self) {
+        self.moved += 1;
+        if let Some(watcher) = &self.watcher {
+            watcher.wake_by_ref();
+        }
+    }
+
     fn broke_off(&mut self) {
         self.rest = None;
         self.broken = true;
@@ -269,9 +308,13 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
                     return Poll::Ready(Some(Err(ReplayError::Superseded)));
                 }
                 if let Some(head) = head.take() {
+                    source.moves();
                     return Poll::Ready(Some(Ok(Frame::data(head))));
                 }
-                let Poll::Ready(polled) = source.poll(context) else { return Poll::Pending };
+                let polled = source.poll(context);
+                source.waits = polled.is_pending();
+                let polled = ready!(polled);
+                source.moves();
                 *ended = !matches!(&polled, Some(Ok(frame)) if frame.is_data());
                 Poll::Ready(polled.map(|frame| frame.map_err(ReplayError::Caller)))
             }

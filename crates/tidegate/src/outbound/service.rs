@@ -63,11 +63,13 @@ pub enum OutboundError {
 }
 
 impl OutboundError {
-    /// The status that tells it to whoever asked: 400 where the request is at fault, otherwise 429, 502, 503 or 504.
+    /// The status that tells it to whoever asked: 400 or 408 where the request is at fault, otherwise 429, 502, 503 or 504.
     pub fn status(&self) -> u16 {
         match self {
             Self::Target(TargetError::UnfitCredential) => 502,
-            Self::Target(_) | Self::Trouble(Trouble::Body) => 400,
+            Self::Target(_) => 400,
+            Self::Call(CallError { value: Some(Trouble::Body), .. }) | Self::Trouble(Trouble::Body) => 400,
+            Self::Call(CallError { value: Some(Trouble::Stalled), .. }) | Self::Trouble(Trouble::Stalled) => 408,
             Self::Call(CallError { why: Why::RetriesExhausted { .. }, value: Some(Trouble::TimedOut), .. }) => 504,
             Self::Call(error) => error.status(),
             Self::Trouble(Trouble::TimedOut) => 504,

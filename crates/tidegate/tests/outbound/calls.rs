@@ -388,6 +388,36 @@ async fn a_hedge_asks_a_store_that_must_be_waited_for() {
 
 /// The timer of a runtime that ends must not be missed by the next.
 #[test]
+fn calls_outlive_the_runtime_of_others() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let (first, second) = (runtime(), runtime());
+    let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
+    let call = |options, number| {
+        let mut upstream = Answers::of(&api, &[GOOD], &log, number);
+        let api = api.clone();
+        async move { api.call(options, &mut upstream).await.map(drop) }
+    };
+    let mut starts_the_timer = Box::pin(call(CallOptions::default(), 1));
+    first.block_on(async {
+        call(CallOptions::default(), 0).await.unwrap();
+        std::future::poll_fn(|context| Poll::Ready(starts_the_timer.as_mut().poll(context).is_pending())).await
+    });
+    let waiting = |options, number| second.spawn(call(options, number));
+    let (served, late) = (waiting(CallOptions::default(), 2), waiting(within(Duration::from_millis(100)), 3));
+    second.block_on(tokio::task::yield_now());
+    drop(starts_the_timer);
+    assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 2);
+    drop(first);
+    let in_time = second.block_on(async {
+        let both = async { (late.await.unwrap(), served.await.unwrap()) };
+        tokio::time::timeout(Duration::from_secs(5), both).await
+    });
+    let (late, served) = in_time.expect("neither is forgotten");
+    assert!(matches!(late.unwrap_err().why, Why::DeadlineExceeded | Why::RateLimited { .. }));
+    served.unwrap();
+}
+
+#[test]
 fn a_provider_outlives_its_runtime() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let first = runtime();

@@ -282,7 +282,7 @@ impl Upstream for Slow {
     async fn send(&mut self, attempt: Attempt) -> Ended<bool> {
         let in_time = attempt.time_left > self.0;
         sleep(self.0.min(attempt.time_left)).await;
-        let class = if attempt.hurried { Class::Cancelled } else { Class::Transient };
+        let class = if attempt.time_left < attempt.enough { Class::Cancelled } else { Class::Transient };
         let reply = if in_time { GOOD } else { Reply { class, reach: Reach::Unknown, ..GOOD } };
         Ended { value: in_time, reply }
     }

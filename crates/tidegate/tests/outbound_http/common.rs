@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
+use http_body::Body;
 use http_body_util::{BodyExt, Full};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
@@ -79,7 +80,11 @@ impl Api {
     }
 }
 
-impl tower::Service<Request<ReplayBody<Full<Bytes>>>> for Api {
+impl<B> tower::Service<Request<ReplayBody<B>>> for Api
+where
+    B: Body<Data = Bytes> + Send + 'static,
+    B::Error: std::error::Error + Send + Sync,
+{
     type Response = Response<Full<Bytes>>;
     type Error = io::Error;
     type Future = Pin<Box<dyn Future<Output = Answer> + Send>>;
@@ -88,7 +93,7 @@ impl tower::Service<Request<ReplayBody<Full<Bytes>>>> for Api {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<ReplayBody<Full<Bytes>>>) -> Self::Future {
+    fn call(&mut self, request: Request<ReplayBody<B>>) -> Self::Future {
         let (api, open) = (self.clone(), Arc::clone(&self.open));
         Box::pin(async move {
             let _open = open;

@@ -5,6 +5,7 @@ mod allowances;
 mod common;
 mod grpc;
 mod hedge;
+mod upload;
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -237,6 +238,56 @@ async fn a_401_is_one_login_and_one_retry() {
     let response = ask(&service, get("/x")).await.unwrap();
     assert_eq!((response.status(), text(response).await.as_str()), (StatusCode::UNAUTHORIZED, "no"));
     assert_eq!((logins(&stubborn), stubborn.count()), (2, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn logins_whose_tokens_are_never_accepted_are_not_repeated_by_every_call() {
+    for code in [401, 403] {
+        let api = with_login(move |_, _| answer(code, &[], "no"));
+        let service = layer(LOGIN).layer(api.clone());
+        for _ in 0..20 {
+            let response = ask(&service, get("/x")).await.unwrap();
+            assert_eq!((response.status().as_u16(), text(response).await.as_str()), (code, "no"));
+        }
+        assert_eq!(logins(&api), 2, "the first, and one that might have helped");
+        tokio::time::advance(Duration::from_secs(5)).await;
+        ask(&service, get("/x")).await.unwrap();
+        assert_eq!(logins(&api), 3);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_credential_whose_tokens_are_not_accepted_is_left_out_where_there_is_another() {
+    let count = Mutex::new(0);
+    let api = Api::new(move |_, request| {
+        if request.uri.ends_with("/login") {
+            let mut count = count.lock().unwrap();
+            *count += 1;
+            let bad = request.body.windows(2).any(|part| part == b"-a");
+            return answer(200, &[], &format!(r#"{{"token":"{}-{count}"}}"#, if bad { "bad" } else { "good" }));
+        }
+        status(if request.bearer().starts_with("bad") { 401 } else { 200 })
+    });
+    let service = layer(&LOGIN.replace("[\"env:A\"]", "[\"env:A\", \"env:B\"]")).layer(api.clone());
+    let mut statuses = Vec::new();
+    for _ in 0..20 {
+        statuses.push(ask(&service, get("/x")).await.unwrap().status().as_u16());
+    }
+    assert_eq!(statuses.iter().filter(|status| **status != 200).count(), 1, "{statuses:?}");
+    assert_eq!(logins(&api), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_login_that_is_throttled_by_a_403_is_waited_for() {
+    let api = Api::new(|number, request| match number {
+        0 => answer(403, &[("retry-after", "6")], "secondary rate limit"),
+        _ if request.uri.ends_with("/login") => answer(200, &[], r#"{"token":"t"}"#),
+        _ => status(200),
+    });
+    let service = layer(LOGIN).layer(api.clone());
+    let began = now();
+    assert_eq!(ask(&service, get("/x")).await.unwrap().status(), StatusCode::OK);
+    assert!((6..8).contains(&(now() - began).as_secs()));
 }
 
 #[tokio::test(start_paused = true)]

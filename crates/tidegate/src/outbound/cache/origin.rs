@@ -11,7 +11,7 @@ use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, CacheRules};
 use tidegate_store::Store;
 
-use super::super::{CallError, OutboundError, OutboundService, Provider, Urgency, Why};
+use super::super::{CallError, OutboundError, OutboundService, Provider, Trouble, Urgency, Why};
 
 /// Whose replies are kept.
 ///
@@ -143,8 +143,8 @@ impl Fault for OutboundError {
     fn is_outage(&self) -> bool {
         match self {
             Self::Call(call) => call.is_outage(),
+            Self::Trouble(Trouble::Body | Trouble::Stalled) | Self::Target(_) => false,
             Self::Trouble(_) => true,
-            Self::Target(_) => false,
         }
     }
 

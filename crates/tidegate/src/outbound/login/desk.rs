@@ -10,7 +10,8 @@ use tidegate_policy::Secret;
 
 use super::LoginError;
 
-/// How long a login that failed isn't repeated: a provider locks accounts out that try again and again.
+/// How long a login that was in vain isn't repeated, because it failed or its token wasn't accepted: a provider locks
+/// accounts out that try again and again.
 const PAUSE: Span = Span::from_secs(5);
 /// How long a call waits for a login ahead of time before it goes with the token that is still good.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -21,6 +22,8 @@ pub struct Token {
     secret: Arc<Secret>,
     /// Which login gave it, so that a rejected one isn't taken for its successor.
     pub(super) number: u64,
+    /// If it took the place of a rejected one, when.
+    replaced_at: Option<Time>,
     refresh_at: Time,
     expires_at: Time,
 }
@@ -37,6 +40,8 @@ pub(super) struct Given {
     pub secret: Secret,
     pub refresh_at: Time,
     pub expires_at: Time,
+    /// Whether it takes the place of a token that wasn't accepted.
+    pub replaces: bool,
 }
 
 /// What is known of one credential's token.
@@ -87,7 +92,8 @@ impl Desk {
         }
     }
 
-    /// The token that takes the place of a rejected one, by this login unless there was one meanwhile.
+    /// The token that takes the place of a rejected one, by this login unless there was one meanwhile. One that has just
+    /// done so itself shows that logins don't help.
     pub(super) async fn renew(
         &self,
         rejected: &Token,
@@ -95,7 +101,10 @@ impl Desk {
         login: impl Future<Output = Result<Given, LoginError>>,
     ) -> Result<Token, LoginError> {
         let good = |state: &State| state.token.clone().filter(|token| token.number > rejected.number);
-        self.next(now, good, login).await
+        if good(&self.state()).is_none() && rejected.replaced_at.is_some_and(|at| now.since(at) < PAUSE) {
+            return Err(LoginError::Rejected);
+        }
+        self.next(now, good, async { Ok(Given { replaces: true, ..login.await? }) }).await
     }
 
     /// Waits for the login that is under way, or has this one.
@@ -125,8 +134,9 @@ impl Desk {
         let mut state = self.state();
         state.ended += 1;
         match ended {
-            Ok(Given { secret, refresh_at, expires_at }) => {
-                let token = Token { secret: Arc::new(secret), number: state.ended, refresh_at, expires_at };
+            Ok(Given { secret, refresh_at, expires_at, replaces }) => {
+                let (secret, replaced_at) = (Arc::new(secret), replaces.then_some(now));
+                let token = Token { secret, number: state.ended, replaced_at, refresh_at, expires_at };
                 state.failed = None;
                 Ok(state.token.insert(token).clone())
             }

@@ -19,9 +19,14 @@ pub enum LoginError {
     Refused {
         /// The status.
         status: StatusCode,
+        /// What it means: a 403 that says when to come back is a throttled one.
+        class: Class,
         /// How long the provider asks to be left alone.
         retry_after: Option<Span>,
     },
+    /// It gave a token that the provider doesn't accept, and isn't repeated for five seconds.
+    #[error("the token that the login gave isn't accepted")]
+    Rejected,
     /// The reply is no JSON.
     #[error("the reply to the login is no JSON, or longer than 256 KiB")]
     NotJson,
@@ -42,13 +47,8 @@ impl LoginError {
         let unsent = judge.fault(Fault::Unsent, None);
         match *self {
             Self::NoReply(_) => unsent,
-            Self::Refused { status, retry_after } => {
-                let class = match Class::of_status(status.as_u16()) {
-                    Class::Success => Class::Permanent,
-                    other => other,
-                };
-                Reply { class, retry_after, ..unsent }
-            }
+            Self::Refused { class, retry_after, .. } => Reply { class, retry_after, ..unsent },
+            Self::Rejected => Reply { class: Class::Auth, ..unsent },
             Self::NotJson | Self::NoToken { .. } | Self::Unfit(_) => Reply { class: Class::Permanent, ..unsent },
         }
     }

@@ -1,0 +1,53 @@
+//! What is done while the server runs, whoever calls: the store forgets, and the clock follows the wall's.
+
+use std::time::Duration;
+
+use tidegate::SystemClock;
+use tidegate::store::Losses;
+
+/// How often the store is tended.
+const TEND_EVERY: Duration = Duration::from_secs(1);
+/// How often the clock is moved towards the wall's.
+const FOLLOW_EVERY: Duration = Duration::from_secs(1);
+
+/// Has the store forget what is idle, and tells what it had to let go.
+pub(crate) async fn tend(tend: impl Fn() -> Losses) {
+    loop {
+        tokio::time::sleep(TEND_EVERY).await;
+        let lost = tend();
+        if lost.any() {
+            tracing::warn!(
+                used = lost.used,
+                full = lost.full,
+                blocked = lost.blocked,
+                shared = lost.shared,
+                "the store is full: entries that still counted had to go, and new keys share their network's limit; \
+                 raise store.max_bytes"
+            );
+        }
+    }
+}
+
+/// How far the wall clock may be from the gate's, in microseconds, before the log is told: slewing by so much takes
+/// half an hour.
+const FAR: u64 = 1_000_000;
+
+/// Moves a clock towards the wall's, and tells once when it is far off.
+pub(crate) async fn follow(clock: &SystemClock) {
+    let mut was_far = false;
+    loop {
+        tokio::time::sleep(FOLLOW_EVERY).await;
+        clock.follow(tidegate::Span::from_duration(FOLLOW_EVERY));
+        let drift = clock.drift();
+        let is_far = drift.unsigned_abs() > FAR;
+        if is_far && !was_far {
+            tracing::warn!(
+                drift_secs = drift / 1_000_000,
+                "the system's clock was set after the gate took its time, which follows it by half a millisecond a \
+                 second; until then the times of day that clients are told and the periods of quotas are off by the \
+                 drift; a restart takes the system's time over"
+            );
+        }
+        was_far = is_far;
+    }
+}

@@ -1,0 +1,57 @@
+//! What the gateway writes down.
+
+use tidegate::Span;
+
+use crate::common::{Answer, Api, BEARER, ONCE, PLANTED, get, provider, request, standing};
+use crate::wire::{Peer, capture, nobody, status};
+
+#[tokio::test]
+async fn a_call_that_fails_is_a_line_without_what_was_asked_for() {
+    let (lines, _guard) = capture("json");
+    let gateway = standing(&provider(nobody(), &format!("{ONCE}{BEARER}")));
+    assert_eq!(status(&gateway.ask(get("/api/path?key=qu3ry")).await), 502);
+    let text = lines.text();
+    let failed: Vec<&str> = text.lines().filter(|line| line.contains("a call failed")).collect();
+    assert_eq!(failed.len(), 1, "{text}");
+    let line: serde_json::Value = serde_json::from_str(failed[0]).unwrap();
+    assert_eq!((&line["provider"], &line["attempts"], &line["level"]), (&"api".into(), &1.into(), &"WARN".into()));
+    let why = line["why"].as_str().unwrap();
+    let told = "none of 1 attempts succeeded: the request got no reply: client error (Connect): tcp connect error: \
+        Connection refused (os error 111)";
+    assert_eq!(why, told);
+    for secret in [PLANTED, "qu3ry", "path?"] {
+        assert!(!text.contains(secret), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_flood_of_failures_writes_ten_lines_a_second() {
+    let (lines, _guard) = capture("text");
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let gateway = standing(&api.policy("limit = \"1 per 1h\"\n"));
+    let mut client = Peer::connect(gateway.address).await;
+    assert_eq!(status(&client.ask(get("/api/x")).await), 200);
+    for _ in 0..50 {
+        assert_eq!(status(&client.ask(get("/api/x")).await), 429);
+    }
+    let failed = |text: &str| text.lines().filter(|line| line.contains("a call failed")).count();
+    assert_eq!(failed(&lines.text()), 10);
+    gateway.clock.advance(Span::from_secs(1));
+    client.ask(get("/api/x")).await;
+    let text = lines.text();
+    assert_eq!(failed(&text), 11);
+    let last = text.lines().last().unwrap();
+    assert!(last.contains("suppressed=40") && last.contains("the limit `api` has no room"), "{last}");
+}
+
+#[tokio::test]
+async fn what_the_provider_answers_and_what_the_caller_does_wrong_is_no_failure() {
+    let (lines, _guard) = capture("text");
+    let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
+    let gateway = standing(&api.policy(ONCE));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 503);
+    assert_eq!(status(&gateway.ask(get("/api/..%2fx")).await), 400);
+    let broken = request("PUT", "/api/x", "transfer-encoding: chunked\r\n", "");
+    assert_eq!(status(&gateway.ask(format!("{broken}nonsense\r\n")).await), 400);
+    assert!(!lines.text().contains("a call failed"), "{}", lines.text());
+}

@@ -1,0 +1,58 @@
+//! Replies that come bit by bit.
+
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+use crate::common::{FREE, get, provider, running};
+use crate::wire::Peer;
+
+/// A provider that sends the pieces of its reply so many milliseconds apart, and then nothing: not the end, either.
+async fn trickling(millis: u64) -> std::net::SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let mut peer = Peer::over(listener.accept().await.unwrap().0);
+            tokio::spawn(async move {
+                peer.message().await;
+                peer.send("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 100\r\n\r\n").await;
+                for _ in 0..4 {
+                    peer.send("piece").await;
+                    tokio::time::sleep(Duration::from_millis(millis)).await;
+                }
+                std::future::pending::<()>().await;
+            });
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn a_reply_that_pauses_is_not_cut_off_by_a_shutdown() {
+    let gateway = running(&provider(trickling(1_500).await, &format!("{FREE}attempt_timeout = \"5s\"\n")));
+    let mut client = Peer::connect(gateway.address).await;
+    client.send(get("/api/x")).await;
+    let mut begun = String::new();
+    while !begun.ends_with("\r\n\r\np") {
+        begun += &client.exactly(1).await;
+    }
+    let stopping = tokio::spawn(gateway.stop());
+    assert_eq!(client.exactly(19).await, "iecepiecepiecepiece");
+    drop(client);
+    assert_eq!(stopping.await.unwrap().cut_off, 0);
+}
+
+#[tokio::test]
+async fn a_reply_may_pause_for_as_long_as_its_provider_is_granted() {
+    for (granted, millis, pieces) in [("3s", 600, 4), ("200ms", 1_000, 1)] {
+        let text = provider(trickling(millis).await, &format!("{FREE}attempt_timeout = \"{granted}\"\n"));
+        // What the clients of the gate behind the proxy are granted is another matter.
+        let body = if granted == "3s" { "200ms" } else { "20s" };
+        let gateway = running(&format!("[inbound.timeouts]\nbody = \"{body}\"\n{text}"));
+        let mut client = Peer::connect(gateway.address).await;
+        client.send(get("/api/x")).await;
+        let whole = client.all().await;
+        assert!(whole.ends_with(&format!("\r\n\r\n{}", "piece".repeat(pieces))), "{granted}: {whole}");
+    }
+}

@@ -1,0 +1,165 @@
+//! Bodies that take their time, and who is to blame for it.
+
+use std::convert::Infallible;
+use std::io;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use futures_util::stream::{self, BoxStream};
+use http::{Request, Response, StatusCode};
+use http_body::Frame;
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use tidegate::Memory;
+use tidegate::clock::TokioClock;
+use tidegate::core::Lane;
+use tidegate::outbound::{OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
+use tower::{Layer as _, ServiceExt as _};
+
+use crate::common::{Api, ask, get, layer, now, status};
+
+type Upload = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
+
+/// So many pieces, one each so many milliseconds.
+fn pieces(count: usize, millis: u64) -> BoxStream<'static, Result<Frame<Bytes>, Infallible>> {
+    let piece = move |number| async move {
+        if number > 0 {
+            tokio::time::sleep(Duration::from_millis(millis)).await;
+        }
+        Ok(Frame::data(Bytes::from_static(b"piece")))
+    };
+    stream::iter(0..count).then(piece).boxed()
+}
+
+fn put(body: BoxStream<'static, Result<Frame<Bytes>, Infallible>>) -> Request<Upload> {
+    Request::put("/x").body(StreamBody::new(body)).unwrap()
+}
+
+/// The body of a caller who falls silent after so many pieces.
+fn stalling(pieces_before: usize) -> Request<Upload> {
+    put(pieces(pieces_before, 100).chain(stream::pending()).boxed())
+}
+
+fn is_open(layer: &OutboundLayer<Memory, TokioClock>) -> bool {
+    layer.provider().look(|desk, now| desk.breaker.peek(now).is_err())
+}
+
+fn is_stalled(error: &OutboundError) -> bool {
+    match error {
+        OutboundError::Trouble(trouble) => matches!(trouble, Trouble::Stalled),
+        OutboundError::Call(call) => matches!(call.value, Some(Trouble::Stalled)),
+        _ => false,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_falls_silent_is_no_failure_of_the_provider() {
+    // Once by the attempt's time, and once by the call's, which is 10 s.
+    for (settings, secs) in [("attempt_timeout = \"2s\"\n", 2), ("", 10)] {
+        let api = Api::new(|_, _| status(200));
+        let layer = layer(&format!("{settings}breaker = {{ failures = 1 }}\n"));
+        let limit = || layer.provider().look(|desk, _| desk.inflight.as_ref().unwrap().limit());
+        let before = limit();
+        for sent in [0, 1, 3] {
+            let began = now();
+            let error = layer.layer(api.clone()).oneshot(stalling(sent)).await.unwrap_err();
+            assert!(is_stalled(&error), "{error:?}");
+            assert_eq!(error.status(), 408);
+            let took = now() - began;
+            let moved = if secs == 2 { Duration::from_millis(100) * (sent.max(1) - 1) as u32 } else { Duration::ZERO };
+            assert!(took.abs_diff(Duration::from_secs(secs) + moved) <= Duration::from_millis(5), "{took:?}");
+        }
+        assert!(!is_open(&layer), "one failure would have opened it");
+        assert_eq!(limit(), before);
+        assert_eq!(layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
+        assert_eq!(ask(&layer.layer(api), get("/x")).await.unwrap().status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_upload_that_moves_may_take_as_long_as_its_call() {
+    let api = Api::new(|_, request| status(if request.body.len() == 500 { 200 } else { 400 }));
+    let layer = layer("attempt_timeout = \"2s\"\ntimeout = \"2m\"\nbreaker = { failures = 1 }\n");
+    let began = now();
+    let response = layer.layer(api).oneshot(put(pieces(100, 1_000))).await.unwrap();
+    assert_eq!((response.status(), (now() - began).as_secs()), (StatusCode::OK, 99));
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_all_was_handed_over_the_reply_has_the_attempts_time() {
+    let api = Api::new(|_, _| status(200)).taking(Duration::from_secs(3_600));
+    let layer = layer("attempt_timeout = \"2s\"\ntimeout = \"2m\"\nretry = { max_attempts = 1 }\n");
+    let began = now();
+    let error = layer.layer(api).oneshot(put(pieces(4, 1_000))).await.unwrap_err();
+    let OutboundError::Call(error) = error else { panic!("{error:?}") };
+    assert!(matches!(error.value, Some(Trouble::TimedOut)), "{error:?}");
+    assert_eq!((now() - began).as_secs(), 5, "3 s of sending and 2 s of silence");
+}
+
+/// A provider that takes so many pieces of a body, and then no more.
+#[derive(Clone)]
+struct Sated(usize);
+
+impl tower::Service<Request<ReplayBody<Upload>>> for Sated {
+    type Response = Response<Full<Bytes>>;
+    type Error = io::Error;
+    type Future = futures_util::future::BoxFuture<'static, io::Result<Self::Response>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<ReplayBody<Upload>>) -> Self::Future {
+        let takes = self.0;
+        Box::pin(async move {
+            let mut body = request.into_body();
+            for _ in 0..takes {
+                body.frame().await.unwrap().unwrap();
+            }
+            std::future::pending().await
+        })
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_provider_that_takes_no_more_has_failed() {
+    for takes in [0, 1, 2] {
+        let layer = layer("attempt_timeout = \"2s\"\nbreaker = { failures = 1 }\nretry = { max_attempts = 1 }\n");
+        let error = layer.layer(Sated(takes)).oneshot(put(pieces(100, 0))).await.unwrap_err();
+        let OutboundError::Call(error) = error else { panic!("{error:?}") };
+        assert!(matches!(error.value, Some(Trouble::TimedOut)), "{error:?}");
+        assert!(is_open(&layer), "after {takes} pieces");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_upload_that_its_call_leaves_no_time_for_says_nothing_of_the_provider() {
+    /// A provider that takes a piece a second.
+    #[derive(Clone)]
+    struct Slow;
+    impl tower::Service<Request<ReplayBody<Upload>>> for Slow {
+        type Response = Response<Full<Bytes>>;
+        type Error = io::Error;
+        type Future = futures_util::future::BoxFuture<'static, io::Result<Self::Response>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, request: Request<ReplayBody<Upload>>) -> Self::Future {
+            Box::pin(async move {
+                let mut body = request.into_body();
+                while body.frame().await.is_some() {
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+                status(200)
+            })
+        }
+    }
+    let layer = layer("breaker = { failures = 1 }\n");
+    let error = layer.layer(Slow).oneshot(put(pieces(100, 0))).await.unwrap_err();
+    let OutboundError::Call(error) = error else { panic!("{error:?}") };
+    assert!(matches!((&error.why, &error.value), (Why::DeadlineExceeded, Some(Trouble::TimedOut))), "{error:?}");
+    assert!(!is_open(&layer));
+}
