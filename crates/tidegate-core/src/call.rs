@@ -689,6 +689,8 @@ impl Call {
         match self.tries.after(retry, &attempt, Some(&desk.budget), now, rng) {
             Ok(at) => {
                 self.retries = reply.class == Class::Transient;
+                // Nobody reads on.
+                self.ended(desk);
                 Step::Sleep(at)
             }
             Err(why) => Step::Finish(Err(Failure::GaveUp(why))),
@@ -803,8 +805,7 @@ impl Call {
             inflight.sample(elapsed, sent.in_flight, reply.class, now);
             desk.bound(rules);
         }
-        let goes_on = reply.class.is_retryable() || self.renews(rules, reply);
-        if reply.streams && !goes_on {
+        if reply.streams && !self.renews(rules, reply) {
             self.stage = Stage::Streaming(sent.lane);
         } else {
             desk.lanes.ended(sent.lane);

@@ -43,8 +43,8 @@ impl fmt::Display for PoolSize {
 
 impl core::error::Error for PoolSize {}
 
-/// The credentials of one provider, by their place in its list: each is good, cooling down, or disabled. A number that
-/// is no place in the list changes nothing.
+/// The credentials of one provider, by their place in its list: each is good or cooling down. A number that is no place
+/// in the list changes nothing.
 ///
 /// Naming one takes constant time, every change O(log n); nothing is allocated after the first time that all were good
 /// and all were cooling.
@@ -57,7 +57,7 @@ pub struct Pool {
     count: u64,
     /// The good ones, by the turn that they wait for or by their last use.
     good: IndexHeap<u64>,
-    /// The cooling ones, by when they rejoin. The disabled ones are in neither heap.
+    /// The cooling ones, by when they rejoin.
     cooling: IndexHeap<Time>,
     /// Until when each is closed whatever happens.
     closed: Vec<Time>,
@@ -97,7 +97,7 @@ impl Pool {
         self.used.len()
     }
 
-    /// The credential to ask for next; `None` if all are cooling or disabled. Naming one changes nothing: it is named
+    /// The credential to ask for next; `None` if all are cooling. Naming one changes nothing: it is named
     /// again until [`Pool::used`], [`Pool::not_before`] or [`Pool::disable`] says what came of it, but that
     /// [`Balance::Random`] draws anew. So to ask until there is nobody left, note each refusal and call again: at most
     /// as often as there are credentials.
@@ -142,8 +142,7 @@ impl Pool {
     }
 
     /// Notes at `now` that the credential won't be let through before `until`, whether it is cooling down or a limit of
-    /// its own is full. Of several notes the longest counts: each tells of something else. A disabled credential stays
-    /// disabled.
+    /// its own is full. Of several notes the longest counts: each tells of something else.
     pub fn not_before(&mut self, credential: usize, until: Time, now: Time) {
         let Some(index) = self.index(credential) else { return };
         self.rejoin(now);
@@ -184,17 +183,8 @@ impl Pool {
         first.filter(|first| *first > now)
     }
 
-    /// Leaves the credential out until it is enabled: the provider doesn't accept it.
-    pub fn disable(&mut self, credential: usize) {
-        let Some(index) = self.index(credential) else { return };
-        self.good.remove(index);
-        self.cooling.remove(index);
-        self.closed[credential] = Time::ZERO;
-        self.spent[credential] = None;
-    }
-
     /// The credential is good, whatever was noted before.
-    pub fn enable(&mut self, credential: usize) {
+    fn enable(&mut self, credential: usize) {
         let Some(index) = self.index(credential) else { return };
         self.cooling.remove(index);
         self.closed[credential] = Time::ZERO;
@@ -351,7 +341,7 @@ mod tests {
     #[test]
     fn random_is_uniform_over_the_good_ones() {
         let mut caller = Caller::new(Balance::Random, 12);
-        caller.pool.disable(3);
+        caller.pool.not_before(3, Time::NEVER, at(0));
         caller.pool.not_before(7, at(1), at(0));
         let mut counts = [0_u32; 12];
         // Two draws in a row are as independent as two credentials are: pairs are counted, too.
@@ -384,7 +374,7 @@ mod tests {
     fn all_cooling_tells_the_earliest() {
         for balance in [Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed] {
             let mut caller = Caller::new(balance, 3);
-            caller.pool.disable(2);
+            caller.pool.not_before(2, Time::NEVER, at(0));
             caller.pool.not_before(0, at(5_000), at(0));
             caller.pool.not_before(1, at(3_000), at(0));
             assert_eq!(caller.next(0), None);
@@ -392,7 +382,7 @@ mod tests {
             assert_eq!(caller.next(2_999), None);
             assert_eq!(caller.next(3_000), Some(1));
             assert_eq!(caller.pool.earliest(), at(5_000));
-            caller.pool.disable(1);
+            caller.pool.not_before(1, Time::NEVER, at(3_000));
             assert_eq!(caller.next(3_000), None);
         }
     }
@@ -421,9 +411,6 @@ mod tests {
         mended.enable(1);
         mended.not_before(1, at(9_000), at(5_000));
         assert_eq!(mended.all_closed_until(at(5_000)), None, "a credential that was mended starts anew");
-        mended.closed_until(1, at(9_000), at(5_000));
-        mended.disable(1);
-        assert_eq!(mended.all_closed_until(at(5_000)), None, "it may be enabled at any time");
     }
 
     #[test]
@@ -441,25 +428,6 @@ mod tests {
         assert_eq!(caller.next(3_000), Some(1));
         assert_eq!(caller.pool.quota_that_ends(at(3_000)), None, "it is over");
         assert_eq!(caller.pool.quota_that_ends(at(5_000)), Some(quota));
-    }
-
-    #[test]
-    fn disabled_until_enabled() {
-        let mut caller = Caller::new(Balance::RoundRobin, 2);
-        caller.pool.disable(0);
-        caller.pool.not_before(0, at(1), at(0));
-        assert_eq!((caller.calls(0..3), caller.pool.earliest()), ("BBB".into(), Time::NEVER));
-        caller.pool.used(0);
-        caller.pool.disable(1);
-        assert_eq!(caller.next(9_999_999), None);
-        caller.pool.enable(0);
-        assert_eq!(caller.next(3), Some(0));
-        caller.pool.not_before(0, at(100), at(3));
-        caller.pool.enable(0);
-        assert_eq!((caller.next(3), caller.pool.earliest()), (Some(0), Time::NEVER), "enabling ends a cool-down");
-        caller.pool.not_before(0, at(100), at(3));
-        caller.pool.disable(0);
-        assert_eq!((caller.next(100), caller.pool.earliest()), (None, Time::NEVER), "disabling outlasts one");
     }
 
     #[test]
@@ -487,7 +455,6 @@ mod tests {
         let mut caller = Caller::new(Balance::RoundRobin, MAX_CREDENTIALS);
         for beyond in [MAX_CREDENTIALS, usize::MAX] {
             caller.pool.used(beyond);
-            caller.pool.disable(beyond);
             caller.pool.enable(beyond);
             caller.pool.not_before(beyond, at(1), at(0));
         }

@@ -9,7 +9,6 @@ use tidegate_testkit::property;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Credential {
-    disabled: bool,
     not_before: Time,
     /// The number of its last use; 0 is never.
     used: usize,
@@ -18,7 +17,7 @@ struct Credential {
 /// Who may be named next: one in turn or by last use, any of the good ones at random.
 fn choices(balance: Balance, credentials: &[Credential], last: Option<usize>, now: Time) -> Vec<usize> {
     let size = credentials.len();
-    let good = |&index: &usize| !credentials[index].disabled && credentials[index].not_before <= now;
+    let good = |&index: &usize| credentials[index].not_before <= now;
     match balance {
         Balance::Random => (0..size).filter(good).collect(),
         Balance::RoundRobin => {
@@ -48,12 +47,12 @@ fn notes_agree_with_the_model() {
             if !named.map_or(expected.is_empty(), |named| expected.contains(&named)) {
                 return Err(format!("{balance:?} names {named:?}, expected one of {expected:?}: {credentials:?}"));
             }
-            let cooling = credentials.iter().filter(|credential| !credential.disabled && credential.not_before > now);
+            let cooling = credentials.iter().filter(|credential| credential.not_before > now);
             let earliest = cooling.map(|credential| credential.not_before).min().unwrap_or(Time::NEVER);
             if pool.earliest() != earliest {
                 return Err(format!("earliest {:?}, expected {earliest:?}: {credentials:?}", pool.earliest()));
             }
-            match (dice.below(8), named) {
+            match (dice.below(7), named) {
                 (0..=3, Some(named)) => {
                     pool.used(named);
                     uses += 1;
@@ -65,18 +64,7 @@ fn notes_agree_with_the_model() {
                 }
                 (5, _) => {
                     pool.not_before(any, until, now);
-                    if !credentials[any].disabled {
-                        credentials[any].not_before = until.max(credentials[any].not_before);
-                    }
-                }
-                (6, _) => {
-                    if dice.percent(30) {
-                        pool.disable(any);
-                        credentials[any].disabled = true;
-                    } else {
-                        pool.enable(any);
-                        credentials[any] = Credential { used: credentials[any].used, ..Credential::default() };
-                    }
+                    credentials[any].not_before = until.max(credentials[any].not_before);
                 }
                 // Nobody is good: the earliest moment is waited for.
                 (_, None) if !earliest.is_never() => now = earliest,

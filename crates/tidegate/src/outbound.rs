@@ -249,6 +249,18 @@ pub struct Done<T, S: Store = Memory, C: Clock = SystemClock> {
     pub tail: Tail<S, C>,
 }
 
+/// A call that has failed, and the end of the reply that comes with its error, if one does.
+struct Failed<T, S: Store, C: Clock> {
+    error: CallError<T>,
+    tail: Option<Tail<S, C>>,
+}
+
+impl<T, S: Store, C: Clock> From<CallError<T>> for Failed<T, S, C> {
+    fn from(error: CallError<T>) -> Self {
+        Self { error, tail: None }
+    }
+}
+
 impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for Done<T, S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Done").field("value", &self.value).field("happened", &self.happened).finish_non_exhaustive()
@@ -321,12 +333,22 @@ impl<S: Store, C: Clock> Provider<S, C> {
     /// Dropping the future gives everything back that the call holds.
     ///
     /// # Errors
-    /// Why there is no reply, or why the last one, which comes with the error, is not a good one.
+    /// Why there is no reply, or why the last one, which comes with the error, is not a good one. That one is in flight no
+    /// more.
     pub async fn call<U: Upstream>(
         &self,
         options: CallOptions,
         upstream: &mut U,
     ) -> Result<Done<U::Reply, S, C>, CallError<U::Reply>> {
+        self.drive(options, upstream).await.map_err(|failed| failed.error)
+    }
+
+    /// [`call`](Self::call), but a reply that comes with the error is in flight until it has been read.
+    async fn drive<U: Upstream>(
+        &self,
+        options: CallOptions,
+        upstream: &mut U,
+    ) -> Result<Done<U::Reply, S, C>, Failed<U::Reply, S, C>> {
         let CallOptions { lane, cost, timeout, urgency } = options;
         let lane = if self.plan().sequential { Lane::User } else { lane };
         let began_at = self.0.clock.now();
@@ -349,7 +371,9 @@ impl<S: Store, C: Clock> Provider<S, C> {
             match after {
                 After::Done => return Ok(live.done(ended, happened)),
                 After::Failed(failure) => {
-                    return Err(self.error(Broken::Failed(failure), Some(ended.value), happened));
+                    let Done { value, tail, .. } = live.done(ended, happened);
+                    let error = self.error(Broken::Failed(failure), Some(value), happened);
+                    return Err(Failed { error, tail: Some(tail) });
                 }
                 After::Again(at) => {
                     // A reply that nobody will read holds its connection no longer.

@@ -328,7 +328,7 @@ impl World {
         if from_budget {
             self.budget -= 1_000;
         }
-        if streams && !goes_on && !class.is_retryable() {
+        if streams && !goes_on {
             self.tell(self.desk.orders.tell());
             known.stage = Stage::Streaming;
             return self.keep(id, known);

@@ -4,7 +4,7 @@
 //! and then lets the lanes name calls until they say to sleep. A named call is carried on by whoever holds the lock,
 //! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
 
-use std::future::{Future, poll_fn};
+use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

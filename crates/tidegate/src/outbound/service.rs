@@ -22,8 +22,8 @@ use super::cost::Price;
 use super::exchange::{BoxError, Exchange, Manner, Trouble};
 use super::wish::has_idempotency_key;
 use super::{
-    CallError, CallOptions, CredentialError, Credentials, Happened, Judge, Logins, OutboundBody, Provider, Replay,
-    ReplayBody, Target, TargetError, Why, fault_of,
+    CallError, CallOptions, CredentialError, Credentials, Failed, Happened, Judge, Logins, OutboundBody, Provider,
+    Replay, ReplayBody, Target, TargetError, Why, fault_of,
 };
 use crate::SystemClock;
 
@@ -269,17 +269,20 @@ impl<S: Store, C: Clock> Counter<S, C> {
             response.extensions_mut().insert(happened);
             response
         };
-        match self.provider.call(options, &mut exchange).await {
+        match self.provider.drive(options, &mut exchange).await {
             Ok(done) => {
                 let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
                 let price = self.manner.cost.as_ref().and_then(|rules| Price::of(rules, response.headers()));
                 response.body_mut().hold(done.tail, price);
                 Ok(response)
             }
-            Err(CallError { provider, why, value, happened, at }) => match value.transpose() {
+            Err(Failed { error: CallError { provider, why, value, happened, at }, tail }) => match value.transpose() {
                 Ok(Some(response)) => {
                     let mut response = told(happened, response.map(super::answer::Peeked::into_body));
                     response.extensions_mut().insert(why);
+                    if let Some(tail) = tail {
+                        response.body_mut().hold(tail, None);
+                    }
                     Ok(response)
                 }
                 Ok(None) => Err(OutboundError::Call(CallError { provider, why, value: None, happened, at })),

@@ -335,16 +335,19 @@ async fn redirects_are_passed_on_without_the_credential() {
 
 #[tokio::test(start_paused = true)]
 async fn a_call_is_in_flight_until_its_body_has_been_read() {
-    let layer = layer("");
-    let service = layer.layer(Api::new(|_, _| status(200)));
-    let in_flight = || layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User));
-    let read = ask(&service, get("/x")).await.unwrap();
-    let dropped = ask(&service, get("/x")).await.unwrap();
-    assert_eq!(in_flight(), 2);
-    assert_eq!(text(read).await, "body");
-    assert_eq!(in_flight(), 1);
-    drop(dropped);
-    assert_eq!(in_flight(), 0);
+    // The last reply of a call that failed is passed on, too.
+    for code in [200, 404, 503, 429] {
+        let layer = layer("retry = { max_attempts = 2, base = \"1ms\", cap = \"1ms\" }");
+        let service = layer.layer(Api::new(move |_, _| status(code)));
+        let in_flight = || layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User));
+        let read = ask(&service, get("/x")).await.unwrap();
+        let dropped = ask(&service, get("/x")).await.unwrap();
+        assert_eq!(in_flight(), 2, "{code}");
+        assert_eq!(text(read).await, "body");
+        assert_eq!(in_flight(), 1, "{code}");
+        drop(dropped);
+        assert_eq!(in_flight(), 0, "{code}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
