@@ -137,8 +137,10 @@ pub(super) fn tells(text: &[u8], secret: &Secret) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::path::tests::worst_reading;
     use super::*;
     use http::Uri;
+    use tidegate_testkit::property;
 
     const TOKEN: &str = "pl4nted-s3cr3t/x";
 
@@ -215,5 +217,56 @@ mod tests {
         headers.insert("etag", HeaderValue::from_static("\"22\""));
         query.tidy(&mut headers, Some(&Secret::new("2")), None);
         assert!(headers.contains_key("etag"), "a key of one digit is no secret");
+    }
+
+    const PIECES: [&[u8]; 22] = [
+        b"/",
+        b"3",
+        b"movie",
+        b"..",
+        b"%2e",
+        b"%2f",
+        b"%5c",
+        b"\\",
+        b"//",
+        b";",
+        b"@",
+        b"%",
+        b"?",
+        b"#",
+        b"&",
+        b"k=",
+        b"api.example",
+        b"evil.example",
+        b"https://",
+        b"pl4nted-s3cr3t/x",
+        b"pl4nted%2ds3cr3t%2Fx",
+        b"{key}",
+    ];
+
+    #[test]
+    fn whatever_a_reply_says_it_tells_no_credential_and_leads_into_no_other_provider() {
+        let query = Auth::Query { name: "k".to_owned() };
+        let targets = [
+            target("https://api.example/3", Auth::Bearer),
+            target("https://api.example", query),
+            target("https://api.example/3/{key}", Auth::Path),
+        ];
+        property::fuzz(30, |mut dice| {
+            let target = &targets[dice.below(3) as usize];
+            let begins = dice.pick(&["/", "/3/", "https://api.example/3/", "//api.example", "https://", ""]);
+            let location = begins.to_owned() + &String::from_utf8_lossy(&dice.strung(&PIECES, 12));
+            let Some(told) = tidied(target, &location, Some("tmdb")) else { return Ok(()) };
+            let decoded = percent_decode(told.as_bytes()).decode_utf8_lossy();
+            if [&*told, &decoded].iter().any(|text| text.contains(TOKEN)) {
+                return Err(format!("{location} tells the credential: {told}"));
+            }
+            let path = told.split(['?', '#']).next().unwrap_or_default();
+            let is_here = path.starts_with('/') && !path.starts_with("//");
+            if is_here && worst_reading(path).first().is_none_or(|first| first != "tmdb") {
+                return Err(format!("{location} leads to {told}"));
+            }
+            Ok(())
+        });
     }
 }
