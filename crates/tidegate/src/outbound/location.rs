@@ -74,7 +74,8 @@ impl Target {
             let (authority, path) = rest.split_at(end);
             authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)
         };
-        let after_scheme = match text.split_once("://") {
+        // Behind a slash it is a path that has a URL in it.
+        let after_scheme = match text.split_once("://").filter(|(found, _)| !found.contains('/')) {
             Some((found, rest)) if found.eq_ignore_ascii_case(scheme) => Some(rest),
             Some(_) => return Cow::Borrowed(text),
             None => text.strip_prefix("//"),
@@ -167,6 +168,8 @@ mod tests {
             ("/3/movie", "/tmdb/movie", "/3/movie"),
             ("/3", "/tmdb", "/3"),
             ("/4/movie", "https://api.example/4/movie", "/4/movie"),
+            ("/4/https://x", "https://api.example/4/https://x", "/4/https://x"),
+            ("/3/https://x", "/tmdb/https://x", "/3/https://x"),
             ("/3/../4", "https://api.example/3/../4", "/3/../4"),
             ("https://api.example/33", "https://api.example/33", "https://api.example/33"),
             ("https://other.example/3/movie", "https://other.example/3/movie", "https://other.example/3/movie"),
