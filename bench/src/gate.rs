@@ -16,16 +16,18 @@ enum Work {
     Admitted,
     Refused,
     DecisionApi,
+    Outbound,
 }
 
 impl Work {
-    const ALL: [Self; 3] = [Self::Admitted, Self::Refused, Self::DecisionApi];
+    const ALL: [Self; 4] = [Self::Admitted, Self::Refused, Self::DecisionApi, Self::Outbound];
 
     fn name(self) -> &'static str {
         match self {
             Self::Admitted => "gate/admitted",
             Self::Refused => "gate/refused",
             Self::DecisionApi => "gate/decision-api",
+            Self::Outbound => "gate/outbound",
         }
     }
 
@@ -34,6 +36,7 @@ impl Work {
             Self::Admitted => Load::Get { path: "/admit", refused: false },
             Self::Refused => Load::Get { path: "/refuse", refused: true },
             Self::DecisionApi => Load::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
+            Self::Outbound => Load::Get { path: "/api/page", refused: false },
         }
     }
 }
@@ -72,6 +75,7 @@ fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Resu
         Work::Admitted => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper-util proxy", bare)],
         Work::Refused => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper 429", bare)],
         Work::DecisionApi => vec![(OURS, ours), ("bare hyper POST", bare)],
+        Work::Outbound => vec![(OURS, ours), ("bare hyper-util proxy", bare)],
     };
     let mut running = Vec::new();
     for (name, start) in subjects {
@@ -107,7 +111,7 @@ fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Resu
 
 fn bare(_: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
     let program = match work {
-        Work::Admitted => "bare-proxy",
+        Work::Admitted | Work::Outbound => "bare-proxy",
         Work::Refused => "bare-refuser",
         Work::DecisionApi => "bare-api",
     };
@@ -123,14 +127,15 @@ fn limit_req(folder: &Folder, _: Work, upstream: u16) -> Result<Server, Failure>
 
 fn ours(folder: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
     let program = product()?;
-    let (inbound, api, admin) = (free_port()?, free_port()?, free_port()?);
-    let text = POLICY
-        .replace("{inbound}", &inbound.to_string())
+    let (proxy, api, admin) = (free_port()?, free_port()?, free_port()?);
+    let policy = if work == Work::Outbound { OUTBOUND_POLICY } else { POLICY };
+    let text = policy
+        .replace("{proxy}", &proxy.to_string())
         .replace("{upstream}", &upstream.to_string())
         .replace("{api}", &api.to_string())
         .replace("{admin}", &admin.to_string());
     let file = folder.write("tidegate.toml", &text)?;
-    let port = if work == Work::DecisionApi { api } else { inbound };
+    let port = if work == Work::DecisionApi { api } else { proxy };
     let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
     Server::start(PROXY_CORE, OURS, &program, &arguments, port)
 }
@@ -162,7 +167,7 @@ const LIMIT_REQ: &str = "\
 
 const POLICY: &str = r#"
 [inbound]
-listen = "127.0.0.1:{inbound}"
+listen = "127.0.0.1:{proxy}"
 upstream = "http://127.0.0.1:{upstream}"
 
 [inbound.action.admit]
@@ -184,4 +189,19 @@ listen = "127.0.0.1:{api}"
 
 [admin]
 listen = "127.0.0.1:{admin}"
+"#;
+
+const OUTBOUND_POLICY: &str = r#"
+[outbound]
+listen = "127.0.0.1:{proxy}"
+
+[outbound.provider.api]
+base_url = "http://127.0.0.1:{upstream}"
+limit = "1000000/s burst 1000000"
+
+[api]
+listen = "off"
+
+[admin]
+listen = "off"
 "#;

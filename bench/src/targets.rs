@@ -55,6 +55,7 @@ pub const REACHES: &[Reach] = &[
     reach("gate/admitted/cpu", Bound::Ratio("bare hyper-util proxy", 1.15)),
     reach("gate/refused/cpu", Bound::Ratio("bare hyper 429", 1.1)),
     reach("gate/decision-api/cpu", Bound::Ratio("bare hyper POST", 1.15)),
+    reach("gate/outbound/cpu", Bound::Ratio("bare hyper-util proxy", 1.4)),
 ];
 
 /// What a store capped at 64 MiB may add to the process's resident memory: the cap, and a constant for the policy, the

@@ -1,11 +1,10 @@
-//! Sequences of operations against the model, for as many seconds as `TIDEGATE_FUZZ_SECONDS` says (5 by default).
+//! Sequences of operations against the model.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use tidegate_core::Verb;
 use tidegate_testkit::desk::Desk;
-use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::dice::Dice;
 use tidegate_testkit::model::Model;
 use tidegate_testkit::property;
 use tidegate_testkit::world::{Wanted, World};
@@ -32,13 +31,6 @@ fn agrees_with_the_model(dice: Dice) -> Result<(), String> {
 }
 
 #[test]
-#[expect(clippy::disallowed_methods, reason = "the bound is one of real time")]
 fn operations_agree_with_the_model() {
-    let seconds = std::env::var("TIDEGATE_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
-    let (start, bound) = (Instant::now(), Duration::from_secs(seconds));
-    let mut seed = dice::seed();
-    while start.elapsed() < bound {
-        property::check_from(seed, 20, 3_000, agrees_with_the_model);
-        seed = seed.wrapping_add(1);
-    }
+    property::fuzz(3_000, agrees_with_the_model);
 }

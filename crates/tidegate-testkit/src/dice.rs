@@ -59,6 +59,15 @@ impl Dice {
         self.below(100) >= 100 - percent.min(100)
     }
 
+    /// Up to `most` of these pieces, one behind the other.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn strung(&mut self, pieces: &[&[u8]], most: u64) -> Vec<u8> {
+        let count = self.between(0, most);
+        (0..count).flat_map(|_| self.pick(pieces)).copied().collect()
+    }
+
     /// One of the choices.
     ///
     /// # Panics

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
+use std::time::{Duration, Instant};
 
 use proptest::collection::vec;
 use proptest::num::u64::ANY;
@@ -36,6 +37,25 @@ pub fn check_from(seed: u64, cases: u32, words: usize, property: impl Fn(Dice) -
             panic!("{reason}\n  with Dice::tape(vec!{tape:?})\n  repeat with TIDEGATE_SEED={seed}")
         }
         Err(TestError::Abort(reason)) => panic!("gave up: {reason}"),
+    }
+}
+
+/// How many tapes a property is tried on before the time is looked at.
+const CASES: u32 = 20;
+
+/// Tries a property on new tapes of up to `words` draws, for as many seconds as `TIDEGATE_FUZZ_SECONDS` says: 5 by
+/// default.
+///
+/// # Panics
+/// As [`check`] does.
+#[expect(clippy::disallowed_methods, reason = "the bound is one of real time")]
+pub fn fuzz(words: usize, property: impl Fn(Dice) -> Result<(), String>) {
+    let seconds = std::env::var("TIDEGATE_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
+    let (start, bound) = (Instant::now(), Duration::from_secs(seconds));
+    let mut seed = dice::seed();
+    while start.elapsed() < bound {
+        check_from(seed, CASES, words, &property);
+        seed = seed.wrapping_add(1);
     }
 }
 

@@ -3,7 +3,7 @@
 //! One [`Cache`] holds the replies of all providers within a fixed number of bytes. [`Cache::call`] stands before
 //! whatever makes a call: it answers from what is kept, lets identical calls wait for the one that is under way, asks
 //! the provider whether an old reply still holds, and lets an old reply stand in while the provider is unavailable.
-//! HTTP's rules (RFC 9111) are [`http_cache_semantics`]'; a provider's [`CacheRules`](tidegate_policy::outbound::CacheRules)
+//! HTTP's rules (RFC 9111) are [`http_cache_semantics`]'; a provider's [`CacheRules`]
 //! say what is done beyond them.
 //!
 //! # Who may share a reply

@@ -79,11 +79,10 @@ fn data_of(line: &[u8]) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::collection;
-    use proptest::prelude::*;
-    use proptest::sample::select;
+    use tidegate_testkit::property;
 
-    const PIECES: &[&[u8]] = &[b"data: ", b"data", b":", b"\n", b"\r", b"\n\n", b"\xff", b"a long text"];
+    const PIECES: &[&[u8]] =
+        &[b"data: ", b"data", b":", b"\n", b"\r", b"\n\n", b"\xef\xbb\xbf", b"\xff", b"a long text"];
 
     fn read<'a>(limit: usize, chunks: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
         let (mut events, mut told) = (Events::new(limit), Vec::new());
@@ -127,15 +126,13 @@ mod tests {
         assert_eq!(read(20, [in_lines.as_bytes()]), ["two"]);
     }
 
-    proptest! {
-        #[test]
-        fn whatever_comes_in_whatever_pieces_is_bounded_and_the_same(
-            stream in collection::vec(select(PIECES), 0..60),
-            size in 1_usize..20,
-            limit in 0_usize..40,
-        ) {
-            let stream = stream.concat();
-            prop_assert_eq!(read(limit, stream.chunks(size)), read(limit, stream.chunks(1)));
-        }
+    #[test]
+    fn whatever_comes_in_whatever_pieces_is_bounded_and_the_same() {
+        property::fuzz(120, |mut dice| {
+            let (limit, size) = (dice.below(40) as usize, dice.between(1, 20) as usize);
+            let stream = dice.strung(PIECES, 60);
+            let (found, expected) = (read(limit, stream.chunks(size)), read(limit, stream.chunks(1)));
+            if found == expected { Ok(()) } else { Err(format!("{found:?}, byte by byte {expected:?}")) }
+        });
     }
 }

@@ -74,7 +74,8 @@ impl Target {
             let (authority, path) = rest.split_at(end);
             authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)
         };
-        let after_scheme = match text.split_once("://") {
+        // Behind a slash it is a path that has a URL in it.
+        let after_scheme = match text.split_once("://").filter(|(found, _)| !found.contains('/')) {
             Some((found, rest)) if found.eq_ignore_ascii_case(scheme) => Some(rest),
             Some(_) => return Cow::Borrowed(text),
             None => text.strip_prefix("//"),
@@ -137,8 +138,10 @@ pub(super) fn tells(text: &[u8], secret: &Secret) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::path::tests::worst_reading;
     use super::*;
     use http::Uri;
+    use tidegate_testkit::property;
 
     const TOKEN: &str = "pl4nted-s3cr3t/x";
 
@@ -165,6 +168,8 @@ mod tests {
             ("/3/movie", "/tmdb/movie", "/3/movie"),
             ("/3", "/tmdb", "/3"),
             ("/4/movie", "https://api.example/4/movie", "/4/movie"),
+            ("/4/https://x", "https://api.example/4/https://x", "/4/https://x"),
+            ("/3/https://x", "/tmdb/https://x", "/3/https://x"),
             ("/3/../4", "https://api.example/3/../4", "/3/../4"),
             ("https://api.example/33", "https://api.example/33", "https://api.example/33"),
             ("https://other.example/3/movie", "https://other.example/3/movie", "https://other.example/3/movie"),
@@ -215,5 +220,56 @@ mod tests {
         headers.insert("etag", HeaderValue::from_static("\"22\""));
         query.tidy(&mut headers, Some(&Secret::new("2")), None);
         assert!(headers.contains_key("etag"), "a key of one digit is no secret");
+    }
+
+    const PIECES: [&[u8]; 22] = [
+        b"/",
+        b"3",
+        b"movie",
+        b"..",
+        b"%2e",
+        b"%2f",
+        b"%5c",
+        b"\\",
+        b"//",
+        b";",
+        b"@",
+        b"%",
+        b"?",
+        b"#",
+        b"&",
+        b"k=",
+        b"api.example",
+        b"evil.example",
+        b"https://",
+        b"pl4nted-s3cr3t/x",
+        b"pl4nted%2ds3cr3t%2Fx",
+        b"{key}",
+    ];
+
+    #[test]
+    fn whatever_a_reply_says_it_tells_no_credential_and_leads_into_no_other_provider() {
+        let query = Auth::Query { name: "k".to_owned() };
+        let targets = [
+            target("https://api.example/3", Auth::Bearer),
+            target("https://api.example", query),
+            target("https://api.example/3/{key}", Auth::Path),
+        ];
+        property::fuzz(30, |mut dice| {
+            let target = &targets[dice.below(3) as usize];
+            let begins = dice.pick(&["/", "/3/", "https://api.example/3/", "//api.example", "https://", ""]);
+            let location = begins.to_owned() + &String::from_utf8_lossy(&dice.strung(&PIECES, 12));
+            let Some(told) = tidied(target, &location, Some("tmdb")) else { return Ok(()) };
+            let decoded = percent_decode(told.as_bytes()).decode_utf8_lossy();
+            if [&*told, &decoded].iter().any(|text| text.contains(TOKEN)) {
+                return Err(format!("{location} tells the credential: {told}"));
+            }
+            let path = told.split(['?', '#']).next().unwrap_or_default();
+            let is_here = path.starts_with('/') && !path.starts_with("//");
+            if is_here && worst_reading(path).first().is_none_or(|first| first != "tmdb") {
+                return Err(format!("{location} leads to {told}"));
+            }
+            Ok(())
+        });
     }
 }

@@ -36,8 +36,22 @@ fn name(segment: &[u8]) -> &[u8] {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// Where a path leads in the worst reading: everything decoded, every separator taken, parameters cut off.
+    pub(in super::super) fn worst_reading(path: &str) -> Vec<String> {
+        let decoded = percent_decode(path.as_bytes()).decode_utf8_lossy().replace('\\', "/");
+        let mut stack = Vec::new();
+        for segment in decoded.split('/').map(|segment| segment.split(';').next().unwrap_or_default()) {
+            match segment {
+                "" | "." => {}
+                ".." => drop(stack.pop()),
+                other => stack.push(other.to_owned()),
+            }
+        }
+        stack
+    }
 
     #[test]
     fn paths_that_stay() {
