@@ -98,7 +98,7 @@ impl Pool {
     }
 
     /// The credential to ask for next; `None` if all are cooling. Naming one changes nothing: it is named
-    /// again until [`Pool::used`], [`Pool::not_before`] or [`Pool::disable`] says what came of it, but that
+    /// again until [`Pool::used`] or [`Pool::not_before`] says what came of it, but that
     /// [`Balance::Random`] draws anew. So to ask until there is nobody left, note each refusal and call again: at most
     /// as often as there are credentials.
     pub fn next(&mut self, now: Time, rng: &mut impl Rng) -> Option<usize> {

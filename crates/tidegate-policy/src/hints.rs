@@ -110,6 +110,9 @@ pub struct Hints {
 impl Hints {
     /// Reads the headers of a reply that arrived `now`.
     pub fn read(headers: &HeaderMap, now: Time) -> Self {
+        if !headers.keys().any(tells) {
+            return Self::default();
+        }
         let clock = Clocks { now, server: one(headers, &DATE).and_then(http_date) };
         let mut hints = Self::default();
         let pushback = headers.contains_key(&PUSHBACK).then(|| one(headers, &PUSHBACK).and_then(digits));
@@ -225,6 +228,13 @@ fn draft(line: &[u8]) -> Vec<(Option<bool>, Option<Span>)> {
     vec![(spent(member("remaining")), wait(member("reset")))]
 }
 
+/// Whether a header may be one of those that say something: most replies have none, and looking for each of them takes
+/// longer than looking once at what is there.
+fn tells(name: &HeaderName) -> bool {
+    const BEGINNINGS: [&str; 6] = ["rate", "retry-", "x-rate", "x-ms-retry-", "grpc-retry-", "anthropic-ratelimit-"];
+    BEGINNINGS.iter().any(|beginning| name.as_str().starts_with(beginning))
+}
+
 /// The value of a header that is there exactly once.
 fn one<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
     let mut values = headers.get_all(name).iter();
@@ -289,6 +299,14 @@ mod tests {
 
     fn waits(lines: &[(&'static str, &str)]) -> Option<u64> {
         read(lines).retry_after.map(|wait| wait.as_micros() / 1_000)
+    }
+
+    #[test]
+    fn every_header_that_is_read_is_looked_for() {
+        let families = FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset]);
+        for name in families.chain(IN_MILLIS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER]) {
+            assert!(tells(&name), "{name}");
+        }
     }
 
     #[test]

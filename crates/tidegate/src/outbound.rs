@@ -383,7 +383,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     }
                 }
                 After::Renew => {
-                    if let Err(class) = upstream.renew(happened.credential).await {
+                    if let Err(class) = Box::pin(upstream.renew(happened.credential)).await {
                         if class == Class::Auth {
                             self.0.not_renewed(live.place.call(), happened.credential);
                         }

@@ -192,7 +192,8 @@ impl<C: Clock> Cache<C> {
     {
         let kept = &*self.0;
         let (parts, body) = request.into_parts();
-        let Some((rules, asked)) = origin.rules().copied().zip(Asked::read(&parts, &body)) else {
+        let visits = origin.rules().copied().and_then(|rules| Some((rules, Asked::read(&parts, &body)?)));
+        let Some((rules, asked)) = visits else {
             return kept.go_by(origin, options, Request::from_parts(parts, body), send).await;
         };
         if !rules.shared && origin.credentials() > 1 {
@@ -201,16 +202,21 @@ impl<C: Clock> Cache<C> {
             }
             return kept.go_by(origin, options, Request::from_parts(parts, body), send).await;
         }
-        let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
-        let deadline = kept.clock.now() + Span::from_duration(timeout);
-        let place = kept.keys.place(origin, &parts);
-        let page = kept.page(origin, &rules, place).await;
-        let key = kept.keys.request(page, &parts);
-        let visit = Visit { kept, origin, rules, asked, place, page, key, deadline, headers: parts.headers.clone() };
-        match visit.wait(&options).await {
-            Waited::Answered(reply) => Ok(reply),
-            Waited::Calls { found, seat } => visit.fetch(found, seat, options, (parts, body), send).await,
-        }
+        // Boxed, as calls of which nothing is kept would take the room for it too.
+        let visiting = async move {
+            let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
+            let deadline = kept.clock.now() + Span::from_duration(timeout);
+            let place = kept.keys.place(origin, &parts);
+            let page = kept.page(origin, &rules, place).await;
+            let key = kept.keys.request(page, &parts);
+            let headers = parts.headers.clone();
+            let visit = Visit { kept, origin, rules, asked, place, page, key, deadline, headers };
+            match visit.wait(&options).await {
+                Waited::Answered(reply) => Ok(reply),
+                Waited::Calls { found, seat } => visit.fetch(found, seat, options, (parts, body), send).await,
+            }
+        };
+        Box::pin(visiting).await
     }
 }
 
@@ -231,12 +237,12 @@ impl<C: Clock> Kept<C> {
     ) -> Result<Response<CacheBody<B>>, E> {
         let (parts, body) = request.into_parts();
         let changed = match origin.rules().filter(|_| !parts.method.is_safe()) {
-            Some(rules) => Some(self.page(origin, rules, self.keys.place(origin, &parts)).await),
+            Some(rules) => Some(Box::pin(self.page(origin, rules, self.keys.place(origin, &parts))).await),
             None => None,
         };
         let reply = send(options, Request::from_parts(parts, body)).await?;
         if let Some(page) = changed.filter(|_| reply.status().is_success() || reply.status().is_redirection()) {
-            self.shelf.invalidate(&page).await;
+            Box::pin(self.shelf.invalidate(&page)).await;
         }
         Ok(marked(reply.map(CacheBody::passed), CacheStatus::Bypass))
     }

@@ -190,7 +190,9 @@ where
         if let Some(logins) = &manner.logins {
             let secret = shown.unwrap_or_else(anonymous);
             let inner = self.inner.clone();
-            match logins.token(credential, &secret, now, |request| log_in(inner, request, &*manner.fault_of)).await {
+            // Boxed, as every call would take the room for it, and hardly any logs in.
+            let send = |request| log_in(inner, request, &*manner.fault_of);
+            match Box::pin(logins.token(credential, &secret, now, send)).await {
                 Ok(token) => shown = Some(Arc::clone(self.token.insert(token).secret())),
                 Err(error) => {
                     let reply = error.reply(&self.judge);

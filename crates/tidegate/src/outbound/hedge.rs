@@ -4,6 +4,7 @@
 //! Tail at Scale", Communications of the ACM 56(2), 2013).
 
 use std::pin::pin;
+use std::time::Duration;
 
 use futures_util::future::{Either, select};
 use tidegate_core::{Class, Clock};
@@ -23,7 +24,22 @@ impl<S: Store, C: Clock> Provider<S, C> {
         happened: &mut Happened,
     ) -> Ended<U::Reply> {
         let hedge = self.plan().hedge_after.and_then(|after| Some((after, upstream.twin()?)));
-        let Some((after, mut twin)) = hedge else { return upstream.send(attempt).await };
+        match hedge {
+            None => upstream.send(attempt).await,
+            // Two requests take more room than one, which calls without a hedge would pay for too.
+            Some((after, twin)) => Box::pin(self.race(upstream, twin, after, attempt, live, happened)).await,
+        }
+    }
+
+    async fn race<U: Upstream>(
+        &self,
+        upstream: &mut U,
+        mut twin: U,
+        after: Duration,
+        attempt: Attempt,
+        live: &mut Live<'_, S, C>,
+        happened: &mut Happened,
+    ) -> Ended<U::Reply> {
         let (ended, credential) = {
             let mut first = pin!(upstream.send(attempt));
             if let Ok(ended) = timeout(after, first.as_mut()).await {
