@@ -1,6 +1,8 @@
 //! What the commands print, and how they end.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Output};
 
 use tidegate_testkit::servers::{Running, Scratch, free_port};
@@ -44,6 +46,21 @@ fn check_says_in_words_what_is_limited() {
     assert!(out.contains("login: POST /login\n  at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h"), "{out}");
     assert!(out.contains("otp: by name, through the decision API or forward-auth\n"), "{out}");
     assert!(out.contains("(by key + platform)\n"), "{out}");
+}
+
+#[test]
+fn a_variable_that_is_no_text_is_told_where_it_is_ours_and_no_matter_elsewhere() {
+    let scratch = Scratch::new();
+    let file = scratch.write("tidegate.toml", POLICY);
+    let check = |name: &str| {
+        let mut check = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let checked = check.arg("check").arg(&file).env(name, OsStr::from_bytes(b"15\xff")).output().unwrap();
+        (checked.status.code().unwrap(), String::from_utf8(checked.stderr).unwrap())
+    };
+    let (status, told) = check("TIDEGATE__INBOUND__TIMEOUTS__HEADER");
+    assert_eq!(status, 2, "{told}");
+    assert!(told.contains("TIDEGATE__INBOUND__TIMEOUTS__HEADER") && told.contains("15\u{fffd}"), "{told}");
+    assert_eq!(check("SOMEBODY_ELSES"), (0, String::new()));
 }
 
 #[test]

@@ -127,7 +127,7 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
         body: Replay<Q>,
         judge: Judge,
     ) -> Result<Self, TargetError> {
-        manner.target.aim(&mut parts.clone(), None)?;
+        manner.target.leads(&parts.uri)?;
         if manner.reads_replies() {
             parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }

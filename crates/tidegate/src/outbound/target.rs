@@ -84,6 +84,11 @@ impl Target {
         Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
     }
 
+    /// Whether this leads to the provider, as far as the credential has no part in it.
+    pub(super) fn leads(&self, uri: &Uri) -> Result<(), TargetError> {
+        self.uri(uri, None).map(drop)
+    }
+
     /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
     /// belongs. What the caller has there, a parameter of the credential's name in any spelling included, is dropped,
     /// and so is its `Authorization`.
