@@ -81,5 +81,6 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
     assert_eq!(arrived.load(Ordering::Relaxed), chunks * CHUNK as u64, "all of it and nothing besides");
     let grown = most_memory(gateway.id()) - before;
     println!("{} MiB took {grown} KiB", (chunks * CHUNK as u64) >> 20);
-    assert!(grown < 8 << 10, "{grown} KiB for an upload");
+    // Whatever its size: what the allocator keeps at hand, and what lies between two sockets.
+    assert!(grown < 16 << 10, "{grown} KiB for an upload");
 }
