@@ -11,247 +11,25 @@
 //! waiting. What changes for all calls of a provider in this process is on its [`Desk`]; what a store must change is a
 //! [`Batch`]. A driver does what a [`Step`] says and reports back; it judges nothing itself.
 
+mod desk;
 mod hedge;
+mod rules;
 
-use alloc::boxed::Box;
-use alloc::vec::Vec;
+pub use desk::{Desk, Orders};
 use rand_core::Rng;
+pub use rules::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
 
-use crate::allowance::{Allowances, Rests};
-use crate::breaker::{Breaker, Permit, Refusal};
-use crate::lanes::{Lane, Lanes, LanesSpec, QueueFull, Scope, Ticket};
-use crate::retry::{Attempt, GiveUp, Reach, Retry, Tries, Unreplayable};
-use crate::{
-    Batch, Budget, BudgetSpec, Class, Inflight, Key, Kind, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, Pool,
-    Span, Time, Verb,
-};
+use crate::allowance::Rests;
+use crate::breaker::{Permit, Refusal};
+use crate::lanes::{Lane, QueueFull, Scope, Ticket};
+use crate::retry::{Attempt, GiveUp, Reach, Tries, Unreplayable};
+use crate::{Batch, Class, Kind, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, Pool, Span, Time, Verb};
 
-/// The longest that a call is counted ahead of its reply.
-pub const MAX_LEAD: Span = Span::from_secs(60);
 /// How long a credential that isn't accepted is left out.
 pub const DISABLED: Span = Span::from_secs(300);
 
 /// How long a credential that was refused isn't asked for at the least.
 const ASKED_AGAIN: Span = Span::from_millis(1);
-
-/// What a limit counts of a call.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Measure {
-    /// The call: 1, whatever it costs.
-    #[default]
-    Calls,
-    /// What it costs, in the provider's units: tokens of a language model, points of a query.
-    Cost,
-}
-
-/// A limit of a provider.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ceiling {
-    /// Which.
-    pub limit: LimitId,
-    /// What it counts.
-    pub measure: Measure,
-}
-
-/// What a lane grants its calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LaneRules {
-    /// How long a call may take that doesn't say so itself.
-    pub timeout: Span,
-    /// When it is tried again.
-    pub retry: Retry,
-}
-
-/// The rules for calls to one provider: all that doesn't change while they run.
-///
-/// Together, the limits of a call, its lane's, its credential's and the cool-down must fit into one batch
-/// ([`MAX_OPS`](crate::MAX_OPS)).
-#[derive(Clone, Debug)]
-pub struct Rules {
-    /// The limits of all its calls.
-    pub ceilings: Box<[Ceiling]>,
-    /// The limits of a lane's own, in the order of [`Lane::ALL`].
-    pub lane_ceilings: [Box<[Ceiling]>; 3],
-    /// The limits of each credential.
-    pub credential_ceilings: Box<[Ceiling]>,
-    /// The cool-down of each credential.
-    pub cooldown: LimitId,
-    /// What the provider's limits count by.
-    pub key: Key,
-    /// What each credential's limits and its cool-down count by. A provider without credentials has one, anonymous.
-    pub credential_keys: Box<[Key]>,
-    /// Whether credentials are named by a login that can be repeated.
-    pub renews: bool,
-    /// Whether calls keep to what replies say is left of each credential's limits ([`Reply::rests`]). The first of a
-    /// credential goes alone then.
-    pub learns: bool,
-    /// How far ahead of its start a call is counted by windows, until its reply tells better: the longest that a
-    /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
-    pub lead: Span,
-    /// What is added to the wait for a rate, so that calls arrive no closer than they may although some take longer on
-    /// their way than others. What the last reply took longer than the quickest is added to it, up to nine times as much
-    /// again.
-    pub jitter: Span,
-    /// How calls queue.
-    pub lanes: LanesSpec,
-    /// What each lane grants, in the order of [`Lane::ALL`].
-    pub lane_rules: [LaneRules; 3],
-    /// How many retries there may be.
-    pub budget: BudgetSpec,
-}
-
-impl Rules {
-    /// What a limit counts, if it is one of the provider's.
-    fn measure(&self, limit: LimitId) -> Option<Measure> {
-        let lanes = self.lane_ceilings.iter().flatten();
-        let mut ceilings = self.ceilings.iter().chain(lanes).chain(&self.credential_ceilings);
-        ceilings.find(|ceiling| ceiling.limit == limit).map(|ceiling| ceiling.measure)
-    }
-}
-
-/// What all calls to one provider in one process share and change. One lock's worth: whoever drives calls holds it for
-/// each step.
-#[derive(Debug)]
-pub struct Desk {
-    /// Who goes next.
-    pub lanes: Lanes,
-    /// Which credential goes next.
-    pub pool: Pool,
-    /// How many calls the provider bears at a time; `None` where that isn't to be found out.
-    pub inflight: Option<Inflight>,
-    /// What is left of each credential's limits, where that is learnt.
-    allowances: Vec<Allowances>,
-    /// Whether the provider is well.
-    pub breaker: Breaker,
-    /// What bounds retries.
-    pub budget: Budget,
-    /// What the last step has the store do.
-    pub orders: Orders,
-    lead: Span,
-    widened_at: Time,
-    transit: Transit,
-}
-
-/// How long calls are under way, as far as their replies show.
-#[derive(Clone, Copy, Debug, Default)]
-struct Transit {
-    /// The shortest time from a grant to its reply; it drifts up slowly, in case the way has become longer.
-    quickest: Option<Span>,
-    /// The usual time and its mean deviation, smoothed as TCP smooths round trips (RFC 6298 §2).
-    usual: Span,
-    deviation: Span,
-    granted_at: Time,
-    /// How much later than others the last call may have come to the provider.
-    late: Span,
-}
-
-impl Transit {
-    /// Of how many calls each may raise the shortest time to its own.
-    const DRIFT: u64 = 256;
-
-    fn granted(&mut self, now: Time) {
-        (self.granted_at, self.late) = (now, Span::ZERO);
-    }
-
-    /// Learns from a request's end: from one that got no reply only that it took at least so long, and nothing from one
-    /// that wasn't sent. Whether it may put off the next call.
-    fn ended(&mut self, granted_at: Time, elapsed: Span, reach: Reach) -> bool {
-        if reach == Reach::Unsent {
-            return false;
-        }
-        let first = self.quickest.is_none();
-        let quickest = self.quickest.map_or(elapsed, |quickest| quickest.min(elapsed));
-        let excess = elapsed.as_micros() - quickest.as_micros();
-        if reach == Reach::Answered {
-            self.quickest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
-            self.learn(elapsed.as_micros(), first);
-        }
-        // The first has nothing to be compared with, and its connection still had to be made.
-        let late = if first { elapsed } else { Span::from_micros(excess) };
-        if granted_at == self.granted_at {
-            self.late = late;
-        }
-        granted_at == self.granted_at && !late.is_zero()
-    }
-
-    fn learn(&mut self, elapsed: u64, first: bool) {
-        let (usual, deviation) = (self.usual.as_micros(), self.deviation.as_micros());
-        let (usual, deviation) = match first {
-            true => (elapsed, elapsed / 2),
-            false => (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4),
-        };
-        (self.usual, self.deviation) = (Span::from_micros(usual), Span::from_micros(deviation));
-    }
-
-    /// How long a reply takes but rarely.
-    fn ample(&self) -> Span {
-        self.usual + self.deviation.times(2)
-    }
-}
-
-impl Desk {
-    /// The desk of a provider of which nothing is known yet.
-    pub fn new(rules: &Rules, pool: Pool, breaker: Breaker, inflight: Option<Inflight>) -> Self {
-        let mut desk = Self {
-            lanes: Lanes::new(rules.lanes),
-            allowances: alloc::vec![Allowances::default(); if rules.learns { pool.size() } else { 0 }],
-            pool,
-            inflight,
-            breaker,
-            budget: Budget::new(rules.budget),
-            orders: Orders::default(),
-            lead: rules.lead,
-            widened_at: Time::ZERO,
-            transit: Transit::default(),
-        };
-        desk.bound(rules);
-        desk
-    }
-
-    /// How far ahead calls are counted now.
-    pub fn lead(&self) -> Span {
-        self.lead
-    }
-
-    /// How much longer than a limit says the next call waits, so that it doesn't arrive too close behind the last.
-    fn apart(&self, rules: &Rules, kind: Option<&Kind>) -> Span {
-        match kind {
-            Some(Kind::Rate(_)) => rules.jitter + self.transit.late.min(rules.jitter.times(9)),
-            _ => Span::ZERO,
-        }
-    }
-
-    /// The credential to ask for next, of those that aren't known to be cooling or to have too little left.
-    fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
-        loop {
-            let credential = self.pool.next(now, rng)?;
-            let allowances = self.allowances.get_mut(credential);
-            let free_at = allowances.map_or(now, |allowances| allowances.free_at(cost, now));
-            if free_at <= now {
-                return Some(credential);
-            }
-            self.pool.not_before(credential, free_at, now);
-        }
-    }
-
-    fn in_flight(&self) -> u32 {
-        Lane::ALL.iter().fold(0, |sum, lane| sum.saturating_add(self.lanes.in_flight(*lane)))
-    }
-
-    fn bound(&mut self, rules: &Rules) {
-        if let Some(inflight) = &self.inflight {
-            self.lanes.set_max_in_flight(inflight.limit().min(rules.lanes.max_in_flight));
-        }
-    }
-
-    /// A throttled reply says that the longest transit was taken too short, once for all that were under way.
-    fn widen(&mut self, sent_at: Time, now: Time) {
-        if sent_at >= self.widened_at {
-            self.lead = self.lead.times(2).min(MAX_LEAD);
-            self.widened_at = now;
-        }
-    }
-}
 
 /// How an attempt ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -335,35 +113,6 @@ pub enum Step {
     Sleep(Time),
     /// It is over: the last reply is the call's, or there is a reason why it has none.
     Finish(Result<(), Failure>),
-}
-
-/// What a step has the store do. It lies on the desk from step to step, so that no batch is ever copied.
-#[derive(Clone, Debug)]
-pub struct Orders {
-    tell: Batch,
-    ask: Batch,
-}
-
-impl Default for Orders {
-    fn default() -> Self {
-        Self { tell: Batch::new(0), ask: Batch::new(0) }
-    }
-}
-
-impl Orders {
-    /// What the store is to be told, without waiting for an answer, before anything else is done.
-    pub fn tell(&self) -> Option<&Batch> {
-        (!self.tell.ops().is_empty()).then_some(&self.tell)
-    }
-
-    /// What the store is to be asked, after [`Step::Ask`].
-    pub fn ask(&self) -> &Batch {
-        &self.ask
-    }
-
-    fn begin(&mut self) {
-        self.tell.restart();
-    }
 }
 
 /// Where a call stands.
