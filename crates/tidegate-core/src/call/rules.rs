@@ -57,8 +57,8 @@ pub struct Rules {
     pub credential_keys: Box<[Key]>,
     /// Whether credentials are named by a login that can be repeated.
     pub renews: bool,
-    /// Whether calls keep to what replies say is left of each credential's limits ([`Reply::rests`](super::Reply::rests)). The first of a
-    /// credential goes alone then.
+    /// Whether calls keep to what replies say is left of each credential's limits
+    /// ([`Reply::rests`](super::Reply::rests)). The first of a credential goes alone then.
     pub learns: bool,
     /// How far ahead of its start a call is counted by windows, until its reply tells better: the longest that a
     /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
