@@ -94,7 +94,7 @@ impl Logins {
     where
         F: Future<Output = Result<Response<Bytes>, Fault>>,
     {
-        self.0.desks[credential].token(now, self.log_in(secret, now, send)).await
+        self.0.desks[credential].token(secret, now, self.log_in(secret, now, send)).await
     }
 
     /// The token that takes the place of one which wasn't accepted: by a login, unless another call had one meanwhile.
@@ -136,11 +136,11 @@ impl Logins {
         }
         let request = request.clone().map(|()| login.filled(secret, &named));
         let response = send(request).await.map_err(LoginError::NoReply)?;
-        let secret = self.token_of(&response, now)?;
+        let token = self.token_of(&response, now)?;
         let lifetime = Span::from_duration(login.lifetime);
         let refresh_before = Span::from_duration(login.refresh_before);
         let (refresh_at, expires_at) = (now + (lifetime - refresh_before), now + lifetime);
-        Ok(Given { secret, refresh_at, expires_at, replaces: false })
+        Ok(Given { secret: token, by: secret.clone(), refresh_at, expires_at, replaces: false })
     }
 
     fn token_of(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
@@ -241,6 +241,15 @@ mod tests {
         }
         assert_eq!(server.most_at_once.load(Ordering::SeqCst), 1);
         assert_eq!(server.logins(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn another_credential_has_another_token() {
+        let (logins, server) = (logins(), Server::default());
+        for (key, number) in [("key", 1), ("key", 1), ("other", 2), ("other", 2)] {
+            let token = logins.token(0, &Secret::new(key), NOW, |_| server.answer(200)).await.unwrap();
+            assert_eq!(token.secret().expose(), format!("{PLANTED}-{number}"));
+        }
     }
 
     #[tokio::test(start_paused = true)]

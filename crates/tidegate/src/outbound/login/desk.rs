@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub struct Token {
     secret: Arc<Secret>,
+    /// The credential that it was given for, which may be another by now.
+    by: Secret,
     /// Which login gave it, so that a rejected one isn't taken for its successor.
     pub(super) number: u64,
     /// If it took the place of a rejected one, when.
@@ -38,6 +40,7 @@ impl Token {
 /// What a login gives.
 pub(super) struct Given {
     pub secret: Secret,
+    pub by: Secret,
     pub refresh_at: Time,
     pub expires_at: Time,
     /// Whether it takes the place of a token that wasn't accepted.
@@ -63,10 +66,12 @@ impl Desk {
     /// The token, by this login if there is none that is good, or if it is time and nobody else renews it.
     pub(super) async fn token(
         &self,
+        by: &Secret,
         now: Time,
         login: impl Future<Output = Result<Given, LoginError>>,
     ) -> Result<Token, LoginError> {
-        let good = |state: &State| state.token.clone().filter(|token| now < token.expires_at);
+        let is_by = |token: &Token| token.by.matches(by.expose().as_bytes());
+        let good = |state: &State| state.token.clone().filter(|token| now < token.expires_at && is_by(token));
         let Some(token) = good(&self.state()) else {
             return self.next(now, good, login).await;
         };
@@ -134,9 +139,9 @@ impl Desk {
         let mut state = self.state();
         state.ended += 1;
         match ended {
-            Ok(Given { secret, refresh_at, expires_at, replaces }) => {
+            Ok(Given { secret, by, refresh_at, expires_at, replaces }) => {
                 let (secret, replaced_at) = (Arc::new(secret), replaces.then_some(now));
-                let token = Token { secret, number: state.ended, replaced_at, refresh_at, expires_at };
+                let token = Token { secret, by, number: state.ended, replaced_at, refresh_at, expires_at };
                 state.failed = None;
                 Ok(state.token.insert(token).clone())
             }
