@@ -10,7 +10,6 @@ use rand::rngs::SmallRng;
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
-use tidegate::core::allowance::Rests;
 use tidegate::core::breaker::Lock;
 use tidegate::core::call::Reply;
 use tidegate::core::retry::Reach;
@@ -149,17 +148,7 @@ impl Upstream for Immediate {
 
     async fn send(&mut self, attempt: Attempt) -> Ended<()> {
         black_box(attempt);
-        let reply = Reply {
-            class: Class::Success,
-            repeatable: true,
-            unreplayable: None,
-            stop: false,
-            retry_after: None::<Span>,
-            spent_until: None,
-            rests: Rests::default(),
-            reach: Reach::Answered,
-            streams: false,
-        };
+        let reply = Reply { repeatable: true, ..Reply::of(Class::Success, Reach::Answered) };
         Ended { value: (), reply }
     }
 }

@@ -55,6 +55,23 @@ pub struct Reply {
     pub streams: bool,
 }
 
+impl Reply {
+    /// The end of an attempt of which nothing else is known, and which isn't to be repeated.
+    pub const fn of(class: Class, reach: Reach) -> Self {
+        Self {
+            class,
+            repeatable: false,
+            unreplayable: None,
+            stop: false,
+            retry_after: None,
+            spent_until: None,
+            rests: Rests { calls: None, cost: None },
+            reach,
+            streams: false,
+        }
+    }
+}
+
 /// Why a call failed that got no reply, or whose last reply is not to be had in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
@@ -372,8 +389,7 @@ impl Call {
         let counted_at = outcomes.now() + desk.lead;
         let Some(lane) = desk.lanes.granted(ticket, now) else {
             self.stage = Stage::Idle;
-            self.fill(&mut desk.orders.tell, rules, credential, Verb::Refund);
-            desk.orders.tell.set_counted_at(counted_at);
+            self.correct(rules, desk, credential, Verb::Refund, counted_at);
             return self.fail(Failure::DeadlineExceeded, desk);
         };
         let permit = match desk.breaker.take(now) {
@@ -382,8 +398,7 @@ impl Call {
                 desk.lanes.ended(lane);
                 desk.lanes.poke();
                 self.stage = Stage::Idle;
-                self.fill(&mut desk.orders.tell, rules, credential, Verb::Refund);
-                desk.orders.tell.set_counted_at(counted_at);
+                self.correct(rules, desk, credential, Verb::Refund, counted_at);
                 return self.fail(Failure::Unavailable(refusal), desk);
             }
         };
@@ -501,18 +516,7 @@ impl Call {
         self.leave(desk);
         self.ended(desk);
         if let Some(sent) = self.take_sent() {
-            let cancelled = Reply {
-                class: Class::Cancelled,
-                repeatable: false,
-                unreplayable: None,
-                retry_after: None,
-                stop: false,
-                spent_until: None,
-                rests: Rests::default(),
-                reach,
-                streams: false,
-            };
-            self.settle(rules, desk, sent, &cancelled, now, rng);
+            self.settle(rules, desk, sent, &Reply::of(Class::Cancelled, reach), now, rng);
         }
     }
 
@@ -567,8 +571,7 @@ impl Call {
         self.counted_at = if correction == Some(Verb::Settle) { now } else { sent.counted_at };
         if let Some(verb) = correction {
             desk.lanes.poke();
-            self.fill(&mut desk.orders.tell, rules, sent.credential, verb);
-            desk.orders.tell.set_counted_at(sent.counted_at);
+            self.correct(rules, desk, sent.credential, verb, sent.counted_at);
         }
         let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
@@ -629,6 +632,12 @@ impl Call {
         if core::mem::take(&mut self.retries) {
             desk.budget.give_back();
         }
+    }
+
+    /// Has the store put right what it counted of an attempt at this moment.
+    fn correct(&self, rules: &Rules, desk: &mut Desk, credential: usize, verb: Verb, counted_at: Time) {
+        self.fill(&mut desk.orders.tell, rules, credential, verb);
+        desk.orders.tell.set_counted_at(counted_at);
     }
 
     /// Makes a batch the operations of an attempt with this credential. The cool-down comes first.

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use tidegate_core::allowance::Rests;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::retry::{GiveUp, Reach, Retry};
@@ -204,17 +203,7 @@ impl World {
                 Happening::Replies(id) if self.finished.contains_key(&id) => {}
                 Happening::Replies(id) => {
                     let (class, retry_after) = self.answers[&id];
-                    let reply = Reply {
-                        class,
-                        repeatable: true,
-                        unreplayable: None,
-                        stop: false,
-                        retry_after,
-                        spent_until: None,
-                        rests: Rests::default(),
-                        reach: Reach::Answered,
-                        streams: false,
-                    };
+                    let reply = Reply { repeatable: true, retry_after, ..Reply::of(class, Reach::Answered) };
                     let next = self.calls[id].replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
                     self.step(id, next);
                 }

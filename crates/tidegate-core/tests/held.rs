@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::allowance::Rests;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::Turn;
 use tidegate_core::quota::Every;
@@ -112,17 +111,7 @@ impl Provider {
         assert_eq!(failure, None);
         let sent = self.turn(&mut call, now);
         assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
-        let reply = Reply {
-            class,
-            repeatable: false,
-            unreplayable: None,
-            stop: false,
-            retry_after,
-            spent_until: None,
-            rests: Rests::default(),
-            reach: Reach::Answered,
-            streams: false,
-        };
+        let reply = Reply { retry_after, ..Reply::of(class, Reach::Answered) };
         let step = call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
         if let Some(batch) = self.desk.orders.tell() {
             self.ask(batch, now);

@@ -394,10 +394,14 @@ impl<S: Store, C: Clock> Provider<S, C> {
         }
     }
 
+    /// How long a call of this lane may take that doesn't say so itself.
+    pub fn timeout(&self, lane: Lane) -> Duration {
+        self.0.rules.lane_rules[lane as usize].timeout.as_duration()
+    }
+
     fn attempt_of(&self, call: &Call, credential: usize, happened: Happened, now: Time) -> Attempt {
         let time_left = call.deadline().since(now).as_duration();
-        let granted = self.0.rules.lane_rules[call.lane() as usize].timeout.as_duration();
-        let enough = granted.min(self.plan().attempt_timeout) / 2;
+        let enough = self.timeout(call.lane()).min(self.plan().attempt_timeout) / 2;
         Attempt { credential, number: happened.attempts, time_left, enough }
     }
 

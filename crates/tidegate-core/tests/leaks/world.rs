@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::allowance::Rests;
 use tidegate_core::breaker::State;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
@@ -302,18 +301,7 @@ impl World {
     ) {
         let mut known = self.take(id);
         let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
-        let (repeatable, unreplayable, spent_until) = (true, None, None);
-        let reply = Reply {
-            class,
-            repeatable,
-            unreplayable,
-            stop: false,
-            retry_after,
-            spent_until,
-            rests: Rests::default(),
-            reach: Reach::Answered,
-            streams,
-        };
+        let reply = Reply { repeatable: true, retry_after, streams, ..Reply::of(class, Reach::Answered) };
         if known.beside.is_some() {
             return self.beaten(known, &reply, streams);
         }

@@ -149,8 +149,7 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
     ///
     /// # Errors
     /// The caller's body breaks off, or doesn't come in time.
-    pub(super) async fn expected_cost(&mut self, patience: Duration) -> Result<Option<u64>, Trouble> {
-        let Some(rules) = &self.manner.cost else { return Ok(None) };
+    pub(super) async fn expected_cost(&mut self, rules: &CostRules, patience: Duration) -> Result<u64, Trouble> {
         let mut body = None;
         if !rules.request.is_empty() && is_json(&self.parts.headers) {
             body = tokio::time::timeout(patience, self.body.read_ahead()).await.map_err(|_| Trouble::Stalled)?;
@@ -159,7 +158,7 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
             return Err(Trouble::Body);
         }
         let cost = expected(rules, self.body.size(), body.as_deref());
-        Ok(Some(cost.min(self.manner.most_cost)))
+        Ok(cost.min(self.manner.most_cost))
     }
 
     fn failed<B>(&self, trouble: Trouble, fault: Fault) -> Ended<Outcome<B>> {

@@ -164,6 +164,16 @@ impl<S: Store, C: Clock> Hall<S, C> {
         (floor, now)
     }
 
+    /// Lets a call that isn't parked make its step, tells the store what it asks for, and lets those go whose turn it is now.
+    fn step<T>(self: &Arc<Self>, step: impl FnOnce(&mut Table, Time) -> T) -> (T, Time) {
+        let (mut floor, now) = self.enter_now();
+        let floor = &mut *floor;
+        let done = step(&mut floor.table, now);
+        self.tell(&floor.table.desk, now);
+        self.pump(floor, None, now);
+        (done, now)
+    }
+
     /// Looks at the desk.
     pub(super) fn look<T>(&self, look: impl FnOnce(&Desk, Time) -> T) -> T {
         let floor = self.enter();
@@ -208,12 +218,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Learns how a request failed beside which another is still under way.
     pub(super) fn beaten(self: &Arc<Self>, call: &mut Call, reply: &Reply) {
-        let (mut floor, now) = self.enter_now();
-        let floor = &mut *floor;
-        let Table { desk, rng, .. } = &mut floor.table;
-        call.beaten(&self.rules, desk, reply, now, rng);
-        self.tell(desk, now);
-        self.pump(floor, None, now);
+        self.step(|Table { desk, rng, .. }, now| call.beaten(&self.rules, desk, reply, now, rng));
     }
 
     /// Waits for the verdict about a parked call.
@@ -248,12 +253,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Learns how an attempt ended.
     pub(super) fn replied(self: &Arc<Self>, call: &mut Call, reply: &Reply) -> (After, Time) {
-        let (mut floor, now) = self.enter_now();
-        let floor = &mut *floor;
-        let Table { desk, rng, .. } = &mut floor.table;
-        let step = call.replied(&self.rules, desk, reply, now, rng);
-        self.tell(desk, now);
-        self.pump(floor, None, now);
+        let (step, now) = self.step(|Table { desk, rng, .. }, now| call.replied(&self.rules, desk, reply, now, rng));
         let after = match step {
             Step::Sleep(at) => After::Again(at),
             Step::Renew { .. } => After::Renew,
@@ -279,32 +279,22 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// A credential's login has failed.
     pub(super) fn not_renewed(self: &Arc<Self>, call: &mut Call, credential: usize) {
-        let (mut floor, now) = self.enter_now();
-        let floor = &mut *floor;
-        let desk = &mut floor.table.desk;
-        call.not_renewed(&self.rules, desk, credential, now);
-        self.tell(desk, now);
-        self.pump(floor, None, now);
+        self.step(|Table { desk, .. }, now| call.not_renewed(&self.rules, desk, credential, now));
     }
 
     /// Nobody waits any more for a call that isn't parked.
     pub(super) fn abandoned(self: &Arc<Self>, call: &mut Call) {
-        let (mut floor, now) = self.enter_now();
-        self.leave(&mut floor, call, Reach::Unknown, now);
+        self.step(|Table { desk, rng, .. }, now| call.abandoned(&self.rules, desk, Reach::Unknown, now, rng));
     }
 
     /// Nobody waits any more for a call that is parked.
     pub(super) fn forsaken(self: &Arc<Self>, place: usize) {
         let (mut floor, now) = self.enter_now();
-        if let Some(mut parked) = floor.unpark(place) {
-            // Even if it has been granted its turn, nothing was sent.
-            self.leave(&mut floor, &mut parked.call, Reach::Unsent, now);
-        }
-    }
-
-    fn leave(self: &Arc<Self>, floor: &mut Floor, call: &mut Call, reach: Reach, now: Time) {
+        let floor = &mut *floor;
+        let Some(mut parked) = floor.unpark(place) else { return };
         let Table { desk, rng, .. } = &mut floor.table;
-        call.abandoned(&self.rules, desk, reach, now, rng);
+        // Even if it has been granted its turn, nothing was sent.
+        parked.call.abandoned(&self.rules, desk, Reach::Unsent, now, rng);
         self.tell(desk, now);
         self.pump(floor, None, now);
     }

@@ -6,7 +6,6 @@ use std::io;
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, StatusCode};
 use serde_json::Value;
-use tidegate_core::allowance::Rests;
 use tidegate_core::call::Reply;
 use tidegate_core::retry::{Class, Fault, Reach, Unreplayable, is_repeatable};
 use tidegate_core::{Span, Time};
@@ -81,15 +80,13 @@ impl Judge {
     ) -> Reply {
         let said = Said::read(status, headers, now);
         Reply {
-            class: said.class,
             repeatable: is_repeatable(self.method.as_str(), self.has_key, said.may_have_acted()),
             unreplayable,
             stop: said.hints.pushback_stop,
             retry_after: said.wait(now),
             spent_until: said.hints.spent_until.filter(|_| said.class != Class::Throttled),
             rests: said.hints.rests,
-            reach: Reach::Answered,
-            streams: false,
+            ..Reply::of(said.class, Reach::Answered)
         }
     }
 
@@ -101,21 +98,15 @@ impl Judge {
     /// What it means that there was no reply.
     pub fn fault(&self, fault: Fault, unreplayable: Option<Unreplayable>) -> Reply {
         Reply {
-            class: fault.class(),
             repeatable: is_repeatable(self.method.as_str(), self.has_key, fault.was_sent()),
             unreplayable,
-            stop: false,
-            retry_after: None,
-            spent_until: None,
-            rests: Rests::default(),
-            reach: fault.reach(),
-            streams: false,
+            ..Reply::of(fault.class(), fault.reach())
         }
     }
 
     /// A request that says nothing about the provider, because it is the caller's that broke off.
     pub fn cancelled(&self) -> Reply {
-        Reply { class: Class::Cancelled, repeatable: false, ..self.fault(Fault::Reset, None) }
+        Reply::of(Class::Cancelled, Reach::Unknown)
     }
 }
 

@@ -137,7 +137,7 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         request.extensions_mut().insert(options);
         let has_followed = &self.has_followed;
         let client = Rest { next, extensions: Arc::new(Mutex::new(extensions)), has_followed };
-        let response = layer.call(client, request).await.map_err(reqwest_middleware::Error::middleware)?;
+        let response = layer.0.call(client, request).await.map_err(reqwest_middleware::Error::middleware)?;
         let mut response = response.map(Body::wrap);
         response.extensions_mut().extend(named(url));
         Ok(response.into())

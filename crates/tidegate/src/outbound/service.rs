@@ -17,7 +17,6 @@ use tidegate_store::{Memory, Store};
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::cache::Origin as _;
 use super::cost::Price;
 use super::exchange::{BoxError, Exchange, Manner, Trouble};
 use super::wish::has_idempotency_key;
@@ -40,9 +39,9 @@ use crate::SystemClock;
 /// [`Why`](super::Why) of that besides.
 ///
 /// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
-pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<Counter<S, C>>);
+pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<Counter<S, C>>);
 
-struct Counter<S: Store, C: Clock> {
+pub(super) struct Counter<S: Store, C: Clock> {
     provider: Provider<S, C>,
     manner: Manner<C>,
 }
@@ -134,24 +133,6 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
         self.0.manner.target.covers(url)
     }
 
-    /// Makes one request a call, by an inner service that need not outlive it.
-    #[cfg(feature = "reqwest")]
-    pub(super) async fn call<I, Q, B>(
-        &self,
-        inner: I,
-        request: Request<Q>,
-    ) -> Result<Response<OutboundBody<B, S, C>>, OutboundError>
-    where
-        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
-        I::Error: Into<BoxError>,
-        I::Future: Send,
-        Q: Body<Data = Bytes> + Send,
-        B: Body<Data = Bytes> + Send,
-        B::Error: Into<BoxError>,
-    {
-        self.0.call(inner, request).await
-    }
-
     fn change(self, change: impl FnOnce(&mut Manner<C>)) -> Self {
         let Counter { provider, manner } = &*self.0;
         let mut manner = manner.clone();
@@ -237,7 +218,8 @@ where
 }
 
 impl<S: Store, C: Clock> Counter<S, C> {
-    async fn call<I, Q, B>(
+    /// Makes one request a call, by an inner service that need not outlive it.
+    pub(super) async fn call<I, Q, B>(
         &self,
         inner: I,
         request: Request<Q>,
@@ -255,14 +237,13 @@ impl<S: Store, C: Clock> Counter<S, C> {
         let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
         let body = Replay::new(body, self.provider.plan().replay_bytes);
         let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge)?;
-        if options.cost == CallOptions::default().cost {
+        let unsaid = options.cost == CallOptions::default().cost;
+        if let Some(rules) = self.manner.cost.as_ref().filter(|_| unsaid) {
             let began_at = self.manner.clock.now();
             let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
-            if let Some(cost) = exchange.expected_cost(timeout).await? {
-                options.cost = cost;
-                let took = self.manner.clock.now().since(began_at).as_duration();
-                options.timeout = Some(timeout.saturating_sub(took));
-            }
+            options.cost = exchange.expected_cost(rules, timeout).await?;
+            let took = self.manner.clock.now().since(began_at).as_duration();
+            options.timeout = Some(timeout.saturating_sub(took));
         }
         let told = |happened: Happened, response: Response<_>| {
             let mut response = response;
@@ -276,20 +257,21 @@ impl<S: Store, C: Clock> Counter<S, C> {
                 response.body_mut().hold(done.tail, price);
                 Ok(response)
             }
-            Err(Failed { error: CallError { provider, why, value, happened, at }, tail }) => match value.transpose() {
-                Ok(Some(response)) => {
-                    let mut response = told(happened, response.map(super::answer::Peeked::into_body));
-                    response.extensions_mut().insert(why);
-                    if let Some(tail) = tail {
-                        response.body_mut().hold(tail, None);
+            Err(Failed { error: CallError { provider, why, value, happened, at }, tail }) => {
+                let value = match value.transpose() {
+                    Ok(Some(response)) => {
+                        let mut response = told(happened, response.map(super::answer::Peeked::into_body));
+                        response.extensions_mut().insert(why);
+                        if let Some(tail) = tail {
+                            response.body_mut().hold(tail, None);
+                        }
+                        return Ok(response);
                     }
-                    Ok(response)
-                }
-                Ok(None) => Err(OutboundError::Call(CallError { provider, why, value: None, happened, at })),
-                Err(trouble) => {
-                    Err(OutboundError::Call(CallError { provider, why, value: Some(trouble), happened, at }))
-                }
-            },
+                    Ok(None) => None,
+                    Err(trouble) => Some(trouble),
+                };
+                Err(OutboundError::Call(CallError { provider, why, value, happened, at }))
+            }
         }
     }
 }

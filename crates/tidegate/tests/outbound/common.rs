@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::allowance::Rests;
 use tidegate::core::call::Reply;
 use tidegate::core::retry::Reach;
 use tidegate::core::{Class, Lane};
@@ -14,17 +13,7 @@ use tidegate::store::Store;
 use tidegate::{Clock as _, Memory, Time};
 use tokio::task::JoinHandle;
 
-pub(crate) const GOOD: Reply = Reply {
-    class: Class::Success,
-    repeatable: true,
-    unreplayable: None,
-    stop: false,
-    retry_after: None,
-    spent_until: None,
-    rests: Rests { calls: None, cost: None },
-    reach: Reach::Answered,
-    streams: false,
-};
+pub(crate) const GOOD: Reply = Reply { repeatable: true, ..Reply::of(Class::Success, Reach::Answered) };
 pub(crate) const FAILED: Reply = Reply { class: Class::Transient, ..GOOD };
 pub(crate) const THROTTLED: Reply = Reply { class: Class::Throttled, ..GOOD };
 /// A 401.

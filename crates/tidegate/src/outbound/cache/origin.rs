@@ -61,7 +61,7 @@ impl<S: Store, C: Clock> Origin for Provider<S, C> {
     }
 
     fn timeout(&self, lane: Lane) -> Duration {
-        self.0.rules.lane_rules[lane as usize].timeout.as_duration()
+        Self::timeout(self, lane)
     }
 
     fn raise(&self, urgency: &Urgency, lane: Lane) {
