@@ -16,7 +16,7 @@ use tidegate::core::retry::Reach;
 use tidegate::core::{Breaker, BreakerSpec, Class, SharedBreaker};
 use tidegate::outbound::layers::BreakerLayer;
 use tidegate::outbound::{Attempt, CallOptions, Ended, Outbound, Provider, Upstream};
-use tidegate::{Clock, Span, SystemClock, Time};
+use tidegate::{Clock, SystemClock, Time};
 use tokio::runtime::{Builder, Runtime};
 use tower::Layer;
 
