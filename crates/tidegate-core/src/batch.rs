@@ -107,6 +107,9 @@ pub struct Terms {
     pub lead: Span,
     /// The moment that a window counted what is settled or refunded at; the epoch if nobody knows.
     pub counted_at: Time,
+    /// A hash of what all keys of the batch have in common, by which a store that is divided over several servers finds
+    /// them in one place; 0 if they have nothing in common, or nobody said.
+    pub affinity: u64,
 }
 
 /// One operation, and all that it is judged by.
@@ -162,6 +165,11 @@ impl Batch {
     pub fn counted_at(mut self, at: Time) -> Self {
         self.terms.counted_at = at;
         self
+    }
+
+    /// Says what all its keys have in common. Whoever asks for one of the keys must say the same.
+    pub fn set_affinity(&mut self, affinity: u64) {
+        self.terms.affinity = affinity;
     }
 
     /// Empties it, for reuse.

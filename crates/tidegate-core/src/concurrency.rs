@@ -130,6 +130,16 @@ pub struct Permit {
 pub struct Permits(Vec<Permit>);
 
 impl Permits {
+    /// A list of these permits.
+    pub fn of(permits: Vec<Permit>) -> Self {
+        Self(permits)
+    }
+
+    /// Each holder's permits.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Permit> {
+        self.0.iter()
+    }
+
     /// The sum of all permits.
     pub fn used(&self) -> u64 {
         self.0.iter().map(|permit| permit.count).sum()

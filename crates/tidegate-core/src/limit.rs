@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::num::NonZeroU16;
 
-use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, Window};
+use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, Span, Window};
 
 /// The largest limit: 2^40.
 pub const MAX_LIMIT: u64 = 1 << 40;
@@ -80,19 +80,51 @@ pub enum Count {
     All,
 }
 
-/// One limit of a plan: its kind, the penalty for exceeding it, and its part in a decision.
+/// What to answer while the store that several nodes share can't be reached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnOutage {
+    /// Each node goes on by itself with its share of the limit.
+    #[default]
+    Local,
+    /// Everything is let through, uncounted.
+    Allow,
+    /// Nothing is let through: who asks is told that the store is gone.
+    Deny,
+}
+
+/// A slice of a limit that a node takes in one go and then spends without asking.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseSpec {
+    /// How much of the limit's capacity one slice is, in thousandths: 1 to 500.
+    pub permille: u16,
+    /// How long a slice may be spent.
+    pub max_age: Span,
+}
+
+/// How a limit is kept where several nodes share their state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sharing {
+    /// What holds while the store can't be reached.
+    pub on_outage: OnOutage,
+    /// Whether nodes take slices. `None`: every decision asks the store.
+    pub lease: Option<LeaseSpec>,
+}
+
+/// One limit of a plan: its kind, the penalty for exceeding it, its part in a decision, and how it is shared.
 #[derive(Clone, Debug)]
 pub struct Limit {
     kind: Kind,
     penalty: Option<Penalty>,
     count: Count,
     shadow: bool,
+    tag: Option<u64>,
+    sharing: Sharing,
 }
 
 impl Limit {
     /// A limit without penalty that counts admitted calls and is enforced.
     pub fn new(kind: Kind) -> Self {
-        Self { kind, penalty: None, count: Count::Admitted, shadow: false }
+        Self { kind, penalty: None, count: Count::Admitted, shadow: false, tag: None, sharing: Sharing::default() }
     }
 
     /// Adds what exceeding the limit costs.
@@ -114,6 +146,26 @@ impl Limit {
     pub fn in_shadow(mut self, shadow: bool) -> Self {
         self.shadow = shadow;
         self
+    }
+
+    /// Names the limit wherever its state outlives this plan: in a file, or in a store that other nodes share, whose
+    /// plans may number their limits differently. A hash of its name does. Unless said, its number in the plan.
+    #[must_use]
+    pub fn tagged(mut self, tag: u64) -> Self {
+        self.tag = Some(tag);
+        self
+    }
+
+    /// Chooses how several nodes share it.
+    #[must_use]
+    pub fn shared(mut self, sharing: Sharing) -> Self {
+        self.sharing = sharing;
+        self
+    }
+
+    /// How several nodes share it.
+    pub fn sharing(&self) -> &Sharing {
+        &self.sharing
     }
 
     /// How much of what is allowed.
@@ -163,6 +215,11 @@ impl Limits {
     /// The limit of this id, if the plan has it.
     pub fn get(&self, id: LimitId) -> Option<&Limit> {
         self.0.get(id.index())
+    }
+
+    /// What a limit is called wherever its state outlives this plan ([`Limit::tagged`]).
+    pub fn tag(&self, id: LimitId) -> u64 {
+        self.get(id).and_then(|limit| limit.tag).unwrap_or(u64::from(id.get()))
     }
 
     /// Every limit with its id.

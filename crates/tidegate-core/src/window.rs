@@ -278,6 +278,28 @@ impl Log {
         Self { total: count, head: 0, len: 1, coarse: false, ring: Ring::Inline(slots) }
     }
 
+    /// A log of these slots, oldest first; `coarse` says that some were merged. Slots out of order or beyond what a
+    /// log holds are `None`.
+    pub fn of(slots: &[Slot], coarse: bool) -> Option<Self> {
+        let mut log = Self { coarse, ..Self::default() };
+        let ordered = slots.is_sorted_by_key(|slot| slot.at);
+        if !ordered || slots.len() > 2 * MAX_ENTRIES as usize - 1 || slots.iter().any(|slot| slot.count == 0) {
+            return None;
+        }
+        if slots.len() > INLINE {
+            log.resize(slots.len());
+        }
+        for slot in slots {
+            log.push_back(*slot, slots.len());
+        }
+        Some(log)
+    }
+
+    /// Whether entries have been merged, and new ones are.
+    pub fn is_coarse(&self) -> bool {
+        self.coarse
+    }
+
     /// The sum of all counts.
     pub fn total(&self) -> u64 {
         self.total

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use arrayvec::ArrayVec;
 use http::header::{COOKIE, HeaderName};
 use siphasher::sip128::{Hasher128 as _, SipHasher13};
-use tidegate_core::Key;
+use tidegate_core::{Key, Kind};
 
 use crate::address::{PrefixBytes, network_of, parent_of};
 use crate::path::{Normalised, PathQuirks};
@@ -146,6 +146,22 @@ impl KeySeed {
     }
 }
 
+/// What a limit is called in a store that outlives the plan. A limit of another kind is another limit: nothing of what
+/// the first remembered would mean anything to it.
+pub(crate) fn limit_tag(direction: &str, name: &str, kind: &Kind) -> u64 {
+    let kind = match kind {
+        Kind::Window(_) => 1,
+        Kind::Rate(_) => 2,
+        Kind::Quota(_) => 3,
+        Kind::Concurrency(_) => 4,
+        Kind::Cooldown(_) => 5,
+    };
+    let mut encoder = Encoder::new(&KeySeed::new([0; 16]), DOMAIN_TAG);
+    encoder.part(kind, direction.as_bytes());
+    encoder.part(kind, name.as_bytes());
+    encoder.finish().lo()
+}
+
 impl fmt::Debug for KeySeed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("KeySeed(…)")
@@ -165,6 +181,7 @@ pub(crate) enum Lacking<'r> {
 const DOMAIN_KEY: u8 = 0;
 const DOMAIN_PARENT: u8 = 1;
 const DOMAIN_OUTBOUND: u8 = 2;
+const DOMAIN_TAG: u8 = 3;
 const ABSENT: u8 = 0x80;
 
 impl Recipe {

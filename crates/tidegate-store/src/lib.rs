@@ -9,11 +9,15 @@
 #![deny(unsafe_code)]
 
 mod memory;
+#[cfg(feature = "remote")]
+mod remote;
 
 use std::future::Future;
 use std::sync::Arc;
 
 pub use memory::{Memory, MemoryStats};
+#[cfg(feature = "remote")]
+pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 
 /// Where state lives.

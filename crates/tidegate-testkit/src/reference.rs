@@ -14,18 +14,24 @@ use tidegate_store::{Answer, Immediate, Store, StoreError};
 pub struct ReferenceStore {
     limits: Arc<Limits>,
     states: Mutex<BTreeMap<(LimitId, Key), State>>,
+    encodes: bool,
 }
 
 impl ReferenceStore {
     /// An empty store.
     pub fn new(limits: Arc<Limits>) -> Self {
-        Self { limits, states: Mutex::new(BTreeMap::new()) }
+        Self { limits, states: Mutex::new(BTreeMap::new()), encodes: false }
+    }
+
+    /// An empty store that turns each state into bytes and back whenever it has changed, as stores with rows do.
+    pub fn encoded(limits: Arc<Limits>) -> Self {
+        Self { encodes: true, ..Self::new(limits) }
     }
 
     /// Another store that holds the same: to ask what would have happened.
     #[must_use]
     pub fn fork(&self) -> Self {
-        Self { limits: Arc::clone(&self.limits), states: Mutex::new(self.states().clone()) }
+        Self { limits: Arc::clone(&self.limits), states: Mutex::new(self.states().clone()), encodes: self.encodes }
     }
 
     /// How many states it holds.
@@ -52,6 +58,12 @@ impl ReferenceStore {
     fn states(&self) -> MutexGuard<'_, BTreeMap<(LimitId, Key), State>> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn there_and_back(state: &State) -> State {
+    let mut bytes = Vec::new();
+    state.encode(&mut bytes);
+    State::decode(&bytes).unwrap_or_default()
 }
 
 fn written(limit: &Limit, state: &State, now: Time) -> String {
@@ -112,6 +124,7 @@ impl Immediate for ReferenceStore {
             if idle {
                 states.remove(&(op.limit, op.key));
             } else {
+                let state = if self.encodes { there_and_back(&state) } else { state };
                 states.insert((op.limit, op.key), state);
             }
         }

@@ -6,17 +6,47 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use tidegate_core::{Batch, Count, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Window};
+use tidegate_core::{Batch, Count, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, State, Time, Verb, Window};
 use tidegate_store::{Answer, Immediate, Store, StoreError};
 use tidegate_testkit::conformance::{Backend, Effort, conform};
-use tidegate_testkit::dice;
 use tidegate_testkit::reference::ReferenceStore;
+use tidegate_testkit::{dice, property};
 
 const FEW: Effort = Effort { batches: 5_000, tasks: 8, calls: 200, seed: 1 };
 
 #[test]
 fn the_reference_store_conforms() {
     conform(&ReferenceStore::new, &Effort::default()).unwrap();
+}
+
+#[test]
+fn a_state_is_the_same_after_it_was_bytes() {
+    conform(&ReferenceStore::encoded, &FEW).unwrap();
+}
+
+#[test]
+fn bytes_that_are_no_state_are_told() {
+    property::check(2_000, 40, |mut dice| {
+        let junk: Vec<u8> = (0..dice.below(60)).map(|_| dice.word() as u8).collect();
+        for first in [junk.as_slice(), &[&[0x10 | dice.below(7) as u8], junk.as_slice()].concat()] {
+            let Some(state) = State::decode(first) else { continue };
+            let mut again = Vec::new();
+            state.encode(&mut again);
+            let Some(twice) = State::decode(&again) else {
+                return Err(format!("{first:?} reads, and not when written again"));
+            };
+            let mut third = Vec::new();
+            twice.encode(&mut third);
+            if third != again {
+                return Err(format!("{first:?}: {again:?} became {third:?}"));
+            }
+        }
+        Ok(())
+    });
+    let mut bytes = Vec::new();
+    State::default().encode(&mut bytes);
+    bytes[0] += 0x10;
+    assert!(State::decode(&bytes).is_none(), "a later version");
 }
 
 /// A store that answers later and goes by a clock of its own, as one behind a network does.

@@ -10,7 +10,7 @@ use crate::address::{AddressLists, Listed};
 use crate::calendar::PeriodUnit;
 use crate::document::{At, Table};
 use crate::error::Error;
-use crate::key::Recipe;
+use crate::key::{Recipe, limit_tag};
 use crate::path::PathQuirks;
 use crate::plan::{Action, ActionId, LimitInfo, Plan, Program, Source, Step};
 use crate::quantity::Quantity;
@@ -193,7 +193,8 @@ impl Reader<'_> {
                 let count = if concurrency { Count::Admitted } else { group.count };
                 let words = words::limit(&quantity, penalty.as_ref(), is_ban, count);
                 let policy_item = words::policy_item(&name, &quantity)?;
-                let mut limit = Limit::new(kind).counting(count).in_shadow(shadow);
+                let tag = limit_tag("inbound", &name, &kind);
+                let mut limit = Limit::new(kind).tagged(tag).counting(count).in_shadow(shadow);
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
                 }

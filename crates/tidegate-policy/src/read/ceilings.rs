@@ -7,6 +7,7 @@ use super::Reader;
 use super::provider::Section;
 use crate::document::{At, Node};
 use crate::error::{Error, quoted};
+use crate::key::limit_tag;
 use crate::outbound::{CostRules, Hours, OutboundLimit};
 use crate::quantity::Quantity;
 use crate::words;
@@ -43,7 +44,8 @@ pub(super) struct Collected {
 impl Collected {
     fn add(&mut self, kind: Kind, info: OutboundLimit) -> Option<LimitId> {
         let id = LimitId::from_index(self.limits.len())?;
-        self.limits.push(Limit::new(kind));
+        let tag = limit_tag("outbound", &info.name, &kind);
+        self.limits.push(Limit::new(kind).tagged(tag));
         self.infos.push(info);
         Some(id)
     }

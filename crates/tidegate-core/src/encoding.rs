@@ -1,0 +1,176 @@
+//! A state as bytes, for stores that keep it elsewhere than in memory.
+//!
+//! One byte for the version and the kind, then numbers of seven bits a byte, the lowest first (as LEB128 has them);
+//! moments of a log and leases are told by their distance from the one before. Ends with the penalty's record, if there
+//! is one.
+
+use alloc::vec::Vec;
+
+use crate::concurrency::{Permit, Permits};
+use crate::cooldown::Gate;
+use crate::penalty::Record;
+use crate::quota::{Ledger, Period};
+use crate::rate::Arrival;
+use crate::state::{State, Usage};
+use crate::window::{Log, Slot};
+use crate::{Span, Time};
+
+/// The upper half of the first byte.
+const VERSION: u8 = 1 << 4;
+const NONE: u8 = 0;
+const WINDOW: u8 = 1;
+const COARSE_WINDOW: u8 = 2;
+const RATE: u8 = 3;
+const QUOTA: u8 = 4;
+const CONCURRENCY: u8 = 5;
+const COOLDOWN: u8 = 6;
+
+/// More entries than any state has.
+const MOST: u64 = 1 << 17;
+
+impl State {
+    /// Appends the state as bytes, which [`State::decode`] reads: about 10 for a rate, 4 for each call in a window.
+    pub fn encode(&self, bytes: &mut Vec<u8>) {
+        match self.usage() {
+            Usage::None => bytes.push(VERSION | NONE),
+            Usage::Window(log) => {
+                bytes.push(VERSION | if log.is_coarse() { COARSE_WINDOW } else { WINDOW });
+                write(bytes, log.len() as u64);
+                let mut before = Time::ZERO;
+                for slot in log.iter() {
+                    write(bytes, slot.at.since(before).as_micros());
+                    write(bytes, slot.count);
+                    before = slot.at;
+                }
+            }
+            Usage::Rate(arrival) => {
+                bytes.push(VERSION | RATE);
+                write(bytes, arrival.to_bits());
+            }
+            Usage::Quota(ledger) => {
+                bytes.push(VERSION | QUOTA);
+                write_time(bytes, ledger.period.start);
+                write_time(bytes, ledger.period.end);
+                write(bytes, ledger.used);
+            }
+            Usage::Concurrency(permits) => {
+                bytes.push(VERSION | CONCURRENCY);
+                write(bytes, permits.iter().len() as u64);
+                for permit in permits.iter() {
+                    write(bytes, permit.holder);
+                    write(bytes, permit.count);
+                    write_time(bytes, permit.expires);
+                }
+            }
+            Usage::Cooldown(gate) => {
+                bytes.push(VERSION | COOLDOWN);
+                write_time(bytes, gate.until);
+                write_time(bytes, gate.last);
+                write(bytes, u64::from(gate.generation));
+                bytes.push(gate.step);
+            }
+        }
+        let record = self.record();
+        if *record != Record::default() {
+            write_time(bytes, record.until);
+            write(bytes, record.parole);
+            bytes.push(record.strikes);
+        }
+    }
+
+    /// Reads what [`State::encode`] wrote. `None` of anything else, a later version's bytes included.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (&first, rest) = bytes.split_first()?;
+        let kind = first.checked_sub(VERSION).filter(|kind| *kind <= COOLDOWN)?;
+        let mut input = Input(rest);
+        let usage = match kind {
+            NONE => Usage::None,
+            WINDOW | COARSE_WINDOW => Usage::Window(input.log(kind == COARSE_WINDOW)?),
+            RATE => Usage::Rate(Arrival::from_bits(input.number()?)),
+            QUOTA => {
+                let period = Period { start: input.time()?, end: input.time()? };
+                Usage::Quota(Ledger { period, used: input.number()? })
+            }
+            CONCURRENCY => Usage::Concurrency(input.permits()?),
+            _ => Usage::Cooldown(Gate {
+                until: input.time()?,
+                last: input.time()?,
+                generation: u32::try_from(input.number()?).ok()?,
+                step: input.byte()?,
+            }),
+        };
+        let record = match input.0 {
+            [] => Record::default(),
+            _ => Record { until: input.time()?, parole: input.number()?, strikes: input.byte()? },
+        };
+        input.0.is_empty().then(|| Self::new(usage, record))
+    }
+}
+
+fn write(bytes: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        bytes.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+}
+
+fn write_time(bytes: &mut Vec<u8>, time: Time) {
+    write(bytes, time.as_micros());
+}
+
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        let (&byte, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(byte)
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        let mut number = 0_u64;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let bits = u64::from(byte & 0x7f);
+            if bits << shift >> shift != bits {
+                return None;
+            }
+            number |= bits << shift;
+            if byte < 0x80 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    fn time(&mut self) -> Option<Time> {
+        self.number().map(Time::from_micros)
+    }
+
+    /// A number of entries, each of which takes two bytes at the least.
+    fn count(&mut self) -> Option<usize> {
+        let count = self.number().filter(|count| *count <= MOST)?;
+        usize::try_from(count).ok().filter(|count| *count <= self.0.len() / 2)
+    }
+
+    fn log(&mut self, coarse: bool) -> Option<Log> {
+        let mut before = Time::ZERO;
+        let count = self.count()?;
+        let mut slots = Vec::with_capacity(count);
+        for _ in 0..count {
+            before = before + Span::from_micros(self.number()?);
+            slots.push(Slot { at: before, count: self.number()? });
+        }
+        Log::of(&slots, coarse)
+    }
+
+    fn permits(&mut self) -> Option<Permits> {
+        let count = self.count()?;
+        let mut permits = Vec::with_capacity(count);
+        for _ in 0..count {
+            permits.push(Permit { holder: self.number()?, count: self.number()?, expires: self.time()? });
+        }
+        Some(Permits::of(permits))
+    }
+}

@@ -1,0 +1,83 @@
+//! What a store beyond this process is asked, and how one stands alone.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
+
+use crate::{Answer, Store, StoreError};
+
+/// What comes from a store after a round trip.
+pub type Waiting<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
+
+/// A key that was reset: under which limit, by its [tag](Limits::tag), and which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reset {
+    /// The limit's tag.
+    pub tag: u64,
+    /// The key.
+    pub key: Key,
+}
+
+/// Whose time a store decides by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TimeSource {
+    /// The store's own, so that nodes whose clocks differ still count together.
+    #[default]
+    Store,
+    /// That which comes with each batch: for tests. What has to expire in the store itself then stays for an hour at
+    /// least, by its own time.
+    Caller,
+}
+
+/// A store beyond this process, asked over a network.
+///
+/// Who asks bounds the wait; a batch whose answer was lost counts as carried out. Dropping a future that was polled takes
+/// nothing back. Every method may be called before the store was ever reached, and fails then.
+pub trait Remote: Send + Sync + 'static {
+    /// The limits that batches are judged by.
+    fn limits(&self) -> &Arc<Limits>;
+
+    /// Carries out a batch as [`Store::apply`] promises. An empty batch asks for the time and whether anybody is there.
+    fn ask(&self, batch: &Batch, now: Time) -> Waiting<Outcomes>;
+
+    /// The bytes that all nodes hash their keys under: those in the store, or if there are none this proposal, which is
+    /// then kept there for good.
+    fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]>;
+
+    /// What is told of resets by any node, this one included, where the store can tell. It may tell some late, or twice,
+    /// or lose them while it can't be reached.
+    fn resets(&self) -> Option<tokio::sync::broadcast::Receiver<Reset>> {
+        None
+    }
+
+    /// Removes some of what has expired, in a bounded number of steps, where the store doesn't by itself. Called about
+    /// once a second by one node or by all.
+    fn clean(&self) -> Waiting<()> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// A remote store alone: every decision is a round trip, and an outage an error.
+#[derive(Debug)]
+pub struct Direct<R>(pub R);
+
+impl<R: Remote> Store for Direct<R> {
+    type Later = Waiting<Outcomes>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.0.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        Answer::Later(self.0.ask(batch, now))
+    }
+
+    /// Asked from a task of its own; outside a tokio runtime it is lost, and so is what the store fails to do.
+    fn tell(&self, batch: &Batch, now: Time) {
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(self.0.ask(batch, now));
+        }
+    }
+}
