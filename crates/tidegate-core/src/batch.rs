@@ -306,6 +306,11 @@ pub struct Outcomes {
 }
 
 impl Outcomes {
+    /// The answers of a store that decided elsewhere. Past [`MAX_OPS`] they are left out.
+    pub fn new(now: Time, list: impl IntoIterator<Item = Outcome>) -> Self {
+        Self { now, list: list.into_iter().take(MAX_OPS).collect() }
+    }
+
     /// When the store decided, by its own time.
     pub fn now(&self) -> Time {
         self.now

@@ -148,6 +148,12 @@ impl Limit {
         self
     }
 
+    /// The same limit but for how much of what it allows.
+    #[must_use]
+    pub fn with_kind(&self, kind: Kind) -> Self {
+        Self { kind, ..self.clone() }
+    }
+
     /// Names the limit wherever its state outlives this plan: in a file, or in a store that other nodes share, whose
     /// plans may number their limits differently. A hash of its name does. Unless said, its number in the plan.
     #[must_use]

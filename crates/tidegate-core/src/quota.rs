@@ -40,6 +40,14 @@ impl Quota {
         Ok(Self { limit: checked_limit(limit)?, calendar })
     }
 
+    /// Another limit by the same calendar.
+    ///
+    /// # Errors
+    /// A limit above 2^40.
+    pub fn of_limit(&self, limit: u64) -> Result<Self, LimitError> {
+        Self::new(limit, Arc::clone(&self.calendar))
+    }
+
     /// The most that one period holds.
     pub fn limit(&self) -> u64 {
         self.limit

@@ -68,6 +68,11 @@ impl Rate {
         self.burst
     }
 
+    /// How long a burst takes to come back.
+    pub fn refill(&self) -> Span {
+        Span::from_micros(self.refill >> FRACTION_BITS)
+    }
+
     /// The most that any window of this length admits: burst + rate × window.
     pub fn bound(&self, window: Span) -> u64 {
         let more = u128::from(window.as_micros()) * u128::from(self.count) / u128::from(self.per.as_micros());

@@ -226,7 +226,9 @@ impl State {
                 outcome.reset_at = window.idle_at(log).max(now);
             }
             Kind::Rate(rate) => {
-                let arrival = rate.charge(self.arrival(), cost, now);
+                // A slice that is spent until its lease ends counts as spent then.
+                let lead = limit.sharing().lease.map_or(Span::ZERO, |lease| terms.lead.min(lease.max_age));
+                let arrival = rate.charge(self.arrival(), cost, now + lead.min(rate.refill()));
                 self.usage = Usage::Rate(arrival);
                 outcome.spend(cost);
                 outcome.reset_at = arrival.idle_at();

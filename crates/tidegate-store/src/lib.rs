@@ -8,6 +8,8 @@
 //! - Keys are hashes. A store never holds what they were made of.
 #![deny(unsafe_code)]
 
+#[cfg(feature = "remote")]
+mod fleet;
 mod memory;
 #[cfg(feature = "remote")]
 mod remote;
@@ -15,6 +17,8 @@ mod remote;
 use std::future::Future;
 use std::sync::Arc;
 
+#[cfg(feature = "remote")]
+pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
 #[cfg(feature = "remote")]
 pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
@@ -99,6 +103,9 @@ pub enum StoreError {
     /// The store did not answer in time.
     #[error("the store did not answer within {0:?}")]
     Timeout(std::time::Duration),
+    /// The store can't be reached, and the limit lets nothing through without it.
+    #[error("the store can't be reached")]
+    Unavailable,
     /// The store can't be reached or answered with an error.
     #[error("the store failed: {0}")]
     Failed(String),

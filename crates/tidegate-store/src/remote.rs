@@ -46,6 +46,17 @@ pub trait Remote: Send + Sync + 'static {
     /// then kept there for good.
     fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]>;
 
+    /// How many parts of it can fail by themselves, such as the slots of a cluster's masters. At least 1.
+    fn parts(&self) -> usize {
+        1
+    }
+
+    /// Which part a batch is for, below [`Remote::parts`]; the same for all batches of the same affinity.
+    fn part(&self, batch: &Batch) -> usize {
+        let _ = batch;
+        0
+    }
+
     /// What is told of resets by any node, this one included, where the store can tell. It may tell some late, or twice,
     /// or lose them while it can't be reached.
     fn resets(&self) -> Option<tokio::sync::broadcast::Receiver<Reset>> {

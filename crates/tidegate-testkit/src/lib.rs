@@ -11,5 +11,6 @@ pub mod dice;
 pub mod model;
 pub mod property;
 pub mod reference;
+pub mod remote;
 pub mod servers;
 pub mod world;

@@ -1,0 +1,266 @@
+//! Many nodes over one remote store, and life without it.
+//!
+//! A decision costs one round trip, and none where a node may answer by itself: a key under a block is refused until
+//! the block ends (`blocks`), and a slice of a limit that was taken in one go is spent here (`leases`). While the store
+//! can't be reached (`link`), each limit does what its [`OnOutage`] says; where that is `local`, the node goes on with
+//! its share of the limit (`share`), and what it let through meanwhile is told to the store when it is back.
+
+mod blocks;
+mod chores;
+mod leases;
+mod link;
+mod share;
+
+use std::future::ready;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tidegate_core::{
+    Batch, Clock, Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, OnOutage, Op, Outcomes, Span, Time, Verb,
+};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use crate::{Answer, Losses, Remote, Store, StoreError, Waiting};
+use blocks::Blocks;
+use leases::{Leases, Spent};
+use link::Link;
+
+/// How many batches wait to be told to the store; more are dropped, counted and logged.
+const TOLD: usize = 4096;
+
+/// How a fleet's node keeps to its store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FleetOptions {
+    /// How long a decision waits for the store. Default 50 ms.
+    pub timeout: Duration,
+    /// How many nodes are assumed to share the store until it has told. Default 1.
+    pub nodes: u32,
+    /// The most memory that counts may take while the store can't be reached, in bytes. Default 64 MiB.
+    pub max_bytes: usize,
+    /// What this node is known by among the others: a random number.
+    pub node: u64,
+}
+
+impl FleetOptions {
+    /// The defaults, for a node of this number.
+    pub fn new(node: u64) -> Self {
+        Self { timeout: Duration::from_millis(50), nodes: 1, max_bytes: crate::Memory::MAX_BYTES, node }
+    }
+}
+
+/// The limits of a plan, and one more by which the nodes that share a store are counted: to open the [`Remote`] with that
+/// a [`Fleet`] is made of.
+///
+/// # Errors
+/// The plan has 4095 limits already.
+pub fn fleet_limits(limits: &Limits) -> Result<Limits, LimitError> {
+    /// The same in every plan: nodes that count different things are one fleet all the same.
+    const TAG: u64 = 0x7469_6465_6761_7465;
+    let roll = Limit::new(Kind::Concurrency(Concurrency::new(4096, LEASE)?)).tagged(TAG);
+    Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain([roll]).collect())
+}
+
+/// How long a node counts that was not heard of.
+const LEASE: Span = Span::from_secs(10);
+/// Under which key the nodes are counted.
+const ROLL: Key = Key::new(0x726f_6c6c, 0x7469_6465_6761_7465);
+
+/// One node's view of a store that many share. Clones are the same node.
+#[derive(Clone)]
+pub struct Fleet {
+    node: Arc<Node>,
+    /// Ends with the last clone.
+    _chores: Arc<JoinSet<()>>,
+}
+
+/// What decisions and chores share.
+struct Node {
+    remote: Box<dyn Remote>,
+    clock: Box<dyn Clock>,
+    options: FleetOptions,
+    roll: Option<LimitId>,
+    links: Box<[Link]>,
+    blocks: Blocks,
+    leases: Leases,
+    tells: mpsc::Sender<(Batch, Time)>,
+    untold: AtomicU64,
+    /// How many nodes there were when the store last told.
+    size: AtomicUsize,
+    /// How many links are down, so that the log is told once.
+    down: AtomicUsize,
+}
+
+impl std::fmt::Debug for Fleet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Fleet").field("nodes", &self.nodes()).field("is_up", &self.is_up()).finish_non_exhaustive()
+    }
+}
+
+impl Fleet {
+    /// A node over a remote store whose limits are [`fleet_limits`]. Needs a tokio runtime with time, in which it looks
+    /// after the store for as long as it lives.
+    pub fn start(remote: impl Remote, clock: impl Clock, options: FleetOptions) -> Self {
+        let limits = Arc::clone(remote.limits());
+        let (tells, told) = mpsc::channel(TOLD);
+        let parts = remote.parts().max(1);
+        let resets = remote.resets();
+        let node = Arc::new(Node {
+            roll: limits.iter().map(|(id, _)| id).last(),
+            links: (0..parts).map(|_| Link::default()).collect(),
+            blocks: Blocks::new(Arc::clone(&limits), resets.is_some()),
+            leases: Leases::new(limits),
+            remote: Box::new(remote),
+            clock: Box::new(clock),
+            options,
+            tells,
+            untold: AtomicU64::new(0),
+            size: AtomicUsize::new(options.nodes.max(1) as usize),
+            down: AtomicUsize::new(0),
+        });
+        let chores = chores::start(&node, told, resets);
+        Self { node, _chores: Arc::new(chores) }
+    }
+
+    /// How many nodes share the store, as it last told.
+    pub fn nodes(&self) -> usize {
+        self.node.size.load(Ordering::Relaxed)
+    }
+
+    /// Whether the store can be reached, all of it.
+    pub fn is_up(&self) -> bool {
+        self.node.links.iter().all(Link::is_up)
+    }
+}
+
+impl Store for Fleet {
+    type Later = Waiting<Outcomes>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.node.remote.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        let node = &self.node;
+        for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
+            node.forget(op.limit, op.key);
+        }
+        if let Some(outcomes) = node.blocks.answer(batch, now) {
+            return Answer::Ready(outcomes);
+        }
+        let spent = node.leases.spend(batch, now);
+        if let Spent::Done(outcomes) = spent {
+            return Answer::Ready(outcomes);
+        }
+        if !node.link(batch).is_up() {
+            node.leases.give_up(spent);
+            return match node.alone(batch, now) {
+                Ok(outcomes) => Answer::Ready(outcomes),
+                Err(error) => Answer::Later(Box::pin(ready(Err(error)))),
+            };
+        }
+        let (node, batch) = (Arc::clone(node), batch.clone());
+        Answer::Later(Box::pin(async move {
+            match spent {
+                Spent::Exact => node.exact(&batch, now).await,
+                spent => leases::take(&node, &batch, spent).await,
+            }
+        }))
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.node.tell(batch, now);
+    }
+
+    fn tend(&self, now: Time) -> Losses {
+        let untold = self.node.untold.swap(0, Ordering::Relaxed);
+        if untold > 0 {
+            tracing::warn!(untold, "the store is too slow for what it is told: refunds and the like were dropped");
+        }
+        let mut losses = Losses::default();
+        for local in self.node.links.iter().filter_map(Link::local) {
+            let lost = local.memory().tend(now);
+            losses.used += lost.used;
+            losses.full += lost.full;
+            losses.blocked += lost.blocked;
+            losses.shared += lost.shared;
+        }
+        losses
+    }
+}
+
+impl Node {
+    fn link(&self, batch: &Batch) -> &Link {
+        let part = self.remote.part(batch);
+        self.links.get(part).unwrap_or(&self.links[0])
+    }
+
+    /// Asks the store, and if it doesn't answer goes on without it.
+    async fn exact(&self, batch: &Batch, sent: Time) -> Result<Outcomes, StoreError> {
+        match self.ask(batch, sent).await {
+            Ok(outcomes) => Ok(outcomes),
+            Err(_) => self.alone(batch, self.clock.now()),
+        }
+    }
+
+    /// Asks the store for as long as its link holds.
+    async fn ask(&self, batch: &Batch, sent: Time) -> Result<Outcomes, StoreError> {
+        let link = self.link(batch);
+        let outcomes = link.wait(self.remote.ask(batch, sent), self.options.timeout).await;
+        match &outcomes {
+            Ok(outcomes) => self.blocks.learn(batch, outcomes, sent),
+            Err(_) => link.suspect(|| self.local(), batch),
+        }
+        outcomes
+    }
+
+    /// What a node goes on with when a part of the store is gone.
+    fn local(&self) -> share::Local {
+        let bytes = self.options.max_bytes / self.links.len();
+        share::Local::new(self.remote.limits(), self.size.load(Ordering::Relaxed), bytes)
+    }
+
+    /// Decides without the store.
+    fn alone(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+        let first = batch.ops().first().and_then(|op| self.remote.limits().get(op.limit));
+        match first.map_or(OnOutage::Local, |limit| limit.sharing().on_outage) {
+            OnOutage::Deny => Err(StoreError::Unavailable),
+            OnOutage::Allow => Ok(share::untouched(batch, self.remote.limits(), now)),
+            OnOutage::Local => match self.link(batch).local() {
+                Some(local) => Ok(local.apply(batch, now)),
+                // The store has come back just now; this one call isn't worth another round trip.
+                None => Ok(self.local().apply(batch, now)),
+            },
+        }
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        let link = self.link(batch);
+        match link.local() {
+            Some(local) if !link.is_up() => drop(local.apply(batch, now)),
+            _ => {
+                if self.tells.try_send((batch.clone(), now)).is_err() {
+                    self.untold.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Forgets what this node knows of a key that was reset.
+    fn forget(&self, limit: LimitId, key: Key) {
+        self.blocks.forget(limit, key);
+        self.leases.forget(limit, key);
+    }
+
+    /// The batch by which this node says that it is there, and by which the store shows that it takes writes.
+    fn roll_call(&self, affinity: u64) -> Batch {
+        let mut batch = Batch::new(self.options.node);
+        batch.set_affinity(affinity);
+        if let Some(roll) = self.roll {
+            batch.push(Op::new(roll, Verb::Take, ROLL, 1)).expect("invariant: one operation fits");
+        }
+        batch
+    }
+}

@@ -1,0 +1,368 @@
+//! A node over a store that many share: what it answers by itself, and what it does when the store is gone.
+#![cfg(feature = "remote")]
+#![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
+#![expect(clippy::disallowed_methods, reason = "the clock here is tokio's, which stands still and jumps")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::batch::Outcome;
+use tidegate_core::quota::Every;
+use tidegate_core::{
+    Batch, Clock, Count, Key, Kind, LeaseSpec, Limit, LimitId, Limits, OnOutage, Op, Outcomes, Penalty, PenaltySpec,
+    Quota, Rate, Sharing, Span, Time, Verb, Verdict, Window,
+};
+use tidegate_store::{Answer, Fleet, FleetOptions, Store, StoreError, fleet_limits};
+use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tokio::time::{Instant, sleep};
+
+const KEY: Key = Key::new(7, 0xdead_beef_0bad_cafe);
+
+/// Tokio's time, seen by a clock that is so many microseconds ahead.
+#[derive(Clone, Copy)]
+struct Virtual {
+    start: Instant,
+    ahead: u64,
+}
+
+impl Virtual {
+    fn new() -> Self {
+        Self { start: Instant::now(), ahead: 0 }
+    }
+
+    fn ahead(self, span: Span) -> Self {
+        Self { ahead: span.as_micros(), ..self }
+    }
+}
+
+impl Clock for Virtual {
+    fn now(&self) -> Time {
+        let passed = Instant::now() - self.start;
+        Time::from_secs(1_700_000_000) + Span::from_duration(passed) + Span::from_micros(self.ahead)
+    }
+}
+
+fn window(limit: u64, secs: u64) -> Limit {
+    Limit::new(Kind::Window(Window::new(limit, Span::from_secs(secs), 64).unwrap()))
+}
+
+fn on_outage(on_outage: OnOutage) -> Sharing {
+    Sharing { on_outage, lease: None }
+}
+
+fn leased(limit: u64, secs: u64, permille: u16, max_age: Span) -> Limit {
+    let window = Window::new(limit, Span::from_secs(secs), 4096).unwrap().with_lead(max_age);
+    let lease = Some(LeaseSpec { permille, max_age });
+    Limit::new(Kind::Window(window)).shared(Sharing { on_outage: OnOutage::Local, lease })
+}
+
+fn id(index: usize) -> LimitId {
+    LimitId::from_index(index).unwrap()
+}
+
+/// A node of a fleet, to be asked plainly.
+struct Caller {
+    fleet: Fleet,
+    clock: Virtual,
+}
+
+impl Caller {
+    fn new(remote: &FlakyRemote, clock: Virtual, node: u64) -> Self {
+        Self { fleet: Fleet::start(remote.clone(), clock, FleetOptions::new(node)), clock }
+    }
+
+    async fn ask(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
+        match self.fleet.apply(batch, self.clock.now()) {
+            Answer::Ready(outcomes) => Ok(outcomes),
+            Answer::Later(later) => later.await,
+        }
+    }
+
+    async fn one(&self, verb: Verb, limits: &[usize], key: Key) -> Outcome {
+        self.ask(&batch(verb, limits, key)).await.unwrap().list()[0]
+    }
+
+    async fn take(&self) -> bool {
+        !self.one(Verb::Take, &[0], KEY).await.verdict.refuses()
+    }
+}
+
+fn batch(verb: Verb, limits: &[usize], key: Key) -> Batch {
+    let mut batch = Batch::new(9);
+    for limit in limits {
+        batch.push(Op::new(id(*limit), verb, key, 1)).unwrap();
+    }
+    batch
+}
+
+fn remote(limits: impl IntoIterator<Item = Limit>, clock: Virtual, tells_resets: bool) -> FlakyRemote {
+    let limits = Limits::new(limits.into_iter().collect()).unwrap();
+    FlakyRemote::new(Arc::new(fleet_limits(&limits).unwrap()), clock, tells_resets)
+}
+
+/// Until the first roll call has been answered.
+async fn settled() {
+    sleep(Duration::from_millis(1)).await;
+}
+
+fn blocking() -> Limit {
+    let penalty =
+        Penalty::new(PenaltySpec { base: Span::from_secs(30), ..PenaltySpec::default() }, Span::from_secs(60));
+    window(1, 60).with_penalty(penalty.unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_is_told_without_asking_and_ends_when_it_was_told_to() {
+    let clock = Virtual::new();
+    // The node's clock is far from the store's: only lengths of time are believed.
+    let store = remote([blocking(), window(100, 60)], clock.ahead(Span::from_secs(3_000)), true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    assert!(node.take().await);
+    let refused = node.one(Verb::Take, &[0, 1], KEY).await;
+    assert_eq!((refused.verdict, refused.block), (Verdict::Refused, Span::from_secs(30)));
+    let asked = store.asks();
+    for second in 0..29 {
+        let outcomes = node.ask(&batch(Verb::Take, &[0, 1], KEY)).await.unwrap();
+        let told = outcomes.list()[0];
+        assert_eq!(told.verdict, Verdict::Blocked);
+        assert_eq!(told.retry_at.since(outcomes.now()), Span::from_secs(30 - second));
+        assert_eq!(outcomes.list()[1].verdict, Verdict::Admitted);
+        sleep(Duration::from_secs(1)).await;
+    }
+    let rolls = 29 / 2 + 1;
+    assert!(store.asks() - asked <= rolls, "{} asks", store.asks() - asked);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(node.one(Verb::Take, &[0, 1], KEY).await.verdict, Verdict::Parole);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reset_is_heard_by_all_nodes() {
+    let clock = Virtual::new();
+    for tells_resets in [true, false] {
+        let store = remote([blocking()], clock, tells_resets);
+        let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+        settled().await;
+        assert!(one.take().await && !one.take().await && !two.take().await);
+        two.one(Verb::Reset, &[0], KEY).await;
+        // Told at once, or found within a second.
+        sleep(Duration::from_millis(if tells_resets { 1 } else { 1_000 })).await;
+        assert!(one.take().await, "told: {tells_resets}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limit_that_counts_refused_calls_hears_of_them() {
+    let clock = Virtual::new();
+    let store = remote([blocking(), window(100, 60).counting(Count::All)], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    for _ in 0..10 {
+        node.one(Verb::Take, &[0, 1], KEY).await;
+    }
+    assert_eq!(node.one(Verb::Peek, &[1], KEY).await.used, 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
+    let clock = Virtual::new();
+    for mood in [Mood::Frozen, Mood::Failing, Mood::Mute] {
+        let day = Arc::new(Every(Span::from_secs(86_400)));
+        let limits = [
+            window(100, 3600),
+            Limit::new(Kind::Quota(Quota::new(40, day).unwrap())),
+            Limit::new(Kind::Rate(Rate::new(1, Span::from_secs(60), 10).unwrap())),
+        ];
+        let store = remote(limits, clock, true);
+        let nodes = [1, 2, 3, 4].map(|node| Caller::new(&store, clock, node));
+        sleep(Duration::from_secs(5)).await;
+        assert_eq!(nodes.each_ref().map(|node| node.fleet.nodes()), [4; 4], "{mood:?}");
+        for _ in 0..20 {
+            assert!(nodes[0].take().await);
+        }
+        store.set_mood(mood);
+        let fell = Instant::now();
+        for node in &nodes {
+            assert!(node.take().await);
+        }
+        let waited = Instant::now() - fell;
+        assert!(waited <= Duration::from_millis(4 * 51), "{mood:?}: {waited:?} for four nodes' first timeouts");
+        let mut admitted = [0; 3];
+        for _ in 0..60 {
+            for node in &nodes {
+                let before = Instant::now();
+                for (limit, admitted) in admitted.iter_mut().enumerate() {
+                    let key = Key::new(8, limit as u64);
+                    *admitted += u64::from(!node.one(Verb::Take, &[limit], key).await.verdict.refuses());
+                }
+                assert_eq!(Instant::now(), before, "no waiting while the store is known to be gone");
+            }
+        }
+        assert_eq!(admitted, [100, 40, 8], "{mood:?}: the shares of four nodes");
+        assert!(nodes.iter().all(|node| !node.fleet.is_up()));
+        store.set_mood(Mood::Well);
+        sleep(Duration::from_millis(500)).await;
+        assert!(nodes.iter().all(|node| node.fleet.is_up()), "{mood:?}: found without a caller");
+        for (limit, used) in [(0, 100), (1, 40), (2, 8)] {
+            let found = nodes[1].one(Verb::Peek, &[limit], Key::new(8, limit as u64)).await;
+            assert_eq!(found.used, used, "{mood:?}: what was used meanwhile");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_holds_without_the_store_is_each_limits_own() {
+    let clock = Virtual::new();
+    let limits = [
+        window(1, 60).shared(on_outage(OnOutage::Allow)),
+        window(1, 60).shared(on_outage(OnOutage::Deny)),
+        window(1, 60),
+    ];
+    let store = remote(limits, clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    store.set_mood(Mood::Failing);
+    for call in 0..3 {
+        let allowed = node.one(Verb::Take, &[0, 1], KEY).await;
+        assert_eq!((allowed.verdict, allowed.limit), (Verdict::Admitted, 1), "the first limit speaks for its action");
+        let denied = node.ask(&batch(Verb::Take, &[1], KEY)).await;
+        assert!(matches!(denied, Err(StoreError::Unavailable)), "{denied:?}");
+        assert_eq!(node.one(Verb::Take, &[2], KEY).await.verdict.refuses(), call > 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_single_slow_answer_is_no_outage() {
+    let clock = Virtual::new();
+    let store = remote([window(100, 60)], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    store.set_mood(Mood::Slow(Duration::from_millis(70)));
+    let slow = batch(Verb::Take, &[0], KEY);
+    let slow = node.ask(&slow);
+    store.set_mood(Mood::Well);
+    assert!(!slow.await.unwrap().list()[0].verdict.refuses());
+    sleep(Duration::from_millis(1)).await;
+    assert!(node.fleet.is_up());
+    // A late answer was carried out all the same, or it wasn't: its charge stands, and so does the node's own.
+    sleep(Duration::from_millis(200)).await;
+    let used = node.one(Verb::Peek, &[0], KEY).await.used;
+    assert!((1..=2).contains(&used), "{used}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn resets_while_the_store_is_gone_reach_it_later() {
+    let clock = Virtual::new();
+    let store = remote([blocking()], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    assert!(node.take().await && !node.take().await);
+    store.set_mood(Mood::Failing);
+    sleep(Duration::from_secs(3)).await;
+    node.one(Verb::Reset, &[0], KEY).await;
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert!(node.take().await);
+}
+
+/// The most that any trailing window of the admitted calls holds.
+fn densest(calls: &[Time], window: Span) -> usize {
+    let mut calls = calls.to_vec();
+    calls.sort_unstable();
+    let behind = |at: usize| calls[..=at].iter().rev().take_while(|call| calls[at].since(**call) < window).count();
+    (0..calls.len()).map(behind).max().unwrap_or(0)
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_never_admit_more_than_the_limit() {
+    for round in 0..count(20, 200) {
+        let mut dice = Dice::seeded(u64::from(round));
+        let clock = Virtual::new();
+        let (limit, secs) = (dice.between(20, 2_000), dice.between(1, 3));
+        let max_age = Span::from_millis(dice.between(20, 400));
+        let store = remote([leased(limit, secs, dice.between(20, 500) as u16, max_age)], clock, true);
+        let skews = [0, 1, 30].map(Span::from_secs);
+        let nodes = skews.map(|skew| Caller::new(&store, clock.ahead(skew), skew.as_micros()));
+        settled().await;
+        let mut calls = Vec::new();
+        for _ in 0..10_000 {
+            let node = dice.pick(&[0, 0, 1, 2]);
+            if nodes[node].take().await {
+                calls.push(clock.now());
+            }
+            if dice.percent(20) {
+                sleep(Duration::from_micros(dice.below(2_000_000 * secs / limit))).await;
+            }
+        }
+        let most = densest(&calls, Span::from_secs(secs));
+        assert!(most <= limit as usize, "round {round}: {most} of {limit} in {secs} s");
+        assert!(calls.len() >= limit as usize / 2, "round {round}: only {} admitted", calls.len());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_spare_round_trips_and_what_is_left_goes_back() {
+    let clock = Virtual::new();
+    let store = remote([leased(10_000, 60, 100, Span::from_millis(250))], clock, true);
+    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
+    settled().await;
+    let asked = store.asks();
+    let mut admitted = 0;
+    for _ in 0..20_000 {
+        for node in &nodes {
+            admitted += u64::from(node.take().await);
+        }
+    }
+    assert_eq!(admitted, 10_000);
+    let asks = store.asks() - asked;
+    assert!(asks <= 500, "{asks} asks for 10,000 admitted calls");
+    // One call takes a slice; the rest of it comes back when its lease has ended.
+    sleep(Duration::from_secs(61)).await;
+    assert!(nodes[0].take().await);
+    let held = nodes[1].one(Verb::Peek, &[0], KEY).await.used;
+    assert_eq!(held, 1_000);
+    sleep(Duration::from_millis(350)).await;
+    let held = nodes[1].one(Verb::Peek, &[0], KEY).await.used;
+    assert_eq!(held, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_of_a_rate_keep_its_bound() {
+    let clock = Virtual::new();
+    let rate = Rate::new(1_000, Span::from_secs(1), 500).unwrap();
+    let lease = Some(LeaseSpec { permille: 200, max_age: Span::from_millis(250) });
+    let limit = Limit::new(Kind::Rate(rate)).shared(Sharing { on_outage: OnOutage::Local, lease });
+    let store = remote([limit], clock, true);
+    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
+    settled().await;
+    let mut dice = Dice::seeded(5);
+    let mut calls = Vec::new();
+    for _ in 0..20_000 {
+        if nodes[dice.below(2) as usize].take().await {
+            calls.push(clock.now());
+        }
+        if dice.percent(30) {
+            sleep(Duration::from_micros(dice.below(3_000))).await;
+        }
+    }
+    for millis in [1, 50, 200, 1_000] {
+        let (most, bound) = (densest(&calls, Span::from_millis(millis)), rate.bound(Span::from_millis(millis)));
+        assert!(most as u64 <= bound, "{most} in {millis} ms, bound {bound}");
+    }
+    assert!(calls.len() > 3_000, "{}", calls.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_who_go_away_leave_no_slice_unasked() {
+    let clock = Virtual::new();
+    let store = remote([leased(1_000, 60, 100, Span::from_millis(250))], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    store.set_mood(Mood::Slow(Duration::from_millis(10)));
+    let gone = batch(Verb::Take, &[0], KEY);
+    assert!(tokio::time::timeout(Duration::from_millis(5), node.ask(&gone)).await.is_err());
+    let before = Instant::now();
+    assert!(node.take().await);
+    assert!(Instant::now() - before <= Duration::from_millis(11), "{:?}", Instant::now() - before);
+}
