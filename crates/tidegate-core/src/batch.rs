@@ -172,9 +172,9 @@ impl Batch {
         self.terms.affinity = affinity;
     }
 
-    /// Empties it, for reuse.
+    /// Empties it, for reuse by whoever has the same in common.
     pub(crate) fn restart(&mut self) {
-        self.terms = Terms::default();
+        self.terms = Terms { affinity: self.terms.affinity, ..Terms::default() };
         self.ops.clear();
     }
 

@@ -53,6 +53,7 @@ mod router;
 mod secret;
 pub mod sections;
 pub mod settings;
+pub mod store;
 mod units;
 mod words;
 
@@ -71,7 +72,7 @@ pub use preset::Preset;
 pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
 pub use secret::{Secret, TokenError, TokenSource};
-pub use sections::{
-    Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, OnOutage, Store, StoreUrl, Timeouts, Upstream,
-};
+pub use sections::{Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, Timeouts, Upstream};
+pub use store::{Store, StoreUrl};
+pub use tidegate_core::OnOutage;
 pub use units::{parse_bytes, parse_duration};

@@ -172,6 +172,8 @@ pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
     /// The recipes in use, each of which is hashed once.
     pub(crate) recipes: Vec<u16>,
+    /// The recipe of what all the keys have in common, where a store asks for that.
+    pub(crate) affinity: Option<u16>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -345,6 +347,14 @@ impl Plan {
     ) -> Result<(), KeyError> {
         let program = action.map_or(&self.unmatched, |id| &self.action(id).program);
         let cost = self.cost(action, query);
+        if let Some(recipe) = program.affinity
+            && let Some(step) = program.steps.first()
+        {
+            let recipe = &self.recipes[usize::from(recipe)];
+            let common =
+                recipe.key(query, self.path_quirks, seed).map_err(|lacking| self.key_error(lacking, step.limit))?;
+            batch.set_affinity(common.lo().max(1));
+        }
         let mut keys = [Key::default(); tidegate_core::MAX_OPS];
         let mut hashed = 0_u8;
         for step in &program.steps {

@@ -7,7 +7,8 @@ use crate::environment::Env;
 use crate::error::Errors;
 use crate::outbound::Outbound;
 use crate::plan::Plan;
-use crate::sections::{Admin, Api, Inbound, Log, Store};
+use crate::sections::{Admin, Api, Inbound, Log};
+use crate::store::Store;
 
 /// The policy that runs when there is no file.
 const DEFAULT_POLICY: &str = include_str!("default.toml");

@@ -12,43 +12,6 @@ const fn loopback(port: u16) -> SocketAddr {
     SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), port)
 }
 
-/// `[store]`: where counts live.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Store {
-    /// Which engine. Default `memory`.
-    pub url: StoreUrl,
-    /// The most memory that counts may take, in bytes. Default 64 MiB; at least 64 KiB.
-    pub max_bytes: u64,
-    /// What to answer while the store can't be reached. Default [`OnOutage::Local`]. The memory store has no outages.
-    pub on_outage: OnOutage,
-}
-
-impl Default for Store {
-    fn default() -> Self {
-        Self { url: StoreUrl::Memory, max_bytes: 64 << 20, on_outage: OnOutage::Local }
-    }
-}
-
-/// The engine that keeps counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum StoreUrl {
-    /// This process's memory.
-    Memory,
-}
-
-/// What to answer while a shared store can't be reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OnOutage {
-    /// Count in this process alone.
-    Local,
-    /// Admit everything.
-    Allow,
-    /// Refuse everything.
-    Deny,
-}
-
 /// `[inbound]`: the gate in front of a server.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -221,7 +221,7 @@ fn secrets_in_variables_are_not_told() {
         ("TIDEGATE__ADMIN__TOKEN", "[\"hunter2\"]"),
         ("TIDEGATE__ADMIN__TOKEN", "\"hunter2\\"),
         ("TIDEGATE__INBOUND__ACTION__NOBODY__LIMIT", "hunter2"),
-        ("TIDEGATE__STORE__URL", "redis://:hunter2@127.0.0.1/0"),
+        ("TIDEGATE__STORE__URL", "reddis://:hunter2@127.0.0.1/0"),
         ("TIDEGATE__INBOUND__UPSTREAM", "http://user:hunter2@127.0.0.1:3000"),
         ("TIDEGATE__OUTBOUND__PROVIDER__X__CREDENTIALS", "hunter2"),
     ] {
@@ -253,7 +253,10 @@ fn every_default_is_the_default() {
                 [inbound.global]\nlimit = \"1000 per 1h\"\npenalty = {}\n\
                 [inbound]\nupstream = \"http://127.0.0.1:3000\"\n";
     let file = &format!("{file}{PROVIDER}");
-    let usual = format!("{:?}", load(Some(file), &[]).unwrap());
+    // A limit with a penalty can't be leased.
+    let leased = &file.replace("penalty = {}", "lease = {}");
+    let usual = |file: &str| format!("{:?}", load(Some(file), &[]).unwrap());
+    let (usual_file, usual_leased) = (usual(file), usual(leased));
     for setting in settings::all() {
         let Some(variable) = setting.variable().filter(|_| !setting.default().is_empty()) else {
             continue;
@@ -263,8 +266,10 @@ fn every_default_is_the_default() {
             continue;
         }
         let variable = variable.replace("__NAME", "__LOGIN");
+        let is_lease = setting.path().contains(".lease.");
+        let (file, usual) = if is_lease { (leased, &usual_leased) } else { (file, &usual_file) };
         let found = format!("{:?}", load(Some(file), &[(&variable, setting.default())]).unwrap());
-        assert_eq!(found, usual, "{variable}={}", setting.default());
+        assert_eq!(&found, usual, "{variable}={}", setting.default());
     }
     let plain =
         [("GLOBAL_RATE_LIMIT", "1000"), ("GLOBAL_RATE_WINDOW", "3600"), ("BACKOFF_BASE", "2"), ("BACKOFF_MAX", "3600")];

@@ -1,6 +1,6 @@
 //! `[inbound.global]` and `[inbound.action.*]`: limits, penalties, keys, matches.
 
-use tidegate_core::{Count, MAX_COST, MAX_OPS, PenaltySpec, Span};
+use tidegate_core::{Count, MAX_COST, MAX_OPS, OnOutage, PenaltySpec, Sharing, Span};
 
 use super::{Reader, listed};
 use crate::document::{At, Entry, Node, Table, Value};
@@ -36,6 +36,7 @@ pub(super) struct Group {
     pub(super) quantities: Vec<(Quantity, At)>,
     pub(super) cost: Cost,
     pub(super) count: Count,
+    pub(super) sharing: Sharing,
 }
 
 #[derive(Debug)]
@@ -72,7 +73,12 @@ impl Group {
 }
 
 impl Reader<'_> {
-    pub(super) fn global(&mut self, inbound: Option<&Table>, forward_auth: Option<At>) -> Option<GlobalRead> {
+    pub(super) fn global(
+        &mut self,
+        inbound: Option<&Table>,
+        on_outage: OnOutage,
+        forward_auth: Option<At>,
+    ) -> Option<GlobalRead> {
         let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
             let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
             return (!is_wrong).then_some(GlobalRead { group: None, shadow: false });
@@ -80,6 +86,7 @@ impl Reader<'_> {
         let shadow = self.shadow(table);
         let count = self.counted(table, Count::Admitted);
         let cost = self.cost(table, "inbound.global", Cost::Nothing);
+        let sharing = self.sharing(table, on_outage, "inbound.global");
         let Some(limit) = table.node("limit") else {
             let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
             let error = Error::new(
@@ -92,10 +99,20 @@ impl Reader<'_> {
             return None;
         };
         let quantities = self.quantities(limit, "limit")?;
-        let group =
-            Group { name: None, key: vec![KeyPart::ClientIp], key_at: None, quantities, cost: cost?, count: count? };
+        let group = Group {
+            name: None,
+            key: vec![KeyPart::ClientIp],
+            key_at: None,
+            quantities,
+            cost: cost?,
+            count: count?,
+            sharing: sharing?,
+        };
         let groups = std::slice::from_ref(&group);
-        if !self.count_fits(table, groups) | !self.forward_auth_keeps(forward_auth, groups) {
+        if !self.count_fits(table, groups)
+            | !self.lease_fits(table, groups)
+            | !self.forward_auth_keeps(forward_auth, groups)
+        {
             return None;
         }
         Some(GlobalRead { group: Some(group), shadow: shadow? })
@@ -106,6 +123,7 @@ impl Reader<'_> {
         inbound: Option<&Table>,
         quirks: PathQuirks,
         taken: usize,
+        on_outage: OnOutage,
         forward_auth: Option<At>,
     ) -> Option<Vec<ActionRead>> {
         let has_proxy = inbound.is_some_and(|inbound| inbound.get("upstream").is_some());
@@ -129,7 +147,7 @@ impl Reader<'_> {
         let mut actions: Vec<ActionRead> = Vec::new();
         let mut fine = true;
         for entry in &table.entries {
-            match self.action(entry, quirks) {
+            match self.action(entry, quirks, on_outage) {
                 Some(action) => {
                     fine &= self.fits(&action, &actions, taken);
                     fine &= !has_proxy || self.requests_have_all_parts(&action);
@@ -142,7 +160,7 @@ impl Reader<'_> {
         fine.then_some(actions)
     }
 
-    fn action(&mut self, entry: &Entry, quirks: PathQuirks) -> Option<ActionRead> {
+    fn action(&mut self, entry: &Entry, quirks: PathQuirks, on_outage: OnOutage) -> Option<ActionRead> {
         let settings = crate::settings::keys_of("inbound.action.*");
         if settings.contains(&entry.key.as_str()) && self.is_setting(entry) {
             let message = format!("{} stands outside of any action", quoted(&entry.key));
@@ -177,8 +195,9 @@ impl Reader<'_> {
             _ => Cost::Nothing,
         };
         let penalty = self.cost(table, "inbound.action.*", preset_cost);
-        let groups = match (preset, penalty, count, &key) {
-            (Some(preset), Some(penalty), Some(count), Some(key)) => self.groups(
+        let sharing = self.sharing(table, on_outage, "inbound.action.*");
+        let groups = match (preset, penalty, count, &key, sharing) {
+            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => self.groups(
                 entry,
                 table,
                 preset,
@@ -189,6 +208,7 @@ impl Reader<'_> {
                     quantities: Vec::new(),
                     cost: penalty,
                     count,
+                    sharing,
                 },
             ),
             _ => {
@@ -197,7 +217,8 @@ impl Reader<'_> {
                 None
             }
         };
-        let counts = groups.as_ref().is_none_or(|groups| self.count_fits(table, groups));
+        let counts =
+            groups.as_ref().is_none_or(|groups| self.count_fits(table, groups) & self.lease_fits(table, groups));
         let action = ActionRead {
             name: name.clone(),
             folded: foldable(name),
@@ -381,7 +402,7 @@ impl Reader<'_> {
             match (name, key, quantities, cost, count) {
                 (Some(name), Some(key), Some(quantities), Some(cost), Some(count)) => {
                     let key_at = table.node("key").map(|node| node.at).or(model.key_at);
-                    let group = Group { name, key, key_at, quantities, cost, count };
+                    let group = Group { name, key, key_at, quantities, cost, count, sharing: model.sharing };
                     fine &= self.count_fits(table, std::slice::from_ref(&group));
                     groups.push(group);
                 }

@@ -2,19 +2,20 @@
 
 use std::collections::HashMap;
 
-use tidegate_core::{Concurrency, Count, Kind, Limit, LimitId, Limits, MAX_OPS, Span};
+use tidegate_core::{Concurrency, Count, Kind, LeaseSpec, Limit, LimitId, Limits, MAX_OPS, Span};
 
 use super::Reader;
 use super::actions::{ActionRead, GlobalRead, Group};
 use crate::address::{AddressLists, Listed};
 use crate::calendar::PeriodUnit;
 use crate::document::{At, Table};
-use crate::error::Error;
-use crate::key::{Recipe, limit_tag};
+use crate::error::{Error, quoted};
+use crate::key::{KeyPart, Recipe, limit_tag};
 use crate::path::PathQuirks;
 use crate::plan::{Action, ActionId, LimitInfo, Plan, Program, Source, Step};
 use crate::quantity::Quantity;
 use crate::router::Router;
+use crate::store::Store;
 use crate::words;
 
 /// Limits as they are collected, each with what is known of it.
@@ -25,12 +26,43 @@ struct Collected {
     recipes: Vec<Recipe>,
 }
 
+impl Collected {
+    /// The recipe of what all keys of a program have in common, by which a cluster keeps them on one server. That of the
+    /// global limit, which every program has, is the same in all of them.
+    fn common_recipe(&mut self, program: &Program) -> Option<u16> {
+        let parts = |limit: LimitId| self.recipes[usize::from(self.infos[limit.index()].recipe)].parts();
+        let leader = program.steps.iter().find(|step| step.global).or(program.steps.first())?;
+        let everywhere = |part: &&KeyPart| program.steps.iter().all(|step| parts(step.limit).contains(part));
+        let common: Vec<KeyPart> = parts(leader.limit).iter().filter(everywhere).cloned().collect();
+        let whole = !leader.global || common.len() == parts(leader.limit).len();
+        if common.is_empty() && program.steps.len() > 1 || !whole {
+            return None;
+        }
+        u16::try_from(self.recipe(Recipe::new(common))).ok()
+    }
+
+    fn recipe(&mut self, recipe: Recipe) -> usize {
+        self.recipes.iter().position(|known| *known == recipe).unwrap_or_else(|| {
+            self.recipes.push(recipe);
+            self.recipes.len() - 1
+        })
+    }
+}
+
 impl Reader<'_> {
-    pub(super) fn plan(&mut self, root: &Table, path_quirks: PathQuirks, whole: At) -> Option<Plan> {
+    pub(super) fn plan(
+        &mut self,
+        root: &Table,
+        path_quirks: PathQuirks,
+        store: Option<&Store>,
+        whole: At,
+    ) -> Option<Plan> {
         let inbound = root.table("inbound");
         let lists = self.lists(inbound);
         let forward_auth = self.forward_auth_wanted(root);
-        let global = self.global(inbound, forward_auth);
+        let on_outage = store.map(|store| store.on_outage).unwrap_or_default();
+        let together = store.is_some_and(Store::keeps_together);
+        let global = self.global(inbound, on_outage, forward_auth);
         let taken = global.as_ref().and_then(|global| global.group.as_ref()).map_or(0, Group::operations);
         if taken > MAX_OPS
             && let Some(entry) = inbound.and_then(|inbound| inbound.get("global"))
@@ -38,9 +70,9 @@ impl Reader<'_> {
             self.wrong(entry.key_at, format!("[inbound.global] has {taken} limits"), format!("at most {MAX_OPS}"));
             return None;
         }
-        let actions = self.actions(inbound, path_quirks, taken, forward_auth);
+        let actions = self.actions(inbound, path_quirks, taken, on_outage, forward_auth);
         let (lists, global, actions) = (lists?, global?, actions?);
-        self.assemble(global, actions, lists, path_quirks, whole)
+        self.assemble(global, actions, lists, path_quirks, together, whole)
     }
 
     fn lists(&mut self, inbound: Option<&Table>) -> Option<Vec<(ipnet::IpNet, Listed)>> {
@@ -75,6 +107,7 @@ impl Reader<'_> {
         read: Vec<ActionRead>,
         lists: Vec<(ipnet::IpNet, Listed)>,
         path_quirks: PathQuirks,
+        together: bool,
         whole: At,
     ) -> Option<Plan> {
         let mut all = Collected::default();
@@ -106,7 +139,23 @@ impl Reader<'_> {
                 matchers.push((id, matcher.clone()));
             }
             let has_concurrency = limits.iter().any(|id| all.infos[id.index()].concurrency);
-            let program = program(&all, &limits, &global_ids);
+            let mut program = program(&all, &limits, &global_ids);
+            if together && !program.steps.is_empty() {
+                program.affinity = all.common_recipe(&program);
+                if program.affinity.is_none() {
+                    let message = format!(
+                        "the limits of the action {} have no key part in common{}, so a Redis cluster would keep them \
+                         on different servers",
+                        quoted(&name),
+                        if global_ids.is_empty() { "" } else { " with [inbound.global]'s `client_ip`" },
+                    );
+                    let error = Error::new(self.texts, name_at, message, "a part that all of them count by");
+                    self.push(error.help(
+                        "or write cluster = \"reserve\" in [store]: decisions then take one key after the other",
+                    ));
+                    fine = false;
+                }
+            }
             actions.push(Action {
                 name,
                 matcher: matcher.map(|(matcher, _)| matcher),
@@ -122,7 +171,10 @@ impl Reader<'_> {
         if !fine {
             return None;
         }
-        let unmatched = program(&all, &[], &global_ids);
+        let mut unmatched = program(&all, &[], &global_ids);
+        if together {
+            unmatched.affinity = all.common_recipe(&unmatched);
+        }
         let global_has_concurrency = global_ids.iter().any(|id| all.infos[id.index()].concurrency);
         let names: HashMap<String, ActionId> = actions
             .iter()
@@ -168,14 +220,7 @@ impl Reader<'_> {
         let mut number = 0;
         for group in groups {
             let several = group.operations() > 1;
-            let recipe = Recipe::new(group.key);
-            let recipe = match all.recipes.iter().position(|known| *known == recipe) {
-                Some(known) => known,
-                None => {
-                    all.recipes.push(recipe);
-                    all.recipes.len() - 1
-                }
-            };
+            let recipe = all.recipe(Recipe::new(group.key));
             for (index, (quantity, at)) in
                 group.quantities.into_iter().filter(|(quantity, _)| *quantity != Quantity::Unlimited).enumerate()
             {
@@ -194,7 +239,11 @@ impl Reader<'_> {
                 let words = words::limit(&quantity, penalty.as_ref(), is_ban, count);
                 let policy_item = words::policy_item(&name, &quantity)?;
                 let tag = limit_tag("inbound", &name, &kind);
-                let mut limit = Limit::new(kind).tagged(tag).counting(count).in_shadow(shadow);
+                let mut limit = Limit::new(leasable(kind, group.sharing.lease))
+                    .tagged(tag)
+                    .shared(group.sharing)
+                    .counting(count)
+                    .in_shadow(shadow);
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
                 }
@@ -210,6 +259,14 @@ impl Reader<'_> {
             }
         }
         Some(ids)
+    }
+}
+
+/// A window counts what is leased of it when the lease ends.
+fn leasable(kind: Kind, lease: Option<LeaseSpec>) -> Kind {
+    match (kind, lease) {
+        (Kind::Window(window), Some(lease)) => Kind::Window(window.with_lead(lease.max_age)),
+        (kind, _) => kind,
     }
 }
 

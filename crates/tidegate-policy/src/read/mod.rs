@@ -13,6 +13,7 @@ mod penalties;
 mod provider;
 mod replies;
 mod server;
+mod store;
 mod urls;
 mod values;
 
@@ -63,7 +64,7 @@ impl Reader<'_> {
         let outbound = self.outbound(root, whole);
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
         let quirks = inbound.as_ref().map(|inbound| inbound.path_quirks).unwrap_or_default();
-        let plan = self.plan(root, quirks, whole);
+        let plan = self.plan(root, quirks, store.as_ref(), whole);
         let (mut api, plan) = (api?, plan?);
         api.forward_auth &= !plan.requests_meet_concurrency();
         Some(Policy {

@@ -1,4 +1,4 @@
-//! The sections that say how the programme runs: store, inbound, api, admin, log.
+//! The sections that say how the programme runs: inbound, api, admin, log.
 
 use std::net::SocketAddr;
 
@@ -11,48 +11,9 @@ use crate::nearest::nearest;
 use crate::outbound::Outbound;
 use crate::path::PathQuirks;
 use crate::secret::TokenSource;
-use crate::sections::{
-    Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, OnOutage, Store, StoreUrl, Timeouts,
-};
+use crate::sections::{Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, Timeouts};
 
 impl Reader<'_> {
-    pub(super) fn store(&mut self, root: &Table) -> Option<Store> {
-        let table = self.section(root, "store", "store");
-        let default = Store::default();
-        let url = self.or_default(table, "url", default.url, Self::store_url);
-        let max_bytes = self.or_default(table, "max_bytes", default.max_bytes, |reader, node| {
-            reader.bytes(node, "max_bytes", 64 << 10..=1 << 44)
-        });
-        let on_outage = self.or_default(table, "on_outage", default.on_outage, |reader, node| {
-            let words = [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("deny", OnOutage::Deny)];
-            reader.choice(node, "on_outage", &words)
-        });
-        Some(Store { url: url?, max_bytes: max_bytes?, on_outage: on_outage? })
-    }
-
-    fn store_url(&mut self, node: &Node) -> Option<StoreUrl> {
-        const PLANNED: [&str; 8] =
-            ["file", "redis", "rediss", "redis-cluster", "mysql", "postgres", "postgresql", "mongodb"];
-        let text = self.text(node, "url", "\"memory\"")?;
-        if text == "memory" {
-            return Some(StoreUrl::Memory);
-        }
-        let scheme = text.split(':').next().unwrap_or(text);
-        let error = if PLANNED.contains(&scheme) {
-            Error::new(
-                self.texts,
-                node.at,
-                format!("the store {scheme} is not supported by this version"),
-                "\"memory\"",
-            )
-        } else {
-            Error::new(self.texts, node.at, format!("unknown store {}", quoted(text)), "\"memory\"")
-                .hint(nearest(text, ["memory"]))
-        };
-        self.push(error);
-        None
-    }
-
     pub(super) fn inbound(&mut self, root: &Table) -> Option<Inbound> {
         let table = self.section(root, "inbound", "inbound");
         let default = Inbound::default();

@@ -1,0 +1,104 @@
+//! What `[store]` means.
+#![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use tidegate_core::{Kind, LeaseSpec, OnOutage, Span, Verb};
+use tidegate_policy::store::{Cluster, Engine, Sync};
+use tidegate_policy::{KeySeed, Plan, Policy, Query, Sources, StoreUrl};
+
+fn load(text: &str) -> Policy {
+    Policy::load(Sources::new().file("tidegate.toml", text)).unwrap()
+}
+
+fn affinity(plan: &Plan, action: Option<&str>, query: &Query<'_>) -> u64 {
+    let action = action.map(|name| plan.find(name).unwrap());
+    plan.ops(action, query, &KeySeed::new([7; 16]), Verb::Take, 0).unwrap().terms().affinity
+}
+
+#[test]
+fn urls_name_engines() {
+    for (url, engine) in [
+        ("redis://127.0.0.1", Engine::Redis),
+        ("rediss://gate:word@redis.example:6380/2", Engine::Redis),
+        ("redis-sentinel://a:26379,b:26379/main", Engine::Redis),
+        ("redis-cluster://a:7000,b:7000", Engine::RedisCluster),
+        ("mysql://gate@db/limits", Engine::MySql),
+        ("mariadb://gate@db/limits", Engine::MySql),
+        ("postgres://gate@db/limits", Engine::Postgres),
+        ("mongodb+srv://gate:word@db/limits", Engine::MongoDb),
+    ] {
+        let policy = load(&format!("[store]\nurl = \"{url}\"\n"));
+        let StoreUrl::Server(found, whole) = &policy.store().url else { panic!("{url}") };
+        assert_eq!((*found, whole.expose()), (engine, url));
+        let shown = format!("{:?} {}", policy.store(), policy.store().url);
+        assert!(!shown.contains("word") && !shown.contains("gate@"), "{shown}");
+    }
+    for (url, path) in [("file:state.redb", "state.redb"), ("file:///var/lib/x", "/var/lib/x"), ("file:/x", "/x")] {
+        let policy = load(&format!("[store]\nurl = \"{url}\"\n"));
+        assert_eq!(policy.store().url, StoreUrl::File(Path::new(path).to_owned()));
+    }
+}
+
+#[test]
+fn settings_have_their_say() {
+    let policy = load(
+        "[store]\nurl = \"redis://127.0.0.1\"\non_outage = \"deny\"\ntimeout = \"20ms\"\nprefix = \"shop\"\nnodes = 3\n\
+         sync = \"always\"\ncluster = \"reserve\"\n\
+         [inbound.action.a]\nlimit = \"100 per 60s\"\non_outage = \"allow\"\nlease = { share = \"20%\", max_age = \"1s\" }\n\
+         [inbound.action.b]\nlimit = \"100 per 60s\"\n",
+    );
+    let store = policy.store();
+    assert_eq!((store.timeout, store.prefix.as_str(), store.nodes), (Duration::from_millis(20), "shop", 3));
+    assert_eq!((store.sync, store.cluster), (Sync::Always, Cluster::Reserve));
+    let limits: Vec<_> = policy.plan().limits().iter().map(|(_, limit)| limit).collect();
+    assert_eq!(limits[0].sharing().on_outage, OnOutage::Allow);
+    assert_eq!(limits[1].sharing().on_outage, OnOutage::Deny);
+    let lease = LeaseSpec { permille: 200, max_age: Span::from_secs(1) };
+    assert_eq!((limits[0].sharing().lease, limits[1].sharing().lease), (Some(lease), None));
+    let Kind::Window(window) = limits[0].kind() else { panic!("{:?}", limits[0]) };
+    assert_eq!(window.lead(), Span::from_secs(1), "a slice counts when its lease ends");
+}
+
+/// All keys of a decision lie on one server of a cluster: those of the global limit wherever it is asked, too.
+#[test]
+fn what_a_decision_asks_is_kept_together() {
+    let cluster = "[store]\nurl = \"redis-cluster://127.0.0.1:7000\"\n";
+    let global = "[inbound.global]\nlimit = \"1000 per 1h\"\n";
+    let actions = "[inbound.action.login]\nkey = [\"key\", \"client_ip\"]\nlimit = \"5 per 60s\"\n\
+                   [inbound.action.search]\nlimit = \"50 per 60s\"\n";
+    let query = |ip: &str, key| Query { ip: Some(ip.parse().unwrap()), key: Some(key), ..Query::default() };
+    let with_global = load(&format!("{cluster}{global}{actions}"));
+    let plan = with_global.plan();
+    let first = affinity(plan, Some("login"), &query("192.0.2.1", "a"));
+    assert_ne!(first, 0);
+    assert_eq!(first, affinity(plan, Some("login"), &query("192.0.2.1", "b")));
+    assert_eq!(first, affinity(plan, Some("search"), &query("192.0.2.1", "a")));
+    assert_eq!(first, affinity(plan, None, &query("192.0.2.1", "a")));
+    assert_ne!(first, affinity(plan, Some("login"), &query("192.0.2.2", "a")));
+    let alone = load(&format!("{cluster}{actions}"));
+    let of = |key| affinity(alone.plan(), Some("login"), &query("192.0.2.1", key));
+    assert_ne!(of("a"), of("b"), "without a global limit nothing ties the keys of one address together");
+    let elsewhere = load(&format!("{global}{actions}"));
+    assert_eq!(affinity(elsewhere.plan(), Some("login"), &query("192.0.2.1", "a")), 0);
+}
+
+/// Nodes whose files differ in their other limits, and in the order of them, share those that are the same.
+#[test]
+fn limits_are_called_the_same_in_every_plan() {
+    let one = load("[inbound.action.a]\nlimit = \"5 per 60s\"\n[inbound.action.b]\nlimit = \"1/s\"\n");
+    let two = load(
+        "[inbound.global]\nlimit = \"9 per 60s\"\n[inbound.action.b]\nlimit = \"2/s\"\n[inbound.action.a]\nlimit = \"7 per 1h\"\n",
+    );
+    let tags = |policy: &Policy| {
+        let plan = policy.plan();
+        let named = plan.limits().iter().map(|(id, _)| (plan.info(id).name().to_owned(), plan.limits().tag(id)));
+        named.collect::<std::collections::BTreeMap<_, _>>()
+    };
+    let (one, two) = (tags(&one), tags(&two));
+    assert_eq!((one["a"], one["b"]), (two["a"], two["b"]));
+    assert!(two["global"] != two["a"] && two["a"] != two["b"]);
+    let other_kind = tags(&load("[inbound.action.a]\nlimit = \"5/s\"\n"));
+    assert_ne!(one["a"], other_kind["a"], "a rate remembers nothing that a window could use");
+}
