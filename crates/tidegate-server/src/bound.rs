@@ -8,7 +8,7 @@ use std::time::Duration;
 use hyper::service::service_fn;
 use tidegate::core::Clock;
 use tidegate::outbound::{Outbound, Snapshot};
-use tidegate::store::Immediate;
+use tidegate::store::Store;
 use tidegate::{Gate, Memory, SystemClock};
 use tokio::task::JoinSet;
 
@@ -23,7 +23,7 @@ use crate::wire::http_api::{Api, Caller};
 use crate::{housekeeping, snapshots};
 
 /// A gate whose listeners are open.
-pub struct Bound<S: Immediate = Memory, C: Clock = SystemClock> {
+pub struct Bound<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
     pub(crate) snapshot: Option<Arc<Snapshot<S, C>>>,
@@ -51,7 +51,7 @@ pub struct Ended {
     pub cut_off: usize,
 }
 
-impl<S: Immediate, C: Clock + Clone> Bound<S, C> {
+impl<S: Store, C: Clock + Clone> Bound<S, C> {
     /// Where the proxy listens, if there is one.
     pub fn inbound(&self) -> Option<SocketAddr> {
         self.inbound.as_ref().and_then(|open| open.listener.address().ok())

@@ -62,7 +62,7 @@ use http::StatusCode;
 use tidegate::core::Clock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
-use tidegate::store::Immediate;
+use tidegate::store::Store;
 use tidegate::{Gate, Memory, SystemClock};
 use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
 
@@ -88,7 +88,7 @@ const OWN_HEADER_BYTES: usize = 64 << 10;
 type LookUp = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
 /// A gate that is to be served: a policy, and the gate that decides by it.
-pub struct Server<S: Immediate = Memory, C: Clock = SystemClock> {
+pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
     outbound: Option<Outbound<S, C>>,
     policy: Policy,
@@ -159,7 +159,7 @@ impl Server {
     }
 }
 
-impl<S: Immediate, C: Clock + Clone> Server<S, C> {
+impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// A server for a gate that was made from this policy.
     pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());

@@ -15,8 +15,8 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::core::Clock;
 use tidegate::reply::{LastRefusal, Replies};
-use tidegate::store::Immediate;
-use tidegate::{ActionId, CheckError, Decision, Gate, Query};
+use tidegate::store::Store;
+use tidegate::{ActionId, Begun, CheckError, Decision, Gate, Query};
 use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical};
 
 use crate::answer::{self, Trouble};
@@ -31,7 +31,7 @@ use crate::upstream::{Failure, Upstream};
 use crate::watch::{Entry, Fault, Phase, Watch};
 
 /// What all connections of the proxy share.
-pub(crate) struct Proxy<S: Immediate, C: Clock> {
+pub(crate) struct Proxy<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
     pub(crate) upstream: Arc<Upstream>,
@@ -42,7 +42,7 @@ pub(crate) struct Proxy<S: Immediate, C: Clock> {
     pub(crate) refusals: Arc<Refusals>,
 }
 
-impl<S: Immediate, C: Clock> Proxy<S, C> {
+impl<S: Store, C: Clock> Proxy<S, C> {
     pub(crate) fn new(
         gate: Gate<S, C>,
         inbound: &Inbound,
@@ -74,7 +74,7 @@ impl<S: Immediate, C: Clock> Proxy<S, C> {
 }
 
 /// One client connection to the proxy.
-pub(crate) struct Visit<S: Immediate, C: Clock> {
+pub(crate) struct Visit<S: Store, C: Clock> {
     proxy: Arc<Proxy<S, C>>,
     ip: IpAddr,
     /// The peer's address as a header has it.
@@ -85,12 +85,12 @@ pub(crate) struct Visit<S: Immediate, C: Clock> {
 }
 
 /// A connection's requests, served. A refusal is answered in place; only what is forwarded has a future of its own.
-pub(crate) struct Visitor<S: Immediate, C: Clock> {
+pub(crate) struct Visitor<S: Store, C: Clock> {
     visit: Arc<Visit<S, C>>,
     last_refusal: RefCell<LastRefusal>,
 }
 
-impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Visitor<S, C> {
+impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Visitor<S, C> {
     type Response = Response<Body>;
     type Error = Infallible;
     type Future = Answering;
@@ -101,15 +101,35 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
         if let Err(trouble) = sound(&request, number, &visit.watch) {
             return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
         }
-        match visit.decide(&request, &self.last_refusal) {
-            Err(refusal) => {
-                let expects = request.headers().contains_key(EXPECT);
-                visit.now(visit.dismiss(request.into_body(), expects, refusal))
+        let begun = match visit.begin(&request) {
+            Ok(begun) => begun,
+            Err(trouble) => return visit.now(visit.turn_away(request, trouble)),
+        };
+        match begun {
+            (action, Begun::Decided(decision)) => {
+                let mut last = self.last_refusal.borrow_mut();
+                match visit.conclude(&request, &mut last, action, decision) {
+                    Err(refusal) => visit.now(visit.turn_away(request, refusal)),
+                    Ok(admitted) => {
+                        let visit = Arc::clone(visit);
+                        Answering::Later(Box::pin(async move {
+                            let response = visit.forward(request, admitted).await;
+                            visit.last(response)
+                        }))
+                    }
+                }
             }
-            Ok(admitted) => {
+            (action, Begun::Later(deciding)) => {
                 let visit = Arc::clone(visit);
                 Answering::Later(Box::pin(async move {
-                    let response = visit.forward(request, admitted).await;
+                    let concluded = match deciding.decision().await {
+                        Ok(decision) => visit.conclude(&request, &mut LastRefusal::default(), action, decision),
+                        Err(error) => Err(visit.undecided(&error)),
+                    };
+                    let response = match concluded {
+                        Ok(admitted) => visit.forward(request, admitted).await,
+                        Err(refusal) => visit.turn_away(request, refusal),
+                    };
                     visit.last(response)
                 }))
             }
@@ -143,7 +163,7 @@ struct Admitted {
     permit: Option<Permit>,
 }
 
-impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
+impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
     fn now(&self, response: Response<Body>) -> Answering {
         Answering::Now(Some(self.last(response)))
     }
@@ -156,32 +176,55 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Visit<S, C> {
         response
     }
 
-    #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
-    fn decide(&self, request: &Request<Incoming>, last: &RefCell<LastRefusal>) -> Result<Admitted, Response<Body>> {
-        let proxy = &*self.proxy;
+    fn query<'r>(&self, request: &'r Request<Incoming>) -> Query<'r> {
         let headers = request.headers();
-        let query = Query {
-            ip: Some(if self.trusted { proxy.forwarding.client(self.ip, headers) } else { self.ip }),
+        Query {
+            ip: Some(if self.trusted { self.proxy.forwarding.client(self.ip, headers) } else { self.ip }),
             method: Some(request.method().as_str()),
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
             host: headers.get(HOST).and_then(|host| host.to_str().ok()),
             headers: Some(headers),
             ..Query::default()
-        };
-        let action = proxy.gate.plan().matching(&query);
-        let decision = proxy.gate.check_as_now(action, &query).map_err(|error| self.undecided(&error))?;
+        }
+    }
+
+    #[expect(clippy::result_large_err, reason = "a box would cost each refusal an allocation")]
+    #[expect(clippy::type_complexity, reason = "an action, and a check of it that was begun")]
+    fn begin(&self, request: &Request<Incoming>) -> Result<(Option<ActionId>, Begun<S, C>), Response<Body>> {
+        let query = self.query(request);
+        let action = self.proxy.gate.plan().matching(&query);
+        let begun = self.proxy.gate.begin(action, &query).map_err(|error| self.undecided(&error))?;
+        Ok((action, begun))
+    }
+
+    /// What a decision means for its request.
+    #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
+    fn conclude(
+        &self,
+        request: &Request<Incoming>,
+        last: &mut LastRefusal,
+        action: Option<ActionId>,
+        decision: Decision,
+    ) -> Result<Admitted, Response<Body>> {
+        let proxy = &*self.proxy;
+        let query = self.query(request);
         if !decision.allowed || decision.shadow {
             proxy.refusals.note(proxy.gate.plan(), &Refusal { action, query: &query, decision: &decision });
         }
         if !decision.allowed {
-            let refusal = proxy.replies.refusal_after(&mut last.borrow_mut(), action, &decision, headers);
-            return Err(refusal.map(Body::full));
+            return Err(proxy.replies.refusal_after(last, action, &decision, request.headers()).map(Body::full));
         }
         let hold = match decision.permit {
             None => None,
             Some(_) => proxy.gate.hold(action, &query, &decision).map_err(|error| self.undecided(&error))?,
         };
         Ok(Admitted { action, decision, permit: hold.map(|hold| proxy.keeper.keep(hold)) })
+    }
+
+    /// Answers a request that isn't forwarded.
+    fn turn_away(&self, request: Request<Incoming>, refusal: Response<Body>) -> Response<Body> {
+        let expects = request.headers().contains_key(EXPECT);
+        self.dismiss(request.into_body(), expects, refusal)
     }
 
     #[cold]

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use tidegate::core::Clock;
 use tidegate::outbound::Snapshot;
-use tidegate::store::Immediate;
+use tidegate::store::Store;
 
 /// How often outbound state is saved: what a process that is killed forgets at most.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 
 /// Saves what has changed, again and again.
-pub(crate) async fn run<S: Immediate, C: Clock + Clone>(snapshot: Arc<Snapshot<S, C>>) {
+pub(crate) async fn run<S: Store, C: Clock + Clone>(snapshot: Arc<Snapshot<S, C>>) {
     let mut was_good = true;
     loop {
         tokio::time::sleep(SAVE_EVERY).await;
@@ -20,7 +20,7 @@ pub(crate) async fn run<S: Immediate, C: Clock + Clone>(snapshot: Arc<Snapshot<S
 }
 
 /// Saves what has changed, apart from those who answer requests. What goes wrong is told once until it is good again.
-pub(crate) async fn save<S: Immediate, C: Clock + Clone>(snapshot: &Arc<Snapshot<S, C>>, was_good: &mut bool) {
+pub(crate) async fn save<S: Store, C: Clock + Clone>(snapshot: &Arc<Snapshot<S, C>>, was_good: &mut bool) {
     let snapshot = Arc::clone(snapshot);
     // Without a result, the runtime is shutting down or the saving panicked, which has been told.
     let Ok(saved) = tokio::task::spawn_blocking(move || snapshot.save()).await else { return };

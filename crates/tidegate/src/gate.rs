@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::admit::decide;
-use tidegate_core::{Batch, Clock, Decision, MAX_COST, Outcomes, Reason, Verb, Verdict};
+use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Reason, Verb, Verdict};
 use tidegate_policy::{ActionId, KeyError, KeySeed, Listed, Plan, Policy, Query, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
@@ -124,6 +124,15 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// As [`Gate::check`].
     pub async fn check_as(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Decision, CheckError> {
         self.decide(action, query, Verb::Take).await
+    }
+
+    /// Begins a [`Gate::check_as`]: decides in place where the store can, without building a future.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    #[inline]
+    pub fn begin(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Begun<S, C>, CheckError> {
+        self.begin_with(action, query, Verb::Take)
     }
 
     /// What a check would answer. Changes nothing.
@@ -249,20 +258,40 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    async fn decide(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
+    #[inline]
+    fn begin_with(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb) -> Result<Begun<S, C>, CheckError> {
         if let Some(decision) = self.listed(query) {
-            return Ok(decision);
+            return Ok(Begun::Decided(decision));
         }
-        let mut batch = self.batch(action, query, verb, self.0.holders.next())?;
-        let outcomes = self.ask(query, &mut batch).await?;
-        Ok(decide(&batch, self.0.plan.limits(), &outcomes))
+        let mut batch = Batch::new(self.0.holders.next());
+        self.fill(&mut batch, action, query, verb)?;
+        loop {
+            match self.0.store.apply(&batch, self.0.clock.now()) {
+                Answer::Ready(outcomes) => {
+                    if !share(&mut batch, &outcomes, |op| self.parent_key(op, query)) {
+                        return Ok(Begun::Decided(decide(&batch, self.0.plan.limits(), &outcomes)));
+                    }
+                }
+                Answer::Later(answer) => {
+                    let parents = self.under_parents(query, &batch);
+                    return Ok(Begun::Later(Deciding { gate: self.clone(), batch, parents, answer }));
+                }
+            }
+        }
+    }
+
+    async fn decide(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
+        match self.begin_with(action, query, verb)? {
+            Begun::Decided(decision) => Ok(decision),
+            Begun::Later(deciding) => deciding.decision().await,
+        }
     }
 
     /// Asks the store, again under shared keys where it has no room for the caller's own.
     async fn ask(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
         loop {
             let outcomes = self.apply(batch).await?;
-            if !self.share(query, batch, &outcomes) {
+            if !share(batch, &outcomes, |op| self.parent_key(op, query)) {
                 return Ok(outcomes);
             }
         }
@@ -284,9 +313,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
     fn under_parents(&self, query: &Query<'_>, batch: &Batch) -> Batch {
         let mut parents = batch.clone();
         for op in parents.ops_mut() {
-            op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
+            op.key = self.parent_key(op, query);
         }
         parents
+    }
+
+    fn parent_key(&self, op: &Op, query: &Query<'_>) -> Key {
+        self.0.plan.parent_key(op.limit, query, &self.0.seed)
     }
 
     async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
@@ -305,19 +338,59 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub(crate) fn tell(&self, batch: &Batch) {
         self.0.store.tell(batch, self.0.clock.now());
     }
+}
 
-    /// Where the store had no room for a key, moves the operation to the key of its parent prefix, which always fits;
-    /// so this is true at most once for each operation.
-    fn share(&self, query: &Query<'_>, batch: &mut Batch, outcomes: &Outcomes) -> bool {
-        let mut moved = false;
-        for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
-            if outcome.verdict == Verdict::NoRoom && !op.must_fit {
-                op.key = self.0.plan.parent_key(op.limit, query, &self.0.seed);
-                op.must_fit = true;
-                moved = true;
-            }
+/// Where the store had no room for a key, moves the operation to the key of its parent prefix, which always fits; so this
+/// is true at most once for each operation.
+fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(&Op) -> Key) -> bool {
+    let mut moved = false;
+    for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
+        if outcome.verdict == Verdict::NoRoom && !op.must_fit {
+            op.key = parent(op);
+            op.must_fit = true;
+            moved = true;
         }
-        moved
+    }
+    moved
+}
+
+/// A check that was begun.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "boxing what waits would cost those stores an allocation that have to be waited for"
+)]
+pub enum Begun<S: Store, C> {
+    /// The store answered in place.
+    Decided(Decision),
+    /// It has to be waited for.
+    Later(Deciding<S, C>),
+}
+
+/// A check whose answer is on its way. It is carried out whether somebody waits for it or not.
+pub struct Deciding<S: Store, C> {
+    gate: Gate<S, C>,
+    batch: Batch,
+    /// The same under the keys that callers share where the store has no room.
+    parents: Batch,
+    answer: S::Later,
+}
+
+impl<S: Store, C: Clock> Deciding<S, C> {
+    /// Waits for the decision.
+    ///
+    /// # Errors
+    /// The store broke.
+    pub async fn decision(self) -> Result<Decision, CheckError> {
+        let Self { gate, mut batch, parents, answer } = self;
+        let mut outcomes = answer.await?;
+        let parent = |op: &Op| {
+            let same = parents.ops().iter().find(|parent| parent.limit == op.limit);
+            same.map_or(op.key, |parent| parent.key)
+        };
+        while share(&mut batch, &outcomes, parent) {
+            outcomes = gate.apply(&batch).await?;
+        }
+        Ok(decide(&batch, gate.0.plan.limits(), &outcomes))
     }
 }
 
@@ -342,7 +415,7 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
         self.fill(&mut batch, action, query, Verb::Take)?;
         loop {
             let outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
-            if !self.share(query, &mut batch, &outcomes) {
+            if !share(&mut batch, &outcomes, |op| self.parent_key(op, query)) {
                 return Ok(decide(&batch, self.0.plan.limits(), &outcomes));
             }
         }

@@ -55,7 +55,7 @@ mod report;
 
 pub use clock::SystemClock;
 pub use explain::{Explanation, LimitState};
-pub use gate::{CheckError, Gate};
+pub use gate::{Begun, CheckError, Deciding, Gate};
 pub use hold::Hold;
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};

@@ -21,8 +21,8 @@ use hyper::service::Service;
 use tidegate::core::Clock;
 use tidegate::policy::{Forwarding, KeyError, Secret};
 use tidegate::reply::Replies;
-use tidegate::store::{Immediate, Store};
-use tidegate::{CheckError, Gate};
+use tidegate::store::Store;
+use tidegate::{ActionId, Begun, CheckError, Deciding, Decision, Gate, Query};
 
 use crate::answer::{self, error, json};
 use crate::body::Body;
@@ -57,21 +57,21 @@ pub(crate) struct Api<S: Store, C: Clock> {
 }
 
 /// What serves a connection's requests.
-pub(crate) struct Caller<S: Immediate, C: Clock>(Arc<Call<S, C>>);
+pub(crate) struct Caller<S: Store, C: Clock>(Arc<Call<S, C>>);
 
 /// One client connection to the API.
-pub(crate) struct Call<S: Immediate, C: Clock> {
+pub(crate) struct Call<S: Store, C: Clock> {
     api: Arc<Api<S, C>>,
     client: Client,
 }
 
-impl<S: Immediate, C: Clock> Caller<S, C> {
+impl<S: Store, C: Clock> Caller<S, C> {
     pub(crate) fn new(api: &Arc<Api<S, C>>, client: Client) -> Self {
         Self(Arc::new(Call { api: Arc::clone(api), client }))
     }
 }
 
-impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Caller<S, C> {
+impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Caller<S, C> {
     type Response = Response<Body>;
     type Error = Infallible;
     type Future = Answering<S, C>;
@@ -99,13 +99,13 @@ impl<S: Immediate, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> 
 }
 
 /// An answer that is there, or on its way.
-pub(crate) enum Answering<S: Immediate, C: Clock> {
+pub(crate) enum Answering<S: Store, C: Clock> {
     Now(Option<Response<Body>>),
     Check { call: Arc<Call<S, C>>, collecting: Collecting },
     Later(Pin<Box<dyn Future<Output = Response<Body>> + Send>>),
 }
 
-impl<S: Immediate, C: Clock> Future for Answering<S, C> {
+impl<S: Store, C: Clock> Future for Answering<S, C> {
     type Output = Result<Response<Body>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -115,8 +115,22 @@ impl<S: Immediate, C: Clock> Future for Answering<S, C> {
             Self::Check { call, collecting } => {
                 let watch = &*call.client.watch;
                 let response = match ready!(collecting.poll(watch, cx)) {
-                    Ok(bytes) => match Question::from_json(&bytes) {
-                        Ok(question) => check(&call.api, &question),
+                    Ok(bytes) => match Question::from_json(&bytes).and_then(|question| check(&call.api, &question)) {
+                        Ok(Checked::Answered(response)) => response,
+                        Ok(Checked::Later(action, deciding)) => {
+                            let call = Arc::clone(call);
+                            *self = Self::Later(Box::pin(async move {
+                                let response = match (deciding.decision().await, Question::from_json(&bytes)) {
+                                    (Ok(decision), Ok(question)) => {
+                                        decided(&call.api, action, &question.query(), &decision)
+                                    }
+                                    (Ok(_), Err(wrong)) => bad(&wrong),
+                                    (Err(error), _) => refused_to_decide(&call.api, &error),
+                                };
+                                last(&call.client.watch, response)
+                            }));
+                            return self.poll(cx);
+                        }
                         Err(wrong) => bad(&wrong),
                     },
                     Err(status) => unread(watch, status),
@@ -335,24 +349,36 @@ fn stray_permit(path: &str) -> Wrong {
     Wrong::with("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}"))
 }
 
-/// The question that counts.
-fn check<S: Immediate, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Response<Body> {
-    if let Err(wrong) = addressed(question) {
-        return bad(&wrong);
-    }
+/// The question that counts, answered or begun.
+enum Checked<S: Store, C> {
+    Answered(Response<Body>),
+    Later(Option<ActionId>, Box<Deciding<S, C>>),
+}
+
+fn check<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result<Checked<S, C>, Wrong> {
+    addressed(question)?;
     if question.permit.is_some() {
-        return bad(&stray_permit("/v1/check"));
+        return Err(stray_permit("/v1/check"));
     }
     let query = &question.query();
-    let decided = api.gate.action(query).and_then(|action| Ok((action, api.gate.check_as_now(action, query)?)));
-    let (action, decision) = match decided {
-        Ok(decided) => decided,
-        Err(error) => return refused_to_decide(api, &error),
-    };
+    let begun = api.gate.action(query).and_then(|action| Ok((action, api.gate.begin(action, query)?)));
+    Ok(match begun {
+        Ok((action, Begun::Decided(decision))) => Checked::Answered(decided(api, action, query, &decision)),
+        Ok((action, Begun::Later(deciding))) => Checked::Later(action, Box::new(deciding)),
+        Err(error) => Checked::Answered(refused_to_decide(api, &error)),
+    })
+}
+
+fn decided<S: Store, C: Clock>(
+    api: &Api<S, C>,
+    action: Option<ActionId>,
+    query: &Query<'_>,
+    decision: &Decision,
+) -> Response<Body> {
     if !decision.allowed || decision.shadow {
-        api.refusals.note(api.gate.plan(), &Refusal { action, query, decision: &decision });
+        api.refusals.note(api.gate.plan(), &Refusal { action, query, decision });
     }
-    api.replies.decision(action, &decision).map(Body::full)
+    api.replies.decision(action, decision).map(Body::full)
 }
 
 /// A question is about an action, or about a request whose path may find one.

@@ -17,7 +17,7 @@ pub use file::SnapshotError;
 use file::{Document, Place};
 use record::{Record, Remembered, Whose, besides};
 use tidegate_core::{Batch, Key, Kind, LimitId, MAX_COST, Op, Outcome, Span, Time, Verb};
-use tidegate_store::{Immediate, Memory, Store};
+use tidegate_store::{Answer, Memory, Store};
 
 use super::{Outbound, Provider};
 use crate::{Clock, SystemClock};
@@ -53,7 +53,7 @@ struct Written {
     whole: Vec<Record>,
 }
 
-impl<S: Immediate, C: Clock + Clone> Snapshot<S, C> {
+impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     /// Reads the file, if it is there, into `outbound`, which mustn't have made calls yet, and writes it anew. From here
     /// on it belongs to this snapshot alone: `PATH.lock` beside it says so, and `PATH.new` is what will replace it.
     ///
@@ -173,7 +173,11 @@ impl<S: Immediate, C: Clock + Clone> Snapshot<S, C> {
         op.must_fit = true;
         let mut batch = Batch::new(0);
         batch.push(op).expect("invariant: an empty batch has room for one operation");
-        self.outbound.0.store.apply_now(&batch, now).list().first().copied()
+        match self.outbound.0.store.apply(&batch, now) {
+            Answer::Ready(outcomes) => outcomes.list().first().copied(),
+            // What is kept elsewhere outlives this process there.
+            Answer::Later(_) => None,
+        }
     }
 }
 
