@@ -56,6 +56,12 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that
+    /// isn't there, so neither can be overdrawn.
+    pub fn waives(&self) -> bool {
+        matches!(self, Self::Window(_) | Self::Rate(_))
+    }
+
     /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down counts no costs and takes
     /// any.
     pub fn capacity(&self) -> u64 {
@@ -184,7 +190,7 @@ impl Limit {
     }
 
     /// Whether calls that another limit refuses count too.
-    pub(crate) fn counts_refused(&self) -> bool {
+    pub fn counts_refused(&self) -> bool {
         self.count == Count::All && !matches!(self.kind, Kind::Concurrency(_))
     }
 

@@ -68,6 +68,17 @@ impl Rate {
         self.burst
     }
 
+    /// How far a call of `cost` moves the arrival time on, in the units of [`Arrival::to_bits`]: the period over the count,
+    /// rounded up, times the cost; below 2^62.
+    pub fn step(&self, cost: u64) -> u64 {
+        self.cost(cost)
+    }
+
+    /// How far the arrival time of a spent burst lies ahead, in the units of [`Arrival::to_bits`]; at most 2^61.
+    pub fn refill(&self) -> u64 {
+        self.refill
+    }
+
     /// The most that any window of this length admits: burst + rate × window.
     pub fn bound(&self, window: Span) -> u64 {
         let more = u128::from(window.as_micros()) * u128::from(self.count) / u128::from(self.per.as_micros());

@@ -187,7 +187,7 @@ impl State {
             return outcome;
         }
         outcome.strikes = penalty.strikes(&self.record, now);
-        let paroled = waives(limit.kind()) && cost <= self.record.parole;
+        let paroled = limit.kind().waives() && cost <= self.record.parole;
         if self.record.blocks(now) {
             outcome.verdict = Verdict::Blocked;
             outcome.remaining = 0;
@@ -263,7 +263,7 @@ impl State {
         outcome.remaining = 0;
         outcome.block = penalty.block(self.record.strikes);
         outcome.block_until = until;
-        outcome.retry_at = if waives(limit.kind()) && penalty.mode() == PenaltyMode::Parole {
+        outcome.retry_at = if limit.kind().waives() && penalty.mode() == PenaltyMode::Parole {
             until
         } else {
             self.record.parole = 0;
@@ -341,10 +341,4 @@ impl State {
 fn cooling(free_at: Time, now: Time) -> Look {
     let used = u64::from(free_at > now);
     Look { limit: 1, used, remaining: 1 - used, retry_at: free_at, reset_at: free_at }
-}
-
-/// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that
-/// isn't there, so neither can be overdrawn.
-fn waives(kind: &Kind) -> bool {
-    matches!(kind, Kind::Window(_) | Kind::Rate(_))
 }

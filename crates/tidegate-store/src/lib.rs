@@ -9,6 +9,8 @@
 #![deny(unsafe_code)]
 
 mod memory;
+#[cfg(feature = "redis")]
+mod redis;
 #[cfg(feature = "remote")]
 mod remote;
 
@@ -16,6 +18,8 @@ use std::future::Future;
 use std::sync::Arc;
 
 pub use memory::{Memory, MemoryStats};
+#[cfg(feature = "redis")]
+pub use redis::{Redis, RedisOptions, RedisUrlError};
 #[cfg(feature = "remote")]
 pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
 use tidegate_core::{Batch, Limits, Outcomes, Time};

@@ -1,0 +1,5 @@
+//! The Redis store, against real servers.
+#![expect(clippy::unwrap_used, reason = "a failed setup is a failed test")]
+
+mod common;
+mod conforms;
