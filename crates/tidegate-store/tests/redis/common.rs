@@ -10,21 +10,21 @@ use tidegate_testkit::conformance::Backend;
 use tokio::runtime::Runtime;
 
 /// Stores on one server, each under a prefix of its own.
-pub struct Stores {
-    pub options: RedisOptions,
-    pub runtime: Runtime,
+pub(crate) struct Stores {
+    pub(crate) options: RedisOptions,
+    pub(crate) runtime: Runtime,
     next: AtomicU32,
 }
 
 impl Stores {
-    pub fn new(url: impl Into<String>, time: TimeSource) -> Self {
+    pub(crate) fn new(url: impl Into<String>, time: TimeSource) -> Self {
         let options = RedisOptions { time, ..RedisOptions::new(url) };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         Self { options, runtime, next: AtomicU32::new(0) }
     }
 
     /// A store that shares its state with all others under the prefix.
-    pub fn under(&self, prefix: &str, limits: &Arc<Limits>) -> Redis {
+    pub(crate) fn under(&self, prefix: &str, limits: &Arc<Limits>) -> Redis {
         let options = RedisOptions { prefix: prefix.into(), ..self.options.clone() };
         Redis::new(options, Arc::clone(limits)).unwrap()
     }
