@@ -330,6 +330,35 @@ struct Tally {
     no_room: bool,
 }
 
+/// What stands against a call in other parts of its batch, where a store carries it out in parts ([`settle_part`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Against {
+    /// An enforced limit refuses.
+    pub refused: bool,
+    /// An enforced limit is under a block.
+    pub blocked: bool,
+    /// Any limit refuses, in shadow or not.
+    pub watched_refused: bool,
+    /// Any limit is under a block, in shadow or not.
+    pub watched_blocked: bool,
+}
+
+impl Against {
+    /// Adds what the takes of a part came to.
+    pub fn add(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
+        for (op, outcome) in batch.ops.iter().zip(&outcomes.list) {
+            let Some(limit) = limits.get(op.limit) else { continue };
+            if op.verb == Verb::Take || op.verb == Verb::Peek {
+                let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
+                self.watched_refused |= refuses;
+                self.watched_blocked |= blocks;
+                self.refused |= refuses && !limit.is_shadow();
+                self.blocked |= blocks && !limit.is_shadow();
+            }
+        }
+    }
+}
+
 impl Tally {
     fn add(&mut self, verdict: Verdict) {
         self.refused |= verdict.refuses();
@@ -365,9 +394,25 @@ pub trait Cells {
 /// - Where the store has no room for a key, nothing changes at all: the batch is to be asked again under another key.
 #[inline]
 pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcomes {
+    settle_part(batch, limits, cells, now, Against::default())
+}
+
+/// [`settle`] for a part of a batch: what stands against the call elsewhere counts as if it stood here.
+#[inline]
+pub fn settle_part(
+    batch: &Batch,
+    limits: &Limits,
+    cells: &mut (impl Cells + ?Sized),
+    now: Time,
+    elsewhere: Against,
+) -> Outcomes {
     let now = judgeable(now);
     let mut outcomes = Outcomes { now, list: ArrayVec::new() };
-    let (enforced, watched) = judge(batch, limits, cells, now, &mut outcomes.list);
+    let (mut enforced, mut watched) = judge(batch, limits, cells, now, &mut outcomes.list);
+    enforced.refused |= elsewhere.refused;
+    enforced.blocked |= elsewhere.blocked;
+    watched.refused |= elsewhere.watched_refused;
+    watched.blocked |= elsewhere.watched_blocked;
     if !watched.no_room {
         change(batch, limits, cells, now, &mut outcomes.list, (enforced, watched));
     }
@@ -444,7 +489,7 @@ fn change(
 /// The last moment at which anything is decided lies before [`Time::NEVER`], so that even a clock gone mad never
 /// reaches the moment when a limit of 0 has room.
 #[inline]
-fn judgeable(now: Time) -> Time {
+pub fn judgeable(now: Time) -> Time {
     now.min(Time::NEVER - Span::from_micros(1))
 }
 

@@ -69,10 +69,20 @@ impl Cooldown {
         }
     }
 
+    /// How long a gate is remembered after the last moment that counts: an hour, or the cap if that is longer.
+    pub fn remembered(&self) -> Span {
+        self.cap.max(REMEMBERED)
+    }
+
+    /// For how long callers are released one by one at the most, once one of them has succeeded.
+    pub fn released_for(&self) -> Span {
+        self.stagger.times(RELEASED)
+    }
+
     /// Whether a success has shown that the credential is good, and those who waited for it are gone.
     fn is_proven(&self, gate: &Gate, now: Time) -> bool {
         let unwanted = gate.last + self.stagger.times(2) <= now;
-        gate.step == 0 && gate.last >= gate.until && (unwanted || gate.until + self.stagger.times(RELEASED) <= now)
+        gate.step == 0 && gate.last >= gate.until && (unwanted || gate.until + self.released_for() <= now)
     }
 
     /// When the gate lets a caller through: `now` if it does, [`Time::NEVER`] if it was closed for good. Of several
@@ -146,7 +156,7 @@ impl Cooldown {
         if *gate == Gate::default() {
             return Time::ZERO;
         }
-        gate.until.max(gate.last) + self.cap.max(REMEMBERED)
+        gate.until.max(gate.last) + self.remembered()
     }
 }
 

@@ -56,6 +56,12 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that
+    /// isn't there, so neither can be overdrawn.
+    pub fn waives(&self) -> bool {
+        matches!(self, Self::Window(_) | Self::Rate(_))
+    }
+
     /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down counts no costs and takes
     /// any.
     pub fn capacity(&self) -> u64 {
@@ -189,8 +195,22 @@ impl Limit {
         self.count
     }
 
+    /// How far ahead of the present it counts what is taken, of what a batch asks for ([`Batch::ahead`](crate::Batch::ahead)).
+    /// A window does as far as it expects; a rate only where slices are taken of it, for what is spent until a lease ends
+    /// counts as spent then.
+    pub fn lead(&self, asked: Span) -> Span {
+        match &self.kind {
+            Kind::Window(window) => asked.min(window.lead()),
+            Kind::Rate(rate) => {
+                let most = self.sharing.lease.map_or(Span::ZERO, |lease| lease.max_age.min(rate.refill_time()));
+                asked.min(most)
+            }
+            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) => Span::ZERO,
+        }
+    }
+
     /// Whether calls that another limit refuses count too.
-    pub(crate) fn counts_refused(&self) -> bool {
+    pub fn counts_refused(&self) -> bool {
         self.count == Count::All && !matches!(self.kind, Kind::Concurrency(_))
     }
 

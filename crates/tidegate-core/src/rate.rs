@@ -69,8 +69,19 @@ impl Rate {
     }
 
     /// How long a burst takes to come back.
-    pub fn refill(&self) -> Span {
+    pub fn refill_time(&self) -> Span {
         Span::from_micros(self.refill >> FRACTION_BITS)
+    }
+
+    /// How far a call of `cost` moves the arrival time on, in the units of [`Arrival::to_bits`]: the period over the count,
+    /// rounded up, times the cost; below 2^62.
+    pub fn step(&self, cost: u64) -> u64 {
+        self.cost(cost)
+    }
+
+    /// How far the arrival time of a spent burst lies ahead, in the units of [`Arrival::to_bits`]; at most 2^61.
+    pub fn refill(&self) -> u64 {
+        self.refill
     }
 
     /// The most that any window of this length admits: burst + rate × window.

@@ -187,7 +187,7 @@ impl State {
             return outcome;
         }
         outcome.strikes = penalty.strikes(&self.record, now);
-        let paroled = waives(limit.kind()) && cost <= self.record.parole;
+        let paroled = limit.kind().waives() && cost <= self.record.parole;
         if self.record.blocks(now) {
             outcome.verdict = Verdict::Blocked;
             outcome.remaining = 0;
@@ -221,14 +221,12 @@ impl State {
         match limit.kind() {
             Kind::Window(window) => {
                 let log = self.log();
-                window.charge(log, cost, now + terms.lead.min(window.lead()));
+                window.charge(log, cost, now + limit.lead(terms.lead));
                 outcome.spend(cost);
                 outcome.reset_at = window.idle_at(log).max(now);
             }
             Kind::Rate(rate) => {
-                // A slice that is spent until its lease ends counts as spent then.
-                let lead = limit.sharing().lease.map_or(Span::ZERO, |lease| terms.lead.min(lease.max_age));
-                let arrival = rate.charge(self.arrival(), cost, now + lead.min(rate.refill()));
+                let arrival = rate.charge(self.arrival(), cost, now + limit.lead(terms.lead));
                 self.usage = Usage::Rate(arrival);
                 outcome.spend(cost);
                 outcome.reset_at = arrival.idle_at();
@@ -265,7 +263,7 @@ impl State {
         outcome.remaining = 0;
         outcome.block = penalty.block(self.record.strikes);
         outcome.block_until = until;
-        outcome.retry_at = if waives(limit.kind()) && penalty.mode() == PenaltyMode::Parole {
+        outcome.retry_at = if limit.kind().waives() && penalty.mode() == PenaltyMode::Parole {
             until
         } else {
             self.record.parole = 0;
@@ -343,10 +341,4 @@ impl State {
 fn cooling(free_at: Time, now: Time) -> Look {
     let used = u64::from(free_at > now);
     Look { limit: 1, used, remaining: 1 - used, retry_at: free_at, reset_at: free_at }
-}
-
-/// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that
-/// isn't there, so neither can be overdrawn.
-fn waives(kind: &Kind) -> bool {
-    matches!(kind, Kind::Window(_) | Kind::Rate(_))
 }

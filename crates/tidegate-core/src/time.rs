@@ -10,7 +10,7 @@ const MAX_MICROS: u64 = (1 << 52) - 1;
 
 /// How far `now` may lie behind what is recorded and still be taken for a call that was overtaken between reading the
 /// clock and reaching the state. Anything further is a clock that stepped back.
-pub(crate) const OVERTAKEN: Span = Span::from_millis(100);
+pub const OVERTAKEN: Span = Span::from_millis(100);
 
 /// A moment: microseconds since the Unix epoch, from 0 to 2^52 − 1. Arithmetic saturates at both ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

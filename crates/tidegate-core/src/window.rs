@@ -76,8 +76,8 @@ impl Window {
         if self.is_exact() { Span::ZERO } else { Span::from_micros(self.cell) }
     }
 
-    /// Room beyond the exact entries, so that merging is paid for by many calls.
-    fn physical(&self) -> usize {
+    /// How many slots a log has at most: room beyond the exact entries, so that merging is paid for by many calls.
+    pub fn physical(&self) -> usize {
         let entries = self.entries as usize;
         if self.is_exact() { entries.max(2) } else { entries + entries / 2 + 2 }
     }

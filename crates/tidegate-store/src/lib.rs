@@ -11,6 +11,8 @@
 #[cfg(feature = "remote")]
 mod fleet;
 mod memory;
+#[cfg(feature = "redis")]
+mod redis;
 #[cfg(feature = "remote")]
 mod remote;
 
@@ -20,6 +22,8 @@ use std::sync::Arc;
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
+#[cfg(feature = "redis")]
+pub use redis::{Redis, RedisOptions, RedisUrlError};
 #[cfg(feature = "remote")]
 pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
 use tidegate_core::{Batch, Limits, Outcomes, Time};

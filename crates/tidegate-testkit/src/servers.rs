@@ -1,7 +1,9 @@
-//! Real servers for end-to-end tests: nginx, Caddy and wrk, each on free ports and in a directory of its own.
+//! Real servers for end-to-end tests: nginx, Caddy, wrk and Redis, each on free ports and in a directory of its own.
 //!
 //! A program that isn't installed is told by name on standard error and its test is skipped; where `CI=true` or
 //! `TIDEGATE_REQUIRE_ALL=1`, it fails instead.
+
+mod redis;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -11,6 +13,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
+
+pub use redis::{RedisCluster, RedisServer, RedisSetup};
 
 /// How often and how many times to look whether something has started.
 const LOOK_EVERY: Duration = Duration::from_millis(20);

@@ -110,8 +110,7 @@ impl Leases {
             let LeaseSpec { permille, max_age } = limit.sharing().lease?;
             let fits = op.verb == Verb::Take && op.cost == cost && cost > 0 && limit.penalty().is_none();
             let age = match limit.kind() {
-                Kind::Window(window) => max_age.min(window.lead()),
-                Kind::Rate(rate) => max_age.min(rate.refill()),
+                Kind::Window(_) | Kind::Rate(_) => limit.lead(max_age),
                 Kind::Quota(_) => max_age,
                 Kind::Concurrency(_) | Kind::Cooldown(_) => return None,
             };

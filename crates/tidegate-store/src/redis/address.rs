@@ -1,0 +1,198 @@
+//! Where the servers are, as a URL says it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use percent_encoding::percent_decode_str;
+use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisConnectionInfo};
+
+/// The port of a server where none is said, and of a sentinel.
+const SERVER_PORT: u16 = 6379;
+const SENTINEL_PORT: u16 = 26379;
+
+/// What is wrong with a URL. It doesn't repeat any of it, since there may be a password in it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RedisUrlError {
+    /// Another scheme.
+    #[error(
+        "a store's URL begins with redis://, rediss://, redis-cluster://, rediss-cluster://, redis-sentinel:// or \
+         rediss-sentinel://"
+    )]
+    Scheme,
+    /// No host, or several where one is expected.
+    #[error("the store's URL names no host, or more than one that isn't part of a cluster or a sentinel")]
+    Hosts,
+    /// A port that isn't one.
+    #[error("a port in the store's URL is no number from 1 to 65535")]
+    Port,
+    /// A database that isn't one.
+    #[error("the database in the store's URL is no number")]
+    Database,
+    /// A user or password with something that isn't text.
+    #[error("user or password in the store's URL are no percent-encoded UTF-8")]
+    Credentials,
+    /// A sentinel without the name of the service that it is asked for.
+    #[error("a sentinel's URL ends with the service's name: redis-sentinel://HOST:PORT/SERVICE")]
+    Service,
+    /// More than there should be.
+    #[error("the store's URL has parameters, and takes none")]
+    Parameters,
+}
+
+/// Who is asked for the servers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// One server.
+    Alone,
+    /// The nodes of a cluster, some of which are named.
+    Cluster,
+    /// Sentinels, for the master of a service.
+    Sentinel(Arc<str>),
+}
+
+/// Servers, and how to log in to them.
+#[derive(Clone)]
+pub(super) struct Address {
+    pub(super) way: Way,
+    pub(super) hosts: Vec<(String, u16)>,
+    pub(super) is_encrypted: bool,
+    login: RedisConnectionInfo,
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Address").field("way", &self.way).field("hosts", &self.hosts).finish_non_exhaustive()
+    }
+}
+
+impl Address {
+    /// Reads `SCHEME://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DATABASE]`; of sentinels, `/SERVICE[/DATABASE]`.
+    pub(super) fn parse(url: &str) -> Result<Self, RedisUrlError> {
+        let (scheme, rest) = url.split_once("://").ok_or(RedisUrlError::Scheme)?;
+        let (is_encrypted, way) = match scheme {
+            "redis" => (false, Way::Alone),
+            "rediss" => (true, Way::Alone),
+            "redis-cluster" => (false, Way::Cluster),
+            "rediss-cluster" => (true, Way::Cluster),
+            "redis-sentinel" => (false, Way::Sentinel(Arc::default())),
+            "rediss-sentinel" => (true, Way::Sentinel(Arc::default())),
+            _ => return Err(RedisUrlError::Scheme),
+        };
+        if rest.contains(['?', '#']) {
+            return Err(RedisUrlError::Parameters);
+        }
+        let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
+        let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let mut database = path.trim_end_matches('/');
+        let way = match way {
+            Way::Sentinel(_) => {
+                let (service, rest) = database.split_once('/').unwrap_or((database, ""));
+                database = rest;
+                if service.is_empty() {
+                    return Err(RedisUrlError::Service);
+                }
+                Way::Sentinel(service.into())
+            }
+            way => way,
+        };
+        let port = if matches!(way, Way::Sentinel(_)) { SENTINEL_PORT } else { SERVER_PORT };
+        let hosts: Vec<_> = hosts.split(',').map(|host| host_and_port(host, port)).collect::<Result<_, _>>()?;
+        if way == Way::Alone && hosts.len() != 1 {
+            return Err(RedisUrlError::Hosts);
+        }
+        let mut info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
+        if !database.is_empty() {
+            info = info.set_db(database.parse().map_err(|_| RedisUrlError::Database)?);
+        }
+        if let Some(login) = login {
+            let (user, password) = login.split_once(':').unwrap_or((login, ""));
+            let decoded = |text| percent_decode_str(text).decode_utf8().map_err(|_| RedisUrlError::Credentials);
+            if !user.is_empty() {
+                info = info.set_username(decoded(user)?);
+            }
+            if !password.is_empty() {
+                info = info.set_password(decoded(password)?);
+            }
+        }
+        Ok(Self { way, hosts, is_encrypted, login: info })
+    }
+
+    /// How to log in to the servers. What is said for a sentinel's URL is for the servers, not for the sentinels.
+    pub(super) fn login(&self) -> &RedisConnectionInfo {
+        &self.login
+    }
+
+    /// The named hosts, to be connected to.
+    pub(super) fn nodes(&self) -> Result<Vec<ConnectionInfo>, redis::RedisError> {
+        let node = |(host, port): &(String, u16)| {
+            let (host, port) = (host.clone(), *port);
+            let address = if self.is_encrypted {
+                ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None }
+            } else {
+                ConnectionAddr::Tcp(host, port)
+            };
+            let info = address.into_connection_info()?;
+            Ok(if matches!(self.way, Way::Sentinel(_)) { info } else { info.set_redis_settings(self.login.clone()) })
+        };
+        self.hosts.iter().map(node).collect()
+    }
+}
+
+/// `HOST`, `HOST:PORT`, `[V6]` or `[V6]:PORT`.
+fn host_and_port(text: &str, port: u16) -> Result<(String, u16), RedisUrlError> {
+    let (host, tail) = match text.strip_prefix('[') {
+        Some(rest) => rest.split_once(']').ok_or(RedisUrlError::Hosts)?,
+        None => text.find(':').map_or((text, ""), |colon| text.split_at(colon)),
+    };
+    if host.is_empty() {
+        return Err(RedisUrlError::Hosts);
+    }
+    let port = match tail.strip_prefix(':') {
+        Some(digits) => digits.parse().ok().filter(|port| *port > 0).ok_or(RedisUrlError::Port)?,
+        None if tail.is_empty() => port,
+        None => return Err(RedisUrlError::Hosts),
+    };
+    Ok((host.to_owned(), port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_as_people_write_them() {
+        let hosts = |url: &str| Address::parse(url).map(|address| address.hosts);
+        assert_eq!(hosts("redis://localhost"), Ok(vec![("localhost".into(), 6379)]));
+        assert_eq!(hosts("rediss://[::1]:7000/3"), Ok(vec![("::1".into(), 7000)]));
+        assert_eq!(hosts("redis-cluster://a:1,b,c:3"), Ok(vec![("a".into(), 1), ("b".into(), 6379), ("c".into(), 3)]));
+        let sentinel = Address::parse("redis-sentinel://u:p%40ss@a,b:5/mymaster/2").unwrap();
+        assert_eq!((sentinel.way.clone(), sentinel.hosts.len()), (Way::Sentinel("mymaster".into()), 2));
+        assert_eq!(sentinel.hosts[0].1, 26379);
+        let login = sentinel.login();
+        assert_eq!((login.username(), login.password(), login.db()), (Some("u"), Some("p@ss"), 2));
+        let login = Address::parse("redis://:s%3Acret@h/0").unwrap();
+        assert_eq!((login.login().username(), login.login().password()), (None, Some("s:cret")));
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_without_the_password() {
+        for (url, error) in [
+            ("http://:hunter2@h", RedisUrlError::Scheme),
+            ("hunter2", RedisUrlError::Scheme),
+            ("redis://:hunter2@", RedisUrlError::Hosts),
+            ("redis://:hunter2@a,b", RedisUrlError::Hosts),
+            ("redis://:hunter2@a:0", RedisUrlError::Port),
+            ("redis://:hunter2@a:70000", RedisUrlError::Port),
+            ("redis://:hunter2@a/x", RedisUrlError::Database),
+            ("redis-sentinel://:hunter2@a", RedisUrlError::Service),
+            ("redis://:hunter2%ff@a", RedisUrlError::Credentials),
+            ("redis://:hunter2@a?db=3", RedisUrlError::Parameters),
+        ] {
+            let found = Address::parse(url).unwrap_err();
+            assert_eq!(found, error, "{url}");
+            assert!(!found.to_string().contains("hunter2"));
+        }
+        let address = Address::parse("redis://me:hunter2@a").unwrap();
+        assert!(!format!("{address:?} {:?}", address.nodes()).contains("hunter2"));
+    }
+}

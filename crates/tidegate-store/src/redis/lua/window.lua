@@ -1,0 +1,250 @@
+-- core/window.rs. The value is a header and then the log, slot by slot, oldest first: `at` and `count`, 16 bytes. The slots
+-- that count are those from `head` to before `tail`: one that has expired is left behind by moving `head`, a new one is
+-- written at `tail`, and what is left behind goes when it is as much as what counts. So a log of thousands of slots is
+-- neither read nor written as a whole. One that fits into `FIRST` bytes is.
+--
+-- `bytes` are the slots from the place `from` on as they are to be; of those, the ones from `edited` on differ from what
+-- is stored.
+
+local HEADER, SLOT, FIRST, CHUNK = 58, 16, 2048, 64
+
+load[WINDOW] = function(state)
+  local raw = call('GETRANGE', state.key, 0, FIRST - 1)
+  state.edited = math.huge
+  if raw == '' then
+    state.total, state.newest, state.oldest, state.coarse = 0, 0, 0, 0
+    state.head, state.tail, state.from, state.bytes = 0, 0, 0, ''
+    return
+  end
+  state.exists = true
+  local count
+  state.total, state.newest, state.oldest, state.head, count, state.coarse, state.ends, state.parole, state.strikes =
+    unpack('<dddddBddB', raw)
+  state.tail = state.head + count
+  local stop = HEADER + state.tail * SLOT
+  if stop <= FIRST then
+    state.from, state.bytes = state.head, string.sub(raw, HEADER + state.head * SLOT + 1, stop)
+  else
+    state.from, state.bytes = state.tail, ''
+  end
+end
+
+local function stored(state, place, stop)
+  return call('GETRANGE', state.key, HEADER + place * SLOT, HEADER + stop * SLOT - 1)
+end
+
+local function slot(state, place)
+  if place >= state.from then return unpack('<dd', state.bytes, (place - state.from) * SLOT + 1) end
+  local ahead = state.chunk and place - state.chunk_from or -1
+  if ahead < 0 or ahead * SLOT >= #state.chunk then
+    state.chunk, state.chunk_from = stored(state, place, min(place + CHUNK, state.from)), place
+    ahead = 0
+  end
+  return unpack('<dd', state.chunk, ahead * SLOT + 1)
+end
+
+local function pop(state, count)
+  state.total = state.total - count
+  state.head = state.head + 1
+  if state.head < state.tail then state.oldest = (slot(state, state.head)) end
+  state.changed = true
+end
+
+-- Fetches slots from the newest back, until `place` is at hand.
+local function reach(state, place)
+  if place >= state.from then return end
+  local start = max(state.head, min(place, state.from - max(CHUNK, state.tail - state.from)))
+  state.bytes = stored(state, start, state.from) .. state.bytes
+  state.from, state.chunk = start, nil
+end
+
+-- Puts `new` where `drop` slots from `place` on were.
+local function splice(state, place, drop, new)
+  reach(state, place)
+  local before = (place - state.from) * SLOT
+  state.bytes = string.sub(state.bytes, 1, before) .. new .. string.sub(state.bytes, before + drop * SLOT + 1)
+  state.tail = state.tail - drop + #new / SLOT
+  state.edited = min(state.edited, place)
+end
+
+local function note_ends(state)
+  if state.tail > state.head then
+    state.oldest = (slot(state, state.head))
+    state.newest = (slot(state, state.tail - 1))
+  end
+end
+
+-- Brings slots of the future to `limit`.
+local function pull_back(state, limit)
+  reach(state, state.head)
+  local first = state.tail
+  while first > state.head and slot(state, first - 1) > limit do
+    first = first - 1
+  end
+  local pulled = {}
+  for place = first, state.tail - 1 do
+    local _, count = slot(state, place)
+    pulled[#pulled + 1] = pack('<dd', limit, count)
+  end
+  splice(state, first, #pulled, table.concat(pulled))
+  state.changed = true
+  note_ends(state)
+end
+
+-- Forgets what no longer counts, and returns the moment to judge at.
+local function settle_log(op, state)
+  local judged_at = now
+  if state.tail > state.head and state.newest > now + op.lead then
+    local overtaken = max(state.newest - op.lead, 0)
+    if overtaken - now <= OVERTAKEN then
+      judged_at = overtaken
+    else
+      pull_back(state, now + op.lead)
+    end
+  end
+  if state.tail > state.head and judged_at - state.newest >= op.length then
+    state.head, state.total, state.changed = state.tail, 0, true
+  end
+  while state.tail > state.head and judged_at - state.oldest >= op.length do
+    local _, count = slot(state, state.head)
+    pop(state, count)
+  end
+  if state.coarse == 1 and state.total <= op.entries then state.coarse = 0 end
+  return judged_at
+end
+
+local function arguments(op)
+  op.limit, op.length, op.entries, op.most, op.cell, op.lead, op.ahead = unpack('<ddddddd', op.bytes, op.place)
+end
+
+judge[WINDOW] = function(op, state)
+  arguments(op)
+  settle_log(op, state)
+  op.free_from, op.free_count = 0, 0
+  if op.never == 1 then
+    op.free_at = NEVER
+    return false
+  end
+  if op.cost <= max(op.limit - state.total, 0) then return true end
+  local missing = state.total + op.cost - op.limit
+  op.free_at = now
+  for place = state.head, state.tail - 1 do
+    local at, count = slot(state, place)
+    op.free_from, op.free_count = at, op.free_count + count
+    op.free_at = at + op.length
+    if op.free_count >= missing then break end
+  end
+  return false
+end
+
+covers[WINDOW] = function(op, state)
+  return state.parole <= max(op.limit - state.total, 0)
+end
+
+local function cell_of(op, at)
+  return floor(at / op.cell)
+end
+
+local function merge_oldest(state)
+  if state.tail - state.head < 2 then return end
+  local _, count = slot(state, state.head)
+  local total = state.total
+  pop(state, count)
+  state.total = total
+  local at, next_count = slot(state, state.head)
+  splice(state, state.head, 1, pack('<dd', at, next_count + count))
+end
+
+-- Merges slots that lie in the same cell of the grid.
+local function merge(op, state)
+  reach(state, state.head)
+  local merged, size = {}, 0
+  local at, count = slot(state, state.head)
+  for place = state.head + 1, state.tail - 1 do
+    local next_at, next_count = slot(state, place)
+    if cell_of(op, at) == cell_of(op, next_at) then
+      next_count = next_count + count
+    else
+      size = size + 1
+      merged[size] = pack('<dd', at, count)
+    end
+    at, count = next_at, next_count
+  end
+  merged[size + 1] = pack('<dd', at, count)
+  splice(state, state.head, state.tail - state.head, table.concat(merged))
+  state.coarse = 1
+  note_ends(state)
+end
+
+local function make_room(op, state)
+  while state.tail - state.head >= op.most do
+    merge_oldest(state)
+  end
+end
+
+charge[WINDOW] = function(op, state)
+  if op.cost == 0 then return end
+  local at = min(now + op.ahead, NEVER)
+  local last = state.tail - 1
+  if last >= state.head then
+    at = max(at, state.newest)
+    if state.newest == at or (state.coarse == 1 and cell_of(op, state.newest) == cell_of(op, at)) then
+      reach(state, last)
+      local _, count = slot(state, last)
+      splice(state, last, 1, pack('<dd', at, count + op.cost))
+      state.total = min(state.total + op.cost, COUNTED)
+      note_ends(state)
+      return
+    end
+    if last - state.head + 1 >= op.most then
+      if op.cell == 0 then
+        make_room(op, state)
+      else
+        merge(op, state)
+      end
+    end
+  end
+  if state.tail == state.head then state.oldest = at end
+  splice(state, state.tail, 0, pack('<dd', at, op.cost))
+  state.newest, state.total = at, min(state.total + op.cost, COUNTED)
+end
+
+save[WINDOW] = function(op, state)
+  local length = state.tail - state.head
+  local usage = length > 0 and min(state.newest + op.length, NEVER) or 0
+  local idle_at = max(usage, remembered(op, state))
+  -- As much has been left behind as counts: time to write it anew.
+  if state.head > length + CHUNK then reach(state, state.head) end
+  local whole = state.from <= state.head
+  local header = pack(
+    '<dddddBddB',
+    state.total,
+    state.newest,
+    state.oldest,
+    whole and 0 or state.head,
+    length,
+    state.coarse,
+    state.ends,
+    state.parole,
+    state.strikes
+  )
+  if whole or idle_at <= now then
+    local first = (state.head - state.from) * SLOT
+    keep(state, idle_at, header .. string.sub(state.bytes, first + 1, first + length * SLOT))
+    state.from, state.tail, state.head = state.from - state.head, length, 0
+  else
+    call('SETRANGE', state.key, 0, header)
+    if state.edited < state.tail then
+      local place = state.edited
+      call('SETRANGE', state.key, HEADER + place * SLOT, string.sub(state.bytes, (place - state.from) * SLOT + 1))
+    end
+    call('PEXPIRE', state.key, ceil((idle_at - now) / 1000) + slack)
+  end
+  state.edited = math.huge
+end
+
+-- What is used, the newest slot, and when how much of it is free.
+facts[WINDOW] = function(state, op)
+  local newest = state.tail > state.head and state.newest or 0
+  return pack('<dddd', state.total, newest, op.free_from, op.free_count)
+end

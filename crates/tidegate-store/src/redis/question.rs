@@ -1,0 +1,324 @@
+//! A batch as a script's keys and arguments, and the script's answer as what core makes of it.
+
+use arrayvec::ArrayVec;
+use tidegate_core::batch::{self, MAX_OPS, Terms};
+use tidegate_core::concurrency::{Permit, Permits};
+use tidegate_core::cooldown::Gate;
+use tidegate_core::penalty::Record;
+use tidegate_core::quota::{Ledger, Period};
+use tidegate_core::rate::Arrival;
+use tidegate_core::state::Usage;
+use tidegate_core::window::{Log, Slot};
+use tidegate_core::{Batch, Kind, Limit, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, State, Time, Verb};
+
+use super::keys::Keys;
+use super::script::{Parts, kind_number, verb_number};
+use crate::TimeSource;
+
+/// The largest cost that makes a difference: nothing holds more.
+const MOST: u64 = 1 << 53;
+/// What is added to the milliseconds after which a key expires: the server rounds the present down.
+const ROUNDED: u64 = 1;
+/// The same where time is the caller's, and may go on more slowly than the server's.
+const KEPT: u64 = 3_600_000;
+/// Bytes of the largest argument: a window's with a penalty.
+const ARGUMENT: usize = 8 + 13 * 8;
+
+/// An argument: bytes and doubles, one behind the other.
+#[derive(Default)]
+struct Packed(ArrayVec<u8, ARGUMENT>);
+
+impl Packed {
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.0.try_extend_from_slice(bytes).expect("invariant: the largest argument fits");
+    }
+
+    fn number(&mut self, number: u64) {
+        self.bytes(&(number as f64).to_le_bytes());
+    }
+
+    fn span(&mut self, span: Span) {
+        self.number(span.as_micros());
+    }
+
+    /// Units of 1/1024 µs, as whole microseconds and what is beyond them.
+    fn units(&mut self, units: u64) {
+        self.number(units >> 10);
+        self.number(units & 1023);
+    }
+}
+
+/// A batch, or the part of one that lies in one place.
+pub(super) struct Question<'a> {
+    pub(super) batch: &'a Batch,
+    pub(super) limits: &'a Limits,
+    pub(super) keys: &'a Keys,
+    pub(super) source: TimeSource,
+    /// What stands against the call in other parts of its batch.
+    pub(super) elsewhere: batch::Against,
+}
+
+/// What a script answered.
+pub(super) enum Read {
+    Answered(Outcomes),
+    /// None of the periods of a quota that were sent holds the server's present moment.
+    Elsewhen(Time),
+}
+
+impl Question<'_> {
+    /// The script that it is for.
+    pub(super) fn parts(&self) -> Parts {
+        Parts::of(self.batch, self.limits, self.elsewhere == batch::Against::default())
+    }
+
+    /// The operations that a store has anything to do with.
+    fn asked(&self) -> impl Iterator<Item = (&Op, &Limit)> {
+        self.batch.ops().iter().filter_map(|op| Some((op, self.limits.get(op.limit)?)))
+    }
+
+    /// Whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.asked().next().is_none()
+    }
+
+    /// The command that runs a script on it: `EVALSHA` with a hash, or `EVAL` with a text. `now` is the caller's moment,
+    /// `around` the one that the server's is thought to be near.
+    pub(super) fn command(&self, verb: &str, script: &str, now: Time, around: Time) -> redis::Cmd {
+        let mut command = redis::cmd(verb);
+        command.arg(script).arg(self.asked().count());
+        let mut key = Vec::new();
+        for (op, limit) in self.asked() {
+            self.keys.write(self.batch.terms().affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut key);
+            command.arg(key.as_slice());
+        }
+        command.arg(self.head(now).0.as_slice());
+        let mut resets = false;
+        for (op, limit) in self.asked() {
+            command.arg(self.argument(op, limit, around).0.as_slice());
+            resets |= op.verb == Verb::Reset;
+        }
+        if resets {
+            command.arg(self.keys.resets());
+        }
+        command
+    }
+
+    fn head(&self, now: Time) -> Packed {
+        let Terms { holder, counted_at, .. } = self.batch.terms();
+        let mut head = Packed::default();
+        match self.source {
+            TimeSource::Store => {
+                head.bytes(&(-1_f64).to_le_bytes());
+                head.number(ROUNDED);
+            }
+            TimeSource::Caller => {
+                head.number(batch::judgeable(now).as_micros());
+                head.number(KEPT);
+            }
+        }
+        head.number(counted_at.as_micros());
+        let batch::Against { refused, blocked, watched_refused, watched_blocked } = self.elsewhere;
+        let bits = [refused, blocked, watched_refused, watched_blocked].into_iter().rev();
+        head.bytes(&[bits.fold(0, |byte, bit| byte << 1 | u8::from(bit))]);
+        head.bytes(&holder.to_le_bytes());
+        head
+    }
+
+    fn argument(&self, op: &Op, limit: &Limit, around: Time) -> Packed {
+        let mut packed = Packed::default();
+        let cost = match (limit.kind(), op.verb) {
+            (Kind::Cooldown(_), _) => Span::from_micros(op.cost).as_micros(),
+            (_, Verb::Debit) => op.cost.min(MAX_COST),
+            _ => op.cost.min(MOST),
+        };
+        let penalty = limit.penalty();
+        let waives = limit.kind().waives();
+        packed.bytes(&[
+            kind_number(limit.kind()),
+            verb_number(op.verb),
+            u8::from(limit.is_shadow()),
+            u8::from(limit.counts_refused()),
+            u8::from(cost > limit.kind().capacity()),
+            u8::from(waives),
+            u8::from(waives && penalty.is_some_and(|penalty| penalty.mode() == PenaltyMode::Parole)),
+            u8::from(penalty.is_some()),
+        ]);
+        packed.number(cost);
+        if let Some(penalty) = penalty {
+            packed.span(penalty.base());
+            packed.number(u64::from(penalty.factor()));
+            packed.span(penalty.cap());
+            packed.span(penalty.forgive_after());
+            packed.number(u64::from(penalty.last_strike()));
+        }
+        if op.verb == Verb::Reset {
+            packed.bytes(&self.limits.tag(op.limit).to_le_bytes());
+            packed.bytes(&op.key.hi().to_le_bytes());
+            packed.bytes(&op.key.lo().to_le_bytes());
+            return packed;
+        }
+        let lead = if op.verb == Verb::Debit { Span::ZERO } else { limit.lead(self.batch.terms().lead) };
+        match limit.kind() {
+            Kind::Window(window) => {
+                packed.number(window.limit());
+                packed.span(window.window());
+                packed.number(u64::from(window.entries()));
+                packed.number(window.physical() as u64);
+                packed.span(window.lateness());
+                packed.span(window.lead());
+                packed.span(lead);
+            }
+            Kind::Rate(rate) => {
+                packed.units(rate.step(cost));
+                packed.units(rate.refill());
+                packed.number(rate.burst());
+                packed.units(rate.step(1));
+                packed.span(lead);
+            }
+            Kind::Quota(quota) => {
+                packed.number(quota.limit());
+                for bound in bounds(quota, around) {
+                    packed.number(bound.as_micros());
+                }
+            }
+            Kind::Concurrency(concurrency) => {
+                packed.number(concurrency.limit());
+                packed.span(concurrency.lease());
+            }
+            Kind::Cooldown(cooldown) => {
+                packed.span(cooldown.base);
+                packed.span(cooldown.cap);
+                packed.span(cooldown.stagger);
+                packed.span(cooldown.released_for());
+                packed.span(cooldown.remembered());
+                packed.number(match op.verb {
+                    Verb::Throttle { generation } | Verb::Succeed { generation } => u64::from(generation),
+                    _ => 0,
+                });
+            }
+        }
+        packed
+    }
+
+    /// What a script's answer means. `None` if it can't be one.
+    ///
+    /// The answers themselves are core's: each state is made anew, a log as the few slots that answer as the whole one
+    /// does, and [`batch::settle_part`] judges and changes them as it would have.
+    pub(super) fn read(&self, bytes: &[u8]) -> Option<Read> {
+        let mut input = Input(bytes);
+        let now = input.time()?;
+        if input.0.is_empty() && self.asked().any(|(_, limit)| matches!(limit.kind(), Kind::Quota(_))) {
+            return Some(Read::Elsewhen(now));
+        }
+        let mut states = ArrayVec::<State, MAX_OPS>::new();
+        for op in self.batch.ops() {
+            let state = match self.limits.get(op.limit) {
+                Some(limit) => self.state(op, limit, &mut input, now)?,
+                None => State::default(),
+            };
+            states.push(state);
+        }
+        let outcomes = batch::settle_part(self.batch, self.limits, states.as_mut_slice(), now, self.elsewhere);
+        input.0.is_empty().then_some(Read::Answered(outcomes))
+    }
+
+    fn state(&self, op: &Op, limit: &Limit, input: &mut Input<'_>, now: Time) -> Option<State> {
+        if !matches!(op.verb, Verb::Take | Verb::Peek) {
+            return self.told(limit, input.byte()? == 1, now);
+        }
+        let usage = match limit.kind() {
+            Kind::Window(_) => Usage::Window(input.log()?),
+            Kind::Rate(_) => {
+                let (micros, rest) = (input.number()?, input.number()?);
+                Usage::Rate(Arrival::from_bits((micros << 10) + rest))
+            }
+            Kind::Quota(_) => {
+                let period = Period { start: input.time()?, end: input.time()? };
+                Usage::Quota(Ledger { period, used: input.number()? })
+            }
+            Kind::Concurrency(_) => Usage::Concurrency(input.permits(self.batch.id())?),
+            Kind::Cooldown(_) => Usage::Cooldown(Gate {
+                until: input.time()?,
+                last: input.time()?,
+                generation: input.word()?,
+                step: u8::try_from(input.word()?).ok()?,
+            }),
+        };
+        let record = match limit.penalty() {
+            Some(_) => Record { until: input.time()?, parole: input.number()?, strikes: input.byte()? },
+            None => Record::default(),
+        };
+        Some(State::new(usage, record))
+    }
+
+    /// A state that is told something with the same effect: a permit that is released or renewed must be there.
+    fn told(&self, limit: &Limit, done: bool, now: Time) -> Option<State> {
+        let Kind::Concurrency(concurrency) = limit.kind() else { return Some(State::default()) };
+        let expires = now + concurrency.lease();
+        let held = Permit { holder: self.batch.id(), count: 1, expires };
+        let permits = if done { vec![held] } else { Vec::new() };
+        Some(State::new(Usage::Concurrency(Permits::of(permits)), Record::default()))
+    }
+}
+
+/// Where three periods of a quota begin and the last ends: that which holds a moment, the one before and the next.
+fn bounds(quota: &Quota, around: Time) -> [Time; 4] {
+    let present = quota.period(around);
+    let before =
+        if present.start == Time::ZERO { Time::ZERO } else { quota.period(present.start - Span::from_micros(1)).start };
+    let next = if present.end.is_never() { Time::NEVER } else { quota.period(present.end).end };
+    [before, present.start, present.end, next]
+}
+
+/// What is left to read of an answer.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (bytes, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*bytes)
+    }
+
+    fn byte(&mut self) -> Option<u8> {
+        self.take().map(|[byte]| byte)
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    /// A double that holds a whole number.
+    fn number(&mut self) -> Option<u64> {
+        let number = f64::from_le_bytes(self.take()?);
+        (number >= 0.0 && number.fract() == 0.0).then_some(number as u64)
+    }
+
+    fn time(&mut self) -> Option<Time> {
+        self.number().map(Time::from_micros)
+    }
+
+    /// A log that answers as the whole one does: what is free together and when, and the rest at the newest moment.
+    fn log(&mut self) -> Option<Log> {
+        let (total, newest) = (self.number()?, self.time()?);
+        let (free_from, free) = (self.time()?, self.number()?.min(total));
+        let slots = [Slot { at: free_from, count: free }, Slot { at: newest, count: total - free }];
+        let slots: ArrayVec<Slot, 2> = slots.into_iter().filter(|slot| slot.count > 0).collect();
+        Log::of(&slots, false)
+    }
+
+    /// Permits that answer as all of them do: the holder's own, and of the others what is free together and when, and
+    /// the rest with the last lease.
+    fn permits(&mut self, holder: u64) -> Option<Permits> {
+        let used = self.number()?;
+        let own = Permit { holder, count: self.number()?, expires: self.time()? };
+        let last = self.time()?;
+        let (free_at, free) = (self.time()?, self.number()?);
+        let others = used.checked_sub(own.count)?;
+        // Who holds a permit needn't wait for others.
+        let free = if own.count > 0 { 0 } else { free.min(others) };
+        let first = Permit { holder: holder.wrapping_add(1), count: free, expires: free_at };
+        let rest = Permit { holder: holder.wrapping_add(2), count: others - free, expires: last };
+        Some(Permits::of([own, first, rest].into_iter().filter(|permit| permit.count > 0).collect()))
+    }
+}

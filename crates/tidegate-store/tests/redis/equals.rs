@@ -1,0 +1,138 @@
+//! It answers as a store of whole states does, field by field and call by call.
+
+use std::sync::Arc;
+
+use tidegate_core::{
+    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb, Window,
+};
+use tidegate_store::{Direct, Immediate as _, Redis, Remote as _, TimeSource};
+use tidegate_testkit::conformance::Backend as _;
+use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::reference::ReferenceStore;
+use tidegate_testkit::servers::RedisServer;
+use tidegate_testkit::world::{Wanted, World};
+
+use crate::common::Stores;
+
+/// Two stores that are asked the same.
+struct Pair<'a> {
+    stores: &'a Stores,
+    redis: Direct<Redis>,
+    reference: ReferenceStore,
+}
+
+impl<'a> Pair<'a> {
+    fn open(stores: &'a Stores, limits: &Arc<Limits>) -> Self {
+        Self { stores, redis: stores.open(Arc::clone(limits)), reference: ReferenceStore::new(Arc::clone(limits)) }
+    }
+
+    fn ask(&self, batch: &Batch, now: Time) -> Outcomes {
+        let found = self.stores.runtime.block_on(self.redis.0.ask(batch, now)).unwrap();
+        let expected = self.reference.apply_now(batch, now);
+        assert_eq!(found.now(), expected.now());
+        assert_eq!(found.list(), expected.list(), "{batch:?}\n under {:?}", self.reference_limits());
+        found
+    }
+
+    fn reference_limits(&self) -> &Limits {
+        self.redis.0.limits()
+    }
+}
+
+fn worlds(wanted: Wanted, mut clock: impl FnMut(&mut World, &mut Dice) -> Time) {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Caller);
+    let mut seeds = Dice::seeded(dice::seed());
+    for _ in 0..dice::count(40, 400) {
+        let seed = seeds.word();
+        println!("world {seed}");
+        let mut world = World::new(Dice::seeded(seed), wanted);
+        let mut dice = Dice::seeded(seed ^ 1);
+        let pair = Pair::open(&stores, world.limits());
+        for _ in 0..250 {
+            let now = clock(&mut world, &mut dice);
+            let outcomes = pair.ask(&world.batch(), now);
+            world.heard(&outcomes);
+        }
+    }
+}
+
+#[test]
+fn redis_answers_as_whole_states_do() {
+    worlds(Wanted::All, |world, _| world.pass_time());
+}
+
+/// The clock now and then steps back: by less than a call may be overtaken by, by seconds, and for good by a month. Limits
+/// last for hours: when a state that is idle is forgotten, and comes to life again with the past, is each store's own
+/// affair.
+#[test]
+fn redis_takes_steps_back_as_whole_states_do() {
+    let (mut start, mut now) = (Time::ZERO, Time::ZERO);
+    worlds(Wanted::RealTime, |world, dice| {
+        if start != world.now() {
+            (start, now) = (world.now(), world.now());
+        }
+        now = now + Span::from_micros(dice.below(1_000_000));
+        if dice.below(100) == 0 {
+            now = now - Span::from_secs(30 * 86_400);
+        }
+        now - match dice.below(20) {
+            0 => Span::from_micros(dice.below(100_001)),
+            1 => Span::from_micros(dice.below(20_000_000)),
+            _ => Span::ZERO,
+        }
+    });
+}
+
+/// Logs of thousands of slots, which are neither read nor written as a whole: charged ahead, settled, refunded, overdrawn,
+/// merged, and left to expire.
+#[test]
+fn long_logs_answer_as_whole_ones_do() {
+    const LEAD: Span = Span::from_millis(500);
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Caller);
+    let windows = [(600, 4_096), (5_000, 300), (90, 64), (300, 300)].map(|(limit, entries)| {
+        let length = Span::from_secs(10);
+        let window = Window::new(limit, length, entries).unwrap().with_lead(LEAD);
+        let spec = PenaltySpec { base: Span::from_millis(20), cap: Span::from_millis(80), ..PenaltySpec::default() };
+        Limit::new(Kind::Window(window)).with_penalty(Penalty::new(spec, length).unwrap())
+    });
+    let limits = Arc::new(Limits::new(windows.to_vec()).unwrap());
+    let mut dice = Dice::seeded(dice::seed());
+    let key = Key::new(1, dice.word());
+    for (limit, plan) in limits.iter() {
+        let capacity = plan.kind().capacity();
+        let pair = Pair::open(&stores, &limits);
+        let mut now = Time::from_secs(1_700_000_000);
+        let mut sent = Vec::new();
+        for _ in 0..dice::count(4_000, 20_000) {
+            now = now + Span::from_micros(dice.below(if capacity > 1_000 { 4_000 } else { 12_000 }));
+            let now = match dice.below(400) {
+                0 => now - Span::from_micros(dice.below(90_000)),
+                1 => now - Span::from_micros(dice.below(2_000_000)),
+                _ => now,
+            };
+            let (verb, cost, at) = match (dice.below(10), sent.pop()) {
+                (0..=1, Some((cost, at))) => (Verb::Settle, cost, at),
+                (2, Some((cost, at))) => (Verb::Refund, cost, at),
+                (3, _) => {
+                    (dice.pick(&[Verb::Peek, Verb::Refund, Verb::Debit, Verb::Debit]), dice.between(1, 4), Time::ZERO)
+                }
+                _ => (Verb::Take, dice.pick(&[1, 1, 1, 2, 7, capacity / 40]), Time::ZERO),
+            };
+            let outcomes = pair.ask(&one(limit, verb, key, cost).ahead(LEAD).counted_at(at), now);
+            if verb == Verb::Take && !outcomes.list()[0].verdict.refuses() {
+                sent.insert(dice.below(sent.len() as u64 + 1) as usize, (cost, outcomes.now() + LEAD));
+                sent.truncate(400);
+            }
+        }
+        // All of it has expired.
+        pair.ask(&one(limit, Verb::Peek, key, capacity), now + Span::from_secs(3_600));
+    }
+}
+
+fn one(limit: LimitId, verb: Verb, key: Key, cost: u64) -> Batch {
+    let mut batch = Batch::new(9);
+    batch.push(Op::new(limit, verb, key, cost)).unwrap();
+    batch
+}

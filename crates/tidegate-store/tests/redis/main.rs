@@ -1,0 +1,6 @@
+//! The Redis store, against real servers.
+#![expect(clippy::unwrap_used, reason = "a failed setup is a failed test")]
+
+mod common;
+mod conforms;
+mod equals;

@@ -1,0 +1,298 @@
+//! Redis servers of a test's own: one, or a cluster of three masters.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use super::{LOOK_EVERY, LOOKS, Scratch, free_port, require};
+
+/// Slots of a cluster.
+const SLOTS: u16 = 16_384;
+/// How long a test waits for any answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How a server is set up.
+#[derive(Clone, Debug, Default)]
+pub struct RedisSetup {
+    /// Whether it writes every change to a file, so that a restart finds it again. Otherwise it forgets everything.
+    pub durable: bool,
+    /// Further words of its command line, such as `--requirepass`, `secret`.
+    pub words: Vec<String>,
+}
+
+/// A server in a directory of its own, which both go away with this value.
+#[derive(Debug)]
+pub struct RedisServer {
+    program: PathBuf,
+    setup: RedisSetup,
+    port: u16,
+    child: Option<Child>,
+    scratch: Scratch,
+}
+
+impl RedisServer {
+    /// Starts one that keeps nothing on disk. `None` if `redis-server` isn't installed.
+    ///
+    /// # Panics
+    /// If it doesn't start.
+    pub fn start() -> Option<Self> {
+        Self::with(RedisSetup::default())
+    }
+
+    /// Starts one that is set up like this. `None` if `redis-server` isn't installed.
+    ///
+    /// # Panics
+    /// If it doesn't start; what it wrote is told.
+    pub fn with(setup: RedisSetup) -> Option<Self> {
+        let program = require("redis-server")?;
+        let mut server = Self { program, setup, port: free_port(), child: None, scratch: Scratch::new() };
+        server.launch();
+        Some(server)
+    }
+
+    fn launch(&mut self) {
+        let durable = if self.setup.durable { "yes" } else { "no" };
+        let port = self.port.to_string();
+        let output = || std::fs::File::create(self.scratch.path().join("output")).expect("a file for the output");
+        let mut command = Command::new(&self.program);
+        command
+            .args(["--port", &port, "--bind", "127.0.0.1", "--save", "", "--appendonly", durable])
+            .args(["--appendfsync", "always", "--dir"])
+            .arg(self.scratch.path())
+            .args(&self.setup.words)
+            .stdin(Stdio::null())
+            .stdout(output())
+            .stderr(Stdio::null());
+        self.child = Some(command.spawn().expect("redis-server starts"));
+        for _ in 0..LOOKS {
+            // With a password, it says so: it is there, and has read what it had written.
+            if let Ok(answer) = self.ask(&["PING"])
+                && !answer.starts_with("-LOADING")
+            {
+                return;
+            }
+            sleep(LOOK_EVERY);
+        }
+        let output = std::fs::read_to_string(self.scratch.path().join("output")).unwrap_or_default();
+        panic!("redis-server doesn't answer on {port}: {output}");
+    }
+
+    /// Where it listens on loopback.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// `redis://127.0.0.1:PORT`.
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    /// Its directory.
+    pub fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
+    fn ask(&self, words: &[&str]) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let mut command = format!("*{}\r\n", words.len());
+        for word in words {
+            command.push_str(&format!("${}\r\n{word}\r\n", word.len()));
+        }
+        stream.write_all(command.as_bytes())?;
+        let mut reader = BufReader::new(stream);
+        let mut first = String::new();
+        reader.read_line(&mut first)?;
+        if let Some(length) = first.strip_prefix('$').and_then(|length| length.trim_end().parse::<usize>().ok()) {
+            let mut text = vec![0; length + 2];
+            reader.read_exact(&mut text)?;
+            return Ok(String::from_utf8_lossy(&text[..length]).into_owned());
+        }
+        Ok(first.trim_end().to_owned())
+    }
+
+    /// What it answers to a command: a status with its sign, or a text.
+    ///
+    /// # Panics
+    /// If it doesn't answer.
+    pub fn command(&self, words: &[&str]) -> String {
+        self.ask(words).expect("redis-server answers")
+    }
+
+    /// How many keys it holds.
+    ///
+    /// # Panics
+    /// If it doesn't tell.
+    pub fn keys(&self) -> u64 {
+        let answer = self.command(&["DBSIZE"]);
+        answer.strip_prefix(':').and_then(|count| count.parse().ok()).expect("a number of keys")
+    }
+
+    /// Ends it as a power cut would.
+    ///
+    /// # Panics
+    /// If it can't be ended.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().expect("our own child can be killed");
+            child.wait().expect("our own child can be waited for");
+        }
+    }
+
+    /// Starts it again on the same port, with what it had written if it was durable.
+    ///
+    /// # Panics
+    /// If it doesn't start.
+    pub fn restart(&mut self) {
+        self.kill();
+        self.launch();
+    }
+
+    /// Stops it without closing anything: it takes connections and never answers.
+    ///
+    /// # Panics
+    /// If it isn't running.
+    pub fn freeze(&self) {
+        self.signal("STOP");
+    }
+
+    /// Lets it go on.
+    ///
+    /// # Panics
+    /// If it isn't running.
+    pub fn thaw(&self) {
+        self.signal("CONT");
+    }
+
+    fn signal(&self, name: &str) {
+        let id = self.child.as_ref().expect("it is running").id().to_string();
+        let status = Command::new("kill").args([&format!("-{name}"), &id]).status();
+        assert!(status.is_ok_and(|status| status.success()), "SIG{name} can't be sent to {id}");
+    }
+}
+
+impl Drop for RedisServer {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Three masters that divide the slots among them, without replicas. What is left of it serves when one is lost.
+#[derive(Debug)]
+pub struct RedisCluster {
+    nodes: Vec<RedisServer>,
+}
+
+impl RedisCluster {
+    /// Starts one. `None` if `redis-server` isn't installed.
+    ///
+    /// # Panics
+    /// If its nodes don't come to know each other.
+    pub fn start() -> Option<Self> {
+        let words =
+            ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"];
+        let setup = RedisSetup { words: words.map(str::to_owned).to_vec(), ..RedisSetup::default() };
+        let nodes: Vec<_> = (0..3)
+            .map(|_| {
+                // The nodes talk among themselves on a port of their own, by default 10,000 higher.
+                let mut setup = setup.clone();
+                setup.words.extend(["--cluster-port".to_owned(), free_port().to_string()]);
+                RedisServer::with(setup)
+            })
+            .collect::<Option<_>>()?;
+        let cluster = Self { nodes };
+        for (place, node) in (0..).zip(&cluster.nodes) {
+            let (first, last) = (SLOTS / 3 * place, if place == 2 { SLOTS - 1 } else { SLOTS / 3 * (place + 1) - 1 });
+            node.command(&["CLUSTER", "ADDSLOTSRANGE", &first.to_string(), &last.to_string()]);
+            node.command(&["CLUSTER", "SET-CONFIG-EPOCH", &(place + 1).to_string()]);
+        }
+        let (head, rest) = cluster.nodes.split_first().expect("three nodes");
+        for node in rest {
+            let bus = node.setup.words.last().expect("the port of its own");
+            head.command(&["CLUSTER", "MEET", "127.0.0.1", &node.port.to_string(), bus]);
+        }
+        for _ in 0..LOOKS {
+            let knows_all = |node: &RedisServer| {
+                let info = node.command(&["CLUSTER", "INFO"]);
+                info.contains("cluster_state:ok")
+                    && info.contains("cluster_slots_ok:16384")
+                    && info.contains("cluster_known_nodes:3")
+            };
+            if cluster.nodes.iter().all(knows_all) {
+                return Some(cluster);
+            }
+            sleep(LOOK_EVERY);
+        }
+        panic!("the nodes of the cluster don't know each other");
+    }
+
+    /// `redis-cluster://…` with all nodes.
+    pub fn url(&self) -> String {
+        let hosts: Vec<_> = self.nodes.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
+        format!("redis-cluster://{}", hosts.join(","))
+    }
+
+    /// Its masters, in the order of their slots, a third each.
+    pub fn nodes(&self) -> &[RedisServer] {
+        &self.nodes
+    }
+
+    /// One of its masters.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn node_mut(&mut self, place: usize) -> &mut RedisServer {
+        &mut self.nodes[place]
+    }
+
+    /// Moves a slot with all its keys, one by one, as an operator's tool does.
+    ///
+    /// # Panics
+    /// If a node refuses.
+    pub fn move_slot(&self, slot: u16, from: usize, to: usize) {
+        let (from, to) = (&self.nodes[from], &self.nodes[to]);
+        let slot = slot.to_string();
+        let id = |node: &RedisServer| node.command(&["CLUSTER", "MYID"]);
+        let set = |node: &RedisServer, words: &[&str]| {
+            let answer = node.command(&[&["CLUSTER", "SETSLOT", &slot], words].concat());
+            assert_eq!(answer, "+OK", "{words:?}");
+        };
+        set(to, &["IMPORTING", &id(from)]);
+        set(from, &["MIGRATING", &id(to)]);
+        let port = to.port.to_string();
+        loop {
+            let names = from.names(&slot);
+            if names.is_empty() {
+                break;
+            }
+            for name in names {
+                from.command(&["MIGRATE", "127.0.0.1", &port, &name, "0", "5000"]);
+            }
+        }
+        for node in [to, from] {
+            set(node, &["NODE", &id(to)]);
+        }
+    }
+}
+
+impl RedisServer {
+    /// Names of some keys in a slot.
+    fn names(&self, slot: &str) -> Vec<String> {
+        let read = || {
+            let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
+            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.write_all(format!("CLUSTER GETKEYSINSLOT {slot} 100\r\n").as_bytes())?;
+            let mut lines = BufReader::new(stream).lines();
+            let count = lines.next().transpose()?.and_then(|line| line.strip_prefix('*')?.parse::<usize>().ok());
+            let rest = lines.take(2 * count.unwrap_or(0)).collect::<std::io::Result<Vec<_>>>()?;
+            Ok::<_, std::io::Error>(rest.into_iter().skip(1).step_by(2).collect())
+        };
+        read().expect("redis-server tells its keys")
+    }
+}
