@@ -9,15 +9,31 @@
 #![deny(unsafe_code)]
 
 mod memory;
+#[cfg(feature = "mongodbx")]
+mod mongodb;
+#[cfg(feature = "mysqlx")]
+mod mysql;
+#[cfg(feature = "postgres")]
+mod postgres;
 #[cfg(feature = "remote")]
 mod remote;
+#[cfg(feature = "rows")]
+mod rows;
 
 use std::future::Future;
 use std::sync::Arc;
 
 pub use memory::{Memory, MemoryStats};
+#[cfg(feature = "mongodbx")]
+pub use mongodb::MongoDb;
+#[cfg(feature = "mysqlx")]
+pub use mysql::MySql;
+#[cfg(feature = "postgres")]
+pub use postgres::Postgres;
 #[cfg(feature = "remote")]
 pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
+#[cfg(feature = "rows")]
+pub use rows::RowsOptions;
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 
 /// Where state lives.
