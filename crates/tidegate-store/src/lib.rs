@@ -11,7 +11,7 @@
 mod memory;
 #[cfg(feature = "mongodbx")]
 mod mongodb;
-#[cfg(feature = "mysqlx")]
+#[cfg(feature = "mysql")]
 mod mysql;
 #[cfg(feature = "postgres")]
 mod postgres;
@@ -26,7 +26,7 @@ use std::sync::Arc;
 pub use memory::{Memory, MemoryStats};
 #[cfg(feature = "mongodbx")]
 pub use mongodb::MongoDb;
-#[cfg(feature = "mysqlx")]
+#[cfg(feature = "mysql")]
 pub use mysql::MySql;
 #[cfg(feature = "postgres")]
 pub use postgres::Postgres;

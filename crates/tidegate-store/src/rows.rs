@@ -18,7 +18,7 @@ use std::time::Duration;
 use tidegate_core::{Key, Time};
 
 pub(crate) use ledger::Ledger;
-pub(crate) use queue::{Call, Driver, Engine, Group};
+pub(crate) use queue::{Call, Driver, Engine, GROUP_ROWS, Group};
 
 use crate::{StoreError, TimeSource};
 
@@ -85,7 +85,7 @@ impl fmt::Debug for RowsOptions {
 }
 
 /// A row's name: its limit's tag and its key, in the order in which rows are locked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct RowKey([u8; Self::LEN]);
 
 impl RowKey {
