@@ -9,7 +9,7 @@
 #![deny(unsafe_code)]
 
 mod memory;
-#[cfg(feature = "mongodbx")]
+#[cfg(feature = "mongodb")]
 mod mongodb;
 #[cfg(feature = "mysql")]
 mod mysql;
@@ -24,7 +24,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 pub use memory::{Memory, MemoryStats};
-#[cfg(feature = "mongodbx")]
+#[cfg(feature = "mongodb")]
 pub use mongodb::MongoDb;
 #[cfg(feature = "mysql")]
 pub use mysql::MySql;

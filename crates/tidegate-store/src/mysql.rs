@@ -83,30 +83,40 @@ impl Words {
             .into(),
             // A row that exists is locked as one that is made: first a look and then an insertion would leave locks on
             // the gap between, over which two that want to insert there block each other.
-            lock: Listed::new(|list| {
-                format!("INSERT INTO {prefix}state VALUES {list} ON DUPLICATE KEY UPDATE expires_at = expires_at")
-            }, "(?, '', 0)"),
-            read: Listed::new(|list| {
-                format!(
-                    "SELECT clock.micros, found.id, found.state FROM (SELECT {CLOCK} AS micros) AS clock
+            lock: Listed::new(
+                |list| {
+                    format!("INSERT INTO {prefix}state VALUES {list} ON DUPLICATE KEY UPDATE expires_at = expires_at")
+                },
+                "(?, '', 0)",
+            ),
+            read: Listed::new(
+                |list| {
+                    format!(
+                        "SELECT clock.micros, found.id, found.state FROM (SELECT {CLOCK} AS micros) AS clock
                      LEFT JOIN {prefix}state AS found ON found.id IN ({list})"
-                )
-            }, "?"),
+                    )
+                },
+                "?",
+            ),
             // MariaDB has no other word for a row that is inserted.
-            write: Listed::new(|list| {
-                format!(
-                    "INSERT INTO {prefix}state VALUES {list}
+            write: Listed::new(
+                |list| {
+                    format!(
+                        "INSERT INTO {prefix}state VALUES {list}
                      ON DUPLICATE KEY UPDATE state = VALUES(state), expires_at = VALUES(expires_at)"
-                )
-            }, "(?, ?, ?)"),
+                    )
+                },
+                "(?, ?, ?)",
+            ),
             remove: Listed::new(|list| format!("DELETE FROM {prefix}state WHERE id IN ({list})"), "?"),
             expired: format!(
                 "SELECT id FROM {prefix}state WHERE expires_at <= COALESCE(?, {CLOCK}) ORDER BY expires_at LIMIT ?"
             )
             .into(),
-            clean: Listed::new(|list| {
-                format!("DELETE FROM {prefix}state WHERE id IN ({list}) AND expires_at <= COALESCE(?, {CLOCK})")
-            }, "?"),
+            clean: Listed::new(
+                |list| format!("DELETE FROM {prefix}state WHERE id IN ({list}) AND expires_at <= COALESCE(?, {CLOCK})"),
+                "?",
+            ),
             keep: format!("INSERT IGNORE INTO {prefix}meta VALUES ('seed', ?)").into(),
             kept: format!("SELECT value FROM {prefix}meta WHERE name = 'seed'").into(),
         }

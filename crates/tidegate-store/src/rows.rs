@@ -12,6 +12,7 @@ mod queue;
 pub(crate) mod sql;
 
 use std::fmt;
+use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -60,10 +61,15 @@ impl RowsOptions {
     pub(crate) fn checked(&self, schemes: &[&str]) -> Result<usize, StoreError> {
         let wrong = |what: &str| Err(StoreError::Failed(what.into()));
         if !schemes.iter().any(|scheme| self.url.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://"))) {
-            return Err(StoreError::Failed(format!("the store's URL doesn't begin with {}://", schemes.join(":// or "))));
+            return Err(StoreError::Failed(format!(
+                "the store's URL doesn't begin with {}://",
+                schemes.join(":// or ")
+            )));
         }
         let letters = self.prefix.bytes().all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'_'));
-        if !letters || !(1..=32).contains(&self.prefix.len()) || self.prefix.starts_with(|first: char| first.is_ascii_digit())
+        if !letters
+            || !(1..=32).contains(&self.prefix.len())
+            || self.prefix.starts_with(|first: char| first.is_ascii_digit())
         {
             return wrong("a table prefix is 1 to 32 of a-z, 0-9 and _, and begins with no digit");
         }
@@ -160,5 +166,24 @@ impl Times {
             TimeSource::Store => None,
             TimeSource::Caller => Some(i64::try_from(self.latest.load(Ordering::Relaxed)).unwrap_or(i64::MAX)),
         }
+    }
+}
+
+/// Bounds what no caller need bound.
+pub(crate) async fn within<T>(work: impl Future<Output = Result<T, Fault>>) -> Result<T, StoreError> {
+    match tokio::time::timeout(GROUP_WITHIN, work).await {
+        Ok(done) => done.map_err(StoreError::from),
+        Err(_) => Err(StoreError::Timeout(GROUP_WITHIN)),
+    }
+}
+
+/// Whether the tables or collections are of the version that this program knows.
+pub(crate) fn check_schema(version: &[u8]) -> Result<(), Fault> {
+    match std::str::from_utf8(version).ok().and_then(|text| text.parse::<u32>().ok()) {
+        Some(SCHEMA) => Ok(()),
+        Some(version) if version > SCHEMA => Err(Fault::Failed(format!(
+            "what it keeps is of version {version}; this program knows those up to {SCHEMA}"
+        ))),
+        _ => Err(Fault::Failed("what it keeps is of no version that this program knows".into())),
     }
 }

@@ -67,11 +67,7 @@ impl<'a> Ledger<'a> {
     }
 
     /// Decides one batch after the other, each at its moment.
-    pub(crate) fn settle(
-        &mut self,
-        group: &Group,
-        at: impl Fn(&Call) -> Time,
-    ) -> Vec<Result<Outcomes, StoreError>> {
+    pub(crate) fn settle(&mut self, group: &Group, at: impl Fn(&Call) -> Time) -> Vec<Result<Outcomes, StoreError>> {
         group.calls().iter().map(|call| self.decide(call, at(call))).collect()
     }
 

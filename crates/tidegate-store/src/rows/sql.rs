@@ -9,7 +9,9 @@ use tidegate_core::{Limits, Outcomes, Time};
 
 use super::ledger::Change;
 use super::lines::{Line, Lines};
-use super::{CLEAN_ROWS, CLEAN_STEPS, Driver, Engine, Fault, GROUP_WITHIN, Group, Ledger, RowKey, RowsOptions, SCHEMA, Times};
+use super::{
+    CLEAN_ROWS, CLEAN_STEPS, Driver, Engine, Fault, Group, Ledger, RowKey, RowsOptions, Times, check_schema, within,
+};
 use crate::StoreError;
 
 /// One server's words for the steps.
@@ -223,14 +225,6 @@ impl<D: Dialect> Driver for Sql<D> {
     }
 }
 
-/// Bounds what no caller need bound.
-async fn within<T>(work: impl Future<Output = Result<T, Fault>>) -> Result<T, StoreError> {
-    match tokio::time::timeout(GROUP_WITHIN, work).await {
-        Ok(done) => done.map_err(StoreError::from),
-        Err(_) => Err(StoreError::Timeout(GROUP_WITHIN)),
-    }
-}
-
 /// What an error says, without what the statement was given.
 pub(crate) fn told(error: &Error) -> String {
     match error {
@@ -241,15 +235,5 @@ pub(crate) fn told(error: &Error) -> String {
         // Its text may quote the URL.
         Error::Configuration(_) => "the URL can't be used".into(),
         error => error.to_string(),
-    }
-}
-
-fn check_schema(version: &[u8]) -> Result<(), Fault> {
-    match std::str::from_utf8(version).ok().and_then(|text| text.parse::<u32>().ok()) {
-        Some(SCHEMA) => Ok(()),
-        Some(version) if version > SCHEMA => {
-            Err(Fault::Failed(format!("its tables are of version {version}; this program knows those up to {SCHEMA}")))
-        }
-        _ => Err(Fault::Failed("its tables are of no version that this program knows".into())),
     }
 }

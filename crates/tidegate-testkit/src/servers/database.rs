@@ -20,7 +20,7 @@ pub struct Database {
 
 impl Database {
     /// Starts the program that `command` makes for a directory with data and a port; `url` makes the address for the
-    /// port, and `ready` is what the program writes to its standard error when it can be used.
+    /// port, and `ready` is what the program writes to its output when it can be used.
     ///
     /// # Panics
     /// If it doesn't start.
@@ -54,7 +54,7 @@ impl Database {
     pub fn restart(&self) {
         let running = Running::start((self.command)(), Scratch::new(), self.port);
         let ready = (0..LOOKS).any(|_| {
-            let ready = running.read("stderr").contains(self.ready);
+            let ready = ["stdout", "stderr"].iter().any(|output| running.read(output).contains(self.ready));
             if !ready {
                 sleep(LOOK_EVERY);
             }

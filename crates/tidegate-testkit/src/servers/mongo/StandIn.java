@@ -1,0 +1,17 @@
+import de.bwaldvogel.mongo.MongoServer;
+import de.bwaldvogel.mongo.ServerVersion;
+import de.bwaldvogel.mongo.backend.h2.H2Backend;
+import java.util.concurrent.CountDownLatch;
+
+/** Speaks MongoDB's protocol on a port of loopback, with its data in a file, until it is asked to end. */
+class StandIn {
+    public static void main(String[] arguments) throws InterruptedException {
+        var backend = new H2Backend(arguments[0]);
+        backend.version(ServerVersion.MONGO_5_0);
+        var server = new MongoServer(backend);
+        Runtime.getRuntime().addShutdownHook(new Thread(server::shutdownNow));
+        server.bind("127.0.0.1", Integer.parseInt(arguments[1]));
+        System.err.println("ready for connections");
+        new CountDownLatch(1).await();
+    }
+}
