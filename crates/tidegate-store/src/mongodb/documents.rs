@@ -22,6 +22,8 @@ pub(super) struct Documents {
     database: Database,
     meta: Collection<bson::Document>,
     state: Collection<bson::Document>,
+    /// The command by which the server tells what it is, and the time.
+    greeting: &'static str,
     transactions: bool,
 }
 
@@ -72,8 +74,16 @@ impl Documents {
         let database = client.default_database().unwrap_or_else(|| client.database("tidegate"));
         let (meta, state) =
             (database.collection(&format!("{prefix}meta")), database.collection(&format!("{prefix}state")));
-        let mut documents = Self { client, database, meta, state, transactions: false };
-        let hello = documents.hello().await?;
+        let mut documents = Self { client, database, meta, state, greeting: "hello", transactions: false };
+        let hello = match documents.hello().await {
+            // The same by its older name: before 4.4.2 there was no other.
+            Err(error) if is_unknown(&error) => {
+                documents.greeting = "isMaster";
+                documents.hello().await
+            }
+            hello => hello,
+        };
+        let hello = hello.map_err(|error| fault(&error))?;
         documents.transactions = hello.contains_key("setName") || hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
         let version = documents.keep("schema", SCHEMA.to_string().as_bytes()).await?;
         check_schema(&version)?;
@@ -91,13 +101,13 @@ impl Documents {
         self.client.start_session().await.map_err(|error| fault(&error))
     }
 
-    async fn hello(&self) -> Result<bson::Document, Fault> {
-        self.database.run_command(doc! { "hello": 1 }).await.map_err(|error| fault(&error))
+    async fn hello(&self) -> Result<bson::Document, Error> {
+        self.database.run_command(doc! { self.greeting: 1 }).await
     }
 
     /// The server's clock.
     pub(super) async fn clock(&self) -> Result<Time, Fault> {
-        let hello = self.hello().await?;
+        let hello = self.hello().await.map_err(|error| fault(&error))?;
         let clock = hello.get_datetime("localTime").map_err(|_| Fault::Failed("it doesn't tell the time".into()))?;
         let millis = u64::try_from(clock.timestamp_millis()).unwrap_or(0);
         Ok(Time::from_micros(millis.saturating_mul(1000)))
@@ -288,12 +298,18 @@ fn changed(done: Result<u64, Error>) -> Result<(), Fault> {
     }
 }
 
+/// Whether the server doesn't know a command.
+fn is_unknown(error: &Error) -> bool {
+    const COMMAND_NOT_FOUND: i32 = 59;
+    matches!(&*error.kind, ErrorKind::Command(error) if error.code == COMMAND_NOT_FOUND)
+}
+
 /// What an error says, and whether it is worth another try.
 pub(super) fn fault(error: &Error) -> Fault {
     const DUPLICATE_KEY: i32 = 11_000;
     const WRITE_CONFLICT: i32 = 112;
     let again = |code| code == DUPLICATE_KEY || code == WRITE_CONFLICT;
-    let what = error.to_string();
+    let what = error.kind.to_string();
     match &*error.kind {
         _ if error.contains_label(TRANSIENT_TRANSACTION_ERROR) => Fault::Conflict(what),
         ErrorKind::Write(WriteFailure::WriteError(error)) if again(error.code) => {

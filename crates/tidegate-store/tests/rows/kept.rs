@@ -9,20 +9,7 @@ use tidegate_core::{
 use tidegate_store::{Remote, RowsOptions, StoreError, TimeSource};
 use tidegate_testkit::desk;
 
-use super::{Kind, an_hour, batch, options, passes, plan, runtime};
-
-/// Asks until somebody answers, for up to 20 seconds: a server that was just started may not be ready.
-async fn patiently(store: &impl Remote, batch: &Batch, now: Time) -> tidegate_core::Outcomes {
-    let mut last = None;
-    for _ in 0..200 {
-        match store.ask(batch, now).await {
-            Ok(outcomes) => return outcomes,
-            Err(error) => last = Some(error),
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    panic!("no answer: {last:?}");
-}
+use super::{Kind, an_hour, batch, options, passes, patiently, plan, runtime};
 
 /// A server that is stopped, killed or frozen and comes back keeps counts, blocks and the seed, and the store finds it.
 pub(crate) fn outlives_restarts<K: Kind>() {

@@ -7,6 +7,7 @@ mod processes;
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use tidegate_core::{Batch, Limits, Op, Outcomes, Span, Time, Verb};
 use tidegate_store::{Direct, Remote, RowsOptions, StoreError, TimeSource};
@@ -187,6 +188,19 @@ fn passes(outcomes: &Outcomes) -> bool {
 async fn used(store: &impl Remote, places: &[(usize, u64)]) -> Vec<u64> {
     let outcomes = store.ask(&batch(Verb::Peek, places), Time::ZERO).await.unwrap();
     outcomes.list().iter().map(|outcome| outcome.used).collect()
+}
+
+/// Asks until somebody answers, for up to 20 seconds: a server that was just started may not be ready.
+async fn patiently(store: &impl Remote, batch: &Batch, now: Time) -> Outcomes {
+    let mut last = None;
+    for _ in 0..200 {
+        match store.ask(batch, now).await {
+            Ok(outcomes) => return outcomes,
+            Err(error) => last = Some(error),
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    panic!("no answer: {last:?}");
 }
 
 pub(crate) fn conforms<K: Kind>(time: TimeSource) {
