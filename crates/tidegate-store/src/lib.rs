@@ -11,10 +11,18 @@
 #[cfg(feature = "remote")]
 mod fleet;
 mod memory;
+#[cfg(feature = "mongodb")]
+mod mongodb;
+#[cfg(feature = "mysql")]
+mod mysql;
+#[cfg(feature = "postgres")]
+mod postgres;
 #[cfg(feature = "redis")]
 mod redis;
 #[cfg(feature = "remote")]
 mod remote;
+#[cfg(feature = "rows")]
+mod rows;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -22,10 +30,18 @@ use std::sync::Arc;
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
+#[cfg(feature = "mongodb")]
+pub use mongodb::MongoDb;
+#[cfg(feature = "mysql")]
+pub use mysql::MySql;
+#[cfg(feature = "postgres")]
+pub use postgres::Postgres;
 #[cfg(feature = "redis")]
 pub use redis::{Redis, RedisOptions, RedisUrlError};
 #[cfg(feature = "remote")]
 pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
+#[cfg(feature = "rows")]
+pub use rows::RowsOptions;
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 
 /// Where state lives.

@@ -1,8 +1,12 @@
-//! Real servers for end-to-end tests: nginx, Caddy, wrk and Redis, each on free ports and in a directory of its own.
+//! Real servers for end-to-end tests: nginx, Caddy, wrk and databases, each on free ports and in a directory of its own.
 //!
 //! A program that isn't installed is told by name on standard error and its test is skipped; where `CI=true` or
 //! `TIDEGATE_REQUIRE_ALL=1`, it fails instead.
 
+pub mod database;
+pub mod mariadb;
+pub mod mongo;
+pub mod postgres;
 mod redis;
 
 use std::fs;
@@ -25,16 +29,33 @@ const LOOKS: u32 = 500;
 /// # Panics
 /// If it isn't installed and the environment requires everything.
 pub fn require(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let places = std::env::split_paths(&path).chain(["/usr/sbin", "/usr/local/sbin"].map(PathBuf::from));
-    let found = places.map(|place| place.join(name)).find(|file| file.is_file());
+    let found = find(name, &[]);
     if found.is_none() {
-        let demanded = |variable: &str, value: &str| std::env::var(variable).is_ok_and(|found| found == value);
-        assert!(!demanded("CI", "true") && !demanded("TIDEGATE_REQUIRE_ALL", "1"), "{name} not found");
-        // Written past the test harness, which would keep it to itself.
-        let _ = writeln!(std::io::stderr(), "skipped: {name} not found");
+        skip(&format!("{name} not found"));
     }
     found
+}
+
+/// The path of a program, in one of these directories or where programs are.
+fn find(name: &str, directories: &[PathBuf]) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let usual = std::env::split_paths(&path).chain(["/usr/sbin", "/usr/local/sbin"].map(PathBuf::from));
+    directories.iter().cloned().chain(usual).map(|place| place.join(name)).find(|file| file.is_file())
+}
+
+/// Tells that a test is skipped.
+///
+/// # Panics
+/// If the environment requires everything.
+fn skip(why: &str) {
+    let demanded = |variable: &str, value: &str| std::env::var(variable).is_ok_and(|found| found == value);
+    assert!(!demanded("CI", "true") && !demanded("TIDEGATE_REQUIRE_ALL", "1"), "{why}");
+    tell(&format!("skipped: {why}"));
+}
+
+/// Writes a line past the test harness, which would keep it to itself.
+fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// A port on loopback that nobody listens on at the moment.

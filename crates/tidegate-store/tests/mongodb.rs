@@ -1,0 +1,74 @@
+//! MongoDB, or what stands in for it, keeps what every store promises.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+mod rows;
+
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::Duration;
+
+use mongodb::Client;
+use mongodb::bson::{Document, doc};
+use tidegate_core::Limits;
+use tidegate_store::{MongoDb, RowsOptions, StoreError};
+use tidegate_testkit::servers::database::Database;
+use tidegate_testkit::servers::mongo::mongo;
+
+struct Mongo;
+
+impl rows::Kind for Mongo {
+    type Store = MongoDb;
+
+    /// A server that stands alone has no transactions.
+    const HALF_TAKEN: bool = true;
+    const NOWHERE: &str = "mongodb://tidegate:secret@127.0.0.1:1/";
+    const RESTARTS: &[fn(&Database)] = &[rows::stop_and_start, |server| {
+        // What stands in writes to its file every second.
+        sleep(Duration::from_secs(3));
+        rows::kill_and_start(server);
+    }];
+
+    fn server() -> Option<Database> {
+        let server = mongo()?;
+        rows::runtime().block_on(probe(server.url()));
+        Some(server)
+    }
+
+    async fn rows(server: &Database, prefix: &str) -> u64 {
+        let client = Client::with_uri_str(server.url()).await.unwrap();
+        let state = client.database("tidegate").collection::<Document>(&format!("{prefix}state"));
+        state.count_documents(doc! {}).await.unwrap()
+    }
+
+    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<MongoDb, StoreError> {
+        MongoDb::new(limits, options)
+    }
+}
+
+/// The store is worth testing only on a server that compares and swaps, and has one document to an id: of many who want
+/// the same, one gets it.
+async fn probe(url: &str) {
+    let client = Client::with_uri_str(url).await.unwrap();
+    let probe = client.database("probe").collection::<Document>("probe");
+    let winners = |round: i64| {
+        let probe = probe.clone();
+        futures_util::future::join_all((0..16_i64).map(move |task| {
+            let probe = probe.clone();
+            async move {
+                match round {
+                    0 => probe.insert_one(doc! { "_id": 1, "v": 1_i64, "by": task }).await.is_ok(),
+                    round => {
+                        let next = doc! { "$set": { "v": round + 1, "by": task } };
+                        probe.update_one(doc! { "_id": 1, "v": round }, next).await.unwrap().matched_count == 1
+                    }
+                }
+            }
+        }))
+    };
+    for round in 0..20 {
+        let won = winners(round).await.into_iter().filter(|won| *won).count();
+        assert_eq!(won, 1, "of 16 in round {round}: this server can't compare and swap");
+    }
+}
+
+suite!(Mongo);

@@ -1,0 +1,39 @@
+//! MariaDB keeps what every store promises.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+mod rows;
+
+use std::sync::Arc;
+
+use sqlx::{AssertSqlSafe, Connection as _, MySqlConnection};
+use tidegate_core::Limits;
+use tidegate_store::{MySql, RowsOptions, StoreError};
+use tidegate_testkit::servers::database::Database;
+use tidegate_testkit::servers::mariadb::mariadb;
+
+struct MariaDb;
+
+impl rows::Kind for MariaDb {
+    type Store = MySql;
+
+    const HALF_TAKEN: bool = false;
+    const NOWHERE: &str = "mysql://tidegate:secret@127.0.0.1:1/tidegate";
+    const RESTARTS: &[fn(&Database)] = &[rows::stop_and_start, rows::kill_and_start];
+
+    fn server() -> Option<Database> {
+        mariadb()
+    }
+
+    async fn rows(server: &Database, prefix: &str) -> u64 {
+        let mut connection = MySqlConnection::connect(server.url()).await.unwrap();
+        let count = AssertSqlSafe(format!("SELECT count(*) FROM {prefix}state"));
+        let rows: i64 = sqlx::query_scalar(count).fetch_one(&mut connection).await.unwrap();
+        rows.try_into().unwrap()
+    }
+
+    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<MySql, StoreError> {
+        MySql::new(limits, options)
+    }
+}
+
+suite!(MariaDb);

@@ -1,0 +1,136 @@
+//! What stays, what goes, and what is told when nobody is there.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::{
+    Batch, Concurrency, Key, Kind as LimitKind, Limit, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
+};
+use tidegate_store::{Remote, RowsOptions, StoreError, TimeSource};
+use tidegate_testkit::desk;
+
+use super::{Kind, an_hour, batch, options, passes, patiently, plan, runtime};
+
+/// A server that is stopped, killed or frozen and comes back keeps counts, blocks and the seed, and the store finds it.
+pub(crate) fn outlives_restarts<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let penalty = desk::doubling(600, 3600, PenaltyMode::Parole, Span::from_secs(3600));
+    let limits = plan(vec![an_hour(5), an_hour(1).with_penalty(penalty)]);
+    let open = || K::open(Arc::clone(&limits), &options(server.url(), "r_", TimeSource::Store)).unwrap();
+    let take = |limit| batch(Verb::Take, &[(limit, 1)]);
+    runtime().block_on(async {
+        let store = open();
+        assert_eq!(patiently(&store, &take(1), Time::ZERO).await.list()[0].verdict, Verdict::Admitted);
+        assert_eq!(store.ask(&take(1), Time::ZERO).await.unwrap().list()[0].verdict, Verdict::Refused);
+        let seed = store.seed([7; 16]).await.unwrap();
+        assert_eq!((seed, open().seed([8; 16]).await.unwrap()), ([7; 16], [7; 16]));
+        for round in 0..K::RESTARTS.len() as u64 {
+            assert!(passes(&patiently(&store, &take(0), Time::ZERO).await), "round {round}");
+            K::RESTARTS[round as usize](&server);
+            let after = patiently(&store, &batch(Verb::Peek, &[(0, 1), (1, 1)]), Time::ZERO).await;
+            assert_eq!(after.list()[0].used, round + 1);
+            assert_eq!(after.list()[1].verdict, Verdict::Blocked);
+        }
+        assert_eq!(open().seed([9; 16]).await.unwrap(), [7; 16]);
+    });
+}
+
+/// When all windows, blocks, rates and permits are over, a cleaning leaves no rows; before, it leaves what counts.
+pub(crate) fn expires<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let limits = plan(vec![
+        an_hour(5).with_penalty(desk::doubling(2, 3600, PenaltyMode::Parole, Span::from_secs(3600))),
+        Limit::new(LimitKind::Rate(Rate::new(1, Span::from_secs(60), 5).unwrap())),
+        Limit::new(LimitKind::Concurrency(Concurrency::new(5, Span::from_secs(30)).unwrap())),
+    ]);
+    runtime().block_on(async {
+        let store = K::open(limits, &options(server.url(), "e_", TimeSource::Caller)).unwrap();
+        let take = |client| batch(Verb::Take, &[(0, client), (1, client), (2, client)]);
+        for client in 0..700 {
+            assert!(passes(&store.ask(&take(client), desk::at(0)).await.unwrap()));
+        }
+        assert_eq!(K::rows(&server, "e_").await, 2100);
+        // The permits are over, the rest isn't.
+        store.ask(&Batch::new(0), desk::at(40_000)).await.unwrap();
+        store.clean().await.unwrap();
+        assert_eq!(K::rows(&server, "e_").await, 1400);
+        let still = store.ask(&batch(Verb::Peek, &[(0, 3)]), desk::at(40_000)).await.unwrap();
+        assert_eq!(still.list()[0].used, 1);
+        // What is given back leaves no row.
+        store.ask(&batch(Verb::Refund, &[(0, 3), (1, 3)]), desk::at(40_000)).await.unwrap();
+        assert_eq!(K::rows(&server, "e_").await, 1398);
+        store.ask(&Batch::new(0), desk::at(3_700_000)).await.unwrap();
+        store.clean().await.unwrap();
+        assert_eq!(K::rows(&server, "e_").await, 0);
+    });
+}
+
+/// Keys that differ in one bit, and tags that do, are others; bytes that mean something elsewhere mean nothing here.
+pub(crate) fn keys_apart<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let tags = [0, 1, 1 << 63, u64::from_be_bytes(*b"'; DROP "), u64::from_be_bytes(*b"$where\0\0")];
+    let limits = plan(tags.iter().map(|tag| an_hour(1).tagged(*tag)).collect());
+    let halves = [0, 1, 1 << 63, u64::MAX, 0x20, 0x2020_2020_2020_2020, u64::from_be_bytes(*b"\"{}\0\\%_'")];
+    runtime().block_on(async {
+        let store = K::open(limits, &options(server.url(), "h_", TimeSource::Store)).unwrap();
+        for limit in 0..tags.len() {
+            for key in halves.iter().flat_map(|hi| halves.iter().map(|lo| Key::new(*hi, *lo))) {
+                let mut batch = Batch::new(0);
+                batch.push(Op::new(desk::id(limit), Verb::Take, key, 1)).unwrap();
+                assert!(passes(&store.ask(&batch, Time::ZERO).await.unwrap()), "{limit} {key:?} was another's");
+                assert!(!passes(&store.ask(&batch, Time::ZERO).await.unwrap()), "{limit} {key:?} was forgotten");
+            }
+        }
+    });
+}
+
+/// Nobody listening is told at once, also to those who wait; a server that froze holds nobody up for long.
+pub(crate) fn tells_of_outages<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let store = Arc::new(K::open(plan(vec![an_hour(100)]), &options(server.url(), "g_", TimeSource::Store)).unwrap());
+    runtime().block_on(async {
+        patiently(&*store, &batch(Verb::Take, &[(0, 1)]), Time::ZERO).await;
+        server.freeze();
+        let asked: Vec<_> = (0..64).map(|key| store.ask(&batch(Verb::Take, &[(0, key)]), Time::ZERO)).collect();
+        for answer in futures_util::future::join_all(
+            asked.into_iter().map(|ask| tokio::spawn(tokio::time::timeout(Duration::from_secs(20), ask))),
+        )
+        .await
+        {
+            assert!(matches!(answer.unwrap(), Ok(Err(_))), "a frozen server answered, or held callers for ever");
+        }
+        server.thaw();
+        patiently(&*store, &batch(Verb::Take, &[(0, 2)]), Time::ZERO).await;
+        server.kill();
+        let (first, rest) = (Duration::from_secs(5), Duration::from_secs(5));
+        let ask = || store.ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO);
+        assert!(tokio::time::timeout(first, ask()).await.unwrap().is_err());
+        let all = async {
+            for _ in 0..3 {
+                assert!(ask().await.is_err());
+            }
+        };
+        tokio::time::timeout(rest, all).await.unwrap();
+    });
+}
+
+/// A prefix is an identifier or nothing; and neither errors nor debug output tell the password.
+pub(crate) fn refuses_hostile_names<K: Kind>() {
+    let hostile = ["", "1a", "a b", "a;--", "a\"", "a`", "a'", "a\0", "é", "$where", "a.b", "A", &"a".repeat(33)];
+    let open = |options: &RowsOptions| K::open(plan(vec![an_hour(1)]), options).map(drop);
+    for prefix in hostile {
+        let refused = open(&options(K::NOWHERE, prefix, TimeSource::Store));
+        assert!(matches!(refused, Err(StoreError::Failed(_))), "{prefix:?} was taken");
+    }
+    let fine = RowsOptions::new(K::NOWHERE);
+    assert!(open(&fine).is_ok());
+    assert!(open(&RowsOptions { connections: 0, ..fine.clone() }).is_err());
+    assert!(!format!("{fine:?}").contains("secret"));
+    for url in ["", "secret", "redis://secret@localhost", "://secret"] {
+        let error = open(&RowsOptions::new(url)).unwrap_err().to_string();
+        assert!(!error.contains("secret"), "{error}");
+    }
+    let store = K::open(plan(vec![an_hour(1)]), &fine).unwrap();
+    let error = runtime().block_on(store.ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO)).unwrap_err().to_string();
+    assert!(!error.contains("secret"), "{error}");
+}

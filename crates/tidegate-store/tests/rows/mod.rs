@@ -1,0 +1,278 @@
+//! What every store with rows is held to, beyond what every store is: on a real server, from several processes, through
+//! kills, restarts and clocks that differ.
+
+mod kept;
+mod processes;
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use tidegate_core::{Batch, Limits, Op, Outcomes, Span, Time, Verb};
+use tidegate_store::{Direct, Remote, RowsOptions, StoreError, TimeSource};
+use tidegate_testkit::conformance::{Backend, Effort, conform};
+use tidegate_testkit::servers::database::Database;
+use tidegate_testkit::{desk, dice};
+use tokio::runtime::Runtime;
+
+pub(crate) use kept::{expires, keys_apart, outlives_restarts, refuses_hostile_names, tells_of_outages};
+pub(crate) use processes::{child, counts_with_another_process, survives_a_killed_client};
+
+/// A kind of store.
+pub(crate) trait Kind: Sync + 'static {
+    /// The store.
+    type Store: Remote;
+
+    /// Whether a client that is killed may leave a batch half charged.
+    const HALF_TAKEN: bool;
+
+    /// A URL of a database with a password, where nobody listens.
+    const NOWHERE: &str;
+
+    /// Ways for a server to go and come back with its data.
+    const RESTARTS: &[fn(&Database)];
+
+    /// A server for it, if one is installed.
+    fn server() -> Option<Database>;
+
+    /// How many rows there are in the table or collection of states.
+    fn rows(server: &Database, prefix: &str) -> impl Future<Output = u64>;
+
+    /// A store there.
+    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<Self::Store, StoreError>;
+}
+
+/// Ways that every server bears.
+pub(crate) fn stop_and_start(server: &Database) {
+    server.stop();
+    server.restart();
+}
+
+/// Killed, with whatever was written.
+pub(crate) fn kill_and_start(server: &Database) {
+    server.kill();
+    server.restart();
+}
+
+/// Every check by its name.
+#[macro_export]
+macro_rules! suite {
+    ($kind:ty) => {
+        #[test]
+        fn conforms_by_its_callers_time() {
+            rows::conforms::<$kind>(tidegate_store::TimeSource::Caller);
+        }
+
+        #[test]
+        fn conforms_by_its_own_time() {
+            rows::conforms::<$kind>(tidegate_store::TimeSource::Store);
+        }
+
+        #[test]
+        fn callers_with_wrong_clocks_change_nothing() {
+            rows::ignores_clocks::<$kind>();
+        }
+
+        #[test]
+        fn rows_in_every_order() {
+            rows::orders::<$kind>();
+        }
+
+        #[test]
+        fn counts_with_another_process() {
+            rows::counts_with_another_process::<$kind>();
+        }
+
+        #[test]
+        fn survives_a_killed_client() {
+            rows::survives_a_killed_client::<$kind>();
+        }
+
+        #[test]
+        fn outlives_restarts() {
+            rows::outlives_restarts::<$kind>();
+        }
+
+        #[test]
+        fn nothing_is_left_of_what_expired() {
+            rows::expires::<$kind>();
+        }
+
+        #[test]
+        fn keys_are_told_apart_by_every_bit() {
+            rows::keys_apart::<$kind>();
+        }
+
+        #[test]
+        fn an_outage_is_an_error_at_once() {
+            rows::tells_of_outages::<$kind>();
+        }
+
+        #[test]
+        fn hostile_names_are_refused() {
+            rows::refuses_hostile_names::<$kind>();
+        }
+
+        #[test]
+        #[ignore = "a process of its own, started by other tests"]
+        fn child() {
+            rows::child::<$kind>();
+        }
+    };
+}
+
+/// Stores of this kind on one server, each with tables of its own.
+struct Stores<'a, K> {
+    server: &'a Database,
+    time: TimeSource,
+    runtime: Runtime,
+    next: AtomicU32,
+    kind: PhantomData<K>,
+}
+
+impl<'a, K: Kind> Stores<'a, K> {
+    fn on(server: &'a Database, time: TimeSource) -> Self {
+        let runtime = runtime();
+        Self { server, time, runtime, next: AtomicU32::new(0), kind: PhantomData }
+    }
+}
+
+pub(crate) fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+fn options(url: &str, prefix: &str, time: TimeSource) -> RowsOptions {
+    RowsOptions { prefix: prefix.into(), connections: 4, time, ..RowsOptions::new(url) }
+}
+
+impl<K: Kind> Backend for Stores<'_, K> {
+    type Store = Direct<K::Store>;
+
+    fn open(&self, limits: Arc<Limits>) -> Self::Store {
+        let prefix = format!("t{}_", self.next.fetch_add(1, Ordering::Relaxed));
+        Direct(K::open(limits, &options(self.server.url(), &prefix, self.time)).unwrap())
+    }
+
+    fn set_now(&self, _: &Self::Store, _: Time) -> bool {
+        self.time == TimeSource::Caller
+    }
+
+    fn wait<F: Future>(&self, answer: F) -> F::Output {
+        self.runtime.block_on(answer)
+    }
+}
+
+fn an_hour(limit: u64) -> tidegate_core::Limit {
+    desk::window(limit, 3600)
+}
+
+fn plan(limits: Vec<tidegate_core::Limit>) -> Arc<Limits> {
+    Arc::new(Limits::new(limits).unwrap())
+}
+
+/// One operation of cost 1 for each limit and client.
+fn batch(verb: Verb, places: &[(usize, u64)]) -> Batch {
+    let mut batch = Batch::new(0);
+    for &(limit, client) in places {
+        batch.push(Op::new(desk::id(limit), verb, desk::key(client), 1)).unwrap();
+    }
+    batch
+}
+
+fn passes(outcomes: &Outcomes) -> bool {
+    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
+}
+
+/// What is used of each limit.
+async fn used(store: &impl Remote, places: &[(usize, u64)]) -> Vec<u64> {
+    let outcomes = store.ask(&batch(Verb::Peek, places), Time::ZERO).await.unwrap();
+    outcomes.list().iter().map(|outcome| outcome.used).collect()
+}
+
+/// Asks until somebody answers, for up to 20 seconds: a server that was just started may not be ready.
+async fn patiently(store: &impl Remote, batch: &Batch, now: Time) -> Outcomes {
+    let mut last = None;
+    for _ in 0..200 {
+        match store.ask(batch, now).await {
+            Ok(outcomes) => return outcomes,
+            Err(error) => last = Some(error),
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    panic!("no answer: {last:?}");
+}
+
+pub(crate) fn conforms<K: Kind>(time: TimeSource) {
+    let Some(server) = K::server() else { return };
+    let batches = if time == TimeSource::Caller { dice::count(2_000, 10_000) } else { 250 };
+    let effort = Effort { batches, tasks: 64, calls: 100, seed: dice::seed() };
+    conform(&Stores::<K>::on(&server, time), &effort).unwrap();
+}
+
+/// 64 tasks, 100 calls each, 100 an hour, by clocks that differ by a minute and step back: exactly 100 pass, and no wait
+/// is longer than the hour.
+pub(crate) fn ignores_clocks<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let store = Arc::new(K::open(plan(vec![an_hour(100)]), &options(server.url(), "a_", TimeSource::Store)).unwrap());
+    runtime().block_on(async {
+        let tasks: Vec<_> = (0..64_u64)
+            .map(|task| {
+                let store = Arc::clone(&store);
+                tokio::spawn(async move {
+                    let mut admitted = 0;
+                    for call in 0..100_u64 {
+                        let stepped = if call < 50 { Span::ZERO } else { Span::from_secs(10) };
+                        let told = desk::at(task * 937) - stepped;
+                        let outcomes = store.ask(&batch(Verb::Take, &[(0, 1)]), told).await.unwrap();
+                        admitted += u32::from(passes(&outcomes));
+                        let wait = outcomes.list()[0].retry_at.since(outcomes.now());
+                        assert!(wait <= Span::from_secs(3600), "{wait:?}");
+                    }
+                    admitted
+                })
+            })
+            .collect();
+        let mut admitted = 0;
+        for task in tasks {
+            admitted += task.await.unwrap();
+        }
+        assert_eq!(admitted, 100);
+    });
+}
+
+/// Three rows in every order, from many tasks of two stores that know nothing of each other: all get an answer, and each
+/// row was charged for just the calls that passed.
+pub(crate) fn orders<K: Kind>() {
+    const ORDERS: [[usize; 3]; 6] = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+    let Some(server) = K::server() else { return };
+    let limits = plan(vec![an_hour(100_000), an_hour(400), an_hour(100_000)]);
+    let open = || Arc::new(K::open(Arc::clone(&limits), &options(server.url(), "o_", TimeSource::Store)).unwrap());
+    let stores = [open(), open()];
+    runtime().block_on(async {
+        let tasks: Vec<_> = (0..32_usize)
+            .map(|task| {
+                let store = Arc::clone(&stores[task % 2]);
+                tokio::spawn(async move {
+                    let mut admitted = 0_u64;
+                    for call in 0..25 {
+                        let places = ORDERS[(task / 2 + call) % ORDERS.len()].map(|limit| (limit, limit as u64));
+                        // Some keys are new to the store, so that rows are made and locked in one go.
+                        let fresh = (0, 1_000 + (call as u64));
+                        let mut places = places.to_vec();
+                        places.insert(call % 4, fresh);
+                        let outcomes = store.ask(&batch(Verb::Take, &places), Time::ZERO).await.unwrap();
+                        admitted += u64::from(passes(&outcomes));
+                    }
+                    admitted
+                })
+            })
+            .collect();
+        let mut admitted = 0;
+        for task in tasks {
+            admitted += task.await.unwrap();
+        }
+        assert_eq!(admitted, 400);
+        assert_eq!(used(&*stores[0], &[(0, 0), (1, 1), (2, 2)]).await, [400, 400, 400]);
+    });
+}

@@ -1,0 +1,44 @@
+//! MariaDB, with durable commits as by default.
+
+use std::process::Command;
+
+use super::database::Database;
+use super::{Scratch, find, is_root, skip};
+
+const READY: &str = "ready for connections";
+
+/// Starts a server with a database and a user that may do everything in it. `None` if it isn't installed.
+///
+/// # Panics
+/// If it doesn't start.
+pub fn mariadb() -> Option<Database> {
+    let (Some(install), Some(server)) = (find("mariadb-install-db", &[]), find("mariadbd", &[])) else {
+        skip("MariaDB (mariadb-install-db, mariadbd) not found");
+        return None;
+    };
+    let user = is_root().then_some("--user=root");
+    let data = Scratch::new();
+    let output = Command::new(install)
+        .args(["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal"])
+        .arg(format!("--datadir={}", data.path().join("data").display()))
+        .args(user)
+        .output()
+        .expect("mariadb-install-db starts");
+    assert!(output.status.success(), "mariadb-install-db: {}", String::from_utf8_lossy(&output.stderr));
+    data.write(
+        "init.sql",
+        "CREATE DATABASE IF NOT EXISTS tidegate;\n\
+         CREATE USER IF NOT EXISTS tidegate@'127.0.0.1' IDENTIFIED BY 'tide';\n\
+         GRANT ALL ON tidegate.* TO tidegate@'127.0.0.1';\n",
+    );
+    let url = |port| format!("mysql://tidegate:tide@127.0.0.1:{port}/tidegate");
+    Some(Database::start(data, url, READY, move |path, port| {
+        let mut command = Command::new(&server);
+        command.args(["--no-defaults", "--skip-name-resolve", "--skip-networking=0", "--bind-address=127.0.0.1"]);
+        command.args(["--innodb-buffer-pool-size=64M", "--max-connections=200", "--skip-log-bin"]).args(user);
+        let files = [("datadir", "data"), ("socket", "socket"), ("pid-file", "pid"), ("init-file", "init.sql")];
+        command.args(files.map(|(option, file)| format!("--{option}={}", path.join(file).display())));
+        command.arg(format!("--port={port}"));
+        command
+    }))
+}

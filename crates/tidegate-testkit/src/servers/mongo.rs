@@ -1,0 +1,99 @@
+//! MongoDB, or what stands in for it.
+//!
+//! Where there is no `mongod`, mongo-java-server runs instead, with its data in a file: fetched by Maven in one fixed
+//! version, once, and kept under the build's own directory. It speaks the protocol but has no transactions, no replica
+//! sets and no journal, so it is asked for what a lone server does, and may lose its last second when it is killed.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+
+use super::database::Database;
+use super::{Scratch, find, skip, tell};
+
+const STAND_IN: &str = "1.47.0";
+const SOURCE: &str = include_str!("mongo/StandIn.java");
+
+/// Starts a server, and tells which. `None` if there is none and none can be had.
+///
+/// # Panics
+/// If it doesn't start.
+pub fn mongo() -> Option<Database> {
+    if let Some(server) = find("mongod", &[]) {
+        tell("MongoDB: mongod, standing alone; transactions aren't shown");
+        return Some(Database::start(Scratch::new(), url, "Waiting for connections", move |data, port| {
+            let mut command = Command::new(&server);
+            command.args(["--bind_ip", "127.0.0.1", "--nounixsocket", "--wiredTigerCacheSizeGB", "0.25"]);
+            command.arg("--dbpath").arg(data).args(["--port", &port.to_string()]);
+            command
+        }));
+    }
+    let Some(java) = find("java", &[]) else {
+        skip("MongoDB (mongod, or java and mvn for a stand-in) not found");
+        return None;
+    };
+    let library = match fetched() {
+        Ok(library) => library,
+        Err(why) => {
+            skip(&format!("MongoDB's stand-in can't be had: {why}"));
+            return None;
+        }
+    };
+    tell(&format!("MongoDB: mongo-java-server {STAND_IN} stands in; transactions and replica sets aren't shown"));
+    let data = Scratch::new();
+    data.write("StandIn.java", SOURCE);
+    Some(Database::start(data, url, "ready for connections", move |data, port| {
+        let mut command = Command::new(&java);
+        command.args(["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp"]).arg(library.join("*"));
+        command.arg(data.join("StandIn.java")).arg(data.join("data.h2")).arg(port.to_string());
+        command
+    }))
+}
+
+fn url(port: u16) -> String {
+    format!("mongodb://127.0.0.1:{port}/?directConnection=true")
+}
+
+/// The directory with the stand-in's libraries.
+fn fetched() -> Result<PathBuf, String> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock();
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tmp");
+    let library = target.join(format!("mongo-java-server-{STAND_IN}"));
+    if library.is_dir() {
+        return Ok(library);
+    }
+    let maven = find("mvn", &[]).ok_or("mvn not found")?;
+    let scratch = Scratch::new();
+    let dependency = |group: &str, artifact: &str, version: &str| {
+        format!(
+            "<dependency><groupId>{group}</groupId><artifactId>{artifact}</artifactId><version>{version}</version>\
+             </dependency>"
+        )
+    };
+    let pom = format!(
+        "<project xmlns=\"http://maven.apache.org/POM/4.0.0\"><modelVersion>4.0.0</modelVersion>\
+         <groupId>tidegate</groupId><artifactId>stand-in</artifactId><version>1</version><dependencies>{}{}\
+         </dependencies></project>",
+        dependency("de.bwaldvogel", "mongo-java-server-h2-backend", STAND_IN),
+        dependency("org.slf4j", "slf4j-nop", "2.0.17"),
+    );
+    scratch.write("pom.xml", &pom);
+    // Moved to its place when it is whole, so that whoever finds it finds all of it.
+    let part = target.join(format!("part-{}", std::process::id()));
+    let output = Command::new(maven)
+        .args(["-q", "-B", "dependency:copy-dependencies"])
+        .arg(format!("-DoutputDirectory={}", part.display()))
+        .current_dir(scratch.path())
+        .output()
+        .map_err(|error| error.to_string())?;
+    if !output.status.success() {
+        let _ = fs::remove_dir_all(&part);
+        return Err(String::from_utf8_lossy(&output.stdout).lines().take(3).collect());
+    }
+    match fs::rename(&part, &library) {
+        Err(error) if !library.is_dir() => Err(error.to_string()),
+        _ => Ok(library),
+    }
+}
