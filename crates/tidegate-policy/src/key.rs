@@ -123,6 +123,13 @@ impl KeySeed {
         Self(SipHasher13::new_with_key(&bytes))
     }
 
+    /// The seed that a secret of any length means.
+    pub fn of_secret(secret: &[u8]) -> Self {
+        let mut hasher = SipHasher13::new();
+        hasher.write(secret);
+        Self::new(hasher.finish128().as_bytes())
+    }
+
     /// What a provider's limits count by.
     pub(crate) fn provider(&self, provider: &str) -> Key {
         self.outbound(provider).finish()

@@ -146,6 +146,9 @@ pub struct Provider {
     pub hedge_after: Option<Duration>,
     /// Whether it takes one call at a time, first come, first served: every call goes into the same lane.
     pub sequential: bool,
+    /// Whether its limits, credentials and breaker are kept in the store that several nodes share. Default false: each
+    /// node counts for itself.
+    pub shared: bool,
     /// When background calls run; always if `None`.
     pub hours: Option<Hours>,
     /// What a call costs where a limit counts more than calls.

@@ -22,8 +22,8 @@ pub struct Store {
     pub on_outage: OnOutage,
     /// How long a decision waits for a shared store. Default 50 ms.
     pub timeout: Duration,
-    /// What the names of everything in a shared store begin with. Default `tidegate`. Letters, digits and underscores,
-    /// at most 32.
+    /// What the names of everything in a shared store begin with. Default `tidegate`. Small letters, digits and
+    /// underscores, at most 32.
     pub prefix: String,
     /// The secret that keys are hashed under in a store that outlives the process: 16 bytes or more. By default a
     /// random one that is kept in the store itself, which then must be there when a node starts.

@@ -102,7 +102,7 @@ impl std::fmt::Debug for Fleet {
 impl Fleet {
     /// A node over a remote store whose limits are [`fleet_limits`]. Needs a tokio runtime with time, in which it looks
     /// after the store for as long as it lives.
-    pub fn start(remote: impl Remote, clock: impl Clock, options: FleetOptions) -> Self {
+    pub fn start(remote: Box<dyn Remote>, clock: impl Clock, options: FleetOptions) -> Self {
         let limits = Arc::clone(remote.limits());
         let (tells, told) = mpsc::channel(TOLD);
         let parts = remote.parts().max(1);
@@ -112,7 +112,7 @@ impl Fleet {
             links: (0..parts).map(|_| Link::default()).collect(),
             blocks: Blocks::new(Arc::clone(&limits), resets.is_some()),
             leases: Leases::new(limits),
-            remote: Box::new(remote),
+            remote,
             clock: Box::new(clock),
             options,
             tells,
@@ -179,15 +179,8 @@ impl Store for Fleet {
         if untold > 0 {
             tracing::warn!(untold, "the store is too slow for what it is told: refunds and the like were dropped");
         }
-        let mut losses = Losses::default();
-        for local in self.node.links.iter().filter_map(Link::local) {
-            let lost = local.memory().tend(now);
-            losses.used += lost.used;
-            losses.full += lost.full;
-            losses.blocked += lost.blocked;
-            losses.shared += lost.shared;
-        }
-        losses
+        let locals = self.node.links.iter().filter_map(Link::local);
+        locals.fold(Losses::default(), |losses, local| losses.and(local.memory().tend(now)))
     }
 }
 

@@ -8,6 +8,7 @@
 //! - Keys are hashes. A store never holds what they were made of.
 #![deny(unsafe_code)]
 
+mod any;
 #[cfg(feature = "remote")]
 mod fleet;
 mod memory;
@@ -27,6 +28,7 @@ mod rows;
 use std::future::Future;
 use std::sync::Arc;
 
+pub use any::AnyStore;
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
@@ -87,6 +89,17 @@ impl Losses {
     /// Whether anything was lost.
     pub fn any(&self) -> bool {
         *self != Self::default()
+    }
+
+    /// These losses and others.
+    #[must_use]
+    pub fn and(&self, other: Self) -> Self {
+        Self {
+            used: self.used + other.used,
+            full: self.full + other.full,
+            blocked: self.blocked + other.blocked,
+            shared: self.shared + other.shared,
+        }
     }
 
     /// What was lost since `before`, an earlier count of the same store.

@@ -69,7 +69,7 @@ struct Caller {
 
 impl Caller {
     fn new(remote: &FlakyRemote, clock: Virtual, node: u64) -> Self {
-        Self { fleet: Fleet::start(remote.clone(), clock, FleetOptions::new(node)), clock }
+        Self { fleet: Fleet::start(Box::new(remote.clone()), clock, FleetOptions::new(node)), clock }
     }
 
     async fn ask(&self, batch: &Batch) -> Result<Outcomes, StoreError> {

@@ -52,6 +52,7 @@ pub mod outbound;
 mod random;
 pub mod reply;
 mod report;
+mod stores;
 
 pub use clock::SystemClock;
 pub use explain::{Explanation, LimitState};
@@ -61,13 +62,14 @@ pub use hold::Hold;
 pub use layer::{GateBody, GateLayer, GateService};
 pub use limiter::{KeyedLimiter, Limiter, LimiterError, Turn};
 pub use report::{Permit, Report};
+pub use stores::{OpenError, Stores};
 
 pub use tidegate_core as core;
 pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, Time};
 pub use tidegate_policy as policy;
 pub use tidegate_policy::{ActionId, Plan, Policy, Query};
 pub use tidegate_store as store;
-pub use tidegate_store::{Memory, Store};
+pub use tidegate_store::{AnyStore, Memory, Store};
 
 /// The README's examples, so that they are tested with the others. One is for reqwest.
 #[cfg(all(doctest, feature = "reqwest"))]

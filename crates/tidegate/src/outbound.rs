@@ -70,6 +70,7 @@ struct Parts<S, C> {
     plan: Arc<outbound::Outbound>,
     providers: Vec<Provider<S, C>>,
     store: Arc<S>,
+    shared: Option<Arc<S>>,
     clock: C,
 }
 
@@ -106,10 +107,18 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     /// Providers of these parts. `seed` is random where the store is this process' own, and the same for every node
     /// where it is shared; the store's limits must be the plan's.
     pub fn with(plan: outbound::Outbound, store: S, clock: C, seed: &KeySeed) -> Self {
-        let (plan, store) = (Arc::new(plan), Arc::new(store));
-        let provider = |index| Provider::new(Arc::clone(&plan), index, seed, Arc::clone(&store), clock.clone());
+        Self::with_stores(plan, store, None, clock, seed)
+    }
+
+    /// [`Outbound::with`] and a second store, for the providers that the plan says are shared.
+    pub fn with_stores(plan: outbound::Outbound, own: S, shared: Option<S>, clock: C, seed: &KeySeed) -> Self {
+        let (plan, store, shared) = (Arc::new(plan), Arc::new(own), shared.map(Arc::new));
+        let provider = |index: usize| {
+            let store = shared.as_ref().filter(|_| plan.providers()[index].shared).unwrap_or(&store);
+            Provider::new(Arc::clone(&plan), index, seed, Arc::clone(store), clock.clone())
+        };
         let providers = (0..plan.providers().len()).map(provider).collect();
-        Self(Arc::new(Parts { plan, providers, store, clock }))
+        Self(Arc::new(Parts { plan, providers, store, shared, clock }))
     }
 
     /// What they are called by.
@@ -134,7 +143,9 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
 
     /// The store's housekeeping, to be called about once a second by whoever runs for long.
     pub fn tend(&self) -> Losses {
-        self.0.store.tend(self.0.clock.now())
+        let now = self.0.clock.now();
+        let own = self.0.store.tend(now);
+        self.0.shared.as_ref().map_or(own, |shared| own.and(shared.tend(now)))
     }
 }
 
@@ -309,7 +320,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
             Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
         });
         let inflight = plan.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
-        let desk = Desk::new(&rules, pool, breaker, inflight);
+        let mut desk = Desk::new(&rules, pool, breaker, inflight);
+        desk.orders.set_affinity(rules.key.lo().max(1));
         Self(Arc::new(Hall::new(whole, index, rules, desk, store, clock)))
     }
 

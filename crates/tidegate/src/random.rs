@@ -9,11 +9,15 @@ pub(crate) fn random_u64() -> u64 {
     RandomState::new().hash_one(0)
 }
 
-pub(crate) fn random_seed() -> KeySeed {
+pub(crate) fn random_bytes() -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&random_u64().to_le_bytes());
     bytes[8..].copy_from_slice(&random_u64().to_le_bytes());
-    KeySeed::new(bytes)
+    bytes
+}
+
+pub(crate) fn random_seed() -> KeySeed {
+    KeySeed::new(random_bytes())
 }
 
 #[cfg(all(feature = "outbound", feature = "tower"))]

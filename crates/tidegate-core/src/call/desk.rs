@@ -167,6 +167,12 @@ impl Default for Orders {
 }
 
 impl Orders {
+    /// Says what the keys of all batches have in common ([`Batch::set_affinity`]).
+    pub fn set_affinity(&mut self, affinity: u64) {
+        self.tell.set_affinity(affinity);
+        self.ask.set_affinity(affinity);
+    }
+
     /// What the store is to be told, without waiting for an answer, before anything else is done.
     pub fn tell(&self) -> Option<&Batch> {
         (!self.tell.ops().is_empty()).then_some(&self.tell)

@@ -1,6 +1,6 @@
 //! `[inbound.global]` and `[inbound.action.*]`: limits, penalties, keys, matches.
 
-use tidegate_core::{Count, MAX_COST, MAX_OPS, OnOutage, PenaltySpec, Sharing, Span};
+use tidegate_core::{Count, MAX_COST, MAX_OPS, PenaltySpec, Sharing, Span};
 
 use super::{Reader, listed};
 use crate::document::{At, Entry, Node, Table, Value};
@@ -73,12 +73,7 @@ impl Group {
 }
 
 impl Reader<'_> {
-    pub(super) fn global(
-        &mut self,
-        inbound: Option<&Table>,
-        on_outage: OnOutage,
-        forward_auth: Option<At>,
-    ) -> Option<GlobalRead> {
+    pub(super) fn global(&mut self, inbound: Option<&Table>, forward_auth: Option<At>) -> Option<GlobalRead> {
         let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
             let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
             return (!is_wrong).then_some(GlobalRead { group: None, shadow: false });
@@ -86,7 +81,7 @@ impl Reader<'_> {
         let shadow = self.shadow(table);
         let count = self.counted(table, Count::Admitted);
         let cost = self.cost(table, "inbound.global", Cost::Nothing);
-        let sharing = self.sharing(table, on_outage, "inbound.global");
+        let sharing = self.sharing(table, "inbound.global");
         let Some(limit) = table.node("limit") else {
             let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
             let error = Error::new(
@@ -123,7 +118,6 @@ impl Reader<'_> {
         inbound: Option<&Table>,
         quirks: PathQuirks,
         taken: usize,
-        on_outage: OnOutage,
         forward_auth: Option<At>,
     ) -> Option<Vec<ActionRead>> {
         let has_proxy = inbound.is_some_and(|inbound| inbound.get("upstream").is_some());
@@ -147,7 +141,7 @@ impl Reader<'_> {
         let mut actions: Vec<ActionRead> = Vec::new();
         let mut fine = true;
         for entry in &table.entries {
-            match self.action(entry, quirks, on_outage) {
+            match self.action(entry, quirks) {
                 Some(action) => {
                     fine &= self.fits(&action, &actions, taken);
                     fine &= !has_proxy || self.requests_have_all_parts(&action);
@@ -160,7 +154,7 @@ impl Reader<'_> {
         fine.then_some(actions)
     }
 
-    fn action(&mut self, entry: &Entry, quirks: PathQuirks, on_outage: OnOutage) -> Option<ActionRead> {
+    fn action(&mut self, entry: &Entry, quirks: PathQuirks) -> Option<ActionRead> {
         let settings = crate::settings::keys_of("inbound.action.*");
         if settings.contains(&entry.key.as_str()) && self.is_setting(entry) {
             let message = format!("{} stands outside of any action", quoted(&entry.key));
@@ -195,7 +189,7 @@ impl Reader<'_> {
             _ => Cost::Nothing,
         };
         let penalty = self.cost(table, "inbound.action.*", preset_cost);
-        let sharing = self.sharing(table, on_outage, "inbound.action.*");
+        let sharing = self.sharing(table, "inbound.action.*");
         let groups = match (preset, penalty, count, &key, sharing) {
             (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => self.groups(
                 entry,

@@ -60,9 +60,8 @@ impl Reader<'_> {
         let inbound = root.table("inbound");
         let lists = self.lists(inbound);
         let forward_auth = self.forward_auth_wanted(root);
-        let on_outage = store.map(|store| store.on_outage).unwrap_or_default();
         let together = store.is_some_and(Store::keeps_together);
-        let global = self.global(inbound, on_outage, forward_auth);
+        let global = self.global(inbound, forward_auth);
         let taken = global.as_ref().and_then(|global| global.group.as_ref()).map_or(0, Group::operations);
         if taken > MAX_OPS
             && let Some(entry) = inbound.and_then(|inbound| inbound.get("global"))
@@ -70,7 +69,7 @@ impl Reader<'_> {
             self.wrong(entry.key_at, format!("[inbound.global] has {taken} limits"), format!("at most {MAX_OPS}"));
             return None;
         }
-        let actions = self.actions(inbound, path_quirks, taken, on_outage, forward_auth);
+        let actions = self.actions(inbound, path_quirks, taken, forward_auth);
         let (lists, global, actions) = (lists?, global?, actions?);
         self.assemble(global, actions, lists, path_quirks, together, whole)
     }

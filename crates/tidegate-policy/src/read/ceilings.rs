@@ -1,7 +1,7 @@
 //! A provider's limits, and the rules that the machine runs by them.
 
 use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
-use tidegate_core::{Cooldown, Key, Kind, Lane, LanesSpec, Limit, LimitError, LimitId, MAX_OPS, Span, Window};
+use tidegate_core::{Cooldown, Key, Kind, Lane, LanesSpec, Limit, LimitError, LimitId, MAX_OPS, Sharing, Span, Window};
 
 use super::Reader;
 use super::provider::Section;
@@ -39,13 +39,14 @@ pub(super) struct Written {
 pub(super) struct Collected {
     pub(super) limits: Vec<Limit>,
     pub(super) infos: Vec<OutboundLimit>,
+    pub(super) sharing: Sharing,
 }
 
 impl Collected {
     fn add(&mut self, kind: Kind, info: OutboundLimit) -> Option<LimitId> {
         let id = LimitId::from_index(self.limits.len())?;
         let tag = limit_tag("outbound", &info.name, &kind);
-        self.limits.push(Limit::new(kind).tagged(tag));
+        self.limits.push(Limit::new(kind).tagged(tag).shared(self.sharing));
         self.infos.push(info);
         Some(id)
     }

@@ -19,6 +19,8 @@ mod values;
 
 use std::sync::Arc;
 
+use tidegate_core::OnOutage;
+
 use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
 use crate::environment::{Env, overlay};
 use crate::error::{Error, Errors};
@@ -35,7 +37,7 @@ pub(crate) fn policy(name: &str, body: &[u8], env: Env) -> Result<Policy, Errors
     overlay(&mut texts, &mut errors, &mut root, env);
     let whole = texts.add(Text::new(TextKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::document(&mut texts)).unwrap_or_default();
-    let mut reader = Reader { texts: &texts, errors, member: "NAME".to_owned(), presets };
+    let mut reader = Reader { texts: &texts, errors, member: "NAME".to_owned(), presets, on_outage: OnOutage::Local };
     let read = reader.policy(&root, whole);
     match read {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
@@ -51,12 +53,15 @@ pub(crate) struct Reader<'t> {
     member: String,
     /// The ready-made providers, by name.
     presets: Table,
+    /// What holds while the store can't be reached, where nothing else is said.
+    on_outage: OnOutage,
 }
 
 impl Reader<'_> {
     fn policy(&mut self, root: &Table, whole: At) -> Option<Policy> {
         self.check_keys(root, "");
         let store = self.store(root);
+        self.on_outage = store.as_ref().map(|store| store.on_outage).unwrap_or_default();
         let inbound = self.inbound(root);
         let api = self.api(root);
         let admin = self.admin(root);

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use tidegate_core::Limits;
 
+use tidegate_core::Sharing;
+
 use super::Reader;
 use super::ceilings::Collected;
 use crate::document::{At, Node, Table};
@@ -37,9 +39,10 @@ impl Reader<'_> {
             reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
         });
         let snapshot = self.or_default(Some(table), "snapshot", None, Self::snapshot);
-        let mut collected = Collected::default();
+        let sharing = Sharing { on_outage: self.on_outage, lease: None };
+        let mut collected = Collected { sharing, ..Collected::default() };
         let providers = self.providers(table, entry.key_at, &mut collected);
-        let (providers, Collected { limits, infos }) = (providers?, collected);
+        let (providers, Collected { limits, infos, .. }) = (providers?, collected);
         let limits = match Limits::new(limits) {
             Ok(limits) => Arc::new(limits),
             Err(error) => {

@@ -56,6 +56,7 @@ impl Reader<'_> {
         self.or_default(Some(table), "pace", Pace::Limits, Self::pace);
         let sequential =
             self.or_default(Some(table), "sequential", false, |reader, node| reader.flag(node, "sequential"));
+        let shared = self.or_default(Some(table), "shared", false, |reader, node| reader.flag(node, "shared"));
         let learns =
             self.or_default(Some(table), "learn_limits", false, |reader, node| reader.flag(node, "learn_limits"));
         let breaker = self.breaker(table);
@@ -98,6 +99,7 @@ impl Reader<'_> {
             throttled_when,
             hedge_after,
             sequential: sequential?,
+            shared: shared?,
             hours,
             cost: cost?,
             pace: Pace::Limits,

@@ -98,9 +98,9 @@ impl Reader<'_> {
     }
 
     fn store_prefix(&mut self, node: &Node) -> Option<String> {
-        let expected = "letters, digits and underscores, such as \"tidegate\", at most 32";
+        let expected = "small letters, digits and underscores, such as \"tidegate\", at most 32";
         let text = self.text(node, "prefix", expected)?;
-        let fits = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        let fits = text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
         if !fits || text.is_empty() || text.len() > MAX_PREFIX || text.starts_with(|first: char| first.is_ascii_digit())
         {
             self.wrong(node.at, format!("`prefix` is {}", quoted(text)), expected);
@@ -110,9 +110,10 @@ impl Reader<'_> {
     }
 
     /// How an action's limits, or the global ones, are shared: `on_outage` and `lease`.
-    pub(super) fn sharing(&mut self, table: &Table, default: OnOutage, path: &str) -> Option<Sharing> {
-        let on_outage = self
-            .or_default(table.into(), "on_outage", default, |reader, node| reader.choice(node, "on_outage", &OUTAGES));
+    pub(super) fn sharing(&mut self, table: &Table, path: &str) -> Option<Sharing> {
+        let on_outage = self.or_default(table.into(), "on_outage", self.on_outage, |reader, node| {
+            reader.choice(node, "on_outage", &OUTAGES)
+        });
         let lease = self.or_default(table.into(), "lease", None, |reader, node| {
             let Some(table) = node.as_table() else {
                 let found = node.described(reader.texts);

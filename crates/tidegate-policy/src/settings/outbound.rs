@@ -59,6 +59,7 @@ pub(super) static SETTINGS: &[Setting] = &[
         "false",
         "whether calls keep to what the headers of replies say is left for each credential",
     ),
+    setting("outbound.provider.*.shared", Flag, "false", "whether its state is kept in the store that nodes share"),
     setting("outbound.provider.*.sequential", Flag, "false", "whether it takes one call at a time, without lanes"),
     setting("outbound.provider.*.timeout", Text, "", "how long a call may take in all, in every lane"),
     setting("outbound.provider.*.connect_timeout", Text, "5s", "how long connecting may take"),

@@ -1,0 +1,59 @@
+//! A store of whichever kind a policy names.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use tidegate_core::{Batch, Limits, Outcomes, Time};
+
+#[cfg(feature = "remote")]
+use crate::Fleet;
+use crate::{Answer, Losses, Memory, Store, StoreError};
+
+/// One of the stores, chosen when the program starts.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum AnyStore {
+    /// This process's memory.
+    Memory(Memory),
+    /// A store that several nodes share.
+    #[cfg(feature = "remote")]
+    Fleet(Fleet),
+}
+
+impl Store for AnyStore {
+    type Later = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        match self {
+            Self::Memory(memory) => memory.limits(),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.limits(),
+        }
+    }
+
+    #[inline]
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        match self {
+            Self::Memory(memory) => Answer::Ready(crate::Immediate::apply_now(memory, batch, now)),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.apply(batch, now),
+        }
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        match self {
+            Self::Memory(memory) => memory.tell(batch, now),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.tell(batch, now),
+        }
+    }
+
+    fn tend(&self, now: Time) -> Losses {
+        match self {
+            Self::Memory(memory) => memory.tend(now),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.tend(now),
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Opens the stores that a policy names.
+
+use std::sync::Arc;
+
+use tidegate_core::{Clock, LimitError, Limits};
+use tidegate_policy::store::Engine;
+use tidegate_policy::{KeySeed, Policy, Store as StoreSettings, StoreUrl, TokenError};
+use tidegate_store::{AnyStore, Memory, StoreError};
+#[cfg(feature = "remote")]
+use tidegate_store::{Fleet, FleetOptions, Remote, fleet_limits};
+
+use crate::Gate;
+#[cfg(feature = "outbound")]
+use crate::outbound::Outbound;
+use crate::random::{random_bytes, random_u64};
+
+/// How long a store may take to tell the secret that keys are hashed under, when a program starts.
+#[cfg(feature = "remote")]
+const SEED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// The stores of a policy: in memory, or on a server that several nodes share. From one of these a gate and providers are
+/// made that share what they can.
+pub struct Stores {
+    settings: StoreSettings,
+    seed: KeySeed,
+    /// What this node is known by among others.
+    #[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no other nodes"))]
+    node: u64,
+}
+
+impl std::fmt::Debug for Stores {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Stores").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+/// Why a policy's store can't be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// This program was built without what the store needs.
+    #[error("store.url is {url}, but this program was built without the feature `{feature}`")]
+    NotBuilt {
+        /// The URL, without its secrets.
+        url: String,
+        /// What is missing.
+        feature: &'static str,
+    },
+    /// The secret that keys are hashed under can't be had.
+    #[error("store.hash_key: {0}")]
+    HashKey(#[from] TokenError),
+    /// The secret that keys are hashed under is too short to be one.
+    #[error("store.hash_key has {found} bytes; at least 16 are needed")]
+    HashKeyTooShort {
+        /// How many it has.
+        found: usize,
+    },
+    /// The URL can't be used.
+    #[error("store.url = \"{url}\": {why}")]
+    Url {
+        /// The URL, without its secrets.
+        url: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The store didn't tell the secret that keys are hashed under.
+    #[error(
+        "the store {url} can't be reached: {source}; it holds the secret that keys are hashed under, so a node can't start \
+         without it unless store.hash_key says that secret"
+    )]
+    Unreachable {
+        /// The URL, without its secrets.
+        url: String,
+        /// Why.
+        source: StoreError,
+    },
+    /// A plan has too many limits.
+    #[error("a policy whose store is shared has at most 4094 limits: {0}")]
+    Limits(#[from] LimitError),
+}
+
+impl Stores {
+    /// Opens the store of this policy, looking secrets (`env:NAME`) up with `env`. A server is asked for the secret that
+    /// keys are hashed under, unless the policy says it. Servers need a tokio runtime with IO and time.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub async fn open(policy: &Policy, env: impl Fn(&str) -> Option<String>) -> Result<Self, OpenError> {
+        let settings = policy.store().clone();
+        let said = match &settings.hash_key {
+            None => None,
+            Some(source) => {
+                let secret = source.resolve(&env)?;
+                let found = secret.expose().len();
+                if found < 16 {
+                    return Err(OpenError::HashKeyTooShort { found });
+                }
+                Some(KeySeed::of_secret(secret.expose().as_bytes()))
+            }
+        };
+        let mut stores = Self { settings, seed: KeySeed::new(random_bytes()), node: random_u64() };
+        stores.seed = match (said, &stores.settings.url) {
+            (Some(seed), _) => seed,
+            #[cfg(feature = "remote")]
+            (None, StoreUrl::Server(..)) => {
+                let remote = stores.remote(Arc::default())?;
+                let url = stores.settings.url.to_string();
+                let answer = tokio::time::timeout(SEED_WITHIN, remote.seed(random_bytes())).await;
+                let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_WITHIN)));
+                KeySeed::new(answer.map_err(|source| OpenError::Unreachable { url, source })?)
+            }
+            _ => stores.seed,
+        };
+        Ok(stores)
+    }
+
+    /// A gate for the policy that these stores were opened for.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn gate<C: Clock + Clone>(&self, policy: &Policy, clock: C) -> Result<Gate<AnyStore, C>, OpenError> {
+        let plan = Arc::clone(policy.plan());
+        let store = self.shared(plan.limits(), clock.clone())?;
+        Ok(Gate::with(plan, store, clock, self.seed.clone()))
+    }
+
+    /// The providers of the policy that these stores were opened for; `None` if it has none. Those that say `shared` use
+    /// the store, the others this process's memory.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    #[cfg(feature = "outbound")]
+    pub fn outbound<C: Clock + Clone>(
+        &self,
+        policy: &Policy,
+        clock: C,
+    ) -> Result<Option<Outbound<AnyStore, C>>, OpenError> {
+        let Some(plan) = policy.outbound() else { return Ok(None) };
+        let own = AnyStore::Memory(self.memory(Arc::clone(plan.limits())));
+        let is_shared = plan.providers().iter().any(|provider| provider.shared);
+        let shared = if is_shared { Some(self.shared(plan.limits(), clock.clone())?) } else { None };
+        Ok(Some(Outbound::with_stores(plan.clone(), own, shared, clock, &self.seed)))
+    }
+
+    fn memory(&self, limits: Arc<Limits>) -> Memory {
+        Memory::new(limits, usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX))
+    }
+
+    /// The store that the policy names, for these limits.
+    #[cfg_attr(not(feature = "remote"), expect(unused_variables, reason = "nothing here needs the time"))]
+    fn shared(&self, limits: &Limits, clock: impl Clock) -> Result<AnyStore, OpenError> {
+        match &self.settings.url {
+            #[cfg(feature = "remote")]
+            StoreUrl::Server(..) => {
+                let remote = self.remote(Arc::new(fleet_limits(limits)?))?;
+                let mut options = FleetOptions::new(self.node);
+                options.timeout = self.settings.timeout;
+                options.nodes = self.settings.nodes;
+                options.max_bytes = usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX);
+                Ok(AnyStore::Fleet(Fleet::start(remote, clock, options)))
+            }
+            #[cfg(not(feature = "remote"))]
+            StoreUrl::Server(..) => Err(self.not_built("remote")),
+            _ => Ok(AnyStore::Memory(self.memory(Arc::new(limits.clone())))),
+        }
+    }
+
+    /// The server that the policy names.
+    #[cfg(feature = "remote")]
+    fn remote(&self, limits: Arc<Limits>) -> Result<Box<dyn Remote>, OpenError> {
+        let StoreUrl::Server(engine, url) = &self.settings.url else {
+            return Err(self.not_built("remote"));
+        };
+        let (url, _limits) = (url.expose(), &limits);
+        let wrong = |why: String| OpenError::Url { url: self.settings.url.to_string(), why };
+        #[cfg(any(feature = "mysql", feature = "postgres", feature = "mongodb"))]
+        let rows = || {
+            let mut options = tidegate_store::RowsOptions::new(url);
+            options.prefix = format!("{}_", self.settings.prefix);
+            options
+        };
+        match engine {
+            #[cfg(feature = "redis")]
+            Engine::Redis | Engine::RedisCluster => {
+                let mut options = tidegate_store::RedisOptions::new(url);
+                options.prefix = format!("{}:", self.settings.prefix);
+                options.reserve = self.settings.cluster == tidegate_policy::store::Cluster::Reserve;
+                let redis = tidegate_store::Redis::new(options, limits).map_err(|error| wrong(error.to_string()))?;
+                Ok(Box::new(redis))
+            }
+            #[cfg(not(feature = "redis"))]
+            Engine::Redis | Engine::RedisCluster => Err(self.not_built("redis")),
+            #[cfg(feature = "mysql")]
+            Engine::MySql => {
+                let store = tidegate_store::MySql::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
+                Ok(Box::new(store))
+            }
+            #[cfg(not(feature = "mysql"))]
+            Engine::MySql => Err(self.not_built("mysql")),
+            #[cfg(feature = "postgres")]
+            Engine::Postgres => {
+                let store = tidegate_store::Postgres::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
+                Ok(Box::new(store))
+            }
+            #[cfg(not(feature = "postgres"))]
+            Engine::Postgres => Err(self.not_built("postgres")),
+            #[cfg(feature = "mongodb")]
+            Engine::MongoDb => {
+                let store = tidegate_store::MongoDb::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
+                Ok(Box::new(store))
+            }
+            _ => Err(self.not_built("mongodb")),
+        }
+    }
+
+    #[allow(dead_code, reason = "nothing is missing where all features are there")]
+    fn not_built(&self, feature: &'static str) -> OpenError {
+        OpenError::NotBuilt { url: self.settings.url.to_string(), feature }
+    }
+}
