@@ -1,4 +1,5 @@
 //! Responsive back-off: its worked examples to the letter, and what holds whatever is drawn.
+#![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -309,7 +309,10 @@ impl<S: Store, C: Clock> Provider<S, C> {
             Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
         });
         let inflight = plan.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
-        let desk = Desk::new(&rules, pool, breaker, inflight);
+        let desk = match plan.pace.machine() {
+            Some(pace) => Desk::new(&rules, pool, breaker, inflight).with_pace(pace),
+            None => Desk::new(&rules, pool, breaker, inflight),
+        };
         Self(Arc::new(Hall::new(whole, index, rules, desk, store, clock)))
     }
 

@@ -1,4 +1,5 @@
 //! Ways to find a service's pace, side by side.
+#![expect(clippy::unwrap_used, reason = "a test")]
 
 mod rivals;
 mod service;
