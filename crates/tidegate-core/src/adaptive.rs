@@ -45,6 +45,8 @@ const CUT: u64 = 30;
 const FEWEST: u32 = 8;
 /// An era lasts for this at least: limiters that count by the second show an excess no sooner.
 const SHORTEST: Span = Span::from_millis(500);
+/// Headers tell times in whole seconds: how much may be sent in the last few isn't known well enough to slow down for it.
+const EXACT_ENOUGH: Span = Span::from_secs(5);
 /// How many calls that aren't answered yet may have gone at a rate above the ceiling: one that refuses all that come too
 /// close would throttle every other of them.
 const MOST_IN_DOUBT: u32 = 3;
@@ -310,6 +312,9 @@ impl Adaptive {
 
     fn hear(&mut self, rest: Option<Rest>, now: Time) {
         let Some(rest) = rest.filter(|rest| rest.until > now && !rest.until.is_never()) else { return };
+        if rest.left > 0 && rest.until.since(now) < EXACT_ENOUGH {
+            return;
+        }
         // Replies that were under way when the last was told to wait know less than it does.
         if self.told.is_some_and(|told| told.rate == 0 && told.until > now && rest.left > 0) {
             return;
