@@ -259,7 +259,7 @@ impl Adaptive {
         self.clean = None;
         self.step = CREEP;
         self.pay_back(lower, now);
-        self.go_on(lower, now);
+        self.go_on(lower, self.quiet_until);
     }
 
     /// Keeps quiet for as long as it takes a lower rate to make good what this era has sent too much.
@@ -321,7 +321,7 @@ impl Adaptive {
         }
         let rate =
             u128::from(rest.left) * u128::from(PER_SECOND) / u128::from(rest.until.since(now).as_micros().max(1));
-        let rate = u64::try_from(rate).unwrap_or(u64::MAX).min(self.fastest);
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(rest.left.min(1), self.fastest);
         self.told = Some(Told { at: now, until: rest.until, rate });
     }
 }

@@ -4,6 +4,8 @@
 mod rivals;
 mod service;
 
+use std::time::Duration;
+
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::pacer::Mode;
@@ -22,7 +24,9 @@ fn fresh() -> Adaptive {
 
 fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
     let rng = SmallRng::seed_from_u64(seed);
-    let pacer = |mode| Pacer::new(PacerSpec { mode, ..PacerSpec::default() }).unwrap();
+    // Set for a service of about this speed: by the defaults, 32 workers that fail at once go on in a quarter of an hour.
+    let (initial, max) = (Duration::from_millis(10), Duration::from_secs(2));
+    let pacer = |mode| Pacer::new(PacerSpec { mode, initial, max, ..PacerSpec::default() }).unwrap();
     match name {
         "adaptive" => Box::new(Paced { pace: Pace::from(fresh()), rng }),
         "classic" => Box::new(Shared { pacer: pacer(Mode::Classic), rng }),
@@ -39,7 +43,7 @@ fn adaptive_finds_a_hidden_capacity_and_follows_it() {
     let mut found = Vec::new();
     for name in NAMES {
         for limiter in LIMITERS {
-            let scores = (1..=u64::from(count(4, 32))).map(|seed| run(&mut *governor(name, seed), limiter, seed));
+            let scores = (1..=u64::from(count(4, 16))).map(|seed| run(&mut *governor(name, seed), limiter, seed));
             let worst = scores.fold(Score { goodput: u64::MAX, throttled: 0 }, |worst, score| Score {
                 goodput: worst.goodput.min(score.goodput),
                 throttled: worst.throttled.max(score.throttled),
