@@ -159,14 +159,27 @@ fn found_pace(rate: u32, limit_req: &str) -> Option<(f64, f64)> {
     Some(found)
 }
 
+/// Whether enough gets through and little is refused, as soon as the machine doesn't stall meanwhile.
+fn assert_found(rate: u32, limit_req: &str) {
+    for _ in 0..3 {
+        let stalls = Stalls::watch();
+        let Some((through, refused)) = found_pace(rate, limit_req) else { return };
+        let longest = stalls.longest();
+        println!("the machine held a thread up for at most {longest:?}");
+        if through >= 90.0 && refused < 2.0 {
+            return;
+        }
+        assert!(longest > STALLED, "{through} % through, {refused} % refused");
+    }
+    panic!("the machine stalls: nothing can be said of a pace");
+}
+
 #[test]
 fn an_adaptive_pace_finds_half_of_what_the_limit_believes() {
-    let Some((through, refused)) = found_pace(20, "") else { return };
-    assert!(through >= 90.0 && refused < 2.0, "{through} % through, {refused} % refused");
+    assert_found(20, "");
 }
 
 #[test]
 fn an_adaptive_pace_finds_a_rate_with_a_burst() {
-    let Some((through, refused)) = found_pace(20, "burst=10 nodelay") else { return };
-    assert!(through >= 90.0 && refused < 2.0, "{through} % through, {refused} % refused");
+    assert_found(20, "burst=10 nodelay");
 }
