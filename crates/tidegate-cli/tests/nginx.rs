@@ -23,7 +23,7 @@ const STALLED: Duration = Duration::from_millis(15);
 fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
     for _ in 0..3 {
         let stalls = Stalls::watch();
-        let log = run(limit_req, limit, seconds)?;
+        let log = run(10, limit_req, &format!("limit = \"{limit}\""), seconds)?;
         let longest = stalls.longest();
         println!("the machine held a thread up for at most {longest:?}");
         let around: Vec<_> = log.windows(3).filter(|three| three.iter().any(|(status, _)| *status != 200)).collect();
@@ -64,21 +64,21 @@ impl Stalls {
     }
 }
 
-/// Lets 50 clients ask without pause through a gateway with this limit, before an nginx that takes 10 a second and
+/// Lets 50 clients ask without pause through a gateway with these settings, before an nginx that takes `rate` a second and
 /// refuses more with 429; gives what nginx logged, as statuses and seconds.
-fn run(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
+fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
     let upstream = free_port();
     let pages = Scratch::new();
     pages.write("page", "a page of nginx");
     // A page from a file, because `return` answers before `limit_req` is asked.
     let server = format!(
-        "log_format line '$status $msec';\nlimit_req_zone $server_port zone=api:1m rate=10r/s;\n\
+        "log_format line '$status $msec';\nlimit_req_zone $server_port zone=api:1m rate={rate}r/s;\n\
          limit_req_status 429;\nserver {{\n  listen 127.0.0.1:{upstream};\n  access_log access.log line;\n  \
          location / {{ root {}; limit_req zone=api {limit_req}; }}\n}}",
         pages.path().display()
     );
     let server = nginx(&server, upstream)?;
-    let settings = format!("limit = \"{limit}\"\ntimeout = \"30s\"\nretry = {{ max_attempts = 1 }}");
+    let settings = format!("{settings}\ntimeout = \"30s\"\nretry = {{ max_attempts = 1 }}");
     let (_gateway, port) = gateway(&provider(upstream, &settings), &[]);
     let going = Arc::new(AtomicBool::new(true));
     let clients: Vec<_> = (0..50)
@@ -139,4 +139,47 @@ fn nginx_with_a_burst_refuses_none_of_a_rate_with_a_burst() {
     let seconds = dice::count(10, 60);
     let Some(log) = through_nginx("burst=10 nodelay", "10/s burst 10", seconds) else { return };
     assert_used(&log, seconds, seconds * 10 + 10);
+}
+
+/// What of nginx's own rate got through after a warm-up, and what it refused of all then, both as a percentage.
+fn found_pace(rate: u32, limit_req: &str) -> Option<(f64, f64)> {
+    let (warm_up, seconds) = (dice::count(12, 30), dice::count(20, 60));
+    let settings = format!("limit = \"{}/s\"\npace = \"adaptive\"", rate * 2);
+    let log = run(rate, limit_req, &settings, warm_up + seconds)?;
+    let began = log[0].1 + f64::from(warm_up);
+    let after: Vec<u16> = log
+        .iter()
+        .filter(|(_, at)| (began..began + f64::from(seconds)).contains(at))
+        .map(|(status, _)| *status)
+        .collect();
+    let served = after.iter().filter(|status| **status == 200).count();
+    let percent = |part: usize, whole: usize| part as f64 * 100.0 / whole as f64;
+    let found = (percent(served, (rate * seconds) as usize), percent(after.len() - served, after.len()));
+    println!("after {warm_up} s: {:.1} % of {rate}/s got through, {:.1} % of calls were refused", found.0, found.1);
+    Some(found)
+}
+
+/// Whether enough gets through and little is refused, as soon as the machine doesn't stall meanwhile.
+fn assert_found(rate: u32, limit_req: &str) {
+    for _ in 0..3 {
+        let stalls = Stalls::watch();
+        let Some((through, refused)) = found_pace(rate, limit_req) else { return };
+        let longest = stalls.longest();
+        println!("the machine held a thread up for at most {longest:?}");
+        if through >= 90.0 && refused < 2.0 {
+            return;
+        }
+        assert!(longest > STALLED, "{through} % through, {refused} % refused");
+    }
+    panic!("the machine stalls: nothing can be said of a pace");
+}
+
+#[test]
+fn an_adaptive_pace_finds_half_of_what_the_limit_believes() {
+    assert_found(20, "");
+}
+
+#[test]
+fn an_adaptive_pace_finds_a_rate_with_a_burst() {
+    assert_found(20, "burst=10 nodelay");
 }

@@ -126,11 +126,15 @@ fn fibonacci(n: u32) -> u64 {
     this
 }
 
-/// A span from `low` to `high`, both included. Multiplying and shifting favours no span by more than one part in 2^11.
 fn between(low: Span, high: Span, rng: &mut impl Rng) -> Span {
-    let width = (high - low).as_micros() + 1;
-    let drawn = (u128::from(rng.next_u64()) * u128::from(width)) >> 64;
-    low + Span::from_micros(drawn as u64)
+    Span::from_micros(drawn(low.as_micros(), high.as_micros(), rng))
+}
+
+/// A number from `low` to `high`, both included. Multiplying and shifting favours no number of a range below 2^52 by more
+/// than one part in 2^11.
+pub(crate) fn drawn(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
+    let width = u128::from(high.saturating_sub(low)) + 1;
+    low + ((u128::from(rng.next_u64()) * width) >> 64) as u64
 }
 
 #[cfg(test)]

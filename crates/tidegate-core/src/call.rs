@@ -101,6 +101,11 @@ pub enum Failure {
         /// When the lane goes on.
         until: Time,
     },
+    /// The provider's pace has no room before the deadline.
+    Paced {
+        /// When the call could have been sent.
+        earliest: Time,
+    },
     /// The call's lane is full.
     QueueFull(QueueFull),
     /// The deadline passed while the call was waiting for its turn, or for a reply that it left hardly any time for.
@@ -281,6 +286,9 @@ impl Call {
         if self.comes_too_late(desk, now) {
             return self.fail(Failure::DeadlineExceeded, desk);
         }
+        if let Some(earliest) = desk.pace.as_ref().map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
+            return self.wait(earliest, Scope::Provider, Failure::Paced { earliest }, None, desk, now);
+        }
         match desk.next_credential(self.cost, now, rng) {
             Some(credential) => {
                 (self.stage, self.charged) = (Stage::Asking(ticket, credential), self.lane);
@@ -407,6 +415,9 @@ impl Call {
             allowances.sent(self.cost);
         }
         desk.transit.granted(now);
+        if let Some(pace) = &mut desk.pace {
+            pace.sent(now);
+        }
         if self.requests == 0 {
             desk.budget.first_try();
         }
@@ -554,6 +565,12 @@ impl Call {
             allowances.ended(self.cost, sent.at, reply.reach == Reach::Answered, reply.rests);
             desk.lanes.poke();
         }
+        let is_alone = rules.credential_keys.len() == 1;
+        if let Some(pace) = &mut desk.pace {
+            // How long it asks to be left alone is kept by the credential's cool-down.
+            pace.ended(sent.at, reply.class, reply.rests.calls.filter(|_| is_alone), None, now, rng);
+            desk.lanes.poke();
+        }
         if let Some(inflight) = &mut desk.inflight {
             inflight.sample(elapsed, sent.in_flight, reply.class, now);
             desk.bound(rules);
@@ -576,6 +593,8 @@ impl Call {
         let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
         match reply.class {
+            // To close at each throttle that a pace risks would cost more than the pace finds.
+            Class::Throttled if desk.pace.is_some() && is_alone && reply.retry_after.is_none() => {}
             Class::Throttled => {
                 desk.widen(sent.at, now);
                 let asked = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));

@@ -13,6 +13,7 @@
 //! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: what repeated violation costs |
 //! | "open after 5 failures" | [`Breaker`]: stops calling a provider that fails |
 //! | "3 attempts" | [`Retry`]: whether and when a failed call is tried again, within a [`Budget`] |
+//! | "as fast as it bears" | [`Pacer`]: a wait that grows on failure; [`Adaptive`]: a rate that is found |
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -20,6 +21,7 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+pub mod adaptive;
 pub mod admit;
 pub mod allowance;
 pub mod backoff;
@@ -34,6 +36,8 @@ mod heap;
 pub mod inflight;
 pub mod lanes;
 pub mod limit;
+pub mod pace;
+pub mod pacer;
 pub mod penalty;
 pub mod pool;
 pub mod quota;
@@ -43,6 +47,7 @@ pub mod state;
 pub mod time;
 pub mod window;
 
+pub use adaptive::{Adaptive, AdaptiveError, AdaptiveSpec};
 pub use admit::{Decision, Reason};
 pub use allowance::{Rest, Rests};
 pub use backoff::{Backoff, Growth, Jitter};
@@ -54,6 +59,8 @@ pub use cooldown::Cooldown;
 pub use inflight::{Inflight, InflightError, InflightSpec};
 pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFull, Scope, Ticket, Turn};
 pub use limit::{Count, Kind, LeaseSpec, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing};
+pub use pace::Pace;
+pub use pacer::{Pacer, PacerError, PacerSpec};
 pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
 pub use pool::{Balance, MAX_CREDENTIALS, Pool, PoolSize};
 pub use quota::{Calendar, Period, Quota};

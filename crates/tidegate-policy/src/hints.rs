@@ -100,7 +100,7 @@ pub struct Hints {
     pub resets_at: Option<Time>,
     /// Whether an allowance is at zero, be it told until when or not.
     pub exhausted: bool,
-    /// What is left, of the allowance of calls and of that of cost that has least left: `X-RateLimit-Remaining` and those
+    /// What is left, of the allowance of calls and of that of cost that has least left: `RateLimit`, `X-RateLimit-Remaining` and those
     /// that OpenAI and Anthropic count requests and tokens by, where they tell their resets.
     pub rests: Rests,
     /// Whether the server asks not to be tried again: `grpc-retry-pushback-ms` is no whole number from 0 up.
@@ -133,8 +133,11 @@ impl Hints {
             }
         }
         for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
-            for (spent, wait) in draft(line.as_bytes()) {
-                hints.learn(spent, wait, now);
+            for (left, wait) in draft(line.as_bytes()) {
+                hints.learn(left.map(|left| left == 0), wait, now);
+                if let (Some(left), Some(wait)) = (left, wait.filter(|wait| !wait.is_zero())) {
+                    hints.rest(Measure::Calls, left, None, now + wait);
+                }
             }
         }
         hints
@@ -207,17 +210,17 @@ impl Clocks {
     }
 }
 
-/// What one line of `RateLimit` says of each limit: whether it is spent, and when it begins anew.
-fn draft(line: &[u8]) -> Vec<(Option<bool>, Option<Span>)> {
+/// What one line of `RateLimit` says of each limit: how much is left, and when it begins anew.
+fn draft(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
     let number = |item: Option<&BareItem>| item.and_then(BareItem::as_integer).map(i64::from);
-    let spent = |left: Option<i64>| left.filter(|left| *left >= 0).map(|left| left == 0);
+    let left = |left: Option<i64>| left.and_then(|left| u128::try_from(left).ok());
     let wait = |secs: Option<i64>| secs.and_then(|secs| u64::try_from(secs).ok()).map(Span::from_secs);
     if let Ok(list) = Parser::new(line).parse::<List>() {
         let items = list.iter().filter_map(|entry| match entry {
             ListEntry::Item(item) => Some(&item.params),
             ListEntry::InnerList(_) => None,
         });
-        return items.map(|params| (spent(number(params.get("r"))), wait(number(params.get("t"))))).collect();
+        return items.map(|params| (left(number(params.get("r"))), wait(number(params.get("t"))))).collect();
     }
     // Up to the seventh draft it was a dictionary.
     let Ok(dictionary) = Parser::new(line).parse::<Dictionary>() else { return Vec::new() };
@@ -225,7 +228,7 @@ fn draft(line: &[u8]) -> Vec<(Option<bool>, Option<Span>)> {
         Some(ListEntry::Item(item)) => number(Some(&item.bare_item)),
         _ => None,
     };
-    vec![(spent(member("remaining")), wait(member("reset")))]
+    vec![(left(member("remaining")), wait(member("reset")))]
 }
 
 /// Whether a header may be one of those that say something: most replies have none, and looking for each of them takes
@@ -446,24 +449,26 @@ mod tests {
     #[test]
     fn the_drafts_of_ratelimit() {
         let secs = |secs| Some(NOW + Span::from_secs(secs));
-        for (line, exhausted, spent_until, resets_at) in [
-            (r#""default";r=0;t=30"#, true, secs(30), None),
-            (r#""burst";r=4;t=1, "daily";r=0;t=600"#, true, secs(600), None),
-            (r#""default";r=12;t=30"#, false, None, None),
-            (r#""default";t=30"#, false, None, secs(30)),
-            (r#""default";r=0"#, true, None, None),
-            (r#""default";r=0;t=0"#, true, None, None),
-            (r#""default";r=0;t=-5"#, true, None, None),
-            (r#""default";r=-1;t=30"#, false, None, secs(30)),
-            (r#""default";r="0";t=30"#, false, None, secs(30)),
-            (r#"("a" "b");r=0;t=30"#, false, None, None),
-            ("limit=100, remaining=0, reset=50", true, secs(50), None),
-            ("limit=100, remaining=7, reset=50", false, None, None),
-            (r#""default";r=0;t=999999999999999"#, true, Some(Time::NEVER), None),
-            (r#""default";r=0;t=99999999999999999999"#, false, None, None),
-            (r#""default;r=0;t=30"#, false, None, None),
+        let rest = |left, secs| Some(Rest { left, limit: None, until: NOW + Span::from_secs(secs) });
+        for (line, exhausted, spent_until, resets_at, calls) in [
+            (r#""default";r=0;t=30"#, true, secs(30), None, rest(0, 30)),
+            (r#""burst";r=4;t=1, "daily";r=0;t=600"#, true, secs(600), None, rest(0, 600)),
+            (r#""default";r=12;t=30"#, false, None, None, rest(12, 30)),
+            (r#""default";t=30"#, false, None, secs(30), None),
+            (r#""default";r=0"#, true, None, None, None),
+            (r#""default";r=0;t=0"#, true, None, None, None),
+            (r#""default";r=0;t=-5"#, true, None, None, None),
+            (r#""default";r=-1;t=30"#, false, None, secs(30), None),
+            (r#""default";r="0";t=30"#, false, None, secs(30), None),
+            (r#"("a" "b");r=0;t=30"#, false, None, None, None),
+            ("limit=100, remaining=0, reset=50", true, secs(50), None, rest(0, 50)),
+            ("limit=100, remaining=7, reset=50", false, None, None, rest(7, 50)),
+            (r#""default";r=0;t=999999999999999"#, true, Some(Time::NEVER), None, rest(0, u64::MAX)),
+            (r#""default";r=0;t=99999999999999999999"#, false, None, None, None),
+            (r#""default;r=0;t=30"#, false, None, None, None),
         ] {
-            let expected = Hints { spent_until, resets_at, exhausted, ..Hints::default() };
+            let rests = Rests { calls, cost: None };
+            let expected = Hints { spent_until, resets_at, exhausted, rests, ..Hints::default() };
             assert_eq!(read(&[("ratelimit", line)]), expected, "{line}");
         }
         let lines = [("ratelimit", r#""a";r=0;t=30"#), ("ratelimit", r#""b";r=0;t=40"#)];

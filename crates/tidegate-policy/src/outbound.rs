@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use http::{HeaderName, HeaderValue, StatusCode};
 use tidegate_core::call::{Ceiling, Measure, Rules};
-use tidegate_core::{Balance, BreakerSpec, InflightSpec, Kind, LimitId, Limits, MAX_COST, Time};
+use tidegate_core::{
+    Adaptive, AdaptiveSpec, Balance, BreakerSpec, InflightSpec, Kind, LimitId, Limits, MAX_COST, Pacer, PacerSpec, Time,
+};
 
 use crate::key::KeySeed;
 use crate::nearest::nearest;
@@ -426,11 +428,33 @@ impl CostRules {
     }
 }
 
-/// How the pace of calls is found.
+/// How the pace of calls is found. Below the limits always: they hold besides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Pace {
     /// As the limits say.
     #[default]
     Limits,
+    /// By a wait between calls that grows when one is throttled and shrinks when they succeed.
+    Responsive(PacerSpec),
+    /// By a rate that is looked for, with one call in a hundred throttled at the most in the long run.
+    Adaptive(AdaptiveSpec),
+}
+
+impl Pace {
+    /// What finds it, fresh; `None` where the limits alone say it.
+    ///
+    /// # Panics
+    /// If a spec was made by hand that no machine runs by.
+    pub fn machine(&self) -> Option<tidegate_core::Pace> {
+        match self {
+            Self::Limits => None,
+            Self::Responsive(spec) => {
+                Some(Pacer::new(*spec).expect("invariant: reading the policy checks the pace").into())
+            }
+            Self::Adaptive(spec) => {
+                Some(Adaptive::new(*spec).expect("invariant: reading the policy checks the pace").into())
+            }
+        }
+    }
 }

@@ -37,6 +37,7 @@
 //! | call them with any client that is a service of tower | `outbound::OutboundLayer`, feature `outbound` |
 //! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
 //! | limit one thing, or one kind of key, without any policy | [`Limiter`], [`KeyedLimiter`] |
+//! | let workers find the pace that a service bears | `Pacer`, feature `outbound` |
 //! | test with a clock of your own | [`clock::ManualClock`] |
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 
@@ -49,6 +50,8 @@ mod layer;
 mod limiter;
 #[cfg(feature = "outbound")]
 pub mod outbound;
+#[cfg(feature = "outbound")]
+mod pacer;
 mod random;
 pub mod reply;
 mod report;
@@ -61,6 +64,8 @@ pub use hold::Hold;
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};
 pub use limiter::{KeyedLimiter, Limiter, LimiterError, Turn};
+#[cfg(feature = "outbound")]
+pub use pacer::Pacer;
 pub use report::{Permit, Report};
 pub use stores::{OpenError, Stores};
 

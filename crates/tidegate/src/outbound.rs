@@ -321,6 +321,9 @@ impl<S: Store, C: Clock> Provider<S, C> {
         });
         let inflight = plan.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
         let mut desk = Desk::new(&rules, pool, breaker, inflight);
+        if let Some(pace) = plan.pace.machine() {
+            desk = desk.with_pace(pace);
+        }
         desk.orders.set_affinity(rules.key.lo().max(1));
         Self(Arc::new(Hall::new(whole, index, rules, desk, store, clock)))
     }

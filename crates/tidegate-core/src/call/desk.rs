@@ -7,7 +7,7 @@ use rand_core::Rng;
 use super::{MAX_LEAD, Rules};
 use crate::allowance::Allowances;
 use crate::retry::Reach;
-use crate::{Batch, Breaker, Budget, Inflight, Kind, Lane, Lanes, Pool, Span, Time};
+use crate::{Batch, Breaker, Budget, Inflight, Kind, Lane, Lanes, Pace, Pool, Span, Time};
 
 /// What all calls to one provider in one process share and change. One lock's worth: whoever drives calls holds it for
 /// each step.
@@ -19,6 +19,8 @@ pub struct Desk {
     pub pool: Pool,
     /// How many calls the provider bears at a time; `None` where that isn't to be found out.
     pub inflight: Option<Inflight>,
+    /// What keeps calls apart beyond the limits; `None` where the limits alone say it.
+    pub pace: Option<Pace>,
     /// What is left of each credential's limits, where that is learnt.
     pub(super) allowances: Vec<Allowances>,
     /// Whether the provider is well.
@@ -97,6 +99,7 @@ impl Desk {
             allowances: alloc::vec![Allowances::default(); if rules.learns { pool.size() } else { 0 }],
             pool,
             inflight,
+            pace: None,
             breaker,
             budget: Budget::new(rules.budget),
             orders: Orders::default(),
@@ -106,6 +109,16 @@ impl Desk {
         };
         desk.bound(rules);
         desk
+    }
+
+    /// The same desk with a pace to be found.
+    ///
+    /// A throttled reply that doesn't say for how long to come back then slows the pace down and leaves everything else as
+    /// it is, unless there is another credential: that comes first.
+    #[must_use]
+    pub fn with_pace(mut self, pace: Pace) -> Self {
+        self.pace = Some(pace);
+        self
     }
 
     /// How far ahead calls are counted now.

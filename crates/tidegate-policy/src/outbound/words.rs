@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use tidegate_core::call::Ceiling;
-use tidegate_core::{Backoff, Balance, BreakerSpec, Growth, Jitter, Lane, LaneSpec, Span};
+use tidegate_core::{AdaptiveSpec, Backoff, Balance, BreakerSpec, Growth, Jitter, Lane, LaneSpec, Span, pacer};
 
-use super::{Auth, BaseUrl, CacheRules, CostRules, Outbound, Provider};
+use super::{Auth, BaseUrl, CacheRules, CostRules, Outbound, Pace, Provider};
 use crate::secret::TokenSource;
 use crate::units::in_words;
 use crate::words::waits;
@@ -46,7 +46,7 @@ impl Outbound {
         }
         if rules.learns {
             lines.push("what replies say is left (each credential), the first call alone".to_owned());
-        } else if lines.is_empty() {
+        } else if lines.is_empty() && provider.pace == Pace::Limits {
             lines.push("unlimited".to_owned());
         }
         match rules.lanes.max_in_flight {
@@ -58,8 +58,41 @@ impl Outbound {
             let (min, max, initial) = (spec.min, spec.max, spec.initial);
             lines.push(format!("as many at the same time as it bears, {min} to {max}, at first {initial}"));
         }
+        lines.extend(pace_line(&provider.pace));
         lines
     }
+}
+
+fn pace_line(pace: &Pace) -> Option<String> {
+    match pace {
+        Pace::Limits => None,
+        Pace::Responsive(spec) => {
+            let grows = match spec.growth {
+                pacer::Growth::Exponential { up, down } => {
+                    format!("times {} at a throttled call, times {}", decimal(up), decimal(u32::from(down)))
+                }
+                pacer::Growth::Linear => "one more of it at a throttled call, one less".to_owned(),
+            };
+            Some(format!(
+                "a wait between calls once one is throttled: {} up to {}, {grows} after {}",
+                duration(spec.initial),
+                duration(spec.max),
+                plural(spec.successes, "success")
+            ))
+        }
+        Pace::Adaptive(AdaptiveSpec { initial, slowest, fastest }) => Some(format!(
+            "the rate that it bears is found, at first a call each {}, at least each {} and at most each {}",
+            in_words(*initial),
+            in_words(*slowest),
+            in_words(*fastest)
+        )),
+    }
+}
+
+/// Thousandths as a number: "1.5".
+fn decimal(thousandths: u32) -> String {
+    let text = format!("{}.{:03}", thousandths / 1_000, thousandths % 1_000);
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 fn place(provider: &Provider) -> String {

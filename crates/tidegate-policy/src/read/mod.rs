@@ -9,6 +9,7 @@ mod lanes;
 mod login;
 mod matching;
 mod outbound;
+mod pace;
 mod penalties;
 mod provider;
 mod replies;

@@ -14,7 +14,7 @@ use crate::document::{At, Entry, Node, Table, Value};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::outbound::preset::{LOCAL, MUSICBRAINZ, PRESETS};
-use crate::outbound::{Auth, BaseUrl, Pace, Provider};
+use crate::outbound::{Auth, BaseUrl, Provider};
 use crate::secret::TokenSource;
 
 /// Where a provider's settings are found in their table.
@@ -53,7 +53,7 @@ impl Reader<'_> {
         });
         let replay =
             self.or_default(Some(table), "replay", 64 << 10, |reader, node| reader.bytes(node, "replay", 0..=64 << 20));
-        self.or_default(Some(table), "pace", Pace::Limits, Self::pace);
+        let pace = self.pace(table);
         let sequential =
             self.or_default(Some(table), "sequential", false, |reader, node| reader.flag(node, "sequential"));
         let shared = self.or_default(Some(table), "shared", false, |reader, node| reader.flag(node, "shared"));
@@ -102,7 +102,7 @@ impl Reader<'_> {
             shared: shared?,
             hours,
             cost: cost?,
-            pace: Pace::Limits,
+            pace: pace?,
             unkeyed: Rules { lead: lead?.min(rules.lead), learns: learns?, ..rules },
         })
     }
@@ -250,16 +250,6 @@ impl Reader<'_> {
             self.wrong(node.at, format!("`user_agent` is {}", quoted(text)), EXPECTED);
         }
         value
-    }
-
-    fn pace(&mut self, node: &Node) -> Option<Pace> {
-        if let Value::Text(text) = &node.value
-            && ["responsive", "adaptive"].contains(&text.as_str())
-        {
-            self.wrong(node.at, format!("`pace`: this version has no {text} pace"), "\"limits\"");
-            return None;
-        }
-        self.choice(node, "pace", &[("limits", Pace::Limits)])
     }
 
     fn provider_timeouts(&mut self, table: &Table) -> Option<(Duration, Duration, Option<Duration>)> {

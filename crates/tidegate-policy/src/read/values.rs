@@ -87,20 +87,38 @@ impl Reader<'_> {
     pub(super) fn share(&mut self, node: &Node, key: &str, least: u16) -> Option<u16> {
         let expected = if least == 0 { "a share from 0 to 1" } else { "a share from 0.001 to 1" };
         let expected = format!("{expected} in thousandths, such as 0.2 or \"20%\"");
+        let share = self.thousandths(node, key, u32::from(least)..=1_000, &expected)?;
+        u16::try_from(share).ok()
+    }
+
+    /// A factor above 1 in thousandths, from a number such as 1.5 or a text such as "150%".
+    pub(super) fn factor(&mut self, node: &Node, key: &str, most: u32) -> Option<u32> {
+        let expected = format!("a factor from 1.001 to {most} in thousandths, such as 1.5 or \"150%\"");
+        self.thousandths(node, key, 1_001..=most.saturating_mul(1_000), &expected)
+    }
+
+    pub(super) fn thousandths(
+        &mut self,
+        node: &Node,
+        key: &str,
+        range: RangeInclusive<u32>,
+        expected: &str,
+    ) -> Option<u32> {
         let text = match &node.value {
             Value::Text(text) => text.trim(),
             Value::Integer(_) | Value::Float => self.texts.raw(node.at),
-            _ => self.text(node, key, &expected)?,
+            _ => self.text(node, key, expected)?,
         };
         let (number, whole) = text.strip_suffix('%').map_or((text, 1000.0), |number| (number.trim_end(), 10.0));
         let digits = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
         let thousandths = number.parse::<f64>().ok().filter(|_| digits).map(|number| number * whole);
-        let fits = thousandths.filter(|found| (found - found.round()).abs() < 1e-6 && *found <= 1000.0);
-        let share = fits.map(|found| found.round() as u16).filter(|share| *share >= least);
-        if share.is_none() {
+        let whole =
+            thousandths.filter(|found| (found - found.round()).abs() < 1e-6 && *found <= f64::from(*range.end()));
+        let found = whole.map(|found| found.round() as u32).filter(|found| range.contains(found));
+        if found.is_none() {
             self.wrong(node.at, format!("`{key}` is {}", quoted(text)), expected);
         }
-        share
+        found
     }
 
     /// Numbers by the places where each may be: JSON pointers (RFC 6901) with `or` between them.

@@ -7,8 +7,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
-use tidegate_core::{Balance, BreakerSpec, BudgetSpec, InflightSpec, Jitter, Kind, Lane, LanesSpec, Retry, Span};
-use tidegate_policy::outbound::{Auth, Outbound, Provider};
+use tidegate_core::pacer::{Growth, Mode};
+use tidegate_core::{
+    AdaptiveSpec, Balance, BreakerSpec, BudgetSpec, InflightSpec, Jitter, Kind, Lane, LanesSpec, PacerSpec, Retry, Span,
+};
+use tidegate_policy::outbound::{Auth, Outbound, Pace, Provider};
 use tidegate_policy::{KeySeed, Policy, Sources};
 
 fn outbound(text: &str) -> Outbound {
@@ -104,7 +107,7 @@ replay = "1MiB"
 lead = "1s"
 user_agent = "Own/1.0"
 hedge_after = "1s"
-pace = "limits"
+pace = { by = "responsive", mode = "classic", growth = "exponential", initial = "1s", max = "1m", up = 2, down = "50%", randomization = 0.1, max_randomization = "5s", successes = 3 }
 retry = { max_attempts = 4, max_token_retries = 2, base = "2s", factor = 3, cap = "40s", jitter = "equal", max_retry_after = "1m" }
 budget = { ratio = 0.125, min = 1, reserve = 7 }
 adaptive = { min = 2, max = 30, initial = 3 }
@@ -158,6 +161,10 @@ secrets = { pin = "env:PIN" }
 pointer = "/data/token"
 lifetime = "12h"
 refresh_before = "1h"
+
+[outbound.provider.found]
+base_url = "http://localhost:9001"
+pace = { by = "adaptive", initial = "20ms", slowest = "10s", fastest = "1ms" }
 "#;
 
 #[test]
@@ -201,6 +208,18 @@ fn every_key_is_read() {
     assert_eq!((login.secrets[0].0.as_str(), login.secrets[0].1.to_string().as_str()), ("pin", "env:PIN"));
     assert_eq!(own.hours.as_ref().unwrap().to_string(), "22:00-06:00 in Europe/Berlin");
     assert!(!own.sequential);
+    let responsive = PacerSpec {
+        initial: secs(1),
+        max: secs(60),
+        growth: Growth::Exponential { up: 2_000, down: 500 },
+        randomization: 100,
+        max_randomization: secs(5),
+        successes: 3,
+        mode: Mode::Classic,
+    };
+    assert_eq!(own.pace, Pace::Responsive(responsive));
+    let [initial, slowest, fastest] = [20, 10_000, 1].map(Span::from_millis);
+    assert_eq!(outbound.find("found").unwrap().pace, Pace::Adaptive(AdaptiveSpec { initial, slowest, fastest }));
     let inflight = own.inflight.unwrap();
     assert_eq!((inflight.min, inflight.max, inflight.initial), (2, 30, 3));
 }
@@ -246,6 +265,44 @@ fn every_key_reaches_the_machine() {
 }
 
 #[test]
+fn a_pace_is_a_word_or_a_table() {
+    let linear = Growth::Linear;
+    for (written, pace, words) in [
+        ("\"limits\"", Pace::Limits, None),
+        ("{ by = \"limits\" }", Pace::Limits, None),
+        (
+            "\"responsive\"",
+            Pace::Responsive(PacerSpec::default()),
+            Some(
+                "a wait between calls once one is throttled: 500 ms up to 15 min, times 1.5 at a throttled call, times 0.9 after 10 successes",
+            ),
+        ),
+        (
+            "{ by = \"responsive\", growth = \"linear\", successes = 1 }",
+            Pace::Responsive(PacerSpec { growth: linear, successes: 1, ..PacerSpec::default() }),
+            Some(
+                "a wait between calls once one is throttled: 500 ms up to 15 min, one more of it at a throttled call, one less after 1 success",
+            ),
+        ),
+        (
+            "\"adaptive\"",
+            Pace::Adaptive(AdaptiveSpec::default()),
+            Some(
+                "the rate that it bears is found, at first a call each 100 ms, at least each 60 s and at most each 1 µs",
+            ),
+        ),
+    ] {
+        let outbound =
+            outbound(&format!("[outbound.provider.x]\nbase_url = \"https://example.com\"\npace = {written}\n"));
+        let provider = outbound.find("x").unwrap();
+        assert_eq!(provider.pace, pace);
+        assert_eq!(provider.pace.machine().is_some(), pace != Pace::Limits);
+        assert!(words.is_none_or(|words| outbound.words().contains(words)), "{}", outbound.words());
+        assert_eq!(outbound.words().contains("unlimited"), pace == Pace::Limits);
+    }
+}
+
+#[test]
 fn nothing_said_is_the_default() {
     let outbound = outbound("[outbound.provider.x]\nbase_url = \"https://example.com\"\n");
     let provider = outbound.find("x").unwrap();
@@ -254,6 +311,7 @@ fn nothing_said_is_the_default() {
     assert_eq!(outbound.connections, 1024);
     assert_eq!(provider.breaker, Some(BreakerSpec::default()));
     assert_eq!(provider.inflight, Some(InflightSpec::default()));
+    assert_eq!(provider.pace, Pace::Limits);
     assert_eq!((&provider.auth, provider.credentials.len(), provider.cache.is_none()), (&Auth::None, 0, true));
     assert_eq!(rules.lane_rules[Lane::User as usize].retry, Retry::default());
     assert_eq!(rules.lanes, LanesSpec::default());

@@ -51,6 +51,12 @@ pub enum Why {
         /// When the call could be sent; `None` if never.
         earliest: Option<Time>,
     },
+    /// The pace that the provider is found to bear has no room before the call's deadline.
+    #[error("the provider's pace has no room before the deadline")]
+    Paced {
+        /// When the call could be sent.
+        earliest: Time,
+    },
     /// A calendar quota is spent.
     #[error("the quota `{limit}` is spent")]
     QuotaSpent {
@@ -127,6 +133,7 @@ impl Why {
     fn status(&self) -> u16 {
         match self {
             Self::RateLimited { .. }
+            | Self::Paced { .. }
             | Self::QuotaSpent { .. }
             | Self::CredentialsCooling { .. }
             | Self::RetryAfterTooLong { .. } => 429,
@@ -143,7 +150,7 @@ impl Why {
     fn error(&self) -> &'static str {
         match self {
             Self::Unavailable { .. } => "ProviderUnavailableError",
-            Self::RateLimited { .. } => "RateLimitedError",
+            Self::RateLimited { .. } | Self::Paced { .. } => "RateLimitedError",
             Self::QuotaSpent { .. } => "QuotaSpentError",
             Self::CredentialsCooling { .. } => "CredentialsCoolingError",
             Self::Resting { .. } => "OutsideHoursError",
@@ -182,6 +189,7 @@ impl<T> CallError<T> {
                 Failure::QuotaSpent { limit, resets_at } => {
                     Why::QuotaSpent { limit: name(limit), resets_at: moment(resets_at) }
                 }
+                Failure::Paced { earliest } => Why::Paced { earliest },
                 Failure::Cooling { earliest } => Why::CredentialsCooling { earliest: moment(earliest) },
                 Failure::Resting { until } => Why::Resting { until },
                 Failure::QueueFull(full) => Why::QueueFull { lane: full.lane },
@@ -208,7 +216,9 @@ impl<T> CallError<T> {
             Why::RateLimited { earliest: moment, .. }
             | Why::QuotaSpent { resets_at: moment, .. }
             | Why::CredentialsCooling { earliest: moment } => moment.and_then(at),
-            Why::Resting { until: moment } | Why::NoTimeLeft { earliest: moment } => at(moment),
+            Why::Resting { until: moment } | Why::NoTimeLeft { earliest: moment } | Why::Paced { earliest: moment } => {
+                at(moment)
+            }
             Why::RetryAfterTooLong { retry_after } => Some(retry_after),
             _ => None,
         }

@@ -6,6 +6,7 @@ mod calls;
 mod common;
 mod lanes;
 mod outage;
+mod pace;
 mod pool;
 mod retry;
 mod snapshot;

@@ -1,0 +1,335 @@
+//! A rate that is found: as many calls a second as a service takes without throttling more than a few of them.
+//!
+//! Controllers of this kind raise a rate until a throttle and then cut it. AIMD adds and halves; AWS's SDKs follow TCP
+//! CUBIC (RFC 9438), which cuts to seven tenths and lingers near where it was throttled; Scrapy's AutoThrottle and
+//! Netflix's `Gradient2` go by latency, which a limiter that refuses at once doesn't raise. All of them pay for what they
+//! find in throttled calls, as often as their formula comes by the ceiling. Here that is turned round: the share of calls
+//! that may be throttled is given, one in a hundred, and the ceiling is only looked for when it has been earned.
+//!
+//! Time is cut into eras of one rate each. An era is clean once so many of its calls have succeeded that an excess of the
+//! size of its last step would have shown. It ends with the first throttle of a call that was sent in it, so that many
+//! that were under way together count as one.
+//!
+//! - With no ceiling in sight, each clean era raises the rate: it doubles until something was throttled for the first
+//!   time, and later goes up by 3 %, 9 %, 27 % and then 30 %.
+//! - Below a rate that was throttled, the ceiling, each clean era goes half of the way to it, until 1.5 % are left.
+//! - There it stays, and tries the ceiling again when it has credit for a throttle: with only a few calls at a time whose
+//!   replies aren't known. If that era is clean, there is no ceiling any more.
+//! - The first throttle above a clean rate leads back to that. Each further one cuts by as much as the few successes
+//!   before it suggest, at first by 3 % at most and then by twice as much each time. A throttle so soon after a cut that
+//!   hardly any call has succeeded says nothing of where the ceiling is: the service may still count what went before.
+//! - After a cut there is a pause in which the lower rate makes good what the higher one has sent too much.
+//!
+//! Replies that tell what is left and until when set an upper bound, and up to it the rate is raised without a trial.
+
+use core::fmt;
+
+use crate::time::OVERTAKEN;
+use crate::{Rest, Span, Time};
+
+/// Rates are counted in millionths of a call a second.
+const PER_SECOND: u64 = 1_000_000_000_000;
+/// Shares are counted in thousandths.
+const WHOLE: u64 = 1_000;
+/// The first step beyond a rate that is known, and what the length of an era goes by in which the rate didn't rise.
+const CREEP: u64 = 30;
+/// The largest step once something was throttled, and towards what replies promise.
+const STRIDE: u64 = 300;
+/// Every step as long as nothing was throttled.
+const LEAP: u64 = 1_000;
+/// How close to a ceiling it stays.
+const CLOSE: u64 = 15;
+/// The first cut below a rate that was thought to be clean; each further one is twice as much, up to half.
+const CUT: u64 = 30;
+/// The fewest calls that show that a rate is clean.
+const FEWEST: u32 = 8;
+/// An era lasts for this at least: limiters that count by the second show an excess no sooner.
+const SHORTEST: Span = Span::from_millis(500);
+/// Headers tell times in whole seconds: how much may be sent in the last few isn't known well enough to slow down for it.
+const EXACT_ENOUGH: Span = Span::from_secs(5);
+/// How many calls that aren't answered yet may have gone at a rate above the ceiling: one that refuses all that come too
+/// close would throttle every other of them.
+const MOST_IN_DOUBT: u32 = 3;
+/// How long it keeps quiet at most to make good what it sent too much.
+const LONGEST_QUIET: Span = Span::from_millis(250);
+/// What a success earns of a throttle, in thousandths: one call in a hundred may be throttled.
+const EARNED: i64 = 10;
+/// What a throttle costs.
+const THROTTLE: i64 = 1_000;
+/// The most credit that is kept.
+const MOST_CREDIT: i64 = 2 * THROTTLE;
+/// The most debt, or a service that has fallen for long would be given up for as long.
+const MOST_DEBT: i64 = -10 * THROTTLE;
+
+/// An adaptive pace as it is written: bounds in terms of the time between two calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdaptiveSpec {
+    /// The time between calls before anything was learnt. Default 100 ms: ten a second.
+    pub initial: Span,
+    /// The longest time between calls: so often a service is tried that throttles everything. Default 60 s.
+    pub slowest: Span,
+    /// The shortest time between calls. Default 1 µs.
+    pub fastest: Span,
+}
+
+impl Default for AdaptiveSpec {
+    fn default() -> Self {
+        Self { initial: Span::from_millis(100), slowest: Span::from_secs(60), fastest: Span::from_micros(1) }
+    }
+}
+
+/// Why an adaptive pace can't be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AdaptiveError {
+    /// No time at all between calls.
+    ZeroFastest,
+    /// More than an hour between calls.
+    TooSlow,
+    /// Not `fastest <= initial <= slowest`.
+    OutOfOrder,
+}
+
+/// The longest [`AdaptiveSpec::slowest`].
+pub const MAX_SLOWEST: Span = Span::from_secs(3_600);
+
+impl fmt::Display for AdaptiveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::ZeroFastest => "there must be some time between two calls",
+            Self::TooSlow => "there may be at most an hour between two calls",
+            Self::OutOfOrder => "the first pace must lie between the slowest and the fastest",
+        })
+    }
+}
+
+impl core::error::Error for AdaptiveError {}
+
+/// Calls of one rate.
+#[derive(Clone, Copy, Debug)]
+struct Era {
+    began_at: Time,
+    last_sent: Time,
+    sent: u32,
+    succeeded: u32,
+    /// How many successes show that its rate is clean: an excess of so many thousandths shows once in as many calls.
+    enough: u32,
+}
+
+impl Era {
+    const fn at(now: Time, enough: u32) -> Self {
+        Self { began_at: now, last_sent: now, sent: 0, succeeded: 0, enough }
+    }
+}
+
+/// What the headers of replies say may be sent.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    at: Time,
+    until: Time,
+    /// 0 if nothing is left until then.
+    rate: u64,
+}
+
+/// The pace of the calls to one service.
+///
+/// Whoever sends asks [`next_at`](Self::next_at), says when it has [`sent`](Self::sent), and tells what became of the
+/// call. Calls that say nothing about the service's limits, as failures don't, aren't told.
+#[derive(Clone, Debug)]
+pub struct Adaptive {
+    slowest: u64,
+    fastest: u64,
+    rate: u64,
+    sent_at: Option<Time>,
+    quiet_until: Time,
+    era: Era,
+    /// The highest rate that was clean, as far as it is still believed.
+    clean: Option<u64>,
+    /// The lowest rate that was throttled, as far as it is still believed.
+    ceiling: Option<u64>,
+    /// What the next clean era raises the rate by, in thousandths.
+    step: u64,
+    /// The next cut, in thousandths.
+    cut: u64,
+    /// Whether a rate above the ceiling is tried.
+    probes: bool,
+    /// How many throttles may be risked, in thousandths.
+    credit: i64,
+    told: Option<Told>,
+}
+
+impl Adaptive {
+    /// A pace that has learnt nothing.
+    ///
+    /// # Errors
+    /// Not `0 < fastest <= initial <= slowest <=` [`MAX_SLOWEST`].
+    pub fn new(spec: AdaptiveSpec) -> Result<Self, AdaptiveError> {
+        if spec.fastest.is_zero() {
+            return Err(AdaptiveError::ZeroFastest);
+        }
+        if spec.slowest > MAX_SLOWEST {
+            return Err(AdaptiveError::TooSlow);
+        }
+        if !(spec.fastest..=spec.slowest).contains(&spec.initial) {
+            return Err(AdaptiveError::OutOfOrder);
+        }
+        Ok(Self {
+            slowest: per_second(spec.slowest),
+            fastest: per_second(spec.fastest),
+            rate: per_second(spec.initial),
+            sent_at: None,
+            quiet_until: Time::ZERO,
+            era: Era::at(Time::ZERO, FEWEST),
+            clean: None,
+            ceiling: None,
+            step: LEAP,
+            cut: CUT,
+            probes: false,
+            credit: THROTTLE,
+            told: None,
+        })
+    }
+
+    /// The time between two calls now.
+    pub fn interval(&self) -> Span {
+        between(self.rate)
+    }
+
+    /// When the next call may be sent; a moment that has passed means at once.
+    pub fn next_at(&self, now: Time) -> Time {
+        let told = self.told.filter(|told| now < told.until && told.at <= now + OVERTAKEN);
+        if let Some(Told { rate: 0, until, .. }) = told {
+            return until;
+        }
+        let in_doubt = self.era.sent.saturating_sub(self.era.succeeded) >= MOST_IN_DOUBT;
+        let rate = self.clean.filter(|_| self.probes && in_doubt).unwrap_or(self.rate);
+        let spacing = between(told.map_or(rate, |told| rate.min(told.rate)));
+        // Further off only if the clock has stepped back.
+        let next = self.sent_at.map_or(now, |sent_at| (sent_at + spacing).min(now + spacing));
+        next.max(self.quiet_until.min(now + LONGEST_QUIET))
+    }
+
+    /// A call is sent.
+    pub fn sent(&mut self, now: Time) {
+        if self.sent_at.is_none_or(|sent_at| sent_at > now + OVERTAKEN) {
+            self.era = Era::at(now, FEWEST);
+        }
+        self.sent_at = Some(now);
+        self.era.last_sent = now;
+        self.era.sent = self.era.sent.saturating_add(1);
+    }
+
+    /// A call that was sent at `sent_at` was taken by the service; `rest` is what its reply says is left.
+    pub fn succeeded(&mut self, sent_at: Time, rest: Option<Rest>, now: Time) {
+        self.credit = (self.credit + EARNED).min(MOST_CREDIT);
+        self.hear(rest, now);
+        if sent_at < self.era.began_at {
+            return;
+        }
+        self.era.succeeded = self.era.succeeded.saturating_add(1);
+        if self.era.succeeded >= self.era.enough && self.era.began_at + SHORTEST <= now {
+            self.was_clean(now);
+        }
+    }
+
+    /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left, and `retry_after` how long
+    /// it asks to be left alone.
+    pub fn throttled(&mut self, sent_at: Time, rest: Option<Rest>, retry_after: Option<Span>, now: Time) {
+        self.credit = (self.credit - THROTTLE).max(MOST_DEBT);
+        self.hear(rest, now);
+        if let Some(wait) = retry_after.filter(|wait| !wait.is_zero()) {
+            let until = self.told.filter(|told| told.rate == 0).map_or(now + wait, |told| told.until.max(now + wait));
+            self.told = Some(Told { at: now, until, rate: 0 });
+        }
+        if sent_at < self.era.began_at {
+            return;
+        }
+        // Hardly any was taken since the last cut: that may still be paid for what went before it.
+        let is_fresh = self.cut > CUT && self.era.succeeded < FEWEST;
+        if !is_fresh {
+            self.ceiling = Some(self.ceiling.map_or(self.rate, |ceiling| ceiling.min(self.rate)));
+        }
+        let lower = match self.clean.filter(|clean| *clean < self.rate) {
+            Some(clean) => clean,
+            None => {
+                let share = (WHOLE / u64::from(self.era.succeeded + 1)).clamp(CUT, self.cut);
+                self.cut = if share < self.cut { CUT } else { (self.cut * 2).min(WHOLE / 2) };
+                self.rate * (WHOLE - share) / WHOLE
+            }
+        };
+        self.clean = None;
+        self.step = CREEP;
+        self.pay_back(lower, now);
+        self.go_on(lower, self.quiet_until);
+    }
+
+    /// Keeps quiet for as long as it takes a lower rate to make good what this era has sent too much.
+    fn pay_back(&mut self, lower: u64, now: Time) {
+        let sent = u128::from(self.era.sent);
+        let excess = sent * u128::from(self.rate - lower) * u128::from(PER_SECOND);
+        let wait = excess / (u128::from(self.rate) * u128::from(lower.max(1))).max(1);
+        let wait = Span::from_micros(u64::try_from(wait).unwrap_or(u64::MAX)).min(LONGEST_QUIET);
+        self.quiet_until = now + wait;
+    }
+
+    fn was_clean(&mut self, now: Time) {
+        self.cut = CUT;
+        let due = u128::from(self.rate) * u128::from(self.era.last_sent.since(self.era.began_at).as_micros());
+        // Where less is sent than may be, nothing is shown.
+        if u128::from(self.era.sent) * u128::from(PER_SECOND) * 4 < due * 3 {
+            return self.go_on(self.rate, now);
+        }
+        self.clean = Some(self.rate);
+        self.ceiling = self.ceiling.filter(|ceiling| *ceiling > self.rate);
+        let promised = self.told.filter(|told| told.rate > self.rate && now < told.until).map(|told| told.rate);
+        let raised = |by: u64| self.rate + (self.rate * by / WHOLE).max(1);
+        let next = match (promised, self.ceiling) {
+            (Some(promised), _) => {
+                self.ceiling = None;
+                raised(self.step.max(STRIDE)).min(promised)
+            }
+            (None, Some(ceiling)) if ceiling <= raised(CLOSE) && self.credit < THROTTLE => self.rate,
+            (None, Some(ceiling)) if ceiling <= raised(CLOSE) => {
+                self.go_on(ceiling + 1, now);
+                self.probes = true;
+                return;
+            }
+            (None, Some(ceiling)) => (self.rate + (ceiling - self.rate) / 2).min(raised(STRIDE)),
+            (None, None) => {
+                let next = raised(self.step);
+                self.step = (self.step * 3).min(self.step.max(STRIDE));
+                next
+            }
+        };
+        self.go_on(next, now);
+    }
+
+    fn go_on(&mut self, rate: u64, now: Time) {
+        let excess = rate.saturating_sub(self.rate) * WHOLE / self.rate.max(1);
+        self.rate = rate.clamp(self.slowest, self.fastest);
+        self.probes = false;
+        self.era = Era::at(now, ((WHOLE / excess.max(CREEP)) as u32).max(FEWEST));
+    }
+
+    fn hear(&mut self, rest: Option<Rest>, now: Time) {
+        let Some(rest) = rest.filter(|rest| rest.until > now && !rest.until.is_never()) else { return };
+        if rest.left > 0 && rest.until.since(now) < EXACT_ENOUGH {
+            return;
+        }
+        // Replies that were under way when the last was told to wait know less than it does.
+        if self.told.is_some_and(|told| told.rate == 0 && told.until > now && rest.left > 0) {
+            return;
+        }
+        let rate =
+            u128::from(rest.left) * u128::from(PER_SECOND) / u128::from(rest.until.since(now).as_micros().max(1));
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(rest.left.min(1), self.fastest);
+        self.told = Some(Told { at: now, until: rest.until, rate });
+    }
+}
+
+fn per_second(interval: Span) -> u64 {
+    PER_SECOND.div_ceil(interval.as_micros().max(1))
+}
+
+fn between(rate: u64) -> Span {
+    Span::from_micros(PER_SECOND.div_ceil(rate.max(1)))
+}

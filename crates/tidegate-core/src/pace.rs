@@ -1,0 +1,105 @@
+//! The pace of the calls to one provider, however it is found.
+
+use core::time::Duration;
+
+use rand_core::Rng;
+
+use crate::time::OVERTAKEN;
+use crate::{Adaptive, Class, Pacer, Rest, Span, Time};
+
+/// What keeps calls to a provider apart beyond its limits: it is asked before a call is sent and told of each end.
+///
+/// Of the classes that a call may end with, `throttled` slows it down, `success` and `permanent` let it go faster, since
+/// the provider has taken the call, and the others say nothing about its limits.
+#[derive(Clone, Debug)]
+pub enum Pace {
+    /// A wait between calls that grows and shrinks: see [`Spaced`].
+    Responsive(Spaced),
+    /// A rate that is looked for: see [`Adaptive`].
+    Adaptive(Adaptive),
+}
+
+/// A [`Pacer`]'s wait kept between the calls of many, instead of by each after its own.
+///
+/// Throttles of calls that were sent before its last step up count as one with it: they tell of the pace before.
+#[derive(Clone, Debug)]
+pub struct Spaced {
+    pacer: Pacer,
+    sent_at: Time,
+    raised_at: Time,
+}
+
+impl From<Pacer> for Pace {
+    fn from(pacer: Pacer) -> Self {
+        Self::Responsive(Spaced { pacer, sent_at: Time::ZERO, raised_at: Time::ZERO })
+    }
+}
+
+impl From<Adaptive> for Pace {
+    fn from(adaptive: Adaptive) -> Self {
+        Self::Adaptive(adaptive)
+    }
+}
+
+impl Pace {
+    /// The time between two calls now.
+    pub fn interval(&self) -> Duration {
+        match self {
+            Self::Responsive(spaced) => spaced.pacer.interval(),
+            Self::Adaptive(adaptive) => adaptive.interval().as_duration(),
+        }
+    }
+
+    /// When the next call may be sent; a moment that has passed means at once.
+    pub fn next_at(&self, now: Time) -> Time {
+        match self {
+            Self::Responsive(spaced) => spaced.next_at(now),
+            Self::Adaptive(adaptive) => adaptive.next_at(now),
+        }
+    }
+
+    /// A call is sent.
+    pub fn sent(&mut self, now: Time) {
+        match self {
+            Self::Responsive(spaced) => spaced.sent_at = now,
+            Self::Adaptive(adaptive) => adaptive.sent(now),
+        }
+    }
+
+    /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, and `retry_after`
+    /// how long it asks to be left alone; a responsive pace goes by neither.
+    pub fn ended(
+        &mut self,
+        sent_at: Time,
+        class: Class,
+        rest: Option<Rest>,
+        retry_after: Option<Span>,
+        now: Time,
+        rng: &mut impl Rng,
+    ) {
+        match (self, class) {
+            (Self::Responsive(spaced), Class::Throttled) => spaced.throttled(sent_at, now, rng),
+            (Self::Responsive(spaced), Class::Success | Class::Permanent) => {
+                spaced.pacer.succeeded(rng);
+            }
+            (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, retry_after, now),
+            (Self::Adaptive(adaptive), Class::Success | Class::Permanent) => adaptive.succeeded(sent_at, rest, now),
+            (_, Class::Transient | Class::Auth | Class::Cancelled) => {}
+        }
+    }
+}
+
+impl Spaced {
+    fn next_at(&self, now: Time) -> Time {
+        let wait = Span::from_duration(self.pacer.interval());
+        // Further off only if the clock has stepped back.
+        (self.sent_at + wait).min(now + wait)
+    }
+
+    fn throttled(&mut self, sent_at: Time, now: Time, rng: &mut impl Rng) {
+        if sent_at >= self.raised_at || self.raised_at > now + OVERTAKEN {
+            self.raised_at = now;
+            self.pacer.failed(rng);
+        }
+    }
+}

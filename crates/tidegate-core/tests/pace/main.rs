@@ -1,0 +1,188 @@
+//! Ways to find a service's pace, side by side.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod rivals;
+mod service;
+
+use std::time::Duration;
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use tidegate_core::pacer::Mode;
+use tidegate_core::{Adaptive, AdaptiveError, AdaptiveSpec, Class, Pace, Pacer, PacerSpec, Rest, Span, Time};
+use tidegate_testkit::desk::at;
+use tidegate_testkit::dice::count;
+
+use rivals::{Aimd, Cubic, Paced, Shared};
+use service::{Governor, LIMITERS, Score, run};
+
+const NAMES: [&str; 6] = ["adaptive", "classic", "steady", "steady, spaced", "AIMD", "CUBIC"];
+
+fn fresh() -> Adaptive {
+    Adaptive::new(AdaptiveSpec::default()).unwrap()
+}
+
+fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
+    let rng = SmallRng::seed_from_u64(seed);
+    // Set for a service of about this speed: by the defaults, 32 workers that fail at once go on in a quarter of an hour.
+    let (initial, max) = (Duration::from_millis(10), Duration::from_secs(2));
+    let pacer = |mode| Pacer::new(PacerSpec { mode, initial, max, ..PacerSpec::default() }).unwrap();
+    match name {
+        "adaptive" => Box::new(Paced { pace: Pace::from(fresh()), rng }),
+        "classic" => Box::new(Shared { pacer: pacer(Mode::Classic), rng }),
+        "steady" => Box::new(Shared { pacer: pacer(Mode::Steady), rng }),
+        "steady, spaced" => Box::new(Paced { pace: Pace::from(pacer(Mode::Steady)), rng }),
+        "AIMD" => Box::new(Aimd::new(at(0))),
+        _ => Box::new(Cubic::new(at(0))),
+    }
+}
+
+#[test]
+fn adaptive_finds_a_hidden_capacity_and_follows_it() {
+    println!("{:16} {:8} {:>10} {:>10} (worst of the seeds)", "pace", "limiter", "goodput", "throttled");
+    let mut found = Vec::new();
+    for name in NAMES {
+        for limiter in LIMITERS {
+            let scores = (1..=u64::from(count(4, 16))).map(|seed| run(&mut *governor(name, seed), limiter, seed));
+            let worst = scores.fold(Score { goodput: u64::MAX, throttled: 0 }, |worst, score| Score {
+                goodput: worst.goodput.min(score.goodput),
+                throttled: worst.throttled.max(score.throttled),
+            });
+            let percent = |thousandths: u64| format!("{}.{} %", thousandths / 10, thousandths % 10);
+            let (goodput, throttled) = (percent(worst.goodput), percent(worst.throttled));
+            println!("{name:16} {:8} {goodput:>10} {throttled:>10}", format!("{limiter:?}"));
+            if name == "adaptive" {
+                found.push((limiter, worst));
+            }
+        }
+    }
+    for (limiter, score) in found {
+        assert!(score.goodput >= 950 && score.throttled < 20, "{limiter:?}: {score:?}");
+    }
+}
+
+/// Sends calls one after the other as soon as they may go, each answered 10 ms later, until a moment; returns how many were
+/// sent.
+fn drive(adaptive: &mut Adaptive, from: Time, until: Time, mut reply: impl FnMut(&mut Adaptive, Time, Time)) -> u32 {
+    let (mut now, mut sent) = (from, 0);
+    loop {
+        now = now.max(adaptive.next_at(now));
+        if now >= until {
+            return sent;
+        }
+        adaptive.sent(now);
+        sent += 1;
+        reply(adaptive, now, now + Span::from_millis(10));
+        now = now + Span::from_millis(10);
+    }
+}
+
+#[test]
+fn a_service_that_throttles_everything_is_tried_once_in_the_longest_interval() {
+    let mut adaptive = fresh();
+    drive(&mut adaptive, at(0), at(600_000), |adaptive, sent_at, now| adaptive.throttled(sent_at, None, None, now));
+    let slowest = AdaptiveSpec::default().slowest;
+    assert!((slowest - Span::from_millis(5)..=slowest).contains(&adaptive.interval()), "{:?}", adaptive.interval());
+    let sent = drive(&mut adaptive, at(600_000), at(4_200_000), |adaptive, sent_at, now| {
+        adaptive.throttled(sent_at, None, None, now);
+    });
+    assert!((58..=61).contains(&sent), "{sent} in an hour");
+}
+
+#[test]
+fn throttles_of_calls_that_were_under_way_together_count_as_one() {
+    let mut adaptive = fresh();
+    for _ in 0..10 {
+        adaptive.sent(at(0));
+    }
+    adaptive.throttled(at(0), None, None, at(20));
+    let after_one = adaptive.interval();
+    assert!(after_one > AdaptiveSpec::default().initial);
+    for _ in 0..9 {
+        adaptive.throttled(at(0), None, None, at(30));
+    }
+    assert_eq!(adaptive.interval(), after_one);
+}
+
+#[test]
+fn a_rate_that_nobody_uses_isnt_raised() {
+    let mut adaptive = fresh();
+    for call in 0..200 {
+        adaptive.sent(at(call * 1_000));
+        adaptive.succeeded(at(call * 1_000), None, at(call * 1_000 + 10));
+    }
+    assert_eq!(adaptive.interval(), AdaptiveSpec::default().initial, "one a second is sent, and ten may be");
+}
+
+#[test]
+fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
+    let mut adaptive = fresh();
+    let mut left = 600_u64;
+    let sent = drive(&mut adaptive, at(0), at(60_000), |adaptive, sent_at, now| {
+        left = left.checked_sub(1).expect("never more than there is");
+        adaptive.succeeded(sent_at, Some(Rest { left, limit: Some(600), until: at(60_000) }), now);
+    });
+    assert!(sent >= 590, "{sent} of 600 in a minute");
+    adaptive.throttled(at(59_999), Some(Rest { left: 0, limit: None, until: at(70_000) }), None, at(60_000));
+    adaptive.succeeded(at(59_998), Some(Rest { left: 5, limit: None, until: at(70_000) }), at(60_001));
+    assert_eq!(adaptive.next_at(at(60_001)), at(70_000));
+
+    let (mut promised, mut silent) = (fresh(), fresh());
+    for adaptive in [&mut promised, &mut silent] {
+        adaptive.sent(at(0));
+        adaptive.throttled(at(0), None, None, at(10));
+    }
+    let rest = Some(Rest { left: 60_000, limit: None, until: at(60_000) });
+    drive(&mut promised, at(500), at(10_000), |adaptive, sent_at, now| adaptive.succeeded(sent_at, rest, now));
+    drive(&mut silent, at(500), at(10_000), |adaptive, sent_at, now| adaptive.succeeded(sent_at, None, now));
+    assert!(promised.interval().as_micros() * 2 < silent.interval().as_micros(), "{promised:?} {silent:?}");
+}
+
+#[test]
+fn a_wait_that_is_asked_for_is_kept() {
+    let mut adaptive = fresh();
+    adaptive.sent(at(0));
+    adaptive.throttled(at(0), None, Some(Span::from_secs(7)), at(10));
+    assert_eq!(adaptive.next_at(at(20)), at(7_010));
+    assert!(adaptive.next_at(at(7_010)) <= at(7_010));
+}
+
+#[test]
+fn a_clock_that_steps_back_holds_nobody_up() {
+    let rng = &mut SmallRng::seed_from_u64(1);
+    let pacer = Pacer::new(PacerSpec::default()).unwrap();
+    for mut pace in [Pace::from(fresh()), Pace::from(pacer)] {
+        pace.sent(at(3_600_000));
+        pace.ended(at(3_600_000), Class::Throttled, None, None, at(3_600_010), rng);
+        let wait = Span::from_duration(pace.interval());
+        assert!(pace.next_at(at(0)) <= at(0) + wait + Span::from_millis(250));
+        pace.sent(at(1_000));
+        pace.ended(at(1_000), Class::Throttled, None, None, at(1_010), rng);
+        assert!(Span::from_duration(pace.interval()) > wait, "it goes on learning");
+    }
+}
+
+#[test]
+fn other_ends_say_nothing_of_the_pace() {
+    let rng = &mut SmallRng::seed_from_u64(1);
+    let mut pace = Pace::from(Pacer::new(PacerSpec::default()).unwrap());
+    for class in [Class::Transient, Class::Auth, Class::Cancelled, Class::Success, Class::Permanent] {
+        pace.ended(at(0), class, None, None, at(10), rng);
+        assert!(pace.interval().is_zero(), "{class:?}");
+    }
+    pace.ended(at(0), Class::Throttled, None, None, at(10), rng);
+    pace.ended(at(0), Class::Throttled, None, None, at(11), rng);
+    assert_eq!(pace.interval(), PacerSpec::default().initial, "both were sent before the step");
+    pace.sent(at(20));
+    assert_eq!(pace.next_at(at(21)), at(520));
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let spec = AdaptiveSpec::default();
+    let refused = |spec| Adaptive::new(spec).unwrap_err();
+    assert_eq!(refused(AdaptiveSpec { fastest: Span::ZERO, ..spec }), AdaptiveError::ZeroFastest);
+    assert_eq!(refused(AdaptiveSpec { slowest: Span::from_secs(3_601), ..spec }), AdaptiveError::TooSlow);
+    assert_eq!(refused(AdaptiveSpec { initial: Span::from_secs(61), ..spec }), AdaptiveError::OutOfOrder);
+    assert_eq!(refused(AdaptiveSpec { fastest: Span::from_secs(1), ..spec }), AdaptiveError::OutOfOrder);
+}

@@ -1,0 +1,152 @@
+//! A service with a hidden capacity, workers that always have another call for it, and a clock of their own.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use tidegate_core::{Span, Time};
+use tidegate_testkit::desk::at;
+use tidegate_testkit::dice::Dice;
+
+/// How many workers share the pace.
+pub(crate) const WORKERS: usize = 32;
+/// Calls a second in each stretch of 100 s.
+pub(crate) const CAPACITY: [u64; 4] = [50, 90, 200, 100];
+pub(crate) const STRETCH: u64 = 100;
+
+/// What paces calls: the machine under test, or a rival.
+pub(crate) trait Governor {
+    /// When the next call of anybody may be sent.
+    fn next_at(&self, now: Time) -> Time;
+    fn sent(&mut self, now: Time);
+    /// A call has ended; returns how long its own worker sleeps.
+    fn ended(&mut self, sent_at: Time, throttled: bool, now: Time) -> Span;
+}
+
+/// How a service counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Limiter {
+    /// No trailing second holds more than its capacity.
+    Window,
+    /// Two calls are no closer than they may be in the long run.
+    Spaced,
+    /// A bucket for half a second's worth, which is full at first.
+    Bucket,
+}
+
+pub(crate) const LIMITERS: [Limiter; 3] = [Limiter::Window, Limiter::Spaced, Limiter::Bucket];
+
+struct Service {
+    limiter: Limiter,
+    /// Who was admitted within a second, and the last.
+    admitted: VecDeque<Time>,
+    /// Millionths of a call.
+    tokens: u64,
+    filled_at: Time,
+}
+
+impl Service {
+    fn capacity(now: Time) -> u64 {
+        let stretch = now.since(at(0)).as_micros() / (STRETCH * 1_000_000);
+        CAPACITY[(stretch as usize).min(CAPACITY.len() - 1)]
+    }
+
+    fn admits(&mut self, now: Time) -> bool {
+        let capacity = Self::capacity(now);
+        while self.admitted.len() > 1 && self.admitted[0] + Span::from_secs(1) <= now {
+            self.admitted.pop_front();
+        }
+        let admits = match self.limiter {
+            Limiter::Window => {
+                let within = self.admitted.iter().filter(|at| **at + Span::from_secs(1) > now).count();
+                (within as u64) < capacity
+            }
+            Limiter::Spaced => {
+                let gap = Span::from_micros(1_000_000 / capacity);
+                self.admitted.back().is_none_or(|last| *last + gap <= now)
+            }
+            Limiter::Bucket => {
+                let earned = now.since(self.filled_at).as_micros() * capacity;
+                (self.tokens, self.filled_at) = ((self.tokens + earned).min(capacity * 500_000), now);
+                self.tokens >= 1_000_000
+            }
+        };
+        if admits {
+            self.admitted.push_back(now);
+            self.tokens = self.tokens.saturating_sub(1_000_000);
+        }
+        admits
+    }
+}
+
+/// What came of a run, in thousandths.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Score {
+    /// What the service took of what it could have.
+    pub(crate) goodput: u64,
+    /// What it threw back of all that it was sent.
+    pub(crate) throttled: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Happening {
+    Arrives(Time),
+    Replies(Time, bool),
+    Wants,
+}
+
+/// Lets the workers call for all stretches. Replies take 20 to 200 ms; the way there differs by up to 50 µs.
+pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, seed: u64) -> Score {
+    let mut dice = Dice::seeded(seed);
+    let mut service = Service { limiter, admitted: VecDeque::new(), tokens: CAPACITY[0] * 500_000, filled_at: at(0) };
+    let end = at(STRETCH * CAPACITY.len() as u64 * 1_000);
+    let mut happenings = BinaryHeap::new();
+    let mut number = 0_u64;
+    let mut push = |happenings: &mut BinaryHeap<_>, at: Time, what: Happening| {
+        number += 1;
+        happenings.push(Reverse((at, number, what)));
+    };
+    for _ in 0..WORKERS {
+        push(&mut happenings, at(0), Happening::Wants);
+    }
+    // Who waits for the governor, and when it is asked again.
+    let (mut waiting, mut asks_at) = (0_usize, Time::NEVER);
+    let (mut taken, mut refused) = (0_u64, 0_u64);
+    loop {
+        let next = happenings.peek().map_or(Time::NEVER, |Reverse((at, _, _))| *at);
+        let now = next.min(asks_at);
+        if now >= end {
+            break;
+        }
+        if next <= now
+            && let Some(Reverse((_, _, what))) = happenings.pop()
+        {
+            match what {
+                Happening::Wants => waiting += 1,
+                Happening::Arrives(sent_at) => {
+                    let admits = service.admits(now);
+                    (taken, refused) = (taken + u64::from(admits), refused + u64::from(!admits));
+                    let reply = now + Span::from_micros(dice.between(20_000, 200_000));
+                    push(&mut happenings, reply, Happening::Replies(sent_at, admits));
+                }
+                Happening::Replies(sent_at, admitted) => {
+                    let sleeps = governor.ended(sent_at, !admitted, now);
+                    push(&mut happenings, now + sleeps, Happening::Wants);
+                }
+            }
+        }
+        asks_at = Time::NEVER;
+        while waiting > 0 {
+            let go_at = governor.next_at(now);
+            if go_at > now {
+                asks_at = go_at;
+                break;
+            }
+            governor.sent(now);
+            waiting -= 1;
+            let arrival = now + Span::from_micros(2_000 + dice.below(50));
+            push(&mut happenings, arrival, Happening::Arrives(now));
+        }
+    }
+    let could = CAPACITY.iter().sum::<u64>() * STRETCH;
+    Score { goodput: taken * 1_000 / could, throttled: refused * 1_000 / (taken + refused).max(1) }
+}

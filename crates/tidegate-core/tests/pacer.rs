@@ -1,0 +1,196 @@
+//! Responsive back-off: its worked examples to the letter, and what holds whatever is drawn.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use tidegate_core::pacer::{Growth, MAX_INTERVAL, Metrics, Mode};
+use tidegate_core::{Pacer, PacerError, PacerSpec};
+
+const fn micros(micros: u64) -> Duration {
+    Duration::from_micros(micros)
+}
+
+fn plain(initial: u64, up: u32, down: u16, successes: u32) -> PacerSpec {
+    PacerSpec {
+        initial: micros(initial),
+        growth: Growth::Exponential { up, down },
+        randomization: 0,
+        successes,
+        mode: Mode::Classic,
+        ..PacerSpec::default()
+    }
+}
+
+/// Tells a pacer of failures (`F`) and successes (`S`); returns it and the waits that were asked for, 0 for none.
+fn run(spec: PacerSpec, outcomes: &str, rng: &mut SmallRng) -> (Pacer, Vec<Duration>) {
+    let mut pacer = Pacer::new(spec).unwrap();
+    let waits = outcomes.chars().map(|outcome| match outcome {
+        'F' => pacer.failed(rng),
+        _ => pacer.succeeded(rng).unwrap_or_default(),
+    });
+    let waits = waits.collect();
+    (pacer, waits)
+}
+
+fn dice(seed: u64) -> SmallRng {
+    SmallRng::seed_from_u64(seed)
+}
+
+#[test]
+fn worked_examples() {
+    let long = format!("{}{}", "F".repeat(5), "S".repeat(30));
+    let metrics = |invocations, up, down, slept, total| Metrics { invocations, up, down, slept, total };
+    let short = PacerSpec { max: micros(150), ..plain(100, 2_000, 500, 1) };
+    let rows = [
+        (plain(10, 1_100, 900, 10), "SFSFF", metrics(5, 3, 0, 4, Duration::from_nanos(43_100)), 12_100),
+        (plain(1, 2_000, 500, 5), long.as_str(), metrics(35, 5, 5, 30, micros(170)), 0),
+        (short, "FFSS", metrics(4, 2, 1, 3, micros(250)), 0),
+    ];
+    for (spec, outcomes, expected, interval) in rows {
+        let (pacer, _) = run(spec, outcomes, &mut dice(1));
+        assert_eq!((pacer.metrics(), pacer.interval()), (expected, Duration::from_nanos(interval)), "{outcomes}");
+    }
+}
+
+#[test]
+fn it_rises_to_where_the_service_bears_it_and_saws_down() {
+    let spec = PacerSpec { mode: Mode::Classic, ..plain(1_000, 1_500, 600, 5) };
+    let (mut pacer, waits) = run(spec, &"F".repeat(15), &mut dice(1));
+    let near = |wait: Duration, micros: u64| wait.as_nanos().abs_diff(u128::from(micros) * 1_000) < 1_000;
+    assert!(near(waits[14], 291_929), "{:?}", waits[14]);
+    let last = (0..5).filter_map(|_| pacer.succeeded(&mut dice(1))).last().unwrap();
+    assert!(near(last, 175_157), "{last:?}");
+}
+
+#[test]
+fn linear_growth_adds_the_initial_wait() {
+    let spec = PacerSpec { initial: Duration::from_secs(1), growth: Growth::Linear, ..plain(1, 0, 0, 1) };
+    for mode in [Mode::Classic, Mode::Steady] {
+        let (_, waits) = run(PacerSpec { mode, max: Duration::from_secs(4), ..spec }, "FFFFFSSSSS", &mut dice(1));
+        assert_eq!(waits.iter().map(Duration::as_secs).collect::<Vec<_>>(), [1, 2, 3, 4, 4, 3, 2, 1, 0, 0]);
+    }
+}
+
+#[test]
+fn modes_differ_in_what_a_failure_does_to_the_count() {
+    let down = |mode| run(PacerSpec { mode, ..plain(100, 2_000, 500, 3) }, "FSSFS", &mut dice(1)).0.metrics().down;
+    assert_eq!((down(Mode::Classic), down(Mode::Steady)), (1, 0));
+}
+
+#[test]
+fn randomization_is_uniform_within_its_share_and_its_bound() {
+    let second = |max_randomization| PacerSpec {
+        initial: Duration::from_secs(1),
+        randomization: 200,
+        max_randomization,
+        ..plain(1, 2_000, 500, 1)
+    };
+    for mode in [Mode::Classic, Mode::Steady] {
+        for (bound, spread) in [(Duration::from_secs(120), 400), (Duration::from_millis(50), 50)] {
+            let spec = PacerSpec { mode, ..second(bound) };
+            let mut rng = dice(7);
+            let drawn: Vec<u128> = (0..20_000).map(|_| run(spec, "FF", &mut rng).1[1].as_micros()).collect();
+            let low = 2_000_000 - spread * 1_000;
+            let mut tenths = [0_u32; 10];
+            for wait in drawn {
+                assert!((low..=low + spread * 2_000).contains(&wait), "{mode:?}: {wait}");
+                tenths[(((wait - low) * 10 / (spread * 2_000)) as usize).min(9)] += 1;
+            }
+            // 2,000 each with a standard deviation of 42.
+            assert!(tenths.iter().all(|count| (1_750..2_250).contains(count)), "{mode:?}: {tenths:?}");
+        }
+    }
+}
+
+#[test]
+fn steady_pacers_at_the_longest_wait_still_differ() {
+    let waits = |mode| -> BTreeSet<u64> {
+        let ends = (0..1_000).map(|seed| {
+            let (pacer, _) = run(PacerSpec { mode, ..PacerSpec::default() }, &"F".repeat(60), &mut dice(seed));
+            assert!(pacer.interval() <= Duration::from_secs(900));
+            pacer.interval().as_secs()
+        });
+        ends.collect()
+    };
+    let steady = waits(Mode::Steady);
+    assert!(steady.len() > 60 && *steady.last().unwrap() > 800, "{} seconds: {steady:?}", steady.len());
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let spec = PacerSpec::default();
+    let growth = |up, down| PacerSpec { growth: Growth::Exponential { up, down }, ..spec };
+    let rows = [
+        (PacerSpec { initial: Duration::ZERO, ..spec }, "initial must not be 0"),
+        (PacerSpec { successes: 0, ..spec }, "successes must not be 0"),
+        (
+            PacerSpec { max: Duration::from_millis(499), ..spec },
+            "the longest wait lies between the initial one and 292 years, so it can't be 499ms",
+        ),
+        (growth(1_000, 900), "a failure multiplies by more than 1000 thousandths, not 1000"),
+        (growth(1_500, 1_000), "a down step multiplies by 1 to 999 thousandths, not 1000"),
+        (growth(1_500, 0), "a down step multiplies by 1 to 999 thousandths, not 0"),
+        (PacerSpec { randomization: 1_001, ..spec }, "a share is up to 1000 thousandths, not 1001"),
+    ];
+    for (spec, message) in rows {
+        assert_eq!(Pacer::new(spec).unwrap_err().to_string(), message);
+    }
+    let beyond = PacerSpec { max: MAX_INTERVAL + Duration::from_nanos(1), ..spec };
+    assert!(matches!(Pacer::new(beyond), Err(PacerError::Max { .. })));
+    assert!(Pacer::new(spec).is_ok());
+}
+
+fn any_spec() -> impl Strategy<Value = PacerSpec> {
+    let growth = prop_oneof![
+        Just(Growth::Linear),
+        (1_001_u32..20_000, 1_u16..1_000).prop_map(|(up, down)| Growth::Exponential { up, down }),
+        Just(Growth::Exponential { up: u32::MAX, down: 999 }),
+    ];
+    let nanos = prop_oneof![1..1_000_u64, 1..10_000_000_000_u64, Just(i64::MAX as u64)];
+    (nanos.clone(), nanos.clone(), nanos, growth, 0_u16..=1_000, 1_u32..6).prop_map(
+        |(one, other, max_randomization, growth, randomization, successes)| PacerSpec {
+            initial: Duration::from_nanos(one.min(other)),
+            max: Duration::from_nanos(one.max(other)),
+            growth,
+            randomization,
+            max_randomization: Duration::from_nanos(max_randomization),
+            successes,
+            mode: Mode::Steady,
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn steady_never_steps_the_wrong_way(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
+        let (mut pacer, mut rng) = (Pacer::new(spec).unwrap(), dice(seed));
+        for outcome in outcomes.chars() {
+            let before = pacer.interval();
+            if outcome == 'F' {
+                prop_assert!(pacer.failed(&mut rng) >= before);
+            } else {
+                let wait = pacer.succeeded(&mut rng);
+                prop_assert_eq!(wait.is_none(), before.is_zero());
+                prop_assert!(wait.unwrap_or_default() <= before);
+            }
+            prop_assert!(pacer.interval().is_zero() || (spec.initial..=spec.max).contains(&pacer.interval()));
+        }
+    }
+
+    #[test]
+    fn classic_keeps_its_bounds_and_its_sums(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
+        let (pacer, waits) = run(PacerSpec { mode: Mode::Classic, ..spec }, &outcomes, &mut dice(seed));
+        for wait in &waits {
+            prop_assert!(wait.is_zero() || (spec.initial..=spec.max).contains(wait));
+        }
+        let metrics = pacer.metrics();
+        prop_assert_eq!(metrics.invocations, outcomes.len() as u64);
+        prop_assert_eq!(metrics.up, outcomes.matches('F').count() as u64);
+        prop_assert_eq!(metrics.total, waits.iter().fold(Duration::ZERO, |sum, wait| sum.saturating_add(*wait)));
+        prop_assert!(metrics.up <= metrics.slept && metrics.slept <= metrics.invocations);
+    }
+}
