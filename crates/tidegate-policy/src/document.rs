@@ -10,6 +10,7 @@ use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
 
 use crate::error::{Error, Errors, quoted};
+pub use crate::nearest::nearest;
 pub use crate::read::Reader;
 
 /// The largest policy file.

@@ -49,11 +49,6 @@ impl<E> Agenda<E> {
         self.now = entry.at;
         Some(entry.event)
     }
-
-    /// How many entries there were.
-    pub(crate) fn entered(&self) -> u64 {
-        self.entered
-    }
 }
 
 impl<E> Ord for Entry<E> {

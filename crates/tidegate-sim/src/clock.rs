@@ -25,9 +25,10 @@ impl NodeClock {
         }
         let elapsed = now.since(self.began);
         let drifted = self.began + Span::from_micros((elapsed.as_micros() as f64 * (1.0 + self.drift)).round() as u64);
-        self.steps.iter().filter(|step| step.at <= elapsed).fold(drifted, |shown, step| {
-            if step.back { shown - step.by } else { shown + step.by }
-        })
+        self.steps
+            .iter()
+            .filter(|step| step.at <= elapsed)
+            .fold(drifted, |shown, step| if step.back { shown - step.by } else { shown + step.by })
     }
 
     /// When a timer rings that is set at `now` for when the clock shows `until`. Timers count time and not the clock's

@@ -48,9 +48,7 @@ impl Delay {
             Self::Normal { mean, deviation } => {
                 (micros(mean) + micros(deviation) * rng.sample::<f64, _>(StandardNormal)).abs()
             }
-            Self::LogNormal { median, sigma } => {
-                micros(median) * (sigma * rng.sample::<f64, _>(StandardNormal)).exp()
-            }
+            Self::LogNormal { median, sigma } => micros(median) * (sigma * rng.sample::<f64, _>(StandardNormal)).exp(),
             Self::Uniform { low, high } => micros(low) + (micros(high) - micros(low)) * rng.random::<f64>(),
         };
         // A float becomes the nearest whole number within the integer's bounds, and a span keeps its own.

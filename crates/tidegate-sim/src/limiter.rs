@@ -109,7 +109,10 @@ mod tests {
 
     #[test]
     fn a_window_never_holds_more() {
-        assert_eq!(admitted("3 per 1s", (0..25).map(|tick| tick * 100)), [0, 100, 200, 1000, 1100, 1200, 2000, 2100, 2200]);
+        assert_eq!(
+            admitted("3 per 1s", (0..25).map(|tick| tick * 100)),
+            [0, 100, 200, 1000, 1100, 1200, 2000, 2100, 2200]
+        );
         assert!(admitted("0 per 1s", [0, 5_000]).is_empty());
     }
 
@@ -122,6 +125,9 @@ mod tests {
     #[test]
     fn a_quota_ends_with_its_period() {
         let hour = 3_600_000;
-        assert_eq!(admitted("2 per day", [0, hour, 2 * hour, 24 * hour, 25 * hour, 26 * hour]), [0, hour, 24 * hour, 25 * hour]);
+        assert_eq!(
+            admitted("2 per day", [0, hour, 2 * hour, 24 * hour, 25 * hour, 26 * hour]),
+            [0, hour, 24 * hour, 25 * hour]
+        );
     }
 }

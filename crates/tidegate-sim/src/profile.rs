@@ -84,7 +84,10 @@ mod tests {
             Piece { from: 10.0, to: 10.0, until: Span::MAX },
         ]);
         let at = |millis| profile.at(Span::from_millis(millis));
-        assert_eq!([at(0), at(9_999), at(10_000), at(15_000), at(20_000), at(u64::MAX)], [40.0, 40.0, 40.0, 60.0, 10.0, 10.0]);
+        assert_eq!(
+            [at(0), at(9_999), at(10_000), at(15_000), at(20_000), at(u64::MAX)],
+            [40.0, 40.0, 40.0, 60.0, 10.0, 10.0]
+        );
         assert_eq!((profile.max(), profile.leaves_at(), profile.settles_at()), (80.0, Some(secs(10)), secs(20)));
         let still = Profile::always(3.0);
         assert_eq!((still.at(secs(5)), still.leaves_at(), still.settles_at()), (3.0, None, Span::ZERO));

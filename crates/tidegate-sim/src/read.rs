@@ -8,9 +8,9 @@ use tidegate_core::{Span, Time};
 use tidegate_policy::document::{Document, Node, Reader, Table, Value};
 use tidegate_policy::{Errors, Policy};
 
+use crate::delay::Delay;
 use crate::scenario::Scenario;
 use crate::setup::{CheckSpec, ClientSpec, Setup};
-use crate::delay::Delay;
 use crate::world::{action_of, key_seed};
 
 /// The most cases, and the most strategies.
@@ -25,8 +25,19 @@ const NEW_YEAR: Time = Time::from_secs(1_767_225_600);
 /// The sections that are the policy's.
 const POLICY: [&str; 2] = ["inbound", "outbound"];
 /// What a case may change.
-const WORLD: [&str; 11] =
-    ["duration", "measure", "trials", "starts_at", "service", "network", "load", "store", "check", "inbound", "outbound"];
+const WORLD: [&str; 11] = [
+    "duration",
+    "measure",
+    "trials",
+    "starts_at",
+    "service",
+    "network",
+    "load",
+    "store",
+    "check",
+    "inbound",
+    "outbound",
+];
 
 pub(crate) fn scenario(name: &str, body: &[u8]) -> Result<Scenario, Errors> {
     let document = Document::parse(name, body)?;
@@ -96,7 +107,8 @@ impl Words<'_, '_> {
     }
 
     fn setup(&mut self, root: &Table, case: &Kind, strategy: &Kind) -> Option<Setup> {
-        let root = root.under(&case.table).under(&strategy.table);
+        let changes = strategy.table.entries.iter().filter(|entry| clients::CHANGES.contains(&entry.key.as_str()));
+        let root = root.under(&case.table).under(&Table { entries: changes.cloned().collect() });
         let duration = self.long(&root, "duration", Span::from_secs(60));
         let measured = match root.node("measure") {
             Some(node) => self.measure(node).map(Some),
@@ -148,7 +160,8 @@ impl Words<'_, '_> {
     /// Whether tries without end take time, so that a run doesn't stand still.
     fn ends(&mut self, setup: &Setup) -> Option<()> {
         let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
-        let takes_time = plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay != Delay::NONE;
+        let takes_time =
+            plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay != Delay::NONE;
         if plain.attempts.is_none() && !takes_time {
             let message = format!("the tries of `{}` are unlimited and may take no time", setup.strategy);
             self.reader.missing(&message, "a `backoff`, or a `delay` of the network");
@@ -166,7 +179,11 @@ impl Words<'_, '_> {
             let place = root.node("load").and_then(Node::as_table).and_then(|loads| loads.get(&load.name));
             if let Some(entry) = place {
                 let expected = "an action that counts by client_ip or key";
-                self.reader.wrong(entry.key_at, format!("the gate can't decide about `{}`: {error}", load.name), expected);
+                self.reader.wrong(
+                    entry.key_at,
+                    format!("the gate can't decide about `{}`: {error}", load.name),
+                    expected,
+                );
             }
             good = None;
         }
@@ -198,7 +215,8 @@ impl Words<'_, '_> {
     fn moment(&mut self, node: &Node) -> Option<Time> {
         const EXPECTED: &str = "a moment such as \"2026-11-21T20:00:00Z\"";
         let text = self.reader.text(node, "starts_at", EXPECTED)?;
-        let moment = text.parse::<jiff::Timestamp>().ok().and_then(|moment| u64::try_from(moment.as_microsecond()).ok());
+        let moment =
+            text.parse::<jiff::Timestamp>().ok().and_then(|moment| u64::try_from(moment.as_microsecond()).ok());
         if moment.is_none() {
             self.reader.wrong(node.at, format!("`starts_at` is `{text}`"), EXPECTED);
         }

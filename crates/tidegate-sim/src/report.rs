@@ -1,8 +1,15 @@
 //! What came of a scenario, in numbers, words and pictures.
 
+mod chart;
+mod html;
+mod json;
 mod numbers;
+mod picture;
+mod table;
+mod theme;
 
 pub use numbers::Numbers;
+pub use picture::PictureError;
 
 use crate::setup::Setup;
 use crate::tally::Tally;
@@ -56,7 +63,55 @@ impl Run {
     }
 }
 
+impl Run {
+    /// Whether its goodput recovered after the last disturbance; `None` where nothing disturbs, or too little time is left
+    /// to tell.
+    pub fn recovered(&self) -> Option<bool> {
+        Some(self.numbers.after? >= self.wanted * self.numbers.before?.min(1.0))
+    }
+}
+
 impl Report {
+    /// The runs that `--check` is about: those of production's machine, or all if there is none.
+    pub fn checked(&self) -> impl Iterator<Item = &Run> {
+        let any = self.runs.iter().any(|run| run.is_ours);
+        self.runs.iter().filter(move |run| run.is_ours || !any)
+    }
+
+    /// A table for a terminal.
+    pub fn table(&self) -> String {
+        table::table(self)
+    }
+
+    /// All numbers, as JSON.
+    pub fn json(&self) -> String {
+        json::json(self)
+    }
+
+    /// A page of table and pictures that needs no network, light or dark as its reader prefers.
+    ///
+    /// # Errors
+    /// The pictures couldn't be drawn.
+    pub fn html(&self) -> Result<String, PictureError> {
+        html::html(self)
+    }
+
+    /// The pictures, light or dark as their reader prefers.
+    ///
+    /// # Errors
+    /// They couldn't be drawn.
+    pub fn svg(&self) -> Result<String, PictureError> {
+        picture::svg(self, picture::Heading::Own)
+    }
+
+    /// The pictures in light colours.
+    ///
+    /// # Errors
+    /// They couldn't be drawn, or are too large.
+    pub fn png(&self) -> Result<Vec<u8>, PictureError> {
+        picture::png(self)
+    }
+
     /// The run of this case under this strategy, by their titles.
     pub fn run(&self, case: &str, strategy: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.case == case && run.strategy == strategy)

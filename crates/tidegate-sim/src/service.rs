@@ -105,7 +105,9 @@ impl<'s, R: Copy> Service<'s, R> {
         if Stretch::any_holds(&self.spec.outages, now.since(self.began)) {
             return Taken::Answered(Answer::Refused);
         }
-        if let Some(wait) = self.limiters.iter_mut().map(|limiter| limiter.wait(now)).max().filter(|wait| !wait.is_zero()) {
+        if let Some(wait) =
+            self.limiters.iter_mut().map(|limiter| limiter.wait(now)).max().filter(|wait| !wait.is_zero())
+        {
             let retry_after = match self.spec.retry_after {
                 RetryAfter::None => None,
                 RetryAfter::True => Some(Span::from_secs(wait.as_secs_ceil())),

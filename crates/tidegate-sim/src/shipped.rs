@@ -1,5 +1,7 @@
 //! Scenarios that come with Tidegate.
 
+use tidegate_policy::document::nearest;
+
 /// A scenario that comes with Tidegate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shipped {
@@ -16,6 +18,22 @@ pub const ALL: [Shipped; 2] = [
 ];
 
 /// The one of this name.
-pub fn find(name: &str) -> Option<&'static Shipped> {
-    ALL.iter().find(|shipped| shipped.name == name)
+///
+/// # Errors
+/// There is none; the nearest name is told.
+pub fn find(name: &str) -> Result<&'static Shipped, UnknownScenario> {
+    ALL.iter().find(|shipped| shipped.name == name).ok_or_else(|| UnknownScenario {
+        found: name.chars().take(128).collect(),
+        nearest: nearest(name, ALL.iter().map(|shipped| shipped.name)),
+    })
+}
+
+/// A scenario that doesn't come with Tidegate.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("there is neither a file nor a shipped scenario {found:?}{}", nearest.map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
+pub struct UnknownScenario {
+    /// What was asked for, cut to 128 characters.
+    pub found: String,
+    /// The most similar name that exists, if any is similar.
+    pub nearest: Option<&'static str>,
 }

@@ -125,9 +125,8 @@ pub struct Tally {
 impl Tally {
     pub(crate) fn new(setup: &Setup) -> Self {
         let end = setup.duration;
-        let watch = |from: Span, until: Span| {
-            (from < until).then_some(Watched { from, until, offered: 0, succeeded: 0 })
-        };
+        let watch =
+            |from: Span, until: Span| (from < until).then_some(Watched { from, until, offered: 0, succeeded: 0 });
         let measured = watch(setup.measured.map_or(Span::ZERO, |last| end - last), end);
         let disturbed = setup.disturbed();
         let before = disturbed.and_then(|(from, _)| watch(Span::ZERO, from));
@@ -200,7 +199,9 @@ impl Tally {
             self.loads[load].succeeded += 1;
             self.delays.saturating_record(delay.as_micros());
             self.delay_sum += u128::from(delay.as_micros());
-            for watched in self.watched.iter_mut().flatten().filter(|watched| (watched.from..watched.until).contains(&at)) {
+            for watched in
+                self.watched.iter_mut().flatten().filter(|watched| (watched.from..watched.until).contains(&at))
+            {
                 watched.succeeded += 1;
             }
         }
@@ -234,6 +235,18 @@ impl Tally {
     /// What happened in each stretch of [`Tally::width`].
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
+    }
+
+    /// The same with so many buckets put together that at most `most` are left, and how long each is.
+    pub(crate) fn coarse(&self, most: usize) -> (Vec<Bucket>, Span) {
+        let together = self.buckets.len().div_ceil(most).max(1);
+        let merged = self.buckets.chunks(together).map(|chunk| {
+            chunk.iter().fold(Bucket::default(), |mut all, bucket| {
+                all.add(bucket);
+                all
+            })
+        });
+        (merged.collect(), self.width.times(together as u64))
     }
 
     /// How long the buckets are.

@@ -21,7 +21,7 @@ use crate::random::{Stream, Streams};
 use crate::service::{Answer, Asks, JobId, Service, Taken};
 use crate::setup::{ClientSpec, Setup, Stretch};
 use crate::tally::{End, Tally};
-pub(crate) use gate::{Undecidable, action_of};
+pub(crate) use gate::action_of;
 use gate::{Caller, Gate};
 use machine::{Effect, Hall};
 use node::{Node, Ways};
@@ -490,7 +490,10 @@ impl<'s> World<'s> {
         let node = live.node;
         match &mut live.mind {
             Mind::Machine(place) => {
-                let (place, reply) = (*place, Reply { repeatable: true, retry_after: ended.retry_after, ..Reply::of(ended.class, ended.reach) });
+                let (place, reply) = (
+                    *place,
+                    Reply { repeatable: true, retry_after: ended.retry_after, ..Reply::of(ended.class, ended.reach) },
+                );
                 self.machine(node, |hall, now, effects| hall.replied(place, &reply, now, effects));
             }
             Mind::Plain(tried) => {

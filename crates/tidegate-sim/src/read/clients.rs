@@ -22,6 +22,9 @@ pub(super) const STRATEGY: [&str; 12] = [
     "store",
 ];
 
+/// What of that is laid over the scenario's own sections.
+pub(super) const CHANGES: [&str; 3] = ["inbound", "outbound", "store"];
+
 #[derive(Clone, Copy)]
 enum Ways {
     Plain,
@@ -61,7 +64,8 @@ impl Words<'_, '_> {
         let providers = policy.and_then(Policy::outbound).map_or(&[][..], |outbound| outbound.providers());
         let names: Vec<&str> = providers.iter().map(|provider| provider.name.as_str()).collect();
         let node = own.node("provider");
-        let wanted = node.map_or(Some(None), |node| self.reader.text(node, "provider", "a provider's name").map(Some))?;
+        let wanted =
+            node.map_or(Some(None), |node| self.reader.text(node, "provider", "a provider's name").map(Some))?;
         let found = match wanted {
             Some(wanted) => names.iter().position(|name| *name == wanted),
             None => Some(0).filter(|_| names.len() == 1),
@@ -101,9 +105,9 @@ impl Words<'_, '_> {
             None => Some(None),
         };
         let reader = &mut *self.reader;
-        let in_flight = table.node("in_flight").map_or(Some(None), |node| {
-            reader.count(node, "in_flight", 1..=1_000_000).map(|count| Some(count as u32))
-        });
+        let in_flight = table
+            .node("in_flight")
+            .map_or(Some(None), |node| reader.count(node, "in_flight", 1..=1_000_000).map(|count| Some(count as u32)));
         let timeout = table.node("timeout").map_or(Some(None), |node| reader.span(node, "timeout").map(Some));
         let honours = table.node("honours_retry_after");
         let honours = honours.map_or(Some(false), |node| reader.flag(node, "honours_retry_after"));

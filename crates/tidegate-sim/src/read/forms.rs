@@ -84,8 +84,12 @@ pub(super) enum Unit {
 impl Unit {
     fn expected(self) -> &'static str {
         match self {
-            Self::PerSecond => "a rate such as \"40/s\", or a list such as [\"40/s until 10s\", \"40/s to 80/s until 20s\", \"40/s\"]",
-            Self::Share => "a share such as \"20%\", or a list such as [\"0% until 10s\", \"0% to 50% until 20s\", \"0%\"]",
+            Self::PerSecond => {
+                "a rate such as \"40/s\", or a list such as [\"40/s until 10s\", \"40/s to 80/s until 20s\", \"40/s\"]"
+            }
+            Self::Share => {
+                "a share such as \"20%\", or a list such as [\"0% until 10s\", \"0% to 50% until 20s\", \"0%\"]"
+            }
         }
     }
 
@@ -175,8 +179,12 @@ pub(super) fn backoff(reader: &mut Reader<'_>, table: &Table) -> Option<Backoff>
         ("linear", Growth::Linear),
         ("fibonacci", Growth::Fibonacci),
     ];
-    const JITTERS: [(&str, Jitter); 4] =
-        [("full", Jitter::Full), ("none", Jitter::None), ("equal", Jitter::Equal), ("decorrelated", Jitter::Decorrelated)];
+    const JITTERS: [(&str, Jitter); 4] = [
+        ("full", Jitter::Full),
+        ("none", Jitter::None),
+        ("equal", Jitter::Equal),
+        ("decorrelated", Jitter::Decorrelated),
+    ];
     let growth = table.node("growth").map_or(Some(GROWTHS[0].1), |node| reader.choice(node, "growth", &GROWTHS));
     let jitter = table.node("jitter").map_or(Some(Jitter::Full), |node| reader.choice(node, "jitter", &JITTERS));
     let base = table.node("base").map_or(Some(Span::from_millis(500)), |node| reader.span(node, "base"));

@@ -7,7 +7,9 @@ use super::Words;
 use super::forms::{self, Unit};
 use crate::delay::Delay;
 use crate::profile::Profile;
-use crate::setup::{Arrivals, ClockStep, Load, MAX_CLIENTS, MAX_LOADS, NetworkSpec, RetryAfter, ServiceSpec, StoreSpec};
+use crate::setup::{
+    Arrivals, ClockStep, Load, MAX_CLIENTS, MAX_LOADS, NetworkSpec, RetryAfter, ServiceSpec, StoreSpec,
+};
 
 const SERVICE: [&str; 10] = [
     "latency",
@@ -33,12 +35,12 @@ impl Words<'_, '_> {
         let latency = table.node("latency").map_or(Some(Delay::NONE), |node| forms::delay(reader, node, "latency"));
         let per_request = table.node("latency_per_request");
         let per_request = per_request.map_or(Some(Span::ZERO), |node| reader.span(node, "latency_per_request"));
-        let workers = table.node("workers").map_or(Some(None), |node| {
-            reader.count(node, "workers", 1..=1_000_000).map(|count| Some(count as u32))
-        });
-        let queue = table.node("queue").map_or(Some(1000), |node| {
-            reader.count(node, "queue", 0..=1_000_000).map(|count| count as u32)
-        });
+        let workers = table
+            .node("workers")
+            .map_or(Some(None), |node| reader.count(node, "workers", 1..=1_000_000).map(|count| Some(count as u32)));
+        let queue = table
+            .node("queue")
+            .map_or(Some(1000), |node| reader.count(node, "queue", 0..=1_000_000).map(|count| count as u32));
         let limits = table.node("limit").map_or(Some(Vec::new()), |node| {
             let limits = reader.quantities(node, "limit")?;
             Some(limits.into_iter().map(|(quantity, _)| quantity).collect())
@@ -55,9 +57,9 @@ impl Words<'_, '_> {
                 None
             }
         });
-        let failures = table.node("failures").map_or(Some(Profile::always(0.0)), |node| {
-            forms::profile(reader, node, "failures", Unit::Share)
-        });
+        let failures = table
+            .node("failures")
+            .map_or(Some(Profile::always(0.0)), |node| forms::profile(reader, node, "failures", Unit::Share));
         let outages = table.node("outages").map_or(Some(Vec::new()), |node| forms::stretches(reader, node, "outages"));
         let mut flag = |key: &str| table.node(key).map_or(Some(false), |node| reader.flag(node, key));
         let (notices_timeouts, versioned) = (flag("notices_timeouts"), flag("versioned"));
@@ -79,9 +81,9 @@ impl Words<'_, '_> {
         let table = self.section(root, "network", &["delay", "loss", "partitions"])?.unwrap_or_default();
         let reader = &mut *self.reader;
         let delay = table.node("delay").map_or(Some(Delay::NONE), |node| forms::delay(reader, node, "delay"));
-        let loss = table.node("loss").map_or(Some(Profile::always(0.0)), |node| {
-            forms::profile(reader, node, "loss", Unit::Share)
-        });
+        let loss = table
+            .node("loss")
+            .map_or(Some(Profile::always(0.0)), |node| forms::profile(reader, node, "loss", Unit::Share));
         let partitions =
             table.node("partitions").map_or(Some(Vec::new()), |node| forms::stretches(reader, node, "partitions"));
         Some(NetworkSpec { delay: delay?, loss: loss?, partitions: partitions? })
@@ -109,7 +111,8 @@ impl Words<'_, '_> {
             return None;
         };
         let tables = entry.node.as_table().filter(|table| (1..=MAX_LOADS).contains(&table.entries.len()));
-        let Some(tables) = tables.filter(|table| table.entries.iter().all(|entry| entry.node.as_table().is_some())) else {
+        let Some(tables) = tables.filter(|table| table.entries.iter().all(|entry| entry.node.as_table().is_some()))
+        else {
             self.reader.wrong(entry.node.at, "`load` isn't one load or more", format!("1 to {MAX_LOADS} {EXPECTED}"));
             return None;
         };
@@ -121,9 +124,9 @@ impl Words<'_, '_> {
     fn load(&mut self, name: &str, table: &Table, place: &Node) -> Option<Load> {
         let reader = &mut *self.reader;
         reader.names(table, &format!("[load.{name}]"), &LOAD);
-        let clients = table.node("clients").map_or(Some(1), |node| {
-            reader.count(node, "clients", 1..=MAX_CLIENTS).map(|count| count as u32)
-        });
+        let clients = table
+            .node("clients")
+            .map_or(Some(1), |node| reader.count(node, "clients", 1..=MAX_CLIENTS).map(|count| count as u32));
         const LANES: [(&str, Lane); 3] =
             [("background", Lane::Background), ("user", Lane::User), ("webhook", Lane::Webhook)];
         let lane = table.node("lane").map_or(Some(Lane::User), |node| reader.choice(node, "lane", &LANES));
@@ -163,7 +166,11 @@ impl Words<'_, '_> {
                     words.into_iter().map(|(_, item)| forms::duration(reader, item, "trace")).collect();
                 let times: Vec<Span> = times.into_iter().collect::<Option<_>>()?;
                 if times.len() > MAX_TRACE || !times.is_sorted() {
-                    reader.wrong(node.at, "`trace` isn't in order", format!("up to {MAX_TRACE} times, each after the last"));
+                    reader.wrong(
+                        node.at,
+                        "`trace` isn't in order",
+                        format!("up to {MAX_TRACE} times, each after the last"),
+                    );
                     return None;
                 }
                 Some(Arrivals::Trace(times))
@@ -191,9 +198,12 @@ impl Words<'_, '_> {
         const EXPECTED: &str = "steps such as \"at 10s back 30s\" or \"at 1m ahead 5s\"";
         let words = self.reader.words(node, "clock_steps", EXPECTED)?;
         let read = |text: &str| {
-            let (at, by) = text.strip_prefix("at ")?.split_once(" back ").map(|found| (found, true)).or_else(|| {
-                text.strip_prefix("at ")?.split_once(" ahead ").map(|found| (found, false))
-            }).map(|((at, by), back)| (at, (by, back)))?;
+            let (at, by) = text
+                .strip_prefix("at ")?
+                .split_once(" back ")
+                .map(|found| (found, true))
+                .or_else(|| text.strip_prefix("at ")?.split_once(" ahead ").map(|found| (found, false)))
+                .map(|((at, by), back)| (at, (by, back)))?;
             let parse = |text: &str| tidegate_policy::parse_duration(text).ok();
             Some(ClockStep { at: parse(at)?, by: parse(by.0)?, back: by.1 })
         };

@@ -140,8 +140,7 @@ impl<'s> Hall<'s> {
         match (asks, outcomes) {
             (true, Some(outcomes)) => {
                 let held = &mut self.calls[place];
-                let step =
-                    held.call.decided(&self.rules, &self.limits, &mut self.desk, outcomes, now, &mut self.rng);
+                let step = held.call.decided(&self.rules, &self.limits, &mut self.desk, outcomes, now, &mut self.rng);
                 self.follow(step, place, now, effects);
             }
             (true, None) => {
@@ -176,9 +175,9 @@ impl<'s> Hall<'s> {
                 Turn::Expired(ticket) => (ticket, true),
             };
             let place = self.places.get(ticket.index()).copied().flatten();
-            let Some(place) = place.filter(|place| {
-                self.calls.get(*place).is_some_and(|held| held.call.ticket() == Some(ticket))
-            }) else {
+            let Some(place) =
+                place.filter(|place| self.calls.get(*place).is_some_and(|held| held.call.ticket() == Some(ticket)))
+            else {
                 self.desk.lanes.cancel(ticket);
                 continue;
             };
