@@ -49,7 +49,7 @@ impl Setup {
     pub fn disturbed(&self) -> Option<(Span, Span)> {
         let loads = self.loads.iter().filter_map(|load| match &load.arrivals {
             Arrivals::Poisson(rate) | Arrivals::Even(rate) => Some(rate),
-            Arrivals::Trace(_) | Arrivals::Serial { .. } => None,
+            Arrivals::Trace { .. } | Arrivals::Serial { .. } => None,
         });
         let profiles = loads.chain([&self.service.failures, &self.network.loss]);
         let profiles = profiles.filter_map(|profile| Some((profile.leaves_at()?, profile.settles_at())));
@@ -132,7 +132,7 @@ pub struct Load {
     pub arrivals: Arrivals,
     /// How urgent its calls are.
     pub lane: Lane,
-    /// The inbound action of its calls; as the policy's `default` if `None`.
+    /// The inbound action of its calls; the policy's `default` if `None`, or none if it has no such.
     pub action: Option<String>,
     /// How much faster its clients' clocks run than time itself, as a share; each client has a part of it between nothing
     /// and all.
@@ -160,7 +160,12 @@ pub enum Arrivals {
     /// Evenly, so many a second, whatever became of earlier calls.
     Even(Profile),
     /// At these times.
-    Trace(Vec<Span>),
+    Trace {
+        /// When, in order.
+        times: Vec<Span>,
+        /// How many calls at each.
+        each: u32,
+    },
     /// One call after the other.
     Serial {
         /// How many; `None` for as many as there is time for.

@@ -23,10 +23,12 @@ const SERVICE: [&str; 10] = [
     "notices_timeouts",
     "versioned",
 ];
-const LOAD: [&str; 10] =
-    ["clients", "rate", "arrivals", "trace", "calls", "think", "lane", "action", "drift", "clock_steps"];
+const LOAD: [&str; 11] =
+    ["clients", "rate", "arrivals", "trace", "each", "calls", "think", "lane", "action", "drift", "clock_steps"];
 /// The most calls of a trace.
 const MAX_TRACE: usize = 10_000;
+/// The most calls at one time of a trace.
+const MAX_EACH: u64 = 100_000;
 
 impl Words<'_, '_> {
     pub(super) fn service(&mut self, root: &Table) -> Option<ServiceSpec> {
@@ -165,6 +167,9 @@ impl Words<'_, '_> {
                 let times: Vec<Option<Span>> =
                     words.into_iter().map(|(_, item)| forms::duration(reader, item, "trace")).collect();
                 let times: Vec<Span> = times.into_iter().collect::<Option<_>>()?;
+                let each = table
+                    .node("each")
+                    .map_or(Some(1), |node| reader.count(node, "each", 1..=MAX_EACH).map(|count| count as u32));
                 if times.len() > MAX_TRACE || !times.is_sorted() {
                     reader.wrong(
                         node.at,
@@ -173,7 +178,7 @@ impl Words<'_, '_> {
                     );
                     return None;
                 }
-                Some(Arrivals::Trace(times))
+                Some(Arrivals::Trace { times, each: each? })
             }
             (None, None, true) => {
                 let calls = table.node("calls").map_or(Some(None), |node| {

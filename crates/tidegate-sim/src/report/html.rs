@@ -2,7 +2,7 @@
 
 use super::Report;
 use super::picture::{Heading, PictureError, escaped, svg};
-use super::table::COLUMNS;
+use super::table::{COLUMNS, loads};
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;--ground:#fff;--text:#1f2328;--muted:#59636e;--line:#e4e7eb}\
@@ -34,6 +34,10 @@ pub(super) fn html(report: &Report) -> Result<String, PictureError> {
             let cells: String =
                 COLUMNS.iter().map(|column| format!("<td>{}</td>", escaped(&column.cell(run)))).collect();
             tables.push_str(&format!("<tr><td>{}</td>{cells}</tr>", escaped(&run.strategy)));
+            for line in loads(run) {
+                let columns = COLUMNS.len() + 1;
+                tables.push_str(&format!("<tr><td colspan=\"{columns}\">{}</td></tr>", escaped(&line)));
+            }
         }
         tables.push_str("</tbody></table></div>");
     }

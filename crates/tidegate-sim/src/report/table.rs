@@ -1,6 +1,7 @@
 //! A report as a table of words and numbers.
 
 use super::{Report, Run};
+use crate::tally::PerLoad;
 
 /// One column: its head, and what stands in it.
 pub(super) struct Column {
@@ -16,7 +17,7 @@ impl Column {
 }
 
 /// The columns with numbers.
-pub(super) const COLUMNS: [Column; 9] = [
+pub(super) const COLUMNS: [Column; 10] = [
     Column { head: "calls", meaning: "calls that began", cell: |run| count(run.numbers.offered) },
     Column {
         head: "succeeded",
@@ -34,6 +35,11 @@ pub(super) const COLUMNS: [Column; 9] = [
         head: "throttled",
         meaning: "requests that were refused for a limit or a full queue",
         cell: |run| count(run.numbers.throttled),
+    },
+    Column {
+        head: "busiest",
+        meaning: "most requests that came within 100 ms",
+        cell: |run| count(run.numbers.busiest),
     },
     Column {
         head: "median",
@@ -73,6 +79,9 @@ pub(super) fn table(report: &Report) -> String {
             text.push_str(&format!("  {cell:>width$}"));
         }
         text.push('\n');
+        for line in loads(run) {
+            text.push_str(&format!("  {line}\n"));
+        }
     }
     let trials = report.runs.iter().map(|run| run.trials).max().unwrap_or(1);
     text.push_str(&match trials {
@@ -80,6 +89,21 @@ pub(super) fn table(report: &Report) -> String {
         trials => format!("\nseed {}; means over {trials} trials\n", report.seed),
     });
     text
+}
+
+/// What became of each load's calls in the first trial, where there are several.
+pub(super) fn loads(run: &Run) -> Vec<String> {
+    let several = run.loads.len() > 1;
+    let seen = run.loads.iter().zip(run.tally.loads()).filter(|_| several);
+    let line = |(name, seen): (&String, &PerLoad)| {
+        let share = seen.succeeded as f64 / seen.offered.max(1) as f64 * 100.0;
+        format!(
+            "{name}: {} of {} calls succeeded, {share:.1} %",
+            count(seen.succeeded as f64),
+            count(seen.offered as f64)
+        )
+    };
+    seen.map(line).collect()
 }
 
 /// A whole number, in groups of three; of a mean, the nearest.

@@ -9,6 +9,9 @@ use tidegate_store::{Immediate, Memory, Store};
 
 use crate::setup::Load;
 
+/// The action of calls that don't say one, if the policy has it.
+const DEFAULT: &str = "default";
+
 /// The name under which the policy knows a client.
 pub(crate) fn name_of(load: &Load, number: u32) -> String {
     format!("{}-{number}", load.name)
@@ -22,7 +25,10 @@ pub(crate) fn query<'q>(load: &'q Load, name: &'q str, node: usize) -> Query<'q>
 
 /// Whether the plan can decide about a load's calls, and by which action.
 pub(crate) fn action_of(plan: &Plan, load: &Load, seed: &KeySeed) -> Result<Option<ActionId>, Undecidable> {
-    let action = load.action.as_deref().map(|name| plan.find(name)).transpose()?;
+    let action = match load.action.as_deref() {
+        Some(name) => Some(plan.find(name)?),
+        None => plan.find(DEFAULT).ok(),
+    };
     plan.ops(action, &query(load, &name_of(load, 0), 0), seed, Verb::Peek, 0)?;
     Ok(action)
 }

@@ -66,7 +66,7 @@ impl Node<'_> {
         let at = match &setup.loads[self.load].arrivals {
             Arrivals::Poisson(rate) => poisson(rate, began, now, end, rng)?,
             Arrivals::Even(rate) => evenly(rate, began, now, end)?,
-            Arrivals::Trace(times) => began + *times.get(self.made as usize)?,
+            Arrivals::Trace { times, each } => began + *times.get((self.made / each) as usize)?,
             Arrivals::Serial { calls, think } => {
                 if calls.is_some_and(|calls| self.made >= calls) {
                     return None;
