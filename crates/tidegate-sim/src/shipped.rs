@@ -12,7 +12,8 @@ pub struct Shipped {
 }
 
 /// All of them, by name.
-pub const ALL: [Shipped; 6] = [
+pub const ALL: [Shipped; 7] = [
+    Shipped { name: "collapse", text: include_str!("../scenarios/collapse.toml") },
     Shipped { name: "contention", text: include_str!("../scenarios/contention.toml") },
     Shipped { name: "herd", text: include_str!("../scenarios/herd.toml") },
     Shipped { name: "noisy-neighbour", text: include_str!("../scenarios/noisy-neighbour.toml") },
