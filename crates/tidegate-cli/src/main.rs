@@ -3,14 +3,15 @@
 //! | status | means |
 //! | --- | --- |
 //! | 0 | done; for `explain` and `status`, the call would be admitted |
-//! | 1 | something broke: an address is taken, the gate can't be reached |
-//! | 2 | wrong words: the command line, the policy, or a question that the gate can't decide |
+//! | 1 | something broke: an address is taken, the gate can't be reached; `simulate --check`: goodput didn't recover |
+//! | 2 | wrong words: the command line, the policy, a scenario, or a question that the gate can't decide |
 //! | 3 | `explain` and `status`: the call would be refused |
 //! | 130 | `serve` was told twice to stop |
 
 mod ask;
 mod policy;
 mod serve;
+mod simulate;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -71,6 +72,25 @@ enum Command {
     Status(Question),
     /// Make a running gate forget a caller under an action's own limits.
     Reset(Question),
+    /// Run a scenario: the production machines in a simulated world, on a virtual clock.
+    #[command(after_help = simulate::help())]
+    Simulate {
+        /// The scenario: a file, `-` for standard input, or the name of one that comes with Tidegate.
+        #[arg(required_unless_present = "list")]
+        scenario: Option<PathBuf>,
+        /// What its random numbers grow from; the scenario's own if unsaid. The same seed gives the same bytes.
+        #[arg(long, value_name = "N")]
+        seed: Option<u64>,
+        /// Also write the report to this file: .html, .svg, .png or .json. May be repeated.
+        #[arg(long, value_name = "FILE")]
+        out: Vec<PathBuf>,
+        /// Exit with 1 unless goodput recovers after the load, outage or partition that disturbs it is over.
+        #[arg(long)]
+        check: bool,
+        /// List the scenarios that come with Tidegate.
+        #[arg(long, conflicts_with_all = ["scenario", "seed", "out", "check"])]
+        list: bool,
+    },
     /// Print every environment variable with its default, as a .env file.
     Env,
 }
@@ -153,6 +173,10 @@ fn main() -> ExitCode {
         Command::Explain(question) => ask::explain(&question),
         Command::Status(question) => ask::status(&question),
         Command::Reset(question) => ask::reset(&question),
+        Command::Simulate { list: true, .. } => simulate::list(),
+        Command::Simulate { scenario, seed, out, check, list: _ } => {
+            simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
+        }
         Command::Env => policy::env(),
     };
     outcome.into()

@@ -62,7 +62,8 @@ pub(crate) fn read(file: Option<&Path>, env: Env<'_>) -> Result<Read, Outcome> {
     }
 }
 
-fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
+/// What a file holds; `-` is standard input.
+pub(crate) fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
     if file.as_os_str() == "-" {
         let mut bytes = Vec::new();
         io::stdin().read_to_end(&mut bytes)?;
@@ -71,7 +72,8 @@ fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
     std::fs::read(file)
 }
 
-fn tell(text: &str) {
+/// Writes to standard error.
+pub(crate) fn tell(text: &str) {
     // Standard error that is closed has nobody to tell.
     let _ = io::stderr().write_all(text.as_bytes());
 }

@@ -64,13 +64,20 @@ impl core::error::Error for InflightError {}
 /// of the cap that held before. A call that failed (throttled, timed out or transient otherwise) counts as one that
 /// took twice as long as usual. Where most calls were sent with more than half of the cap in flight, an average of
 ///
-/// - up to 9/8 of the round trip without load raises the cap by an eighth;
+/// - up to 5/4 of the round trip without load raises the cap by an eighth, unless more than an eighth of the calls failed;
+///   at the start less than 4/3 doubles it, until it first doesn't rise;
 /// - 4/3 of it or more lowers the cap to what would leave no queue, and a fifth above;
 /// - anything between is the queue of a well used provider, and leaves the cap.
 ///
 /// Where fewer were in flight, the cap doesn't bind: it stays, and the round trip without load is learnt. A provider
 /// that gets slower for good is taken for a queue at first. Where lowering the cap twice doesn't help, the round trip
 /// without load is learnt anew, and the provider is used fully again.
+///
+/// A provider that gets slower with every call it has in hand, and still does more with more of them, has no round trip
+/// without load. There, what is learnt at half of the cap stands for it, and is learnt anew before it is held against a cap
+/// that has changed by half. 4/3 between a cap and its half is where twice the calls bring half as much again: the cap at which throughput
+/// for each unit of delay, Kleinrock's power, is largest (L. Kleinrock, "Power and deterministic rules of thumb for
+/// probabilistic problems in computer communications", 1979).
 #[derive(Clone, Debug)]
 pub struct Inflight {
     spec: InflightSpec,
@@ -79,8 +86,12 @@ pub struct Inflight {
     draining: bool,
     /// Whether the last window that was judged lowered the cap.
     lowered: bool,
+    /// Whether every window so far let the cap rise.
+    starting: bool,
     unloaded: Option<Span>,
     learnt_at: Option<Time>,
+    /// The cap when it was learnt last.
+    learnt_cap: u32,
     judged_at: Time,
     window: Window,
 }
@@ -111,8 +122,10 @@ impl Inflight {
             cap: spec.initial,
             draining: false,
             lowered: false,
+            starting: true,
             unloaded: None,
             learnt_at: None,
+            learnt_cap: spec.initial,
             judged_at: Time::ZERO,
             window: Window::default(),
         })
@@ -166,7 +179,7 @@ impl Inflight {
         // At the smallest cap there is no less load to learn from.
         let teaches = !binds || self.cap == self.spec.min;
         if teaches {
-            self.learnt_at = Some(now);
+            (self.learnt_at, self.learnt_cap) = (Some(now), self.cap);
         }
         if let Some(average) = round_trips.as_micros().checked_div(u64::from(answered)) {
             // What is this short under load can't be longer without.
@@ -178,20 +191,50 @@ impl Inflight {
         if !binds {
             return;
         }
+        if answered > 0 && self.learnt_at.is_none() {
+            // Nothing to compare with yet.
+            self.draining = true;
+            return;
+        }
         let unloaded = self.unloaded.map_or(1, Span::as_micros);
         let average = (round_trips.as_micros() + u64::from(failed) * 2 * unloaded) / u64::from(WINDOW);
-        self.lowered = average * 3 >= unloaded * 4;
-        if average * 8 <= unloaded * 9 {
-            self.cap = self.cap.saturating_add((self.cap / 8).max(1)).min(self.spec.max);
-        } else if self.lowered {
+        let late = average * 3 >= unloaded * 4;
+        let (cap, learnt) = (u64::from(self.cap), u64::from(self.learnt_cap));
+        // Learnt at a much smaller cap, the round trip without load may be too short to be late by, and at a much larger
+        // one too long to be early by.
+        let doubtful = if late { cap * 2 >= learnt * 3 } else { cap * 3 <= learnt * 2 };
+        if doubtful && cap > u64::from(self.spec.min) {
+            self.draining = true;
+            return;
+        }
+        if late {
             let without_queue = u128::from(self.cap) * u128::from(unloaded) / u128::from(average);
             let lower = u32::try_from(without_queue * 6 / 5).unwrap_or(u32::MAX);
             self.cap = lower.clamp(self.spec.min, self.cap);
         }
+        // Later a margin keeps the noise of so few replies from raising it little by little.
+        let short = if self.starting { !late } else { average * 4 <= unloaded * 5 };
+        let early = short && failed * 8 <= WINDOW;
+        (self.lowered, self.starting) = (late, self.starting && early);
+        if early {
+            self.raise(average);
+        }
         // A queue would be gone by now: what is still late must be the provider itself.
-        let puzzled = lowered_before && self.lowered;
+        let puzzled = lowered_before && late;
         let stale = self.learnt_at.is_none_or(|at| at > now || now.since(at) >= LESSON);
         self.draining = (puzzled || stale) && self.cap > self.spec.min;
+    }
+
+    /// By an eighth; to twice as many while nothing has held it back. Then what was seen up to now is what half of the
+    /// new cap brings, and nothing has to be drained for it.
+    fn raise(&mut self, average: u64) {
+        if !self.starting {
+            self.cap = self.cap.saturating_add((self.cap / 8).max(1)).min(self.spec.max);
+            return;
+        }
+        self.cap = self.cap.saturating_mul(2).min(self.spec.max);
+        self.learnt_cap = self.cap;
+        self.unloaded = Some(Span::from_micros(average.max(1)));
     }
 
     fn learn(&mut self, average: u64) {

@@ -24,12 +24,15 @@ enum Service {
     Always(Span),
     /// Exponentially distributed with this mean.
     Random(Span, Dice),
+    /// So much, and so much more for each call in flight.
+    Slower(Span, Span),
 }
 
 impl Service {
-    fn draw(&mut self) -> Span {
+    fn draw(&mut self, in_flight: u32) -> Span {
         match self {
             Self::Always(span) => *span,
+            Self::Slower(base, more) => *base + more.times(u64::from(in_flight)),
             Self::Random(mean, dice) => {
                 let uniform = (dice.below(1 << 53) + 1) as f64 / (1_u64 << 53) as f64;
                 Span::from_micros((mean.as_micros() as f64 * -uniform.ln()) as u64)
@@ -76,9 +79,9 @@ impl World {
         loop {
             while self.in_flight < self.inflight.limit().min(self.demand) {
                 let Reverse(free) = self.workers.pop().expect("a worker");
-                let reply = self.now.max(free) + self.service.draw();
-                self.workers.push(Reverse(reply));
                 self.in_flight += 1;
+                let reply = self.now.max(free) + self.service.draw(self.in_flight);
+                self.workers.push(Reverse(reply));
                 self.replies.push(Reverse((reply, self.now, self.in_flight)));
             }
             let Some(&Reverse((reply, sent, in_flight))) = self.replies.peek() else { panic!("nothing in flight") };
@@ -136,6 +139,25 @@ fn it_finds_any_number_of_workers_though_service_times_are_random() {
             assert!(seen.highest() <= most, "{workers} × {millis} ms, seed {seed}: {}", seen.highest());
         }
     }
+}
+
+/// Where each call slows all others down, more calls still bring more, up to a point: 1 s and 10 ms for each in flight
+/// give 40 a second with 67, 50 with 100, 60 with 150, and 67 with 200, when a reply takes three times as long.
+#[test]
+fn a_provider_that_slows_with_each_call_is_used_well_all_the_same() {
+    let service = Service::Slower(Span::from_secs(1), Span::from_millis(10));
+    for initial in [4, 20, 400] {
+        let spec = InflightSpec { initial, ..InflightSpec::default() };
+        let mut world = World::new(spec, 2_000, service.clone(), u32::MAX);
+        world.run(300);
+        let seen = world.run(300);
+        assert!(seen.replies >= 45 * 300, "from {initial}: {} replies", seen.replies);
+        assert!(seen.highest() <= 200, "from {initial}: {}", seen.highest());
+    }
+    let mut world = World::new(InflightSpec::default(), 2_000, service, u32::MAX);
+    world.run(10);
+    let seen = world.run(10);
+    assert!(seen.highest() >= 80, "the start is quick: {}", seen.highest());
 }
 
 /// Half as slow again is late for any cap, so lowering it mends nothing, and must end before the smallest.
@@ -204,7 +226,8 @@ fn one_slow_reply_moves_nothing() {
 fn a_share_of_failures_lowers_it_and_few_do_not() {
     for class in [Class::Throttled, Class::Transient] {
         for (every, lowers) in [(1, true), (2, true), (4, false), (12, false), (33, false)] {
-            let mut world = World::new(InflightSpec::default(), 2_000, Service::Always(FIFTY), 200);
+            let spec = InflightSpec { max: 10_000, ..InflightSpec::default() };
+            let mut world = World::new(spec, 20_000, Service::Always(FIFTY), 200);
             world.run(5);
             world.demand = u32::MAX;
             let before = world.inflight.limit();

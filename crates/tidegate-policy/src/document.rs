@@ -1,11 +1,17 @@
-//! A policy as written: TOML with the place of everything in it, before anything is judged.
+//! TOML as written, with the place of everything in it, before anything is judged; and the [`Reader`] that judges it.
+//!
+//! Policies are read by it, and so is whatever else wants to tell its mistakes as policies do: with file, line, column
+//! and the nearest valid name. Such a document may hold the sections of a policy beside its own
+//! ([`Reader::policy`]).
 
 use std::ops::Range;
 
 use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
 
-use crate::error::{Error, quoted};
+use crate::error::{Error, Errors, quoted};
+pub use crate::nearest::nearest;
+pub use crate::read::Reader;
 
 /// The largest policy file.
 const MAX_FILE: usize = 4 << 20;
@@ -49,7 +55,7 @@ impl Text {
 
 /// A stretch of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct At {
+pub struct At {
     text: u32,
     start: u32,
     end: u32,
@@ -130,40 +136,85 @@ impl Texts {
     }
 }
 
-/// A value and where it stands.
-#[derive(Clone, Debug)]
-pub(crate) struct Node {
-    pub(crate) at: At,
-    pub(crate) value: Value,
+/// A document and what stands in it.
+#[derive(Debug)]
+pub struct Document {
+    pub(crate) texts: Texts,
+    root: Table,
+    /// The ready-made providers, by name.
+    pub(crate) presets: Table,
+    /// A place for what is missing.
+    pub(crate) whole: At,
 }
 
+impl Document {
+    /// Takes a file's text apart. Errors call it `name`.
+    ///
+    /// # Errors
+    /// It isn't TOML, isn't UTF-8, or is larger than 4 MiB.
+    pub fn parse(name: &str, body: &[u8]) -> Result<Self, Errors> {
+        let mut texts = Texts::default();
+        let root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
+        let whole = texts.add(Text::new(TextKind::File, name, "", false));
+        let presets = crate::outbound::preset::document(&mut texts);
+        Ok(Self { texts, root, presets, whole })
+    }
+
+    /// What stands in it.
+    pub fn root(&self) -> &Table {
+        &self.root
+    }
+}
+
+/// A value and where it stands.
 #[derive(Clone, Debug)]
-pub(crate) enum Value {
+pub struct Node {
+    /// Where.
+    pub at: At,
+    /// What.
+    pub value: Value,
+}
+
+/// What stands at a place.
+#[derive(Clone, Debug)]
+pub enum Value {
+    /// A string.
     Text(String),
     /// As written, without `_`; `None` if it doesn't fit.
     Integer(Option<i64>),
+    /// A number with a point or an exponent, `inf` or `nan`.
     Float,
+    /// `true` or `false`.
     Flag(bool),
+    /// A date or time without quotes.
     Moment,
+    /// A list.
     List(Vec<Node>),
+    /// A table.
     Table(Table),
 }
 
 /// A table's entries in the order of the file.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Table {
-    pub(crate) entries: Vec<Entry>,
+pub struct Table {
+    /// Each name once.
+    pub entries: Vec<Entry>,
 }
 
+/// A name and what stands behind it.
 #[derive(Clone, Debug)]
-pub(crate) struct Entry {
-    pub(crate) key: String,
-    pub(crate) key_at: At,
-    pub(crate) node: Node,
+pub struct Entry {
+    /// The name.
+    pub key: String,
+    /// Where it stands.
+    pub key_at: At,
+    /// What stands behind it.
+    pub node: Node,
 }
 
 impl Table {
-    pub(crate) fn get(&self, key: &str) -> Option<&Entry> {
+    /// The entry of this name.
+    pub fn get(&self, key: &str) -> Option<&Entry> {
         self.entries.iter().find(|entry| entry.key == key)
     }
 
@@ -171,7 +222,8 @@ impl Table {
         self.entries.iter_mut().find(|entry| entry.key == key)
     }
 
-    pub(crate) fn node(&self, key: &str) -> Option<&Node> {
+    /// What stands behind this name.
+    pub fn node(&self, key: &str) -> Option<&Node> {
         self.get(key).map(|entry| &entry.node)
     }
 
@@ -192,6 +244,24 @@ impl Table {
         }
     }
 
+    /// This table with another laid over it: what both have is the other's, but tables in tables are laid over each other
+    /// in turn.
+    #[must_use]
+    pub fn under(&self, other: &Self) -> Self {
+        let mut laid = self.clone();
+        for entry in &other.entries {
+            match (laid.get_mut(&entry.key), &entry.node.value) {
+                (Some(below), Value::Table(above)) if below.node.as_table().is_some() => {
+                    let merged = below.node.as_table().map(|table| table.under(above)).unwrap_or_default();
+                    below.node = Node { at: entry.node.at, value: Value::Table(merged) };
+                }
+                (Some(below), _) => *below = entry.clone(),
+                (None, _) => laid.entries.push(entry.clone()),
+            }
+        }
+        laid
+    }
+
     /// The table under this key, made if there is none; `None` if something else is there.
     pub(crate) fn enter(&mut self, key: &str, at: At) -> Option<&mut Table> {
         if self.get(key).is_none() {
@@ -202,7 +272,8 @@ impl Table {
 }
 
 impl Node {
-    pub(crate) fn as_table(&self) -> Option<&Table> {
+    /// The table that it is.
+    pub fn as_table(&self) -> Option<&Table> {
         match &self.value {
             Value::Table(table) => Some(table),
             _ => None,

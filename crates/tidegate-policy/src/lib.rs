@@ -28,12 +28,13 @@
 //! | what is counted together | [`KeyPart`] |
 //! | which period a quota counts in | [`calendar`] |
 //! | what is known of other people's APIs | [`outbound`] |
+//! | how a document of one's own is read as strictly | [`document`] |
 #![forbid(unsafe_code)]
 
 mod address;
 mod builder;
 pub mod calendar;
-mod document;
+pub mod document;
 mod environment;
 mod error;
 mod forwarding;

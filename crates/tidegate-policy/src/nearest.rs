@@ -5,8 +5,8 @@ const MAX_LENGTH: usize = 64;
 /// How many names are compared at most.
 const MAX_NAMES: usize = 4096;
 
-/// The name that is [`similar`], or failing that the first that begins like what was found.
-pub(crate) fn nearest<'n>(found: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
+/// The name that is similar, or failing that the first that begins like what was found; `None` if none does.
+pub fn nearest<'n>(found: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let names: Vec<&str> = names.into_iter().take(MAX_NAMES).collect();
     // "warning" is no slip of a finger, but it begins with "warn".
     let begins_alike = |name: &&str| {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tidegate_core::{Clock, LimitError, Limits};
+#[cfg(feature = "remote")]
 use tidegate_policy::store::Engine;
 use tidegate_policy::{KeySeed, Policy, Store as StoreSettings, StoreUrl, TokenError};
 use tidegate_store::{AnyStore, Memory, StoreError};

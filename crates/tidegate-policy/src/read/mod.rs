@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use tidegate_core::OnOutage;
 
-use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
+use crate::document::{At, Document, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
 use crate::environment::{Env, overlay};
 use crate::error::{Error, Errors};
 use crate::nearest::{nearest, similar};
@@ -38,8 +38,9 @@ pub(crate) fn policy(name: &str, body: &[u8], env: Env) -> Result<Policy, Errors
     overlay(&mut texts, &mut errors, &mut root, env);
     let whole = texts.add(Text::new(TextKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::document(&mut texts)).unwrap_or_default();
-    let mut reader = Reader { texts: &texts, errors, member: "NAME".to_owned(), presets, on_outage: OnOutage::Local };
-    let read = reader.policy(&root, whole);
+    let mut reader =
+        Reader { texts: &texts, errors, member: NAME.to_owned(), presets, on_outage: OnOutage::Local, whole };
+    let read = reader.whole_policy(&root, whole);
     match read {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),
@@ -47,7 +48,8 @@ pub(crate) fn policy(name: &str, body: &[u8], env: Env) -> Result<Policy, Errors
 }
 
 /// Reads values and collects what is wrong with them. A method that returns `None` has told why.
-pub(crate) struct Reader<'t> {
+#[derive(Debug)]
+pub struct Reader<'t> {
     texts: &'t Texts,
     errors: Vec<Error>,
     /// The action or provider that is being read, for telling.
@@ -56,10 +58,62 @@ pub(crate) struct Reader<'t> {
     presets: Table,
     /// What holds while the store can't be reached, where nothing else is said.
     on_outage: OnOutage,
+    /// A place for what is missing.
+    whole: At,
+}
+
+/// Stands for the name of an action or a provider.
+const NAME: &str = "NAME";
+
+impl<'t> Reader<'t> {
+    /// A reader of this document to which nothing is wrong yet.
+    pub fn new(document: &'t Document) -> Self {
+        Self {
+            texts: &document.texts,
+            errors: Vec::new(),
+            member: NAME.to_owned(),
+            presets: document.presets.clone(),
+            on_outage: OnOutage::Local,
+            whole: document.whole,
+        }
+    }
+
+    /// Ends the reading.
+    ///
+    /// # Errors
+    /// All that was told to be wrong.
+    pub fn finish(self) -> Result<(), Errors> {
+        if self.errors.is_empty() { Ok(()) } else { Err(Errors::new(self.errors)) }
+    }
 }
 
 impl Reader<'_> {
-    fn policy(&mut self, root: &Table, whole: At) -> Option<Policy> {
+    /// The policy that these sections are; the environment has no say in it.
+    pub fn policy(&mut self, root: &Table) -> Option<Policy> {
+        self.whole_policy(root, self.whole)
+    }
+
+    /// Refuses names that the table, called so in errors, doesn't have.
+    pub fn names(&mut self, table: &Table, called: &str, known: &[&str]) {
+        for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
+            let found = crate::error::quoted(&entry.key);
+            let error = Error::new(self.texts, entry.key_at, format!("unknown key {found} in {called}"), listed(known));
+            self.push(error.hint(nearest(&entry.key, known.iter().copied())));
+        }
+    }
+
+    /// Tells that something is missing from the document.
+    pub fn missing(&mut self, what: &str, expected: &str) {
+        self.wrong(self.whole, what, expected);
+    }
+
+    /// Tells what is wrong at a place, what would do, and the nearest of the names that would.
+    pub fn unknown(&mut self, at: At, message: &str, found: &str, known: &[&str]) {
+        let error = Error::new(self.texts, at, message, listed(known));
+        self.push(error.hint(nearest(found, known.iter().copied())));
+    }
+
+    fn whole_policy(&mut self, root: &Table, whole: At) -> Option<Policy> {
         self.check_keys(root, "");
         let store = self.store(root);
         self.on_outage = store.as_ref().map(|store| store.on_outage).unwrap_or_default();
@@ -88,7 +142,8 @@ impl Reader<'_> {
         self.errors.push(error);
     }
 
-    fn wrong(&mut self, at: At, message: impl Into<String>, expected: impl Into<String>) {
+    /// Tells what is wrong at a place, and what would do.
+    pub fn wrong(&mut self, at: At, message: impl Into<String>, expected: impl Into<String>) {
         self.errors.push(Error::new(self.texts, at, message, expected));
     }
 

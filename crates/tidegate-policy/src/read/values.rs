@@ -26,7 +26,8 @@ const OR: &str = " or ";
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 
 impl Reader<'_> {
-    pub(super) fn text<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<&'n str> {
+    /// A string.
+    pub fn text<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<&'n str> {
         if let Value::Text(text) = &node.value {
             return Some(text);
         }
@@ -36,7 +37,7 @@ impl Reader<'_> {
     }
 
     /// One of a few words.
-    pub(super) fn choice<T: Copy>(&mut self, node: &Node, key: &str, words: &[(&'static str, T)]) -> Option<T> {
+    pub fn choice<T: Copy>(&mut self, node: &Node, key: &str, words: &[(&'static str, T)]) -> Option<T> {
         let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
         let text = self.text(node, key, &listed(&names))?;
         if let Some((_, value)) = words.iter().find(|(name, _)| *name == text) {
@@ -48,7 +49,8 @@ impl Reader<'_> {
         None
     }
 
-    pub(super) fn flag(&mut self, node: &Node, key: &str) -> Option<bool> {
+    /// `true` or `false`.
+    pub fn flag(&mut self, node: &Node, key: &str) -> Option<bool> {
         if let Value::Flag(flag) = node.value {
             return Some(flag);
         }
@@ -58,7 +60,7 @@ impl Reader<'_> {
     }
 
     /// A whole number.
-    pub(super) fn count(&mut self, node: &Node, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
+    pub fn count(&mut self, node: &Node, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
         let expected = format!("a whole number from {} to {}", range.start(), range.end());
         match &node.value {
             Value::Integer(number) => {
@@ -83,8 +85,24 @@ impl Reader<'_> {
         }
     }
 
+    /// A number in a range, whole or not.
+    pub fn number(&mut self, node: &Node, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
+        let expected = format!("a number from {} to {}, without quotes", range.start(), range.end());
+        let (Value::Integer(_) | Value::Float) = node.value else {
+            let found = node.described(self.texts);
+            self.wrong(node.at, format!("`{key}` is {found}"), expected);
+            return None;
+        };
+        let found = self.texts.raw(node.at).replace('_', "").parse().ok().filter(|number| range.contains(number));
+        if found.is_none() {
+            let raw = quoted(self.texts.raw(node.at));
+            self.wrong(node.at, format!("`{key}` is {raw}, which is out of range"), expected);
+        }
+        found
+    }
+
     /// A share in thousandths, from a number such as 0.2 or a text such as "20%".
-    pub(super) fn share(&mut self, node: &Node, key: &str, least: u16) -> Option<u16> {
+    pub fn share(&mut self, node: &Node, key: &str, least: u16) -> Option<u16> {
         let expected = if least == 0 { "a share from 0 to 1" } else { "a share from 0.001 to 1" };
         let expected = format!("{expected} in thousandths, such as 0.2 or \"20%\"");
         let share = self.thousandths(node, key, u32::from(least)..=1_000, &expected)?;
@@ -169,7 +187,7 @@ impl Reader<'_> {
     }
 
     /// A duration of more than nothing.
-    pub(super) fn span(&mut self, node: &Node, key: &str) -> Option<Span> {
+    pub fn span(&mut self, node: &Node, key: &str) -> Option<Span> {
         let expected = "a duration in quotes, such as \"500ms\", \"30s\", \"1m30s\" or \"2h\"";
         if let Value::Integer(Some(number)) = node.value {
             let message = format!("`{key}` is the number {number}, which has no unit");
@@ -225,7 +243,7 @@ impl Reader<'_> {
     }
 
     /// A string or a list of strings, with the node of each.
-    pub(super) fn words<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<Vec<(&'n str, &'n Node)>> {
+    pub fn words<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<Vec<(&'n str, &'n Node)>> {
         let Value::List(items) = &node.value else {
             return self.text(node, key, expected).map(|text| vec![(text, node)]);
         };
@@ -239,7 +257,7 @@ impl Reader<'_> {
     }
 
     /// A list of quantities.
-    pub(super) fn quantities(&mut self, node: &Node, key: &str) -> Option<Vec<(Quantity, At)>> {
+    pub fn quantities(&mut self, node: &Node, key: &str) -> Option<Vec<(Quantity, At)>> {
         const FORMS: &str =
             "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per day\" or \"8 in flight\"";
         if let Value::Integer(Some(number)) = node.value {

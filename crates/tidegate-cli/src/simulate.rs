@@ -1,0 +1,166 @@
+//! `tidegate simulate`.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tidegate::SystemClock;
+use tidegate::core::{Clock as _, Span};
+use tidegate_sim::{Report, Scenario, shipped};
+
+use crate::Outcome;
+use crate::policy::{bytes_of, print, tell};
+
+/// A run that takes longer than this shows how far it is.
+const LONG: Span = Span::from_millis(700);
+/// The progress bar's steps.
+const STEPS: u64 = 1000;
+
+/// The names of the scenarios that come with Tidegate, for the command's help.
+pub(crate) fn help() -> String {
+    let names: Vec<&str> = shipped::ALL.iter().map(|shipped| shipped.name).collect();
+    format!("Scenarios that come with Tidegate: {}.", names.join(", "))
+}
+
+/// `tidegate simulate --list`.
+pub(crate) fn list() -> Outcome {
+    let mut text = String::new();
+    let width = shipped::ALL.iter().map(|shipped| shipped.name.len()).max().unwrap_or(0);
+    for shipped in &shipped::ALL {
+        match Scenario::read(shipped.name, shipped.text.as_bytes()) {
+            Ok(scenario) => {
+                let _ =
+                    writeln!(text, "{:width$}  {}\n{:width$}  {}", shipped.name, scenario.title, "", scenario.about);
+            }
+            Err(errors) => return wrong(&errors),
+        }
+    }
+    print(&text)
+}
+
+/// `tidegate simulate SCENARIO`.
+pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf], check: bool) -> Outcome {
+    let mut forms = Vec::with_capacity(out.len());
+    for file in out {
+        let Some(form) = Form::of(file) else {
+            return wrong(&format!("error: {}: a report ends with .html, .svg, .png or .json", file.display()));
+        };
+        forms.push((file, form));
+    }
+    let read = match read(scenario) {
+        Ok(read) => read,
+        Err(outcome) => return outcome,
+    };
+    let report = with_progress(&read, seed.unwrap_or(read.seed));
+    for (file, form) in forms {
+        let written = form.render(&report).and_then(|bytes| Ok(std::fs::write(file, bytes)?));
+        if let Err(error) = written {
+            tell(&format!("error: can't write {}: {error}\n", file.display()));
+            return Outcome::Broke;
+        }
+    }
+    match (print(&report.table()), check) {
+        (Outcome::Done, true) => verdict(&report),
+        (outcome, _) => outcome,
+    }
+}
+
+fn wrong(what: &dyn std::fmt::Display) -> Outcome {
+    tell(&format!("{what}\n"));
+    Outcome::WrongWords
+}
+
+/// A file goes before a scenario of the same name that comes with Tidegate.
+fn read(scenario: &Path) -> Result<Scenario, Outcome> {
+    let is_input = scenario.as_os_str() == "-";
+    let name = if is_input { "standard input".to_owned() } else { scenario.display().to_string() };
+    let body = match bytes_of(scenario) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound && !is_input => match shipped::find(&name) {
+            Ok(shipped) => shipped.text.as_bytes().to_vec(),
+            Err(unknown) => return Err(wrong(&format!("error: {unknown}"))),
+        },
+        Err(error) => {
+            tell(&format!("error: can't read {name}: {error}\n"));
+            return Err(Outcome::Broke);
+        }
+    };
+    Scenario::read(&name, &body).map_err(|errors| wrong(&errors))
+}
+
+fn with_progress(scenario: &Scenario, seed: u64) -> Report {
+    let (clock, mut bar) = (SystemClock::new(), None);
+    let began = clock.now();
+    let report = scenario.run(seed, &mut |share| {
+        if bar.is_none() && clock.now() > began + LONG {
+            let made = ProgressBar::with_draw_target(Some(STEPS), ProgressDrawTarget::stderr());
+            if let Ok(style) = ProgressStyle::with_template("{bar:40} {percent:>3} %  {eta} left") {
+                made.set_style(style);
+            }
+            bar = Some(made);
+        }
+        if let Some(bar) = &bar {
+            bar.set_position((share * STEPS as f64) as u64);
+        }
+    });
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    report
+}
+
+/// Whether goodput has recovered, strategy by strategy.
+fn verdict(report: &Report) -> Outcome {
+    let (mut text, mut good, mut known) = (String::new(), true, false);
+    for run in report.checked() {
+        let case = if run.case.is_empty() { String::new() } else { format!("{}, ", run.case) };
+        let percent = |share: Option<f64>| share.unwrap_or(0.0) * 100.0;
+        let (before, after) = (percent(run.numbers.before), percent(run.numbers.after));
+        let words = match run.recovered() {
+            Some(true) => format!("recovered: {before:.1} % of calls succeeded before, {after:.1} % after"),
+            Some(false) => format!("did not recover: {before:.1} % of calls succeeded before, {after:.1} % after"),
+            None => "nothing to recover from, or too little time after it".to_owned(),
+        };
+        known |= run.recovered().is_some();
+        good &= run.recovered() != Some(false);
+        let _ = writeln!(text, "{case}{}: {words}", run.strategy);
+    }
+    tell(&text);
+    match (known, good) {
+        (true, true) => Outcome::Done,
+        (true, false) => Outcome::Broke,
+        (false, _) => {
+            wrong(&"error: --check needs a disturbance, and at least `check.within` after and some time before it")
+        }
+    }
+}
+
+/// What a report is written as.
+#[derive(Clone, Copy)]
+enum Form {
+    Html,
+    Svg,
+    Png,
+    Json,
+}
+
+impl Form {
+    fn of(file: &Path) -> Option<Self> {
+        match file.extension()?.to_str()?.to_ascii_lowercase().as_str() {
+            "html" => Some(Self::Html),
+            "svg" => Some(Self::Svg),
+            "png" => Some(Self::Png),
+            "json" => Some(Self::Json),
+            _ => None,
+        }
+    }
+
+    fn render(self, report: &Report) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
+        Ok(match self {
+            Self::Html => report.html()?.into_bytes(),
+            Self::Svg => report.svg()?.into_bytes(),
+            Self::Png => report.png()?,
+            Self::Json => report.json().into_bytes(),
+        })
+    }
+}

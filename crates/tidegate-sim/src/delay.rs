@@ -1,0 +1,85 @@
+//! How long something takes.
+
+use rand::RngExt;
+use rand_distr::{Exp1, StandardNormal};
+use tidegate_core::Span;
+
+use crate::random::Stream;
+
+/// A distribution of times.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Delay {
+    /// Always the same.
+    Constant(Span),
+    /// Exponential with this mean: memoryless, as the sum of many causes is.
+    Exponential(Span),
+    /// The absolute value of a normal variable, so that no time is negative.
+    Normal {
+        /// Its mean.
+        mean: Span,
+        /// Its standard deviation.
+        deviation: Span,
+    },
+    /// Log-normal: a long tail of slow ones.
+    LogNormal {
+        /// Half of all take longer.
+        median: Span,
+        /// The standard deviation of its logarithm.
+        sigma: f64,
+    },
+    /// Anywhere between two times.
+    Uniform {
+        /// The shortest.
+        low: Span,
+        /// The longest.
+        high: Span,
+    },
+}
+
+impl Delay {
+    /// Takes no time.
+    pub const NONE: Self = Self::Constant(Span::ZERO);
+
+    pub(crate) fn sample(&self, rng: &mut Stream) -> Span {
+        let micros = |span: Span| span.as_micros() as f64;
+        let drawn = match *self {
+            Self::Constant(span) => return span,
+            Self::Exponential(mean) => micros(mean) * rng.sample::<f64, _>(Exp1),
+            Self::Normal { mean, deviation } => {
+                (micros(mean) + micros(deviation) * rng.sample::<f64, _>(StandardNormal)).abs()
+            }
+            Self::LogNormal { median, sigma } => micros(median) * (sigma * rng.sample::<f64, _>(StandardNormal)).exp(),
+            Self::Uniform { low, high } => micros(low) + (micros(high) - micros(low)) * rng.random::<f64>(),
+        };
+        // A float becomes the nearest whole number within the integer's bounds, and a span keeps its own.
+        Span::from_micros(drawn.round() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Streams;
+
+    #[test]
+    fn means_and_medians_are_as_told() {
+        const DRAWS: usize = 100_000;
+        let mut rng = Streams::new(1, 0).next();
+        let (ten, two) = (Span::from_millis(10), Span::from_millis(2));
+        let cases = [
+            (Delay::Constant(ten), 10.0, 10.0),
+            (Delay::Exponential(ten), 10.0, 10.0 * 2_f64.ln()),
+            (Delay::Normal { mean: ten, deviation: two }, 10.0, 10.0),
+            (Delay::Normal { mean: Span::ZERO, deviation: ten }, 10.0 * (2.0 / std::f64::consts::PI).sqrt(), 6.745),
+            (Delay::LogNormal { median: ten, sigma: 0.5 }, 10.0 * 0.125_f64.exp(), 10.0),
+            (Delay::Uniform { low: two, high: ten }, 6.0, 6.0),
+        ];
+        for (delay, mean, median) in cases {
+            let mut drawn: Vec<f64> = (0..DRAWS).map(|_| delay.sample(&mut rng).as_micros() as f64 / 1e3).collect();
+            drawn.sort_by(f64::total_cmp);
+            let (average, middle) = (drawn.iter().sum::<f64>() / DRAWS as f64, drawn[DRAWS / 2]);
+            assert!((average / mean - 1.0).abs() < 0.02, "{delay:?}: mean {average}, not {mean}");
+            assert!((middle / median - 1.0).abs() < 0.02, "{delay:?}: median {middle}, not {median}");
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! Random numbers: one stream for each actor, so that what one does never changes what another draws.
+
+use rand::{RngExt, SeedableRng};
+use rand_xoshiro::Xoshiro256PlusPlus;
+
+/// A stream. Its numbers are the same on every machine.
+pub(crate) type Stream = Xoshiro256PlusPlus;
+
+/// Streams for actors, in the order in which they are asked for. Every strategy of a scenario asks in the same order and
+/// so meets the same arrivals, latencies and losses.
+#[derive(Debug)]
+pub(crate) struct Streams(Stream);
+
+impl Streams {
+    pub(crate) fn new(seed: u64, trial: u32) -> Self {
+        // Any odd number would do; this one is 2^64 ÷ the golden ratio.
+        Self(Stream::seed_from_u64(seed.wrapping_add(u64::from(trial).wrapping_mul(0x9e37_79b9_7f4a_7c15))))
+    }
+
+    pub(crate) fn next(&mut self) -> Stream {
+        Stream::seed_from_u64(self.0.random())
+    }
+}

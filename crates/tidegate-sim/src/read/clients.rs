@@ -1,0 +1,123 @@
+//! How clients go about their calls.
+
+use tidegate_policy::Policy;
+use tidegate_policy::document::{Table, Value};
+
+use super::{Kind, Words, forms};
+use crate::setup::{ClientSpec, PlainSpec};
+
+/// What a strategy may say besides its title.
+pub(super) const STRATEGY: [&str; 12] = [
+    "client",
+    "provider",
+    "attempts",
+    "backoff",
+    "budget",
+    "in_flight",
+    "timeout",
+    "honours_retry_after",
+    "gate",
+    "inbound",
+    "outbound",
+    "store",
+];
+
+/// What of that is laid over the scenario's own sections.
+pub(super) const CHANGES: [&str; 3] = ["inbound", "outbound", "store"];
+
+#[derive(Clone, Copy)]
+enum Ways {
+    Plain,
+    Tidegate,
+}
+
+const WAYS: [(&str, Ways); 2] = [("plain", Ways::Plain), ("tidegate", Ways::Tidegate)];
+/// What only plain clients have.
+const PLAIN: [&str; 6] = ["attempts", "backoff", "budget", "in_flight", "timeout", "honours_retry_after"];
+
+impl Words<'_, '_> {
+    /// A strategy's client, over what `[client]` says for all plain ones. Without a word on it, it is Tidegate where there
+    /// are providers.
+    pub(super) fn client(&mut self, root: &Table, strategy: &Kind, policy: Option<&Policy>) -> Option<ClientSpec> {
+        let common = self.section(root, "client", &PLAIN)?.unwrap_or_default();
+        let own = &strategy.table;
+        let outbound = policy.and_then(Policy::outbound);
+        let ways = match own.node("client") {
+            Some(node) => self.reader.choice(node, "client", &WAYS)?,
+            None if own.entries.is_empty() && outbound.is_some() => Ways::Tidegate,
+            None => Ways::Plain,
+        };
+        match ways {
+            Ways::Plain => self.plain(&common.under(own)).map(ClientSpec::Plain),
+            Ways::Tidegate => {
+                if let Some(entry) = own.entries.iter().find(|entry| PLAIN.contains(&entry.key.as_str())) {
+                    let message = format!("`{}` is of plain clients", entry.key);
+                    self.reader.wrong(entry.key_at, message, "what a provider of [outbound] says");
+                    return None;
+                }
+                self.provider(own, policy)
+            }
+        }
+    }
+
+    fn provider(&mut self, own: &Table, policy: Option<&Policy>) -> Option<ClientSpec> {
+        let providers = policy.and_then(Policy::outbound).map_or(&[][..], |outbound| outbound.providers());
+        let names: Vec<&str> = providers.iter().map(|provider| provider.name.as_str()).collect();
+        let node = own.node("provider");
+        let wanted =
+            node.map_or(Some(None), |node| self.reader.text(node, "provider", "a provider's name").map(Some))?;
+        let found = match wanted {
+            Some(wanted) => names.iter().position(|name| *name == wanted),
+            None => Some(0).filter(|_| names.len() == 1),
+        };
+        let Some(provider) = found else {
+            match (node, wanted) {
+                (Some(node), Some(wanted)) => {
+                    self.reader.unknown(node.at, &format!("there is no provider `{wanted}`"), wanted, &names);
+                }
+                _ => self.reader.missing(
+                    "a strategy's `client` is \"tidegate\", and it isn't said whom it calls",
+                    "one [outbound.provider.NAME], or `provider = \"NAME\"` in the strategy",
+                ),
+            }
+            return None;
+        };
+        if providers[provider].hedge_after.is_some() {
+            self.reader.missing("`hedge_after` can't be simulated", "a provider without it");
+            return None;
+        }
+        Some(ClientSpec::Tidegate { provider })
+    }
+
+    fn plain(&mut self, table: &Table) -> Option<PlainSpec> {
+        let reader = &mut *self.reader;
+        const FOREVER: [(&str, ()); 1] = [("unlimited", ())];
+        let attempts = table.node("attempts").map_or(Some(Some(1)), |node| match &node.value {
+            Value::Text(_) => reader.choice(node, "attempts", &FOREVER).map(|()| None),
+            _ => reader.count(node, "attempts", 1..=1_000_000).map(|count| Some(count as u32)),
+        });
+        let backoff = match self.section(table, "backoff", &["growth", "base", "cap", "jitter"])? {
+            Some(section) => forms::backoff(self.reader, &section).map(Some),
+            None => Some(None),
+        };
+        let budget = match self.section(table, "budget", &["ratio", "min", "reserve"])? {
+            Some(section) => forms::budget(self.reader, &section).map(Some),
+            None => Some(None),
+        };
+        let reader = &mut *self.reader;
+        let in_flight = table
+            .node("in_flight")
+            .map_or(Some(None), |node| reader.count(node, "in_flight", 1..=1_000_000).map(|count| Some(count as u32)));
+        let timeout = table.node("timeout").map_or(Some(None), |node| reader.span(node, "timeout").map(Some));
+        let honours = table.node("honours_retry_after");
+        let honours = honours.map_or(Some(false), |node| reader.flag(node, "honours_retry_after"));
+        Some(PlainSpec {
+            attempts: attempts?,
+            backoff: backoff?,
+            budget: budget?,
+            in_flight: in_flight?,
+            timeout: timeout?,
+            honours_retry_after: honours?,
+        })
+    }
+}

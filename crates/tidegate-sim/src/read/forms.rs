@@ -1,0 +1,205 @@
+//! Values that scenarios write: delays, numbers over time, stretches of time, back-offs and budgets.
+
+use tidegate_core::{Backoff, BudgetSpec, Growth, Jitter, Span};
+use tidegate_policy::document::{Node, Reader, Table, Value};
+use tidegate_policy::parse_duration;
+
+use crate::delay::Delay;
+use crate::profile::{Piece, Profile};
+use crate::setup::Stretch;
+
+/// The most pieces of a profile, and the most stretches in a list.
+const MAX_PIECES: usize = 1000;
+
+const DELAY: &str = "a duration such as \"10ms\", or one of { exponential = \"10ms\" }, { normal = \"10ms\", deviation = \
+                     \"2ms\" }, { lognormal = \"10ms\", sigma = 0.5 }, { uniform = [\"5ms\", \"15ms\"] }";
+
+/// A duration, which may be zero.
+pub(super) fn duration(reader: &mut Reader<'_>, node: &Node, key: &str) -> Option<Span> {
+    match &node.value {
+        Value::Text(text) if parse_duration(text).is_ok_and(Span::is_zero) => Some(Span::ZERO),
+        _ => reader.span(node, key),
+    }
+}
+
+pub(super) fn delay(reader: &mut Reader<'_>, node: &Node, key: &str) -> Option<Delay> {
+    let table = match &node.value {
+        Value::Table(table) => table,
+        Value::Text(_) => return duration(reader, node, key).map(Delay::Constant),
+        _ => {
+            reader.wrong(node.at, format!("`{key}` is no delay"), DELAY);
+            return None;
+        }
+    };
+    reader.names(table, &format!("`{key}`"), &["exponential", "normal", "deviation", "lognormal", "sigma", "uniform"]);
+    let first = table.entries.first().map(|entry| entry.key.as_str());
+    let companions: &[&str] = match first {
+        Some("normal") => &["normal", "deviation"],
+        Some("lognormal") => &["lognormal", "sigma"],
+        Some("exponential") => &["exponential"],
+        Some("uniform") => &["uniform"],
+        _ => &[],
+    };
+    if companions.len() != table.entries.len() || !companions.iter().all(|name| table.get(name).is_some()) {
+        reader.wrong(node.at, format!("`{key}` is no delay"), DELAY);
+        return None;
+    }
+    let mut of = |name: &str| table.node(name).and_then(|node| duration(reader, node, name));
+    match first {
+        Some("exponential") => of("exponential").map(Delay::Exponential),
+        Some("normal") => {
+            let (mean, deviation) = (of("normal"), of("deviation"));
+            Some(Delay::Normal { mean: mean?, deviation: deviation? })
+        }
+        Some("lognormal") => {
+            let median = of("lognormal");
+            let sigma = table.node("sigma").and_then(|node| reader.number(node, "sigma", 0.0..=10.0));
+            Some(Delay::LogNormal { median: median?, sigma: sigma? })
+        }
+        _ => {
+            let node = table.node("uniform")?;
+            let words = reader.words(node, "uniform", "two durations, such as [\"5ms\", \"15ms\"]")?;
+            let bounds: Vec<Option<Span>> = words.iter().map(|(_, item)| duration(reader, item, "uniform")).collect();
+            match bounds.as_slice() {
+                [Some(low), Some(high)] if low <= high => Some(Delay::Uniform { low: *low, high: *high }),
+                [None, _] | [_, None] => None,
+                _ => {
+                    reader.wrong(node.at, "`uniform` doesn't go from a shorter duration to a longer", DELAY);
+                    None
+                }
+            }
+        }
+    }
+}
+
+/// The unit of a profile's values.
+#[derive(Clone, Copy)]
+pub(super) enum Unit {
+    /// Calls a second: `40/s`.
+    PerSecond,
+    /// A share: `20%`.
+    Share,
+}
+
+impl Unit {
+    fn expected(self) -> &'static str {
+        match self {
+            Self::PerSecond => {
+                "a rate such as \"40/s\", or a list such as [\"40/s until 10s\", \"40/s to 80/s until 20s\", \"40/s\"]"
+            }
+            Self::Share => {
+                "a share such as \"20%\", or a list such as [\"0% until 10s\", \"0% to 50% until 20s\", \"0%\"]"
+            }
+        }
+    }
+
+    fn parse(self, text: &str) -> Option<f64> {
+        let (number, scale, most) = match self {
+            Self::PerSecond => (text.strip_suffix("/s")?, 1.0, 1e6),
+            Self::Share => (text.strip_suffix('%')?, 0.01, 100.0),
+        };
+        let is_number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.' || byte == b'_');
+        let number = number.trim();
+        let value: f64 = Some(number).filter(|text| is_number(text))?.replace('_', "").parse().ok()?;
+        (value <= most).then_some(value * scale)
+    }
+}
+
+pub(super) fn profile(reader: &mut Reader<'_>, node: &Node, key: &str, unit: Unit) -> Option<Profile> {
+    let words = reader.words(node, key, unit.expected())?;
+    let count = words.len();
+    if count == 0 || count > MAX_PIECES {
+        reader.wrong(node.at, format!("`{key}` has {count} pieces"), format!("1 to {MAX_PIECES}, {}", unit.expected()));
+        return None;
+    }
+    let mut pieces: Vec<Piece> = Vec::with_capacity(count);
+    for (index, (text, item)) in words.into_iter().enumerate() {
+        let Some(piece) = piece(text, unit) else {
+            reader.wrong(item.at, format!("`{key}`: `{text}` is no piece of it"), unit.expected());
+            return None;
+        };
+        let begins = pieces.last().map_or(Span::ZERO, |piece| piece.until);
+        if piece.until <= begins {
+            reader.wrong(item.at, format!("`{key}`: `{text}` ends before it begins"), format!("a time after {begins}"));
+            return None;
+        }
+        if piece.until == Span::MAX && index + 1 < count {
+            reader.wrong(item.at, format!("`{key}`: `{text}` says no end, and another follows"), unit.expected());
+            return None;
+        }
+        pieces.push(piece);
+    }
+    Some(Profile::of(pieces))
+}
+
+fn piece(text: &str, unit: Unit) -> Option<Piece> {
+    let (values, until) = match text.split_once(" until ") {
+        Some((values, until)) => (values, parse_duration(until).ok()?),
+        None => (text, Span::MAX),
+    };
+    let (from, to) = match values.split_once(" to ") {
+        // What never ends has no value at its end.
+        Some(_) if until == Span::MAX => return None,
+        Some((from, to)) => (unit.parse(from.trim())?, unit.parse(to.trim())?),
+        None => (unit.parse(values.trim())?, unit.parse(values.trim())?),
+    };
+    Some(Piece { from, to, until })
+}
+
+pub(super) fn stretches(reader: &mut Reader<'_>, node: &Node, key: &str) -> Option<Vec<Stretch>> {
+    const EXPECTED: &str = "a stretch of time such as \"10s to 20s\", or a list of them";
+    let words = reader.words(node, key, EXPECTED)?;
+    if words.len() > MAX_PIECES {
+        reader.wrong(node.at, format!("`{key}` has {} stretches", words.len()), format!("at most {MAX_PIECES}"));
+        return None;
+    }
+    let read = |text: &str| {
+        let (from, until) = text.split_once(" to ")?;
+        let stretch = Stretch { from: parse_duration(from).ok()?, until: parse_duration(until).ok()? };
+        (stretch.from < stretch.until).then_some(stretch)
+    };
+    let mut stretches = Vec::with_capacity(words.len());
+    for (text, item) in words {
+        match read(text) {
+            Some(stretch) => stretches.push(stretch),
+            None => {
+                reader.wrong(item.at, format!("`{key}`: `{text}` is no stretch of time"), EXPECTED);
+                return None;
+            }
+        }
+    }
+    Some(stretches)
+}
+
+pub(super) fn backoff(reader: &mut Reader<'_>, table: &Table) -> Option<Backoff> {
+    reader.names(table, "`backoff`", &["growth", "base", "cap", "jitter"]);
+    const GROWTHS: [(&str, Growth); 4] = [
+        ("exponential", Growth::Exponential { factor: 2 }),
+        ("constant", Growth::Constant),
+        ("linear", Growth::Linear),
+        ("fibonacci", Growth::Fibonacci),
+    ];
+    const JITTERS: [(&str, Jitter); 4] = [
+        ("full", Jitter::Full),
+        ("none", Jitter::None),
+        ("equal", Jitter::Equal),
+        ("decorrelated", Jitter::Decorrelated),
+    ];
+    let growth = table.node("growth").map_or(Some(GROWTHS[0].1), |node| reader.choice(node, "growth", &GROWTHS));
+    let jitter = table.node("jitter").map_or(Some(Jitter::Full), |node| reader.choice(node, "jitter", &JITTERS));
+    let base = table.node("base").map_or(Some(Span::from_millis(500)), |node| reader.span(node, "base"));
+    let cap = table.node("cap").map_or(Some(Span::MAX), |node| reader.span(node, "cap"));
+    Some(Backoff { growth: growth?, base: base?, cap: cap?, jitter: jitter? })
+}
+
+pub(super) fn budget(reader: &mut Reader<'_>, table: &Table) -> Option<BudgetSpec> {
+    reader.names(table, "`budget`", &["ratio", "min", "reserve"]);
+    let BudgetSpec { ratio, min, reserve } = BudgetSpec::default();
+    let ratio = table.node("ratio").map_or(Some(ratio), |node| reader.share(node, "ratio", 0));
+    let mut count = |name: &str, default: u32| {
+        let node = table.node(name);
+        node.map_or(Some(default), |node| reader.count(node, name, 0..=1_000_000).map(|count| count as u32))
+    };
+    let (min, reserve) = (count("min", min), count("reserve", reserve));
+    Some(BudgetSpec { ratio: ratio?, min: min?, reserve: reserve? })
+}

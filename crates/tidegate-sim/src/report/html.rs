@@ -1,0 +1,51 @@
+//! A report as one page that needs no network.
+
+use super::Report;
+use super::picture::{Heading, PictureError, escaped, svg};
+use super::table::{COLUMNS, loads};
+
+const STYLE: &str = "\
+:root{color-scheme:light dark;--ground:#fff;--text:#1f2328;--muted:#59636e;--line:#e4e7eb}\
+@media (prefers-color-scheme:dark){:root{--ground:#14171c;--text:#e6e9ee;--muted:#a3adb8;--line:#2b3139}}\
+body{margin:0 auto;padding:24px 16px;max-width:1200px;background:var(--ground);color:var(--text);\
+font:15px/1.5 system-ui,sans-serif}\
+h1{font-size:24px;margin:0}p{color:var(--muted);margin:4px 0 16px}\
+div{overflow-x:auto}table{border-collapse:collapse;width:100%;margin-bottom:24px;font-variant-numeric:tabular-nums}\
+th,td{padding:4px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}\
+th{color:var(--muted);font-weight:500}th:first-child,td:first-child{text-align:left}\
+svg{display:block;width:100%;height:auto}";
+
+pub(super) fn html(report: &Report) -> Result<String, PictureError> {
+    let title = escaped(&report.title);
+    let about = escaped(&report.about);
+    let heads: String = COLUMNS
+        .iter()
+        .map(|column| format!("<th scope=\"col\" title=\"{}\">{}</th>", escaped(column.meaning), column.head))
+        .collect();
+    let mut tables = String::new();
+    for runs in report.runs.chunk_by(|one, other| one.case == other.case) {
+        let case = runs.first().map_or("", |run| run.case.as_str());
+        let case = if case.is_empty() { "strategy" } else { case };
+        tables.push_str(&format!(
+            "<div><table><thead><tr><th scope=\"col\">{}</th>{heads}</tr></thead><tbody>",
+            escaped(case)
+        ));
+        for run in runs {
+            let cells: String =
+                COLUMNS.iter().map(|column| format!("<td>{}</td>", escaped(&column.cell(run)))).collect();
+            tables.push_str(&format!("<tr><td>{}</td>{cells}</tr>", escaped(&run.strategy)));
+            for line in loads(run) {
+                let columns = COLUMNS.len() + 1;
+                tables.push_str(&format!("<tr><td colspan=\"{columns}\">{}</td></tr>", escaped(&line)));
+            }
+        }
+        tables.push_str("</tbody></table></div>");
+    }
+    let picture = svg(report, Heading::Elsewhere)?;
+    Ok(format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
+         content=\"width=device-width\"><title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>\
+         <p>{about}</p>{tables}{picture}<p>seed {}; pictures show the first trial</p></body></html>\n",
+        report.seed
+    ))
+}

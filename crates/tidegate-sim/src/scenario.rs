@@ -1,0 +1,61 @@
+//! A scenario, and what comes of it.
+
+use tidegate_policy::Errors;
+
+use crate::report::{Report, Run};
+use crate::setup::Setup;
+use crate::tally::Tally;
+use crate::world::World;
+
+/// How many events pass between two looks at how far a run has come.
+const EVENTS: u64 = 100_000;
+
+/// A world with its load, in each of its cases under each of its strategies.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    /// Its title; empty if it has none.
+    pub title: String,
+    /// What it shows; empty if it doesn't say.
+    pub about: String,
+    /// What its random numbers grow from, unless another is given. Default 1.
+    pub seed: u64,
+    /// Every case under every strategy, case by case.
+    pub setups: Vec<Setup>,
+}
+
+impl Scenario {
+    /// Reads a scenario; see `docs/simulate.md` for its words. Errors call the text `name`.
+    ///
+    /// # Errors
+    /// Everything that is wrong, each with its place and, where there is one, the nearest name that would do.
+    pub fn read(name: &str, body: &[u8]) -> Result<Self, Errors> {
+        crate::read::scenario(name, body)
+    }
+
+    /// Runs it. The same seed gives the same report, to the byte. `progress` is told now and then which share of all is
+    /// done, from 0 to 1.
+    pub fn run(&self, seed: u64, progress: &mut dyn FnMut(f64)) -> Report {
+        let count: u32 = self.setups.iter().map(|setup| setup.trials).sum();
+        let mut done = 0_u32;
+        let mut runs = Vec::with_capacity(self.setups.len());
+        for setup in &self.setups {
+            let mut tallies = Vec::with_capacity(1);
+            let mut results = Vec::new();
+            for trial in 0..setup.trials {
+                let mut world = World::new(setup, seed, trial);
+                while world.run(EVENTS) {
+                    progress((f64::from(done) + world.progress()) / f64::from(count));
+                }
+                done += 1;
+                progress(f64::from(done) / f64::from(count));
+                let tally: Tally = world.into_tally();
+                results.push(crate::report::Numbers::of(&tally));
+                if tallies.is_empty() {
+                    tallies.push(tally);
+                }
+            }
+            runs.extend(tallies.pop().map(|tally| Run::new(setup, &results, tally)));
+        }
+        Report { title: self.title.clone(), about: self.about.clone(), seed, runs }
+    }
+}

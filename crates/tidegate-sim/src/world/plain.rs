@@ -1,0 +1,66 @@
+//! A client that tries again without knowing more than its own replies.
+
+use tidegate_core::backoff::Waits;
+use tidegate_core::{Budget, Span};
+
+use crate::random::Stream;
+use crate::setup::PlainSpec;
+
+/// What one client's calls share.
+#[derive(Debug)]
+pub(super) struct Plain<'s> {
+    spec: &'s PlainSpec,
+    budget: Option<Budget>,
+    in_flight: u32,
+    rng: Stream,
+}
+
+/// How far one call has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tried {
+    attempts: u32,
+    waits: Waits,
+}
+
+impl<'s> Plain<'s> {
+    pub(super) fn new(spec: &'s PlainSpec, rng: Stream) -> Self {
+        Self { spec, budget: spec.budget.map(Budget::new), in_flight: 0, rng }
+    }
+
+    /// How long it waits for a reply; `None` for ever.
+    pub(super) fn patience(&self) -> Option<Span> {
+        self.spec.timeout
+    }
+
+    /// Whether an attempt may be sent; if so, it is in flight.
+    pub(super) fn sends(&mut self, tried: &mut Tried) -> bool {
+        let sends = self.spec.in_flight.is_none_or(|most| self.in_flight < most);
+        if sends {
+            self.in_flight += 1;
+            tried.attempts = tried.attempts.saturating_add(1);
+            if let Some(budget) = self.budget.as_ref().filter(|_| tried.attempts == 1) {
+                budget.first_try();
+            }
+        }
+        sends
+    }
+
+    /// An attempt is in flight no more.
+    pub(super) fn ended(&mut self) {
+        self.in_flight -= 1;
+    }
+
+    /// An attempt has failed, with a reply that asks to be left alone for so long: after how long there is another; `None`
+    /// if there is none.
+    pub(super) fn again(&mut self, tried: &mut Tried, retry_after: Option<Span>) -> Option<Span> {
+        if self.spec.attempts.is_some_and(|most| tried.attempts >= most) {
+            return None;
+        }
+        if self.budget.as_ref().is_some_and(|budget| !budget.take()) {
+            return None;
+        }
+        let wait = self.spec.backoff.map_or(Span::ZERO, |backoff| tried.waits.next(&backoff, &mut self.rng));
+        let asked = retry_after.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
+        Some(wait.max(asked))
+    }
+}

@@ -1,0 +1,151 @@
+//! The numbers of every shipped scenario.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use tidegate_sim::{Report, Run, Scenario, shipped};
+
+fn report(name: &str) -> Report {
+    let shipped = shipped::find(name).unwrap();
+    let scenario = Scenario::read(name, shipped.text.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
+    scenario.run(scenario.seed, &mut |_| {})
+}
+
+fn run<'r>(report: &'r Report, case: &str, strategy: &str) -> &'r Run {
+    report.run(case, strategy).unwrap_or_else(|| panic!("no {strategy} of {case}"))
+}
+
+#[track_caller]
+fn about(what: &str, found: f64, told: f64, tolerance: f64) {
+    let off = (found - told).abs() / told.max(f64::MIN_POSITIVE);
+    assert!(off <= tolerance, "{what}: {found:.2}, told {told}, off by {:.1} %", off * 100.0);
+}
+
+/// Brooker 2015, figures by his program over 100 trials: milliseconds until the last has written, and tries.
+#[test]
+fn contention_takes_as_long_as_published() {
+    let report = report("contention");
+    let published = [
+        ("10 clients", "exponential", 3456.0, 51.0),
+        ("10 clients", "decorrelated", 437.0, 38.0),
+        ("10 clients", "equal", 767.0, 43.0),
+        ("10 clients", "full", 448.0, 38.0),
+        ("10 clients", "none", 383.0, 51.0),
+        ("100 clients", "exponential", 63_719.0, 1852.0),
+        ("100 clients", "decorrelated", 4231.0, 1002.0),
+        ("100 clients", "equal", 6190.0, 809.0),
+        ("100 clients", "full", 4731.0, 797.0),
+        ("100 clients", "none", 2023.0, 2422.0),
+    ];
+    for (case, strategy, millis, calls) in published {
+        let run = run(&report, case, strategy);
+        assert_eq!((run.trials, run.numbers.success), (100, 1.0));
+        about(&format!("{case}, {strategy}: ms"), run.numbers.elapsed * 1e3, millis, 0.1);
+        about(&format!("{case}, {strategy}: calls"), run.numbers.attempts, calls, 0.1);
+    }
+}
+
+/// Brooker 2022: per cent of calls that succeed, and requests for each.
+#[test]
+fn retries_cost_what_is_published() {
+    let report = report("retries");
+    let published = [
+        ("p = 0.5", "no retries", 49.8, 1.0),
+        ("p = 0.5", "three retries", 93.5, 1.89),
+        ("p = 0.5", "token bucket", 56.7, 1.14),
+        ("p = 1", "no retries", 0.0, 1.0),
+        ("p = 1", "three retries", 0.0, 4.0),
+        ("p = 1", "token bucket", 0.0, 1.14),
+    ];
+    for (case, strategy, success, load) in published {
+        let numbers = run(&report, case, strategy).numbers;
+        about(&format!("{case}, {strategy}: load"), numbers.load, load, 0.05);
+        if success == 0.0 {
+            assert_eq!(numbers.succeeded, 0.0);
+        } else {
+            about(&format!("{case}, {strategy}: success"), numbers.success * 100.0, success, 0.05);
+        }
+    }
+}
+
+/// Calls that succeed each second.
+#[test]
+fn collapse_is_outlived_by_the_right_means_and_by_ours() {
+    let report = report("collapse");
+    let goodput = |case, strategy| run(&report, case, strategy).numbers.goodput;
+    let plain = ["no backoff", "backoff, full jitter", "10 % retry budget", "120 in flight"];
+    about("spike, no backoff", goodput("spike", plain[0]), 8.0, 0.2);
+    about("spike, backoff", goodput("spike", plain[1]), 45.0, 0.1);
+    assert_eq!((goodput("ramp", plain[0]), goodput("ramp", plain[1])), (0.0, 0.0));
+    about("ramp, budget", goodput("ramp", plain[2]), 29.0, 0.1);
+    about("ramp, cap", goodput("ramp", plain[3]), 46.0, 0.1);
+    for case in ["spike", "ramp"] {
+        let best = plain.iter().map(|strategy| goodput(case, strategy)).fold(0.0, f64::max);
+        let ours = goodput(case, "tidegate");
+        assert!(ours >= best, "{case}: ours {ours:.1}, the best other {best:.1}");
+    }
+    let recovered = |strategy| run(&report, "spike", strategy).recovered();
+    assert_eq!((recovered("no backoff"), recovered("tidegate")), (Some(false), Some(true)));
+}
+
+#[test]
+fn a_herd_comes_back_where_waits_are_equal_and_never_forms_in_our_lanes() {
+    let report = report("herd");
+    let numbers = |strategy| run(&report, "", strategy).numbers;
+    assert!(numbers("no backoff").success < 0.2);
+    for strategy in ["exponential", "full jitter", "tidegate"] {
+        assert_eq!(numbers(strategy).success, 1.0, "{strategy}");
+    }
+    assert!(numbers("full jitter").elapsed * 2.0 < numbers("exponential").elapsed);
+    let ours = numbers("tidegate");
+    assert_eq!((ours.load, ours.throttled), (1.0, 0.0));
+    assert!(ours.busiest <= 25.0, "{}", ours.busiest);
+    // 1,000 calls at 100 a second, from the tenth second on.
+    assert!(ours.elapsed <= 21.0, "{}", ours.elapsed);
+}
+
+#[test]
+fn after_a_partition_retries_keep_a_service_down_and_ours_let_it_up() {
+    let report = report("partition");
+    let of = |strategy| run(&report, "", strategy);
+    for strategy in ["no backoff", "full jitter"] {
+        assert_eq!(of(strategy).recovered(), Some(false), "{strategy}");
+        assert!(of(strategy).numbers.load > 2.5);
+    }
+    let ours = of("tidegate");
+    assert_eq!(ours.recovered(), Some(true));
+    assert!(ours.numbers.load < 1.0, "an open breaker sends nothing: {}", ours.numbers.load);
+}
+
+#[test]
+fn a_noisy_neighbour_is_held_to_its_own_limit() {
+    let report = report("noisy-neighbour");
+    let quiet = |strategy| {
+        let seen = run(&report, "", strategy).tally.loads()[0];
+        seen.succeeded as f64 / seen.offered as f64
+    };
+    assert!(quiet("no gate") < 0.7, "{}", quiet("no gate"));
+    assert!(quiet("a gate by tenant") > 0.995, "{}", quiet("a gate by tenant"));
+    let noisy = run(&report, "", "a gate by tenant").tally.loads()[1];
+    // 20 a second with a burst of 40, over 40 s, and 5 a second for the rest.
+    assert!((900..=960).contains(&noisy.succeeded), "{noisy:?}");
+}
+
+#[test]
+fn a_spent_quota_is_left_alone_until_midnight() {
+    let report = report("quota-midnight");
+    let numbers = |strategy| run(&report, "", strategy).numbers;
+    assert!(numbers("full jitter").throttled > 13_000.0, "three for each call that comes too late");
+    let honours = numbers("as Retry-After says");
+    assert!(honours.busiest > 100.0, "all that waited come at midnight: {}", honours.busiest);
+    let ours = numbers("tidegate");
+    assert_eq!((ours.throttled, ours.attempts), (0.0, ours.succeeded));
+    about("ours got what the quota allows", ours.succeeded, numbers("full jitter").succeeded, 0.001);
+}
+
+#[test]
+fn every_scenario_that_is_shipped_says_what_it_shows_and_where_it_is_from() {
+    for shipped in &shipped::ALL {
+        let scenario = Scenario::read(shipped.name, shipped.text.as_bytes()).unwrap();
+        assert!(!scenario.title.is_empty() && !scenario.about.is_empty(), "{}", shipped.name);
+        assert!(shipped.text.starts_with("# Source"), "{}", shipped.name);
+    }
+}
