@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
+use tidegate::AnyStore;
 use tidegate_policy::Policy;
 use tidegate_server::{Bound, Server, log, signals};
 
@@ -41,7 +42,14 @@ async fn serve(policy: &Policy, from: &str) -> Outcome {
             return Outcome::Broke;
         }
     };
-    let bound = match Server::new(policy).bind() {
+    let server = match Server::open(policy).await {
+        Ok(server) => server,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return Outcome::Broke;
+        }
+    };
+    let bound = match server.bind() {
         Ok(bound) => bound,
         Err(error) => {
             eprintln!("error: {error}");
@@ -53,7 +61,7 @@ async fn serve(policy: &Policy, from: &str) -> Outcome {
     Outcome::Done
 }
 
-fn greeting(policy: &Policy, from: &str, bound: &Bound) -> String {
+fn greeting(policy: &Policy, from: &str, bound: &Bound<AnyStore>) -> String {
     let mut text = format!("tidegate {} runs {from}\n\n", env!("CARGO_PKG_VERSION"));
     match (bound.inbound(), &policy.inbound().upstream) {
         (Some(address), Some(upstream)) => {

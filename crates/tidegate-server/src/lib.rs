@@ -63,7 +63,7 @@ use tidegate::core::Clock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{Gate, Memory, SystemClock};
+use tidegate::{AnyStore, Gate, Memory, OpenError, Stores, SystemClock};
 use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
 
 use crate::bound::Open;
@@ -156,6 +156,21 @@ impl Server {
         let mut server = Self::with(Gate::in_memory(policy, clock.clone()), policy);
         server.outbound = Outbound::in_memory(policy, clock.clone());
         server.following(clock)
+    }
+}
+
+impl Server<AnyStore> {
+    /// A server for a policy, with state where its `store.url` says and the machine's clock. Needs a tokio runtime with IO
+    /// and time.
+    ///
+    /// # Errors
+    /// The store can't be used; see [`OpenError`].
+    pub async fn open(policy: &Policy) -> Result<Self, OpenError> {
+        let clock = SystemClock::new();
+        let stores = Stores::open(policy, |name: &str| std::env::var(name).ok()).await?;
+        let mut server = Self::with(stores.gate(policy, clock.clone())?, policy);
+        server.outbound = stores.outbound(policy, clock.clone())?;
+        Ok(server.following(clock))
     }
 }
 
