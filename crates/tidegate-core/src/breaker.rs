@@ -271,6 +271,17 @@ impl Breaker {
         }
     }
 
+    /// Opens it at `now`, if it lets calls through, because others have found that the provider fails. False if it
+    /// doesn't.
+    pub fn trip(&mut self, now: Time, rng: &mut impl Rng) -> bool {
+        self.settle(now);
+        let lets_through = matches!(self.phase, Phase::Closed | Phase::Ramping { .. });
+        if lets_through {
+            self.open(now, rng);
+        }
+        lets_through
+    }
+
     /// Closes it fully, whatever it has seen.
     pub fn reset(&mut self) {
         self.begin(Phase::Closed);

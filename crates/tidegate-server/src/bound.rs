@@ -119,6 +119,8 @@ impl<S: Store, C: Clock + Clone> Bound<S, C> {
         let gate = self.gate;
         housekeeping.spawn(async move { housekeeping::tend(|| gate.tend()).await });
         if let Some(providers) = self.providers {
+            let conferring = providers.clone();
+            housekeeping.spawn(async move { housekeeping::confer(&conferring).await });
             housekeeping.spawn(async move { housekeeping::tend(|| providers.tend()).await });
         }
         if let Some(snapshot) = &self.snapshot {

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use tidegate::SystemClock;
-use tidegate::store::Losses;
+use tidegate::core::Clock;
+use tidegate::outbound::Outbound;
+use tidegate::store::{Losses, Store};
 
 /// How often the store is tended.
 const TEND_EVERY: Duration = Duration::from_secs(1);
@@ -25,6 +27,14 @@ pub(crate) async fn tend(tend: impl Fn() -> Losses) {
                  raise store.max_bytes"
             );
         }
+    }
+}
+
+/// Has providers hear what other nodes find of them.
+pub(crate) async fn confer<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
+    loop {
+        tokio::time::sleep(TEND_EVERY).await;
+        providers.confer().await;
     }
 }
 

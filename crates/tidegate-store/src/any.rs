@@ -4,11 +4,13 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use tidegate_core::{Batch, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
 #[cfg(feature = "remote")]
 use crate::Fleet;
-use crate::{Answer, Losses, Memory, Store, StoreError};
+use crate::{Answer, Losses, Memory, Store, StoreError, Votes};
+
+type Counting = Pin<Box<dyn Future<Output = Option<Votes>> + Send>>;
 
 /// One of the stores, chosen when the program starts.
 #[derive(Debug)]
@@ -46,6 +48,14 @@ impl Store for AnyStore {
             Self::Memory(memory) => memory.tell(batch, now),
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.tell(batch, now),
+        }
+    }
+
+    fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
+        match self {
+            Self::Memory(_) => None::<Counting>,
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.vote(topic, yes, now).map(|votes| Box::pin(votes) as Counting),
         }
     }
 

@@ -11,7 +11,7 @@ mod leases;
 mod link;
 mod share;
 
-use std::future::ready;
+use std::future::{Future, ready};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -22,7 +22,7 @@ use tidegate_core::{
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use crate::{Answer, Losses, Remote, Store, StoreError, Waiting};
+use crate::{Answer, Losses, Remote, Store, StoreError, Votes, Waiting};
 use blocks::Blocks;
 use leases::{Leases, Spent};
 use link::Link;
@@ -174,6 +174,20 @@ impl Store for Fleet {
         self.node.tell(batch, now);
     }
 
+    fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
+        let node = Arc::clone(&self.node);
+        let batch = |verb| node.on_roll(verb, topic, topic.lo().max(1));
+        if !yes {
+            self.node.tell(&batch(Verb::Release), now);
+        }
+        let batch = batch(if yes { Verb::Take } else { Verb::Peek });
+        Some(async move {
+            let outcomes = node.ask(&batch, now).await.ok()?;
+            let yes = usize::try_from(outcomes.list().first()?.used).ok()?;
+            Some(Votes { yes, nodes: node.size.load(Ordering::Relaxed) })
+        })
+    }
+
     fn tend(&self, now: Time) -> Losses {
         let untold = self.node.untold.swap(0, Ordering::Relaxed);
         if untold > 0 {
@@ -249,10 +263,15 @@ impl Node {
 
     /// The batch by which this node says that it is there, and by which the store shows that it takes writes.
     fn roll_call(&self, affinity: u64) -> Batch {
+        self.on_roll(Verb::Take, ROLL, affinity)
+    }
+
+    /// A batch about a list of nodes.
+    fn on_roll(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
         let mut batch = Batch::new(self.options.node);
         batch.set_affinity(affinity);
         if let Some(roll) = self.roll {
-            batch.push(Op::new(roll, Verb::Take, ROLL, 1)).expect("invariant: one operation fits");
+            batch.push(Op::new(roll, verb, list, 1)).expect("invariant: one operation fits");
         }
         batch
     }

@@ -44,7 +44,7 @@ pub use redis::{Redis, RedisOptions, RedisUrlError};
 pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
 #[cfg(feature = "rows")]
 pub use rows::RowsOptions;
-use tidegate_core::{Batch, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
 /// Where state lives.
 pub trait Store: Send + Sync + 'static {
@@ -60,10 +60,33 @@ pub trait Store: Send + Sync + 'static {
     /// Carries out a batch whose answer nobody waits for, such as giving back a permit when a caller goes away.
     fn tell(&self, batch: &Batch, now: Time);
 
+    /// Says what this node thinks of a topic, and hears how many of the nodes that share the store think so. `None` where
+    /// the store is this process' own. What a node said counts for ten seconds.
+    fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
+        let _ = (topic, yes, now);
+        None::<std::future::Ready<Option<Votes>>>
+    }
+
     /// Housekeeping, to be called about once a second: forgets a share of what is idle, and says what still counted
     /// but had to go since the last call.
     fn tend(&self, _now: Time) -> Losses {
         Losses::default()
+    }
+}
+
+/// How many nodes say yes, of how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Votes {
+    /// Nodes that say yes, this one included.
+    pub yes: usize,
+    /// Nodes in all.
+    pub nodes: usize,
+}
+
+impl Votes {
+    /// Whether more than half of the nodes say yes.
+    pub fn carry(&self) -> bool {
+        self.yes * 2 > self.nodes
     }
 }
 

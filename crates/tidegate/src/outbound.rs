@@ -141,6 +141,14 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         Ok(found.expect("invariant: there is a provider for each of the plan's"))
     }
 
+    /// Tells other nodes which providers' breakers are open here, where the policy says that they are shared, and opens
+    /// those that are open in more than half of the nodes. To be called about once a second by whoever runs for long.
+    pub async fn confer(&self) {
+        for provider in self.providers().iter().filter(|provider| provider.plan().shared) {
+            provider.0.confer().await;
+        }
+    }
+
     /// The store's housekeeping, to be called about once a second by whoever runs for long.
     pub fn tend(&self) -> Losses {
         let now = self.0.clock.now();

@@ -6,7 +6,7 @@
 
 use std::future::poll_fn;
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
 
@@ -14,9 +14,10 @@ use futures_util::future::select;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
+use tidegate_core::breaker::State;
 use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
 use tidegate_core::retry::Reach;
-use tidegate_core::{Batch, Clock, Lane, Outcomes, Span, Ticket, Time, Turn};
+use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, Span, Ticket, Time, Turn};
 use tidegate_policy::outbound;
 use tidegate_store::{Answer, Store, StoreError};
 use tokio::runtime::Handle;
@@ -35,6 +36,16 @@ pub(super) struct Hall<S, C> {
     pub clock: C,
     floor: Mutex<Floor>,
     timing: Arc<Timing>,
+    verdicts: Verdicts,
+}
+
+/// What the nodes that share a provider have found of it.
+#[derive(Default)]
+struct Verdicts {
+    /// Whether more than half of them said last that it fails.
+    carried: AtomicBool,
+    /// The breaker's generation since it was opened for that; 0 before.
+    tripped: AtomicU64,
 }
 
 /// What the floor and its timer tell each other without a lock.
@@ -146,7 +157,16 @@ impl<S: Store, C: Clock> Hall<S, C> {
     ) -> Self {
         let table = Table { desk, rng: SmallRng::seed_from_u64(random_u64()), runtime: None };
         let floor = Floor { table, parked: Slab::new(), places: Vec::new(), wakes_at: Time::NEVER };
-        Self { whole, index, rules, store, clock, floor: Mutex::new(floor), timing: Arc::default() }
+        Self {
+            whole,
+            index,
+            rules,
+            store,
+            clock,
+            floor: Mutex::new(floor),
+            timing: Arc::default(),
+            verdicts: Verdicts::default(),
+        }
     }
 
     fn enter(&self) -> MutexGuard<'_, Floor> {
@@ -178,6 +198,28 @@ impl<S: Store, C: Clock> Hall<S, C> {
     pub(super) fn look<T>(&self, look: impl FnOnce(&Desk, Time) -> T) -> T {
         let floor = self.enter();
         look(&floor.table.desk, self.clock.now())
+    }
+
+    /// Tells the other nodes whether this one has found that the provider fails, and opens its breaker when more than
+    /// half of them have. One node's bad way to the provider so stops nobody else.
+    pub(super) async fn confer(self: &Arc<Self>) {
+        let (topic, found) = self.look(|desk, now| {
+            let open = matches!(desk.breaker.state(now), State::Open | State::HalfOpen);
+            let found = open && desk.breaker.generation() != self.verdicts.tripped.load(Ordering::Relaxed);
+            (Key::new(self.rules.key.hi(), !self.rules.key.lo()), found)
+        });
+        let Some(votes) = self.store.vote(topic, found, self.clock.now()) else { return };
+        let Some(votes) = votes.await else { return };
+        // Once for each verdict: who has seen since that the provider works again isn't stopped by what others still say.
+        if votes.carry() && !self.verdicts.carried.swap(true, Ordering::Relaxed) {
+            self.step(|Table { desk, rng, .. }, now| {
+                if desk.breaker.trip(now, rng) {
+                    self.verdicts.tripped.store(desk.breaker.generation(), Ordering::Relaxed);
+                }
+            });
+        } else if !votes.carry() {
+            self.verdicts.carried.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Lets a held call enter the queue, and decides about it at once where that is possible; else it is parked.

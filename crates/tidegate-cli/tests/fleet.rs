@@ -1,0 +1,271 @@
+//! Two gates over one Redis, through every way that it can be gone.
+#![expect(clippy::disallowed_methods, reason = "what a decision takes is real time")]
+
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, sleep};
+use std::time::{Duration, Instant};
+
+use tidegate_testkit::client::Client;
+use tidegate_testkit::dice;
+use tidegate_testkit::servers::{RedisServer, RedisSetup, Running, Scratch, free_port};
+
+/// Decisions a second, over both gates.
+const LOAD: u32 = 1_000;
+/// Connections that make them.
+const CONNECTIONS: u32 = 4;
+/// The limit, a second.
+const LIMIT: usize = 100;
+
+const POLICY: &str = "
+[inbound.action.api]
+key = [\"key\"]
+limit = \"100 per 1s\"
+
+[inbound.action.day]
+key = [\"key\"]
+limit = \"1000 per day\"
+
+[inbound.action.careful]
+key = [\"key\"]
+limit = \"1000 per 60s\"
+on_outage = \"deny\"
+";
+
+struct Gate {
+    running: Running,
+    port: u16,
+}
+
+impl Gate {
+    fn start(store: &str) -> Self {
+        let port = free_port();
+        let scratch = Scratch::new();
+        let file = scratch.write("tidegate.toml", POLICY);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command
+            .args(["serve", "--config"])
+            .arg(file)
+            .env("TIDEGATE__STORE__URL", store)
+            .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{port}"))
+            .env("TIDEGATE__ADMIN__LISTEN", "off");
+        Self { running: Running::start(command, scratch, port), port }
+    }
+
+    fn ask(&self, action: &str, cost: u64) -> (u16, String) {
+        let answer = Client::connect(self.port).expect("the gate listens").ask(question(action, cost));
+        (answer.status, answer.body)
+    }
+
+    fn left(&self, action: &str) -> u64 {
+        let path = format!("/v1/status?action={action}&key=k");
+        let answer = Client::connect(self.port).expect("the gate listens").ask(tidegate_testkit::client::get(&path));
+        let decision: serde_json::Value = serde_json::from_str(&answer.body).expect("a decision");
+        decision["remaining"].as_u64().expect("what is left")
+    }
+
+    /// How often the log says this.
+    fn told(&self, what: &str) -> usize {
+        [self.running.read("stdout"), self.running.read("stderr")].iter().map(|text| text.matches(what).count()).sum()
+    }
+
+    fn hears(&self, what: &str, within: Duration) -> Duration {
+        let start = Instant::now();
+        while self.told(what) == 0 {
+            assert!(start.elapsed() < within, "the log doesn't say {what:?}:\n{}", self.running.read("stdout"));
+            sleep(Duration::from_millis(20));
+        }
+        start.elapsed()
+    }
+}
+
+fn question(action: &str, cost: u64) -> String {
+    let body = format!("{{\"action\":\"{action}\",\"key\":\"k\",\"cost\":{cost}}}");
+    format!("POST /v1/check HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+}
+
+/// A decision: when it was asked for, how long it took, what it was.
+#[derive(Clone, Copy)]
+struct Asked {
+    at: Instant,
+    took: Duration,
+    status: u16,
+}
+
+/// Asks both gates at an even pace until it is told to stop.
+fn load(ports: [u16; 2], stop: &AtomicBool) -> Vec<Asked> {
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..CONNECTIONS)
+            .map(|connection| {
+                scope.spawn(move || {
+                    let mut client = Client::connect(ports[connection as usize % 2]).expect("the gate listens");
+                    let (start, pace) = (Instant::now(), Duration::from_secs(1) * CONNECTIONS / LOAD);
+                    let mut all = Vec::new();
+                    for turn in 0.. {
+                        if stop.load(Ordering::Relaxed) {
+                            break;
+                        }
+                        sleep((start + pace * turn).saturating_duration_since(Instant::now()));
+                        let at = Instant::now();
+                        let status = client.ask(question("api", 1)).status;
+                        all.push(Asked { at, took: at.elapsed(), status });
+                    }
+                    all
+                })
+            })
+            .collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("a client")).collect()
+    })
+}
+
+/// The most that were admitted in any second between these moments.
+fn densest(asked: &[Asked], from: Instant, to: Instant) -> usize {
+    let mut admitted: Vec<Instant> = asked
+        .iter()
+        .filter(|asked| asked.status == 200)
+        .map(|asked| asked.at + asked.took)
+        .filter(|at| (from..to).contains(at))
+        .collect();
+    admitted.sort_unstable();
+    let within = |at: usize| admitted[at..].iter().take_while(|later| **later - admitted[at] < Duration::from_secs(1));
+    (0..admitted.len()).map(|at| within(at).count()).max().unwrap_or(0)
+}
+
+/// What is done to the server, and how it comes back.
+#[derive(Clone, Copy, Debug)]
+enum Fate {
+    Killed,
+    Frozen,
+    Full,
+    ReadOnly,
+}
+
+impl Fate {
+    fn befall(self, redis: &mut RedisServer) {
+        match self {
+            Self::Killed => redis.kill(),
+            Self::Frozen => redis.freeze(),
+            Self::Full => drop(redis.command(&["CONFIG", "SET", "maxmemory", "1"])),
+            Self::ReadOnly => drop(redis.command(&["REPLICAOF", "127.0.0.1", "1"])),
+        }
+    }
+
+    fn end(self, redis: &mut RedisServer) {
+        match self {
+            Self::Killed => redis.restart(),
+            Self::Frozen => redis.thaw(),
+            Self::Full => drop(redis.command(&["CONFIG", "SET", "maxmemory", "0"])),
+            Self::ReadOnly => drop(redis.command(&["REPLICAOF", "NO", "ONE"])),
+        }
+    }
+}
+
+fn outlives(fate: Fate) {
+    let Some(mut redis) = RedisServer::with(RedisSetup { durable: true, ..RedisSetup::default() }) else { return };
+    let gates = [Gate::start(&redis.url()), Gate::start(&redis.url())];
+    // Until both know of each other.
+    sleep(Duration::from_secs(3));
+    assert_eq!(gates[0].ask("day", 10).0, 200);
+    // A server that is killed loses what it hadn't written for up to a second.
+    sleep(Duration::from_millis(1_500));
+
+    let outage = Duration::from_secs(if dice::full() { 10 } else { 4 });
+    let stop = AtomicBool::new(false);
+    let ports = gates.each_ref().map(|gate| gate.port);
+    let (asked, fell, rose) = thread::scope(|scope| {
+        let loading = scope.spawn(|| load(ports, &stop));
+        sleep(Duration::from_secs(2));
+        let fell = Instant::now();
+        fate.befall(&mut redis);
+        sleep(outage / 2);
+        for (gate, cost) in gates.iter().zip([7, 5]) {
+            assert_eq!(gate.ask("day", cost).0, 200);
+            assert_eq!(gate.ask("careful", 1).0, 503, "{fate:?}");
+        }
+        sleep(outage / 2);
+        let rose = Instant::now();
+        fate.end(&mut redis);
+        for gate in &gates {
+            let took = gate.hears("the store is back", Duration::from_secs(5));
+            assert!(took <= Duration::from_secs(2), "{fate:?}: back after {took:?}");
+        }
+        sleep(Duration::from_secs(2));
+        stop.store(true, Ordering::Relaxed);
+        (loading.join().expect("the load"), fell, rose)
+    });
+
+    let wrong: Vec<u16> =
+        asked.iter().map(|asked| asked.status).filter(|status| ![200, 429].contains(status)).collect();
+    assert!(wrong.is_empty(), "{fate:?}: {wrong:?}");
+    // From when the first answer didn't come in time.
+    let known = fell + Duration::from_millis(60);
+    let mut took: Vec<Duration> = asked.iter().filter(|asked| asked.at > known).map(|asked| asked.took).collect();
+    took.sort_unstable();
+    let p99 = took[took.len() * 99 / 100];
+    let rate = (asked.len() as f64) / (outage.as_secs_f64() + 4.0);
+    assert!(p99 <= Duration::from_millis(20), "{fate:?}: p99 {p99:?} of {} decisions", took.len());
+    let during = asked.iter().filter(|asked| asked.status == 200 && (known..rose).contains(&asked.at)).count();
+    let a_second = during as f64 / (rose - known).as_secs_f64();
+    assert!((60.0..=110.0).contains(&a_second), "{fate:?}: {a_second} admitted a second of {rate}");
+    let (first, last) = (asked[0].at, Instant::now());
+    let most = densest(&asked, first, last);
+    assert!(most <= 2 * LIMIT, "{fate:?}: {most} in a second");
+    let before = densest(&asked, first, fell);
+    assert!((LIMIT * 9 / 10..=LIMIT).contains(&before), "{fate:?}: {before} in a second before");
+    for gate in &gates {
+        assert_eq!((gate.told("the store is down"), gate.told("the store is back")), (1, 1), "{fate:?}");
+    }
+    assert_eq!(gates[1].left("day"), 1_000 - 10 - 7 - 5, "{fate:?}: what was used meanwhile");
+    assert_eq!(gates[0].ask("careful", 1).0, 200, "{fate:?}");
+}
+
+#[test]
+fn a_killed_server() {
+    outlives(Fate::Killed);
+}
+
+#[test]
+fn a_frozen_server() {
+    outlives(Fate::Frozen);
+}
+
+#[test]
+fn a_full_server() {
+    outlives(Fate::Full);
+}
+
+#[test]
+fn a_read_only_server() {
+    outlives(Fate::ReadOnly);
+}
+
+#[test]
+fn a_gate_that_finds_no_server_says_so() {
+    let scratch = Scratch::new();
+    let policy = scratch.write("tidegate.toml", POLICY);
+    let port = free_port();
+    let run = |env: &[(&str, &str)]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.args(["serve", "--config"]).arg(&policy).envs(env.iter().copied());
+        command
+    };
+    let url = format!("redis://:hunter2@127.0.0.1:{port}");
+    let output = run(&[("TIDEGATE__STORE__URL", &url)]).output().expect("tidegate runs");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{told}");
+    assert!(told.contains("the store redis://… can't be reached") && told.contains("store.hash_key"), "{told}");
+    assert!(!told.contains("hunter2"), "{told}");
+
+    let api = free_port();
+    let listen = format!("127.0.0.1:{api}");
+    let env = [
+        ("TIDEGATE__STORE__URL", url.as_str()),
+        ("TIDEGATE__STORE__HASH_KEY", "env:GATE_HASH_KEY"),
+        ("GATE_HASH_KEY", "0123456789abcdef0123"),
+        ("TIDEGATE__API__LISTEN", &listen),
+        ("TIDEGATE__ADMIN__LISTEN", "off"),
+    ];
+    let gate = Gate { running: Running::start(run(&env), Scratch::new(), api), port: api };
+    assert_eq!(gate.ask("api", 1).0, 200, "a node that knows the secret goes on by itself");
+    gate.hears("the store is down", Duration::from_secs(5));
+}
