@@ -31,7 +31,7 @@ use link::Link;
 const TOLD: usize = 4096;
 
 /// How a fleet's node keeps to its store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct FleetOptions {
     /// How long a decision waits for the store. Default 50 ms.
@@ -42,12 +42,14 @@ pub struct FleetOptions {
     pub max_bytes: usize,
     /// What this node is known by among the others: a random number.
     pub node: u64,
+    /// The secret that keys are hashed under, if the store keeps it: a store that has lost its memory is told it again.
+    pub seed: Option<[u8; 16]>,
 }
 
 impl FleetOptions {
     /// The defaults, for a node of this number.
     pub fn new(node: u64) -> Self {
-        Self { timeout: Duration::from_millis(50), nodes: 1, max_bytes: crate::Memory::MAX_BYTES, node }
+        Self { timeout: Duration::from_millis(50), nodes: 1, max_bytes: crate::Memory::MAX_BYTES, node, seed: None }
     }
 }
 

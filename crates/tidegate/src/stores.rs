@@ -24,6 +24,9 @@ const SEED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
 pub struct Stores {
     settings: StoreSettings,
     seed: KeySeed,
+    /// What the store keeps of it.
+    #[cfg(feature = "remote")]
+    kept: Option<[u8; 16]>,
     /// What this node is known by among others.
     #[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no other nodes"))]
     node: u64,
@@ -99,7 +102,13 @@ impl Stores {
                 Some(KeySeed::of_secret(secret.expose().as_bytes()))
             }
         };
-        let mut stores = Self { settings, seed: KeySeed::new(random_bytes()), node: random_u64() };
+        let mut stores = Self {
+            settings,
+            seed: KeySeed::new(random_bytes()),
+            #[cfg(feature = "remote")]
+            kept: None,
+            node: random_u64(),
+        };
         stores.seed = match (said, &stores.settings.url) {
             (Some(seed), _) => seed,
             #[cfg(feature = "remote")]
@@ -108,7 +117,9 @@ impl Stores {
                 let url = stores.settings.url.to_string();
                 let answer = tokio::time::timeout(SEED_WITHIN, remote.seed(random_bytes())).await;
                 let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_WITHIN)));
-                KeySeed::new(answer.map_err(|source| OpenError::Unreachable { url, source })?)
+                let kept = answer.map_err(|source| OpenError::Unreachable { url, source })?;
+                stores.kept = Some(kept);
+                KeySeed::new(kept)
             }
             _ => stores.seed,
         };
@@ -155,6 +166,7 @@ impl Stores {
             StoreUrl::Server(..) => {
                 let remote = self.remote(Arc::new(fleet_limits(limits)?))?;
                 let mut options = FleetOptions::new(self.node);
+                options.seed = self.kept;
                 options.timeout = self.settings.timeout;
                 options.nodes = self.settings.nodes;
                 options.max_bytes = usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX);

@@ -17,8 +17,8 @@ use crate::Reset;
 /// How often the roll is called while the store answers, and while it doesn't.
 const ROLL_EVERY: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// The least that a roll call waits for its answer: what is slow isn't gone.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// How much longer than a decision a roll call waits for its answer, and how long at the least: what is slow isn't gone.
+const PATIENCE: (u32, Duration) = (4, Duration::from_millis(200));
 /// How many batches are told at once.
 const AT_ONCE: usize = 64;
 /// How often leases are looked over.
@@ -51,7 +51,7 @@ pub(super) fn start(
 /// Calls the roll over one link: finds out how many nodes there are, and whether the store is there.
 async fn roll(node: Arc<Node>, part: usize) {
     let link = &node.links[part];
-    let patience = node.options.timeout.max(PATIENCE);
+    let patience = (node.options.timeout * PATIENCE.0).max(PATIENCE.1);
     loop {
         // The whole store has one roll; other parts are only looked after once they have failed.
         if part == 0 || !link.is_up() {
@@ -94,6 +94,15 @@ fn rejoin(node: &Arc<Node>, part: usize) {
     let Some(local) = local else { return };
     let node = Arc::clone(node);
     tokio::spawn(async move {
+        if let Some(seed) = node.options.seed
+            && let Ok(kept) = node.remote.seed(seed).await
+            && kept != seed
+        {
+            tracing::error!(
+                "the store came back with another secret than this node hashes keys under: they don't count together \
+                 until this node is started again; store.hash_key keeps that from happening"
+            );
+        }
         merge(&node, &local).await;
         sleep(STRAGGLERS).await;
         merge(&node, &local).await;
