@@ -8,7 +8,7 @@ use tidegate_core::{
     Window,
 };
 use tidegate_store::{Redis, RedisOptions, Remote as _, StoreError, TimeSource};
-use tidegate_testkit::servers::{RedisServer, RedisSetup, free_port};
+use tidegate_testkit::servers::{RedisServer, RedisSetup, Scratch, free_port, redis_sentinel};
 use tokio::time::timeout;
 
 use crate::common::Stores;
@@ -226,5 +226,72 @@ fn a_store_outlives_a_runtime() {
             until_answered(&store).await;
             once(&store, wide, Verb::Take).await.unwrap();
         });
+    }
+}
+
+/// A master is lost, and the sentinels' next one is found.
+#[test]
+fn a_failover_is_followed() {
+    let Some(mut master) = RedisServer::start() else { return };
+    let words = vec!["--replicaof".to_owned(), "127.0.0.1".to_owned(), master.port().to_string()];
+    let Some(replica) = RedisServer::with(RedisSetup { words, ..RedisSetup::default() }) else { return };
+    let Some((sentinel, port)) = redis_sentinel("gate", &master) else { return };
+    let sees_replica = || {
+        let mut links = replica.command(&["INFO", "replication"]);
+        links.push_str(&sentinel.read("sentinel.conf"));
+        links.contains("master_link_status:up") && links.contains("known-replica")
+    };
+    for _ in 0..600 {
+        if sees_replica() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let stores = Stores::new(format!("redis-sentinel://127.0.0.1:{port}/gate"), TimeSource::Store);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("failover:", &limits);
+    stores.runtime.block_on(async {
+        once(&store, wide, Verb::Take).await.unwrap();
+        assert_eq!(replica.command(&["WAIT", "0", "0"]).chars().next(), Some('-'), "a replica to begin with");
+        assert_eq!(master.command(&["WAIT", "1", "5000"]), ":1");
+        master.kill();
+        let found = async {
+            loop {
+                match timeout(CALLER, once(&store, wide, Verb::Take)).await {
+                    Ok(Ok(outcomes)) => return outcomes,
+                    _ => tokio::time::sleep(Duration::from_millis(20)).await,
+                }
+            }
+        };
+        let outcomes = timeout(Duration::from_secs(30), found).await.unwrap();
+        assert_eq!(outcomes.list()[0].used, 2, "what the replica had been told");
+    });
+}
+
+/// Over TLS, whose certificate must be signed by somebody who is trusted.
+#[test]
+fn an_encrypted_server_is_asked_where_it_is_trusted() {
+    let issued = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();
+    let scratch = Scratch::new();
+    let certificate = scratch.write("certificate.pem", &issued.cert.pem());
+    let key = scratch.write("key.pem", &issued.signing_key.serialize_pem());
+    let port = free_port();
+    let path = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    let words = [
+        ["--tls-port".into(), port.to_string()],
+        ["--tls-cert-file".into(), path(&certificate)],
+        ["--tls-key-file".into(), path(&key)],
+        ["--tls-ca-cert-file".into(), path(&certificate)],
+        ["--tls-auth-clients".into(), "no".into()],
+    ];
+    let setup = RedisSetup { words: words.concat(), ..RedisSetup::default() };
+    let Some(_server) = RedisServer::with(setup) else { return };
+    let (limits, [wide, ..]) = plan();
+    for (authorities, is_trusted) in [(Some(issued.cert.pem().into_bytes()), true), (None, false)] {
+        let mut stores = Stores::new(format!("rediss://localhost:{port}"), TimeSource::Store);
+        stores.options.authorities = authorities;
+        let store = stores.under("tls:", &limits);
+        let answer = stores.runtime.block_on(once(&store, wide, Verb::Take));
+        assert_eq!(answer.is_ok(), is_trusted, "{answer:?}");
     }
 }
