@@ -99,10 +99,9 @@ fn window() -> Limit {
 
 /// Measures every row that the options ask for, and hands each over as it is done.
 pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    for (name, limits) in [
-        ("stores/redis/rate", vec![rate()]),
-        ("stores/redis/two-limits-and-penalty", vec![rate(), window()]),
-    ] {
+    for (name, limits) in
+        [("stores/redis/rate", vec![rate()]), ("stores/redis/two-limits-and-penalty", vec![rate(), window()])]
+    {
         if options.wants(name) {
             done(row(name, limits, options));
         }

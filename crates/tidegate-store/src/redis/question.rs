@@ -9,9 +9,7 @@ use tidegate_core::quota::{Ledger, Period};
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::{Log, Slot};
-use tidegate_core::{
-    Batch, Kind, Limit, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, State, Time, Verb,
-};
+use tidegate_core::{Batch, Kind, Limit, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, State, Time, Verb};
 
 use super::keys::Keys;
 use super::script::{Parts, kind_number, verb_number};
@@ -23,6 +21,8 @@ const MOST: u64 = 1 << 53;
 const ROUNDED: u64 = 1;
 /// The same where time is the caller's, and may go on more slowly than the server's.
 const KEPT: u64 = 3_600_000;
+/// Bytes to begin with for an operation's key and argument.
+const ROOM: usize = 256;
 /// Bytes of the largest argument: a window's with a penalty.
 const ARGUMENT: usize = 8 + 13 * 8;
 
@@ -60,12 +60,8 @@ pub(super) struct Question<'a> {
     pub(super) elsewhere: batch::Against,
 }
 
-/// What a script answered.
-pub(super) enum Read {
-    Answered(Outcomes),
-    /// None of the periods of a quota that were sent holds the server's present moment.
-    Elsewhen(Time),
-}
+/// None of the periods of a quota that were sent holds the server's present moment, and nothing was changed.
+pub(super) struct Elsewhen(pub(super) Time);
 
 impl Question<'_> {
     /// The script that it is for.
@@ -86,9 +82,10 @@ impl Question<'_> {
     /// The command that runs a script on it: `EVALSHA` with a hash, or `EVAL` with a text. `now` is the caller's moment,
     /// `around` the one that the server's is thought to be near.
     pub(super) fn command(&self, verb: &str, script: &str, now: Time, around: Time) -> redis::Cmd {
-        let mut command = redis::cmd(verb);
-        command.arg(script).arg(self.asked().count());
-        let mut key = Vec::new();
+        let count = self.asked().count();
+        let mut command = redis::Cmd::with_capacity(2 * count + 5, script.len() + (count + 1) * ROOM);
+        command.arg(verb).arg(script).arg(count);
+        let mut key = Vec::with_capacity(ROOM);
         for (op, limit) in self.asked() {
             self.keys.write(self.batch.terms().affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut key);
             command.arg(key.as_slice());
@@ -205,11 +202,11 @@ impl Question<'_> {
     ///
     /// The answers themselves are core's: each state is made anew, a log as the few slots that answer as the whole one
     /// does, and [`batch::settle_part`] judges and changes them as it would have.
-    pub(super) fn read(&self, bytes: &[u8]) -> Option<Read> {
+    pub(super) fn read(&self, bytes: &[u8]) -> Option<Result<Outcomes, Elsewhen>> {
         let mut input = Input(bytes);
         let now = input.time()?;
         if input.0.is_empty() && self.asked().any(|(_, limit)| matches!(limit.kind(), Kind::Quota(_))) {
-            return Some(Read::Elsewhen(now));
+            return Some(Err(Elsewhen(now)));
         }
         let mut states = ArrayVec::<State, MAX_OPS>::new();
         for op in self.batch.ops() {
@@ -220,7 +217,7 @@ impl Question<'_> {
             states.push(state);
         }
         let outcomes = batch::settle_part(self.batch, self.limits, states.as_mut_slice(), now, self.elsewhere);
-        input.0.is_empty().then_some(Read::Answered(outcomes))
+        input.0.is_empty().then_some(Ok(outcomes))
     }
 
     fn state(&self, op: &Op, limit: &Limit, input: &mut Input<'_>, now: Time) -> Option<State> {
@@ -265,11 +262,8 @@ impl Question<'_> {
 /// Where three periods of a quota begin and the last ends: that which holds a moment, the one before and the next.
 fn bounds(quota: &Quota, around: Time) -> [Time; 4] {
     let present = quota.period(around);
-    let before = if present.start == Time::ZERO {
-        Time::ZERO
-    } else {
-        quota.period(present.start - Span::from_micros(1)).start
-    };
+    let before =
+        if present.start == Time::ZERO { Time::ZERO } else { quota.period(present.start - Span::from_micros(1)).start };
     let next = if present.end.is_never() { Time::NEVER } else { quota.period(present.end).end };
     [before, present.start, present.end, next]
 }

@@ -111,7 +111,9 @@ fn keys_spread_and_batches_dont() {
     let store = stores.under("spread:", &limits);
     stores.runtime.block_on(async {
         for number in 1..=300 {
-            assert!(passes(&store.ask(&take(&[(ids[0], key(number)), (ids[1], key(number))]), Time::ZERO).await.unwrap()));
+            assert!(passes(
+                &store.ask(&take(&[(ids[0], key(number)), (ids[1], key(number))]), Time::ZERO).await.unwrap()
+            ));
         }
         let across = store.ask(&take(&[(ids[0], key(1)), (ids[1], key(2))]), Time::ZERO).await;
         assert!(across.unwrap_err().to_string().contains("several slots"));

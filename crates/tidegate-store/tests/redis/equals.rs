@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb, Window};
+use tidegate_core::{
+    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb, Window,
+};
 use tidegate_store::{Direct, Immediate as _, Redis, Remote as _, TimeSource};
 use tidegate_testkit::conformance::Backend as _;
 use tidegate_testkit::dice::{self, Dice};
@@ -113,7 +115,9 @@ fn long_logs_answer_as_whole_ones_do() {
             let (verb, cost, at) = match (dice.below(10), sent.pop()) {
                 (0..=1, Some((cost, at))) => (Verb::Settle, cost, at),
                 (2, Some((cost, at))) => (Verb::Refund, cost, at),
-                (3, _) => (dice.pick(&[Verb::Peek, Verb::Refund, Verb::Debit, Verb::Debit]), dice.between(1, 4), Time::ZERO),
+                (3, _) => {
+                    (dice.pick(&[Verb::Peek, Verb::Refund, Verb::Debit, Verb::Debit]), dice.between(1, 4), Time::ZERO)
+                }
                 _ => (Verb::Take, dice.pick(&[1, 1, 1, 2, 7, capacity / 40]), Time::ZERO),
             };
             let outcomes = pair.ask(&one(limit, verb, key, cost).ahead(LEAD).counted_at(at), now);

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate_core::{
-    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb, Verdict,
-    Window,
+    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb,
+    Verdict, Window,
 };
 use tidegate_store::{Redis, RedisOptions, Remote as _, StoreError, TimeSource};
 use tidegate_testkit::servers::{RedisServer, RedisSetup, Scratch, free_port, redis_sentinel};
@@ -135,9 +135,8 @@ fn a_frozen_server_is_given_up_and_found_again() {
         once(&store, wide, Verb::Take).await.unwrap();
         server.freeze();
         assert!(timeout(CALLER, once(&store, wide, Verb::Take)).await.is_err());
-        let fails_at_once = async {
-            while !matches!(timeout(CALLER, once(&store, wide, Verb::Take)).await, Ok(Err(_))) {}
-        };
+        let fails_at_once =
+            async { while !matches!(timeout(CALLER, once(&store, wide, Verb::Take)).await, Ok(Err(_))) {} };
         timeout(LONG, fails_at_once).await.unwrap();
         server.thaw();
         until_answered(&store).await;
@@ -204,7 +203,8 @@ fn a_password_is_used_and_never_told() {
     let Some(server) = RedisServer::with(RedisSetup { words, ..RedisSetup::default() }) else { return };
     let (limits, [wide, ..]) = plan();
     let host = server.url().replace("redis://", "");
-    for (login, is_right) in [(format!(":{SECRET}@"), true), (":hunter2-wrong@".into(), false), (String::new(), false)] {
+    for (login, is_right) in [(format!(":{SECRET}@"), true), (":hunter2-wrong@".into(), false), (String::new(), false)]
+    {
         let stores = Stores::new(format!("redis://{login}{host}"), TimeSource::Store);
         let store = stores.under("secret:", &limits);
         let answer = stores.runtime.block_on(once(&store, wide, Verb::Take));

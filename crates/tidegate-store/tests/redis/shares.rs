@@ -198,8 +198,12 @@ fn nothing_is_left_in_the_end() {
         }
     });
     assert!(server.keys() > keys * 5, "{} keys", server.keys());
-    let without = server.command(&["EVAL", "local n = 0 for _, k in ipairs(redis.call('KEYS', '*')) do \
-        if redis.call('PTTL', k) < 0 then n = n + 1 end end return n", "0"]);
+    let without = server.command(&[
+        "EVAL",
+        "local n = 0 for _, k in ipairs(redis.call('KEYS', '*')) do \
+        if redis.call('PTTL', k) < 0 then n = n + 1 end end return n",
+        "0",
+    ]);
     assert_eq!(without, ":0", "keys that never expire");
     for _ in 0..40 {
         if server.keys() == 0 {
@@ -221,8 +225,23 @@ fn hostile_prefixes_stay_apart() {
         window(1, Span::from_secs(60)).tagged(u64::from_be_bytes(*b"\0*{}\"'\r\n")),
     ]);
     let long = "x".repeat(64 * 1024);
-    let prefixes =
-        ["", "{", "}", "{}", "a", "a{", "a{0000000000000005}w", "\0", "\r\n", "'\"", "🦀", "$where", "*", "?[a-z]", &long];
+    let prefixes = [
+        "",
+        "{",
+        "}",
+        "{}",
+        "a",
+        "a{",
+        "a{0000000000000005}w",
+        "\0",
+        "\r\n",
+        "'\"",
+        "🦀",
+        "$where",
+        "*",
+        "?[a-z]",
+        &long,
+    ];
     let keys = [Key::new(0, 0), Key::new(0, 1), Key::new(1, 0), Key::new(u64::MAX, 5)];
     stores.runtime.block_on(async {
         let each: Vec<_> = prefixes.iter().map(|prefix| stores.under(prefix, &limits)).collect();

@@ -195,7 +195,8 @@ impl RedisCluster {
     /// # Panics
     /// If its nodes don't come to know each other.
     pub fn start() -> Option<Self> {
-        let words = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"];
+        let words =
+            ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"];
         let setup = RedisSetup { words: words.map(str::to_owned).to_vec(), ..RedisSetup::default() };
         let nodes: Vec<_> = (0..3)
             .map(|_| {
