@@ -128,9 +128,10 @@ fn row(name: &str, limits: Vec<Limit>, options: &Options) -> Row {
             for chunk in 0..CHUNKS {
                 let from = (round * CHUNKS + chunk) * CALLS;
                 for turn in 0..2 {
-                    if (round + chunk + turn) % 2 == 0 {
+                    let is_ours = (round + chunk + turn) % 2 == 0;
+                    if is_ours && options.wants_subject(OURS) {
                         chunks_of_ours.push(play(&ours, &keys, from).await?);
-                    } else {
+                    } else if !is_ours && options.wants_subject(CEILING) {
                         chunks_of_smallest.push(play(&smallest, &keys, from).await?);
                     }
                 }

@@ -21,18 +21,18 @@ const MOST: u64 = 1 << 53;
 const ROUNDED: u64 = 1;
 /// The same where time is the caller's, and may go on more slowly than the server's.
 const KEPT: u64 = 3_600_000;
-/// Bytes to begin with for an operation's key and argument.
+/// Bytes to begin with for an operation and its key.
 const ROOM: usize = 256;
-/// Bytes of the largest argument: a window's with a penalty.
+/// Bytes of the largest operation: a window's with a penalty.
 const ARGUMENT: usize = 8 + 13 * 8;
 
-/// An argument: bytes and doubles, one behind the other.
+/// A head or an operation: bytes and doubles, one behind the other.
 #[derive(Default)]
 struct Packed(ArrayVec<u8, ARGUMENT>);
 
 impl Packed {
     fn bytes(&mut self, bytes: &[u8]) {
-        self.0.try_extend_from_slice(bytes).expect("invariant: the largest argument fits");
+        self.0.try_extend_from_slice(bytes).expect("invariant: the largest operation fits");
     }
 
     fn number(&mut self, number: u64) {
@@ -90,12 +90,16 @@ impl Question<'_> {
             self.keys.write(self.batch.terms().affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut key);
             command.arg(key.as_slice());
         }
-        command.arg(self.head(now).0.as_slice());
+        let mut bytes = Vec::with_capacity(count * ROOM);
+        bytes.extend_from_slice(&self.head(now).0);
         let mut resets = false;
         for (op, limit) in self.asked() {
-            command.arg(self.argument(op, limit, around).0.as_slice());
+            let argument = self.argument(op, limit, around).0;
+            bytes.push(argument.len() as u8);
+            bytes.extend_from_slice(&argument);
             resets |= op.verb == Verb::Reset;
         }
+        command.arg(bytes);
         if resets {
             command.arg(self.keys.resets());
         }

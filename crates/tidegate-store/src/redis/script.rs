@@ -122,37 +122,69 @@ fn general(parts: u8, text: &mut String) {
     text.push_str(include_str!("lua/decide.lua"));
 }
 
+/// What a quick script unpacks for an operation and answers with. `$` is the operation's number.
+struct QuickPart {
+    text: &'static str,
+    arguments: &'static str,
+    formats: &'static str,
+    answers: &'static str,
+    answer_formats: &'static str,
+}
+
+const QUICK_RATE: QuickPart = QuickPart {
+    text: include_str!("lua/quick/rate.lua"),
+    arguments: ", never$, cost$, step$, step_rest$, refill$, refill_rest$",
+    // Burst and spacing are for paroles.
+    formats: "ddddxxxxxxxxxxxxxxxxxxxxxxxx",
+    answers: ", found$, found_rest$",
+    answer_formats: "dd",
+};
+
+const QUICK_WINDOW: QuickPart = QuickPart {
+    text: include_str!("lua/quick/window.lua"),
+    arguments: ", never$, cost$, limit$, length$, entries$, most$, cell$, lead$, ahead$",
+    formats: "ddddddd",
+    answers: ", used$, newest$, free_from$, free_count$",
+    answer_formats: "dddd",
+};
+
 fn quick(code: u16, text: &mut String) {
-    let count = (code.ilog2() / 2) as usize;
-    let ops = (0..count).rev().map(|op| code >> (2 * op)).map(|bits| (bits & 1 != 0, bits & 2 != 0));
-    let ops: Vec<(usize, bool, bool)> =
-        (1..).zip(ops).map(|(number, (window, penalised))| (number, window, penalised)).collect();
-    let mut parts = 0;
-    for (_, is_window, is_penalised) in &ops {
-        parts |= if *is_window { 1 } else { 2 } | if *is_penalised { PENALTIES } else { 0 };
+    let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
+    let (mut parts, mut body, mut writes) = (0, String::new(), String::new());
+    // Beyond the moment and the slack, the head is for others.
+    let (mut arguments, mut formats) = ("local now, slack".to_owned(), "<dd".to_owned() + &"x".repeat(17));
+    let (mut answers, mut answer_formats) = (String::new(), "<d".to_owned());
+    for number in 1..=count {
+        let bits = code >> (2 * (count - number));
+        let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
+        let part = if is_window { QUICK_WINDOW } else { QUICK_RATE };
+        parts |= if is_window { 1 } else { 2 };
+        let numbered = |text: &str| text.replace('$', &number.to_string());
+        arguments.push_str(&numbered(part.arguments));
+        answers.push_str(&numbered(part.answers));
+        answer_formats.push_str(part.answer_formats);
+        // Of the flags, whether the call can ever have room.
+        formats.push_str("xxxxxBxxxd");
+        if is_penalised {
+            parts |= PENALTIES;
+            formats.push_str(&"x".repeat(40));
+            answers.push_str(", 0, 0, 0");
+            answer_formats.push_str("ddB");
+        }
+        formats.push_str(part.formats);
+        body.push_str(&numbered(&format!("local is_penalised$ = {is_penalised}")));
+        body.push_str(&numbered(part.text));
+        writes.push_str(&numbered("  call('SET', KEYS[$], value$, 'PX', ceil(left$ / 1000) + slack)\n"));
     }
-    text.push_str("local function general()\n");
-    general(parts, text);
-    text.push_str("end\n");
+    text.push_str("local unpack, pack, call = struct.unpack, struct.pack, redis.call\n");
+    text.push_str("local floor, ceil = math.floor, math.ceil\nrepeat\n");
+    text.push_str(&format!("{arguments} = unpack('{formats}', ARGV[1])\n"));
     text.push_str(include_str!("lua/quick/head.lua"));
-    for (number, is_window, is_penalised) in &ops {
-        // A penalty's arguments come before the kind's own, and its empty record behind what is told of the state.
-        let (place, record) = if *is_penalised { (57, "\\0".repeat(17)) } else { (17, String::new()) };
-        text.push_str(&format!(
-            "local place{number}, is_penalised{number}, record{number} = {place}, {is_penalised}, '{record}'"
-        ));
-        let part = if *is_window { include_str!("lua/quick/window.lua") } else { include_str!("lua/quick/rate.lua") };
-        text.push_str(&part.replace('$', &number.to_string()));
-    }
+    text.push_str(&body);
     text.push_str(include_str!("lua/quick/tail.lua"));
-    text.push_str("if not is_refused then\n");
-    for (number, ..) in &ops {
-        text.push_str(&format!(
-            "  call('SET', KEYS[{number}], value{number}, 'PX', ceil(left{number} / 1000) + slack)\n"
-        ));
-    }
-    let answers: String = ops.iter().map(|(number, ..)| format!(" .. answer{number}")).collect();
-    text.push_str(&format!("end\nreturn pack('<d', now){answers}\n"));
+    text.push_str(&format!("if not is_refused then\n{writes}end\nreturn pack('{answer_formats}', now{answers})\n"));
+    text.push_str("until true\n");
+    general(parts, text);
 }
 
 /// A script's text and the hash that servers know it by.
