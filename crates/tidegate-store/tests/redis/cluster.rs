@@ -178,7 +178,10 @@ fn a_client_that_dies_between_parts_admits_nothing() {
                     }
                 });
             }
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            while passed.load(Ordering::SeqCst) == 0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
         });
         client.runtime.shutdown_timeout(Duration::from_secs(5));
         admitted += passed.load(Ordering::SeqCst);
