@@ -172,6 +172,15 @@ impl Batch {
         self.terms.affinity = affinity;
     }
 
+    /// A batch of some of its operations, or of others in their place, that have the same in common.
+    ///
+    /// # Panics
+    /// Of more than [`MAX_OPS`].
+    #[must_use]
+    pub fn part(&self, ops: impl IntoIterator<Item = Op>) -> Self {
+        Self { terms: self.terms, ops: ops.into_iter().collect() }
+    }
+
     /// Empties it, for reuse by whoever has the same in common.
     pub(crate) fn restart(&mut self) {
         self.terms = Terms { affinity: self.terms.affinity, ..Terms::default() };
@@ -330,6 +339,14 @@ struct Tally {
     no_room: bool,
 }
 
+impl Tally {
+    fn add(&mut self, verdict: Verdict) {
+        self.refused |= verdict.refuses();
+        self.blocked |= verdict == Verdict::Blocked;
+        self.no_room |= verdict == Verdict::NoRoom;
+    }
+}
+
 /// What stands against a call in other parts of its batch, where a store carries it out in parts ([`settle_part`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Against {
@@ -346,24 +363,20 @@ pub struct Against {
 impl Against {
     /// Adds what the takes of a part came to.
     pub fn add(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
-        for (op, outcome) in batch.ops.iter().zip(&outcomes.list) {
-            let Some(limit) = limits.get(op.limit) else { continue };
-            if op.verb == Verb::Take || op.verb == Verb::Peek {
-                let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
-                self.watched_refused |= refuses;
-                self.watched_blocked |= blocks;
-                self.refused |= refuses && !limit.is_shadow();
-                self.blocked |= blocks && !limit.is_shadow();
+        for (op, outcome) in batch.ops.iter().zip(&outcomes.list).filter(|(op, _)| op.verb == Verb::Take) {
+            let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
+            self.watched_refused |= refuses;
+            self.watched_blocked |= blocks;
+            if limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()) {
+                self.refused |= refuses;
+                self.blocked |= blocks;
             }
         }
     }
-}
 
-impl Tally {
-    fn add(&mut self, verdict: Verdict) {
-        self.refused |= verdict.refuses();
-        self.blocked |= verdict == Verdict::Blocked;
-        self.no_room |= verdict == Verdict::NoRoom;
+    /// Whether a take under this limit isn't to be charged.
+    pub fn refuses(&self, limit: &Limit) -> bool {
+        if limit.is_shadow() { self.watched_refused } else { self.refused }
     }
 }
 

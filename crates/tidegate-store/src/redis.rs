@@ -27,7 +27,7 @@ use crate::{Remote, Reset, StoreError, TimeSource, Waiting};
 use address::Address;
 use keys::Keys;
 use link::{Link, LinkError, Patience};
-use question::{Question, Read};
+use question::{Elsewhen, Question};
 use redis::{Cmd, ServerErrorKind, Value};
 use script::Scripts;
 
@@ -152,7 +152,8 @@ impl Shared {
             if !self.reserve {
                 return Err(StoreError::Failed("the keys of the batch lie in several slots of the cluster".into()));
             }
-            return self.ask_in_parts(batch, now).await;
+            // Apart, so that those who don't need it don't make room for it.
+            return Box::pin(self.ask_in_parts(batch, now)).await;
         }
         self.ask_one(batch, now, Against::default()).await
     }
@@ -182,11 +183,11 @@ impl Shared {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));
             };
             let at = match question.read(&bytes) {
-                Some(Read::Answered(outcomes)) => {
+                Some(Ok(outcomes)) => {
                     self.note(outcomes.now(), now);
                     return Ok(outcomes);
                 }
-                Some(Read::Elsewhen(at)) => at,
+                Some(Err(Elsewhen(at))) => at,
                 None => return Err(StoreError::Failed("the script's answer can't be read".into())),
             };
             self.note(at, now);

@@ -1,7 +1,5 @@
 //! What things are called in the server.
 
-use std::io::Write as _;
-
 use tidegate_core::{Key, Kind};
 
 use crate::Reset;
@@ -42,19 +40,22 @@ impl Keys {
     /// of its own.
     pub(super) fn write(&self, affinity: u64, tag: u64, kind: &Kind, key: Key, name: &mut Vec<u8>) {
         let letter = match kind {
-            Kind::Window(_) => 'w',
-            Kind::Rate(_) => 'r',
-            Kind::Quota(_) => 'q',
-            Kind::Concurrency(_) => 'c',
-            Kind::Cooldown(_) => 'g',
+            Kind::Window(_) => b'w',
+            Kind::Rate(_) => b'r',
+            Kind::Quota(_) => b'q',
+            Kind::Concurrency(_) => b'c',
+            Kind::Cooldown(_) => b'g',
         };
         name.clear();
         name.extend_from_slice(&self.prefix);
         let place = Self::place(affinity, key);
-        // Writing to memory doesn't fail.
-        let _ = write!(name, "{{{place:016x}}}{letter}{tag:016x}{:016x}", key.hi());
+        name.push(b'{');
+        name.extend_from_slice(&hex(place));
+        name.extend_from_slice(&[b'}', letter]);
+        name.extend_from_slice(&hex(tag));
+        name.extend_from_slice(&hex(key.hi()));
         if affinity != 0 {
-            let _ = write!(name, "{:016x}", key.lo());
+            name.extend_from_slice(&hex(key.lo()));
         }
     }
 
@@ -64,5 +65,42 @@ impl Keys {
         let (hi, rest) = rest.split_first_chunk()?;
         let lo = rest.try_into().ok()?;
         Some(Reset { tag: u64::from_le_bytes(*tag), key: Key::new(u64::from_le_bytes(*hi), u64::from_le_bytes(lo)) })
+    }
+}
+
+/// Sixteen digits, without the machinery of formatting: it is on the way of every decision.
+fn hex(number: u64) -> [u8; 16] {
+    let mut digits = [0; 16];
+    for (place, digit) in digits.iter_mut().enumerate() {
+        let nibble = (number >> (60 - 4 * place)) as u8 & 15;
+        *digit = nibble + if nibble < 10 { b'0' } else { b'a' - 10 };
+    }
+    digits
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tidegate_core::{Rate, Span};
+
+    #[test]
+    fn names_say_where_what_and_whose() {
+        let keys = Keys::new("gate:");
+        let kind = Kind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
+        let name = |affinity| {
+            let mut name = b"left over".to_vec();
+            keys.write(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);
+            String::from_utf8(name).unwrap()
+        };
+        assert_eq!(name(0), "gate:{abcdef0123456789}r000000000000feed0000000000000012");
+        assert_eq!(name(7), "gate:{0000000000000007}r000000000000feed0000000000000012abcdef0123456789");
+    }
+
+    #[test]
+    fn resets_are_read_and_nothing_else() {
+        let message = [7_u64, 1, u64::MAX].map(u64::to_le_bytes).concat();
+        assert_eq!(Keys::reset(&message), Some(Reset { tag: 7, key: Key::new(1, u64::MAX) }));
+        assert_eq!(Keys::reset(&message[1..]), None);
+        assert_eq!(Keys::reset(&[message.as_slice(), b"x"].concat()), None);
     }
 }

@@ -129,11 +129,9 @@ impl Link {
     /// the one before has failed.
     pub(super) async fn send(&self, command: &Cmd) -> Result<Value, LinkError> {
         let mut line = self.line().await?;
-        let pending = Pending { shared: &self.shared, line: Some(&line) };
-        let mut connection = line.connection.clone();
-        let answer = connection.send(command).await;
-        pending.answered();
-        line.connection = connection;
+        let mut pending = Pending { shared: &self.shared, number: line.number, is_answered: false };
+        let answer = line.connection.send(command).await;
+        pending.is_answered = true;
         if let Err(error) = &answer {
             self.shared.judge(&line, error);
         }
@@ -185,25 +183,26 @@ impl LinkError {
 /// answers at all: those who come later would wait in vain too.
 struct Pending<'a> {
     shared: &'a Arc<Shared>,
-    line: Option<&'a Line>,
-}
-
-impl Pending<'_> {
-    fn answered(mut self) {
-        self.line = None;
-    }
+    /// Of the connection.
+    number: u64,
+    is_answered: bool,
 }
 
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
-        if let Some(Line { connection: connection @ Connection::Server(_), number }) = self.line
+        if self.is_answered {
+            return;
+        }
+        let line = match &*self.shared.state.borrow() {
+            State::Up(line @ Line { connection: Connection::Server(_), number }) if *number == self.number => {
+                line.clone()
+            }
+            _ => return,
+        };
+        if let Ok(runtime) = Handle::try_current()
             && !self.shared.probed.swap(true, Ordering::Relaxed)
         {
-            let line = Line { connection: connection.clone(), number: *number };
-            let probe = Probe(Arc::clone(self.shared));
-            if let Ok(runtime) = Handle::try_current() {
-                runtime.spawn(probe.run(line));
-            }
+            runtime.spawn(Probe(Arc::clone(self.shared)).run(line));
         }
     }
 }

@@ -21,16 +21,18 @@ const MOST: u64 = 1 << 53;
 const ROUNDED: u64 = 1;
 /// The same where time is the caller's, and may go on more slowly than the server's.
 const KEPT: u64 = 3_600_000;
-/// Bytes of the largest argument: a window's with a penalty.
+/// Bytes to begin with for an operation and its key.
+const ROOM: usize = 256;
+/// Bytes of the largest operation: a window's with a penalty.
 const ARGUMENT: usize = 8 + 13 * 8;
 
-/// An argument: bytes and doubles, one behind the other.
+/// A head or an operation: bytes and doubles, one behind the other.
 #[derive(Default)]
 struct Packed(ArrayVec<u8, ARGUMENT>);
 
 impl Packed {
     fn bytes(&mut self, bytes: &[u8]) {
-        self.0.try_extend_from_slice(bytes).expect("invariant: the largest argument fits");
+        self.0.try_extend_from_slice(bytes).expect("invariant: the largest operation fits");
     }
 
     fn number(&mut self, number: u64) {
@@ -58,12 +60,8 @@ pub(super) struct Question<'a> {
     pub(super) elsewhere: batch::Against,
 }
 
-/// What a script answered.
-pub(super) enum Read {
-    Answered(Outcomes),
-    /// None of the periods of a quota that were sent holds the server's present moment.
-    Elsewhen(Time),
-}
+/// None of the periods of a quota that were sent holds the server's present moment, and nothing was changed.
+pub(super) struct Elsewhen(pub(super) Time);
 
 impl Question<'_> {
     /// The script that it is for.
@@ -84,19 +82,24 @@ impl Question<'_> {
     /// The command that runs a script on it: `EVALSHA` with a hash, or `EVAL` with a text. `now` is the caller's moment,
     /// `around` the one that the server's is thought to be near.
     pub(super) fn command(&self, verb: &str, script: &str, now: Time, around: Time) -> redis::Cmd {
-        let mut command = redis::cmd(verb);
-        command.arg(script).arg(self.asked().count());
-        let mut key = Vec::new();
+        let count = self.asked().count();
+        let mut command = redis::Cmd::with_capacity(2 * count + 5, script.len() + (count + 1) * ROOM);
+        command.arg(verb).arg(script).arg(count);
+        let mut key = Vec::with_capacity(ROOM);
         for (op, limit) in self.asked() {
             self.keys.write(self.batch.terms().affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut key);
             command.arg(key.as_slice());
         }
-        command.arg(self.head(now).0.as_slice());
+        let mut bytes = Vec::with_capacity(count * ROOM);
+        bytes.extend_from_slice(&self.head(now).0);
         let mut resets = false;
         for (op, limit) in self.asked() {
-            command.arg(self.argument(op, limit, around).0.as_slice());
+            let argument = self.argument(op, limit, around).0;
+            bytes.push(argument.len() as u8);
+            bytes.extend_from_slice(&argument);
             resets |= op.verb == Verb::Reset;
         }
+        command.arg(bytes);
         if resets {
             command.arg(self.keys.resets());
         }
@@ -204,11 +207,11 @@ impl Question<'_> {
     ///
     /// The answers themselves are core's: each state is made anew, a log as the few slots that answer as the whole one
     /// does, and [`batch::settle_part`] judges and changes them as it would have.
-    pub(super) fn read(&self, bytes: &[u8]) -> Option<Read> {
+    pub(super) fn read(&self, bytes: &[u8]) -> Option<Result<Outcomes, Elsewhen>> {
         let mut input = Input(bytes);
         let now = input.time()?;
         if input.0.is_empty() && self.asked().any(|(_, limit)| matches!(limit.kind(), Kind::Quota(_))) {
-            return Some(Read::Elsewhen(now));
+            return Some(Err(Elsewhen(now)));
         }
         let mut states = ArrayVec::<State, MAX_OPS>::new();
         for op in self.batch.ops() {
@@ -219,7 +222,7 @@ impl Question<'_> {
             states.push(state);
         }
         let outcomes = batch::settle_part(self.batch, self.limits, states.as_mut_slice(), now, self.elsewhere);
-        input.0.is_empty().then_some(Read::Answered(outcomes))
+        input.0.is_empty().then_some(Ok(outcomes))
     }
 
     fn state(&self, op: &Op, limit: &Limit, input: &mut Input<'_>, now: Time) -> Option<State> {

@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use tidegate_core::time::OVERTAKEN;
-use tidegate_core::{Batch, Kind, Limit, Limits, Time, Verb};
+use tidegate_core::{Batch, Kind, Limit, Limits, Op, Time, Verb};
 
 /// What the scripts count to: past it, doubles have gaps.
 const COUNTED: u64 = 1 << 53;
@@ -50,69 +50,147 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
     }
 }
 
-/// Which parts a batch needs: a bit for each kind, one for penalties and one for verbs that don't ask.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Parts(u8);
-
+/// How many operations a quick script has at most.
+const QUICK: usize = 4;
 const PENALTIES: u8 = 1 << 5;
 const TELLS: u8 = 1 << 6;
-/// One take under a plain rate.
-const PLAIN: u8 = 1 << 7;
+
+/// Which script a batch needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Parts {
+    /// The general one with these parts: a bit for each kind, one for penalties and one for verbs that don't ask.
+    General(u8),
+    /// A quick one for takes under enforced rates and windows: two bits for each, behind a 1. The lower says whether it is a
+    /// window, the upper whether it has a penalty.
+    Quick(u16),
+}
 
 impl Parts {
     /// What these operations need; `alone` says that no other part of their batch has a say.
     pub(super) fn of(batch: &Batch, limits: &Limits, alone: bool) -> Self {
-        let mut parts = 0;
-        let mut asked = 0;
-        let mut plain = alone;
-        for op in batch.ops() {
+        let (mut general, mut quick, mut is_quick) = (0, 1_u16, alone && batch.ops().len() <= QUICK);
+        for (index, op) in batch.ops().iter().enumerate() {
             let Some(limit) = limits.get(op.limit) else { continue };
-            asked += 1;
-            parts |= 1 << kind_number(limit.kind());
+            general |= 1 << kind_number(limit.kind());
             if limit.penalty().is_some() {
-                parts |= PENALTIES;
+                general |= PENALTIES;
             }
             if !matches!(op.verb, Verb::Take | Verb::Peek) {
-                parts |= TELLS;
+                general |= TELLS;
             }
-            plain &= is_plain(limit) && op.verb == Verb::Take;
+            let is_new = |before: &Op| (before.limit, before.key) != (op.limit, op.key);
+            is_quick &= op.verb == Verb::Take && is_ordinary(limit) && batch.ops()[..index].iter().all(is_new);
+            if is_quick {
+                let is_window = u16::from(matches!(limit.kind(), Kind::Window(_)));
+                quick = quick << 2 | u16::from(limit.penalty().is_some()) << 1 | is_window;
+            }
         }
-        Self(if plain && asked == 1 { PLAIN } else { parts })
-    }
-
-    fn has(self, bit: u8) -> bool {
-        self.0 & bit != 0
+        if is_quick { Self::Quick(quick) } else { Self::General(general) }
     }
 
     fn text(self) -> String {
-        let numbered = |names: &mut dyn Iterator<Item = &'static str>| {
-            let (names, numbers): (Vec<_>, Vec<_>) = names.zip(0..).map(|(name, n)| (name, n.to_string())).unzip();
-            format!("local {} = {}\n", names.join(", "), numbers.join(", "))
-        };
         let (never, overtaken) = (Time::NEVER.as_micros(), OVERTAKEN.as_micros());
         let mut text = format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {COUNTED}\n");
-        if self.0 == PLAIN {
-            text.push_str(include_str!("lua/plain.lua"));
-            return text;
+        match self {
+            Self::General(parts) => general(parts, &mut text),
+            Self::Quick(code) => quick(code, &mut text),
         }
-        text.push_str(&numbered(&mut KINDS.iter().map(|kind| kind.0)));
-        text.push_str(&numbered(&mut VERBS.into_iter()));
-        text.push_str(include_str!("lua/head.lua"));
-        let penalty = if self.has(PENALTIES) { include_str!("lua/penalty.lua") } else { include_str!("lua/clean.lua") };
-        text.push_str(penalty);
-        for (_, (_, asks, tells)) in (0..).zip(KINDS).filter(|(number, _)| self.has(1 << number)) {
-            text.push_str(asks);
-            if self.has(TELLS) {
-                text.push_str(tells);
-            }
-        }
-        text.push_str(include_str!("lua/decide.lua"));
         text
     }
 }
 
-fn is_plain(limit: &Limit) -> bool {
-    matches!(limit.kind(), Kind::Rate(_)) && limit.penalty().is_none() && limit.sharing().lease.is_none()
+fn is_ordinary(limit: &Limit) -> bool {
+    let kind = match limit.kind() {
+        Kind::Window(_) => true,
+        // What is taken of a leased rate may count ahead of its time.
+        Kind::Rate(_) => limit.sharing().lease.is_none(),
+        Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) => false,
+    };
+    kind && !limit.is_shadow() && !limit.counts_refused()
+}
+
+fn general(parts: u8, text: &mut String) {
+    let mut numbered = |names: &[&str]| {
+        let numbers: Vec<_> = (0..names.len()).map(|number| number.to_string()).collect();
+        text.push_str(&format!("local {} = {}\n", names.join(", "), numbers.join(", ")));
+    };
+    numbered(&KINDS.map(|(name, ..)| name));
+    numbered(&VERBS);
+    text.push_str(include_str!("lua/head.lua"));
+    let has_penalties = parts & PENALTIES != 0;
+    text.push_str(if has_penalties { include_str!("lua/penalty.lua") } else { include_str!("lua/clean.lua") });
+    for (_, (_, asks, tells)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
+        text.push_str(asks);
+        if parts & TELLS != 0 {
+            text.push_str(tells);
+        }
+    }
+    text.push_str(include_str!("lua/decide.lua"));
+}
+
+/// What a quick script unpacks for an operation and answers with. `$` is the operation's number.
+struct QuickPart {
+    text: &'static str,
+    arguments: &'static str,
+    formats: &'static str,
+    answers: &'static str,
+    answer_formats: &'static str,
+}
+
+const QUICK_RATE: QuickPart = QuickPart {
+    text: include_str!("lua/quick/rate.lua"),
+    arguments: ", never$, cost$, step$, step_rest$, refill$, refill_rest$",
+    // Burst and spacing are for paroles.
+    formats: "ddddxxxxxxxxxxxxxxxxxxxxxxxx",
+    answers: ", found$, found_rest$",
+    answer_formats: "dd",
+};
+
+const QUICK_WINDOW: QuickPart = QuickPart {
+    text: include_str!("lua/quick/window.lua"),
+    arguments: ", never$, cost$, limit$, length$, entries$, most$, cell$, lead$, ahead$",
+    formats: "ddddddd",
+    answers: ", used$, newest$, free_from$, free_count$",
+    answer_formats: "dddd",
+};
+
+fn quick(code: u16, text: &mut String) {
+    let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
+    let (mut parts, mut body, mut writes) = (0, String::new(), String::new());
+    // Beyond the moment and the slack, the head is for others.
+    let (mut arguments, mut formats) = ("local now, slack".to_owned(), "<dd".to_owned() + &"x".repeat(17));
+    let (mut answers, mut answer_formats) = (String::new(), "<d".to_owned());
+    for number in 1..=count {
+        let bits = code >> (2 * (count - number));
+        let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
+        let part = if is_window { QUICK_WINDOW } else { QUICK_RATE };
+        parts |= if is_window { 1 } else { 2 };
+        let numbered = |text: &str| text.replace('$', &number.to_string());
+        arguments.push_str(&numbered(part.arguments));
+        answers.push_str(&numbered(part.answers));
+        answer_formats.push_str(part.answer_formats);
+        // Of the flags, whether the call can ever have room.
+        formats.push_str("xxxxxBxxxd");
+        if is_penalised {
+            parts |= PENALTIES;
+            formats.push_str(&"x".repeat(40));
+            answers.push_str(", 0, 0, 0");
+            answer_formats.push_str("ddB");
+        }
+        formats.push_str(part.formats);
+        body.push_str(&numbered(&format!("local is_penalised$ = {is_penalised}")));
+        body.push_str(&numbered(part.text));
+        writes.push_str(&numbered("  call('SET', KEYS[$], value$, 'PX', ceil(left$ / 1000) + slack)\n"));
+    }
+    text.push_str("local unpack, pack, call = struct.unpack, struct.pack, redis.call\n");
+    text.push_str("local floor, ceil = math.floor, math.ceil\nrepeat\n");
+    text.push_str(&format!("{arguments} = unpack('{formats}', ARGV[1])\n"));
+    text.push_str(include_str!("lua/quick/head.lua"));
+    text.push_str(&body);
+    text.push_str(include_str!("lua/quick/tail.lua"));
+    text.push_str(&format!("if not is_refused then\n{writes}end\nreturn pack('{answer_formats}', now{answers})\n"));
+    text.push_str("until true\n");
+    general(parts, text);
 }
 
 /// A script's text and the hash that servers know it by.
@@ -122,18 +200,25 @@ pub(super) struct Script {
     pub(super) hash: String,
 }
 
-/// The scripts that were needed so far: one for each set of parts, 256 at the most.
-pub(super) struct Scripts([OnceLock<Script>; 256]);
+/// The scripts that were needed so far, each under what it is for.
+pub(super) struct Scripts {
+    general: [OnceLock<Script>; 1 << 7],
+    quick: [OnceLock<Script>; 2 << (2 * QUICK)],
+}
 
 impl Default for Scripts {
     fn default() -> Self {
-        Self([const { OnceLock::new() }; 256])
+        Self { general: [const { OnceLock::new() }; _], quick: [const { OnceLock::new() }; _] }
     }
 }
 
 impl Scripts {
     pub(super) fn get(&self, parts: Parts) -> &Script {
-        self.0[usize::from(parts.0)].get_or_init(|| {
+        let place = match parts {
+            Parts::General(parts) => &self.general[usize::from(parts)],
+            Parts::Quick(code) => &self.quick[usize::from(code)],
+        };
+        place.get_or_init(|| {
             let text = parts.text();
             let hash = redis::Script::new(&text).get_hash().to_owned();
             Script { text, hash }

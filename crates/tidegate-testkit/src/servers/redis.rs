@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::{LOOK_EVERY, LOOKS, Scratch, free_port, require};
+use super::{LOOK_EVERY, LOOKS, Running, Scratch, free_port, require};
 
 /// Slots of a cluster.
 const SLOTS: u16 = 16_384;
@@ -295,4 +295,23 @@ impl RedisServer {
         };
         read().expect("redis-server tells its keys")
     }
+}
+
+/// Starts a sentinel that watches a master by the name of `service`, and alone decides when another takes its place: half
+/// a second after the master's last sign of life. Returns it and its port; `None` if `redis-server` isn't installed.
+///
+/// # Panics
+/// If it doesn't start.
+pub fn redis_sentinel(service: &str, master: &RedisServer) -> Option<(Running, u16)> {
+    let program = require("redis-server")?;
+    let (scratch, port) = (Scratch::new(), free_port());
+    let config = format!(
+        "port {port}\nbind 127.0.0.1\nsentinel monitor {service} 127.0.0.1 {} 1\n\
+         sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n",
+        master.port
+    );
+    let config = scratch.write("sentinel.conf", &config);
+    let mut command = Command::new(program);
+    command.arg(config).arg("--sentinel");
+    Some((Running::start(command, scratch, port), port))
 }

@@ -80,7 +80,7 @@ local function settle_permits(op, state)
 end
 
 judge[CONCURRENCY] = function(op, state)
-  op.limit, op.lease = unpack('<dd', op.bytes, op.place)
+  op.limit, op.lease = unpack('<dd', bytes, op.place)
   settle_permits(op, state)
   op.own = find(state, holder)
   op.free_from, op.free_count = 0, 0

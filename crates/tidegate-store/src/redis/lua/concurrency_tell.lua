@@ -1,6 +1,6 @@
 tell[CONCURRENCY] = function(op, state)
   if op.verb ~= RELEASE and op.verb ~= RENEW then return false end
-  op.limit, op.lease = unpack('<dd', op.bytes, op.place)
+  op.limit, op.lease = unpack('<dd', bytes, op.place)
   settle_permits(op, state)
   local own = find(state, holder)
   if not own then

@@ -18,7 +18,7 @@ end
 
 local function settle_gate(op, state)
   op.base_wait, op.cap_wait, op.stagger, op.released, op.remembered, op.generation =
-    unpack('<dddddd', op.bytes, op.place)
+    unpack('<dddddd', bytes, op.place)
   if state.last > now + OVERTAKEN then
     if state.open_at > 0 and state.open_at ~= NEVER then
       state.open_at = min(now + max(state.open_at - state.last, 0), NEVER)

@@ -13,11 +13,15 @@ local watched_refused, watched_blocked = outside % 8 > 3, outside > 7
 
 local states, ops, answers = {}, {}, { pack('<d', now) }
 
-for index = 1, #KEYS do
-  local bytes, key = ARGV[index + 1], KEYS[index]
-  local op = { bytes = bytes, done = 1 }
-  op.kind, op.verb, op.shadow, op.counts, op.never, op.waives, op.paroles, op.penalised, op.cost, op.place =
-    unpack('<BBBBBBBBd', bytes)
+-- Behind the head, each operation begins with its length.
+local next_place = 34
+
+for index, key in ipairs(KEYS) do
+  local op = { done = 1 }
+  local length
+  length, op.kind, op.verb, op.shadow, op.counts, op.never, op.waives, op.paroles, op.penalised, op.cost, op.place =
+    unpack('<BBBBBBBBBd', bytes, next_place)
+  next_place = next_place + 1 + length
   if op.penalised == 1 then
     op.base, op.factor, op.cap, op.forgive, op.last, op.place = unpack('<ddddd', bytes, op.place)
   end
@@ -68,7 +72,7 @@ local function forget(op, state)
   state.key, state.ends, state.parole, state.strikes = key, 0, 0, 0
   load[op.kind](state)
   -- Who may not publish may reset all the same.
-  redis.pcall('PUBLISH', ARGV[#KEYS + 2], string.sub(op.bytes, op.place))
+  redis.pcall('PUBLISH', ARGV[2], string.sub(bytes, op.place, op.place + 23))
 end
 
 for index, op in ipairs(ops) do

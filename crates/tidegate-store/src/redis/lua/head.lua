@@ -3,8 +3,11 @@
 local unpack, pack, call = struct.unpack, struct.pack, redis.call
 local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
 
+-- All arguments in one; but the name of the channel for resets.
+local bytes = ARGV[1]
+
 -- `slack` is added, in milliseconds, to the time after which a key expires.
-local now, slack, counted_at, outside, holder = unpack('<dddBc8', ARGV[1])
+local now, slack, counted_at, outside, holder = unpack('<dddBc8', bytes)
 if now < 0 then
   local time = call('TIME')
   now = time[1] * 1000000 + time[2]

@@ -14,7 +14,7 @@ end
 -- Picks the present one of the three periods that the caller sent. Without it there is no answer, and nothing may have
 -- been changed yet.
 period = function(op)
-  local limit, first, second, third, last = unpack('<ddddd', op.bytes, op.place)
+  local limit, first, second, third, last = unpack('<ddddd', bytes, op.place)
   op.limit = limit
   if now < first or now >= last then return false end
   if now < second then

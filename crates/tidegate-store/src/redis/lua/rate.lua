@@ -30,7 +30,7 @@ end
 
 judge[RATE] = function(op, state)
   op.step, op.step_rest, op.refill, op.refill_rest, op.burst, op.spacing, op.spacing_rest, op.lead =
-    unpack('<dddddddd', op.bytes, op.place)
+    unpack('<dddddddd', bytes, op.place)
   op.most, op.most_rest = add(now + op.refill, op.refill_rest, op.refill, op.refill_rest)
   if is_later(state.tat, state.tat_rest, op.most + OVERTAKEN, op.most_rest) then
     state.tat, state.tat_rest = now + op.refill, op.refill_rest

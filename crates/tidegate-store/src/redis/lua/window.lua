@@ -114,7 +114,7 @@ local function settle_log(op, state)
 end
 
 local function arguments(op)
-  op.limit, op.length, op.entries, op.most, op.cell, op.lead, op.ahead = unpack('<ddddddd', op.bytes, op.place)
+  op.limit, op.length, op.entries, op.most, op.cell, op.lead, op.ahead = unpack('<ddddddd', bytes, op.place)
 end
 
 judge[WINDOW] = function(op, state)

@@ -1,0 +1,299 @@
+//! The server goes away, freezes, comes back, or isn't who it was.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::{
+    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb,
+    Verdict, Window,
+};
+use tidegate_store::{Redis, RedisOptions, Remote as _, StoreError, TimeSource};
+use tidegate_testkit::servers::{RedisServer, RedisSetup, Scratch, free_port, redis_sentinel};
+use tokio::time::timeout;
+
+use crate::common::Stores;
+
+const KEY: Key = Key::new(3, 0x1234_5678_9abc_def1);
+const HOUR: Span = Span::from_secs(3600);
+/// How long a caller waits.
+const CALLER: Duration = Duration::from_millis(50);
+/// What is at once on a busy machine: far less than the store waits for a server.
+const AT_ONCE: Duration = Duration::from_millis(800);
+/// As long as anything here may take on a busy machine.
+const LONG: Duration = Duration::from_secs(10);
+
+fn plan() -> (Arc<Limits>, [LimitId; 3]) {
+    let window = |limit| Limit::new(Kind::Window(Window::new(limit, HOUR, 64).unwrap()));
+    let penalty = Penalty::new(PenaltySpec { base: HOUR, ..PenaltySpec::default() }, HOUR).unwrap();
+    let held = Limit::new(Kind::Concurrency(Concurrency::new(2, HOUR).unwrap()));
+    let limits = Arc::new(Limits::new(vec![window(1_000), window(2).with_penalty(penalty), held]).unwrap());
+    let ids: Vec<_> = limits.iter().map(|(id, _)| id).collect();
+    (limits, ids.try_into().unwrap())
+}
+
+fn ask(limit: LimitId, verb: Verb) -> Batch {
+    let mut batch = Batch::new(1);
+    batch.push(Op::new(limit, verb, KEY, 1)).unwrap();
+    batch
+}
+
+async fn once(store: &Redis, limit: LimitId, verb: Verb) -> Result<Outcomes, StoreError> {
+    store.ask(&ask(limit, verb), Time::ZERO).await
+}
+
+/// Asks until there is an answer, as a background ping does.
+async fn until_answered(store: &Redis) {
+    let answered = async {
+        while timeout(CALLER, store.ask(&Batch::new(0), Time::ZERO)).await.is_ok_and(|answer| answer.is_err()) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        // An answer that took too long is none.
+        timeout(LONG, store.ask(&Batch::new(0), Time::ZERO)).await.unwrap().unwrap();
+    };
+    timeout(LONG, answered).await.unwrap();
+}
+
+#[test]
+fn counts_and_blocks_survive_a_restart_where_the_server_keeps_them() {
+    let Some(mut server) = RedisServer::with(RedisSetup { durable: true, ..RedisSetup::default() }) else { return };
+    let (limits, [wide, narrow, held]) = plan();
+    let read = |stores: &Stores, store: &Redis| {
+        let peeks = [wide, narrow, held].map(|id| stores.runtime.block_on(once(store, id, Verb::Peek)).unwrap());
+        peeks.map(|outcomes| {
+            let outcome = outcomes.list()[0];
+            (outcome.verdict, outcome.used, outcome.strikes, outcome.block_until)
+        })
+    };
+    let before = {
+        let stores = Stores::new(server.url(), TimeSource::Store);
+        let store = stores.under("kept:", &limits);
+        for _ in 0..7 {
+            stores.runtime.block_on(once(&store, wide, Verb::Take)).unwrap();
+        }
+        for _ in 0..3 {
+            stores.runtime.block_on(once(&store, narrow, Verb::Take)).unwrap();
+        }
+        stores.runtime.block_on(once(&store, held, Verb::Take)).unwrap();
+        read(&stores, &store)
+    };
+    assert_eq!((before[0].1, before[1].0, before[2].1), (7, Verdict::Blocked, 1));
+    server.restart();
+    // The gate was restarted, too.
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    assert_eq!(read(&stores, &stores.under("kept:", &limits)), before);
+}
+
+#[test]
+fn a_server_that_is_down_is_told_at_once_and_found_when_it_is_back() {
+    let Some(mut server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("down:", &limits);
+    stores.runtime.block_on(async {
+        once(&store, wide, Verb::Take).await.unwrap();
+        server.kill();
+        // The end of the connection is noticed without anybody asking; and from then on nobody waits.
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        for _ in 0..100 {
+            let answer = timeout(AT_ONCE, once(&store, wide, Verb::Take)).await;
+            assert!(answer.unwrap().is_err());
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        server.restart();
+        // Asking makes no difference while it is down; it is found by trying again.
+        until_answered(&store).await;
+        let outcomes = timeout(LONG, once(&store, wide, Verb::Take)).await.unwrap().unwrap();
+        // It kept nothing, not even the script.
+        assert_eq!(outcomes.list()[0].used, 1);
+    });
+}
+
+#[test]
+fn a_store_can_be_made_before_its_server() {
+    let Some(mut server) = RedisServer::start() else { return };
+    server.kill();
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("early:", &limits);
+    stores.runtime.block_on(async {
+        assert!(once(&store, wide, Verb::Take).await.is_err());
+        assert!(store.seed([1; 16]).await.is_err());
+        server.restart();
+        until_answered(&store).await;
+        once(&store, wide, Verb::Take).await.unwrap();
+    });
+}
+
+/// Callers that give up after 50 ms never learn that a server is frozen; the store does, and lets nobody wait for it.
+#[test]
+fn a_frozen_server_is_given_up_and_found_again() {
+    let Some(server) = RedisServer::start() else { return };
+    let mut stores = Stores::new(server.url(), TimeSource::Store);
+    stores.options.answer_timeout = Duration::from_millis(300);
+    stores.options.connect_timeout = Duration::from_millis(300);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("frozen:", &limits);
+    stores.runtime.block_on(async {
+        once(&store, wide, Verb::Take).await.unwrap();
+        server.freeze();
+        assert!(timeout(CALLER, once(&store, wide, Verb::Take)).await.is_err());
+        let fails_at_once =
+            async { while !matches!(timeout(CALLER, once(&store, wide, Verb::Take)).await, Ok(Err(_))) {} };
+        timeout(LONG, fails_at_once).await.unwrap();
+        server.thaw();
+        until_answered(&store).await;
+        let outcomes = once(&store, wide, Verb::Take).await.unwrap();
+        assert!(outcomes.list()[0].used >= 2);
+    });
+}
+
+/// A server that has become a replica refuses to write. The store leaves it, and is back when it is a master again.
+#[test]
+fn a_read_only_server_is_an_error_until_it_is_a_master_again() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("replica:", &limits);
+    stores.runtime.block_on(async {
+        once(&store, wide, Verb::Take).await.unwrap();
+        server.command(&["REPLICAOF", "127.0.0.1", &free_port().to_string()]);
+        assert!(once(&store, wide, Verb::Take).await.is_err());
+        assert!(timeout(AT_ONCE, once(&store, wide, Verb::Take)).await.unwrap().is_err());
+        server.command(&["REPLICAOF", "NO", "ONE"]);
+        until_answered(&store).await;
+        assert_eq!(once(&store, wide, Verb::Take).await.unwrap().list()[0].used, 2);
+    });
+}
+
+#[test]
+fn a_full_server_is_an_error_and_changes_nothing() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [wide, narrow, _]) = plan();
+    let store = stores.under("full:", &limits);
+    stores.runtime.block_on(async {
+        let mut both = ask(wide, Verb::Take);
+        both.push(Op::new(narrow, Verb::Take, KEY, 1)).unwrap();
+        store.ask(&both, Time::ZERO).await.unwrap();
+        server.command(&["CONFIG", "SET", "maxmemory", "1"]);
+        assert!(store.ask(&both, Time::ZERO).await.is_err());
+        server.command(&["CONFIG", "SET", "maxmemory", "0"]);
+        let outcomes = store.ask(&both, Time::ZERO).await.unwrap();
+        assert_eq!(outcomes.list().iter().map(|outcome| outcome.used).collect::<Vec<_>>(), [2, 2]);
+    });
+}
+
+/// Scripts that a server has forgotten are told to it again, without anybody noticing.
+#[test]
+fn forgotten_scripts_are_told_again() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("scripts:", &limits);
+    for calls in 1..=3 {
+        server.command(&["SCRIPT", "FLUSH"]);
+        let outcomes = stores.runtime.block_on(once(&store, wide, Verb::Take)).unwrap();
+        assert_eq!(outcomes.list()[0].used, calls);
+    }
+}
+
+/// A password is needed, and told by nobody.
+#[test]
+fn a_password_is_used_and_never_told() {
+    const SECRET: &str = "hunter2-%7Bx%7D";
+    let words = ["--requirepass", "hunter2-{x}"].map(str::to_owned).to_vec();
+    let Some(server) = RedisServer::with(RedisSetup { words, ..RedisSetup::default() }) else { return };
+    let (limits, [wide, ..]) = plan();
+    let host = server.url().replace("redis://", "");
+    for (login, is_right) in [(format!(":{SECRET}@"), true), (":hunter2-wrong@".into(), false), (String::new(), false)]
+    {
+        let stores = Stores::new(format!("redis://{login}{host}"), TimeSource::Store);
+        let store = stores.under("secret:", &limits);
+        let answer = stores.runtime.block_on(once(&store, wide, Verb::Take));
+        assert_eq!(answer.is_ok(), is_right, "{answer:?}");
+        let told = format!("{answer:?} {store:?} {:?}", stores.options);
+        assert!(!told.contains("hunter2"), "{told}");
+    }
+}
+
+/// A runtime that ends takes the connection with it. Another one makes its own.
+#[test]
+fn a_store_outlives_a_runtime() {
+    let Some(server) = RedisServer::start() else { return };
+    let (limits, [wide, ..]) = plan();
+    let store = Redis::new(RedisOptions::new(server.url()), limits).unwrap();
+    for _ in 0..3 {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            until_answered(&store).await;
+            once(&store, wide, Verb::Take).await.unwrap();
+        });
+    }
+}
+
+/// A master is lost, and the sentinels' next one is found.
+#[test]
+fn a_failover_is_followed() {
+    let Some(mut master) = RedisServer::start() else { return };
+    let words = vec!["--replicaof".to_owned(), "127.0.0.1".to_owned(), master.port().to_string()];
+    let Some(replica) = RedisServer::with(RedisSetup { words, ..RedisSetup::default() }) else { return };
+    let Some((sentinel, port)) = redis_sentinel("gate", &master) else { return };
+    let sees_replica = || {
+        let mut links = replica.command(&["INFO", "replication"]);
+        links.push_str(&sentinel.read("sentinel.conf"));
+        links.contains("master_link_status:up") && links.contains("known-replica")
+    };
+    for _ in 0..600 {
+        if sees_replica() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let stores = Stores::new(format!("redis-sentinel://127.0.0.1:{port}/gate"), TimeSource::Store);
+    let (limits, [wide, ..]) = plan();
+    let store = stores.under("failover:", &limits);
+    stores.runtime.block_on(async {
+        once(&store, wide, Verb::Take).await.unwrap();
+        assert_eq!(replica.command(&["WAIT", "0", "0"]).chars().next(), Some('-'), "a replica to begin with");
+        assert_eq!(master.command(&["WAIT", "1", "5000"]), ":1");
+        master.kill();
+        let found = async {
+            loop {
+                match timeout(CALLER, once(&store, wide, Verb::Take)).await {
+                    Ok(Ok(outcomes)) => return outcomes,
+                    _ => tokio::time::sleep(Duration::from_millis(20)).await,
+                }
+            }
+        };
+        let outcomes = timeout(Duration::from_secs(30), found).await.unwrap();
+        assert_eq!(outcomes.list()[0].used, 2, "what the replica had been told");
+    });
+}
+
+/// Over TLS, whose certificate must be signed by somebody who is trusted.
+#[test]
+fn an_encrypted_server_is_asked_where_it_is_trusted() {
+    let issued = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();
+    let scratch = Scratch::new();
+    let certificate = scratch.write("certificate.pem", &issued.cert.pem());
+    let key = scratch.write("key.pem", &issued.signing_key.serialize_pem());
+    let port = free_port();
+    let path = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    let words = [
+        ["--tls-port".into(), port.to_string()],
+        ["--tls-cert-file".into(), path(&certificate)],
+        ["--tls-key-file".into(), path(&key)],
+        ["--tls-ca-cert-file".into(), path(&certificate)],
+        ["--tls-auth-clients".into(), "no".into()],
+    ];
+    let setup = RedisSetup { words: words.concat(), ..RedisSetup::default() };
+    let Some(_server) = RedisServer::with(setup) else { return };
+    let (limits, [wide, ..]) = plan();
+    for (authorities, is_trusted) in [(Some(issued.cert.pem().into_bytes()), true), (None, false)] {
+        let mut stores = Stores::new(format!("rediss://localhost:{port}"), TimeSource::Store);
+        stores.options.authorities = authorities;
+        let store = stores.under("tls:", &limits);
+        let answer = stores.runtime.block_on(once(&store, wide, Verb::Take));
+        assert_eq!(answer.is_ok(), is_trusted, "{answer:?}");
+    }
+}
