@@ -30,6 +30,8 @@ const LOOKS: u32 = 8;
 /// cluster. A server that stands alone has none: there the keys are taken in order under leases, what is charged is
 /// written before the answer, and who dies in between leaves some of the keys charged, and the others taken for a
 /// second, in which questions about them fail.
+///
+/// The driver's tasks live in the tokio runtime that asks first, and the store with them.
 pub struct MongoDb(Engine<Server>);
 
 impl MongoDb {

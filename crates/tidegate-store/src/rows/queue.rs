@@ -20,9 +20,10 @@ const QUEUE: usize = 4096;
 pub(crate) const GROUP_ROWS: usize = 256;
 /// The most callers of one group.
 const GROUP_CALLS: usize = 256;
-/// How often a group that met another node's is tried, and after which waits.
-const TRIES: u32 = 8;
-const BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(32));
+/// How often a group that met another node's is tried while somebody waits for it, and after which waits: for about a
+/// second in all.
+const TRIES: u32 = 32;
+const BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(64));
 
 /// What carries groups out: one server's way to lock, load and write rows.
 pub(crate) trait Driver: Send + Sync + 'static {
