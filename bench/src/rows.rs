@@ -107,6 +107,7 @@ impl Row {
         let median = || self.rounds(OURS).and_then(Spread::of).map(|spread| spread.median);
         let reached = match bound {
             Bound::Ratio(rival, at_most) => self.ratio(rival).is_some_and(|ratio| ratio.median <= at_most),
+            Bound::RatioAtLeast(rival, at_least) => self.ratio(rival).is_some_and(|ratio| ratio.median >= at_least),
             Bound::Nanoseconds(at_most) => median().is_some_and(|median| median <= at_most * scale),
             Bound::AtMost(at_most) => median().is_some_and(|median| median <= at_most),
             Bound::AtLeast(at_least) => median().is_some_and(|median| median >= at_least),
@@ -118,6 +119,7 @@ impl Row {
         match targets::of(&self.name) {
             None => "–".to_owned(),
             Some(Bound::Ratio(rival, at_most)) => format!("≤ {at_most} × {rival}"),
+            Some(Bound::RatioAtLeast(rival, at_least)) => format!("≥ {at_least} × {rival}"),
             Some(Bound::Nanoseconds(at_most)) => {
                 format!("≤ {}", Unit::Nanoseconds.write(at_most * scale))
             }

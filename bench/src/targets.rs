@@ -1,4 +1,4 @@
-//! What must be reached, as PERFORMANCE.md has it: the rows "decision", "outbound" and "gate". Absolute times are for a machine on
+//! What must be reached, as PERFORMANCE.md has it: the rows "decision", "outbound", "gate" and "stores". Absolute times are for a machine on
 //! which reading the clock costs 24 ns, and are scaled by what it costs here.
 
 /// What a figure is held against.
@@ -6,6 +6,8 @@
 pub enum Bound {
     /// At most so many times the figure of the rival named.
     Ratio(&'static str, f64),
+    /// At least so many times the figure of the rival named.
+    RatioAtLeast(&'static str, f64),
     /// At most so many nanoseconds on the reference machine.
     Nanoseconds(f64),
     /// At most this, in the row's own unit, on any machine.
@@ -56,6 +58,9 @@ pub const REACHES: &[Reach] = &[
     reach("gate/refused/cpu", Bound::Ratio("bare hyper 429", 1.1)),
     reach("gate/decision-api/cpu", Bound::Ratio("bare hyper POST", 1.15)),
     reach("gate/outbound/cpu", Bound::Ratio("bare hyper-util proxy", 1.4)),
+    reach("stores/mariadb", Bound::RatioAtLeast("bare upsert", 0.3)),
+    reach("stores/postgres", Bound::RatioAtLeast("bare upsert", 0.3)),
+    reach("stores/mongodb", Bound::RatioAtLeast("bare upsert", 0.3)),
 ];
 
 /// What a store capped at 64 MiB may add to the process's resident memory: the cap, and a constant for the policy, the

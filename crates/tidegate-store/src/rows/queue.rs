@@ -304,3 +304,6 @@ impl<D: Driver> Drop for Leader<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

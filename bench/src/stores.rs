@@ -1,0 +1,15 @@
+//! Stores beyond this process: decisions a second of 64 tasks, against the least that a program of its own could ask of the
+//! same server through the same client.
+
+mod databases;
+
+use crate::options::Options;
+use crate::rows::Row;
+
+/// Tasks that ask at once.
+pub(crate) const TASKS: usize = 64;
+
+/// Measures every row that the options ask for, and hands each over as it is done.
+pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+    databases::measure(options, done);
+}
