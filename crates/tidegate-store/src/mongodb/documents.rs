@@ -84,7 +84,8 @@ impl Documents {
             hello => hello,
         };
         let hello = hello.map_err(|error| fault(&error))?;
-        documents.transactions = hello.contains_key("setName") || hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
+        documents.transactions =
+            hello.contains_key("setName") || hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
         let version = documents.keep("schema", SCHEMA.to_string().as_bytes()).await?;
         check_schema(&version)?;
         let index = IndexModel::builder().keys(doc! { "expires_at": 1 });
