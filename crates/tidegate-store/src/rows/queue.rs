@@ -72,6 +72,7 @@ impl Call {
 }
 
 /// Batches that are carried out together.
+#[expect(clippy::vec_box, reason = "a call is half a kilobyte, and goes from list to list")]
 pub(crate) struct Group {
     calls: Vec<Box<Call>>,
     keys: Vec<(RowKey, LimitId)>,
