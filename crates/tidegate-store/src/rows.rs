@@ -37,7 +37,8 @@ pub(crate) const CLEAN_STEPS: usize = 10;
 /// Where a store with rows is, and how it is used.
 #[derive(Clone)]
 pub struct RowsOptions {
-    /// The server and the database, such as `postgres://user:password@host/database`. A password in it is never shown.
+    /// The server and the database, such as `postgres://user:password@host/database`, and how to connect, in the words
+    /// of the driver (`sslmode`, `ssl-mode`, `tls`). A password in it is never shown.
     pub url: String,
     /// What the names of our tables or collections begin with: 1 to 32 of `a` to `z`, `0` to `9` and `_`, no digit
     /// first. `tidegate_` unless said.

@@ -14,6 +14,10 @@ use super::{
 };
 use crate::StoreError;
 
+/// The bytes of states after which a statement takes no more. A server's bound is 16 MiB or more unless it was lowered,
+/// and one state has up to a third of a mebibyte.
+const STATEMENT: usize = 1 << 20;
+
 /// One server's words for the steps.
 pub(crate) trait Dialect: Send + Sync + 'static {
     type Connection: Connection;
@@ -37,7 +41,7 @@ pub(crate) trait Dialect: Send + Sync + 'static {
     /// of these rows.
     fn read(&self, on: &mut Self::Connection, keys: &[RowKey]) -> impl Future<Output = Result<Found, Error>> + Send;
 
-    /// Writes rows: key, bytes, and when they expire, in microseconds.
+    /// Writes rows that are locked.
     fn write(&self, on: &mut Self::Connection, rows: &[Written]) -> impl Future<Output = Result<(), Error>> + Send;
 
     /// Removes rows.
@@ -173,8 +177,8 @@ impl<D: Dialect> Sql<D> {
         if !changed {
             return Ok((answers, false));
         }
-        if !writes.is_empty() {
-            self.dialect.write(on, &writes).await.map_err(|error| self.fault(&error))?;
+        for some in portions(&writes) {
+            self.dialect.write(on, some).await.map_err(|error| self.fault(&error))?;
         }
         if !removes.is_empty() {
             self.dialect.remove(on, &removes).await.map_err(|error| self.fault(&error))?;
@@ -208,6 +212,19 @@ impl<D: Dialect> Sql<D> {
         };
         within(clean).await
     }
+}
+
+/// The rows in parts that one statement bears.
+fn portions(rows: &[Written]) -> impl Iterator<Item = &[Written]> {
+    let mut size = 0;
+    rows.chunk_by(move |(_, state, _), _| {
+        size += state.len();
+        let goes_on = size < STATEMENT;
+        if !goes_on {
+            size = 0;
+        }
+        goes_on
+    })
 }
 
 type Answers = Vec<Result<Outcomes, StoreError>>;

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::sync::{Arc, Mutex};
 
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Window};
+use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, State, Time, Verb, Window};
 use tidegate_testkit::dice::Dice;
 use tokio::runtime::Builder;
 use tokio::sync::Semaphore;
@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 
 use super::{Driver, Engine, Group, QUEUE};
 use crate::StoreError;
-use crate::rows::ledger::Ledger;
+use crate::rows::ledger::{Change, Ledger};
 use crate::rows::{Fault, RowKey};
 
 /// A driver over no rows at all.
@@ -182,6 +182,38 @@ fn that_nobody_is_there_is_told_to_all_who_wait() {
         engine.driver().gate.as_ref().unwrap().add_permits(1);
         assert!(first.await.unwrap().is_err() && second.await.unwrap().is_err());
         assert_eq!(engine.driver().groups().len(), 1);
+    });
+}
+
+/// A driver that finds one readable row and one that isn't.
+#[derive(Default)]
+struct Foreign(Mutex<Vec<Change>>);
+
+impl Driver for Foreign {
+    const SAME_ROWS: bool = false;
+
+    async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
+        let mut known = Vec::new();
+        State::default().encode(&mut known);
+        let bytes = [known, vec![0xff, 1]];
+        let mut ledger = Ledger::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
+        let answers = ledger.settle(group, |call| call.now());
+        *self.0.lock().unwrap() = ledger.changes();
+        Ok(answers)
+    }
+}
+
+#[test]
+fn a_row_that_nobody_can_read_is_an_error_and_stays() {
+    run(async {
+        let window = Window::new(10, Span::from_secs(60), 64).unwrap();
+        let limits = Arc::new(Limits::of_one(Limit::new(Kind::Window(window))));
+        let engine = Engine::new(Foreign::default(), limits, 1);
+        let both = engine.ask(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
+        assert!(matches!(both, Err(StoreError::Failed(_))));
+        assert_eq!(*engine.driver().0.lock().unwrap(), [Change::Keep, Change::Keep]);
+        engine.ask(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
+        assert!(matches!(engine.driver().0.lock().unwrap()[..], [Change::Write(..)]));
     });
 }
 
