@@ -85,7 +85,7 @@ fn hammer<K: Kind>(url: &str) {
             .map(|_| {
                 let store = Arc::clone(&store);
                 tokio::spawn(async move {
-                    loop {
+                    for _ in 0..1_000_000 {
                         let asked = store.ask(&batch(Verb::Take, &[(0, 1), (1, 2), (2, 3)]), Time::ZERO).await;
                         println!("passed {}", u64::from(passes(&asked.unwrap())));
                         std::io::stdout().flush().unwrap();
