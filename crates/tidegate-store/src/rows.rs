@@ -19,7 +19,9 @@ use std::time::Duration;
 use tidegate_core::{Key, Time};
 
 pub(crate) use ledger::Ledger;
-pub(crate) use queue::{Call, Driver, Engine, GROUP_ROWS, Group};
+#[cfg(feature = "mysql")]
+pub(crate) use queue::GROUP_ROWS;
+pub(crate) use queue::{Call, Driver, Engine, Group};
 
 use crate::{StoreError, TimeSource};
 
@@ -33,6 +35,8 @@ pub(crate) const SCHEMA: u32 = 1;
 pub(crate) const CLEAN_ROWS: usize = 1000;
 /// Steps of one call to `clean`.
 pub(crate) const CLEAN_STEPS: usize = 10;
+/// How long these may take: nobody waits for them, and a server that is busy needs longer for them than for a decision.
+pub(crate) const CLEAN_WITHIN: Duration = Duration::from_secs(10);
 
 /// Where a store with rows is, and how it is used.
 #[derive(Clone)]
@@ -171,10 +175,10 @@ impl Times {
 }
 
 /// Bounds what no caller need bound.
-pub(crate) async fn within<T>(work: impl Future<Output = Result<T, Fault>>) -> Result<T, StoreError> {
-    match tokio::time::timeout(GROUP_WITHIN, work).await {
+pub(crate) async fn within<T>(limit: Duration, work: impl Future<Output = Result<T, Fault>>) -> Result<T, StoreError> {
+    match tokio::time::timeout(limit, work).await {
         Ok(done) => done.map_err(StoreError::from),
-        Err(_) => Err(StoreError::Timeout(GROUP_WITHIN)),
+        Err(_) => Err(StoreError::Timeout(limit)),
     }
 }
 

@@ -196,8 +196,8 @@ impl Queue {
         call.keys.iter().any(|(key, _)| self.busy.contains(key))
     }
 
-    /// The first call whose rows nobody has, and those behind it that go with it. Nobody overtakes a call for a row that
-    /// both want.
+    /// The first call whose rows nobody has, and those behind it that go with it. Nobody who changes a row overtakes
+    /// another who does.
     fn next_group(&mut self, same_rows: bool) -> Option<Group> {
         let mut calls: Vec<Box<Call>> = Vec::new();
         let mut keys = BTreeMap::new();
@@ -220,7 +220,9 @@ impl Queue {
                     break;
                 }
             } else {
-                wanted.extend(call.keys.iter().map(|(key, _)| *key));
+                if !call.looks {
+                    wanted.extend(call.keys.iter().map(|(key, _)| *key));
+                }
                 passed_over.push(call);
             }
         }

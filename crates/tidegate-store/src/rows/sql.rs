@@ -10,7 +10,8 @@ use tidegate_core::{Limits, Outcomes, Time};
 use super::ledger::Change;
 use super::lines::{Line, Lines};
 use super::{
-    CLEAN_ROWS, CLEAN_STEPS, Driver, Engine, Fault, Group, Ledger, RowKey, RowsOptions, Times, check_schema, within,
+    CLEAN_ROWS, CLEAN_STEPS, CLEAN_WITHIN, Driver, Engine, Fault, GROUP_WITHIN, Group, Ledger, RowKey, RowsOptions,
+    Times, check_schema, within,
 };
 use crate::StoreError;
 
@@ -194,7 +195,7 @@ impl<D: Dialect> Sql<D> {
             let kept = line.done(kept)?;
             kept.try_into().map_err(|_| Fault::Failed("the seed in it isn't 16 bytes long".into()))
         };
-        within(seed).await
+        within(GROUP_WITHIN, seed).await
     }
 
     /// Removes expired rows, a bounded number of them.
@@ -210,7 +211,7 @@ impl<D: Dialect> Sql<D> {
             }
             Ok(())
         };
-        within(clean).await
+        within(CLEAN_WITHIN, clean).await
     }
 }
 
