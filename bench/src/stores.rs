@@ -1,6 +1,7 @@
 //! Stores beyond this process: decisions a second of 64 tasks, against the least that a program of its own could ask of the
 //! same server through the same client.
 
+mod databases;
 mod redis;
 
 use crate::options::Options;
@@ -12,4 +13,5 @@ pub(crate) const TASKS: usize = 64;
 /// Measures every row that the options ask for, and hands each over as it is done.
 pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
     redis::measure(options, done);
+    databases::measure(options, done);
 }

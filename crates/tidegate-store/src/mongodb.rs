@@ -13,7 +13,8 @@ use tokio::sync::OnceCell;
 use self::documents::{Document, Documents, fault};
 use crate::rows::ledger::Change;
 use crate::rows::{
-    CLEAN_STEPS, CONNECT_WITHIN, Driver, Engine, Fault, Group, Ledger, RowKey, RowsOptions, Times, within,
+    CLEAN_STEPS, CLEAN_WITHIN, CONNECT_WITHIN, Driver, Engine, Fault, GROUP_WITHIN, Group, Ledger, RowKey, RowsOptions,
+    Times, within,
 };
 use crate::{Remote, StoreError, Waiting};
 
@@ -30,6 +31,8 @@ const LOOKS: u32 = 8;
 /// cluster. A server that stands alone has none: there the keys are taken in order under leases, what is charged is
 /// written before the answer, and who dies in between leaves some of the keys charged, and the others taken for a
 /// second, in which questions about them fail.
+///
+/// The driver's tasks live in the tokio runtime that asks first, and the store with them.
 pub struct MongoDb(Engine<Server>);
 
 impl MongoDb {
@@ -63,12 +66,12 @@ impl Remote for MongoDb {
 
     fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]> {
         let server = self.0.driver();
-        Box::pin(within(async move { server.documents().await?.seed(proposal).await }))
+        Box::pin(within(GROUP_WITHIN, async move { server.documents().await?.seed(proposal).await }))
     }
 
     fn clean(&self) -> Waiting<()> {
         let server = self.0.driver();
-        Box::pin(within(async move { server.clean().await }))
+        Box::pin(within(CLEAN_WITHIN, async move { server.clean().await }))
     }
 }
 

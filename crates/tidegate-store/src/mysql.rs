@@ -1,5 +1,6 @@
 //! State in MySQL 8 or MariaDB 10.6 and later.
 
+use std::cmp::Reverse;
 use std::iter;
 use std::sync::Arc;
 
@@ -210,7 +211,10 @@ impl Dialect for Words {
     }
 
     async fn write(&self, on: &mut MySqlConnection, rows: &[Written]) -> Result<(), Error> {
-        let (words, rows) = self.write.fit(rows);
+        // The last is repeated: the one of the fewest bytes.
+        let mut rows: Vec<&Written> = rows.iter().collect();
+        rows.sort_unstable_by_key(|(_, state, _)| Reverse(state.len()));
+        let (words, rows) = self.write.fit(&rows);
         let query = rows.fold(sqlx::query(words), |query, (key, state, expires_at)| {
             query.bind(key.as_bytes()).bind(state.as_slice()).bind(*expires_at)
         });

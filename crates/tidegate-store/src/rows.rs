@@ -19,7 +19,9 @@ use std::time::Duration;
 use tidegate_core::{Key, Time};
 
 pub(crate) use ledger::Ledger;
-pub(crate) use queue::{Call, Driver, Engine, GROUP_ROWS, Group};
+#[cfg(feature = "mysql")]
+pub(crate) use queue::GROUP_ROWS;
+pub(crate) use queue::{Call, Driver, Engine, Group};
 
 use crate::{StoreError, TimeSource};
 
@@ -33,11 +35,14 @@ pub(crate) const SCHEMA: u32 = 1;
 pub(crate) const CLEAN_ROWS: usize = 1000;
 /// Steps of one call to `clean`.
 pub(crate) const CLEAN_STEPS: usize = 10;
+/// How long these may take: nobody waits for them, and a server that is busy needs longer for them than for a decision.
+pub(crate) const CLEAN_WITHIN: Duration = Duration::from_secs(10);
 
 /// Where a store with rows is, and how it is used.
 #[derive(Clone)]
 pub struct RowsOptions {
-    /// The server and the database, such as `postgres://user:password@host/database`. A password in it is never shown.
+    /// The server and the database, such as `postgres://user:password@host/database`, and how to connect, in the words
+    /// of the driver (`sslmode`, `ssl-mode`, `tls`). A password in it is never shown.
     pub url: String,
     /// What the names of our tables or collections begin with: 1 to 32 of `a` to `z`, `0` to `9` and `_`, no digit
     /// first. `tidegate_` unless said.
@@ -170,10 +175,10 @@ impl Times {
 }
 
 /// Bounds what no caller need bound.
-pub(crate) async fn within<T>(work: impl Future<Output = Result<T, Fault>>) -> Result<T, StoreError> {
-    match tokio::time::timeout(GROUP_WITHIN, work).await {
+pub(crate) async fn within<T>(limit: Duration, work: impl Future<Output = Result<T, Fault>>) -> Result<T, StoreError> {
+    match tokio::time::timeout(limit, work).await {
         Ok(done) => done.map_err(StoreError::from),
-        Err(_) => Err(StoreError::Timeout(GROUP_WITHIN)),
+        Err(_) => Err(StoreError::Timeout(limit)),
     }
 }
 

@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use mongodb::Client;
-use mongodb::bson::{Document, doc};
+use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
 use tidegate_core::Limits;
 use tidegate_store::{MongoDb, RowsOptions, StoreError};
 use tidegate_testkit::servers::database::Database;
@@ -38,6 +38,14 @@ impl rows::Kind for Mongo {
         let client = Client::with_uri_str(server.url()).await.unwrap();
         let state = client.database("tidegate").collection::<Document>(&format!("{prefix}state"));
         state.count_documents(doc! {}).await.unwrap()
+    }
+
+    async fn make_later(server: &Database, prefix: &str) {
+        let client = Client::with_uri_str(server.url()).await.unwrap();
+        let meta = client.database("tidegate").collection::<Document>(&format!("{prefix}meta"));
+        let later = Binary { subtype: BinarySubtype::Generic, bytes: b"2".to_vec() };
+        let updated = meta.update_one(doc! { "_id": "schema" }, doc! { "$set": { "value": later } }).await.unwrap();
+        assert_eq!(updated.matched_count, 1);
     }
 
     fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<MongoDb, StoreError> {

@@ -31,6 +31,12 @@ impl rows::Kind for Pg {
         rows.try_into().unwrap()
     }
 
+    async fn make_later(server: &Database, prefix: &str) {
+        let mut connection = PgConnection::connect(server.url()).await.unwrap();
+        let later = AssertSqlSafe(format!("UPDATE {prefix}meta SET value = '2' WHERE name = 'schema'"));
+        sqlx::query(later).execute(&mut connection).await.unwrap();
+    }
+
     fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<Postgres, StoreError> {
         Postgres::new(limits, options)
     }

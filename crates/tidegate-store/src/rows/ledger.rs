@@ -18,8 +18,8 @@ pub(crate) struct Ledger<'a> {
     loaded: Vec<Vec<u8>>,
     /// Rows whose bytes nobody here can read.
     unreadable: Vec<RowKey>,
-    /// The earliest moment that anything was decided at.
-    earliest: Time,
+    /// The earliest moment that anything was decided at; none if nothing was.
+    earliest: Option<Time>,
 }
 
 /// What has to become of a row.
@@ -49,7 +49,7 @@ impl<'a> Ledger<'a> {
             states: vec![State::default(); keys.len()],
             loaded: vec![Vec::new(); keys.len()],
             unreadable: Vec::new(),
-            earliest: Time::NEVER,
+            earliest: None,
         };
         for (key, bytes) in found {
             let Some(index) = place(keys, &key) else { continue };
@@ -75,7 +75,7 @@ impl<'a> Ledger<'a> {
         if call.keys().iter().any(|(key, _)| self.unreadable.contains(key)) {
             return Err(StoreError::Failed("a row is none of this program's, or of a later version's".into()));
         }
-        self.earliest = self.earliest.min(now);
+        self.earliest = Some(self.earliest.map_or(now, |earliest| earliest.min(now)));
         let mut cells = Places { keys: self.keys, limits: self.limits, states: &mut self.states };
         Ok(settle(call.batch(), self.limits, &mut cells, now))
     }
@@ -87,11 +87,9 @@ impl<'a> Ledger<'a> {
 
     fn change(&self, index: usize) -> Change {
         let ((key, limit), state, loaded) = (self.keys[index], &self.states[index], &self.loaded[index]);
-        if self.unreadable.contains(&key) {
-            return Change::Keep;
-        }
+        let Some(earliest) = self.earliest.filter(|_| !self.unreadable.contains(&key)) else { return Change::Keep };
         let idle_at = self.limits.get(limit).map_or(Time::NEVER, |limit| state.idle_at(limit));
-        if idle_at <= self.earliest {
+        if idle_at <= earliest {
             return if loaded.is_empty() { Change::Absent } else { Change::Remove };
         }
         let mut bytes = Vec::new();

@@ -59,15 +59,23 @@ pub(crate) struct Line<'a, C: Connection> {
 }
 
 impl<C: Connection> Line<'_, C> {
-    /// Keeps it for the next user, where what was done on it came to an end. Where it is broken, those that nobody uses
-    /// mostly are, too, and go with it.
+    /// Keeps it for the next user, where what was done on it came to an end.
     pub(crate) fn done<T>(mut self, result: Result<T, Fault>) -> Result<T, Fault> {
         match result {
             Ok(_) | Err(Fault::Conflict(_)) => self.lines.idle().extend(self.connection.take()),
-            Err(Fault::Broken(_)) => self.lines.idle().clear(),
-            Err(Fault::Unreachable(_) | Fault::Failed(_)) => {}
+            Err(Fault::Unreachable(_) | Fault::Failed(_)) => self.connection = None,
+            Err(Fault::Broken(_)) => {}
         }
         result
+    }
+}
+
+impl<C: Connection> Drop for Line<'_, C> {
+    /// Where one is broken, or was given up in the middle, those that nobody uses mostly are no better.
+    fn drop(&mut self) {
+        if self.connection.is_some() {
+            self.lines.idle().clear();
+        }
     }
 }
 

@@ -20,9 +20,10 @@ const QUEUE: usize = 4096;
 pub(crate) const GROUP_ROWS: usize = 256;
 /// The most callers of one group.
 const GROUP_CALLS: usize = 256;
-/// How often a group that met another node's is tried, and after which waits.
-const TRIES: u32 = 8;
-const BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(32));
+/// How often a group that met another node's is tried while somebody waits for it, and after which waits: for about a
+/// second in all.
+const TRIES: u32 = 32;
+const BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(64));
 
 /// What carries groups out: one server's way to lock, load and write rows.
 pub(crate) trait Driver: Send + Sync + 'static {
@@ -71,6 +72,7 @@ impl Call {
 }
 
 /// Batches that are carried out together.
+#[expect(clippy::vec_box, reason = "a call is half a kilobyte, and goes from list to list")]
 pub(crate) struct Group {
     calls: Vec<Box<Call>>,
     keys: Vec<(RowKey, LimitId)>,
@@ -194,8 +196,8 @@ impl Queue {
         call.keys.iter().any(|(key, _)| self.busy.contains(key))
     }
 
-    /// The first call whose rows nobody has, and those behind it that go with it. Nobody overtakes a call for a row that
-    /// both want.
+    /// The first call whose rows nobody has, and those behind it that go with it. Nobody who changes a row overtakes
+    /// another who does.
     fn next_group(&mut self, same_rows: bool) -> Option<Group> {
         let mut calls: Vec<Box<Call>> = Vec::new();
         let mut keys = BTreeMap::new();
@@ -218,7 +220,9 @@ impl Queue {
                     break;
                 }
             } else {
-                wanted.extend(call.keys.iter().map(|(key, _)| *key));
+                if !call.looks {
+                    wanted.extend(call.keys.iter().map(|(key, _)| *key));
+                }
                 passed_over.push(call);
             }
         }
@@ -303,3 +307,6 @@ impl<D: Driver> Drop for Leader<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

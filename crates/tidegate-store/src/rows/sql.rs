@@ -10,9 +10,14 @@ use tidegate_core::{Limits, Outcomes, Time};
 use super::ledger::Change;
 use super::lines::{Line, Lines};
 use super::{
-    CLEAN_ROWS, CLEAN_STEPS, Driver, Engine, Fault, Group, Ledger, RowKey, RowsOptions, Times, check_schema, within,
+    CLEAN_ROWS, CLEAN_STEPS, CLEAN_WITHIN, Driver, Engine, Fault, GROUP_WITHIN, Group, Ledger, RowKey, RowsOptions,
+    Times, check_schema, within,
 };
 use crate::StoreError;
+
+/// The bytes of states after which a statement takes no more. A server's bound is 16 MiB or more unless it was lowered,
+/// and one state has up to a third of a mebibyte.
+const STATEMENT: usize = 1 << 20;
 
 /// One server's words for the steps.
 pub(crate) trait Dialect: Send + Sync + 'static {
@@ -37,7 +42,7 @@ pub(crate) trait Dialect: Send + Sync + 'static {
     /// of these rows.
     fn read(&self, on: &mut Self::Connection, keys: &[RowKey]) -> impl Future<Output = Result<Found, Error>> + Send;
 
-    /// Writes rows: key, bytes, and when they expire, in microseconds.
+    /// Writes rows that are locked.
     fn write(&self, on: &mut Self::Connection, rows: &[Written]) -> impl Future<Output = Result<(), Error>> + Send;
 
     /// Removes rows.
@@ -173,8 +178,8 @@ impl<D: Dialect> Sql<D> {
         if !changed {
             return Ok((answers, false));
         }
-        if !writes.is_empty() {
-            self.dialect.write(on, &writes).await.map_err(|error| self.fault(&error))?;
+        for some in portions(&writes) {
+            self.dialect.write(on, some).await.map_err(|error| self.fault(&error))?;
         }
         if !removes.is_empty() {
             self.dialect.remove(on, &removes).await.map_err(|error| self.fault(&error))?;
@@ -190,7 +195,7 @@ impl<D: Dialect> Sql<D> {
             let kept = line.done(kept)?;
             kept.try_into().map_err(|_| Fault::Failed("the seed in it isn't 16 bytes long".into()))
         };
-        within(seed).await
+        within(GROUP_WITHIN, seed).await
     }
 
     /// Removes expired rows, a bounded number of them.
@@ -206,8 +211,21 @@ impl<D: Dialect> Sql<D> {
             }
             Ok(())
         };
-        within(clean).await
+        within(CLEAN_WITHIN, clean).await
     }
+}
+
+/// The rows in parts that one statement bears.
+fn portions(rows: &[Written]) -> impl Iterator<Item = &[Written]> {
+    let mut size = 0;
+    rows.chunk_by(move |(_, state, _), _| {
+        size += state.len();
+        let goes_on = size < STATEMENT;
+        if !goes_on {
+            size = 0;
+        }
+        goes_on
+    })
 }
 
 type Answers = Vec<Result<Outcomes, StoreError>>;

@@ -84,6 +84,19 @@ pub(crate) fn keys_apart<K: Kind>() {
     });
 }
 
+/// Whoever doesn't know the tables says so, and doesn't touch them; whoever knew them before they changed may go on.
+pub(crate) fn leaves_later_versions_alone<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let open = || K::open(plan(vec![an_hour(5)]), &options(server.url(), "v_", TimeSource::Store)).unwrap();
+    runtime().block_on(async {
+        patiently(&open(), &batch(Verb::Take, &[(0, 1)]), Time::ZERO).await;
+        K::make_later(&server, "v_").await;
+        let error = open().ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO).await.unwrap_err().to_string();
+        assert!(error.contains("version 2"), "{error}");
+        assert_eq!(K::rows(&server, "v_").await, 1);
+    });
+}
+
 /// Nobody listening is told at once, also to those who wait; a server that froze holds nobody up for long.
 pub(crate) fn tells_of_outages<K: Kind>() {
     let Some(server) = K::server() else { return };

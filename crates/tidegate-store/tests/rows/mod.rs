@@ -16,7 +16,9 @@ use tidegate_testkit::servers::database::Database;
 use tidegate_testkit::{desk, dice};
 use tokio::runtime::Runtime;
 
-pub(crate) use kept::{expires, keys_apart, outlives_restarts, refuses_hostile_names, tells_of_outages};
+pub(crate) use kept::{
+    expires, keys_apart, leaves_later_versions_alone, outlives_restarts, refuses_hostile_names, tells_of_outages,
+};
 pub(crate) use processes::{child, counts_with_another_process, survives_a_killed_client};
 
 /// A kind of store.
@@ -38,6 +40,9 @@ pub(crate) trait Kind: Sync + 'static {
 
     /// How many rows there are in the table or collection of states.
     fn rows(server: &Database, prefix: &str) -> impl Future<Output = u64>;
+
+    /// Has the tables or collections say that they are of a later version.
+    fn make_later(server: &Database, prefix: &str) -> impl Future<Output = ()>;
 
     /// A store there.
     fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<Self::Store, StoreError>;
@@ -102,6 +107,11 @@ macro_rules! suite {
         #[test]
         fn keys_are_told_apart_by_every_bit() {
             rows::keys_apart::<$kind>();
+        }
+
+        #[test]
+        fn what_a_later_version_made_is_left_alone() {
+            rows::leaves_later_versions_alone::<$kind>();
         }
 
         #[test]

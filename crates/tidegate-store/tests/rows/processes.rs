@@ -85,7 +85,7 @@ fn hammer<K: Kind>(url: &str) {
             .map(|_| {
                 let store = Arc::clone(&store);
                 tokio::spawn(async move {
-                    loop {
+                    for _ in 0..1_000_000 {
                         let asked = store.ask(&batch(Verb::Take, &[(0, 1), (1, 2), (2, 3)]), Time::ZERO).await;
                         println!("passed {}", u64::from(passes(&asked.unwrap())));
                         std::io::stdout().flush().unwrap();
@@ -106,7 +106,7 @@ pub(crate) fn survives_a_killed_client<K: Kind>() {
     let limits = plan(vec![an_hour(1_000_000), an_hour(1_000_000), an_hour(1_000_000)]);
     let places = [(0, 1), (1, 2), (2, 3)];
     let store = K::open(limits, &options(server.url(), "k_", TimeSource::Store)).unwrap();
-    let mut before = 0;
+    let (runtime, mut before) = (runtime(), 0);
     for round in 0..6 {
         let mut child = start(server.url(), "hammer");
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -116,7 +116,7 @@ pub(crate) fn survives_a_killed_client<K: Kind>() {
         child.kill().unwrap();
         child.wait().unwrap();
         told += passed.count() as u64;
-        runtime().block_on(async {
+        runtime.block_on(async {
             // What the client left locked may refuse others for a moment.
             let take = batch(Verb::Take, &places);
             let outcomes = match K::HALF_TAKEN {

@@ -29,8 +29,9 @@ pub fn mongo() -> Option<Database> {
             command
         }));
     }
-    let Some(java) = find("java", &[]) else {
-        skip("MongoDB (mongod, or java and mvn for a stand-in) not found");
+    // The stand-in's few lines are compiled when it starts.
+    let (Some(java), Some(_)) = (find("java", &[]), find("javac", &[])) else {
+        skip("MongoDB (mongod, or java, javac and mvn for a stand-in) not found");
         return None;
     };
     let library = match fetched() {

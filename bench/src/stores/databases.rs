@@ -1,0 +1,188 @@
+//! Databases: a decision of ours, and one bare upsert by the same driver, over as many connections.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+use sqlx::{Executor as _, MySqlPool, PgPool};
+use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_store::{MongoDb, MySql, Postgres, Remote, RowsOptions};
+use tidegate_testkit::servers::{database::Database, mariadb::mariadb, mongo::mongo, postgres::postgres};
+use tokio::runtime::{Builder, Runtime};
+
+use super::TASKS;
+use crate::options::Options;
+use crate::rows::{Row, Unit};
+use crate::subjects::OURS;
+
+/// The ceiling's name.
+const CEILING: &str = "bare upsert";
+/// Keys in the server.
+const KEYS: u64 = 10_000;
+/// Connections of each subject: the store's default.
+const CONNECTIONS: u32 = 8;
+
+/// What asks for one key: true if it was counted.
+type Ask = Arc<dyn Fn(u64) -> Pin<Box<dyn Future<Output = bool> + Send>> + Send + Sync>;
+
+/// Measures every row that the options ask for.
+pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+    type Subjects = fn(&Runtime, &Database) -> Result<[(&'static str, Ask); 2], String>;
+    let servers: [(&str, fn() -> Option<Database>, Subjects); 3] = [
+        ("stores/mariadb", mariadb, |runtime, server| runtime.block_on(on_mariadb(server.url()))),
+        ("stores/postgres", postgres, |runtime, server| runtime.block_on(on_postgres(server.url()))),
+        ("stores/mongodb", mongo, |runtime, server| runtime.block_on(on_mongodb(server.url()))),
+    ];
+    for (name, start, subjects) in servers {
+        if !options.wants(name) {
+            continue;
+        }
+        let mut row = Row::new(name, Unit::Requests);
+        match start() {
+            Some(server) => {
+                if let Err(failure) = run(options, &server, subjects, &mut row) {
+                    row.skipped.push(failure);
+                }
+            }
+            None => row.skipped.push("the server isn't installed".to_owned()),
+        }
+        done(row);
+    }
+}
+
+fn run(
+    options: &Options,
+    server: &Database,
+    subjects: impl Fn(&Runtime, &Database) -> Result<[(&'static str, Ask); 2], String>,
+    row: &mut Row,
+) -> Result<(), String> {
+    let runtime =
+        Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(|error| error.to_string())?;
+    let subjects = subjects(&runtime, server)?;
+    let subjects: Vec<_> = subjects.into_iter().filter(|(name, _)| options.wants_subject(name)).collect();
+    let (rounds, time) = if options.quick { (3, Duration::from_secs(1)) } else { (9, Duration::from_secs(2)) };
+    let mut figures = vec![Vec::new(); subjects.len()];
+    // The first round makes the rows, and isn't counted.
+    for round in 0..=rounds {
+        for place in 0..subjects.len() {
+            let place = (place + round) % subjects.len();
+            let rate = runtime.block_on(rate(&subjects[place].1, time, round as u64))?;
+            if round > 0 {
+                figures[place].push(rate);
+            }
+        }
+    }
+    for ((name, _), figures) in subjects.iter().zip(figures) {
+        row.push(name, figures);
+    }
+    Ok(())
+}
+
+/// Decisions a second of all tasks.
+async fn rate(ask: &Ask, time: Duration, round: u64) -> Result<f64, String> {
+    let start = Instant::now();
+    let tasks: Vec<_> = (0..TASKS)
+        .map(|task| {
+            let ask = Arc::clone(ask);
+            let mut keys = SmallRng::seed_from_u64(round << 8 | task as u64);
+            tokio::spawn(async move {
+                let mut counted = 0_u64;
+                while start.elapsed() < time {
+                    if !ask(keys.random_range(0..KEYS)).await {
+                        return None;
+                    }
+                    counted += 1;
+                }
+                Some(counted)
+            })
+        })
+        .collect();
+    let mut counted = 0;
+    for task in tasks {
+        let of_task = task.await.map_err(|error| error.to_string())?;
+        counted += of_task.ok_or("a decision failed, or was refused")?;
+    }
+    Ok(counted as f64 / start.elapsed().as_secs_f64())
+}
+
+/// A rate that is never met: every decision changes its row.
+fn limits() -> Result<Arc<Limits>, String> {
+    let rate = Rate::new(1_000_000, Span::from_secs(1), 1_000_000_000).map_err(|error| error.to_string())?;
+    Ok(Arc::new(Limits::of_one(Limit::new(Kind::Rate(rate)))))
+}
+
+fn ours(store: impl Remote) -> Ask {
+    let store = Arc::new(store);
+    Arc::new(move |key| {
+        let store = Arc::clone(&store);
+        Box::pin(async move {
+            let mut batch = Batch::new(0);
+            let op = Op::new(LimitId::FIRST, Verb::Take, Key::new(key, spread(key)), 1);
+            if batch.push(op).is_err() {
+                return false;
+            }
+            let asked = store.ask(&batch, Time::ZERO).await;
+            asked.is_ok_and(|outcomes| !outcomes.list()[0].verdict.refuses())
+        })
+    })
+}
+
+fn spread(key: u64) -> u64 {
+    (key + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+fn key_bytes(key: u64) -> Vec<u8> {
+    [0, key, spread(key)].iter().flat_map(|word| word.to_be_bytes()).collect()
+}
+
+async fn on_mariadb(url: &str) -> Result<[(&'static str, Ask); 2], String> {
+    let store = MySql::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
+    let pool = sqlx::mysql::MySqlPoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
+    let pool: MySqlPool = pool.connect(url).await.map_err(|error| error.to_string())?;
+    let make = "CREATE TABLE bare (id BINARY(24) NOT NULL PRIMARY KEY, used BIGINT NOT NULL)";
+    pool.execute(make).await.map_err(|error| error.to_string())?;
+    let bare: Ask = Arc::new(move |key| {
+        let pool = pool.clone();
+        Box::pin(async move {
+            let upsert = sqlx::query("INSERT INTO bare VALUES (?, 1) ON DUPLICATE KEY UPDATE used = used + 1");
+            upsert.bind(key_bytes(key)).execute(&pool).await.is_ok()
+        })
+    });
+    Ok([(OURS, ours(store)), (CEILING, bare)])
+}
+
+async fn on_postgres(url: &str) -> Result<[(&'static str, Ask); 2], String> {
+    let store = Postgres::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
+    let pool = sqlx::postgres::PgPoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
+    let pool: PgPool = pool.connect(url).await.map_err(|error| error.to_string())?;
+    let make = "CREATE TABLE bare (id bytea PRIMARY KEY, used bigint NOT NULL)";
+    pool.execute(make).await.map_err(|error| error.to_string())?;
+    let bare: Ask = Arc::new(move |key| {
+        let pool = pool.clone();
+        Box::pin(async move {
+            let words = "INSERT INTO bare VALUES ($1, 1) ON CONFLICT (id) DO UPDATE SET used = bare.used + 1";
+            sqlx::query(words).bind(key_bytes(key)).execute(&pool).await.is_ok()
+        })
+    });
+    Ok([(OURS, ours(store)), (CEILING, bare)])
+}
+
+async fn on_mongodb(url: &str) -> Result<[(&'static str, Ask); 2], String> {
+    use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
+    let store = MongoDb::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
+    let mut options = mongodb::options::ClientOptions::parse(url).await.map_err(|error| error.to_string())?;
+    options.max_pool_size = Some(CONNECTIONS);
+    let client = mongodb::Client::with_options(options).map_err(|error| error.to_string())?;
+    let bare = client.database("bare").collection::<Document>("bare");
+    let bare: Ask = Arc::new(move |key| {
+        let bare = bare.clone();
+        Box::pin(async move {
+            let id = Binary { subtype: BinarySubtype::Generic, bytes: key_bytes(key) };
+            bare.update_one(doc! { "_id": id }, doc! { "$inc": { "used": 1_i64 } }).upsert(true).await.is_ok()
+        })
+    });
+    Ok([(OURS, ours(store)), (CEILING, bare)])
+}

@@ -1,0 +1,239 @@
+//! Who goes with whom, by a driver that carries nothing out before it is let.
+
+use std::future::Future;
+use std::sync::{Arc, Mutex};
+
+use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, State, Time, Verb, Window};
+use tidegate_testkit::dice::Dice;
+use tokio::runtime::Builder;
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
+
+use super::{Driver, Engine, Group, QUEUE};
+use crate::StoreError;
+use crate::rows::ledger::{Change, Ledger};
+use crate::rows::{Fault, RowKey};
+
+/// A driver over no rows at all.
+#[derive(Default)]
+struct Fake<const SAME_ROWS: bool> {
+    /// One permit lets one group through.
+    gate: Option<Semaphore>,
+    /// What the next groups meet.
+    faults: Mutex<Vec<Fault>>,
+    /// The keys of groups under way.
+    busy: Mutex<Vec<RowKey>>,
+    /// Of each group: how many calls, and over how many rows.
+    groups: Mutex<Vec<(usize, usize)>>,
+}
+
+impl<const SAME_ROWS: bool> Fake<SAME_ROWS> {
+    fn shut() -> Self {
+        Self { gate: Some(Semaphore::new(0)), ..Self::default() }
+    }
+
+    fn groups(&self) -> Vec<(usize, usize)> {
+        self.groups.lock().unwrap().clone()
+    }
+}
+
+impl<const SAME_ROWS: bool> Driver for Fake<SAME_ROWS> {
+    const SAME_ROWS: bool = SAME_ROWS;
+
+    async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
+        self.groups.lock().unwrap().push((group.calls().len(), group.keys().len()));
+        let keys = group.keys().iter().map(|(key, _)| *key).filter(|_| !group.looks());
+        for key in keys.clone() {
+            let mut busy = self.busy.lock().unwrap();
+            assert!(!busy.contains(&key), "two groups have one row");
+            busy.push(key);
+        }
+        match &self.gate {
+            Some(gate) => gate.acquire().await.unwrap().forget(),
+            None => tokio::task::yield_now().await,
+        }
+        self.busy.lock().unwrap().retain(|busy| !keys.clone().any(|key| key == *busy));
+        if let Some(fault) = self.faults.lock().unwrap().pop() {
+            return Err(fault);
+        }
+        Ok(Ledger::new(limits, group, []).settle(group, |call| call.now()))
+    }
+}
+
+fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> Engine<Fake<SAME_ROWS>> {
+    let window = Window::new(10, Span::from_secs(60), 64).unwrap();
+    Engine::new(driver, Arc::new(Limits::of_one(Limit::new(Kind::Window(window)))), most)
+}
+
+fn batch(verb: Verb, keys: &[u64]) -> Batch {
+    let mut batch = Batch::new(0);
+    for key in keys {
+        batch.push(Op::new(LimitId::FIRST, verb, Key::new(0, *key), 1)).unwrap();
+    }
+    batch
+}
+
+type Asked = JoinHandle<Result<Outcomes, StoreError>>;
+
+/// Asks, and lets those who wait get in line.
+async fn ask<D: Driver>(engine: &Engine<D>, batch: &Batch) -> Asked {
+    let asked = tokio::spawn(engine.ask(batch, Time::from_secs(1)));
+    for _ in 0..3 {
+        tokio::task::yield_now().await;
+    }
+    asked
+}
+
+fn run(test: impl Future<Output = ()>) {
+    Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
+}
+
+#[test]
+fn those_who_wait_for_a_row_go_together() {
+    run(async {
+        let engine = engine(Fake::<false>::shut(), 8);
+        let mut asked = vec![ask(&engine, &batch(Verb::Take, &[1])).await];
+        for key in 2..12 {
+            asked.push(ask(&engine, &batch(Verb::Take, &[1, key])).await);
+        }
+        assert_eq!(engine.driver().groups(), [(1, 1)]);
+        engine.driver().gate.as_ref().unwrap().add_permits(2);
+        for asked in asked {
+            assert!(asked.await.unwrap().is_ok());
+        }
+        assert_eq!(engine.driver().groups(), [(1, 1), (10, 11)]);
+    });
+}
+
+#[test]
+fn where_rows_must_be_the_same_others_wait_for_a_group_of_their_own() {
+    run(async {
+        let engine = engine(Fake::<true>::shut(), 1);
+        let mut asked = Vec::new();
+        for keys in [&[9][..], &[1, 2], &[2, 1], &[1, 2, 3], &[1], &[4]] {
+            asked.push(ask(&engine, &batch(Verb::Take, keys)).await);
+        }
+        engine.driver().gate.as_ref().unwrap().add_permits(9);
+        for asked in asked {
+            assert!(asked.await.unwrap().is_ok());
+        }
+        // The last but one waits behind the third, whose row it wants, too; the last doesn't care.
+        assert_eq!(engine.driver().groups(), [(1, 1), (2, 2), (2, 3), (1, 1)]);
+    });
+}
+
+#[test]
+fn who_left_is_not_charged_but_what_was_given_back_is_back() {
+    run(async {
+        let engine = engine(Fake::<false>::shut(), 1);
+        let first = ask(&engine, &batch(Verb::Take, &[1])).await;
+        let gone = [Verb::Take, Verb::Peek, Verb::Refund, Verb::Release];
+        for verb in gone {
+            let asked = ask(&engine, &batch(verb, &[1])).await;
+            asked.abort();
+            assert!(asked.await.unwrap_err().is_cancelled());
+        }
+        engine.driver().gate.as_ref().unwrap().add_permits(9);
+        first.await.unwrap().unwrap();
+        ask(&engine, &batch(Verb::Take, &[2])).await.await.unwrap().unwrap();
+        assert_eq!(engine.driver().groups(), [(1, 1), (2, 1), (1, 1)]);
+    });
+}
+
+#[test]
+fn a_full_queue_refuses_at_once() {
+    run(async {
+        let engine = engine(Fake::<false>::shut(), 1);
+        let first = ask(&engine, &batch(Verb::Take, &[1])).await;
+        let waiting: Vec<Asked> =
+            (0..QUEUE).map(|_| tokio::spawn(engine.ask(&batch(Verb::Take, &[1]), Time::from_secs(1)))).collect();
+        tokio::task::yield_now().await;
+        assert!(matches!(ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap(), Err(StoreError::Failed(_))));
+        engine.driver().gate.as_ref().unwrap().add_permits(QUEUE);
+        first.await.unwrap().unwrap();
+        for asked in waiting {
+            asked.await.unwrap().unwrap();
+        }
+    });
+}
+
+#[test]
+fn conflicts_are_tried_again_and_failures_told() {
+    run(async {
+        let engine = engine(Fake::<false>::default(), 1);
+        let faults = [Fault::Conflict("deadlock".into()), Fault::Broken("gone".into())];
+        engine.driver().faults.lock().unwrap().extend(faults);
+        ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap();
+        assert_eq!(engine.driver().groups().len(), 3);
+        engine.driver().faults.lock().unwrap().push(Fault::Failed("no such table".into()));
+        let error = ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "the store failed: no such table");
+        assert_eq!(engine.driver().groups().len(), 4);
+    });
+}
+
+#[test]
+fn that_nobody_is_there_is_told_to_all_who_wait() {
+    run(async {
+        let engine = engine(Fake::<false>::shut(), 1);
+        let first = ask(&engine, &batch(Verb::Take, &[1])).await;
+        let second = ask(&engine, &batch(Verb::Take, &[1])).await;
+        engine.driver().faults.lock().unwrap().push(Fault::Unreachable("nobody".into()));
+        engine.driver().gate.as_ref().unwrap().add_permits(1);
+        assert!(first.await.unwrap().is_err() && second.await.unwrap().is_err());
+        assert_eq!(engine.driver().groups().len(), 1);
+    });
+}
+
+/// A driver that finds one readable row and one that isn't.
+#[derive(Default)]
+struct Foreign(Mutex<Vec<Change>>);
+
+impl Driver for Foreign {
+    const SAME_ROWS: bool = false;
+
+    async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
+        let mut known = Vec::new();
+        State::default().encode(&mut known);
+        let bytes = [known, vec![0xff, 1]];
+        let mut ledger = Ledger::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
+        let answers = ledger.settle(group, |call| call.now());
+        *self.0.lock().unwrap() = ledger.changes();
+        Ok(answers)
+    }
+}
+
+#[test]
+fn a_row_that_nobody_can_read_is_an_error_and_stays() {
+    run(async {
+        let window = Window::new(10, Span::from_secs(60), 64).unwrap();
+        let limits = Arc::new(Limits::of_one(Limit::new(Kind::Window(window))));
+        let engine = Engine::new(Foreign::default(), limits, 1);
+        let both = engine.ask(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
+        assert!(matches!(both, Err(StoreError::Failed(_))));
+        assert_eq!(*engine.driver().0.lock().unwrap(), [Change::Keep, Change::Keep]);
+        engine.ask(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
+        assert!(matches!(engine.driver().0.lock().unwrap()[..], [Change::Write(..)]));
+    });
+}
+
+/// Many callers over few rows: everybody is answered, and no row is in two groups at a time, which the driver watches.
+#[test]
+fn everybody_is_answered() {
+    run(async {
+        let engine = engine(Fake::<false>::default(), 4);
+        let mut dice = Dice::seeded(1);
+        let mut asked = Vec::new();
+        for _ in 0..2_000 {
+            let keys: Vec<u64> = (0..dice.between(1, 4)).map(|_| dice.below(12)).collect();
+            let verb = dice.pick(&[Verb::Take, Verb::Take, Verb::Peek]);
+            asked.push(tokio::spawn(engine.ask(&batch(verb, &keys), Time::from_secs(1))));
+            if dice.percent(20) {
+                tokio::task::yield_now().await;
+            }
+        }
+        for asked in asked {
+            asked.await.unwrap().unwrap();
+        }
+    });
+}
