@@ -8,6 +8,8 @@
 //! - Keys are hashes. A store never holds what they were made of.
 #![deny(unsafe_code)]
 
+#[cfg(feature = "file")]
+mod file;
 #[cfg(feature = "remote")]
 mod fleet;
 mod memory;
@@ -17,6 +19,8 @@ mod remote;
 use std::future::Future;
 use std::sync::Arc;
 
+#[cfg(feature = "file")]
+pub use file::{FileError, FileStore, Flush, Health, Journal};
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
