@@ -15,7 +15,7 @@ struct Own {
 
 impl Own {
     fn new(limits: Arc<Limits>, flush: Flush) -> Self {
-        let place = Place::new();
+        let place = Place::quick();
         Self { store: place.store(&limits, flush, Time::ZERO), _place: place }
     }
 }

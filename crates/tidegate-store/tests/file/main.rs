@@ -4,4 +4,6 @@
 
 mod common;
 mod conformance;
+mod kill;
 mod restart;
+mod torn;
