@@ -15,6 +15,8 @@ mod disk;
 mod error;
 mod journal;
 mod plan;
+#[cfg(test)]
+mod tests;
 
 use std::future::Future;
 use std::pin::Pin;

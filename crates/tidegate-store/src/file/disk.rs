@@ -273,7 +273,7 @@ fn idle_at(value: &[u8]) -> Time {
     value.first_chunk().map_or(Time::ZERO, |micros| Time::from_micros(u64::from_le_bytes(*micros)))
 }
 
-fn builder() -> Builder {
+pub(super) fn builder() -> Builder {
     let mut builder = Database::builder();
     // A file that was tampered with, or torn by a machine that lied about having written it, is found out here.
     builder.set_cache_size(CACHE_BYTES).set_check_integrity_on_open(true);
