@@ -1,4 +1,4 @@
-//! Where Tidegate's state lives: one trait, operations as data, and the memory store.
+//! Where Tidegate's state lives: one trait, operations as data, and its backends.
 //!
 //! # What every store promises
 //! - A [`Batch`] is atomic: no other batch sees half of it, and when one of its limits refuses, none is charged.

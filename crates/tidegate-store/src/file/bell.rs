@@ -30,13 +30,10 @@ impl Bell {
     }
 
     pub(super) fn ring(&self, call: impl FnOnce(&mut Calls)) {
-        let before = {
-            let mut calls = self.calls();
-            let before = *calls;
-            call(&mut calls);
-            before == *calls
-        };
-        if !before {
+        let mut calls = self.calls();
+        let before = *calls;
+        call(&mut calls);
+        if before != *calls {
             self.rung.notify_all();
         }
     }

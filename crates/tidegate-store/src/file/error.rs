@@ -1,9 +1,11 @@
+//! What may be wrong with a file.
+
 use std::io;
 use std::path::PathBuf;
 
 use super::disk::FORMAT;
 
-/// Why state can't be kept in a file. A file that is refused is left as it is.
+/// Why state can't be kept in a file. Nothing is ever started anew in place of what can't be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
@@ -22,9 +24,7 @@ pub enum FileError {
         path: PathBuf,
     },
     /// The file is broken.
-    #[error(
-        "the store {path:?} is broken, and is left as it is: bring it back, or move it away to start anew ({what})"
-    )]
+    #[error("the store {path:?} is broken: bring an earlier copy back, or move it away to start anew ({what})")]
     Broken {
         /// Which.
         path: PathBuf,

@@ -69,6 +69,7 @@ struct Shared {
     lag: Lag,
     /// Decisions' time when it was last heard of.
     heard: AtomicU64,
+    /// Locked after the disk, where both are.
     plans: Mutex<Vec<Arc<Plan>>>,
     disk: Mutex<(Disk, Scratch)>,
     /// How many writings were begun.
@@ -145,9 +146,9 @@ impl Journal {
     /// Has the file keep a plan's states, and gives those that it kept to the plan.
     pub(super) fn admit(&self, plan: &Arc<Plan>, now: Time) -> Result<(), FileError> {
         self.heard(now);
-        let mut plans = lock(&self.shared.plans);
         let mut disk = self.shared.disk();
         let disk = &mut disk.0;
+        let mut plans = lock(&self.shared.plans);
         let (mut last, mut unread) = (None, 0_u64);
         for tag in plan.tags() {
             if last.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit(tag).is_some()) {
@@ -246,8 +247,8 @@ impl Shared {
     fn flush(&self, sweep: usize) -> Result<(), FileError> {
         let mut disk = self.disk();
         let (disk, scratch) = &mut *disk;
-        // A decision that sees the number before this line waits for the next writing; one that doesn't has left its
-        // changes in a shard that is locked only after this line.
+        // A decision that doesn't see this yet waits for this writing, and has let go of its shards, which are locked only
+        // after this line. One that sees it waits for the next.
         let writing = self.begun.fetch_add(1, Relaxed) + 1;
         self.lag.writing();
         let plans = lock(&self.plans).clone();

@@ -78,6 +78,17 @@ struct Hammer {
 }
 
 impl Hammer {
+    /// Of a limit that is never met.
+    fn new(threads: u32, flush: &'static str) -> Self {
+        Self { place: Place::new(), limit: 1 << 30, threads, flush }
+    }
+
+    /// What the file says while no process has it.
+    fn used(&self) -> u64 {
+        let store = self.place.store(&per_hour(self.limit), Flush::Always, now());
+        one(&store, Verb::Peek, 0, desk::key(1), now()).used
+    }
+
     fn start(&self) -> Child {
         Command::new(std::env::current_exe().unwrap())
             .args(["--ignored", "--exact", "kill::hammer", "--nocapture", "--test-threads=1"])
@@ -122,41 +133,39 @@ impl Hammer {
     }
 }
 
-/// Kills processes at random moments, and lets a last one fill the key. `check` is told what was used before each
-/// process, what the process told, and what was used after it.
-fn rounds(hammer: &Hammer, rounds: u32, mut check: impl FnMut(u64, &Told, u64)) -> u64 {
+/// Kills processes at random moments, and then lets one fill the key, whose limit is by then not much more than what was
+/// used. `check` is told what was used before each process, what the process told, and what was used after it. Returns
+/// how many were admitted in all, and that limit.
+fn rounds(hammer: &mut Hammer, mut check: impl FnMut(u64, &Told, u64)) -> (u64, u64) {
+    let rounds = dice::count(20, 200);
     let mut dice = Dice::seeded(dice::seed());
-    let (mut before, mut last, mut admitted, mut killed) = (0, Told::default(), 0, 0);
-    for round in 0..=rounds {
-        let time = (round < rounds).then(|| Duration::from_millis(dice.below(250)));
-        let told = hammer.run(time);
+    let (mut before, mut admitted, mut at_work) = (0, 0, 0);
+    let mut last = Told::default();
+    for _ in 0..rounds {
+        let told = hammer.run(Some(Duration::from_millis(dice.below(250))));
         admitted += told.admitted.len() as u64;
-        killed += u32::from(!told.admitted.is_empty() && !told.full);
+        at_work += u32::from(!told.admitted.is_empty());
         if let Some(after) = told.used_at_first {
             check(before, &last, after);
             (before, last) = (after, told);
         }
-        if time.is_none() {
-            assert!(last.full, "the last process did not fill the key: {last:?}");
-        }
     }
-    assert!(killed >= rounds / 4, "only {killed} of {rounds} processes were killed at work");
-    let store = FileStore::new(per_hour(hammer.limit), 1 << 20, &hammer.place.journal(Flush::Always), now()).unwrap();
-    check(before, &last, one(&store, Verb::Peek, 0, desk::key(1), now()).used);
-    admitted
-}
-
-fn kills() -> u32 {
-    dice::count(20, 200)
+    assert!(at_work >= rounds / 4, "only {at_work} of {rounds} processes were killed at work");
+    let used = hammer.used();
+    check(before, &last, used);
+    hammer.limit = used + 300;
+    let told = hammer.run(None);
+    admitted += told.admitted.len() as u64;
+    assert!(told.full, "the last process did not fill the key: {told:?}");
+    check(used, &told, hammer.used());
+    (admitted, hammer.limit)
 }
 
 /// A crash loses what was admitted within one interval, of its own process, and nothing else.
 #[test]
 fn a_kill_loses_no_more_than_the_interval() {
-    let limit = u64::from(kills()) * 200;
-    let hammer = Hammer { place: Place::new(), limit, threads: 1, flush: "interval" };
     let mut lost_in_all = 0;
-    let admitted = rounds(&hammer, kills(), |before, told, after| {
+    let (admitted, limit) = rounds(&mut Hammer::new(1, "interval"), |before, told, after| {
         // One may be counted that was killed before it could be told.
         let lost = (before + told.admitted.len() as u64).saturating_sub(after) as usize;
         lost_in_all += lost as u64;
@@ -175,19 +184,18 @@ fn a_kill_loses_no_more_than_the_interval() {
 /// With nothing to lose, never more than the limit pass, however many processes it takes.
 #[test]
 fn a_kill_loses_nothing_when_decisions_wait() {
-    let limit = u64::from(kills()) * 20;
-    let hammer = Hammer { place: Place::new(), limit, threads: 4, flush: "always" };
-    let admitted = rounds(&hammer, kills(), |before, told, after| {
+    let (admitted, limit) = rounds(&mut Hammer::new(4, "always"), |before, told, after| {
         let told = told.admitted.len() as u64;
         assert!(after >= before + told, "{told} admitted after {before}, and then {after}");
     });
+    println!("{admitted} admitted of {limit}");
     assert!(admitted <= limit, "{admitted} admitted of {limit}");
 }
 
 /// One process at a time, and the other is told so.
 #[test]
 fn a_file_is_in_use_once() {
-    let hammer = Hammer { place: Place::new(), limit: 1, threads: 0, flush: "always" };
+    let hammer = Hammer::new(0, "always");
     let journal = hammer.place.journal(Flush::default());
     assert!(matches!(Journal::open(hammer.place.path(), Flush::default()), Err(FileError::InUse { .. })));
     let output = hammer.start().wait_with_output().unwrap();
@@ -201,7 +209,7 @@ fn a_file_is_in_use_once() {
 #[test]
 fn a_file_is_made_once() {
     for _ in 0..10 {
-        let hammer = Hammer { place: Place::new(), limit: 5, threads: 1, flush: "always" };
+        let hammer = Hammer { limit: 5, ..Hammer::new(1, "always") };
         let mut children: Vec<_> = (0..4).map(|_| hammer.start()).collect();
         thread::sleep(Duration::from_millis(300));
         children.iter_mut().for_each(|child| child.kill().unwrap());
@@ -209,8 +217,7 @@ fn a_file_is_made_once() {
         let said: Vec<_> = said.map(|out| String::from_utf8(out).unwrap()).collect();
         let admitted = said.iter().flat_map(|out| out.lines()).filter(|line| line.starts_with("@admitted ")).count();
         assert!(said.iter().all(|out| !out.contains("@failed") || out.contains("is in use")), "{said:?}");
-        let store = hammer.place.store(&per_hour(5), Flush::Always, now());
-        let used = one(&store, Verb::Peek, 0, desk::key(1), now()).used;
+        let used = hammer.used();
         assert!(admitted as u64 <= used && used <= 5, "{admitted} admitted, {used} used: {said:?}");
     }
 }

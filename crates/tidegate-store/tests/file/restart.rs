@@ -50,7 +50,7 @@ fn every_kind() -> Arc<Limits> {
 #[test]
 fn a_restart_changes_no_answer() {
     let mut seeds = Dice::seeded(dice::seed());
-    for _ in 0..dice::count(40, 1_000) {
+    for _ in 0..dice::count(30, 1_000) {
         let seed = seeds.word();
         let place = Place::quick();
         let mut world = World::new(Dice::seeded(seed), Wanted::All);
@@ -59,7 +59,7 @@ fn a_restart_changes_no_answer() {
         let mut store = Some(place.store(&limits, SELDOM, world.now()));
         for index in 0..300 {
             let now = world.pass_time();
-            if index % 50 == 49 {
+            if world.dice().percent(8) {
                 drop(store.take());
                 store = Some(place.store(&limits, SELDOM, now));
             }
@@ -266,6 +266,26 @@ fn the_bound_may_change() {
     let left = used(&store);
     assert!((1_000..29_000).contains(&left), "{left}");
     assert_eq!(store.tend(at).evicted(), 30_000 - left as u64);
+}
+
+/// A file that was large once is small again when it is opened.
+#[test]
+fn an_empty_file_is_small() {
+    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let place = Place::quick();
+    let mut dice = Dice::seeded(dice::seed());
+    let size = || std::fs::metadata(place.path()).unwrap().len();
+    let store = FileStore::new(Arc::clone(&limits), 64 << 20, &place.journal(SELDOM), desk::at(0)).unwrap();
+    (0..150_000).for_each(|_| take(&store, 0, Key::new(1, dice.word()), desk::at(0), 1));
+    drop(store);
+    let full = size();
+    let store = place.store(&limits, SELDOM, desk::at(60_000));
+    while store.journal().health().rows > 0 {
+        store.journal().flush().unwrap();
+    }
+    drop(store);
+    drop(place.journal(SELDOM));
+    assert!(full > 4 << 20 && size() < 2 << 20, "{full} bytes, then {}", size());
 }
 
 /// A clock that is behind after a restart neither locks out nor mints.
