@@ -9,7 +9,7 @@ pub enum Part {
     Outbound,
     /// Requests through the gate.
     Gate,
-    /// Stores beyond this process.
+    /// Stores whose state outlives the process.
     Stores,
     /// Everything.
     All,
@@ -37,7 +37,7 @@ usage: bench [decision|outbound|gate|stores|all] [--check] [--quick] [--filter T
   decision   decisions in process, against governor, throttlecrab, limitador and backon
   outbound   calls to others in process, against recloser, failsafe and tower-resilience
   gate       requests through the gate, against nginx and bare hyper programs
-  stores     decisions in stores beyond this process, against the least that could be asked of the same server
+  stores     stores whose state outlives the process, against memory or the least that a server could be asked
   all        all of them (default)
   --check    exit with 1 and name each row that misses its target
   --quick    fewer and shorter rounds; the figures are not for quoting

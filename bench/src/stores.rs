@@ -1,17 +1,19 @@
-//! Stores beyond this process: decisions a second of 64 tasks, against the least that a program of its own could ask of the
-//! same server through the same client.
+//! Stores whose state outlives the process: a file behind memory against memory alone, and servers, decisions a second of
+//! 64 tasks, against the least that a program of its own could ask of the same server through the same client.
 
 mod databases;
+mod file;
 mod redis;
 
 use crate::options::Options;
 use crate::rows::Row;
 
-/// Tasks that ask at once.
+/// Tasks that ask a server at once.
 pub(crate) const TASKS: usize = 64;
 
 /// Measures every row that the options ask for, and hands each over as it is done.
 pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+    file::measure(options, done);
     redis::measure(options, done);
     databases::measure(options, done);
 }

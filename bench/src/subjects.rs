@@ -6,6 +6,7 @@ pub mod governor;
 pub mod limitador;
 pub mod outbound;
 pub mod recloser;
+pub mod stores;
 pub mod throttlecrab;
 pub mod tidegate;
 pub mod tower_resilience;

@@ -54,6 +54,8 @@ pub const REACHES: &[Reach] = &[
     reach("outbound/lanes/cancel", Bound::Nanoseconds(1_000.0)),
     reach("outbound/lanes/wake", Bound::Nanoseconds(1_000.0)),
     reach("outbound/lanes/growth", Bound::AtMost(LANES_GROWTH)),
+    reach("stores/file/T1", Bound::Ratio("memory store", 2.0)),
+    reach("stores/file/T2", Bound::Ratio("memory store", 2.0)),
     reach("gate/admitted/cpu", Bound::Ratio("bare hyper-util proxy", 1.15)),
     reach("gate/refused/cpu", Bound::Ratio("bare hyper 429", 1.1)),
     reach("gate/decision-api/cpu", Bound::Ratio("bare hyper POST", 1.15)),

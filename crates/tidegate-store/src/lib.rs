@@ -1,4 +1,4 @@
-//! Where Tidegate's state lives: one trait, operations as data, and the memory store.
+//! Where Tidegate's state lives: one trait, operations as data, and its backends.
 //!
 //! # What every store promises
 //! - A [`Batch`] is atomic: no other batch sees half of it, and when one of its limits refuses, none is charged.
@@ -9,6 +9,8 @@
 #![deny(unsafe_code)]
 
 mod any;
+#[cfg(feature = "file")]
+mod file;
 #[cfg(feature = "remote")]
 mod fleet;
 mod memory;
@@ -29,6 +31,8 @@ use std::future::Future;
 use std::sync::Arc;
 
 pub use any::AnyStore;
+#[cfg(feature = "file")]
+pub use file::{FileError, FileStore, Flush, Health, Journal};
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};

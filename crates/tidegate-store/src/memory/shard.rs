@@ -117,8 +117,13 @@ fn weight(state: &State) -> usize {
     size_of::<Cell>() + SLOT_BYTES + state.heap_bytes()
 }
 
+/// The limit of a tag.
+pub(super) fn limit_id(tag: u64) -> Option<LimitId> {
+    LimitId::from_index((tag as usize & 0xfff).checked_sub(1)?)
+}
+
 fn limit_of(limits: &Limits, tag: u64) -> Option<&Limit> {
-    limits.get(LimitId::from_index((tag as usize & 0xfff).checked_sub(1)?)?)
+    limits.get(limit_id(tag)?)
 }
 
 impl Shard {
@@ -141,6 +146,12 @@ impl Shard {
     fn resize_table(&mut self, homes: usize) {
         self.table.rebuild(homes);
         self.table.tell(&self.outlooks[self.index]);
+    }
+
+    /// How many entries there are.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
     }
 
     /// Adds what the shard holds and has lost.
@@ -262,8 +273,9 @@ impl Shard {
         }
     }
 
+    /// Charges, and says whether that is remembered.
     #[inline]
-    pub(super) fn charge(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>, hint: usize) {
+    pub(super) fn charge(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>, hint: usize) -> bool {
         let &Ask { op, limit, now, .. } = ask;
         let tag = tag(op);
         let found = if self.table.is_at(hint, tag) { Some(hint) } else { self.find(tag) };
@@ -288,7 +300,7 @@ impl Shard {
                 fresh.then_some(Word::Once(now))
             }
             // A credential that was never throttled is nothing to remember.
-            (Kind::Cooldown(_), None) => return,
+            (Kind::Cooldown(_), None) => return false,
             _ => None,
         };
         match (folded, found) {
@@ -303,12 +315,14 @@ impl Shard {
                 _ => self.alter(op, now, about, |state| state.charge(ask, outcome)),
             },
         }
+        true
     }
 
-    pub(super) fn strike(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>) {
+    /// Takes a strike if the limit has a penalty for the call, and says whether it has.
+    pub(super) fn strike(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>) -> bool {
         let &Ask { op, limit, now, .. } = ask;
         if limit.penalty().is_none() || outcome.retry_at.is_never() {
-            return;
+            return false;
         }
         let counted_at = self.counted_at;
         let mut newly_blocked = 0;
@@ -319,6 +333,7 @@ impl Shard {
             state.strike(ask, outcome);
         });
         self.blocked += newly_blocked;
+        true
     }
 
     /// Runs `change` on the key's whole state, making one if need be.
@@ -351,11 +366,19 @@ impl Shard {
         }
     }
 
-    /// Runs `change` on the key's state if there is one.
-    pub(super) fn alter_existing(&mut self, op: &Op, now: Time, about: &About<'_>, change: impl FnOnce(&mut State)) {
-        if self.find(tag(op)).is_some() {
+    /// Runs `change` on the key's state if there is one, and says whether there is.
+    pub(super) fn alter_existing(
+        &mut self,
+        op: &Op,
+        now: Time,
+        about: &About<'_>,
+        change: impl FnOnce(&mut State),
+    ) -> bool {
+        let exists = self.find(tag(op)).is_some();
+        if exists {
             self.alter(op, now, about, change);
         }
+        exists
     }
 
     pub(super) fn forget(&mut self, op: &Op) {
@@ -414,6 +437,53 @@ impl Shard {
                 (self.cells.len() - 1) as u32
             }
         }
+    }
+
+    /// Shows the state that an entry stands for, or nothing where there is none.
+    #[cfg(feature = "file")]
+    pub(super) fn show(&self, tag: u64, show: impl FnOnce(Option<&State>)) {
+        match self.find(tag).map(|at| Word::unpack(self.table.word(at))) {
+            None => show(None),
+            Some(Word::State(index)) => match &self.cells[index as usize] {
+                Cell::Used(state) => show(Some(state)),
+                Cell::Free { .. } => show(None),
+            },
+            Some(word) => show(Some(&Self::unfold(word))),
+        }
+    }
+
+    /// The tags of entries above a tag, in order.
+    #[cfg(feature = "file")]
+    pub(super) fn tags_above(&self, tag: u64) -> impl Iterator<Item = u64> {
+        let from = match tag.checked_add(1) {
+            Some(next) if self.table.homes() > 0 => match self.table.find(next) {
+                Place::Found(at) | Place::Vacant(at) => at,
+            },
+            _ => self.table.slots().len(),
+        };
+        self.table.slots()[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
+    }
+
+    /// Whether there is an entry that isn't idle.
+    #[cfg(feature = "file")]
+    pub(super) fn holds(&self, tag: u64, now: Time, about: &About<'_>) -> bool {
+        self.find(tag).is_some_and(|at| !self.is_idle(self.table.slots()[at], now, about.limits))
+    }
+
+    /// Puts a state where there is none. At the bound something goes for it, as for any other.
+    #[cfg(feature = "file")]
+    pub(super) fn restore(&mut self, tag: u64, state: State, now: Time, about: &About<'_>) {
+        if self.find(tag).is_some() {
+            return;
+        }
+        if let (Usage::Rate(arrival), true) = (state.usage(), *state.record() == Record::default()) {
+            return self.insert(tag, Word::Arrival(*arrival), now, about);
+        }
+        if state.record().blocks(now) {
+            self.blocked += weight(&state);
+        }
+        let index = self.allocate(state, tag, now, about);
+        self.insert(tag, Word::State(index), now, about);
     }
 
     fn free_cell(&mut self, word: Word) {

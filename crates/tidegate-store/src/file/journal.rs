@@ -1,0 +1,300 @@
+//! The file behind one process's stores, and the thread that writes it.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tidegate_core::{Outcomes, Span, Time};
+use tokio::sync::watch;
+
+use super::bell::{Bell, Lag};
+use super::disk::{Disk, Written};
+use super::plan::{Plan, Scratch};
+use super::{FileError, Later};
+use crate::memory::Change;
+
+/// How often a writer that nobody called looks over some rows, and how long it leaves a file alone that failed.
+const IDLE: Duration = Duration::from_secs(1);
+/// How many rows are looked over then.
+const SWEPT_IDLE: usize = 16_384;
+/// How many rows are looked over for each that was changed, so that rows which the memory has let go of never outnumber
+/// the others; and how many at the least.
+const SWEPT_PER_CHANGE: usize = 2;
+const SWEPT_LEAST: usize = 256;
+
+/// When what has changed is written to the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flush {
+    /// Before a decision is told: a crash loses nothing.
+    Always,
+    /// This long after a change at the latest: a crash loses what was decided within so much time. Where the disk is
+    /// slower, decisions wait for it as with [`Flush::Always`].
+    Within(Duration),
+}
+
+impl Default for Flush {
+    /// Within 100 ms.
+    fn default() -> Self {
+        Self::Within(Duration::from_millis(100))
+    }
+}
+
+/// How a file is doing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Health {
+    /// Why it can't be written at present; decisions go on in memory, and a restart would lose what changed since.
+    pub failure: Option<String>,
+    /// How often it was written.
+    pub commits: u64,
+    /// How many states it held then.
+    pub rows: u64,
+}
+
+/// A file that outlives the process, for one or more [`FileStore`](super::FileStore)s. The last to let go of it writes
+/// what is left.
+pub struct Journal {
+    shared: Arc<Shared>,
+    writer: Option<JoinHandle<()>>,
+}
+
+/// What decisions share with the writer.
+struct Shared {
+    flush: Flush,
+    /// How far the file may lag behind decisions that don't wait for it.
+    most_lag: Span,
+    bell: Bell,
+    lag: Lag,
+    /// Decisions' time when it was last heard of.
+    heard: AtomicU64,
+    /// Locked after the disk, where both are.
+    plans: Mutex<Vec<Arc<Plan>>>,
+    disk: Mutex<(Disk, Scratch)>,
+    /// How many writings were begun.
+    begun: AtomicU64,
+    /// How many have ended, well or not.
+    ended: watch::Sender<u64>,
+    failing: AtomicBool,
+    health: Mutex<Health>,
+}
+
+impl std::fmt::Debug for Journal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Journal").field("flush", &self.shared.flush).field("health", &self.health()).finish()
+    }
+}
+
+impl Journal {
+    /// Opens the file at `path`, and makes it if it isn't there.
+    ///
+    /// # Errors
+    /// [`FileError`]. The file is left as it was.
+    pub fn open(path: &Path, flush: Flush) -> Result<Arc<Self>, FileError> {
+        Self::on(Disk::open(path)?, flush)
+    }
+
+    pub(super) fn on(mut disk: Disk, flush: Flush) -> Result<Arc<Self>, FileError> {
+        let health = Health { rows: disk.len()?, ..Health::default() };
+        let most_lag = match flush {
+            Flush::Always => Span::ZERO,
+            Flush::Within(most) => Span::from_duration(most),
+        };
+        let path = disk.path().to_owned();
+        let shared = Arc::new(Shared {
+            flush,
+            most_lag,
+            bell: Bell::default(),
+            lag: Lag::default(),
+            heard: AtomicU64::new(0),
+            plans: Mutex::default(),
+            disk: Mutex::new((disk, Scratch::default())),
+            begun: AtomicU64::new(0),
+            ended: watch::Sender::new(0),
+            failing: AtomicBool::new(false),
+            health: Mutex::new(health),
+        });
+        let writer = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name("tidegate-file".to_owned()).spawn(move || writer.run());
+        let writer = Some(thread.map_err(|source| FileError::Unusable { path, source })?);
+        Ok(Arc::new(Self { shared, writer }))
+    }
+
+    /// The bytes under which keys are hashed that this file keeps: those in it, or if there are none this proposal, which
+    /// then is kept there for good.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
+        self.shared.disk().0.seed(proposal)
+    }
+
+    /// Writes what has changed, and waits for it.
+    ///
+    /// # Errors
+    /// [`FileError`]: it is still to be written, and is tried again every second.
+    pub fn flush(&self) -> Result<(), FileError> {
+        self.shared.flush(SWEPT_LEAST)
+    }
+
+    /// How the file is doing.
+    pub fn health(&self) -> Health {
+        self.shared.health().clone()
+    }
+
+    /// Has the file keep a plan's states, and gives those that it kept to the plan.
+    pub(super) fn admit(&self, plan: &Arc<Plan>, now: Time) -> Result<(), FileError> {
+        self.heard(now);
+        let mut disk = self.shared.disk();
+        let disk = &mut disk.0;
+        let mut plans = lock(&self.shared.plans);
+        let (mut last, mut unread) = (None, 0_u64);
+        for tag in plan.tags() {
+            if last.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit(tag).is_some()) {
+                return Err(FileError::Claimed { path: disk.path().to_owned(), tag });
+            }
+        }
+        for tag in plan.tags() {
+            if let Some(id) = plan.limit(tag) {
+                disk.read(tag, |of_key, state| unread += u64::from(!plan.restore(id, of_key, state, now)))?;
+            }
+        }
+        if unread > 0 {
+            tracing::warn!(path = ?disk.path(), unread, "states that can't be read were left out");
+        }
+        plans.push(Arc::clone(plan));
+        Ok(())
+    }
+
+    /// Writes a plan's states down for the last time.
+    pub(super) fn dismiss(&self, plan: &Arc<Plan>) {
+        // Told in the log already if it failed.
+        let _ = self.shared.flush(0);
+        lock(&self.shared.plans).retain(|kept| !Arc::ptr_eq(kept, plan));
+    }
+
+    pub(super) fn heard(&self, now: Time) {
+        self.shared.heard.store(now.as_micros(), Relaxed);
+    }
+
+    /// Takes note of a decision at `now`, and says which writing it has to wait for, if any.
+    #[inline]
+    pub(super) fn note(&self, change: Change, now: Time) -> Option<u64> {
+        let shared = &*self.shared;
+        if !change.any {
+            return None;
+        }
+        if change.new && shared.lag.begins(now) {
+            self.heard(now);
+            shared.bell.ring(|calls| calls.changed = true);
+        }
+        let waits = shared.flush == Flush::Always || shared.lag.exceeds(shared.most_lag, now);
+        (waits && !shared.failing.load(Relaxed)).then(|| shared.begun.load(Relaxed) + 1)
+    }
+
+    /// Answers when the writing of that number has ended.
+    pub(super) fn wait(&self, writing: u64, outcomes: Outcomes) -> Later {
+        self.shared.bell.ring(|calls| calls.urgent = true);
+        let mut ended = self.shared.ended.subscribe();
+        Box::pin(async move {
+            // Whether it ended well or the journal is gone: the decision stands in memory.
+            let _ = ended.wait_for(|ended| *ended >= writing).await;
+            Ok(outcomes)
+        })
+    }
+}
+
+impl Drop for Journal {
+    fn drop(&mut self) {
+        self.shared.bell.ring(|calls| calls.closing = true);
+        if let Some(writer) = self.writer.take() {
+            // A writer that panicked has nothing more to write.
+            let _ = writer.join();
+        }
+    }
+}
+
+impl Shared {
+    fn disk(&self) -> MutexGuard<'_, (Disk, Scratch)> {
+        lock(&self.disk)
+    }
+
+    fn health(&self) -> MutexGuard<'_, Health> {
+        lock(&self.health)
+    }
+
+    /// The writer's thread.
+    fn run(&self) {
+        loop {
+            let delay = match self.flush {
+                _ if self.failing.load(Relaxed) => IDLE,
+                Flush::Always => Duration::ZERO,
+                // The other half is for the writing itself.
+                Flush::Within(most) => most / 2,
+            };
+            let calls = self.bell.wait(IDLE, delay);
+            let sweep = if calls.changed || calls.urgent { SWEPT_LEAST } else { SWEPT_IDLE };
+            // Told in the log and in `health`.
+            let _ = self.flush(sweep);
+            if calls.closing {
+                return;
+            }
+        }
+    }
+
+    /// Writes what has changed, and looks over some rows.
+    fn flush(&self, sweep: usize) -> Result<(), FileError> {
+        let mut disk = self.disk();
+        let (disk, scratch) = &mut *disk;
+        // A decision that doesn't see this yet waits for this writing, and has let go of its shards, which are locked only
+        // after this line. One that sees it waits for the next.
+        let writing = self.begun.fetch_add(1, Relaxed) + 1;
+        self.lag.writing();
+        let plans = lock(&self.plans).clone();
+        let now = Time::from_micros(self.heard.load(Relaxed));
+        let written = disk.write(|rows| {
+            for plan in &plans {
+                plan.write(rows, scratch, now)?;
+            }
+            let sweep = sweep.max(rows.changed() * SWEPT_PER_CHANGE);
+            rows.sweep(sweep, |tag, of_key, idle_at| {
+                let held = plans.iter().find_map(|plan| Some(plan.holds(plan.limit(tag)?, of_key, now)));
+                held.unwrap_or(idle_at > now)
+            })
+        });
+        if written.is_err() {
+            plans.iter().for_each(|plan| plan.shards.note_all());
+        }
+        let result = self.tell(disk, written);
+        self.lag.written();
+        self.ended.send_replace(writing);
+        result
+    }
+
+    /// Says how it went: in the log when that is new.
+    fn tell(&self, disk: &Disk, written: Result<Written, FileError>) -> Result<(), FileError> {
+        let mut health = self.health();
+        let was_failing = self.failing.swap(written.is_err(), Relaxed);
+        match written {
+            Ok(Written { any, rows }) => {
+                if was_failing {
+                    tracing::warn!(path = ?disk.path(), "the store is written again");
+                }
+                *health = Health { failure: None, commits: health.commits + u64::from(any), rows };
+                Ok(())
+            }
+            Err(error) => {
+                if !was_failing {
+                    tracing::error!(%error, "the store can't be written: decisions go on in memory");
+                }
+                health.failure = Some(error.to_string());
+                Err(error)
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,223 @@
+//! A disk that fails.
+
+use std::fs::File;
+use std::io;
+use std::ops::Bound;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use redb::backends::FileBackend;
+use redb::{BackendError, StorageBackend};
+use tidegate_core::batch::Outcome;
+use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Span, Time, Verb, Window};
+
+use super::disk::{Disk, builder};
+use super::{FileStore, Flush, Journal};
+use crate::{Answer, Store};
+
+/// A file on a disk that is full while `full` says so, and slow while `held` is locked.
+#[derive(Debug)]
+struct Faulty {
+    file: FileBackend,
+    faults: Faults,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Faults {
+    full: Arc<AtomicBool>,
+    held: Arc<Mutex<()>>,
+}
+
+impl StorageBackend for Faulty {
+    fn len(&self) -> io::Result<u64> {
+        self.file.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.file.read(offset, out)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        let _held = self.faults.held.lock().unwrap_or_else(PoisonError::into_inner);
+        self.file.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        if self.faults.full.load(SeqCst) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.file.write(offset, data)
+    }
+
+    fn close(&self) -> io::Result<()> {
+        self.file.close()
+    }
+
+    fn try_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
+        self.file.try_lock_range(start, end)
+    }
+
+    fn unlock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
+        self.file.unlock_range(start, end)
+    }
+}
+
+impl Faults {
+    fn journal(&self, path: &Path, flush: Flush) -> Arc<Journal> {
+        drop(Journal::open(path, flush).unwrap());
+        let faults = self.clone();
+        let open = move |path: &Path| {
+            let file = File::options().read(true).write(true).open(path).map_err(redb::StorageError::Io)?;
+            let backend = Faulty { file: FileBackend::new(file)?, faults: faults.clone() };
+            Ok(builder().create_with_backend(backend)?)
+        };
+        Journal::on(Disk::with(path, Box::new(open)), flush).unwrap()
+    }
+}
+
+fn store(journal: &Arc<Journal>) -> FileStore {
+    let window = Window::new(100, Span::from_secs(3600), 128).unwrap();
+    let limits = Limits::of_one(Limit::new(Kind::Window(window)));
+    FileStore::new(Arc::new(limits), 1 << 20, journal, at(0)).unwrap()
+}
+
+fn at(millis: u64) -> Time {
+    Time::from_secs(1_700_000_000) + Span::from_millis(millis)
+}
+
+fn ask(store: &FileStore, verb: Verb, now: Time) -> Answer<super::Later> {
+    let mut batch = Batch::new(1);
+    batch.push(Op::new(LimitId::FIRST, verb, Key::new(1, 0x1234_5678_9abc_def0), 1)).unwrap();
+    store.apply(&batch, now)
+}
+
+fn ready(answer: Answer<super::Later>) -> Outcome {
+    match answer {
+        Answer::Ready(outcomes) => outcomes.list()[0],
+        Answer::Later(_) => panic!("has to wait for the disk"),
+    }
+}
+
+async fn later(answer: Answer<super::Later>) -> Outcome {
+    match answer {
+        Answer::Ready(_) => panic!("does not wait for the disk"),
+        Answer::Later(later) => later.await.unwrap().list()[0],
+    }
+}
+
+async fn until(what: &str, is_so: impl Fn() -> bool) {
+    let wait = async {
+        while !is_so() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), wait).await.unwrap_or_else(|_| panic!("never {what}"));
+}
+
+/// What is logged of files whose name holds a word.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Log {
+    fn lines(&self, word: &str) -> usize {
+        String::from_utf8_lossy(&self.0.lock().unwrap()).lines().filter(|line| line.contains(word)).count()
+    }
+}
+
+/// While the disk is full decisions go on, the log says so once, and once when it is over; then the file has all of it.
+#[tokio::test]
+async fn a_full_disk_stops_no_decision() {
+    let log = Log::default();
+    let writer = log.clone();
+    tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).init();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("full");
+    let faults = Faults::default();
+    let journal = faults.journal(&path, Flush::Always);
+    let kept = store(&journal);
+    later(ask(&kept, Verb::Take, at(0))).await;
+    assert_eq!(journal.health().failure, None);
+
+    faults.full.store(true, SeqCst);
+    // As long as nobody knows, it waits until it is tried.
+    let second = match ask(&kept, Verb::Take, at(1)) {
+        waits @ Answer::Later(_) => later(waits).await,
+        told @ Answer::Ready(_) => ready(told),
+    };
+    assert_eq!(second.used, 2);
+    assert!(journal.health().failure.is_some());
+    for call in 3..=50 {
+        assert_eq!(ready(ask(&kept, Verb::Take, at(call))).used, call);
+    }
+    assert!(journal.flush().is_err() && journal.flush().is_err());
+    assert_eq!((log.lines("can't be written"), log.lines("is written again")), (1, 0));
+
+    faults.full.store(false, SeqCst);
+    until("well again", || journal.health().failure.is_none()).await;
+    assert_eq!(later(ask(&kept, Verb::Take, at(60))).await.used, 51);
+    assert_eq!((log.lines("can't be written"), log.lines("is written again")), (1, 1));
+    drop((kept, journal));
+    let kept = store(&Journal::open(&path, Flush::default()).unwrap());
+    assert_eq!(ready(ask(&kept, Verb::Peek, at(61))).used, 51);
+}
+
+/// Of two decisions that wait together none is told before the file has both; a refusal doesn't wait.
+#[tokio::test]
+async fn decisions_wait_for_the_disk_when_nothing_may_be_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let faults = Faults::default();
+    let journal = faults.journal(&folder.path().join("slow"), Flush::Always);
+    let kept = store(&journal);
+    let held = faults.held.lock().unwrap();
+    let answers: Vec<_> = (0..100).map(|_| tokio::spawn(later(ask(&kept, Verb::Take, at(0))))).collect();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(answers.iter().all(|answer| !answer.is_finished()));
+    assert!(ready(ask(&kept, Verb::Take, at(0))).verdict.refuses());
+    assert_eq!(ready(ask(&kept, Verb::Peek, at(0))).used, 100);
+    drop(held);
+    for answer in answers {
+        answer.await.unwrap();
+    }
+    let commits = journal.health().commits;
+    assert!((1..=3).contains(&commits), "a hundred decisions in {commits} writings");
+}
+
+/// A disk that falls behind by more than may be lost makes decisions wait, and lets them go when it has caught up.
+#[tokio::test]
+async fn a_slow_disk_slows_decisions() {
+    let folder = tempfile::tempdir().unwrap();
+    let faults = Faults::default();
+    let journal = faults.journal(&folder.path().join("behind"), Flush::Within(Duration::from_millis(100)));
+    let kept = store(&journal);
+    let held = faults.held.lock().unwrap();
+    for call in 0..=100 {
+        if call % 10 == 0 {
+            ready(ask(&kept, Verb::Peek, at(call)));
+        } else {
+            ready(ask(&kept, Verb::Take, at(call)));
+        }
+    }
+    let waits = tokio::spawn(later(ask(&kept, Verb::Take, at(102))));
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!waits.is_finished());
+    drop(held);
+    assert_eq!(waits.await.unwrap().used, 91);
+    until("caught up", || journal.flush().is_ok() && matches!(ask(&kept, Verb::Take, at(300)), Answer::Ready(_))).await;
+}

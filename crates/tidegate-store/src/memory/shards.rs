@@ -1,0 +1,273 @@
+//! The shards of a memory store, and how a batch is carried out in them.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use arrayvec::ArrayVec;
+use tidegate_core::batch::{self, Ask, Cells, MAX_OPS, Op, Outcome, settle};
+use tidegate_core::{Batch, Clock, Key, Kind, Limits, Outcomes, State, Time, Verdict};
+
+use super::MemoryStats;
+use super::lock::{Lock, LockGuard};
+use super::shard::{self, About, Room, Shard};
+use super::table::{Outlook, Table};
+use crate::Losses;
+
+/// What is noted of entries that change, while their shard is locked.
+pub(crate) trait Notes: Default + Send + 'static {
+    /// Notes that the entry of this tag changed or went, in a shard of so many entries.
+    fn note(&mut self, tag: u64, entries: usize) -> Change;
+}
+
+/// Nothing is noted.
+#[derive(Debug, Default)]
+pub(crate) struct Unnoted;
+
+impl Notes for Unnoted {
+    #[inline]
+    fn note(&mut self, _: u64, _: usize) -> Change {
+        Change::default()
+    }
+}
+
+/// What became of the entries that a batch was about, where that is noted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Change {
+    /// Whether any changed.
+    pub any: bool,
+    /// Whether any changed that wasn't noted already.
+    pub new: bool,
+}
+
+impl Change {
+    #[inline]
+    fn add(&mut self, other: Self) {
+        self.any |= other.any;
+        self.new |= other.new;
+    }
+}
+
+/// Shards under a fixed number of bytes, each with its notes.
+pub(crate) struct Shards<N> {
+    limits: Arc<Limits>,
+    shards: Box<[Padded<N>]>,
+    /// One for each shard.
+    outlooks: Arc<[Outlook]>,
+    shift: u32,
+    room: Room,
+    max_bytes: usize,
+    /// The losses that [`Shards::tend`] has told.
+    told: Mutex<Losses>,
+}
+
+/// A shard on cache lines of its own.
+#[repr(align(128))]
+struct Padded<N>(Lock<Noting<N>>);
+
+/// The shard comes first, so that its table shares a cache line with the lock.
+#[repr(C)]
+pub(super) struct Noting<N> {
+    pub shard: Shard,
+    pub notes: N,
+}
+
+impl<N: Notes> Shards<N> {
+    /// Two to the power of `bits` shards, which together take `max_bytes`; less than 1 MiB counts as 1 MiB.
+    pub(crate) fn new(limits: Arc<Limits>, max_bytes: usize, bits: u32) -> Self {
+        let bytes = max_bytes >> bits;
+        let plain = limits.iter().all(|(_, limit)| matches!(limit.kind(), Kind::Rate(_)) && limit.penalty().is_none());
+        // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
+        let table = if plain { bytes } else { bytes / 3 };
+        let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 };
+        let outlooks: Arc<[Outlook]> = (0..1_usize << bits).map(|_| Outlook::default()).collect();
+        let shard = |index| Noting { shard: Shard::new(Arc::clone(&outlooks), index), notes: N::default() };
+        let shards = (0..1_usize << bits).map(|index| Padded(Lock::new(shard(index)))).collect();
+        Self { limits, shards, outlooks, shift: 64 - bits, room, max_bytes, told: Mutex::default() }
+    }
+
+    pub(crate) fn limits(&self) -> &Arc<Limits> {
+        &self.limits
+    }
+
+    pub(crate) fn max_bytes(&self) -> usize {
+        self.max_bytes
+    }
+
+    /// What the store holds and has had to let go. Visits every shard.
+    pub(crate) fn stats(&self) -> MemoryStats {
+        let mut stats = MemoryStats { max_bytes: self.max_bytes, ..MemoryStats::default() };
+        for shard in &self.shards {
+            shard.0.lock().shard.count(&mut stats);
+        }
+        stats
+    }
+
+    /// [`Store::tend`](crate::Store::tend).
+    pub(crate) fn tend(&self, now: Time) -> Losses {
+        let about = self.about();
+        let mut stats = MemoryStats::default();
+        // Held throughout, so that two who tend at once don't count the same losses.
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        for shard in &self.shards {
+            let shard = &mut shard.0.lock().shard;
+            shard.sweep_share(now, &about);
+            shard.count(&mut stats);
+        }
+        let news = stats.losses.since(&told);
+        *told = stats.losses;
+        news
+    }
+
+    /// [`Store::apply`](crate::Store::apply), in place.
+    pub(crate) fn apply(&self, batch: &Batch, now: Time) -> (Outcomes, Change) {
+        let mut held = Held::new(self);
+        let first = batch.ops().first().map(|op| self.shard(op.key));
+        if let Some(first) = first {
+            if batch.ops().iter().all(|op| self.shard(op.key) == first) {
+                held.lock(first);
+            } else {
+                let mut wanted: ArrayVec<usize, MAX_OPS> = batch.ops().iter().map(|op| self.shard(op.key)).collect();
+                // Always in the same order, so that two batches never wait for each other.
+                wanted.sort_unstable();
+                for (at, shard) in wanted.iter().enumerate() {
+                    if at == 0 || wanted[at - 1] != *shard {
+                        held.lock(*shard);
+                    }
+                }
+            }
+        }
+        let outcomes = settle(batch, &self.limits, &mut held, now);
+        (outcomes, held.change)
+    }
+
+    pub(super) fn about(&self) -> About<'_> {
+        About { limits: &self.limits, room: self.room }
+    }
+
+    /// How many shards there are.
+    #[cfg(feature = "file")]
+    pub(crate) fn len(&self) -> usize {
+        self.shards.len()
+    }
+
+    #[cfg(feature = "file")]
+    pub(super) fn lock(&self, shard: usize) -> LockGuard<'_, Noting<N>> {
+        self.shards[shard].0.lock()
+    }
+
+    #[inline]
+    fn shard(&self, key: Key) -> usize {
+        (key.lo() >> self.shift) as usize
+    }
+}
+
+/// Shorter ways in, for those who need no notes.
+impl Shards<Unnoted> {
+    /// [`Memory::take`](crate::Memory::take).
+    #[inline]
+    pub(crate) fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
+        let Some(limit) = self.limits.get(op.limit) else { return Outcome::plain(Verdict::Admitted, now) };
+        let mut held = Held::new(self);
+        held.lock(self.shard(op.key));
+        batch::take(op, limit, holder, &mut held, now)
+    }
+
+    /// [`Memory::turn`](crate::Memory::turn).
+    #[inline]
+    pub(crate) fn turn(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
+        match self.limits.get(op.limit) {
+            Some(limit)
+                if limit.penalty().is_none()
+                    && let Kind::Rate(rate) = limit.kind() =>
+            {
+                let index = self.shard(op.key);
+                self.outlooks[index].fetch(shard::tag(op));
+                self.shards[index].0.lock().shard.turn(op, rate, clock, &self.about())
+            }
+            _ => {
+                let now = clock.now();
+                (self.take(op, 0, now).retry_at, now)
+            }
+        }
+    }
+}
+
+/// The shards that a batch has locked.
+struct Held<'a, N> {
+    store: &'a Shards<N>,
+    about: About<'a>,
+    shards: ArrayVec<(usize, LockGuard<'a, Noting<N>>), MAX_OPS>,
+    /// Where each operation's entry stood when it was judged.
+    hints: [usize; MAX_OPS],
+    change: Change,
+}
+
+impl<'a, N: Notes> Held<'a, N> {
+    #[inline]
+    fn new(store: &'a Shards<N>) -> Self {
+        let hints = [usize::MAX; MAX_OPS];
+        Self { store, about: store.about(), shards: ArrayVec::new(), hints, change: Change::default() }
+    }
+
+    #[inline]
+    fn lock(&mut self, shard: usize) {
+        self.shards.push((shard, self.store.shards[shard].0.lock()));
+    }
+
+    #[inline]
+    fn shard(&mut self, op: &Op) -> &mut Noting<N> {
+        let wanted = self.store.shard(op.key);
+        let held = self.shards.iter_mut().find(|(shard, _)| *shard == wanted);
+        &mut held.expect("invariant: every operation's shard was locked").1
+    }
+
+    /// Runs `change` on the operation's shard, and notes it if it says that it changed the entry.
+    #[inline]
+    fn changing(&mut self, op: &Op, change: impl FnOnce(&mut Shard) -> bool) {
+        let Noting { shard, notes } = self.shard(op);
+        if change(shard) {
+            let change = notes.note(shard::tag(op), shard.len());
+            self.change.add(change);
+        }
+    }
+}
+
+impl<N: Notes> Cells for Held<'_, N> {
+    #[inline]
+    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+        let about = self.about;
+        let mut hint = usize::MAX;
+        let outcome = self.shard(ask.op).shard.judge(ask, &about, &mut hint);
+        self.hints[index] = hint;
+        outcome
+    }
+
+    #[inline]
+    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+        let (about, hint) = (self.about, self.hints[index]);
+        self.changing(ask.op, |shard| shard.charge(ask, outcome, &about, hint));
+    }
+
+    fn strike(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+        let about = self.about;
+        self.changing(ask.op, |shard| shard.strike(ask, outcome, &about));
+    }
+
+    fn alter(&mut self, _: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State)) {
+        let about = self.about;
+        self.changing(ask.op, |shard| {
+            if make {
+                shard.alter(ask.op, ask.now, &about, change);
+                return true;
+            }
+            shard.alter_existing(ask.op, ask.now, &about, change)
+        });
+    }
+
+    fn forget(&mut self, _: usize, op: &Op) {
+        // Noted even if there was none: what is kept elsewhere may still have it.
+        self.changing(op, |shard| {
+            shard.forget(op);
+            true
+        });
+    }
+}

@@ -1,0 +1,52 @@
+use std::sync::Arc;
+
+use tidegate_core::{Batch, Limits, Time};
+use tidegate_store::{Answer, FileStore, Flush, Losses, Store};
+use tidegate_testkit::conformance::{Effort, conform};
+use tidegate_testkit::dice;
+
+use crate::common::Place;
+
+/// A store with a file of its own.
+struct Own {
+    store: FileStore,
+    _place: Place,
+}
+
+impl Own {
+    fn new(limits: Arc<Limits>, flush: Flush) -> Self {
+        let place = Place::quick();
+        Self { store: place.store(&limits, flush, Time::ZERO), _place: place }
+    }
+}
+
+impl Store for Own {
+    type Later = <FileStore as Store>::Later;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.store.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        self.store.apply(batch, now)
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.store.tell(batch, now);
+    }
+
+    fn tend(&self, now: Time) -> Losses {
+        self.store.tend(now)
+    }
+}
+
+#[test]
+fn file_conforms() {
+    conform(&|limits| Own::new(limits, Flush::default()), &Effort::default()).unwrap();
+}
+
+#[test]
+fn file_conforms_when_nothing_may_be_lost() {
+    let effort = Effort { batches: dice::count(2_000, 20_000), calls: 1_000, ..Effort::default() };
+    conform(&|limits| Own::new(limits, Flush::Always), &effort).unwrap();
+}

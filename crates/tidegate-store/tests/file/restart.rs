@@ -1,0 +1,364 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::quota::Every;
+use tidegate_core::{
+    Concurrency, Cooldown, Key, Kind, Limit, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict,
+    Window,
+};
+use tidegate_store::{FileError, FileStore, Flush, Journal, Memory, Store};
+use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::model::Model;
+use tidegate_testkit::world::{Wanted, World};
+use tidegate_testkit::{desk, property};
+
+use crate::common::{Place, ask, one};
+
+const MINUTE: Span = Span::from_secs(60);
+const DAY: Span = Span::from_secs(86_400);
+/// So late that only a closing writes.
+const SELDOM: Flush = Flush::Within(Duration::from_secs(1 << 22));
+
+fn take(store: &impl Store, limit: usize, key: Key, now: Time, times: usize) {
+    (0..times).for_each(|_| {
+        one(store, Verb::Take, limit, key, now);
+    });
+}
+
+fn window(limit: u64) -> Kind {
+    Kind::Window(Window::new(limit, MINUTE, 64).unwrap())
+}
+
+/// One limit of every kind; windows and rates with a penalty and without.
+fn every_kind() -> Arc<Limits> {
+    let penalty = || Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
+    let quota = Quota::new(5, Arc::new(Every(DAY))).unwrap();
+    let limits = vec![
+        Limit::new(window(5)),
+        Limit::new(window(5)).with_penalty(penalty()),
+        Limit::new(Kind::Window(Window::new(100, MINUTE, 4).unwrap())),
+        Limit::new(Kind::Rate(Rate::new(5, MINUTE, 5).unwrap())),
+        Limit::new(Kind::Rate(Rate::new(5, MINUTE, 5).unwrap())).with_penalty(penalty()),
+        Limit::new(Kind::Quota(quota)),
+        Limit::new(Kind::Concurrency(Concurrency::new(5, MINUTE).unwrap())),
+        Limit::new(Kind::Cooldown(Cooldown::default())),
+    ];
+    Arc::new(Limits::new(limits).unwrap())
+}
+
+/// Closed and opened again in the middle, it gives the answers of one that never was.
+#[test]
+fn a_restart_changes_no_answer() {
+    let mut seeds = Dice::seeded(dice::seed());
+    for _ in 0..dice::count(30, 1_000) {
+        let seed = seeds.word();
+        let place = Place::quick();
+        let mut world = World::new(Dice::seeded(seed), Wanted::All);
+        let limits = Arc::clone(world.limits());
+        let mut model = Model::new(Arc::clone(&limits));
+        let mut store = Some(place.store(&limits, SELDOM, world.now()));
+        for index in 0..300 {
+            let now = world.pass_time();
+            if world.dice().percent(8) {
+                drop(store.take());
+                store = Some(place.store(&limits, SELDOM, now));
+            }
+            let batch = world.batch();
+            let outcomes = ask(store.as_ref().unwrap(), &batch, now);
+            if let Err(mismatch) = model.check(&batch, &outcomes) {
+                panic!("batch {index} of world {seed}: {mismatch}\n  in {batch:?}\n  under {limits:?}");
+            }
+            world.heard(&outcomes);
+        }
+    }
+}
+
+/// The ladder of penalties, step by step as memory climbs it, with a restart before each step.
+#[test]
+fn the_ladder_of_penalties_outlives_restarts() {
+    let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
+    let limits = Arc::new(Limits::of_one(Limit::new(window(5)).with_penalty(penalty)));
+    let memory = Memory::new(Arc::clone(&limits), Memory::MAX_BYTES);
+    let place = Place::quick();
+    let (mut now, mut blocks) = (desk::at(0), Vec::new());
+    for step in 0..40 {
+        let store = place.store(&limits, Flush::default(), now);
+        let found = one(&store, Verb::Take, 0, desk::key(1), now);
+        assert_eq!(found, one(&memory, Verb::Take, 0, desk::key(1), now), "step {step}");
+        if found.verdict == Verdict::Refused {
+            blocks.push(found.block.as_secs_ceil());
+        }
+        now = found.retry_at.max(now + Span::from_millis(10));
+    }
+    assert_eq!(blocks[..5], [2, 4, 8, 16, 32]);
+}
+
+#[test]
+fn every_kind_of_state_comes_back() {
+    let limits = every_kind();
+    let place = Place::quick();
+    let at = desk::at(0);
+    let keys: Vec<Key> = (0..50).map(desk::key).collect();
+    let peek = |store: &FileStore| {
+        let places = (0..limits.len()).flat_map(|limit| keys.iter().map(move |key| (limit, *key)));
+        places.map(|(limit, key)| one(store, Verb::Peek, limit, key, at)).collect::<Vec<_>>()
+    };
+    let store = place.store(&limits, Flush::default(), at);
+    for (index, key) in keys.iter().enumerate() {
+        for limit in 0..limits.len() {
+            take(&store, limit, *key, at, index % 8 + 1);
+        }
+        one(&store, Verb::Throttle { generation: 0 }, 7, *key, at);
+    }
+    let before = peek(&store);
+    assert!(before.iter().any(|outcome| outcome.verdict == Verdict::Blocked));
+    drop(store);
+    assert_eq!(peek(&place.store(&limits, Flush::default(), at)), before);
+}
+
+/// Limits are found by their tags, wherever they stand in the plan; another plan's are left alone.
+#[test]
+fn plans_share_a_file_by_tag() {
+    let tagged = |tags: &[u64]| {
+        let limits = tags.iter().map(|tag| Limit::new(window(5)).tagged(*tag)).collect();
+        Arc::new(Limits::new(limits).unwrap())
+    };
+    let place = Place::quick();
+    let at = desk::at(0);
+    let key = desk::key(3);
+    let journal = place.journal(Flush::default());
+    let open = |limits: &Arc<Limits>, journal: &Arc<Journal>| FileStore::new(Arc::clone(limits), 1 << 20, journal, at);
+    {
+        let inbound = open(&tagged(&[70, 80]), &journal).unwrap();
+        let outbound = open(&tagged(&[90]), &journal).unwrap();
+        assert!(matches!(open(&tagged(&[60, 90]), &journal), Err(FileError::Claimed { tag: 90, .. })));
+        assert!(matches!(open(&tagged(&[60, 60]), &journal), Err(FileError::Claimed { tag: 60, .. })));
+        take(&inbound, 0, key, at, 1);
+        take(&inbound, 1, key, at, 2);
+        take(&outbound, 0, key, at, 4);
+    }
+    {
+        let alone = open(&tagged(&[11]), &journal).unwrap();
+        one(&alone, Verb::Take, 0, key, at);
+        journal.flush().unwrap();
+    }
+    drop(journal);
+    let journal = place.journal(Flush::default());
+    let turned = open(&tagged(&[90, 80, 70, 60]), &journal).unwrap();
+    let used: Vec<_> = (0..4).map(|limit| one(&turned, Verb::Peek, limit, key, at).used).collect();
+    assert_eq!(used, [4, 2, 1, 0]);
+}
+
+/// A policy that means another kind of limit by a name finds nothing under it.
+#[test]
+fn a_limit_of_another_kind_starts_anew() {
+    let place = Place::quick();
+    let at = desk::at(0);
+    let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
+    let limits = |limit| Arc::new(Limits::of_one(limit));
+    let plans = [
+        limits(Limit::new(window(1)).with_penalty(penalty)),
+        limits(Limit::new(Kind::Rate(Rate::new(1, MINUTE, 1).unwrap()))),
+        limits(Limit::new(Kind::Quota(Quota::new(1, Arc::new(Every(DAY))).unwrap()))),
+        limits(Limit::new(Kind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))),
+    ];
+    for plan in &plans {
+        let store = place.store(plan, Flush::default(), at);
+        assert_eq!(one(&store, Verb::Take, 0, desk::key(1), at).verdict, Verdict::Admitted, "{plan:?}");
+        one(&store, Verb::Take, 0, desk::key(1), at);
+    }
+}
+
+/// Once everything has expired, nothing is left: of limits in the plan, and of those that no plan has any more.
+#[test]
+fn nothing_is_left_of_what_has_expired() {
+    let limits = every_kind();
+    let place = Place::new();
+    let at = desk::at(0);
+    let fill = |store: &FileStore| {
+        for client in 0..300 {
+            (0..8).for_each(|limit| take(store, limit, desk::key(client), at, 1));
+        }
+        store.journal().flush().unwrap();
+        store.journal().health().rows
+    };
+    let empties = |store: &FileStore, later: Time| {
+        let journal = store.journal();
+        for _ in 0..50 {
+            store.tend(later);
+            journal.flush().unwrap();
+        }
+        journal.health().rows
+    };
+    let store = place.store(&limits, Flush::default(), at);
+    assert_eq!(fill(&store), 2_100, "a cool-down that never was is not kept");
+    assert_eq!(empties(&store, at + Span::from_secs(11)), 2_100);
+    assert_eq!(empties(&store, at + Span::from_secs(59)), 1_500, "one call of a rate is forgotten after 12 s");
+    assert_eq!(empties(&store, at + DAY.times(2)), 0);
+    fill(&store);
+    drop(store);
+    let none = Arc::new(Limits::of_one(Limit::new(window(1)).tagged(99)));
+    let store = place.store(&none, Flush::default(), at);
+    assert_eq!(empties(&store, at + Span::from_secs(11)), 2_100, "another policy may come back");
+    assert_eq!(empties(&store, at + DAY.times(2)), 0);
+}
+
+/// The writer does that by itself, when nobody calls any more.
+#[test]
+fn the_file_empties_by_itself() {
+    let limits = every_kind();
+    let place = Place::new();
+    let store = place.store(&limits, Flush::default(), desk::at(0));
+    (0..100).for_each(|client| take(&store, 0, desk::key(client), desk::at(0), 1));
+    store.journal().flush().unwrap();
+    assert_eq!(store.journal().health().rows, 100);
+    store.tend(desk::at(61_000));
+    let mut tries = 0;
+    while store.journal().health().rows > 0 {
+        tries += 1;
+        assert!(tries < 200, "rows are left after 10 s");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// What was reset stays so, and what the memory had no room for is forgotten in the file too.
+#[test]
+fn the_file_follows_the_memory() {
+    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let place = Place::new();
+    let at = desk::at(0);
+    let store = FileStore::new(Arc::clone(&limits), 1 << 20, &place.journal(Flush::default()), at).unwrap();
+    let mut dice = Dice::seeded(dice::seed());
+    for _ in 0..100_000 {
+        one(&store, Verb::Take, 0, Key::new(1, dice.word()), at);
+    }
+    for _ in 0..1_000 {
+        store.journal().flush().unwrap();
+    }
+    let entries = store.stats().entries as u64;
+    assert!(entries < 50_000, "the memory is full");
+    assert_eq!(store.journal().health().rows, entries);
+    one(&store, Verb::Take, 0, desk::key(1), at);
+    store.journal().flush().unwrap();
+    one(&store, Verb::Reset, 0, desk::key(1), at);
+    drop(store);
+    let store = FileStore::new(limits, 1 << 20, &place.journal(Flush::default()), at).unwrap();
+    assert_eq!(one(&store, Verb::Peek, 0, desk::key(1), at).used, 0);
+}
+
+/// Keys lie where another machine, or another bound, finds them; what doesn't fit goes, and is counted.
+#[test]
+fn the_bound_may_change() {
+    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let place = Place::quick();
+    let at = desk::at(0);
+    let mut dice = Dice::seeded(dice::seed());
+    let keys: Vec<_> = (0..30_000).map(|_| Key::new(1, dice.word())).collect();
+    let open = |max_bytes| FileStore::new(Arc::clone(&limits), max_bytes, &place.journal(SELDOM), at).unwrap();
+    let used = |store: &FileStore| keys.iter().filter(|key| one(store, Verb::Peek, 0, **key, at).used == 2).count();
+    let store = open(64 << 20);
+    keys.iter().for_each(|key| take(&store, 0, *key, at, 2));
+    drop(store);
+    let store = open(1 << 30);
+    assert_eq!((used(&store), store.tend(at).evicted()), (30_000, 0));
+    drop(store);
+    let store = open(1 << 20);
+    let left = used(&store);
+    assert!((1_000..29_000).contains(&left), "{left}");
+    assert_eq!(store.tend(at).evicted(), 30_000 - left as u64);
+}
+
+/// A file that was large once is small again when it is opened.
+#[test]
+fn an_empty_file_is_small() {
+    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let place = Place::quick();
+    let mut dice = Dice::seeded(dice::seed());
+    let size = || std::fs::metadata(place.path()).unwrap().len();
+    let store = FileStore::new(Arc::clone(&limits), 64 << 20, &place.journal(SELDOM), desk::at(0)).unwrap();
+    (0..150_000).for_each(|_| take(&store, 0, Key::new(1, dice.word()), desk::at(0), 1));
+    drop(store);
+    let full = size();
+    let store = place.store(&limits, SELDOM, desk::at(60_000));
+    while store.journal().health().rows > 0 {
+        store.journal().flush().unwrap();
+    }
+    drop(store);
+    drop(place.journal(SELDOM));
+    assert!(full > 4 << 20 && size() < 2 << 20, "{full} bytes, then {}", size());
+}
+
+/// A clock that is behind after a restart neither locks out nor mints.
+#[test]
+fn a_clock_that_is_behind_locks_nobody_out() {
+    let limits = Arc::new(Limits::of_one(Limit::new(window(3))));
+    let place = Place::quick();
+    let late = desk::at(0) + DAY.times(365);
+    let store = place.store(&limits, Flush::default(), late);
+    take(&store, 0, desk::key(1), late, 4);
+    drop(store);
+    let store = place.store(&limits, Flush::default(), desk::at(0));
+    let refused = one(&store, Verb::Take, 0, desk::key(1), desk::at(0));
+    assert_eq!(refused.verdict, Verdict::Refused);
+    assert!(refused.retry_at <= desk::at(60_000), "{refused:?}");
+}
+
+/// Keys of any bytes are hashes before they come here: those that differ in a bit that is kept are others.
+#[test]
+fn keys_at_the_edges_stay_apart() {
+    let limits = every_kind();
+    let place = Place::quick();
+    let at = desk::at(0);
+    let mut keys: Vec<u64> = (0..64).filter(|bit| !(52..56).contains(bit)).map(|bit| 1 << bit).collect();
+    keys.extend([0, u64::MAX, 0x2727_2727_2727_2727, 0x7b7d_7b7d_7b7d_7b7d]);
+    let store = place.store(&limits, Flush::default(), at);
+    for (index, lo) in keys.iter().enumerate() {
+        take(&store, 0, Key::new(0, *lo), at, index % 3 + 1);
+    }
+    drop(store);
+    let store = place.store(&limits, Flush::default(), at);
+    for (index, lo) in keys.iter().enumerate() {
+        assert_eq!(one(&store, Verb::Peek, 0, Key::new(0, *lo), at).used, index as u64 % 3 + 1, "{lo:x}");
+    }
+}
+
+/// The file keeps what its keys are hashed under.
+#[test]
+fn the_seed_stays() {
+    let place = Place::quick();
+    assert_eq!(place.journal(SELDOM).seed([1; 16]).unwrap(), [1; 16]);
+    assert_eq!(place.journal(SELDOM).seed([2; 16]).unwrap(), [1; 16]);
+}
+
+/// Whatever came of the plan, every flush leaves the file as the memory is: random traffic, looked at after each.
+#[test]
+fn a_flush_keeps_everything() {
+    property::check(dice::count(20, 400), 300, |dice| {
+        let mut world = World::new(dice, Wanted::All);
+        let place = Place::quick();
+        let limits = Arc::clone(world.limits());
+        let store = place.store(&limits, SELDOM, world.now());
+        while !world.dice().exhausted() {
+            let now = world.pass_time();
+            let batch = world.batch();
+            world.heard(&ask(&store, &batch, now));
+            if world.dice().percent(5) {
+                store.journal().flush().map_err(|error| error.to_string())?;
+            }
+        }
+        store.tend(world.now());
+        store.journal().flush().map_err(|error| error.to_string())?;
+        let copy = Place::quick();
+        std::fs::copy(place.path(), copy.path()).map_err(|error| error.to_string())?;
+        let other = copy.store(&limits, SELDOM, world.now());
+        let now = world.now();
+        for _ in 0..20 {
+            let batch = world.call();
+            let (expected, found) = (ask(&store, &batch, now), ask(&other, &batch, now));
+            if expected.list() != found.list() {
+                return Err(format!("{batch:?}: {:?}, the copy {:?}", expected.list(), found.list()));
+            }
+        }
+        Ok(())
+    });
+}

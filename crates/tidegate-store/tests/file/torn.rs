@@ -1,0 +1,147 @@
+//! Files that are broken, or something else.
+
+use std::error::Error;
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::{Kind, Limit, Limits, Span, Verb, Window};
+use tidegate_store::{FileError, FileStore, Flush, Journal};
+use tidegate_testkit::desk;
+use tidegate_testkit::dice::{self, Dice};
+
+use crate::common::{Place, one};
+
+fn limits() -> Arc<Limits> {
+    Arc::new(Limits::of_one(Limit::new(Kind::Window(Window::new(50, Span::from_secs(3600), 64).unwrap()))))
+}
+
+/// A file with a past, as a crash leaves it and as a closing does.
+fn files() -> [Vec<u8>; 2] {
+    let place = Place::quick();
+    let store = place.store(&limits(), Flush::Within(Duration::from_secs(3600)), desk::at(0));
+    for round in 0..5 {
+        for client in 0..2_000 {
+            one(&store, Verb::Take, 0, desk::key(client), desk::at(round));
+        }
+        store.journal().flush().unwrap();
+    }
+    let crashed = fs::read(place.path()).unwrap();
+    drop(store);
+    [crashed, fs::read(place.path()).unwrap()]
+}
+
+fn tear(bytes: &mut Vec<u8>, dice: &mut Dice) {
+    let at = |dice: &mut Dice, len: usize| {
+        // Half of the time in the first page, where the file says what it is.
+        let len = if dice.percent(50) { len.min(4096) } else { len };
+        dice.below(len as u64) as usize
+    };
+    match dice.below(4) {
+        0 => {
+            let len = at(dice, bytes.len());
+            bytes.truncate(len);
+        }
+        1 => {
+            for _ in 0..dice.between(1, 8) {
+                let at = at(dice, bytes.len());
+                bytes[at] ^= 1 << dice.below(8);
+            }
+        }
+        2 => {
+            let page = at(dice, bytes.len()) / 4096 * 4096;
+            bytes[page..].iter_mut().take(4096).for_each(|byte| *byte = 0);
+        }
+        _ => {
+            let at = at(dice, bytes.len());
+            let value = dice.word() as u8;
+            bytes[at..].iter_mut().take(512).for_each(|byte| *byte = value);
+        }
+    }
+}
+
+/// Whatever became of the file, it opens or there is an error that says what to do; it never ends the process.
+#[test]
+fn a_torn_file_opens_or_says_why_not() {
+    let files = files();
+    let mut dice = Dice::seeded(dice::seed());
+    let (mut opened, mut refused) = (0, 0);
+    for round in 0..dice::count(120, 5_000) {
+        let mut bytes = dice.pick(&[0, 1].map(|file| &files[file])).clone();
+        tear(&mut bytes, &mut dice);
+        let place = Place::quick();
+        fs::write(place.path(), &bytes).unwrap();
+        let used = catch_unwind(AssertUnwindSafe(|| -> Result<(), Box<dyn Error>> {
+            let journal = Journal::open(place.path(), Flush::Always)?;
+            let store = FileStore::new(limits(), 1 << 20, &journal, desk::at(10))?;
+            for client in 0..50 {
+                one(&store, Verb::Take, 0, desk::key(client), desk::at(10));
+            }
+            Ok(journal.flush()?)
+        }));
+        match used.unwrap_or_else(|_| panic!("round {round} panicked")) {
+            Ok(()) => opened += 1,
+            Err(error) => {
+                refused += 1;
+                assert!(error.to_string().contains("state.redb"), "{error}");
+            }
+        }
+    }
+    assert!(opened > 0 && refused > 0, "{opened} opened, {refused} refused");
+}
+
+#[test]
+fn what_is_no_store_is_left_alone() {
+    let place = Place::quick();
+    for text in ["something else, and long enough to be anything", "x"] {
+        fs::write(place.path(), text).unwrap();
+        let error = Journal::open(place.path(), Flush::default()).unwrap_err();
+        assert!(matches!(error, FileError::Foreign { .. }), "{error}");
+        assert_eq!(fs::read_to_string(place.path()).unwrap(), text);
+    }
+    fs::remove_file(place.path()).unwrap();
+    drop(redb::Database::create(place.path()).unwrap());
+    let error = Journal::open(place.path(), Flush::default()).unwrap_err();
+    assert!(matches!(error, FileError::Foreign { .. }), "{error}");
+    let missing = place.path().with_file_name("no folder").join("state");
+    let error = Journal::open(&missing, Flush::default()).unwrap_err();
+    assert!(matches!(error, FileError::Unusable { .. }), "{error}");
+}
+
+#[test]
+fn a_later_format_is_refused() {
+    let place = Place::quick();
+    drop(place.journal(Flush::default()));
+    let database = redb::Database::open(place.path()).unwrap();
+    let write = database.begin_write().unwrap();
+    let about = redb::TableDefinition::<&str, &[u8]>::new("tidegate");
+    write.open_table(about).unwrap().insert("format", 2_u32.to_le_bytes().as_slice()).unwrap();
+    write.commit().unwrap();
+    drop(database);
+    let error = Journal::open(place.path(), Flush::default()).unwrap_err();
+    assert!(matches!(error, FileError::Newer { found: 2, .. }), "{error}");
+}
+
+/// Half of a file that was never finished is in nobody's way.
+#[test]
+fn a_making_that_was_interrupted_begins_anew() {
+    let place = Place::quick();
+    fs::write(place.path().with_extension("redb.new"), [0; 5_000]).unwrap();
+    fs::write(place.path(), "").unwrap();
+    let store = place.store(&limits(), Flush::default(), desk::at(0));
+    one(&store, Verb::Take, 0, desk::key(1), desk::at(0));
+    drop(store);
+    let store = place.store(&limits(), Flush::default(), desk::at(0));
+    assert_eq!(one(&store, Verb::Peek, 0, desk::key(1), desk::at(0)).used, 1);
+}
+
+/// The seed is a secret.
+#[cfg(unix)]
+#[test]
+fn a_file_is_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::new();
+    drop(place.journal(Flush::default()));
+    assert_eq!(fs::metadata(place.path()).unwrap().permissions().mode() & 0o777, 0o600);
+}
