@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
+#[cfg(feature = "file")]
+use crate::FileStore;
 #[cfg(feature = "remote")]
 use crate::Fleet;
 use crate::{Answer, Losses, Memory, Store, StoreError, Votes};
@@ -18,6 +20,9 @@ type Counting = Pin<Box<dyn Future<Output = Option<Votes>> + Send>>;
 pub enum AnyStore {
     /// This process's memory.
     Memory(Memory),
+    /// This process's memory, and a file.
+    #[cfg(feature = "file")]
+    File(FileStore),
     /// A store that several nodes share.
     #[cfg(feature = "remote")]
     Fleet(Fleet),
@@ -29,6 +34,8 @@ impl Store for AnyStore {
     fn limits(&self) -> &Arc<Limits> {
         match self {
             Self::Memory(memory) => memory.limits(),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.limits(),
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.limits(),
         }
@@ -38,6 +45,8 @@ impl Store for AnyStore {
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
         match self {
             Self::Memory(memory) => Answer::Ready(crate::Immediate::apply_now(memory, batch, now)),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.apply(batch, now),
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.apply(batch, now),
         }
@@ -46,6 +55,8 @@ impl Store for AnyStore {
     fn tell(&self, batch: &Batch, now: Time) {
         match self {
             Self::Memory(memory) => memory.tell(batch, now),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.tell(batch, now),
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.tell(batch, now),
         }
@@ -54,6 +65,8 @@ impl Store for AnyStore {
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
         match self {
             Self::Memory(_) => None::<Counting>,
+            #[cfg(feature = "file")]
+            Self::File(_) => None,
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.vote(topic, yes, now).map(|votes| Box::pin(votes) as Counting),
         }
@@ -62,6 +75,8 @@ impl Store for AnyStore {
     fn tend(&self, now: Time) -> Losses {
         match self {
             Self::Memory(memory) => memory.tend(now),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.tend(now),
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.tend(now),
         }

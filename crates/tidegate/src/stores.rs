@@ -5,8 +5,12 @@ use std::sync::Arc;
 use tidegate_core::{Clock, LimitError, Limits};
 #[cfg(feature = "remote")]
 use tidegate_policy::store::Engine;
+#[cfg(feature = "file")]
+use tidegate_policy::store::Sync;
 use tidegate_policy::{KeySeed, Policy, Store as StoreSettings, StoreUrl, TokenError};
 use tidegate_store::{AnyStore, Memory, StoreError};
+#[cfg(feature = "file")]
+use tidegate_store::{FileError, FileStore, Flush, Journal};
 #[cfg(feature = "remote")]
 use tidegate_store::{Fleet, FleetOptions, Remote, fleet_limits};
 
@@ -19,7 +23,7 @@ use crate::random::{random_bytes, random_u64};
 #[cfg(feature = "remote")]
 const SEED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// The stores of a policy: in memory, or on a server that several nodes share. From one of these a gate and providers are
+/// The stores of a policy: in memory, in a file, or on a server that several nodes share. From one of these a gate and providers are
 /// made that share what they can.
 pub struct Stores {
     settings: StoreSettings,
@@ -27,6 +31,8 @@ pub struct Stores {
     /// What the store keeps of it.
     #[cfg(feature = "remote")]
     kept: Option<[u8; 16]>,
+    #[cfg(feature = "file")]
+    journal: Option<Arc<Journal>>,
     /// What this node is known by among others.
     #[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no other nodes"))]
     node: u64,
@@ -78,6 +84,10 @@ pub enum OpenError {
         /// Why.
         source: StoreError,
     },
+    /// The file can't be used.
+    #[cfg(feature = "file")]
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A plan has too many limits.
     #[error("a policy whose store is shared has at most 4094 limits: {0}")]
     Limits(#[from] LimitError),
@@ -107,10 +117,25 @@ impl Stores {
             seed: KeySeed::new(random_bytes()),
             #[cfg(feature = "remote")]
             kept: None,
+            #[cfg(feature = "file")]
+            journal: None,
             node: random_u64(),
         };
         stores.seed = match (said, &stores.settings.url) {
-            (Some(seed), _) => seed,
+            #[cfg(feature = "file")]
+            (said, StoreUrl::File(path)) => {
+                let flush = match stores.settings.sync {
+                    Sync::Always => Flush::Always,
+                    Sync::Within(span) => Flush::Within(span),
+                };
+                let journal = Journal::open(path, flush)?;
+                let seed = match said {
+                    Some(seed) => seed,
+                    None => KeySeed::new(journal.seed(random_bytes())?),
+                };
+                stores.journal = Some(journal);
+                seed
+            }
             #[cfg(feature = "remote")]
             (None, StoreUrl::Server(..)) => {
                 let remote = stores.remote(Arc::default())?;
@@ -121,6 +146,7 @@ impl Stores {
                 stores.kept = Some(kept);
                 KeySeed::new(kept)
             }
+            (Some(seed), _) => seed,
             _ => stores.seed,
         };
         Ok(stores)
@@ -148,7 +174,10 @@ impl Stores {
         clock: C,
     ) -> Result<Option<Outbound<AnyStore, C>>, OpenError> {
         let Some(plan) = policy.outbound() else { return Ok(None) };
-        let own = AnyStore::Memory(self.memory(Arc::clone(plan.limits())));
+        let own = match &self.settings.url {
+            StoreUrl::File(_) => self.shared(plan.limits(), clock.clone())?,
+            _ => AnyStore::Memory(self.memory(Arc::clone(plan.limits()))),
+        };
         let is_shared = plan.providers().iter().any(|provider| provider.shared);
         let shared = if is_shared { Some(self.shared(plan.limits(), clock.clone())?) } else { None };
         Ok(Some(Outbound::with_stores(plan.clone(), own, shared, clock, &self.seed)))
@@ -172,6 +201,15 @@ impl Stores {
                 options.max_bytes = usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX);
                 Ok(AnyStore::Fleet(Fleet::start(remote, clock, options)))
             }
+            #[cfg(feature = "file")]
+            StoreUrl::File(_) => {
+                let journal = self.journal.as_ref().expect("invariant: the file was opened with these stores");
+                let max_bytes = usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX);
+                let store = FileStore::new(Arc::new(limits.clone()), max_bytes, journal, clock.now())?;
+                Ok(AnyStore::File(store))
+            }
+            #[cfg(not(feature = "file"))]
+            StoreUrl::File(_) => Err(self.not_built("file")),
             #[cfg(not(feature = "remote"))]
             StoreUrl::Server(..) => Err(self.not_built("remote")),
             _ => Ok(AnyStore::Memory(self.memory(Arc::new(limits.clone())))),

@@ -90,7 +90,7 @@ impl Shared {
             answers.extend(places.into_iter().zip(outcomes.list().iter().copied()));
         }
         answers.sort_unstable_by_key(|(place, _)| *place);
-        Ok(Outcomes::new(at, answers.into_iter().map(|(_, outcome)| outcome).collect()))
+        Ok(Outcomes::new(at, answers.into_iter().map(|(_, outcome)| outcome)))
     }
 
     async fn look(&self, batch: Batch, places: ArrayVec<usize, MAX_OPS>, now: Time) -> Result<Part, StoreError> {
