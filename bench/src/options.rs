@@ -9,6 +9,8 @@ pub enum Part {
     Outbound,
     /// Requests through the gate.
     Gate,
+    /// Worlds on a virtual clock.
+    Simulate,
     /// Everything.
     All,
 }
@@ -30,11 +32,12 @@ pub struct Options {
 
 /// Printed by `--help`, and after a mistake.
 pub const USAGE: &str = "\
-usage: bench [decision|outbound|gate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
+usage: bench [decision|outbound|gate|simulate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
 
   decision   decisions in process, against governor, throttlecrab, limitador and backon
   outbound   calls to others in process, against recloser, failsafe and tower-resilience
   gate       requests through the gate, against nginx and bare hyper programs
+  simulate   worlds on a virtual clock
   all        all of them (default)
   --check    exit with 1 and name each row that misses its target
   --quick    fewer and shorter rounds; the figures are not for quoting
@@ -56,6 +59,7 @@ impl Options {
                 "decision" => options.part = Part::Decision,
                 "outbound" => options.part = Part::Outbound,
                 "gate" => options.part = Part::Gate,
+                "simulate" => options.part = Part::Simulate,
                 "all" => options.part = Part::All,
                 "--check" => options.check = true,
                 "--quick" => options.quick = true,
@@ -74,6 +78,7 @@ impl Options {
             Part::Decision => row.starts_with("decision/"),
             Part::Outbound => row.starts_with("outbound/"),
             Part::Gate => row.starts_with("gate/"),
+            Part::Simulate => row.starts_with("simulate/"),
             Part::All => true,
         };
         part && (self.filters.is_empty() || self.filters.iter().any(|filter| row.contains(filter.as_str())))

@@ -56,6 +56,7 @@ pub const REACHES: &[Reach] = &[
     reach("gate/refused/cpu", Bound::Ratio("bare hyper 429", 1.1)),
     reach("gate/decision-api/cpu", Bound::Ratio("bare hyper POST", 1.15)),
     reach("gate/outbound/cpu", Bound::Ratio("bare hyper-util proxy", 1.4)),
+    reach("simulate/hour", Bound::AtMost(60e9)),
 ];
 
 /// What a store capped at 64 MiB may add to the process's resident memory: the cap, and a constant for the policy, the

@@ -18,7 +18,7 @@ use tidegate_store::{Immediate, Memory, Store};
 use crate::agenda::Agenda;
 use crate::delay::Delay;
 use crate::random::{Stream, Streams};
-use crate::service::{Answer, Asks, JobId, Service, Taken};
+use crate::service::{Answer, Asks, Finished, JobId, Service, Taken};
 use crate::setup::{ClientSpec, Setup, Stretch};
 use crate::tally::{End, Tally};
 pub(crate) use gate::action_of;
@@ -207,7 +207,7 @@ impl<'s> World<'s> {
             }
             Event::Arrives(request, asks) => self.arrives(request, asks),
             Event::Served(job) => {
-                if let Some((request, answer, next)) = self.service.finish(job, now) {
+                if let Some(Finished { request, answer, next }) = self.service.finish(job, now) {
                     self.release(request);
                     self.answer(request, answer);
                     self.works_on(next);
@@ -377,7 +377,7 @@ impl<'s> World<'s> {
             let patience = plain.patience().unwrap_or(Span::MAX);
             self.send(id, patience, Span::ZERO);
         } else {
-            self.over(id, End::Refused);
+            self.over(id, End::Declined);
         }
     }
 

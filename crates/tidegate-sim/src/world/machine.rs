@@ -241,13 +241,13 @@ impl<'s> Hall<'s> {
 fn end_of(failure: &Failure, last: Class) -> End {
     match failure {
         Failure::DeadlineExceeded => End::Failed,
-        Failure::GaveUp(_) if last != Class::Throttled => End::Failed,
-        Failure::GaveUp(_)
-        | Failure::Unavailable(_)
+        Failure::GaveUp(_) if last == Class::Throttled => End::Refused,
+        Failure::GaveUp(_) => End::Failed,
+        Failure::Unavailable(_)
         | Failure::RateLimited { .. }
         | Failure::QuotaSpent { .. }
         | Failure::Cooling { .. }
         | Failure::Resting { .. }
-        | Failure::QueueFull(_) => End::Refused,
+        | Failure::QueueFull(_) => End::Declined,
     }
 }
