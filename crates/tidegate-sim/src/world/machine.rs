@@ -12,7 +12,7 @@ use tidegate_policy::KeySeed;
 use tidegate_policy::outbound::{Outbound, Provider};
 use tidegate_store::{Immediate, Memory, Store};
 
-use super::CallId;
+use super::event::CallId;
 use crate::random::Stream;
 use crate::tally::End;
 
