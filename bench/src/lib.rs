@@ -10,6 +10,7 @@ pub mod options;
 pub mod outbound;
 pub mod programs;
 pub mod rows;
+pub mod simulate;
 pub mod stores;
 pub mod subjects;
 pub mod targets;

@@ -2,7 +2,7 @@
 
 use bench::options::{Options, USAGE};
 use bench::rows::{Row, Table, Verdict};
-use bench::{decision, gate, measure, outbound, stores, targets, weight};
+use bench::{decision, gate, measure, outbound, simulate, stores, targets, weight};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -31,6 +31,7 @@ fn main() -> ExitCode {
     outbound::measure(&options, &mut done);
     gate::measure(&options, &mut done);
     stores::measure(&options, &mut done);
+    simulate::measure(&options, &mut done);
     println!("{}", Table { rows: &rows, scale });
     println!("Reading the clock costs {scale:.2} × the reference's 24 ns; absolute times are scaled by that.");
     if !options.check {

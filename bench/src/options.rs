@@ -11,6 +11,8 @@ pub enum Part {
     Gate,
     /// Stores whose state outlives the process.
     Stores,
+    /// Worlds on a virtual clock.
+    Simulate,
     /// Everything.
     All,
 }
@@ -32,12 +34,13 @@ pub struct Options {
 
 /// Printed by `--help`, and after a mistake.
 pub const USAGE: &str = "\
-usage: bench [decision|outbound|gate|stores|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
+usage: bench [decision|outbound|gate|stores|simulate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
 
   decision   decisions in process, against governor, throttlecrab, limitador and backon
   outbound   calls to others in process, against recloser, failsafe and tower-resilience
   gate       requests through the gate, against nginx and bare hyper programs
   stores     stores whose state outlives the process, against memory or the least that a server could be asked
+  simulate   worlds on a virtual clock
   all        all of them (default)
   --check    exit with 1 and name each row that misses its target
   --quick    fewer and shorter rounds; the figures are not for quoting
@@ -60,6 +63,7 @@ impl Options {
                 "outbound" => options.part = Part::Outbound,
                 "gate" => options.part = Part::Gate,
                 "stores" => options.part = Part::Stores,
+                "simulate" => options.part = Part::Simulate,
                 "all" => options.part = Part::All,
                 "--check" => options.check = true,
                 "--quick" => options.quick = true,
@@ -79,6 +83,7 @@ impl Options {
             Part::Outbound => row.starts_with("outbound/"),
             Part::Gate => row.starts_with("gate/"),
             Part::Stores => row.starts_with("stores/"),
+            Part::Simulate => row.starts_with("simulate/"),
             Part::All => true,
         };
         part && (self.filters.is_empty() || self.filters.iter().any(|filter| row.contains(filter.as_str())))

@@ -129,7 +129,11 @@ impl Words<'_, '_> {
         };
         let setup = Setup {
             case: case.title.clone(),
-            strategy: strategy.title.clone(),
+            strategy: if strategy.title.is_empty() {
+                client.as_ref()?.name().to_owned()
+            } else {
+                strategy.title.clone()
+            },
             starts_at: starts_at?,
             duration: duration?,
             measured: measured?.filter(|measured| Some(*measured) < duration),

@@ -66,6 +66,15 @@ pub(crate) enum Taken {
     Queued(JobId),
 }
 
+/// What a worker has finished.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Finished<R> {
+    pub(crate) request: R,
+    pub(crate) answer: Answer,
+    /// The request that the worker takes on next, and how long that will take.
+    pub(crate) next: Option<(JobId, Span)>,
+}
+
 /// A service. `R` is what it keeps of a request until its answer.
 ///
 /// What waits is bounded by the spec's queue, what is worked on by its workers or, where it takes all that come, by
@@ -139,9 +148,8 @@ impl<'s, R: Copy> Service<'s, R> {
         self.spec.latency.sample(&mut self.rng) + self.spec.latency_per_request.times(load)
     }
 
-    /// A worker has finished: the request, its answer, and the next request with how long that will take. `None` if its
-    /// client went away and the service noticed.
-    pub(crate) fn finish(&mut self, id: JobId, now: Time) -> Option<(R, Answer, Option<(JobId, Span)>)> {
+    /// A worker has finished. `None` if its client went away and the service noticed.
+    pub(crate) fn finish(&mut self, id: JobId, now: Time) -> Option<Finished<R>> {
         let job = self.remove(id)?;
         self.working -= 1;
         let failures = self.spec.failures.at(now.since(self.began));
@@ -157,7 +165,7 @@ impl<'s, R: Copy> Service<'s, R> {
             }
             Asks::Write { .. } => Answer::Conflict,
         };
-        Some((job.request, answer, self.next()))
+        Some(Finished { request: job.request, answer, next: self.next() })
     }
 
     /// A request's client has gone away: if the service notices, the next request with how long that will take.

@@ -187,6 +187,16 @@ pub enum ClientSpec {
     },
 }
 
+impl ClientSpec {
+    /// As a strategy's `client` says it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Plain(_) => "plain",
+            Self::Tidegate { .. } => "tidegate",
+        }
+    }
+}
+
 /// A client that tries again without knowing more than its own replies.
 #[derive(Clone, Debug)]
 pub struct PlainSpec {

@@ -21,8 +21,10 @@ pub enum End {
     Succeeded,
     /// It has none, or one that says so.
     Failed,
-    /// It was refused: by a limit, a full queue or an open breaker, here or there.
+    /// Its last request was refused for a limit.
     Refused,
+    /// Its own side declined to send it: for a limit, a full queue or an open breaker.
+    Declined,
 }
 
 /// What happened in a stretch of time.
@@ -40,8 +42,10 @@ pub struct Bucket {
     pub succeeded: u64,
     /// Calls that failed.
     pub failed: u64,
-    /// Calls that were refused.
+    /// Calls whose last request was refused.
     pub refused: u64,
+    /// Calls that their own side declined to send.
+    pub declined: u64,
     /// The most requests that waited for a worker.
     pub queue: u32,
     /// The most requests that workers had.
@@ -59,6 +63,7 @@ impl Bucket {
         self.succeeded += other.succeeded;
         self.failed += other.failed;
         self.refused += other.refused;
+        self.declined += other.declined;
         self.queue = self.queue.max(other.queue);
         self.working = self.working.max(other.working);
         self.waiting = self.waiting.max(other.waiting);
@@ -194,6 +199,7 @@ impl Tally {
             End::Succeeded => bucket.succeeded += 1,
             End::Failed => bucket.failed += 1,
             End::Refused => bucket.refused += 1,
+            End::Declined => bucket.declined += 1,
         });
         if end == End::Succeeded {
             self.loads[load].succeeded += 1;

@@ -1,5 +1,6 @@
 //! A run: one world, from its start to its end, by events on a virtual clock.
 
+mod event;
 mod gate;
 mod machine;
 mod node;
@@ -11,16 +12,17 @@ use rand::RngExt;
 use slab::Slab;
 use tidegate_core::call::Reply;
 use tidegate_core::retry::Reach;
-use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
+use tidegate_core::{Class, Span, Time};
 use tidegate_policy::KeySeed;
 use tidegate_store::{Immediate, Memory, Store};
 
 use crate::agenda::Agenda;
 use crate::delay::Delay;
 use crate::random::{Stream, Streams};
-use crate::service::{Answer, Asks, JobId, Service, Taken};
+use crate::service::{Answer, Asks, Finished, JobId, Service, Taken};
 use crate::setup::{ClientSpec, Setup, Stretch};
 use crate::tally::{End, Tally};
+use event::{CallId, Ended, Event, Live, Mind, Question, Request, ended_by};
 pub(crate) use gate::action_of;
 use gate::{Caller, Gate};
 use machine::{Effect, Hall};
@@ -39,74 +41,6 @@ const STORE_TIMEOUT: Span = Span::from_secs(1);
 
 /// Less than this isn't waited for, as in production.
 const SHORTEST: Span = Span::from_micros(100);
-
-/// Names a call. Once it is over its name means nothing any more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct CallId {
-    index: usize,
-    number: u64,
-}
-
-/// A call under way.
-#[derive(Debug)]
-struct Live {
-    number: u64,
-    node: usize,
-    begun_at: Time,
-    attempt: u32,
-    sent_at: Time,
-    patience: Span,
-    enough: Span,
-    job: Option<JobId>,
-    mind: Mind,
-}
-
-#[derive(Debug)]
-enum Mind {
-    Plain(Tried),
-    /// Where the machine holds it.
-    Machine(usize),
-}
-
-/// A request on its way.
-#[derive(Clone, Copy, Debug)]
-struct Request {
-    call: CallId,
-    attempt: u32,
-    node: usize,
-}
-
-#[derive(Debug)]
-enum Event {
-    /// A client makes a call.
-    Calls(usize),
-    Arrives(Request, Asks),
-    Served(JobId),
-    Replied(Request, Answer),
-    TimesOut(Request),
-    Again(CallId),
-    /// A machine's timer rings, if it is still set for this moment.
-    Wakes(usize, Time),
-    StoreHears(Box<Question>),
-    StoreAnswers(Box<Question>, Option<Box<Outcomes>>),
-    StoreIsTold(Box<Batch>),
-}
-
-/// What a shared store is asked.
-#[derive(Debug)]
-struct Question {
-    node: usize,
-    asker: (usize, Ticket),
-    batch: Box<Batch>,
-}
-
-/// How an attempt ended.
-#[derive(Clone, Copy, Debug)]
-struct Ended {
-    class: Class,
-    reach: Reach,
-    retry_after: Option<Span>,
-}
 
 /// A world under way.
 pub(crate) struct World<'s> {
@@ -207,7 +141,7 @@ impl<'s> World<'s> {
             }
             Event::Arrives(request, asks) => self.arrives(request, asks),
             Event::Served(job) => {
-                if let Some((request, answer, next)) = self.service.finish(job, now) {
+                if let Some(Finished { request, answer, next }) = self.service.finish(job, now) {
                     self.release(request);
                     self.answer(request, answer);
                     self.works_on(next);
@@ -280,7 +214,6 @@ impl<'s> World<'s> {
             node,
             begun_at: now,
             attempt: 0,
-            sent_at: now,
             patience: Span::MAX,
             enough: Span::ZERO,
             job: None,
@@ -377,7 +310,7 @@ impl<'s> World<'s> {
             let patience = plain.patience().unwrap_or(Span::MAX);
             self.send(id, patience, Span::ZERO);
         } else {
-            self.over(id, End::Refused);
+            self.over(id, End::Declined);
         }
     }
 
@@ -386,7 +319,7 @@ impl<'s> World<'s> {
         let now = self.agenda.now();
         let live = &mut self.calls[id.index];
         live.attempt += 1;
-        (live.sent_at, live.patience, live.enough, live.job) = (now, patience, enough, None);
+        (live.patience, live.enough, live.job) = (patience, enough, None);
         let request = Request { call: id, attempt: live.attempt, node: live.node };
         self.tally.note(now, |bucket| bucket.attempts += 1);
         if patience < Span::MAX {
@@ -528,14 +461,4 @@ fn caller<'c>(nodes: &'c [Node<'_>], request: Request) -> Caller<'c> {
     // Distinct for each attempt of each call for longer than any run lasts.
     let holder = (request.call.number << 20) | u64::from(request.attempt);
     Caller { load: node.load, name: &node.name, node: request.node, holder }
-}
-
-fn ended_by(answer: Answer) -> Ended {
-    let (class, reach, retry_after) = match answer {
-        Answer::Done | Answer::Row { .. } => (Class::Success, Reach::Answered, None),
-        Answer::Conflict | Answer::Failed => (Class::Transient, Reach::Answered, None),
-        Answer::Throttled { retry_after } => (Class::Throttled, Reach::Answered, retry_after),
-        Answer::Refused => (Class::Transient, Reach::Unsent, None),
-    };
-    Ended { class, reach, retry_after }
 }

@@ -142,6 +142,18 @@ fn a_spent_quota_is_left_alone_until_midnight() {
 }
 
 #[test]
+fn the_documentation_is_true() {
+    let text = include_str!("../../../docs/simulate.md");
+    let example = text.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let scenario = Scenario::read("docs/simulate.md", example.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
+    let report = scenario.run(scenario.seed, &mut |_| {});
+    assert_eq!(run(&report, "", "tidegate").recovered(), Some(true));
+    for shipped in &shipped::ALL {
+        assert!(text.contains(&format!("| `{}` |", shipped.name)), "{}", shipped.name);
+    }
+}
+
+#[test]
 fn every_scenario_that_is_shipped_says_what_it_shows_and_where_it_is_from() {
     for shipped in &shipped::ALL {
         let scenario = Scenario::read(shipped.name, shipped.text.as_bytes()).unwrap();

@@ -93,13 +93,15 @@ impl Reader<'_> {
         self.whole_policy(root, self.whole)
     }
 
-    /// Refuses names that the table, called so in errors, doesn't have.
-    pub fn names(&mut self, table: &Table, called: &str, known: &[&str]) {
+    /// Refuses names that the table, called so in errors, doesn't have; whether there were none.
+    pub fn names(&mut self, table: &Table, called: &str, known: &[&str]) -> bool {
+        let before = self.errors.len();
         for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
             let found = crate::error::quoted(&entry.key);
             let error = Error::new(self.texts, entry.key_at, format!("unknown key {found} in {called}"), listed(known));
             self.push(error.hint(nearest(&entry.key, known.iter().copied())));
         }
+        self.errors.len() == before
     }
 
     /// Tells that something is missing from the document.

@@ -31,7 +31,10 @@ pub(super) fn delay(reader: &mut Reader<'_>, node: &Node, key: &str) -> Option<D
             return None;
         }
     };
-    reader.names(table, &format!("`{key}`"), &["exponential", "normal", "deviation", "lognormal", "sigma", "uniform"]);
+    const NAMES: [&str; 6] = ["exponential", "normal", "deviation", "lognormal", "sigma", "uniform"];
+    if !reader.names(table, &format!("`{key}`"), &NAMES) {
+        return None;
+    }
     let first = table.entries.first().map(|entry| entry.key.as_str());
     let companions: &[&str] = match first {
         Some("normal") => &["normal", "deviation"],

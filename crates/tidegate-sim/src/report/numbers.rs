@@ -11,8 +11,10 @@ pub struct Numbers {
     pub succeeded: f64,
     /// Calls that failed.
     pub failed: f64,
-    /// Calls that were refused.
+    /// Calls whose last request was refused.
     pub refused: f64,
+    /// Calls that their own side declined to send.
+    pub declined: f64,
     /// Attempts that were sent.
     pub attempts: f64,
     /// Requests that were refused for a limit or a full queue: wasted.
@@ -50,9 +52,10 @@ impl Numbers {
             succeeded: total.succeeded as f64,
             failed: total.failed as f64,
             refused: total.refused as f64,
+            declined: total.declined as f64,
             attempts: total.attempts as f64,
             throttled: total.throttled as f64,
-            success: share(total.succeeded, total.succeeded + total.failed + total.refused),
+            success: share(total.succeeded, total.succeeded + total.failed + total.refused + total.declined),
             load: share(total.attempts, total.offered),
             goodput: tally.goodput(),
             mean: secs(tally.mean_delay()),
@@ -76,6 +79,7 @@ impl Numbers {
             succeeded: mean(|numbers| numbers.succeeded),
             failed: mean(|numbers| numbers.failed),
             refused: mean(|numbers| numbers.refused),
+            declined: mean(|numbers| numbers.declined),
             attempts: mean(|numbers| numbers.attempts),
             throttled: mean(|numbers| numbers.throttled),
             success: mean(|numbers| numbers.success),

@@ -18,7 +18,8 @@ use crate::tally::{Bucket, End};
 const FONT: &[u8] = include_bytes!("../../fonts/Roboto-subset.ttf");
 const WIDTH: i32 = 1200;
 const HEAD: i32 = 78;
-const CASE_HEAD: i32 = 74;
+const CASE_NAME: i32 = 30;
+const CASE_HEAD: i32 = 40;
 const OVERVIEW: i32 = 250;
 const ROW: i32 = 250;
 /// The most points of a line: buckets are put together until there are no more.
@@ -62,7 +63,12 @@ pub(super) fn svg(report: &Report, heading: Heading) -> Result<String, PictureEr
     }
     let cases = cases(report);
     let head = if heading == Heading::Own { HEAD } else { 0 };
-    let height = head + cases.iter().map(|runs| CASE_HEAD + OVERVIEW + ROW * runs.len() as i32).sum::<i32>() + 12;
+    let named = |runs: &&&[Run]| runs.first().is_some_and(|run| !run.case.is_empty());
+    let head_of_names = CASE_NAME * cases.iter().filter(named).count() as i32;
+    let height = head
+        + head_of_names
+        + cases.iter().map(|runs| CASE_HEAD + OVERVIEW + ROW * runs.len() as i32).sum::<i32>()
+        + 12;
     let mut drawn = String::new();
     {
         let root = SVGBackend::with_string(&mut drawn, (WIDTH as u32, height as u32)).into_drawing_area();
@@ -107,11 +113,14 @@ fn cases(report: &Report) -> Vec<&[Run]> {
 fn case(root: &Area<'_>, runs: &[Run], top: &mut i32) -> Result<(), PictureError> {
     chart::rule(root, *top, WIDTH)?;
     let name = runs.first().map_or("", |run| run.case.as_str());
-    root.draw(&Text::new(name.to_owned(), (12, *top + 12), text(18, TEXT)))?;
+    if !name.is_empty() {
+        root.draw(&Text::new(name.to_owned(), (12, *top + 12), text(18, TEXT)))?;
+        *top += CASE_NAME;
+    }
     let colours = || SERIES.into_iter().cycle();
     let legend: Vec<_> =
         runs.iter().zip(colours()).map(|(run, colour)| (run.strategy.as_str(), colour, Mark::Line)).collect();
-    chart::legend(root, (12, *top + 46), &legend)?;
+    chart::legend(root, (12, *top + 14), &legend)?;
     *top += CASE_HEAD;
     overview(&root.clone().shrink((0, *top), (WIDTH as u32, OVERVIEW as u32)), runs)?;
     *top += OVERVIEW;
@@ -138,9 +147,9 @@ fn overview(area: &Area<'_>, runs: &[Run]) -> Result<(), PictureError> {
             series(&|bucket, _| f64::from(bucket.waiting + bucket.queue + bucket.working)),
         ),
         (
-            "Amplification: attempts for each call that begins",
+            "Amplification: attempts for each call so far",
             "attempts per call",
-            series(&|bucket, _| if bucket.offered == 0 { 0.0 } else { bucket.attempts as f64 / bucket.offered as f64 }),
+            runs.iter().zip(SERIES.into_iter().cycle()).map(|(run, colour)| amplification(run, colour, unit)).collect(),
         ),
     ];
     let third = WIDTH / 3;
@@ -168,7 +177,7 @@ fn row(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
     let rates: [(&str, Colour, Of); 4] = [
         ("offered", GREY, |bucket| bucket.offered),
         ("admitted by the service", BLUE, |bucket| bucket.admitted),
-        ("refused", ORANGE, |bucket| bucket.throttled + bucket.refused),
+        ("refused", ORANGE, |bucket| bucket.throttled + bucket.declined),
         ("succeeded", GREEN, |bucket| bucket.succeeded),
     ];
     let legend = rates.map(|(name, colour, _)| (name, colour, Mark::Line));
@@ -176,7 +185,7 @@ fn row(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
         .iter()
         .map(|(_, colour, of)| Line {
             colour: *colour,
-            points: points(run, unit, &|bucket, width| of(bucket) as f64 / width),
+            points: points(run, unit, |bucket: &Bucket, width| of(bucket) as f64 / width),
         })
         .collect();
     let most = headroom(lines.iter().flat_map(|line| line.points.iter().map(|point| point.1)), 1.0);
@@ -198,22 +207,33 @@ fn row(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
     chart::calls(&part, &frame, &shown, (unit, delays), |point| match point.end {
         End::Succeeded => (GREEN, Mark::Dot),
         End::Failed => (VERMILLION, Mark::Cross),
-        End::Refused => (ORANGE, Mark::Cross),
+        End::Refused | End::Declined => (ORANGE, Mark::Cross),
     })?;
     Ok(())
 }
 
+/// How many attempts there have been for each call that has begun.
+fn amplification(run: &Run, colour: Colour, unit: Unit) -> Line {
+    let (mut offered, mut attempts) = (0_u64, 0_u64);
+    let so_far = |bucket: &Bucket, _: f64| {
+        offered += bucket.offered;
+        attempts += bucket.attempts;
+        attempts as f64 / offered.max(1) as f64
+    };
+    Line { colour, points: points(run, unit, so_far) }
+}
+
 /// A number of each bucket, at the bucket's middle; `of` is told its width in seconds.
-fn points(run: &Run, unit: Unit, of: &dyn Fn(&Bucket, f64) -> f64) -> Vec<(f64, f64)> {
+fn points(run: &Run, unit: Unit, mut of: impl FnMut(&Bucket, f64) -> f64) -> Vec<(f64, f64)> {
     let (buckets, width) = run.tally.coarse(LINE_POINTS);
     let (width, end) = (secs(width), secs(run.tally.last_end()));
     let place = |(index, bucket): (usize, &Bucket)| {
         let from = index as f64 * width;
-        // The last may be cut short by the run's end.
-        let length = (end - from).clamp(width * 0.05, width);
-        ((from + length / 2.0) / unit.size, of(bucket, length))
+        let length = (end - from).min(width);
+        // Of the last, the run's end may leave too little for a rate.
+        (length * 2.0 >= width || index == 0).then(|| ((from + length / 2.0) / unit.size, of(bucket, length.max(1e-6))))
     };
-    buckets.iter().enumerate().map(place).collect()
+    buckets.iter().enumerate().filter_map(place).collect()
 }
 
 fn secs(span: tidegate_core::Span) -> f64 {

@@ -12,7 +12,7 @@ use tidegate_policy::KeySeed;
 use tidegate_policy::outbound::{Outbound, Provider};
 use tidegate_store::{Immediate, Memory, Store};
 
-use super::CallId;
+use super::event::CallId;
 use crate::random::Stream;
 use crate::tally::End;
 
@@ -241,14 +241,14 @@ impl<'s> Hall<'s> {
 fn end_of(failure: &Failure, last: Class) -> End {
     match failure {
         Failure::DeadlineExceeded => End::Failed,
-        Failure::GaveUp(_) if last != Class::Throttled => End::Failed,
-        Failure::GaveUp(_)
-        | Failure::Unavailable(_)
+        Failure::GaveUp(_) if last == Class::Throttled => End::Refused,
+        Failure::GaveUp(_) => End::Failed,
+        Failure::Unavailable(_)
         | Failure::RateLimited { .. }
         | Failure::QuotaSpent { .. }
         | Failure::Cooling { .. }
         | Failure::Resting { .. }
         | Failure::Paced { .. }
-        | Failure::QueueFull(_) => End::Refused,
+        | Failure::QueueFull(_) => End::Declined,
     }
 }

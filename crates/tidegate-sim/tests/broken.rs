@@ -1,0 +1,116 @@
+//! Broken scenarios say what is wrong, where, and what was probably meant.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use tidegate_policy::Place;
+use tidegate_sim::Scenario;
+
+/// A scenario with nothing wrong in it.
+const GOOD: &str = "\
+title = \"good\"
+[service]
+latency = \"10ms\"
+[load.all]
+rate = \"5/s\"
+";
+
+/// What is told about the first mistake: line, column, and all of it as a person sees it.
+#[track_caller]
+fn told(text: &str) -> (usize, usize, String) {
+    let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
+    let error = errors.iter().next().unwrap();
+    let Place::File { name, line, column } = error.place() else { panic!("{error}") };
+    assert_eq!(name, "s.toml");
+    (*line, *column, errors.to_string())
+}
+
+#[test]
+fn mistakes_are_told_with_place_and_nearest_name() {
+    assert!(Scenario::read("s.toml", GOOD.as_bytes()).is_ok());
+    let cases = [
+        ("[servise]\n", (6, 2), "did you mean `service`?"),
+        ("[network]\ndelays = \"1ms\"\n", (7, 1), "did you mean `delay`?"),
+        ("[network]\ndelay = 5\n", (7, 9), "exponential"),
+        ("[network]\ndelay = { exponental = \"1ms\" }\n", (7, 11), "did you mean `exponential`?"),
+        ("[network]\ndelay = { normal = \"1ms\" }\n", (7, 9), "deviation"),
+        ("[network]\ndelay = { uniform = [\"5ms\", \"1ms\"] }\n", (7, 21), "shorter duration to a longer"),
+        ("[network]\nloss = \"120%\"\n", (7, 8), "is no piece of it"),
+        ("[network]\nloss = [\"1%\", \"2%\"]\n", (7, 9), "says no end"),
+        ("[network]\nloss = [\"1% until 5s\", \"2% until 5s\", \"0%\"]\n", (7, 24), "ends before it begins"),
+        ("[network]\nloss = \"0% to 5%\"\n", (7, 8), "is no piece of it"),
+        ("[network]\npartitions = \"5s to 4s\"\n", (7, 14), "is no stretch of time"),
+        ("[store]\nlatency = \"1ms\"\n", (7, 1), "shared = true"),
+        ("[load.none]\n", (6, 1), "isn't said once"),
+        ("[load.both]\nrate = \"1/s\"\ncalls = 3\n", (6, 1), "isn't said once"),
+        ("[load.mad]\nthink = \"0s\"\n", (6, 1), "never pause and never end"),
+        ("[load.back]\ntrace = [\"2s\", \"1s\"]\n", (7, 9), "isn't in order"),
+        ("[load.x]\nrate = \"1/s\"\nlane = \"usr\"\n", (8, 8), "did you mean `user`?"),
+        ("[load.x]\nrate = \"1/s\"\nclients = 0\n", (8, 11), "out of range"),
+        ("[load.x]\nrate = \"1/s\"\nclock_steps = \"at 5s sideways 1s\"\n", (8, 15), "is no step"),
+        ("[strategy.x]\nattemps = 3\n", (7, 1), "did you mean `attempts`?"),
+        ("[strategy.x]\nclient = \"tidgate\"\n", (7, 10), "did you mean `tidegate`?"),
+        ("[strategy.x]\nbackoff = { jitter = \"ful\" }\n", (7, 22), "did you mean `full`?"),
+        ("[strategy.x]\nbudget = { ratio = 2 }\n", (7, 20), "a share from 0 to 1"),
+        ("[strategy]\n", (6, 1), "has 0 sections"),
+        ("[case.x]\nlod.all.rate = \"3/s\"\n", (7, 1), "did you mean `load`?"),
+        ("[case.x]\nload.all.rate = 3\n", (7, 17), "40/s"),
+        ("[check]\nshare = 0\n", (7, 9), "a share from 0.001 to 1"),
+        ("[outbound.provider.api]\nlimt = \"5/s\"\n", (7, 1), "did you mean `limit`?"),
+        ("[inbound.action.default]\nlimit = \"5 per 60\"\n", (7, 16), "has no unit"),
+        ("[inbound.action.default]\nkey = [\"header:x\"]\nlimit = \"5/s\"\n", (4, 7), "the gate can't decide"),
+    ];
+    let mut wrong = String::new();
+    for (more, place, words) in cases {
+        let (line, column, told) = told(&format!("{GOOD}{more}"));
+        if (line, column) != place || !told.contains(words) {
+            wrong.push_str(&format!("{more}{line}:{column}, not {place:?}, or without {words:?}\n{told}\n\n"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong}");
+}
+
+#[test]
+fn what_stands_first_is_read_as_strictly() {
+    let cases = [
+        ("titel = \"x\"\n", (1, 1), "did you mean `title`?"),
+        ("measure = \"first 10s\"\n", (1, 11), "last 10s"),
+        ("duration = 60\n", (1, 12), "did you mean \"60s\"?"),
+        ("duration = \"3000d\"\n", (1, 12), "longer than a year"),
+        ("starts_at = \"yesterday\"\n", (1, 13), "a moment such as"),
+        ("trials = 0\n", (1, 10), "out of range"),
+        ("seed = -1\n", (1, 8), "out of range"),
+    ];
+    for (first, place, words) in cases {
+        let (line, column, told) = told(&format!("{first}{GOOD}"));
+        assert_eq!((line, column), place, "{first}\n{told}");
+        assert!(told.contains(words), "{first}\n{told}");
+    }
+}
+
+#[test]
+fn what_is_missing_is_told() {
+    assert!(told("title = \"x\"\n").2.contains("nobody calls"));
+    let unlimited = format!("{GOOD}[strategy.x]\nattempts = \"unlimited\"\n");
+    assert!(told(&unlimited).2.contains("may take no time"));
+    let nobody = format!("{GOOD}[strategy.x]\nclient = \"tidegate\"\n");
+    assert!(told(&nobody).2.contains("it isn't said whom it calls"));
+    let wrong = format!(
+        "{GOOD}[strategy.x]\nclient = \"tidegate\"\nprovider = \"tmbd\"\n[outbound.provider.tmdb]\nlimit = \"5/s\"\n"
+    );
+    assert!(told(&wrong).2.contains("did you mean `tmdb`?"));
+    let hedges = format!("{GOOD}[outbound.provider.x]\nlimit = \"5/s\"\nhedge_after = \"1s\"\n");
+    assert!(told(&hedges).2.contains("can't be simulated"));
+}
+
+#[test]
+fn what_is_no_text_or_no_toml_is_told() {
+    assert!(told("title = \"x\n").2.contains("isn't closed"));
+    let errors = Scenario::read("s.toml", b"title = \"\xff\"").unwrap_err();
+    assert!(errors.to_string().contains("isn't UTF-8"), "{errors}");
+}
+
+#[test]
+fn several_mistakes_are_told_at_once_and_each_once() {
+    let text = format!("{GOOD}lane = \"usr\"\nclients = 0\n[strategy.a]\n[strategy.b]\n[case.c]\n[case.d]\n");
+    let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
+    assert_eq!(errors.count(), 2, "{errors}");
+}

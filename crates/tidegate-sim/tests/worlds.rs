@@ -1,0 +1,168 @@
+//! Worlds in which it is known what must come of them.
+
+use tidegate_sim::{Numbers, Report, Scenario};
+
+fn report(text: &str) -> Report {
+    let scenario = Scenario::read("s.toml", text.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
+    scenario.run(scenario.seed, &mut |_| {})
+}
+
+fn numbers(text: &str) -> Numbers {
+    report(text).runs[0].numbers
+}
+
+/// A provider's window that the policy knows is never overrun, by a fleet over a shared store and a network that delays
+/// some requests more than others, and hardly anything of it goes unused.
+#[test]
+fn a_fleet_keeps_a_window_that_the_provider_counts_exactly() {
+    let text = r#"
+        duration = "5m"
+        [service]
+        latency = "20ms"
+        limit = "40 per 10s"
+        [network]
+        delay = { uniform = ["1ms", "200ms"] }
+        [store]
+        shared = true
+        latency = { exponential = "2ms" }
+        [load.nodes]
+        clients = 3
+        rate = "3/s"
+        [outbound]
+        listen = "off"
+        [outbound.provider.api]
+        limit = "40 per 10s"
+        breaker = "off"
+    "#;
+    let found = numbers(text);
+    assert_eq!((found.throttled, found.load <= 1.0), (0.0, true), "{found:?}");
+    // 40 in 10 s, and up to 0.2 s more that a slot may come free late.
+    assert!(found.succeeded > 0.95 * 1200.0 && found.succeeded <= 1240.0, "{found:?}");
+    let unlimited = numbers(&text.replace(
+        "[outbound.provider.api]\n        limit = \"40 per 10s\"",
+        "[outbound.provider.api]\n        limit = \"unlimited\"",
+    ));
+    assert!(unlimited.throttled > 50.0, "the provider does refuse who doesn't know: {unlimited:?}");
+}
+
+/// M/M/1: the mean time in the system is 1 ÷ (μ − λ).
+#[test]
+fn a_queue_is_as_long_as_theory_says() {
+    let found = numbers(
+        r#"
+        duration = "2h"
+        [service]
+        latency = { exponential = "100ms" }
+        workers = 1
+        queue = 100000
+        [load.all]
+        rate = "8/s"
+        "#,
+    );
+    assert!((found.mean - 0.5).abs() < 0.05, "{found:?}");
+    assert!((found.offered / (8.0 * 7200.0) - 1.0).abs() < 0.02, "{found:?}");
+    // The time in the system is exponential itself.
+    assert!((found.p50 - 0.5 * 2_f64.ln()).abs() < 0.04 && (found.p99 - 0.5 * 100_f64.ln()).abs() < 0.35, "{found:?}");
+}
+
+#[test]
+fn half_of_the_messages_lost_is_a_quarter_of_the_replies_had() {
+    let found = numbers(
+        "duration = \"10m\"\n[network]\nloss = \"50%\"\n[load.all]\nrate = \"20/s\"\n[client]\ntimeout = \"1s\"\n",
+    );
+    assert!((found.success - 0.25).abs() < 0.02, "{found:?}");
+}
+
+#[test]
+fn what_is_refused_by_an_outage_was_never_served() {
+    let text = "duration = \"1m\"\n[service]\nlatency = \"1ms\"\noutages = \"20s to 40s\"\n[load.all]\nrate = \"10/s\"\narrivals = \"even\"\n";
+    let report = report(text);
+    let run = &report.runs[0];
+    let total = run.tally.total();
+    assert_eq!((total.failed, total.admitted, total.throttled), (200, 399, 0), "{total:?}");
+    assert_eq!(run.recovered(), Some(true));
+}
+
+/// Who calls serially is never ahead of itself, and pauses as told.
+#[test]
+fn serial_clients_call_one_after_the_other() {
+    let found = numbers(
+        "duration = \"100s\"\n[service]\nlatency = \"300ms\"\n[load.all]\nclients = 5\nthink = \"200ms\"\ncalls = 50\n",
+    );
+    assert_eq!((found.offered, found.succeeded), (250.0, 250.0));
+    assert!((found.elapsed - 25.0).abs() < 1e-6, "{found:?}");
+}
+
+/// A clock that is set back holds calls for no longer than the longest lead, a minute: a window can't tell what it counted
+/// ahead from what a clock that has since been set back wrote down. Set ahead, it lets through one window too many.
+#[test]
+fn a_clock_that_is_set_is_outlived() {
+    let text = r#"
+        duration = "10m"
+        [service]
+        latency = "10ms"
+        limit = "20 per 10s"
+        retry_after = "none"
+        [load.all]
+        rate = "1.5/s"
+        drift = 0.0002
+        clock_steps = ["at 2m back 1h", "at 4m ahead 2h", "at 6m back 1h"]
+        [strategy.tidegate]
+        client = "tidegate"
+        [outbound]
+        listen = "off"
+        [outbound.provider.api]
+        limit = "20 per 10s"
+        breaker = "off"
+    "#;
+    let found = numbers(text);
+    let of_two_minutes = 2.0 * 60.0 * 1.5;
+    assert!(found.declined <= of_two_minutes * 1.15 && found.success > 0.75, "{found:?}");
+    assert!(found.throttled <= 20.0, "one window for the step ahead: {found:?}");
+}
+
+/// What a shared store doesn't answer fails, and only that.
+#[test]
+fn a_store_that_is_away_fails_calls_and_comes_back() {
+    let text = r#"
+        duration = "1m"
+        [service]
+        latency = "10ms"
+        [store]
+        shared = true
+        latency = "1ms"
+        outages = "20s to 30s"
+        [load.all]
+        clients = 2
+        rate = "5/s"
+        [outbound]
+        listen = "off"
+        [outbound.provider.api]
+        limit = "100/s"
+    "#;
+    let report = report(text);
+    let run = &report.runs[0];
+    let total = run.tally.total();
+    assert!((10..=120).contains(&total.failed), "{total:?}");
+    assert_eq!(run.recovered(), Some(true));
+}
+
+/// The gate's refusals are the policy's: so many in each window, and a true wait.
+#[test]
+fn a_gate_before_a_service_admits_what_its_policy_says() {
+    let text = r#"
+        duration = "10m"
+        [service]
+        latency = "5ms"
+        [load.all]
+        clients = 3
+        rate = "2/s"
+        [strategy.patient]
+        attempts = 3
+        honours_retry_after = true
+        [inbound.action.default]
+        limit = "10 per 60s"
+    "#;
+    let found = numbers(text);
+    assert!((found.succeeded - 300.0).abs() <= 3.0, "ten a minute of each: {found:?}");
+}
