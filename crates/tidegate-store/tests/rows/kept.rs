@@ -46,8 +46,9 @@ pub(crate) fn expires<K: Kind>() {
     runtime().block_on(async {
         let store = K::open(limits, &options(server.url(), "e_", TimeSource::Caller)).unwrap();
         let take = |client| batch(Verb::Take, &[(0, client), (1, client), (2, client)]);
-        for client in 0..700 {
-            assert!(passes(&store.ask(&take(client), desk::at(0)).await.unwrap()));
+        let taken = (0..700).map(|client| store.ask(&take(client), desk::at(0)));
+        for outcomes in futures_util::future::join_all(taken).await {
+            assert!(passes(&outcomes.unwrap()));
         }
         assert_eq!(K::rows(&server, "e_").await, 2100);
         // The permits are over, the rest isn't.
