@@ -180,7 +180,7 @@ fn quick(code: u16, text: &mut String) {
         formats.push_str(part.formats);
         body.push_str(&numbered(&format!("local is_penalised$ = {is_penalised}")));
         body.push_str(&numbered(part.text));
-        writes.push_str(&numbered("  call('SET', KEYS[$], value$, 'PX', ceil(left$ / 1000) + slack)\n"));
+        writes.push_str(&numbered(include_str!("lua/quick/write.lua")));
     }
     text.push_str("local unpack, pack, call = struct.unpack, struct.pack, redis.call\n");
     text.push_str("local floor, ceil = math.floor, math.ceil\nrepeat\n");

@@ -10,8 +10,8 @@ load[CONCURRENCY] = function(state)
     return
   end
   state.exists = true
-  state.used, state.ends, state.parole, state.strikes = unpack('<dddB', value)
-  state.permits = string.sub(value, 26)
+  state.kept, state.used, state.ends, state.parole, state.strikes = unpack('<ddddB', value)
+  state.permits = string.sub(value, 34)
 end
 
 local function permit(state, place)

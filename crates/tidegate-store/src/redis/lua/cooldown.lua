@@ -7,8 +7,8 @@ load[COOLDOWN] = function(state)
     return
   end
   state.exists = true
-  state.open_at, state.last, state.generation, state.step = unpack('<ddII', value)
-  if #value > 24 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 25) end
+  state.kept, state.open_at, state.last, state.generation, state.step = unpack('<dddII', value)
+  if #value > 32 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 33) end
 end
 
 local function gate_idle_at(op, state)

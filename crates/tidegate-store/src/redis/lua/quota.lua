@@ -7,8 +7,8 @@ load[QUOTA] = function(state)
     return
   end
   state.exists = true
-  state.start, state.stop, state.used = unpack('<ddd', value)
-  if #value > 24 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 25) end
+  state.kept, state.start, state.stop, state.used = unpack('<dddd', value)
+  if #value > 32 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 33) end
 end
 
 -- Picks the present one of the three periods that the caller sent. Without it there is no answer, and nothing may have

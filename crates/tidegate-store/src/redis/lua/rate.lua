@@ -8,8 +8,8 @@ load[RATE] = function(state)
     return
   end
   state.exists = true
-  state.tat, state.tat_rest = unpack('<dd', value)
-  if #value > 16 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 17) end
+  state.kept, state.tat, state.tat_rest = unpack('<ddd', value)
+  if #value > 24 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 25) end
 end
 
 local function is_later(a, a_rest, b, b_rest)

@@ -6,7 +6,7 @@
 -- `bytes` are the slots from the place `from` on as they are to be; of those, the ones from `edited` on differ from what
 -- is stored.
 
-local HEADER, SLOT, FIRST, CHUNK = 58, 16, 2048, 64
+local HEADER, SLOT, FIRST, CHUNK = 66, 16, 2048, 64
 
 load[WINDOW] = function(state)
   local raw = call('GETRANGE', state.key, 0, FIRST - 1)
@@ -18,8 +18,8 @@ load[WINDOW] = function(state)
   end
   state.exists = true
   local count
-  state.total, state.newest, state.oldest, state.head, count, state.coarse, state.ends, state.parole, state.strikes =
-    unpack('<dddddBddB', raw)
+  state.kept, state.total, state.newest, state.oldest, state.head, count, state.coarse, state.ends, state.parole, state.strikes =
+    unpack('<ddddddBddB', raw)
   state.tail = state.head + count
   local stop = HEADER + state.tail * SLOT
   if stop <= FIRST then
@@ -233,12 +233,13 @@ save[WINDOW] = function(op, state)
     keep(state, idle_at, header .. string.sub(state.bytes, first + 1, first + length * SLOT))
     state.from, state.tail, state.head = state.from - state.head, length, 0
   else
-    call('SETRANGE', state.key, 0, header)
+    local length_kept = lengthen(state, idle_at)
+    call('SETRANGE', state.key, 0, pack('<d', state.kept) .. header)
     if state.edited < state.tail then
       local place = state.edited
       call('SETRANGE', state.key, HEADER + place * SLOT, string.sub(state.bytes, (place - state.from) * SLOT + 1))
     end
-    call('PEXPIRE', state.key, ceil((idle_at - now) / 1000) + slack)
+    if length_kept then call('PEXPIRE', state.key, length_kept) end
   end
   state.edited = math.huge
 end

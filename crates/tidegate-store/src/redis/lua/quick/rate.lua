@@ -1,9 +1,9 @@
 
-local value$, left$ = call('GET', KEYS[$])
-local found$, found_rest$ = 0, 0
+local value$, expires$ = call('GET', KEYS[$])
+local kept$, found$, found_rest$ = 0, 0, 0
 if value$ then
-  if #value$ > 16 then break end
-  found$, found_rest$ = unpack('<dd', value$)
+  if #value$ > 24 then break end
+  kept$, found$, found_rest$ = unpack('<ddd', value$)
 end
 do
   local tat, rest, edge = found$, found_rest$, now + refill$
@@ -19,5 +19,10 @@ do
     if is_penalised$ then break end
     is_refused = true
   end
-  value$, left$ = pack('<dd', tat, rest), tat + (rest > 0 and 1 or 0) - now
+  local idle_at = rest > 0 and tat + 1 or tat
+  if kept$ < idle_at or kept$ > idle_at + idle_at - now then
+    kept$ = idle_at + floor((idle_at - now) / 4)
+    expires$ = ceil((kept$ - now) / 1000) + slack
+  end
+  value$ = pack('<ddd', kept$, tat, rest)
 end

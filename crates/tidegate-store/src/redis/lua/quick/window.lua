@@ -1,13 +1,13 @@
 
-local value$, left$ = call('GETRANGE', KEYS[$], 0, 2047)
+local value$, expires$ = call('GETRANGE', KEYS[$], 0, 2047)
 local used$, newest$, free_from$, free_count$ = 0, 0, 0, 0
 do
-  local oldest, head, size, coarse, first = 0, 0, 0, 0, 1
+  local kept, oldest, head, size, coarse, first = 0, 0, 0, 0, 0, 1
   local is_changed = false
   if value$ ~= '' then
     local ends, parole, strikes
-    used$, newest$, oldest, head, size, coarse, ends, parole, strikes = unpack('<dddddBddB', value$)
-    first = 59 + head * 16
+    kept, used$, newest$, oldest, head, size, coarse, ends, parole, strikes = unpack('<ddddddBddB', value$)
+    first = 67 + head * 16
     if first + size * 16 > 2049 or strikes > 0 or parole > 0 or newest$ > now + lead$ then break end
     while size > 0 and now - oldest >= length$ do
       local _, count = unpack('<dd', value$, first)
@@ -41,11 +41,14 @@ do
   end
   if size == 0 then oldest = at end
   if used$ + cost$ > COUNTED then break end
-  value$ = pack('<dddddBddB', used$ + cost$, at, oldest, 0, size + 1, coarse, 0, 0, 0)
+  local idle_at = at + length$
+  if idle_at > NEVER then idle_at = NEVER end
+  if kept < idle_at or kept > idle_at + idle_at - now then
+    kept = idle_at + floor((idle_at - now) / 4)
+    expires$ = ceil((kept - now) / 1000) + slack
+  end
+  value$ = pack('<ddddddBddB', kept, used$ + cost$, at, oldest, 0, size + 1, coarse, 0, 0, 0)
     .. string.sub(value$, first, last + 15)
     .. pack('<dd', at, count)
-  left$ = at + length$
-  if left$ > NEVER then left$ = NEVER end
-  left$ = left$ - now
   if is_changed then were_changed = true end
 end
