@@ -28,6 +28,7 @@ pub use error::FileError;
 pub use journal::{Flush, Health, Journal};
 use plan::Plan;
 
+use crate::memory::Change;
 use crate::{Answer, Losses, MemoryStats, Store, StoreError};
 
 /// An answer that waits for the disk.
@@ -85,7 +86,8 @@ impl Store for FileStore {
 
     #[inline]
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        let (outcomes, change) = self.plan.shards.apply(batch, now);
+        let mut change = Change::default();
+        let outcomes = self.plan.shards.apply(batch, now, &mut change);
         match self.journal.note(change, now) {
             None => Answer::Ready(outcomes),
             Some(writing) => Answer::Later(self.journal.wait(writing, outcomes)),
@@ -93,7 +95,8 @@ impl Store for FileStore {
     }
 
     fn tell(&self, batch: &Batch, now: Time) {
-        let (_, change) = self.plan.shards.apply(batch, now);
+        let mut change = Change::default();
+        self.plan.shards.apply(batch, now, &mut change);
         self.journal.note(change, now);
     }
 

@@ -22,10 +22,8 @@ use tidegate_core::{Batch, Clock, Limits, Outcomes, Time};
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 #[cfg(feature = "file")]
 pub(crate) use noted::{Changed, Noted};
-#[cfg(feature = "file")]
-pub(crate) use shards::Change;
-pub(crate) use shards::Shards;
 use shards::Unnoted;
+pub(crate) use shards::{Change, Shards};
 
 /// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
 /// thousand keys lie close together.
@@ -112,8 +110,7 @@ impl Store for Memory {
 }
 
 impl Immediate for Memory {
-    #[inline]
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
-        self.0.apply(batch, now).0
+        self.0.apply(batch, now, &mut Change::default())
     }
 }

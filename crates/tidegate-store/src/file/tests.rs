@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Bound;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use redb::backends::FileBackend;
@@ -17,7 +17,7 @@ use super::disk::{Disk, builder};
 use super::{FileStore, Flush, Journal};
 use crate::{Answer, Store};
 
-/// A file on a disk that is full while `full` says so, and slow while `held` is locked.
+/// A file on a disk that is full, or stands still, while it is told to.
 #[derive(Debug)]
 struct Faulty {
     file: FileBackend,
@@ -27,7 +27,7 @@ struct Faulty {
 #[derive(Clone, Debug, Default)]
 struct Faults {
     full: Arc<AtomicBool>,
-    held: Arc<Mutex<()>>,
+    still: Arc<AtomicBool>,
 }
 
 impl StorageBackend for Faulty {
@@ -44,7 +44,9 @@ impl StorageBackend for Faulty {
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        let _held = self.faults.held.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.faults.still.load(SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         self.file.sync_data()
     }
 
@@ -185,13 +187,13 @@ async fn decisions_wait_for_the_disk_when_nothing_may_be_lost() {
     let faults = Faults::default();
     let journal = faults.journal(&folder.path().join("slow"), Flush::Always);
     let kept = store(&journal);
-    let held = faults.held.lock().unwrap();
+    faults.still.store(true, SeqCst);
     let answers: Vec<_> = (0..100).map(|_| tokio::spawn(later(ask(&kept, Verb::Take, at(0))))).collect();
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(answers.iter().all(|answer| !answer.is_finished()));
     assert!(ready(ask(&kept, Verb::Take, at(0))).verdict.refuses());
     assert_eq!(ready(ask(&kept, Verb::Peek, at(0))).used, 100);
-    drop(held);
+    faults.still.store(false, SeqCst);
     for answer in answers {
         answer.await.unwrap();
     }
@@ -206,7 +208,7 @@ async fn a_slow_disk_slows_decisions() {
     let faults = Faults::default();
     let journal = faults.journal(&folder.path().join("behind"), Flush::Within(Duration::from_millis(100)));
     let kept = store(&journal);
-    let held = faults.held.lock().unwrap();
+    faults.still.store(true, SeqCst);
     for call in 0..=100 {
         if call % 10 == 0 {
             ready(ask(&kept, Verb::Peek, at(call)));
@@ -217,7 +219,7 @@ async fn a_slow_disk_slows_decisions() {
     let waits = tokio::spawn(later(ask(&kept, Verb::Take, at(102))));
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(!waits.is_finished());
-    drop(held);
+    faults.still.store(false, SeqCst);
     assert_eq!(waits.await.unwrap().used, 91);
     until("caught up", || journal.flush().is_ok() && matches!(ask(&kept, Verb::Take, at(300)), Answer::Ready(_))).await;
 }

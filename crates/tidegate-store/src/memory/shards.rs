@@ -117,8 +117,9 @@ impl<N: Notes> Shards<N> {
         news
     }
 
-    /// [`Store::apply`](crate::Store::apply), in place.
-    pub(crate) fn apply(&self, batch: &Batch, now: Time) -> (Outcomes, Change) {
+    /// [`Store::apply`](crate::Store::apply), in place. Adds what became of the entries to `change`, which is no part of what
+    /// is returned because that is large, and would be copied.
+    pub(crate) fn apply(&self, batch: &Batch, now: Time, change: &mut Change) -> Outcomes {
         let mut held = Held::new(self);
         let first = batch.ops().first().map(|op| self.shard(op.key));
         if let Some(first) = first {
@@ -136,7 +137,8 @@ impl<N: Notes> Shards<N> {
             }
         }
         let outcomes = settle(batch, &self.limits, &mut held, now);
-        (outcomes, held.change)
+        change.add(held.change);
+        outcomes
     }
 
     pub(super) fn about(&self) -> About<'_> {
