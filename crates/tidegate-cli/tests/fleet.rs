@@ -127,8 +127,9 @@ fn densest(asked: &[Asked], from: Instant, to: Instant) -> usize {
         .filter(|at| (from..to).contains(at))
         .collect();
     admitted.sort_unstable();
-    let within = |at: usize| admitted[at..].iter().take_while(|later| **later - admitted[at] < Duration::from_secs(1));
-    (0..admitted.len()).map(|at| within(at).count()).max().unwrap_or(0)
+    let second = Duration::from_secs(1);
+    let from = |at: usize| admitted[at..].partition_point(|later| *later - admitted[at] < second);
+    (0..admitted.len()).map(from).max().unwrap_or(0)
 }
 
 /// What is done to the server, and how it comes back.
