@@ -59,7 +59,8 @@ fn run(
     subjects: impl Fn(&Runtime, &Database) -> Result<[(&'static str, Ask); 2], String>,
     row: &mut Row,
 ) -> Result<(), String> {
-    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(|error| error.to_string())?;
+    let runtime =
+        Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(|error| error.to_string())?;
     let subjects = subjects(&runtime, server)?;
     let subjects: Vec<_> = subjects.into_iter().filter(|(name, _)| options.wants_subject(name)).collect();
     let (rounds, time) = if options.quick { (3, Duration::from_secs(1)) } else { (9, Duration::from_secs(2)) };
