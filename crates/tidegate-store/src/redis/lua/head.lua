@@ -23,7 +23,7 @@ local load, judge, covers, charge, tell, save, facts = {}, {}, {}, {}, {}, {}, {
 local period
 
 -- Until when a state is to be kept that is idle from `idle_at` on: a quarter longer than it has to be, so that the next
--- writes needn't move it. Every value begins with it. Nothing, if it is kept for long enough as it is, and not for much
+-- writes needn't move it. Every value tells it. Nothing, if it is kept for long enough as it is, and not for much
 -- longer: by a clock that was ahead, for a year.
 local function lengthen(state, idle_at)
   if state.exists and state.kept >= idle_at and state.kept <= idle_at + (idle_at - now) then return nil end
@@ -31,11 +31,12 @@ local function lengthen(state, idle_at)
   return ceil((state.kept - now) / 1000) + slack
 end
 
--- Writes a whole state that is idle from `idle_at` on, or forgets it if it is now.
-local function keep(state, idle_at, value)
+-- Writes a whole state that is idle from `idle_at` on, or forgets it if it is now. `before` comes before the time for which
+-- it is kept, if anything does.
+local function keep(state, idle_at, value, before)
   if idle_at > now then
     local length = lengthen(state, min(idle_at, NEVER))
-    value = pack('<d', state.kept) .. value
+    value = (before or '') .. pack('<d', state.kept) .. value
     if length then
       call('SET', state.key, value, 'PX', length)
     else

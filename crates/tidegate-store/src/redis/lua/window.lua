@@ -1,36 +1,32 @@
--- core/window.rs. The value is a header and then the log, slot by slot, oldest first: `at` and `count`, 16 bytes. The slots
--- that count are those from `head` to before `tail`: one that has expired is left behind by moving `head`, a new one is
--- written at `tail`, and what is left behind goes when it is as much as what counts. So a log of thousands of slots is
--- neither read nor written as a whole. One that fits into `FIRST` bytes is.
+-- core/window.rs. The value is the log, slot by slot, oldest first: `at` and `count`, 16 bytes; and behind it the header, so
+-- that a new slot and what changes with it are one piece to write. The slots that count are those from `head` to before
+-- `tail`: one that has expired is left behind by moving `head`, and what is left behind goes when it is more than what
+-- counts. Before the header there is room for `room` slots, more than to `tail` where some were taken out. So a log of
+-- thousands of slots is neither read nor written as a whole.
 --
 -- `bytes` are the slots from the place `from` on as they are to be; of those, the ones from `edited` on differ from what
 -- is stored.
 
-local HEADER, SLOT, FIRST, CHUNK = 66, 16, 2048, 64
+local HEADER, SLOT, CHUNK = 74, 16, 64
 
 load[WINDOW] = function(state)
-  local raw = call('GETRANGE', state.key, 0, FIRST - 1)
-  state.edited = math.huge
+  local raw = call('GETRANGE', state.key, -HEADER, -1)
+  state.edited, state.bytes = math.huge, ''
   if raw == '' then
     state.total, state.newest, state.oldest, state.coarse = 0, 0, 0, 0
-    state.head, state.tail, state.from, state.bytes = 0, 0, 0, ''
+    state.head, state.tail, state.from, state.room = 0, 0, 0, 0
     return
   end
   state.exists = true
   local count
-  state.kept, state.total, state.newest, state.oldest, state.head, count, state.coarse, state.ends, state.parole, state.strikes =
-    unpack('<ddddddBddB', raw)
+  state.kept, state.total, state.newest, state.oldest, state.head, count, state.room, state.coarse, state.ends, state.parole, state.strikes =
+    unpack('<dddddddBddB', raw)
   state.tail = state.head + count
-  local stop = HEADER + state.tail * SLOT
-  if stop <= FIRST then
-    state.from, state.bytes = state.head, string.sub(raw, HEADER + state.head * SLOT + 1, stop)
-  else
-    state.from, state.bytes = state.tail, ''
-  end
+  state.from = state.tail
 end
 
 local function stored(state, place, stop)
-  return call('GETRANGE', state.key, HEADER + place * SLOT, HEADER + stop * SLOT - 1)
+  return call('GETRANGE', state.key, place * SLOT, stop * SLOT - 1)
 end
 
 local function slot(state, place)
@@ -210,36 +206,40 @@ charge[WINDOW] = function(op, state)
 end
 
 save[WINDOW] = function(op, state)
-  local length = state.tail - state.head
-  local usage = length > 0 and min(state.newest + op.length, NEVER) or 0
+  local size = state.tail - state.head
+  local usage = size > 0 and min(state.newest + op.length, NEVER) or 0
   local idle_at = max(usage, remembered(op, state))
-  -- As much has been left behind as counts: time to write it anew.
-  if state.head > length + CHUNK then reach(state, state.head) end
-  local whole = state.from <= state.head
+  -- More has been left behind than counts: time to write it anew.
+  if state.head > size + CHUNK then reach(state, state.head) end
+  local whole = state.from <= state.head or idle_at <= now
+  if whole then
+    state.bytes = string.sub(state.bytes, (state.head - state.from) * SLOT + 1)
+    state.head, state.tail, state.from, state.room = 0, size, 0, size
+  else
+    state.room = max(state.room, state.tail)
+  end
   local header = pack(
-    '<dddddBddB',
+    '<ddddddBddB',
     state.total,
     state.newest,
     state.oldest,
-    whole and 0 or state.head,
-    length,
+    state.head,
+    size,
+    state.room,
     state.coarse,
     state.ends,
     state.parole,
     state.strikes
   )
-  if whole or idle_at <= now then
-    local first = (state.head - state.from) * SLOT
-    keep(state, idle_at, header .. string.sub(state.bytes, first + 1, first + length * SLOT))
-    state.from, state.tail, state.head = state.from - state.head, length, 0
+  if whole then
+    keep(state, idle_at, header, state.bytes)
   else
-    local length_kept = lengthen(state, idle_at)
-    call('SETRANGE', state.key, 0, pack('<d', state.kept) .. header)
-    if state.edited < state.tail then
-      local place = state.edited
-      call('SETRANGE', state.key, HEADER + place * SLOT, string.sub(state.bytes, (place - state.from) * SLOT + 1))
-    end
-    if length_kept then call('PEXPIRE', state.key, length_kept) end
+    local expires = lengthen(state, idle_at)
+    local place = min(state.edited, state.tail)
+    local changed = string.sub(state.bytes, (place - state.from) * SLOT + 1)
+    local unused = string.rep('\0', (state.room - state.tail) * SLOT)
+    call('SETRANGE', state.key, place * SLOT, changed .. unused .. pack('<d', state.kept) .. header)
+    if expires then call('PEXPIRE', state.key, expires) end
   end
   state.edited = math.huge
 end

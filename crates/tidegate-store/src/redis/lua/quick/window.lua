@@ -1,40 +1,50 @@
 
-local value$, expires$ = call('GETRANGE', KEYS[$], 0, 2047)
+local value$, expires$, offset$ = call('GETRANGE', KEYS[$], -74, -1)
 local used$, newest$, free_from$, free_count$ = 0, 0, 0, 0
 do
-  local kept, oldest, head, size, coarse, first = 0, 0, 0, 0, 0, 1
+  local kept, oldest, head, size, coarse = 0, 0, 0, 0, 0
+  local slots, first = '', 1
   local is_changed = false
   if value$ ~= '' then
-    local ends, parole, strikes
-    kept, used$, newest$, oldest, head, size, coarse, ends, parole, strikes = unpack('<ddddddBddB', value$)
-    first = 67 + head * 16
-    if first + size * 16 > 2049 or strikes > 0 or parole > 0 or newest$ > now + lead$ then break end
-    while size > 0 and now - oldest >= length$ do
-      local _, count = unpack('<dd', value$, first)
-      used$, size, first, is_changed = used$ - count, size - 1, first + 16, true
-      if size > 0 then oldest = (unpack('<d', value$, first)) end
+    local room, ends, parole, strikes
+    kept, used$, newest$, oldest, head, size, room, coarse, ends, parole, strikes = unpack('<dddddddBddB', value$)
+    if strikes > 0 or parole > 0 or size == 0 or room ~= head + size or head > size + 64 then break end
+    if newest$ > now + lead$ or now - newest$ >= length$ or cost$ == 0 then break end
+    if now - oldest >= length$ then
+      is_changed, slots = true, call('GETRANGE', KEYS[$], head * 16, head * 16 + 1023)
+      -- The newest is still there, so one is found that counts.
+      while now - oldest >= length$ and first + 31 <= #slots do
+        local _, count = unpack('<dd', slots, first)
+        used$, size, head, first = used$ - count, size - 1, head + 1, first + 16
+        oldest = (unpack('<d', slots, first))
+      end
+      if now - oldest >= length$ then break end
     end
     if used$ <= entries$ then coarse = 0 end
-    if size == 0 then newest$ = 0 end
+    offset$ = (head + size) * 16
   end
   if cost$ == 0 then break end
   if never$ == 1 or used$ + cost$ > limit$ then
     if is_penalised$ or is_changed then break end
     is_refused = true
-    local missing = never$ == 1 and 0 or used$ + cost$ - limit$
-    for place = first, first + size * 16 - 16, 16 do
-      if free_count$ >= missing then break end
-      local at, count = unpack('<dd', value$, place)
-      free_from$, free_count$ = at, free_count$ + count
+    if never$ == 0 and size > 0 then
+      local missing = used$ + cost$ - limit$
+      slots = call('GETRANGE', KEYS[$], head * 16, (head + (size < 64 and size or 64)) * 16 - 1)
+      while free_count$ < missing and first < #slots do
+        local at, count = unpack('<dd', slots, first)
+        free_from$, free_count$, first = at, free_count$ + count, first + 16
+      end
+      if free_count$ < missing then break end
     end
   end
-  local at, count, last = now + ahead$, cost$, first + size * 16 - 16
+  local at, count = now + ahead$, cost$
   if at > NEVER then at = NEVER end
   if size > 0 then
     if newest$ > at then at = newest$ end
     if newest$ == at or (coarse == 1 and floor(newest$ / cell$) == floor(at / cell$)) then
-      local _, before = unpack('<dd', value$, last)
-      count, last, size = count + before, last - 16, size - 1
+      offset$ = offset$ - 16
+      local _, before = unpack('<dd', call('GETRANGE', KEYS[$], offset$, offset$ + 15))
+      count, size = count + before, size - 1
     elseif size >= most$ then
       break
     end
@@ -47,8 +57,21 @@ do
     kept = idle_at + floor((idle_at - now) / 4)
     expires$ = ceil((kept - now) / 1000) + slack
   end
-  value$ = pack('<ddddddBddB', kept, used$ + cost$, at, oldest, 0, size + 1, coarse, 0, 0, 0)
-    .. string.sub(value$, first, last + 15)
-    .. pack('<dd', at, count)
+  value$ = pack(
+    '<dddddddddBddB',
+    at,
+    count,
+    kept,
+    used$ + cost$,
+    at,
+    oldest,
+    head,
+    size + 1,
+    head + size + 1,
+    coarse,
+    0,
+    0,
+    0
+  )
   if is_changed then were_changed = true end
 end
