@@ -7,8 +7,9 @@ use crate::Reset;
 /// Names under one prefix.
 ///
 /// A key is `PREFIX{PLACE}kTAGKEY`: the place that decides on its slot in a cluster, a letter for the kind of limit, the
-/// limit's tag, and of the key what the place doesn't say. All but the prefix and the letter are hexadecimal, so the last
-/// brace ends the prefix, and whatever a prefix holds, no two names under different ones are the same.
+/// limit's tag, and of the key what the place doesn't say. All but the prefix and the letter are digits of base 64, so
+/// the last brace ends the prefix, and whatever a prefix holds, no two names under different ones are the same. Servers
+/// handle names of up to 64 bytes faster in scripts, which these are under a prefix of up to 17.
 #[derive(Debug)]
 pub(super) struct Keys {
     prefix: Vec<u8>,
@@ -50,12 +51,12 @@ impl Keys {
         name.extend_from_slice(&self.prefix);
         let place = Self::place(affinity, key);
         name.push(b'{');
-        name.extend_from_slice(&hex(place));
+        name.extend_from_slice(&digits(place));
         name.extend_from_slice(&[b'}', letter]);
-        name.extend_from_slice(&hex(tag));
-        name.extend_from_slice(&hex(key.hi()));
+        name.extend_from_slice(&digits(tag));
+        name.extend_from_slice(&digits(key.hi()));
         if affinity != 0 {
-            name.extend_from_slice(&hex(key.lo()));
+            name.extend_from_slice(&digits(key.lo()));
         }
     }
 
@@ -68,12 +69,12 @@ impl Keys {
     }
 }
 
-/// Sixteen digits, without the machinery of formatting: it is on the way of every decision.
-fn hex(number: u64) -> [u8; 16] {
-    let mut digits = [0; 16];
-    for (place, digit) in digits.iter_mut().enumerate() {
-        let nibble = (number >> (60 - 4 * place)) as u8 & 15;
-        *digit = nibble + if nibble < 10 { b'0' } else { b'a' - 10 };
+/// Eleven digits of base 64 (RFC 4648 §5), the highest first.
+fn digits(number: u64) -> [u8; 11] {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+    let mut digits = [0; 11];
+    for (place, digit) in digits.iter_mut().rev().enumerate() {
+        *digit = DIGITS[(number >> (6 * place)) as usize & 63];
     }
     digits
 }
@@ -92,8 +93,8 @@ mod tests {
             keys.write(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);
             String::from_utf8(name).unwrap()
         };
-        assert_eq!(name(0), "gate:{abcdef0123456789}r000000000000feed0000000000000012");
-        assert_eq!(name(7), "gate:{0000000000000007}r000000000000feed0000000000000012abcdef0123456789");
+        assert_eq!(name(0), "gate:{Kvze8BI0VniJ}rAAAAAAAAP7tAAAAAAAAAAS");
+        assert_eq!(name(7), "gate:{AAAAAAAAAAH}rAAAAAAAAP7tAAAAAAAAAASKvze8BI0VniJ");
     }
 
     #[test]

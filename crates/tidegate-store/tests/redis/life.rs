@@ -254,8 +254,12 @@ fn a_failover_is_followed() {
     let store = stores.under("failover:", &limits);
     stores.runtime.block_on(async {
         once(&store, wide, Verb::Take).await.unwrap();
-        assert_eq!(replica.command(&["WAIT", "0", "0"]).chars().next(), Some('-'), "a replica to begin with");
-        assert_eq!(master.command(&["WAIT", "1", "5000"]), ":1");
+        let is_replicated = async {
+            while replica.keys() == 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(LONG, is_replicated).await.unwrap();
         master.kill();
         let found = async {
             loop {
