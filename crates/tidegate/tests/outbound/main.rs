@@ -9,4 +9,6 @@ mod outage;
 mod pace;
 mod pool;
 mod retry;
+#[cfg(feature = "remote")]
+mod shared;
 mod snapshot;

@@ -1,0 +1,136 @@
+//! Providers whose state several nodes share.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::core::breaker::State;
+use tidegate::outbound::{CallOptions, Outbound, Provider, Why};
+use tidegate::policy::KeySeed;
+use tidegate::store::{Fleet, FleetOptions, fleet_limits};
+use tidegate::{AnyStore, Memory};
+use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tokio::time::sleep;
+
+use crate::common::{Answers, FAILED, GOOD, Log, policy, throttled_for};
+
+struct Nodes {
+    store: FlakyRemote,
+    nodes: Vec<Outbound<AnyStore, TokioClock>>,
+    log: Log,
+}
+
+impl Nodes {
+    async fn new(count: u64, settings: &str) -> Self {
+        let plan = policy(settings).outbound().unwrap().clone();
+        let clock = TokioClock::default();
+        let store = FlakyRemote::new(Arc::new(fleet_limits(plan.limits()).unwrap()), clock, true);
+        let node = |number| {
+            let fleet = Fleet::start(Box::new(store.clone()), clock, FleetOptions::new(number));
+            let own = AnyStore::Memory(Memory::new(Arc::clone(plan.limits()), 1 << 20));
+            let seed = KeySeed::new([7; 16]);
+            Outbound::with_stores(plan.clone(), own, Some(AnyStore::Fleet(fleet)), clock, &seed)
+        };
+        let nodes = (1..=count).map(node).collect();
+        // Until all know how many they are.
+        sleep(Duration::from_secs(3)).await;
+        Self { store, nodes, log: Log::default() }
+    }
+
+    fn api(&self, node: usize) -> &Provider<AnyStore, TokioClock> {
+        self.nodes[node].provider("api").unwrap()
+    }
+
+    async fn call(&self, node: usize, reply: tidegate::core::call::Reply) -> Result<(), Why> {
+        let mut upstream = Answers::of(self.api(node), &[reply], &self.log, node as u32);
+        let options = CallOptions { timeout: Some(Duration::from_secs(5)), ..CallOptions::default() };
+        self.api(node).call(options, &mut upstream).await.map(drop).map_err(|error| error.why)
+    }
+
+    async fn confer(&self) {
+        // Twice, for those who spoke first.
+        for _ in 0..2 {
+            for node in &self.nodes {
+                node.confer().await;
+            }
+        }
+    }
+
+    fn state(&self, node: usize) -> State {
+        self.api(node).look(|desk, now| desk.breaker.state(now))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_provider_allows_is_shared() {
+    let nodes = Nodes::new(3, "limit = \"6 per 1h\"\nshared = true").await;
+    for call in 0..6 {
+        nodes.call(call % 3, GOOD).await.unwrap();
+    }
+    for node in 0..3 {
+        assert!(matches!(nodes.call(node, GOOD).await, Err(Why::RateLimited { .. })), "node {node}");
+    }
+    assert_eq!(nodes.log.lock().unwrap().len(), 6);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_word_each_node_counts_for_itself() {
+    let nodes = Nodes::new(2, "limit = \"1 per 1h\"").await;
+    let asked = nodes.store.asks();
+    for node in 0..2 {
+        nodes.call(node, GOOD).await.unwrap();
+        assert!(nodes.call(node, GOOD).await.is_err());
+    }
+    assert_eq!(nodes.store.asks(), asked);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_nodes_throttled_reply_closes_the_gate_for_all() {
+    let nodes = Nodes::new(2, "limit = \"100 per 1s\"\nshared = true\nretry = { max_attempts = 1 }").await;
+    assert!(nodes.call(0, throttled_for(600)).await.is_err());
+    sleep(Duration::from_millis(10)).await;
+    let refused = nodes.call(1, GOOD).await;
+    assert!(matches!(refused, Err(Why::CredentialsCooling { .. })), "{refused:?}");
+    assert_eq!(nodes.log.lock().unwrap().len(), 1, "nothing was sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_breaker_opens_everywhere_when_most_nodes_have_opened_theirs() {
+    let settings = "limit = \"100 per 1s\"\nshared = true\nretry = { max_attempts = 1 }\nbreaker = { failures = 2, open = \"60s\" }";
+    let nodes = Nodes::new(3, settings).await;
+    let fail = async |node| {
+        for _ in 0..2 {
+            assert!(nodes.call(node, FAILED).await.is_err());
+        }
+    };
+    fail(0).await;
+    nodes.confer().await;
+    assert_eq!([0, 1, 2].map(|node| nodes.state(node)), [State::Open, State::Closed, State::Closed], "one bad node");
+    fail(1).await;
+    nodes.confer().await;
+    assert_eq!(nodes.state(2), State::Open, "two of three");
+    assert!(matches!(nodes.call(2, GOOD).await, Err(Why::Unavailable { .. })));
+    // Each finds out by itself that the provider is back, and isn't stopped by those who haven't tried.
+    sleep(Duration::from_secs(61)).await;
+    for _ in 0..2 {
+        nodes.call(2, GOOD).await.unwrap();
+    }
+    nodes.confer().await;
+    assert_eq!(nodes.state(2), State::Closed);
+    nodes.call(2, GOOD).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_go_on_without_the_store() {
+    let nodes = Nodes::new(2, "limit = \"10 per 1h\"\nshared = true").await;
+    nodes.store.set_mood(Mood::Frozen);
+    for node in 0..2 {
+        for _ in 0..5 {
+            nodes.call(node, GOOD).await.unwrap();
+        }
+        assert!(matches!(nodes.call(node, GOOD).await, Err(Why::RateLimited { .. })), "a share of one in two");
+    }
+    nodes.store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert!(matches!(nodes.call(0, GOOD).await, Err(Why::RateLimited { .. })), "what was used was told");
+}

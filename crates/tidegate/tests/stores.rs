@@ -1,0 +1,144 @@
+//! Gates over stores that policies name.
+#![cfg(all(feature = "file", feature = "outbound", feature = "remote"))]
+#![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::store::{Fleet, FleetOptions, fleet_limits};
+use tidegate::{AnyStore, Begun, CheckError, Gate, OpenError, Query, Reason, Stores};
+use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tokio::time::sleep;
+
+const POLICY: &str = "
+[inbound.global]
+limit = \"100 per 1h\"
+
+[inbound.action.login]
+key = [\"key\"]
+limit = \"3 per 60s\"
+penalty = {}
+
+[inbound.action.pay]
+key = [\"key\"]
+limit = \"3 per 60s\"
+on_outage = \"deny\"
+
+[inbound.action.slots]
+key = [\"key\"]
+limit = \"1 in flight\"
+";
+
+fn policy(text: &str) -> Policy {
+    Policy::load(Sources::new().file("test.toml", text)).unwrap()
+}
+
+fn ask<'q>(action: &'q str, key: &'q str) -> Query<'q> {
+    Query { action: Some(action), key: Some(key), ip: Some([192, 0, 2, 1].into()), ..Query::default() }
+}
+
+type Node = Gate<AnyStore, TokioClock>;
+
+fn nodes() -> (FlakyRemote, [Node; 2]) {
+    let policy = policy(POLICY);
+    let clock = TokioClock::default();
+    let limits = fleet_limits(policy.plan().limits()).unwrap();
+    let store = FlakyRemote::new(Arc::new(limits), clock, true);
+    let node = |number| {
+        let fleet = Fleet::start(Box::new(store.clone()), clock, FleetOptions::new(number));
+        Gate::with(Arc::clone(policy.plan()), AnyStore::Fleet(fleet), clock, KeySeed::new([1; 16]))
+    };
+    let nodes = [node(1), node(2)];
+    (store, nodes)
+}
+
+#[tokio::test(start_paused = true)]
+async fn nodes_count_together() {
+    let (store, [one, two]) = nodes();
+    sleep(Duration::from_millis(1)).await;
+    for gate in [&one, &two, &one] {
+        let decision = gate.check(&ask("login", "bob")).await.unwrap();
+        assert!(decision.allowed);
+    }
+    let refused = two.check(&ask("login", "bob")).await.unwrap();
+    assert_eq!((refused.allowed, refused.reason), (false, Reason::Penalty));
+    assert!(one.check(&ask("login", "alice")).await.unwrap().allowed);
+    assert_eq!(two.status(&ask("login", "alice")).await.unwrap().remaining, Some(2));
+    let explained = one.explain(&ask("login", "bob")).await.unwrap();
+    assert!(explained.to_string().contains("login"), "{explained}");
+
+    let asked = store.asks();
+    let told = two.check(&ask("login", "bob")).await.unwrap();
+    assert_eq!((told.allowed, told.blocked, store.asks()), (false, true, asked), "a known block is refused at once");
+    one.reset(&ask("login", "bob")).await.unwrap();
+    sleep(Duration::from_millis(1)).await;
+    assert!(two.check(&ask("login", "bob")).await.unwrap().allowed, "a reset is heard");
+}
+
+#[tokio::test(start_paused = true)]
+async fn permits_are_held_for_all_and_come_back() {
+    let (_, [one, two]) = nodes();
+    sleep(Duration::from_millis(1)).await;
+    let query = ask("slots", "k");
+    let action = one.action(&query).unwrap();
+    let held = one.check(&query).await.unwrap();
+    let hold = one.hold(action, &query, &held).unwrap();
+    assert!(hold.is_some() && !two.check(&query).await.unwrap().allowed);
+    drop(hold);
+    sleep(Duration::from_millis(5)).await;
+    assert!(two.check(&query).await.unwrap().allowed);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_waits_is_begun_and_what_does_not_is_decided() {
+    let (store, [one, _]) = nodes();
+    sleep(Duration::from_millis(1)).await;
+    let begin = |key| {
+        let query = ask("login", key);
+        let action = one.action(&query).unwrap();
+        one.begin(action, &query).unwrap()
+    };
+    let Begun::Later(deciding) = begin("a") else { panic!("a store far away has to be waited for") };
+    assert!(deciding.decision().await.unwrap().allowed);
+    store.set_mood(Mood::Failing);
+    let Begun::Later(deciding) = begin("b") else { panic!("nobody knows yet") };
+    assert!(deciding.decision().await.unwrap().allowed);
+    let Begun::Decided(decision) = begin("b") else { panic!("the node goes on by itself") };
+    assert!(decision.allowed);
+    let refused = one.check(&ask("pay", "b")).await;
+    assert!(matches!(refused, Err(CheckError::Store(_))), "{refused:?}");
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_be_is_told() {
+    let open = async |url: &str, more: &str| {
+        let policy = policy(&format!("[store]\nurl = \"{url}\"\n{more}\n{POLICY}"));
+        Stores::open(&policy, |name| (name == "SHORT").then(|| "short".to_owned())).await
+    };
+    let short = open("memory", "hash_key = \"env:SHORT\"").await.unwrap_err();
+    assert!(matches!(short, OpenError::HashKeyTooShort { found: 5 }), "{short}");
+    let unset = open("memory", "hash_key = \"env:NOWHERE\"").await.unwrap_err();
+    assert!(unset.to_string().contains("NOWHERE"), "{unset}");
+    let file = open("file:/nowhere/at/all", "").await.unwrap_err();
+    assert!(matches!(file, OpenError::File(_)), "{file}");
+}
+
+/// What a file keeps is there again for the gate and for providers, without a word on either.
+#[tokio::test(start_paused = true)]
+async fn a_file_outlives_the_process() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("state");
+    let text = format!("[store]\nurl = \"file:{}\"\n{POLICY}", path.display());
+    let policy = policy(&text);
+    let clock = TokioClock::default();
+    for (round, allowed) in [[true, true], [true, false]].into_iter().enumerate() {
+        let stores = Stores::open(&policy, |_| None).await.unwrap();
+        let gate = stores.gate(&policy, clock).unwrap();
+        for allowed in allowed {
+            let decision = gate.check(&ask("login", "bob")).await.unwrap();
+            assert_eq!(decision.allowed, allowed, "round {round}");
+        }
+    }
+}
