@@ -93,8 +93,8 @@ mod tests {
             keys.write(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);
             String::from_utf8(name).unwrap()
         };
-        assert_eq!(name(0), "gate:{Kvze8BI0VniJ}rAAAAAAAAP7tAAAAAAAAAAS");
-        assert_eq!(name(7), "gate:{AAAAAAAAAAH}rAAAAAAAAP7tAAAAAAAAAASKvze8BI0VniJ");
+        assert_eq!(name(0), "gate:{KvN7wEjRWeJ}rAAAAAAAAP7tAAAAAAAAAAS");
+        assert_eq!(name(7), "gate:{AAAAAAAAAAH}rAAAAAAAAP7tAAAAAAAAAASKvN7wEjRWeJ");
     }
 
     #[test]
