@@ -14,7 +14,7 @@ use crate::policy::{self, Env, Read as PolicyRead, print, tell};
 /// What the command's help ends with.
 pub(crate) const HELP: &str = "\
 Logs may be in the common or combined format of nginx and Apache, or JSON lines, whose usual fields (Caddy's, nginx',
-Envoy's) are found by themselves; and packed by gzip or Zstandard. A second column of --field names one of one's own:
+Envoy's) are found by themselves; and packed by gzip or Zstandard. --field names a field of one's own; its roles are
 time, ip, method, path, query, request (a whole request line), host, user (counts as `key`), action, headers (an object)
 or header:NAME; `a.b` is `b` within `a`.";
 
