@@ -33,7 +33,7 @@ pub(crate) struct Arguments {
     /// The name of a field in JSON lines, before the usual ones. May be repeated.
     #[arg(long = "field", value_name = "ROLE=NAME")]
     fields: Vec<String>,
-    /// Also write the findings to this file: .html or .json. May be repeated.
+    /// Also write the findings to this file: .html, .svg or .json. May be repeated.
     #[arg(long, value_name = "FILE")]
     out: Vec<PathBuf>,
     /// Also write a line for each request that the policy refuses: log, line, action, limit, seconds to stay away, why.
@@ -52,7 +52,10 @@ fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
     let mut forms = Vec::with_capacity(arguments.out.len());
     for file in &arguments.out {
         let form = Form::of(file);
-        forms.push((file, form.ok_or_else(|| wrong(format!("{}: findings end with .html or .json", file.display())))?));
+        forms.push((
+            file,
+            form.ok_or_else(|| wrong(format!("{}: findings end with .html, .svg or .json", file.display())))?,
+        ));
     }
     let mut names = Names::default();
     for field in &arguments.fields {
@@ -132,6 +135,7 @@ fn broke(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> 
 #[derive(Clone, Copy)]
 enum Form {
     Html,
+    Svg,
     Json,
 }
 
@@ -139,6 +143,7 @@ impl Form {
     fn of(file: &Path) -> Option<Self> {
         match file.extension()?.to_str()?.to_ascii_lowercase().as_str() {
             "html" => Some(Self::Html),
+            "svg" => Some(Self::Svg),
             "json" => Some(Self::Json),
             _ => None,
         }
@@ -147,6 +152,7 @@ impl Form {
     fn render(self, findings: &Findings) -> Result<String, Box<dyn std::error::Error>> {
         Ok(match self {
             Self::Html => findings.html()?,
+            Self::Svg => findings.svg()?,
             Self::Json => findings.json(),
         })
     }

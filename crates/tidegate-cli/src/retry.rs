@@ -83,7 +83,7 @@ pub(crate) struct Arguments {
     #[arg(long, short)]
     quiet: bool,
     /// The command, with its arguments.
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 

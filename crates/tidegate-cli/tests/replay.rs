@@ -37,7 +37,7 @@ penalty = { base = "2s", cap = "1h" }
 
 [inbound.action.search]
 match = { path = "/search/*" }
-limit = ["2/s burst 6", "150 per hour in Europe/Paris"]
+limit = ["1 per 20s burst 3", "6 per hour in Europe/Paris"]
 key = ["client_ip", "header:user-agent"]
 
 [inbound.action.export]
@@ -77,8 +77,8 @@ fn requests(seed: u64, count: usize) -> Vec<Asked> {
     let (mut now, mut newest) = (START * 1_000_000, 0);
     let mut requests = Vec::with_capacity(count);
     for _ in 0..count {
-        now += dice.below(400_000);
-        if dice.percent(1) {
+        now += dice.below(120_000);
+        if dice.percent(1) && dice.percent(30) {
             now += dice.below(200_000_000);
         }
         let mut micros = now;
@@ -176,7 +176,8 @@ fn combined(requests: &[Asked]) -> String {
         let time = clf_time(micros / 1_000_000);
         let agent = if agent.is_empty() { "-".to_owned() } else { agent.replace('"', "\\x22") };
         let forwarded = forwarded.as_deref().unwrap_or("-");
-        writeln!(log, "{peer} - - [{time}] \"{method} {path} HTTP/1.1\" 200 17 \"-\" \"{agent}\" \"{forwarded}\"").unwrap();
+        writeln!(log, "{peer} - - [{time}] \"{method} {path} HTTP/1.1\" 200 17 \"-\" \"{agent}\" \"{forwarded}\"")
+            .unwrap();
     }
     log
 }
@@ -227,8 +228,7 @@ fn refusals_are_those_of_a_running_gate_line_by_line() {
         let folder = Scratch::new();
         folder.write("tidegate.toml", POLICY);
         let asked = requests(seed, 4000);
-        for (log, text, resolution) in
-            [("access.log", combined(&asked), 1_000_000), ("access.json", caddy(&asked), 1)]
+        for (log, text, resolution) in [("access.log", combined(&asked), 1_000_000), ("access.json", caddy(&asked), 1)]
         {
             folder.write(log, &text);
             let (status, out, err) = replay(&folder, &[log, "--refusals", "refusals"]);
@@ -239,7 +239,15 @@ fn refusals_are_those_of_a_running_gate_line_by_line() {
             assert_eq!(differs, None, "seed {seed}, {log}");
             assert_eq!(found.len(), expected.len(), "seed {seed}, {log}");
             // The test shows something only if every kind of refusal is in it.
-            for kind in ["login\tlogin\t", "\tglobal\t", "search\tsearch.1\t", "\tpath\t", "\t-\t-\tdeny list", "\tpenalty"] {
+            for kind in [
+                "login\tlogin\t",
+                "\tglobal\t",
+                "search\tsearch.1\t",
+                "search\tsearch.2\t",
+                "\tpath\t",
+                "\t-\t-\tdeny list",
+                "\tpenalty",
+            ] {
                 assert!(found.iter().any(|line| line.contains(kind)), "{kind} in {}", found.len());
             }
         }
@@ -373,7 +381,7 @@ fn wrong_words_and_missing_files_are_told() {
     let folder = Scratch::new();
     folder.write("access.log", "");
     for (arguments, status, told) in [
-        (&["access.log", "--out", "x.pdf"][..], 2, "findings end with .html or .json"),
+        (&["access.log", "--out", "x.pdf"][..], 2, "findings end with .html, .svg or .json"),
         (&["access.log", "--field", "tme=ts"], 2, "names no field"),
         (&["-", "-"], 2, "can be read once"),
         (&["missing.log"], 1, "can't read missing.log"),
@@ -393,7 +401,9 @@ fn wrong_words_and_missing_files_are_told() {
 #[test]
 fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
     let (upstream, gate_port, front) = (free_port(), free_port(), free_port());
-    let Some(_pages) = nginx(&format!("server {{ listen 127.0.0.1:{upstream}; return 200 ok; }}"), upstream) else { return };
+    let Some(_pages) = nginx(&format!("server {{ listen 127.0.0.1:{upstream}; return 200 ok; }}"), upstream) else {
+        return;
+    };
     let policy = format!(
         "[inbound]\nlisten = \"127.0.0.1:{gate_port}\"\nupstream = \"http://127.0.0.1:{upstream}\"\n\
          trusted_proxies = [\"127.0.0.0/8\"]\n\
@@ -406,7 +416,10 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
     let file = folder.write("tidegate.toml", &policy);
     let scratch = Scratch::new();
     let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-    serve.args(["serve", "--config"]).arg(file).envs([("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "off")]);
+    serve
+        .args(["serve", "--config"])
+        .arg(file)
+        .envs([("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "off")]);
     let _gate = Running::start(serve, scratch, gate_port);
     // The client's address is made up by a header, so that there are many of them.
     let server = format!(
@@ -421,7 +434,8 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
     for _ in 0..600 {
         let path = ["/", "/login", "/agent/x?y"][dice.below(3) as usize];
         let (address, agent) = (1 + dice.below(15), AGENTS[dice.below(2) as usize]);
-        let request = get(path).replacen("\r\n", &format!("\r\nx-client: 203.0.113.{address}\r\nuser-agent: {agent}\r\n"), 1);
+        let request =
+            get(path).replacen("\r\n", &format!("\r\nx-client: 203.0.113.{address}\r\nuser-agent: {agent}\r\n"), 1);
         *statuses.entry(client.ask(request).status).or_default() += 1;
     }
     assert!(statuses[&200] > 50 && statuses[&429] > 50 && statuses.len() == 2, "{statuses:?}");
@@ -431,8 +445,11 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
     folder.write("access.log", &log);
     let (status, out, err) = replay(&folder, &["access.log", "--refusals", "refusals"]);
     assert_eq!((status, err.as_str()), (0, ""), "{out}");
-    let refused: Vec<usize> = (1..).zip(log.lines()).filter(|(_, line)| line.contains("\" 429 ")).map(|(number, _)| number).collect();
-    let replayed: Vec<usize> =
-        lines(&folder.path().join("refusals")).iter().map(|line| line.split('\t').nth(1).unwrap().parse().unwrap()).collect();
+    let refused: Vec<usize> =
+        (1..).zip(log.lines()).filter(|(_, line)| line.contains("\" 429 ")).map(|(number, _)| number).collect();
+    let replayed: Vec<usize> = lines(&folder.path().join("refusals"))
+        .iter()
+        .map(|line| line.split('\t').nth(1).unwrap().parse().unwrap())
+        .collect();
     assert_eq!(replayed, refused);
 }

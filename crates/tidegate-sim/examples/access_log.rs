@@ -12,7 +12,8 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 const CLIENTS: f64 = 100_000.0;
 const A_SECOND: u64 = 1000;
-const PATHS: [&str; 6] = ["/", "/search/shoes?q=red+boots", "/img/logo.png", "/product/4711", "/api/v1/cart", "/export"];
+const PATHS: [&str; 6] =
+    ["/", "/search/shoes?q=red+boots", "/img/logo.png", "/product/4711", "/api/v1/cart", "/export"];
 const AGENTS: [&str; 3] =
     ["Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0", "curl/8.5.0", "Googlebot/2.1"];
 
@@ -29,11 +30,13 @@ fn main() -> io::Result<()> {
         let second = line / A_SECOND;
         let client = (random.random::<f64>().powi(4) * CLIENTS) as u32;
         let ip: IpAddr = match client % 5 {
-            0 => Ipv6Addr::from_bits(0x2001_0db8 << 96 | u128::from(client) << 64 | u128::from(random.random::<u16>())).into(),
+            0 => Ipv6Addr::from_bits(0x2001_0db8 << 96 | u128::from(client) << 64 | u128::from(random.random::<u16>()))
+                .into(),
             _ => Ipv4Addr::from_bits(0x0b00_0000 + client * 7).into(),
         };
         let hammers = client % 500 == 7 && random.random_bool(0.7);
-        let (method, path) = if hammers { ("POST", "/login") } else { ("GET", PATHS[random.random_range(0..PATHS.len())]) };
+        let (method, path) =
+            if hammers { ("POST", "/login") } else { ("GET", PATHS[random.random_range(0..PATHS.len())]) };
         let (day, rest) = (1 + second / 86_400, second % 86_400);
         let agent = AGENTS[client as usize % AGENTS.len()];
         writeln!(

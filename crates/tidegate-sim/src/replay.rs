@@ -43,13 +43,13 @@ pub use findings::{
 };
 use heaviest::{Heaviest, Weight};
 pub use json::{Names, Role, WrongName};
-use judge::{Judge, Judged};
 pub use judge::{Count, Refusals};
-use lines::{Line, Lines};
+use judge::{Judge, Judged};
 pub use lines::MAX_LINE;
+use lines::{Line, Lines};
 pub use meter::{Peaks, SHARES};
-pub(crate) use moment::shown;
 use moment::Clf;
+pub(crate) use moment::shown;
 pub use request::Broken;
 use request::{Headers, Said};
 pub use timeline::{Interval, Timeline};

@@ -75,7 +75,8 @@ pub(super) struct Launch {
 
 impl Launch {
     pub(super) fn new(words: &[OsString], input: Input, events: SyncSender<Event>) -> Self {
-        let (name, arguments) = words.split_first().map_or((OsString::new(), &[][..]), |(name, rest)| (name.clone(), rest));
+        let (name, arguments) =
+            words.split_first().map_or((OsString::new(), &[][..]), |(name, rest)| (name.clone(), rest));
         let mut command = Command::new(name);
         command.args(arguments);
         Self { command, input, events, attempt: 0 }

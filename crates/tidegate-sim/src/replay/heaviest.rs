@@ -121,7 +121,9 @@ mod tests {
         for (key, weight) in [(5, 1), (4, 7), (3, 7), (2, 9), (1, 0)] {
             *table.entry(key, || 0) += weight;
         }
-        let top = |count| table.top(count, |weight| (*weight > 0).then_some(*weight)).iter().map(|(key, _)| *key).collect::<Vec<_>>();
+        let top = |count| {
+            table.top(count, |weight| (*weight > 0).then_some(*weight)).iter().map(|(key, _)| *key).collect::<Vec<_>>()
+        };
         assert_eq!(top(3), [2, 3, 4]);
         assert_eq!(top(9), [2, 3, 4, 5]);
         assert_eq!(top(0), [0; 0]);

@@ -444,7 +444,8 @@ mod tests {
 
     #[test]
     fn servers_fields_are_found_by_themselves() {
-        let caddy = Request { path: "/login?x=\"1\"".into(), user: Some("ann".into()), ..expected(1_700_000_000_250_000) };
+        let caddy =
+            Request { path: "/login?x=\"1\"".into(), user: Some("ann".into()), ..expected(1_700_000_000_250_000) };
         for (line, request, found) in [
             (CADDY, caddy, vec![("user-agent", "curl/8.5"), ("x-api-key", "k1"), ("x-api-key", "k2")]),
             // `time_iso8601` comes before `msec`, which is the same to the millisecond.
@@ -466,7 +467,8 @@ mod tests {
         for name in ["time=msec", "ip=who.where", "user=who.name", "action=call", "header:X-Api-Key=key"] {
             names.add(name).unwrap();
         }
-        let line = NGINX.replace("\"status\"", r#""who":{"where":"::1","name":"bob"},"call":"otp","key":"k9","status""#);
+        let line =
+            NGINX.replace("\"status\"", r#""who":{"where":"::1","name":"bob"},"call":"otp","key":"k9","status""#);
         let request = Request {
             peer: Some("::1".parse().unwrap()),
             user: Some("bob".into()),
@@ -483,7 +485,9 @@ mod tests {
 
     #[test]
     fn what_is_no_request_and_what_is_broken() {
-        let read = |line: &str| read(line.as_bytes(), &Names::default(), &mut Headers::default()).map(|said| said == Said::Other);
+        let read = |line: &str| {
+            read(line.as_bytes(), &Names::default(), &mut Headers::default()).map(|said| said == Said::Other)
+        };
         for (line, said) in [
             (r#"{"ts":1700000000,"msg":"shutting down"}"#, Ok(true)),
             (r#"{"ts":1700000000,"request":"\u0016\u0003"}"#, Ok(true)),

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use http::header::HeaderMap;
 use tidegate_core::admit::{decide, share};
 use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
-use tidegate_policy::{ActionId, Forwarding, KeyError, KeyPart, KeySeed, Listed, Plan, Policy, Query, UnknownAction, canonical};
+use tidegate_policy::{
+    ActionId, Forwarding, KeyError, KeyPart, KeySeed, Listed, Plan, Policy, Query, UnknownAction, canonical,
+};
 use tidegate_store::{Immediate, Memory};
 
 use super::client::{Client, Fate, KeyFate, label};

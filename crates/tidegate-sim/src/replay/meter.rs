@@ -227,7 +227,10 @@ mod tests {
         let mut meter = Meter::with(&limits, most);
         for (key, second) in calls {
             let mut batch = Batch::new(0);
-            let key = Key::new(0, key.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31).wrapping_mul(0xbf58_476d_1ce4_e5b9));
+            let key = Key::new(
+                0,
+                key.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31).wrapping_mul(0xbf58_476d_1ce4_e5b9),
+            );
             batch.push(Op::new(LimitId::FIRST, Verb::Take, key, 1)).unwrap();
             meter.count(&batch, Time::from_secs(1_000_000 + second));
         }
@@ -241,7 +244,8 @@ mod tests {
             by_key.entry(*key).or_default().push(*second);
         }
         let peak = |seconds: &Vec<u64>| {
-            let within = |last: &u64| seconds.iter().filter(|second| **second <= *last && **second + window > *last).count();
+            let within =
+                |last: &u64| seconds.iter().filter(|second| **second <= *last && **second + window > *last).count();
             seconds.iter().map(within).max().unwrap_or(0) as u64
         };
         let mut peaks: Vec<u64> = by_key.values().map(peak).collect();
@@ -295,7 +299,10 @@ mod tests {
             let value = found.value_for(share);
             let refused = exact.iter().filter(|peak| **peak > value).count() as f64 / keys;
             let below = exact.iter().filter(|peak| **peak > value.saturating_sub(1)).count() as f64 / keys;
-            assert!(refused < share * 1.3 && below > share * 0.7, "{share}: {value} refuses {refused}, one less {below}");
+            assert!(
+                refused < share * 1.3 && below > share * 0.7,
+                "{share}: {value} refuses {refused}, one less {below}"
+            );
         }
         assert!(!found.is_whole());
     }

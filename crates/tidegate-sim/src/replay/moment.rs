@@ -74,7 +74,10 @@ pub(super) fn of_text(text: &str) -> Option<Time> {
         let civil = || text.parse::<DateTime>().ok()?.to_zoned(TimeZone::UTC).ok().map(|zoned| zoned.timestamp());
         stamp.or_else(civil)
     };
-    time(read(text).or_else(|| text.get(4..5).filter(|mark| *mark == "/").and_then(|_| read(&text.replace('/', "-"))))?)
+    time(
+        read(text)
+            .or_else(|| text.get(4..5).filter(|mark| *mark == "/").and_then(|_| read(&text.replace('/', "-"))))?,
+    )
 }
 
 /// Seconds since the Unix epoch, or milli-, micro- or nanoseconds, as its size says: seconds reach the year 5138 before

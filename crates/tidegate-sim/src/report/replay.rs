@@ -25,6 +25,14 @@ impl Findings {
         json::json(self)
     }
 
+    /// The pictures, light or dark as their reader prefers.
+    ///
+    /// # Errors
+    /// They couldn't be drawn.
+    pub fn svg(&self) -> Result<String, PictureError> {
+        picture::svg(self)
+    }
+
     /// A page of pictures and tables that needs no network, light or dark as its reader prefers.
     ///
     /// # Errors

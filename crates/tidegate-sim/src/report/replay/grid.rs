@@ -35,9 +35,8 @@ impl Grid {
         let mut text = format!("{}\n", self.title);
         let all = || std::iter::once(&self.heads).filter(|heads| !heads.is_empty()).chain(&self.rows);
         let columns = all().map(Vec::len).max().unwrap_or(0);
-        let width = |column: usize| {
-            all().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
-        };
+        let width =
+            |column: usize| all().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..columns).map(width).collect();
         for row in all() {
             let mut line = String::from(" ");
@@ -55,7 +54,8 @@ impl Grid {
     pub(super) fn html(&self) -> String {
         let align = |column: usize| if column < self.words { " style=\"text-align:left\"" } else { "" };
         let cells = |row: &[String], open: &str, close: &str| -> String {
-            let cell = |(column, cell): (usize, &String)| format!("<{open}{}>{}</{close}>", align(column), escaped(cell));
+            let cell =
+                |(column, cell): (usize, &String)| format!("<{open}{}>{}</{close}>", align(column), escaped(cell));
             row.iter().enumerate().map(cell).collect()
         };
         let rows: String = self.rows.iter().map(|row| format!("<tr>{}</tr>", cells(row, "td", "td"))).collect();
@@ -145,7 +145,11 @@ fn changes(findings: &Findings) -> Vec<Grid> {
         let (before, after) = (refused(action.first), refused(action.second));
         let cell = |count: Option<Count>| count.map_or_else(|| "–".to_owned(), |count| number_of(count.refused));
         let by = i128::from(after) - i128::from(before);
-        let change = if by == 0 { "0".to_owned() } else { format!("{}{}", if by > 0 { "+" } else { "−" }, number_of(before.abs_diff(after))) };
+        let change = if by == 0 {
+            "0".to_owned()
+        } else {
+            format!("{}{}", if by > 0 { "+" } else { "−" }, number_of(before.abs_diff(after)))
+        };
         actions.row(vec![name_of(action.name.as_ref()), cell(action.first), cell(action.second), change]);
     }
     let clients = |title: &str, clients: &[(Client, u64)]| {
@@ -156,9 +160,7 @@ fn changes(findings: &Findings) -> Vec<Grid> {
         grid
     };
     let mut grids = vec![actions];
-    for (title, list) in
-        [("refused from now on", &changes.struck), ("let through from now on", &changes.relieved)]
-    {
+    for (title, list) in [("refused from now on", &changes.struck), ("let through from now on", &changes.relieved)] {
         if !list.is_empty() {
             grids.push(clients(title, list));
         }
@@ -183,7 +185,8 @@ fn of_policy(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Vec<Grid> 
     grids.extend(when(&policy.timeline, of));
     grids.extend(who(policy, &policy.most_refused, &of("who: the most refused clients")));
     for limit in policy.limits.iter().filter(|limit| !limit.keys.is_empty()) {
-        let mut keys = Grid::new(of(&format!("who: the most refused under {}", limit.name)), 1, &[&limit.by, "refused"]);
+        let mut keys =
+            Grid::new(of(&format!("who: the most refused under {}", limit.name)), 1, &[&limit.by, "refused"]);
         for key in &limit.keys {
             keys.row(vec![key.key.clone(), number_of(key.refused)]);
         }
@@ -223,8 +226,11 @@ fn why(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Grid {
 /// What other values of each limit would do.
 fn values(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Option<Grid> {
     let shares = SHARES.map(|share| format!("refuses {}", percent(share)));
-    let heads: Vec<&str> =
-        ["limit", "allows", "refuses of"].into_iter().chain(shares.iter().map(String::as_str)).chain(["highest use"]).collect();
+    let heads: Vec<&str> = ["limit", "allows", "refuses of"]
+        .into_iter()
+        .chain(shares.iter().map(String::as_str))
+        .chain(["highest use"])
+        .collect();
     let mut grid = Grid::new(of("values: what would refuse which share of clients"), 2, &heads);
     for limit in &policy.limits {
         let (Some(peaks), Some(now)) = (&limit.peaks, limit.refused_now()) else { continue };

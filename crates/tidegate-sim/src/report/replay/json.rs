@@ -38,7 +38,8 @@ pub(super) fn json(findings: &Findings) -> String {
             .map(|action| json!({ "action": action.name, "first": refused(action.first), "second": refused(action.second) }))
             .collect();
         let clients = |clients: &[(Client, u64)]| -> Vec<Value> {
-            let client = |(client, requests): &(Client, u64)| json!({ "client": client.to_string(), "requests": requests });
+            let client =
+                |(client, requests): &(Client, u64)| json!({ "client": client.to_string(), "requests": requests });
             clients.iter().map(client).collect()
         };
         whole["changes"] = json!({
