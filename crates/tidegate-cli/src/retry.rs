@@ -232,9 +232,8 @@ impl<'a> Runner<'a> {
             match self.events.recv_timeout(rest.as_duration()) {
                 Ok(Event::Signal(signal)) if signal.ends() => return Some(signal),
                 Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => return None,
                 // The sender is our own, so it is never gone.
-                Err(RecvTimeoutError::Disconnected) => return None,
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
             }
         }
     }

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{Receiver, SyncSender};
 use std::thread;
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, waitid};
@@ -57,8 +57,7 @@ impl From<io::Error> for Failed {
     fn from(error: io::Error) -> Self {
         let status = match error.kind() {
             io::ErrorKind::NotFound => 127,
-            io::ErrorKind::PermissionDenied => 126,
-            // A file that isn't a program, a directory, too many arguments: it is there and can't be run.
+            // No leave, no program, too many arguments: it is there and can't be run.
             _ => 126,
         };
         Self { error, status }
@@ -102,7 +101,7 @@ impl Launch {
         let running = self.watch(&mut child, patterns, clock, kept);
         let running = running.and_then(|(pid, open)| {
             let run = Running { pid, attempt: self.attempt, open, clock };
-            Ok(run.to_its_end(events, timeout, || child.wait())?)
+            run.until_its_end(events, timeout, || child.wait())
         });
         if running.is_err() {
             let _ = child.kill();
@@ -159,7 +158,7 @@ struct Running<'c> {
 }
 
 impl Running<'_> {
-    fn to_its_end(
+    fn until_its_end(
         mut self,
         events: &Receiver<Event>,
         timeout: Option<Span>,
@@ -207,10 +206,7 @@ impl Running<'_> {
         if until.is_never() {
             return events.recv().ok();
         }
-        match events.recv_timeout(until.since(self.clock.now()).as_duration()) {
-            Ok(event) => Some(event),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        events.recv_timeout(until.since(self.clock.now()).as_duration()).ok()
     }
 
     fn tell(&self, number: i32) {

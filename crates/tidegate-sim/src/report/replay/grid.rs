@@ -211,7 +211,7 @@ fn of_policy(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Vec<Grid> 
 
 /// What each limit refused, for which reason.
 fn why(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Grid {
-    let mut grid = Grid::new(of("why"), 3, &["limit", "allows", "by", "was full", "blocked", "in shadow"]);
+    let mut grid = Grid::new(of("why"), 3, &["limit", "allows", "by", "full", "blocked", "in shadow"]);
     for limit in &policy.limits {
         let refusals = limit.refusals;
         let numbers = [refusals.full, refusals.blocked, refusals.shadow].map(number_of);
@@ -226,7 +226,7 @@ fn why(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Grid {
 /// What other values of each limit would do.
 fn values(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Option<Grid> {
     let shares = SHARES.map(|share| format!("refuses {}", percent(share)));
-    let heads: Vec<&str> = ["limit", "allows", "refuses of"]
+    let heads: Vec<&str> = ["limit", "allows", "refuses now"]
         .into_iter()
         .chain(shares.iter().map(String::as_str))
         .chain(["highest use"])
@@ -312,7 +312,7 @@ fn share(part: u64, whole: u64) -> String {
 pub(super) fn percent(share: f64) -> String {
     let percent = share * 100.0;
     match percent {
-        percent if percent == 0.0 => "0 %".to_owned(),
+        0.0 => "0 %".to_owned(),
         percent if percent >= 10.0 => format!("{percent:.1} %"),
         percent if percent >= 1.0 => format!("{} %", trimmed(format!("{percent:.1}"))),
         percent if percent >= 0.01 => format!("{} %", trimmed(format!("{percent:.2}"))),
