@@ -27,7 +27,7 @@ allow = ["198.51.100.0/28"]
 deny = ["198.51.100.16/28"]
 
 [inbound.global]
-limit = "90 per 2m"
+limit = "40 per 2m"
 penalty = { base = "2s", cap = "1m", forgive_after = "5m" }
 
 [inbound.action.login]
