@@ -7,9 +7,14 @@
 //! | 2 | wrong words: the command line, the policy, a scenario, or a question that the gate can't decide |
 //! | 3 | `explain` and `status`: the call would be refused |
 //! | 130 | `serve` was told twice to stop |
+//!
+//! `retry` ends with its command's status, or as GNU's `timeout` and `env` do: 124 for an attempt that took too long, 125
+//! for wrong words, 126 and 127 for a command that can't be run or found.
 
 mod ask;
 mod policy;
+mod replay;
+mod retry;
 mod serve;
 mod simulate;
 
@@ -91,6 +96,12 @@ enum Command {
         #[arg(long, conflicts_with_all = ["scenario", "seed", "out", "check"])]
         list: bool,
     },
+    /// Say what a policy would have done to the requests of access logs, on the logs' own clock.
+    #[command(after_help = replay::HELP)]
+    Replay(replay::Arguments),
+    /// Run a command until it succeeds, with waits that grow in between.
+    #[command(after_help = retry::HELP)]
+    Retry(retry::Arguments),
     /// Print every environment variable with its default, as a .env file.
     Env,
 }
@@ -164,7 +175,11 @@ impl From<Outcome> for ExitCode {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return retry::usage(&error).unwrap_or_else(|| error.exit()),
+    };
+    let outcome = match cli.command {
         Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
         Command::Check { file, config, no_env, env_prefix } => {
             let env = if no_env { Env::Ignored } else { Env::Read { prefix: env_prefix.as_deref() } };
@@ -177,6 +192,8 @@ fn main() -> ExitCode {
         Command::Simulate { scenario, seed, out, check, list: _ } => {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
         }
+        Command::Replay(arguments) => replay::run(&arguments),
+        Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => policy::env(),
     };
     outcome.into()

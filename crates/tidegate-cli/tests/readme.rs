@@ -108,7 +108,8 @@ fn the_tour_prints_what_it_says() {
     for step in steps() {
         let command = swap(&step.command, true);
         // A group would outlive a command in the background, and its output with it.
-        let grouped = if command.ends_with('&') { command } else { format!("{{ {command}\n}} 2>&1") };
+        // Its standard input is not the shell's, from which the next commands come.
+        let grouped = if command.ends_with('&') { command } else { format!("{{ {command}\n}} 2>&1 < /dev/null") };
         write!(stdin, "{grouped}\necho\necho '{END}'\n").unwrap();
         let printed = stdout.by_ref().map(Result::unwrap).take_while(|line| line != END);
         let printed = printed.map(|line| swap(line.trim_end(), false)).collect::<Vec<_>>().join("\n");

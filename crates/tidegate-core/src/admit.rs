@@ -1,7 +1,7 @@
 //! One inbound query: what a store's answers, or an allow or deny list, mean for it.
 
 use crate::batch::{Outcome, Outcomes, Verdict};
-use crate::{Batch, Kind, LimitId, Limits, Span, Time, Verb};
+use crate::{Batch, Key, Kind, LimitId, Limits, Op, Span, Time, Verb};
 
 /// Why a decision came out as it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,6 +73,20 @@ impl Decision {
             permit: None,
         }
     }
+}
+
+/// Where the store had no room for a key, moves the operation to the key that it shares with its neighbours, `parent`,
+/// which always fits. True if the store has to be asked again, which happens at most once for each operation.
+pub fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(&Op) -> Key) -> bool {
+    let mut moved = false;
+    for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
+        if outcome.verdict == Verdict::NoRoom && !op.must_fit {
+            op.key = parent(op);
+            op.must_fit = true;
+            moved = true;
+        }
+    }
+    moved
 }
 
 /// A limit that admits: whether it only watches and what is left of it, then which it is.

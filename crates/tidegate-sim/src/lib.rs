@@ -6,6 +6,8 @@
 //! [`tidegate_core::call`] and the gate before a service by [`tidegate_core::admit`], the code that runs in production;
 //! only the clock, the wire and the other side are made up.
 //!
+//! A [`replay::Replay`] has a policy judge the requests of a real access log on the log's own clock.
+//!
 //! The same scenario and the same seed give the same bytes, on every machine.
 #![forbid(unsafe_code)]
 
@@ -16,6 +18,7 @@ mod limiter;
 pub mod profile;
 mod random;
 mod read;
+pub mod replay;
 pub mod report;
 mod scenario;
 mod service;

@@ -5,6 +5,7 @@ mod html;
 mod json;
 mod numbers;
 mod picture;
+mod replay;
 mod table;
 mod theme;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tidegate_core::admit::decide;
+use tidegate_core::admit::{decide, share};
 use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Reason, Verb, Verdict};
 use tidegate_policy::{ActionId, KeyError, KeySeed, Listed, Plan, Policy, Query, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
@@ -338,20 +338,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub(crate) fn tell(&self, batch: &Batch) {
         self.0.store.tell(batch, self.0.clock.now());
     }
-}
-
-/// Where the store had no room for a key, moves the operation to the key of its parent prefix, which always fits; so this
-/// is true at most once for each operation.
-fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(&Op) -> Key) -> bool {
-    let mut moved = false;
-    for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
-        if outcome.verdict == Verdict::NoRoom && !op.must_fit {
-            op.key = parent(op);
-            op.must_fit = true;
-            moved = true;
-        }
-    }
-    moved
 }
 
 /// A check that was begun.

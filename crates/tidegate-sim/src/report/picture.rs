@@ -16,7 +16,7 @@ use crate::tally::{Bucket, End};
 
 /// A free font, by which text is measured and, in a PNG, drawn; see `fonts/README.md`.
 const FONT: &[u8] = include_bytes!("../../fonts/Roboto-subset.ttf");
-const WIDTH: i32 = 1200;
+pub(super) const WIDTH: i32 = 1200;
 const HEAD: i32 = 78;
 const CASE_NAME: i32 = 30;
 const CASE_HEAD: i32 = 40;
@@ -58,9 +58,6 @@ pub(super) enum Heading {
 
 /// The whole report as one SVG that follows the reader's preference for light or dark.
 pub(super) fn svg(report: &Report, heading: Heading) -> Result<String, PictureError> {
-    if !*MEASURED {
-        return Err(PictureError::Drawing("its font can't be read".to_owned()));
-    }
     let cases = cases(report);
     let head = if heading == Heading::Own { HEAD } else { 0 };
     let named = |runs: &&&[Run]| runs.first().is_some_and(|run| !run.case.is_empty());
@@ -69,22 +66,38 @@ pub(super) fn svg(report: &Report, heading: Heading) -> Result<String, PictureEr
         + head_of_names
         + cases.iter().map(|runs| CASE_HEAD + OVERVIEW + ROW * runs.len() as i32).sum::<i32>()
         + 12;
-    let mut drawn = String::new();
-    {
-        let root = SVGBackend::with_string(&mut drawn, (WIDTH as u32, height as u32)).into_drawing_area();
-        root.fill(&GROUND.light)?;
+    let draw = |root: &Area<'_>| {
         if heading == Heading::Own {
             root.draw(&Text::new(report.title.clone(), (12, 12), text(24, TEXT)))?;
             root.draw(&Text::new(report.about.clone(), (12, 48), text(14, MUTED)))?;
         }
         let mut top = head;
         for runs in cases {
-            case(&root, runs, &mut top)?;
+            case(root, runs, &mut top)?;
         }
+        Ok(())
+    };
+    drawing(&report.title, height, draw)
+}
+
+/// An SVG of this title and height that follows the reader's preference for light or dark.
+pub(super) fn drawing(
+    title: &str,
+    height: i32,
+    draw: impl FnOnce(&Area<'_>) -> Result<(), PictureError>,
+) -> Result<String, PictureError> {
+    if !*MEASURED {
+        return Err(PictureError::Drawing("its font can't be read".to_owned()));
+    }
+    let mut drawn = String::new();
+    {
+        let root = SVGBackend::with_string(&mut drawn, (WIDTH as u32, height as u32)).into_drawing_area();
+        root.fill(&GROUND.light)?;
+        draw(&root)?;
         root.present()?;
     }
     let (open, rest) = drawn.split_once('>').unwrap_or((&drawn, ""));
-    let title = escaped(&report.title);
+    let title = escaped(title);
     Ok(format!("{open} role=\"img\"><title>{title}</title><style>{}</style>{rest}", style_sheet()))
 }
 

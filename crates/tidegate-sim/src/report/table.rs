@@ -107,7 +107,7 @@ pub(super) fn loads(run: &Run) -> Vec<String> {
 }
 
 /// A whole number, in groups of three; of a mean, the nearest.
-fn count(number: f64) -> String {
+pub(super) fn count(number: f64) -> String {
     let digits = format!("{number:.0}");
     let mut grouped = String::with_capacity(digits.len() * 2);
     for (index, digit) in digits.chars().enumerate() {

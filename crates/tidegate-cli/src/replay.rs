@@ -1,0 +1,159 @@
+//! `tidegate replay`.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tidegate_sim::replay::{Findings, Names, Replay};
+
+use crate::Outcome;
+use crate::policy::{self, Env, Read as PolicyRead, print, tell};
+
+/// What the command's help ends with.
+pub(crate) const HELP: &str = "\
+Logs may be in the common or combined format of nginx and Apache, or JSON lines, whose usual fields (Caddy's, nginx',
+Envoy's) are found by themselves; and packed by gzip or Zstandard. --field names a field of one's own; its roles are
+time, ip, method, path, query, request (a whole request line), host, user (counts as `key`), action, headers (an object)
+or header:NAME; `a.b` is `b` within `a`.";
+
+/// `tidegate replay`'s words.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The logs, the oldest first; `-` reads standard input.
+    #[arg(required = true, value_name = "LOG")]
+    logs: Vec<PathBuf>,
+    /// The policy. Without it ./tidegate.toml, and without that the built-in default, as for `serve`.
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Compare with this policy: who would be refused from now on, and who no longer.
+    #[arg(long, value_name = "FILE")]
+    diff: Option<PathBuf>,
+    /// The name of a field in JSON lines, before the usual ones. May be repeated.
+    #[arg(long = "field", value_name = "ROLE=NAME")]
+    fields: Vec<String>,
+    /// Also write the findings to this file: .html, .svg or .json. May be repeated.
+    #[arg(long, value_name = "FILE")]
+    out: Vec<PathBuf>,
+    /// Also write a line for each request that the policy refuses: log, line, action, limit, seconds to stay away, why.
+    #[arg(long, value_name = "FILE")]
+    refusals: Option<PathBuf>,
+}
+
+/// `tidegate replay LOG…`.
+pub(crate) fn run(arguments: &Arguments) -> Outcome {
+    match replayed(arguments) {
+        Ok(outcome) | Err(outcome) => outcome,
+    }
+}
+
+fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
+    let mut forms = Vec::with_capacity(arguments.out.len());
+    for file in &arguments.out {
+        let form = Form::of(file);
+        forms.push((
+            file,
+            form.ok_or_else(|| wrong(format!("{}: findings end with .html, .svg or .json", file.display())))?,
+        ));
+    }
+    let mut names = Names::default();
+    for field in &arguments.fields {
+        names.add(field).map_err(|error| wrong(format!("--field: {error}")))?;
+    }
+    if arguments.logs.iter().filter(|log| log.as_os_str() == "-").count() > 1 {
+        return Err(wrong("standard input can be read once".to_owned()));
+    }
+    let env = Env::Read { prefix: None };
+    let PolicyRead { policy, from } = policy::read(arguments.config.as_deref(), env)?;
+    let mut replay = Replay::new(from, &policy, names);
+    if let Some(other) = &arguments.diff {
+        let PolicyRead { policy, from } = policy::read(Some(other), env)?;
+        replay = replay.against(from, &policy);
+    }
+    let mut refusals = match &arguments.refusals {
+        Some(file) => Some(BufWriter::new(File::create(file).map_err(|error| broke("write", file, &error))?)),
+        None => None,
+    };
+    read(&mut replay, &arguments.logs, refusals.as_mut().map(|to| to as &mut dyn Write))?;
+    if let (Some(mut to), Some(file)) = (refusals, &arguments.refusals) {
+        to.flush().map_err(|error| broke("write", file, &error))?;
+    }
+    let findings = replay.findings();
+    for (file, form) in forms {
+        let written = form.render(&findings).and_then(|text| Ok(std::fs::write(file, text)?));
+        written.map_err(|error| broke("write", file, &*error))?;
+    }
+    Ok(print(&findings.table()))
+}
+
+/// Reads all logs, and shows how far it is where somebody looks.
+fn read(replay: &mut Replay, logs: &[PathBuf], mut refusals: Option<&mut dyn Write>) -> Result<(), Outcome> {
+    let mut sources: Vec<(&PathBuf, Box<dyn Read>)> = Vec::with_capacity(logs.len());
+    let mut bytes = Some(0);
+    for log in logs {
+        if log.as_os_str() == "-" {
+            sources.push((log, Box::new(io::stdin())));
+            bytes = None;
+            continue;
+        }
+        let file = File::open(log).map_err(|error| broke("read", log, &error))?;
+        let length = file.metadata().ok().filter(|data| data.is_file()).map(|data| data.len());
+        bytes = bytes.zip(length).map(|(sum, length)| sum + length);
+        sources.push((log, Box::new(file)));
+    }
+    let bar = ProgressBar::with_draw_target(bytes, ProgressDrawTarget::stderr_with_hz(4));
+    let form = if bytes.is_some() { "{bar:40} {percent:>3} %  {eta} left" } else { "{spinner} {bytes} read" };
+    if let Ok(style) = ProgressStyle::with_template(form) {
+        bar.set_style(style);
+    }
+    for (log, source) in sources {
+        let name = log.display().to_string();
+        let refusals = refusals.as_mut().map(|to| &mut **to as &mut dyn Write);
+        let read = replay.read(&name, bar.wrap_read(source), refusals);
+        if let Err(error) = read {
+            bar.finish_and_clear();
+            return Err(broke("read", log, &error));
+        }
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+fn wrong(what: String) -> Outcome {
+    tell(&format!("error: {what}\n"));
+    Outcome::WrongWords
+}
+
+fn broke(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> Outcome {
+    let name = if file.as_os_str() == "-" { "standard input".to_owned() } else { file.display().to_string() };
+    tell(&format!("error: can't {what} {name}: {error}\n"));
+    Outcome::Broke
+}
+
+/// What findings are written as.
+#[derive(Clone, Copy)]
+enum Form {
+    Html,
+    Svg,
+    Json,
+}
+
+impl Form {
+    fn of(file: &Path) -> Option<Self> {
+        match file.extension()?.to_str()?.to_ascii_lowercase().as_str() {
+            "html" => Some(Self::Html),
+            "svg" => Some(Self::Svg),
+            "json" => Some(Self::Json),
+            _ => None,
+        }
+    }
+
+    fn render(self, findings: &Findings) -> Result<String, Box<dyn std::error::Error>> {
+        Ok(match self {
+            Self::Html => findings.html()?,
+            Self::Svg => findings.svg()?,
+            Self::Json => findings.json(),
+        })
+    }
+}

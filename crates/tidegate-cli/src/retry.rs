@@ -1,0 +1,277 @@
+//! `tidegate retry`: runs a command again until it succeeds, with the retries of calls to providers.
+
+mod attempt;
+mod input;
+mod output;
+mod signals;
+
+use std::ffi::OsString;
+use std::io::IsTerminal as _;
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+
+use clap::error::ErrorKind;
+use clap::{Args, ValueEnum};
+use regex::bytes::Regex;
+use tidegate::SystemClock;
+use tidegate::core::retry::Tries;
+use tidegate::core::{Attempt, Backoff, Class, Clock as _, GiveUp, Jitter, Retry, Span, Time};
+use tidegate_policy::parse_duration;
+
+use crate::policy::tell;
+use attempt::{End, Failed, Launch};
+use input::Input;
+use output::{Patterns, Seen};
+use signals::{Event, Signal};
+
+/// What the command's help ends with.
+pub(crate) const HELP: &str = "\
+Exit status: the command's own, of its last attempt; 128+N if signal N ended it; 124 if it took too long, 125 for wrong
+words, 126 if it can't be run, 127 if it isn't found. INT, TERM, HUP, QUIT, USR1, USR2 and WINCH are passed on; after one
+of the first four there is no retry.";
+
+/// The statuses of GNU's `timeout` and `env`.
+const TOO_LONG: u8 = 124;
+const WRONG_WORDS: u8 = 125;
+
+/// `tidegate retry`'s words.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Attempts at the most, the first included.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    attempts: u32,
+    /// The first wait; each further one is twice as long.
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = time)]
+    base: Span,
+    /// The longest wait.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = time)]
+    cap: Span,
+    /// How waits are spread: full, anywhere from 0 to the wait; equal, in its upper half; decorrelated, anywhere from the
+    /// base to three times the wait before; none.
+    #[arg(long, value_enum, default_value = "full")]
+    jitter: Spread,
+    /// The longest that an attempt may take; then it is told to end (TERM), and 5 s later ended (KILL).
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    timeout: Option<Span>,
+    /// No attempt starts later than this after the beginning.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    deadline: Option<Span>,
+    /// Statuses that mean: too much was asked. It is tried again.
+    #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "75")]
+    throttled_exit: Vec<u8>,
+    /// Statuses that mean: it would fail again. It isn't tried again.
+    #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "2,126,127")]
+    permanent_exit: Vec<u8>,
+    /// A line of output like this, of a command that fails, means that too much was asked.
+    #[arg(long, value_name = "REGEX")]
+    throttled_output: Option<Regex>,
+    /// A line of output like this, of a command that fails, means that it would fail again.
+    #[arg(long, value_name = "REGEX")]
+    permanent_output: Option<Regex>,
+    /// A line of output like this tells how long to wait at the least: in its first group seconds, a time like 1m30s, or
+    /// an HTTP date.
+    #[arg(long, value_name = "REGEX")]
+    retry_after_output: Option<Regex>,
+    /// The longest such wait; if more is asked for, it isn't tried again.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
+    max_retry_after: Span,
+    /// Read standard input first, up to 64 MiB, and give it to every attempt. Otherwise a pipe goes to the first attempt;
+    /// a file is given to all.
+    #[arg(long)]
+    keep_stdin: bool,
+    /// Don't say what is waited for.
+    #[arg(long, short)]
+    quiet: bool,
+    /// The command, with its arguments.
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// How waits are spread.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Spread {
+    None,
+    Full,
+    Equal,
+    Decorrelated,
+}
+
+fn time(text: &str) -> Result<Span, String> {
+    parse_duration(text).map_err(|error| error.to_string())
+}
+
+/// The status for wrong words where they were meant for `retry`: a caller must be able to tell them from the command's own
+/// end. Help isn't wrong.
+pub(crate) fn usage(error: &clap::Error) -> Option<ExitCode> {
+    let is_ours = std::env::args_os().nth(1).is_some_and(|word| word == "retry");
+    let is_wrong = !matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+    (is_ours && is_wrong).then(|| {
+        let _ = error.print();
+        WRONG_WORDS.into()
+    })
+}
+
+/// `tidegate retry -- COMMAND…`.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    match Runner::new(arguments) {
+        Ok(mut runner) => runner.run().into(),
+        Err(error) => {
+            tell(&format!("tidegate retry: {error}\n"));
+            WRONG_WORDS.into()
+        }
+    }
+}
+
+struct Runner<'a> {
+    arguments: &'a Arguments,
+    retry: Retry,
+    patterns: Patterns,
+    clock: SystemClock,
+    events: Receiver<Event>,
+    launch: Launch,
+}
+
+impl<'a> Runner<'a> {
+    fn new(arguments: &'a Arguments) -> std::io::Result<Self> {
+        let jitter = match arguments.jitter {
+            Spread::None => Jitter::None,
+            Spread::Full => Jitter::Full,
+            Spread::Equal => Jitter::Equal,
+            Spread::Decorrelated => Jitter::Decorrelated,
+        };
+        let retry = Retry {
+            max_attempts: arguments.attempts,
+            backoff: Backoff::exponential(arguments.base, arguments.cap).with_jitter(jitter),
+            max_retry_after: arguments.max_retry_after,
+            ..Retry::default()
+        };
+        let patterns = Patterns {
+            throttled: arguments.throttled_output.clone(),
+            permanent: arguments.permanent_output.clone(),
+            retry_after: arguments.retry_after_output.clone(),
+        };
+        let (sender, events) = signals::channel();
+        signals::listen(sender.clone())?;
+        let launch = Launch::new(&arguments.command, Input::new(arguments.keep_stdin)?, sender);
+        Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launch })
+    }
+
+    /// The status to end with.
+    fn run(&mut self) -> u8 {
+        let began = self.clock.now();
+        let deadline = self.arguments.deadline.map_or(Time::NEVER, |deadline| began + deadline);
+        let (mut tries, mut rng) = (Tries::new(deadline), rand::rng());
+        loop {
+            if tries.attempts() == 1 && self.launch.input.is_gone() {
+                self.say("standard input went to the first attempt; the next ones have none (--keep-stdin keeps it)");
+            }
+            let (end, seen) = match self.launch.run(&self.patterns, &self.events, &self.clock, self.arguments.timeout) {
+                Ok(ended) => ended,
+                Err(Failed { error, status }) => {
+                    let name = self.arguments.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
+                    tell(&format!("tidegate retry: can't run {name}: {error}\n"));
+                    return status;
+                }
+            };
+            let (class, status) = (self.class(&end, &seen), end.status());
+            if class == Class::Success || end.stopped_by.is_some() {
+                return status;
+            }
+            let attempt = Attempt {
+                class,
+                repeatable: true,
+                unreplayable: None,
+                stop: false,
+                retry_after: seen.retry_after,
+                other_credential: false,
+            };
+            let now = self.clock.now();
+            let next = tries.after(&self.retry, &attempt, None, now, &mut rng);
+            let of = format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, words(&end, class));
+            match next {
+                Ok(at) => {
+                    self.say(&format!("{of}; the next in {}", rounded(at.since(now))));
+                    if let Some(signal) = self.wait_until(at) {
+                        return signal.status();
+                    }
+                }
+                Err(why) => {
+                    self.say(&format!("{of}; {}", reason(why)));
+                    return status;
+                }
+            }
+        }
+    }
+
+    fn class(&self, end: &End, seen: &Seen) -> Class {
+        let status = end.status();
+        if status == 0 {
+            Class::Success
+        } else if end.timed_out {
+            Class::Transient
+        } else if self.arguments.permanent_exit.contains(&status) {
+            Class::Permanent
+        } else if self.arguments.throttled_exit.contains(&status) {
+            Class::Throttled
+        } else if seen.permanent {
+            Class::Permanent
+        } else if seen.throttled || seen.retry_after.is_some() {
+            Class::Throttled
+        } else {
+            Class::Transient
+        }
+    }
+
+    /// Waits; ends early with the signal that ends everything.
+    fn wait_until(&self, at: Time) -> Option<Signal> {
+        loop {
+            let rest = at.since(self.clock.now());
+            if rest.is_zero() {
+                return None;
+            }
+            match self.events.recv_timeout(rest.as_duration()) {
+                Ok(Event::Signal(signal)) if signal.ends() => return Some(signal),
+                Ok(_) => {}
+                // The sender is our own, so it is never gone.
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
+            }
+        }
+    }
+
+    fn say(&self, what: &str) {
+        if !self.arguments.quiet {
+            // A progress bar of the command's may have left the cursor within a line.
+            let fresh = if std::io::stderr().is_terminal() { "\r" } else { "" };
+            tell(&format!("{fresh}tidegate retry: {what}\n"));
+        }
+    }
+}
+
+fn words(end: &End, class: Class) -> String {
+    let how = match end.signal() {
+        _ if end.timed_out => "took too long".to_owned(),
+        Some(signal) => format!("was ended by signal {signal}"),
+        None => format!("ended with status {}", end.status()),
+    };
+    match class {
+        Class::Throttled | Class::Permanent => format!("{how} ({})", class.name()),
+        _ => how,
+    }
+}
+
+fn reason(why: GiveUp) -> String {
+    match why {
+        GiveUp::Final => "it would fail again".to_owned(),
+        GiveUp::RetryAfterTooLong { retry_after } => {
+            format!("it asks for a wait of {}, which is too long", rounded(retry_after))
+        }
+        GiveUp::Deadline { .. } => "the next would start after the deadline".to_owned(),
+        _ => "that was the last".to_owned(),
+    }
+}
+
+/// A wait as people read it, rounded up to the tenth of a second.
+fn rounded(wait: Span) -> String {
+    const TENTH: u64 = 100_000;
+    Span::from_micros(wait.as_micros().div_ceil(TENTH) * TENTH).to_string()
+}

@@ -1,0 +1,218 @@
+//! One run of the command: started, watched, told what we are told, and seen to its end.
+
+use std::ffi::OsString;
+use std::io::{self, Write as _};
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, SyncSender};
+use std::thread;
+
+use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, waitid};
+use tidegate::SystemClock;
+use tidegate::core::{Clock as _, Span, Time};
+
+use super::TOO_LONG;
+use super::input::Input;
+use super::output::{Patterns, Seen, pass_on};
+use super::signals::{Event, Signal};
+
+/// How long a command that took too long has for ending by itself.
+const GRACE: Span = Span::from_secs(5);
+/// How long the output of a command that has ended is waited for: somebody whom it started may keep it open.
+const DRAIN: Span = Span::from_secs(1);
+
+/// How an attempt ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct End {
+    exit: ExitStatus,
+    pub(super) timed_out: bool,
+    /// The signal that we were given, after which there is no retry.
+    pub(super) stopped_by: Option<Signal>,
+}
+
+impl End {
+    /// The signal that ended it.
+    pub(super) fn signal(&self) -> Option<i32> {
+        self.exit.signal()
+    }
+
+    /// Its status as shells tell it.
+    pub(super) fn status(&self) -> u8 {
+        if self.timed_out {
+            return TOO_LONG;
+        }
+        let status = self.exit.code().or_else(|| Some(128 + self.exit.signal()?));
+        status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX)
+    }
+}
+
+/// The command couldn't be run.
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub(super) error: io::Error,
+    pub(super) status: u8,
+}
+
+impl From<io::Error> for Failed {
+    fn from(error: io::Error) -> Self {
+        let status = match error.kind() {
+            io::ErrorKind::NotFound => 127,
+            // No leave, no program, too many arguments: it is there and can't be run.
+            _ => 126,
+        };
+        Self { error, status }
+    }
+}
+
+/// What attempts are made of.
+pub(super) struct Launch {
+    command: Command,
+    pub(super) input: Input,
+    events: SyncSender<Event>,
+    attempt: u64,
+}
+
+impl Launch {
+    pub(super) fn new(words: &[OsString], input: Input, events: SyncSender<Event>) -> Self {
+        let (name, arguments) =
+            words.split_first().map_or((OsString::new(), &[][..]), |(name, rest)| (name.clone(), rest));
+        let mut command = Command::new(name);
+        command.args(arguments);
+        Self { command, input, events, attempt: 0 }
+    }
+
+    /// Runs the command once.
+    ///
+    /// # Errors
+    /// It can't be started or waited for.
+    pub(super) fn run(
+        &mut self,
+        patterns: &Patterns,
+        events: &Receiver<Event>,
+        clock: &SystemClock,
+        timeout: Option<Span>,
+    ) -> Result<(End, Seen), Failed> {
+        self.attempt += 1;
+        let (stdin, kept) = self.input.next()?;
+        self.command.stdin(stdin);
+        // Without patterns the command keeps the terminal for itself.
+        let output = || if patterns.any() { Stdio::piped() } else { Stdio::inherit() };
+        let mut child = self.command.stdout(output()).stderr(output()).spawn()?;
+        let running = self.watch(&mut child, patterns, clock, kept);
+        let running = running.and_then(|(pid, open)| {
+            let run = Running { pid, attempt: self.attempt, open, clock };
+            run.until_its_end(events, timeout, || child.wait())
+        });
+        if running.is_err() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        Ok(running?)
+    }
+
+    /// Starts the threads that wait for the command, feed it and read it; says how many read.
+    fn watch(
+        &self,
+        child: &mut Child,
+        patterns: &Patterns,
+        clock: &SystemClock,
+        kept: Option<std::sync::Arc<[u8]>>,
+    ) -> io::Result<(Pid, usize)> {
+        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidData)?;
+        let (events, attempt) = (self.events.clone(), self.attempt);
+        let named = |name: &str| thread::Builder::new().name(name.to_owned());
+        named("waiting").spawn(move || {
+            // It isn't reaped yet, so that its number is nobody else's when a signal is passed on.
+            while let Err(rustix::io::Errno::INTR) =
+                waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
+            {}
+            let _ = events.send(Event::Ended { attempt });
+        })?;
+        if let (Some(mut stdin), Some(kept)) = (child.stdin.take(), kept) {
+            // A command needn't read all that it is given.
+            named("input").spawn(move || drop(stdin.write_all(&kept)))?;
+        }
+        let read = |from: Option<Box<dyn io::Read + Send>>, to: Box<dyn io::Write + Send>| -> io::Result<usize> {
+            let Some(from) = from else { return Ok(0) };
+            let (events, patterns, clock) = (self.events.clone(), patterns.clone(), clock.clone());
+            named("output").spawn(move || {
+                let seen = pass_on(from, to, patterns, || clock.now().as_micros() / 1_000_000);
+                let _ = events.send(Event::Closed { attempt, seen });
+            })?;
+            Ok(1)
+        };
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let open = read(stdout.map(|from| Box::new(from) as _), Box::new(io::stdout()))?
+            + read(stderr.map(|from| Box::new(from) as _), Box::new(io::stderr()))?;
+        Ok((pid, open))
+    }
+}
+
+/// A command that runs.
+struct Running<'c> {
+    pid: Pid,
+    attempt: u64,
+    /// Its outputs that are read.
+    open: usize,
+    clock: &'c SystemClock,
+}
+
+impl Running<'_> {
+    fn until_its_end(
+        mut self,
+        events: &Receiver<Event>,
+        timeout: Option<Span>,
+        reap: impl FnOnce() -> io::Result<ExitStatus>,
+    ) -> io::Result<(End, Seen)> {
+        let (mut seen, mut timed_out, mut stopped_by) = (Seen::default(), false, None);
+        let mut until = timeout.map_or(Time::NEVER, |timeout| self.clock.now() + timeout);
+        let mut has_ended = false;
+        while !has_ended || self.open > 0 {
+            match self.next(events, until) {
+                Some(Event::Signal(signal)) => {
+                    if !signal.is_everybodys && !has_ended {
+                        self.tell(signal.number);
+                    }
+                    if signal.ends() {
+                        stopped_by = Some(signal);
+                    }
+                }
+                Some(Event::Ended { attempt }) if attempt == self.attempt => {
+                    has_ended = true;
+                    until = self.clock.now() + DRAIN;
+                }
+                Some(Event::Closed { attempt, seen: more }) if attempt == self.attempt => {
+                    self.open -= 1;
+                    seen = seen.and(more);
+                }
+                Some(_) => {}
+                None if has_ended => break,
+                None if timed_out => {
+                    self.tell(signal_hook::consts::SIGKILL);
+                    until = Time::NEVER;
+                }
+                None => {
+                    self.tell(signal_hook::consts::SIGTERM);
+                    timed_out = true;
+                    until = self.clock.now() + GRACE;
+                }
+            }
+        }
+        Ok((End { exit: reap()?, timed_out, stopped_by }, seen))
+    }
+
+    /// What happens next; `None` when it is time.
+    fn next(&self, events: &Receiver<Event>, until: Time) -> Option<Event> {
+        if until.is_never() {
+            return events.recv().ok();
+        }
+        events.recv_timeout(until.since(self.clock.now()).as_duration()).ok()
+    }
+
+    fn tell(&self, number: i32) {
+        if let Some(signal) = rustix::process::Signal::from_named_raw(number) {
+            // Who has ended meanwhile needn't be told.
+            let _ = kill_process(self.pid, signal);
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! What standard input each attempt gets.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::AsFd as _;
+use std::process::Stdio;
+use std::sync::Arc;
+
+use rustix::fs::{FileType, fstat};
+
+/// The most that `--keep-stdin` keeps.
+const MAX_KEPT: u64 = 64 << 20;
+
+/// Standard input.
+pub(super) enum Input {
+    /// A terminal or another device, which all attempts share.
+    Device,
+    /// A file, and where it stood.
+    File { file: File, start: u64 },
+    /// A pipe, which can be read once.
+    Pipe { given: bool },
+    /// What a pipe held.
+    Kept(Arc<[u8]>),
+}
+
+impl Input {
+    /// # Errors
+    /// It is to be kept and can't be read, or is too long.
+    pub(super) fn new(keep: bool) -> io::Result<Self> {
+        let stdin = io::stdin();
+        let Ok(stat) = fstat(stdin.as_fd()) else { return Ok(Self::Device) };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => {
+                let mut file = File::from(stdin.as_fd().try_clone_to_owned()?);
+                let start = file.stream_position()?;
+                Ok(Self::File { file, start })
+            }
+            FileType::Fifo | FileType::Socket if keep => {
+                let mut kept = Vec::new();
+                stdin.lock().take(MAX_KEPT + 1).read_to_end(&mut kept)?;
+                if kept.len() as u64 > MAX_KEPT {
+                    return Err(io::Error::other("standard input is longer than the 64 MiB that --keep-stdin keeps"));
+                }
+                Ok(Self::Kept(kept.into()))
+            }
+            FileType::Fifo | FileType::Socket => Ok(Self::Pipe { given: false }),
+            _ => Ok(Self::Device),
+        }
+    }
+
+    /// Whether an attempt had it and the next can't.
+    pub(super) fn is_gone(&self) -> bool {
+        matches!(self, Self::Pipe { given: true })
+    }
+
+    /// What the next attempt gets, and what is to be written into it.
+    ///
+    /// # Errors
+    /// The file can't be read from its start again.
+    pub(super) fn next(&mut self) -> io::Result<(Stdio, Option<Arc<[u8]>>)> {
+        Ok(match self {
+            Self::Device => (Stdio::inherit(), None),
+            Self::File { file, start } => {
+                // The command shares the place in the file with us.
+                file.seek(SeekFrom::Start(*start))?;
+                (Stdio::inherit(), None)
+            }
+            Self::Pipe { given } => {
+                let first = !std::mem::replace(given, true);
+                (if first { Stdio::inherit() } else { Stdio::null() }, None)
+            }
+            Self::Kept(bytes) => (Stdio::piped(), Some(Arc::clone(bytes))),
+        })
+    }
+}

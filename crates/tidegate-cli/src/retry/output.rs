@@ -1,0 +1,168 @@
+//! A command's output: passed on as it comes, while patterns are looked for.
+
+use std::io::{Read, Write};
+
+use regex::bytes::Regex;
+use tidegate::core::Span;
+use tidegate_policy::parse_duration;
+
+/// How much is passed on at a time.
+const CHUNK: usize = 1 << 16;
+/// The longest line in which patterns are looked for; a longer one is looked at in pieces of this length.
+const MAX_LINE: usize = 1 << 16;
+
+/// What is looked for.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Patterns {
+    pub(super) throttled: Option<Regex>,
+    pub(super) permanent: Option<Regex>,
+    pub(super) retry_after: Option<Regex>,
+}
+
+impl Patterns {
+    pub(super) fn any(&self) -> bool {
+        self.throttled.is_some() || self.permanent.is_some() || self.retry_after.is_some()
+    }
+}
+
+/// What was seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) throttled: bool,
+    pub(super) permanent: bool,
+    /// The longest wait that was asked for.
+    pub(super) retry_after: Option<Span>,
+}
+
+impl Seen {
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            throttled: self.throttled | other.throttled,
+            permanent: self.permanent | other.permanent,
+            retry_after: self.retry_after.max(other.retry_after),
+        }
+    }
+}
+
+/// Passes everything on until the one side ends or the other is gone. `date` is the wall clock, for waits that are told
+/// as dates.
+pub(super) fn pass_on(mut from: impl Read, mut to: impl Write, patterns: Patterns, date: impl Fn() -> u64) -> Seen {
+    let mut looker = Looker { patterns, line: Vec::new(), seen: Seen::default(), date };
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        let count = match from.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(count) => count,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        };
+        // With `from` dropped, the command learns that nobody reads it as it would without us.
+        if to.write_all(&chunk[..count]).and_then(|()| to.flush()).is_err() {
+            break;
+        }
+        looker.feed(&chunk[..count]);
+    }
+    looker.look();
+    looker.seen
+}
+
+struct Looker<D> {
+    patterns: Patterns,
+    /// What there is of a line.
+    line: Vec<u8>,
+    seen: Seen,
+    date: D,
+}
+
+impl<D: Fn() -> u64> Looker<D> {
+    fn feed(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let end = bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len());
+            let room = MAX_LINE - self.line.len();
+            self.line.extend_from_slice(&bytes[..end.min(room)]);
+            if end >= room {
+                self.look();
+                bytes = &bytes[room..];
+            } else if end < bytes.len() {
+                self.look();
+                bytes = &bytes[end + 1..];
+            } else {
+                return;
+            }
+        }
+    }
+
+    /// Looks at the line and begins another.
+    fn look(&mut self) {
+        let line = &*self.line;
+        let matches = |pattern: &Option<Regex>| pattern.as_ref().is_some_and(|pattern| pattern.is_match(line));
+        self.seen.throttled |= matches(&self.patterns.throttled);
+        self.seen.permanent |= matches(&self.patterns.permanent);
+        if let Some(found) = self.patterns.retry_after.as_ref().and_then(|pattern| pattern.captures(line)) {
+            let wait = found.get(1).or(found.get(0)).and_then(|wait| str::from_utf8(wait.as_bytes()).ok());
+            self.seen.retry_after = self.seen.retry_after.max(wait.and_then(|text| self.wait(text)));
+        }
+        self.line.clear();
+    }
+
+    /// Seconds, a time with its unit, or an HTTP date.
+    fn wait(&self, text: &str) -> Option<Span> {
+        let text = text.trim();
+        let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..1e9).contains(seconds));
+        let seconds = seconds.map(|seconds| Span::from_micros((seconds * 1e6).ceil() as u64));
+        seconds.or_else(|| parse_duration(text).ok()).or_else(|| {
+            let date = httpdate::parse_http_date(text).ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+            Some(Span::from_secs(date.as_secs().saturating_sub((self.date)())))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn patterns() -> Patterns {
+        let regex = |text| Some(Regex::new(text).unwrap());
+        Patterns {
+            throttled: regex("429|slow down"),
+            permanent: regex("^no such "),
+            retry_after: regex("(?i)retry[- ]after:? (.*)"),
+        }
+    }
+
+    fn seen(output: &[u8]) -> Seen {
+        let mut passed = Vec::new();
+        let seen = pass_on(output, &mut passed, patterns(), || 1_700_000_000);
+        assert_eq!(passed, output);
+        seen
+    }
+
+    #[test]
+    fn patterns_are_found_in_lines_wherever_they_are_cut() {
+        let throttled = Seen { throttled: true, ..Seen::default() };
+        assert_eq!(seen(b"all is well\nreally"), Seen::default());
+        assert_eq!(seen(b"please slow down"), throttled);
+        assert_eq!(seen(b"this is\nno such thing"), Seen { permanent: true, ..Seen::default() });
+        assert_eq!(seen(b"this is no such thing\n"), Seen::default());
+        let mut long = vec![b'x'; MAX_LINE + 10];
+        long.extend(b" 429\nno such");
+        assert_eq!(seen(&long), throttled, "the last line lacks what it has to match");
+        for length in CHUNK - 8..CHUNK + 8 {
+            let mut line = vec![b'\n'; length];
+            line.extend(b"slow down\n");
+            assert_eq!(seen(&line), throttled, "{length}");
+        }
+    }
+
+    #[test]
+    fn waits_are_seconds_times_and_dates() {
+        let wait = |output: &str| seen(output.as_bytes()).retry_after;
+        assert_eq!(wait("Retry-After: 7\r\n"), Some(Span::from_secs(7)));
+        assert_eq!(wait("retry after 0.25"), Some(Span::from_millis(250)));
+        assert_eq!(wait("retry after 1m30s\nretry after 2"), Some(Span::from_secs(90)));
+        assert_eq!(wait("Retry-After: Tue, 14 Nov 2023 22:13:30 GMT"), Some(Span::from_secs(10)));
+        assert_eq!(wait("Retry-After: Tue, 14 Nov 2023 22:13:10 GMT"), Some(Span::ZERO));
+        assert_eq!(wait("retry after lunch"), None);
+        assert_eq!(wait("retry after -1"), None);
+    }
+}

@@ -1,0 +1,275 @@
+//! `tidegate retry` with real commands.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tidegate_testkit::servers::Scratch;
+
+fn retry(folder: &Scratch, words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.arg("retry").args(words).current_dir(folder.path()).stdin(Stdio::null());
+    command
+}
+
+/// The status, standard output and standard error.
+fn run(folder: &Scratch, words: &[&str]) -> (i32, String, String) {
+    told(retry(folder, words).output().unwrap())
+}
+
+fn told(Output { status, stdout, stderr }: Output) -> (i32, String, String) {
+    (status.code().unwrap(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
+}
+
+/// A command that counts its runs in a file, and whose body knows the number as `$n`.
+fn counting(body: &str) -> String {
+    format!("n=$(($(cat runs 2>/dev/null || echo 0) + 1)); echo $n > runs; {body}")
+}
+
+fn runs(folder: &Scratch) -> u32 {
+    std::fs::read_to_string(folder.path().join("runs")).unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn it_runs_until_the_command_succeeds_and_says_what_it_waits_for() {
+    let folder = Scratch::new();
+    let body = counting("echo out $n; echo err $n >&2; [ $n = 3 ] || exit 7");
+    let (status, out, err) = run(&folder, &["--base", "10ms", "--jitter", "none", "--", "sh", "-c", &body]);
+    assert_eq!((status, out.as_str()), (0, "out 1\nout 2\nout 3\n"));
+    let expected = "err 1\ntidegate retry: attempt 1 of 5 ended with status 7; the next in 100ms\n\
+                    err 2\ntidegate retry: attempt 2 of 5 ended with status 7; the next in 100ms\nerr 3\n";
+    assert_eq!(err, expected);
+    let folder = Scratch::new();
+    let (status, _, err) = run(&folder, &["-q", "--base", "1ms", "--", "sh", "-c", &counting("[ $n = 3 ] || exit 7")]);
+    assert_eq!((status, err.as_str(), runs(&folder)), (0, "", 3));
+}
+
+#[test]
+fn it_ends_with_the_commands_own_status() {
+    let folder = Scratch::new();
+    let (status, _, err) =
+        run(&folder, &["--attempts", "3", "--base", "1ms", "--", "sh", "-c", &counting("exit $((40 + n))")]);
+    assert_eq!((status, runs(&folder)), (43, 3));
+    assert!(err.ends_with("attempt 3 of 3 ended with status 43; that was the last\n"), "{err}");
+    let (status, _, err) = run(&folder, &["--attempts", "1", "--", "sh", "-c", "kill -9 $$"]);
+    assert_eq!(status, 137);
+    assert!(err.contains("was ended by signal 9"), "{err}");
+    std::fs::write(folder.path().join("plain"), "no program").unwrap();
+    std::fs::set_permissions(folder.path().join("plain"), std::fs::Permissions::from_mode(0o644)).unwrap();
+    for (words, expected) in [
+        (&["--", "./missing"][..], 127),
+        (&["--", "no-such-command-anywhere"], 127),
+        (&["--", "./plain"], 126),
+        (&["--", "/"], 126),
+        (&[], 125),
+        (&["--attempts", "0", "--", "true"], 125),
+        (&["--base", "soon", "--", "true"], 125),
+        (&["--throttled-output", "(", "--", "true"], 125),
+        (&["--no-such-flag", "--", "true"], 125),
+        (&["--help"], 0),
+    ] {
+        let (status, _, err) = run(&folder, words);
+        assert_eq!(status, expected, "{words:?}: {err}");
+    }
+}
+
+#[test]
+fn statuses_and_output_say_what_is_permanent_and_what_throttled() {
+    let flags = ["--base", "1ms", "--cap", "2ms", "--attempts", "3"];
+    let outputs = ["--throttled-output", "slow down", "--permanent-output", "^no such"];
+    for (more, body, expected_runs, told) in [
+        (&[][..], "exit 2", 1, "status 2 (permanent); it would fail again"),
+        (&[], "exit 75", 3, "status 75 (throttled)"),
+        (&["--permanent-exit", "4,5"], "exit 5", 1, "(permanent)"),
+        (&["--permanent-exit", "4,5"], "exit 2", 3, "status 2;"),
+        (&["--throttled-exit", "9"], "exit 9", 3, "(throttled)"),
+        (&outputs, "echo no such thing; exit 1", 1, "(permanent)"),
+        (&outputs, "echo no such thing >&2; exit 1", 1, "(permanent)"),
+        (&outputs, "printf 'please slow down'; exit 1", 3, "(throttled)"),
+        (&outputs, "echo there is no such thing; exit 1", 3, "status 1;"),
+        (&outputs, "echo no such thing", 1, ""),
+    ] {
+        let folder = Scratch::new();
+        let body = counting(body);
+        let words = [&flags[..], more, &["--", "sh", "-c", &body]].concat();
+        let (_, _, err) = run(&folder, &words);
+        assert_eq!(runs(&folder), expected_runs, "{words:?}: {err}");
+        assert!(err.contains(told), "{words:?}: {err}");
+    }
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how long a program waits is measured")]
+fn waits_grow_and_what_the_command_asks_for_is_a_floor() {
+    let folder = Scratch::new();
+    let began = Instant::now();
+    let words = ["--base", "100ms", "--cap", "250ms", "--jitter", "none", "--attempts", "4", "--", "false"];
+    let (status, _, err) = run(&folder, &words);
+    let took = began.elapsed();
+    // 100, 200 and 250 ms.
+    assert_eq!(status, 1);
+    assert!(took >= Duration::from_millis(550) && took < Duration::from_millis(2500), "{took:?}\n{err}");
+    assert!(err.contains("in 100ms\n") && err.contains("in 200ms\n") && err.contains("in 300ms\n"), "{err}");
+
+    let asks = counting("echo retry-after: 0.4 >&2; exit 1");
+    let words =
+        ["--base", "1ms", "--attempts", "2", "--retry-after-output", "retry-after: (.*)", "--", "sh", "-c", &asks];
+    let began = Instant::now();
+    let (_, _, err) = run(&folder, &words);
+    assert!(began.elapsed() >= Duration::from_millis(400), "{err}");
+    assert!(err.contains("(throttled); the next in 400ms"), "{err}");
+
+    let words =
+        ["--retry-after-output", "after (.*)", "--max-retry-after", "1m", "--", "sh", "-c", "echo after 1h; exit 1"];
+    let (_, _, err) = run(&folder, &words);
+    assert!(err.ends_with("it asks for a wait of 1h, which is too long\n"), "{err}");
+    let words = ["--deadline", "300ms", "--base", "2s", "--jitter", "none", "--", "false"];
+    let (status, _, err) = run(&folder, &words);
+    assert_eq!(status, 1);
+    assert!(err.ends_with("the next would start after the deadline\n"), "{err}");
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
+fn an_attempt_that_takes_too_long_is_ended() {
+    let folder = Scratch::new();
+    let began = Instant::now();
+    let body = counting("exec sleep 30");
+    let (status, _, err) =
+        run(&folder, &["--timeout", "200ms", "--attempts", "2", "--base", "1ms", "--", "sh", "-c", &body]);
+    assert_eq!((status, runs(&folder)), (124, 2));
+    assert!(began.elapsed() < Duration::from_secs(10), "{err}");
+    assert!(err.contains("attempt 1 of 2 took too long; the next"), "{err}");
+    // Who doesn't listen is killed.
+    let body = counting("trap '' TERM; while :; do sleep 1; done");
+    let (status, _, _) = run(&folder, &["--timeout", "200ms", "--attempts", "1", "--", "sh", "-c", &body]);
+    assert_eq!(status, 124);
+}
+
+#[test]
+fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
+    let folder = Scratch::new();
+    let body = "printf 'half a line'; read _";
+    let mut child = retry(&folder, &["--throttled-output", "x", "--", "sh", "-c", body])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut half = [0; 11];
+    child.stdout.take().unwrap().read_exact(&mut half).unwrap();
+    assert_eq!(&half, b"half a line");
+    child.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    assert!(child.wait().unwrap().success());
+    // What is left behind and keeps the output open isn't waited for.
+    let (status, out, _) = run(&folder, &["--throttled-output", "x", "--", "sh", "-c", "sleep 20 & echo done"]);
+    assert_eq!((status, out.as_str()), (0, "done\n"));
+}
+
+#[test]
+fn standard_input_goes_to_the_first_attempt_or_to_all() {
+    let body = counting("cat > in$n; [ $n = 2 ]");
+    let read =
+        |folder: &Scratch| [1, 2].map(|n| std::fs::read_to_string(folder.path().join(format!("in{n}"))).unwrap());
+    let piped = |folder: &Scratch, words: &[&str]| {
+        let mut child = retry(folder, words).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(b"some words").unwrap();
+        told(child.wait_with_output().unwrap())
+    };
+    let folder = Scratch::new();
+    let (status, _, err) = piped(&folder, &["--base", "1ms", "--", "sh", "-c", &body]);
+    assert_eq!((status, read(&folder)), (0, ["some words".to_owned(), String::new()]));
+    assert!(err.contains("standard input went to the first attempt"), "{err}");
+
+    let folder = Scratch::new();
+    let (status, _, err) = piped(&folder, &["--keep-stdin", "--base", "1ms", "--", "sh", "-c", &body]);
+    assert_eq!((status, read(&folder)), (0, ["some words".to_owned(), "some words".to_owned()]));
+    assert!(!err.contains("standard input"), "{err}");
+
+    let folder = Scratch::new();
+    let file = std::fs::File::open(folder.write("words", "some words")).unwrap();
+    let output = retry(&folder, &["--base", "1ms", "--", "sh", "-c", &body]).stdin(file).output().unwrap();
+    assert_eq!((told(output).0, read(&folder)), (0, ["some words".to_owned(), "some words".to_owned()]));
+}
+
+fn signal(child: &Child, name: &str) {
+    assert!(Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap().success());
+}
+
+/// Waits until a file is there.
+fn appears(folder: &Scratch, name: &str) {
+    for _ in 0..2000 {
+        if folder.path().join(name).exists() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{name} doesn't appear");
+}
+
+#[test]
+fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
+    for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1), ("QUIT", 3)] {
+        let folder = Scratch::new();
+        let body =
+            counting(&format!("trap 'echo got > got; exit 9' {name}; touch ready; while :; do sleep 0.05; done"));
+        let child =
+            retry(&folder, &["--base", "1ms", "--", "bash", "-c", &body]).stderr(Stdio::piped()).spawn().unwrap();
+        appears(&folder, "ready");
+        signal(&child, name);
+        let (status, _, _) = told(child.wait_with_output().unwrap());
+        assert_eq!((status, runs(&folder)), (9, 1), "{name}");
+        assert!(folder.path().join("got").exists());
+
+        let folder = Scratch::new();
+        let body = counting("touch ready; exec sleep 30");
+        let child = retry(&folder, &["--", "sh", "-c", &body]).stderr(Stdio::piped()).spawn().unwrap();
+        appears(&folder, "ready");
+        std::thread::sleep(Duration::from_millis(100));
+        signal(&child, name);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), None, "it tells the status and doesn't die of it");
+        assert_eq!((told(output).0, runs(&folder)), (128 + number, 1), "{name}");
+    }
+    for name in ["USR1", "USR2", "WINCH"] {
+        let folder = Scratch::new();
+        let body = counting(&format!(
+            "trap 'echo got > got' {name}; touch ready; until [ -e got ]; do sleep 0.05; done; exit 3"
+        ));
+        let words = ["--attempts", "2", "--base", "1ms", "--", "bash", "-c", &body];
+        let child = retry(&folder, &words).stderr(Stdio::piped()).spawn().unwrap();
+        appears(&folder, "ready");
+        signal(&child, name);
+        assert_eq!((told(child.wait_with_output().unwrap()).0, runs(&folder)), (3, 2), "{name} doesn't end it");
+    }
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
+fn a_wait_is_ended_by_a_signal() {
+    let folder = Scratch::new();
+    let body = counting("touch ready; exit 3");
+    let mut command = retry(&folder, &["--base", "60s", "--cap", "60s", "--jitter", "none", "--", "sh", "-c", &body]);
+    let child = command.stderr(Stdio::piped()).spawn().unwrap();
+    appears(&folder, "ready");
+    std::thread::sleep(Duration::from_millis(300));
+    let began = Instant::now();
+    signal(&child, "TERM");
+    let (status, _, _) = told(child.wait_with_output().unwrap());
+    assert_eq!((status, runs(&folder)), (143, 1));
+    assert!(began.elapsed() < Duration::from_secs(20));
+}
+
+/// A shell that ignores a signal makes its commands ignore it.
+#[test]
+fn a_signal_that_is_ignored_stays_ignored() {
+    let folder = Scratch::new();
+    let tidegate = env!("CARGO_BIN_EXE_tidegate");
+    let script = format!("trap '' HUP; exec {tidegate} retry -- sh -c 'touch ready; sleep 1; exit 0'");
+    let child = Command::new("sh").args(["-c", &script]).current_dir(folder.path()).process_group(0).spawn().unwrap();
+    appears(&folder, "ready");
+    signal(&child, "HUP");
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(0));
+}

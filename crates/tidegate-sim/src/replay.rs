@@ -1,0 +1,274 @@
+//! What a policy would have done to the requests of an access log.
+//!
+//! A [`Replay`] reads logs line by line and has each request decided about by the policy's own plan, matchers, keys and
+//! memory store, with the log's times for a clock. What would have been refused is what a gate with that policy refuses
+//! to the same requests at the same times. [`Findings`] say whom, when and why, who was spared, and what other values of
+//! the limits would have done.
+//!
+//! # Bounds
+//! A log of any length is read in the same memory, apart from the policy's own store (`store.max_bytes`):
+//!
+//! | what | bound | beyond it |
+//! | --- | --- | --- |
+//! | a line | 64 KiB | it is broken |
+//! | clients | 917,504 | the half with the fewest calls are forgotten |
+//! | refused keys other than clients | 4096 | the half with the fewest refusals are forgotten |
+//! | highest uses of limits | 917,504 | a fair sample of the keys is measured |
+//! | present uses of limits | 64 MiB | the least used are let go |
+//! | intervals | 600 | they are put together |
+//!
+//! A second policy to compare with has tables of its own.
+
+mod client;
+mod common;
+mod findings;
+mod heaviest;
+mod json;
+mod judge;
+mod lines;
+mod meter;
+mod moment;
+mod request;
+mod timeline;
+
+use std::io::{self, Read, Write};
+
+use http::HeaderName;
+use tidegate_core::{Decision, Span, Time};
+use tidegate_policy::{Plan, Policy};
+
+pub use client::{Client, Fate};
+pub use findings::{
+    ActionChange, ActionFindings, Changes, ClientFindings, Findings, KeyFindings, LimitFindings, PolicyFindings, Value,
+};
+use heaviest::{Heaviest, Weight};
+pub use json::{Names, Role, WrongName};
+pub use judge::{Count, Refusals};
+use judge::{Judge, Judged};
+pub use lines::MAX_LINE;
+use lines::{Line, Lines};
+pub use meter::{Peaks, SHARES};
+use moment::Clf;
+pub(crate) use moment::shown;
+pub use request::Broken;
+use request::{Headers, Said};
+pub use timeline::{Interval, Timeline};
+
+/// How far a line may be behind the newest one and still count, at the newest one's time: servers that log when a request
+/// began write it when it has ended, and a download may take long.
+pub const MAX_LATE: Span = Span::from_secs(3600);
+/// So many lines in a row that are further behind than [`MAX_LATE`] mean that the log's clock was set back, or that the
+/// logs were given in another order than they were written. Time goes on from there.
+pub const TURN_AFTER: u32 = 1000;
+/// How many broken lines are shown.
+pub const SHOWN_BROKEN: usize = 10;
+/// The most clients that two policies treat differently and that are told apart.
+const MAX_CHANGED: usize = 1 << 16;
+
+/// What was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Input {
+    /// Lines, blank ones not counted.
+    pub lines: u64,
+    /// Lines that say a request.
+    pub requests: u64,
+    /// Lines that say that something else came: a handshake at the wrong port, a server's other news.
+    pub others: u64,
+    /// Lines that can't be read.
+    pub broken: u64,
+    /// The first of them: file, line and why.
+    pub first_broken: Vec<(String, u64, Broken)>,
+    /// Requests that were behind the newest by up to [`MAX_LATE`], and were judged at its time.
+    pub late: u64,
+    /// How far the latest of them was behind.
+    pub latest_by: Span,
+    /// Requests that were further behind, and were not judged.
+    pub too_late: u64,
+    /// How often time went back after all, after [`TURN_AFTER`] such lines in a row.
+    pub turns: u64,
+    /// The time of the first request that was judged.
+    pub first: Option<Time>,
+    /// The newest.
+    pub newest: Option<Time>,
+}
+
+/// Reads logs and judges their requests by one policy, or by two that are compared.
+pub struct Replay {
+    names: Names,
+    headers: Headers,
+    clf: Clf,
+    first: Judge,
+    second: Option<Judge>,
+    changed: Changed,
+    input: Input,
+    behind: u32,
+}
+
+/// Where two policies decide differently.
+struct Changed {
+    refused_by_both: u64,
+    only_first: u64,
+    only_second: u64,
+    clients: Heaviest<Client, Change>,
+}
+
+/// How often two policies decided differently about a client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Change {
+    pub(crate) only_first: u32,
+    pub(crate) only_second: u32,
+}
+
+impl Weight for Change {
+    fn weight(&self) -> u64 {
+        u64::from(self.only_first) + u64::from(self.only_second)
+    }
+}
+
+impl Replay {
+    /// A replay by the policy of this name. Fields of JSON lines are found by `names`.
+    pub fn new(name: impl Into<String>, policy: &Policy, names: Names) -> Self {
+        let changed =
+            Changed { refused_by_both: 0, only_first: 0, only_second: 0, clients: Heaviest::new(MAX_CHANGED) };
+        let mut replay = Self {
+            names,
+            headers: Headers::default(),
+            clf: Clf::default(),
+            first: Judge::new(name.into(), policy),
+            second: None,
+            changed,
+            input: Input::default(),
+            behind: 0,
+        };
+        replay.want_headers();
+        replay
+    }
+
+    /// Compares it with another policy.
+    #[must_use]
+    pub fn against(mut self, name: impl Into<String>, policy: &Policy) -> Self {
+        self.second = Some(Judge::new(name.into(), policy));
+        self.want_headers();
+        self
+    }
+
+    fn want_headers(&mut self) {
+        let mut wanted: Vec<HeaderName> =
+            self.first.headers().chain(self.second.iter().flat_map(Judge::headers)).collect();
+        wanted.sort_unstable_by(|one, other| one.as_str().cmp(other.as_str()));
+        wanted.dedup();
+        self.headers = Headers::wanting(wanted);
+    }
+
+    /// Reads a log to its end: plain, or packed by gzip or Zstandard. `name` is what findings call it. Of each request
+    /// that the first policy refuses, a line goes to `refusals`: log, line, action, limit, seconds to stay away (rounded
+    /// up, as on the wire; `-` for good) and why, with tabs between them.
+    ///
+    /// # Errors
+    /// The log can't be read, or is packed and broken; or the refusals can't be written.
+    pub fn read(&mut self, name: &str, log: impl Read, mut refusals: Option<&mut dyn Write>) -> io::Result<()> {
+        let mut lines = Lines::new(lines::unpacked(log)?);
+        let mut number = 0;
+        while let Some(line) = lines.next()? {
+            number += 1;
+            let read = match line {
+                Line::TooLong => Err(Broken::TooLong),
+                Line::Whole(line) if line.trim_ascii().is_empty() => continue,
+                Line::Whole(line) => {
+                    self.headers.clear();
+                    match line.trim_ascii_start().first() {
+                        Some(b'{') => json::read(line, &self.names, &mut self.headers),
+                        _ => common::read(line, &mut self.clf, &mut self.headers),
+                    }
+                }
+            };
+            self.input.lines += 1;
+            let request = match read {
+                Ok(Said::Request(request)) => request,
+                Ok(Said::Other) => {
+                    self.input.others += 1;
+                    continue;
+                }
+                Err(broken) => {
+                    self.input.broken += 1;
+                    if self.input.first_broken.len() < SHOWN_BROKEN {
+                        self.input.first_broken.push((name.to_owned(), number, broken));
+                    }
+                    continue;
+                }
+            };
+            self.input.requests += 1;
+            let Some(now) = moment_of(&mut self.input, &mut self.behind, request.at) else { continue };
+            let judged = self.first.judge(&request, &self.headers.found, now);
+            if let Some(second) = &mut self.second {
+                self.changed.note(judged.as_ref(), second.judge(&request, &self.headers.found, now).as_ref());
+            }
+            if let (Some(judged), Some(refusals)) = (&judged, &mut refusals)
+                && !judged.decision.allowed
+            {
+                refusal(*refusals, (name, number), &self.first.plan, judged)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What has been found so far.
+    pub fn findings(&self) -> Findings {
+        findings::find(&self.input, &self.headers, &self.first, self.second.as_ref(), &self.changed)
+    }
+}
+
+/// The time at which a request is judged: its own, or that of the newest before it. `None` if it is too late.
+#[inline]
+fn moment_of(input: &mut Input, behind: &mut u32, at: Time) -> Option<Time> {
+    let newest = *input.newest.get_or_insert(at);
+    input.first.get_or_insert(at);
+    if at >= newest {
+        input.newest = Some(at);
+    } else if newest.since(at) <= MAX_LATE {
+        input.late += 1;
+        input.latest_by = input.latest_by.max(newest.since(at));
+    } else {
+        *behind += 1;
+        if *behind < TURN_AFTER {
+            input.too_late += 1;
+            return None;
+        }
+        input.turns += 1;
+        input.newest = Some(at);
+    }
+    *behind = 0;
+    input.newest
+}
+
+impl Changed {
+    fn note(&mut self, first: Option<&Judged>, second: Option<&Judged>) {
+        let (Some(first), Some(second)) = (first, second) else { return };
+        let change = match (first.decision.allowed, second.decision.allowed) {
+            (true, true) => return,
+            (false, false) => {
+                self.refused_by_both += 1;
+                return;
+            }
+            (false, true) => Change { only_first: 1, only_second: 0 },
+            (true, false) => Change { only_first: 0, only_second: 1 },
+        };
+        self.only_first += u64::from(change.only_first);
+        self.only_second += u64::from(change.only_second);
+        // Whose call it was may depend on the policy too, by the proxies that it trusts; the second is the one to come.
+        if let Some(client) = second.client {
+            let known = self.clients.entry(client, Change::default);
+            known.only_first = known.only_first.saturating_add(change.only_first);
+            known.only_second = known.only_second.saturating_add(change.only_second);
+        }
+    }
+}
+
+fn refusal(to: &mut dyn Write, (log, line): (&str, u64), plan: &Plan, judged: &Judged) -> io::Result<()> {
+    let Judged { action, decision, .. } = judged;
+    let Decision { bound_by, retry_after, reason, .. } = decision;
+    let action = action.map_or("-", |action| plan.action(action).name());
+    let limit = bound_by.map_or("-", |limit| plan.info(limit).name());
+    let wait = retry_after.map_or_else(|| "-".to_owned(), |wait| wait.as_secs_ceil().to_string());
+    writeln!(to, "{log}\t{line}\t{action}\t{limit}\t{wait}\t{}", findings::reason(*reason))
+}

@@ -1,0 +1,138 @@
+//! Who a call comes from, and what came of the calls of each.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use tidegate_core::{LimitId, Time};
+use tidegate_policy::{KeyPart, Query, canonical};
+
+use super::heaviest::Weight;
+
+/// The longest description of a key, in characters.
+const MAX_LABEL: usize = 120;
+
+/// A client as the gate counts it: an IPv4 address, or the /64 that an IPv6 address is in.
+///
+/// An IPv4 address takes the place of ffff:ffff:0:0::/64 and those after it, which are multicast and nobody's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Client(u64);
+
+const V4: u64 = 0xffff_ffff << 32;
+
+impl From<IpAddr> for Client {
+    fn from(ip: IpAddr) -> Self {
+        match canonical(ip) {
+            IpAddr::V4(ip) => Self(V4 | u64::from(ip.to_bits())),
+            IpAddr::V6(ip) => Self((ip.to_bits() >> 64) as u64),
+        }
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bits if bits >= V4 => write!(f, "{}", Ipv4Addr::from_bits(bits as u32)),
+            bits => write!(f, "{}/64", Ipv6Addr::from_bits(u128::from(bits) << 64)),
+        }
+    }
+}
+
+/// What came of one client's calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fate {
+    /// Calls that were let through. Saturates at 2^32 − 1, as the others do.
+    pub admitted: u32,
+    /// Calls that were refused.
+    pub refused: u32,
+    /// When the first was refused.
+    pub first: Time,
+    /// When the last was.
+    pub last: Time,
+    /// The limit that refused the last one; `None` if it was the deny list.
+    pub limit: Option<LimitId>,
+}
+
+impl Fate {
+    pub(super) fn refuse(&mut self, limit: Option<LimitId>, now: Time) {
+        if self.refused == 0 {
+            self.first = now;
+        }
+        self.refused = self.refused.saturating_add(1);
+        (self.last, self.limit) = (now, limit);
+    }
+}
+
+impl Weight for Fate {
+    fn weight(&self) -> u64 {
+        u64::from(self.admitted) + u64::from(self.refused)
+    }
+}
+
+/// The refusals of one key.
+#[derive(Clone, Debug)]
+pub(super) struct KeyFate {
+    pub(super) label: String,
+    pub(super) refused: u64,
+}
+
+impl Weight for KeyFate {
+    fn weight(&self) -> u64 {
+        self.refused
+    }
+}
+
+/// A key in words. What may be a secret (a header, a cookie, a parameter) is told by a hash only: equal hashes, equal
+/// secrets.
+pub(super) fn label(parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
+    let mut words: Vec<String> = Vec::with_capacity(parts.len());
+    let mut hidden = false;
+    for part in parts {
+        let value = match part {
+            KeyPart::ClientIp => query.ip.map(|ip| Client::from(ip).to_string()),
+            KeyPart::Key => query.key.map(str::to_owned),
+            KeyPart::Platform => query.platform.map(str::to_owned),
+            KeyPart::Method => query.method.map(str::to_owned),
+            KeyPart::Host => query.host.map(str::to_owned),
+            KeyPart::Path => query.path.map(|path| path.split(['?', '#']).next().unwrap_or(path).to_owned()),
+            KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => {
+                hidden = true;
+                words.push(part.to_string());
+                continue;
+            }
+        };
+        words.push(value.unwrap_or_else(|| format!("no {part}")));
+    }
+    let mut label: String = words.join(" + ").chars().filter(|letter| !letter.is_control()).take(MAX_LABEL).collect();
+    if hidden {
+        label.push_str(&format!(" #{:08x}", hash >> 32));
+    }
+    if label.is_empty() { "everybody".to_owned() } else { label }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_is_what_the_gate_counts() {
+        for (ip, shown) in [
+            ("203.0.113.7", "203.0.113.7"),
+            ("::ffff:203.0.113.7", "203.0.113.7"),
+            ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+            ("::1", "::/64"),
+            ("255.255.255.255", "255.255.255.255"),
+            ("0.0.0.0", "0.0.0.0"),
+        ] {
+            assert_eq!(Client::from(ip.parse::<IpAddr>().unwrap()).to_string(), shown);
+        }
+    }
+
+    #[test]
+    fn secrets_are_told_by_their_hash() {
+        let header = KeyPart::Header(http::HeaderName::from_static("x-api-key"));
+        let query = Query { ip: "203.0.113.7".parse().ok(), path: Some("/a?token=1"), ..Query::default() };
+        let shown = label(&[KeyPart::ClientIp, header, KeyPart::Path, KeyPart::Key], &query, 0x1234_5678_9abc_def0);
+        assert_eq!(shown, "203.0.113.7 + header:x-api-key + /a + no key #12345678");
+        assert_eq!(label(&[], &query, 1), "everybody");
+    }
+}

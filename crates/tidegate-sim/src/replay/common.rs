@@ -1,0 +1,239 @@
+//! The common and the combined log format, as nginx and Apache write them.
+//!
+//! `203.0.113.7 - ann [10/Oct/2000:13:55:36 -0700] "GET /a HTTP/1.1" 200 2326 "referer" "user agent"`. A virtual host may
+//! come first, as in Apache's `vhost_combined`, and `X-Forwarded-For` last, as in nginx' `main`. Nothing is allocated,
+//! except for a line in which something is escaped.
+
+use std::borrow::Cow;
+
+use memchr::{memchr, memchr2};
+
+use super::moment::Clf;
+use super::request::{Broken, Headers, Request, Said, address, path_of, request_line};
+
+/// The quoted fields behind the request and its numbers.
+const TAIL: [&str; 3] = ["referer", "user-agent", "x-forwarded-for"];
+
+pub(super) fn read<'l>(line: &'l [u8], clf: &mut Clf, headers: &mut Headers) -> Result<Said<'l>, Broken> {
+    let bracket = memchr(b'[', line).ok_or(Broken::Form)?;
+    let (head, rest) = (&line[..bracket], &line[bracket + 1..]);
+    let end = memchr(b']', rest).ok_or(Broken::Form)?;
+    let at = clf.read(&rest[..end]).ok_or(Broken::Time)?;
+    let rest = rest[end + 1..].strip_prefix(b" \"").ok_or(Broken::Form)?;
+    let (request, rest) = quoted(rest).ok_or(Broken::Form)?;
+    // What is cut off before the status may be cut within the path too.
+    let [b' ', status @ .., b' '] = rest.get(..5).ok_or(Broken::Form)? else { return Err(Broken::Form) };
+    if !status.iter().all(u8::is_ascii_digit) {
+        return Err(Broken::Form);
+    }
+    if !headers.none_wanted() {
+        tail(&rest[5..], headers);
+    }
+    let (first, rest) = word(head).ok_or(Broken::Form)?;
+    let (host, peer, rest) = match address(first) {
+        Some(peer) => (None, peer, rest),
+        None => {
+            let (second, rest) = word(rest).ok_or(Broken::Address)?;
+            (Some(first), address(second).ok_or(Broken::Address)?, rest)
+        }
+    };
+    let user = word(rest).map(|(_, user)| user.trim_ascii()).filter(|user| !matches!(*user, b"" | b"-"));
+    let Ok(request) = unescaped(request) else { return Ok(Said::Other) };
+    let Some((method, target)) = request_line(&request) else { return Ok(Said::Other) };
+    let (path, named) = path_of(target);
+    Ok(Said::Request(Request {
+        at,
+        peer: Some(peer),
+        method,
+        path,
+        host: host.map(Cow::Borrowed).or(named.map(Cow::Owned)),
+        user: user.and_then(|user| unescaped(user).ok()),
+        action: None,
+    }))
+}
+
+/// The first word, and what is behind it and a space.
+fn word(text: &[u8]) -> Option<(&str, &[u8])> {
+    let space = memchr(b' ', text)?;
+    let word = str::from_utf8(&text[..space]).ok().filter(|word| !word.is_empty())?;
+    Some((word, &text[space + 1..]))
+}
+
+/// What stands before the next quote that isn't escaped, and what behind it.
+fn quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
+    let mut at = 0;
+    loop {
+        at += memchr2(b'"', b'\\', text.get(at..)?)?;
+        if text[at] == b'"' {
+            return Some((&text[..at], &text[at + 1..]));
+        }
+        at += 2;
+    }
+}
+
+fn tail(mut rest: &[u8], headers: &mut Headers) {
+    for name in TAIL {
+        let Some(open) = memchr(b'"', rest) else { return };
+        let Some((value, after)) = quoted(&rest[open + 1..]) else { return };
+        match bytes(value) {
+            Cow::Borrowed(value) => headers.offer(name, value),
+            Cow::Owned(value) => headers.offer(name, &value),
+        }
+        rest = after;
+    }
+}
+
+fn unescaped(text: &[u8]) -> Result<Cow<'_, str>, std::str::Utf8Error> {
+    match bytes(text) {
+        Cow::Borrowed(text) => str::from_utf8(text).map(Cow::Borrowed),
+        Cow::Owned(text) => String::from_utf8(text).map(Cow::Owned).map_err(|error| error.utf8_error()),
+    }
+}
+
+/// Undoes `\x22`, which both servers write, and Apache's `\"`, `\\`, `\n`, `\r` and `\t`.
+fn bytes(text: &[u8]) -> Cow<'_, [u8]> {
+    let Some(first) = memchr(b'\\', text) else { return Cow::Borrowed(text) };
+    let mut plain = text[..first].to_vec();
+    let mut rest = &text[first..];
+    loop {
+        rest = match rest {
+            [] => return Cow::Owned(plain),
+            [b'\\', b'x', high, low, rest @ ..] if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() => {
+                plain.push(hex(*high) << 4 | hex(*low));
+                rest
+            }
+            [b'\\', escaped, rest @ ..] => {
+                plain.push(match escaped {
+                    b'n' => b'\n',
+                    b'r' => b'\r',
+                    b't' => b'\t',
+                    other => *other,
+                });
+                rest
+            }
+            [byte, rest @ ..] => {
+                plain.push(*byte);
+                rest
+            }
+        };
+    }
+}
+
+fn hex(digit: u8) -> u8 {
+    match digit {
+        b'0'..=b'9' => digit - b'0',
+        _ => (digit | 0x20) - b'a' + 10,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tidegate_core::Time;
+
+    use super::*;
+
+    fn request(line: &str) -> Result<Said<'_>, Broken> {
+        read(line.as_bytes(), &mut Clf::default(), &mut Headers::default())
+    }
+
+    #[test]
+    fn lines_of_servers() {
+        let plain = |method: &'static str, path: &'static str| Request {
+            at: Time::from_secs(971_211_336),
+            peer: Some("203.0.113.7".parse().unwrap()),
+            method: method.into(),
+            path: path.into(),
+            host: None,
+            user: None,
+            action: None,
+        };
+        let common = r#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "GET /a?b=c HTTP/1.1" 200 2326"#;
+        let first = plain("GET", "/a?b=c");
+        let ann = Request { user: Some("ann b".into()), ..plain("GET", "/a?b=c") };
+        let vhost = Request { host: Some("example.com:443".into()), ..plain("GET", "/a?b=c") };
+        let six = Request { peer: Some("2001:db8::1".parse().unwrap()), ..plain("GET", "/a?b=c") };
+        for (line, expected) in [
+            (common.to_owned(), first),
+            (format!(r#"{common} "-" "curl/8 \"x\" [y]""#), plain("GET", "/a?b=c")),
+            (format!(r#"{common} "-" "curl/8" "198.51.100.1""#), plain("GET", "/a?b=c")),
+            (common.replace("- - [", "- ann b ["), ann),
+            (format!("example.com:443 {common}"), vhost),
+            (common.replace("203.0.113.7", "2001:db8::1"), six),
+            (common.replace("GET /a?b=c HTTP/1.1", "POST /login HTTP/2.0"), plain("POST", "/login")),
+            (common.replace("/a?b=c", "/a b"), plain("GET", "/a b")),
+            (common.replace("/a?b=c", r"/\x22\x5c"), plain("GET", "/\"\\")),
+            (common.replace("/a?b=c", r#"/\"\\"#), plain("GET", "/\"\\")),
+            (common.replace("200 2326", "304 -"), plain("GET", "/a?b=c")),
+            (
+                common.replace("/a?b=c", "http://example.org/x"),
+                Request { host: Some("example.org".into()), ..plain("GET", "/x") },
+            ),
+        ] {
+            assert_eq!(request(&line), Ok(Said::Request(expected)), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_and_what_is_broken() {
+        let with = |request: &str| format!(r#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "{request}" 400 0"#);
+        for other in ["-", "", r"\x16\x03\x01", r"\xff\xfe HTTP/1.1", "GET", "GET /", "GET / FTP/1", "G(T / HTTP/1.1"] {
+            assert_eq!(request(&with(other)), Ok(Said::Other), "{other}");
+        }
+        let good = with("GET / HTTP/1.1");
+        for (line, broken) in [
+            (String::new(), Broken::Form),
+            ("what a day".to_owned(), Broken::Form),
+            (good.replace("Oct", "Okt"), Broken::Time),
+            (good.replace("203.0.113.7", "crawler.example"), Broken::Address),
+            (good.replace(" - - ", " "), Broken::Form),
+            (good.replace("\" 400 0", ""), Broken::Form),
+            (good.replace("400 0", "4x0 0"), Broken::Form),
+            (good.replace(" 400 0", " 40"), Broken::Form),
+            (good.replace(']', ""), Broken::Form),
+        ] {
+            match request(&line) {
+                Err(found) => assert_eq!(found, broken, "{line}"),
+                // Without names between them, the address is taken for what it is.
+                Ok(_) => assert!(line.starts_with("203.0.113.7 ["), "{line}"),
+            }
+        }
+    }
+
+    #[test]
+    fn headers_that_are_wanted_are_found() {
+        let line = r#"10.0.0.1 - - [10/Oct/2000:13:55:36 -0700] "GET / HTTP/1.1" 200 5 "-" "a \"b\"" "198.51.100.1, 10.0.0.2""#;
+        let mut headers = Headers::wanting(vec![http::header::USER_AGENT, http::header::REFERER]);
+        read(line.as_bytes(), &mut Clf::default(), &mut headers).unwrap();
+        assert_eq!(headers.found.get("user-agent").unwrap(), "a \"b\"");
+        assert_eq!(headers.found.len(), 1);
+        assert_eq!(headers.never_seen().collect::<Vec<_>>(), ["referer"]);
+        let mut headers = Headers::wanting(vec![http::HeaderName::from_static("x-forwarded-for")]);
+        read(line.as_bytes(), &mut Clf::default(), &mut headers).unwrap();
+        assert_eq!(headers.found.get("x-forwarded-for").unwrap(), "198.51.100.1, 10.0.0.2");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_panic(line in prop::collection::vec(any::<u8>(), 0..300)) {
+            let _ = read(&line, &mut Clf::default(), &mut Headers::wanting(vec![http::header::REFERER]));
+        }
+
+        /// Lines that are nearly right reach further into the reader.
+        #[test]
+        fn any_change_of_a_line_is_read_without_panic(
+            changes in prop::collection::vec((0_usize..110, any::<u8>()), 0..4), cut in 0_usize..130,
+        ) {
+            let line = br#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "GET /a\x22 HTTP/1.1" 200 2326 "-" "curl \"x\"""#;
+            let mut line = line.to_vec();
+            for (place, byte) in changes {
+                if let Some(there) = line.get_mut(place) {
+                    *there = byte;
+                }
+            }
+            line.truncate(cut);
+            let mut headers = Headers::wanting(vec![http::header::USER_AGENT]);
+            let _ = read(&line, &mut Clf::default(), &mut headers);
+        }
+    }
+}

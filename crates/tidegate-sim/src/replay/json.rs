@@ -1,0 +1,526 @@
+//! Logs of one JSON object a line: Caddy's, nginx' with `escape=json`, Envoy's, and others by the names of their fields.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fmt;
+
+use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+use super::moment;
+use super::request::{Broken, Headers, Request, Said, address, is_method, path_of, request_line};
+
+/// How deep fields are looked for: `request.headers.Host` is three deep.
+const MAX_DEPTH: usize = 8;
+/// The longest name of a field, with those around it, that can be one of ours.
+const MAX_NAME: usize = 256;
+
+/// What a field tells.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// When the request was.
+    Time,
+    /// The address that it came from.
+    Ip,
+    /// Its method.
+    Method,
+    /// Its path, with or without the query string.
+    Path,
+    /// Its query string, where the path comes without.
+    Query,
+    /// Method, path and version as one: `GET / HTTP/1.1`.
+    RequestLine,
+    /// Its host.
+    Host,
+    /// Who the server takes the caller for: the key part `key`.
+    User,
+    /// The action's name, for a service that asks the decision API.
+    Action,
+    /// A header.
+    Header(String),
+    /// An object with a header in each field.
+    Headers,
+}
+
+/// The usual names, the likeliest first: of two that a line has, the first one counts. `a.b` is `b` within `a`. Where
+/// a server tells both the peer and the client that it took it for, the peer comes first, because the policy says
+/// itself whose word counts.
+const USUAL: &[(Role, &[&str])] = &[
+    (
+        Role::Time,
+        &[
+            "ts",
+            "time",
+            "time_iso8601",
+            "msec",
+            "start_time",
+            "@timestamp",
+            "timestamp",
+            "time_local",
+            "datetime",
+            "date",
+        ],
+    ),
+    (
+        Role::Ip,
+        &[
+            "request.remote_ip",
+            "remote_addr",
+            "remote_ip",
+            "downstream_direct_remote_address_without_port",
+            "downstream_direct_remote_address",
+            "downstream_remote_address_without_port",
+            "downstream_remote_address",
+            "request.remote_addr",
+            "request.client_ip",
+            "client_ip",
+            "clientip",
+            "client",
+            "ip",
+            "ClientAddr",
+            "ClientHost",
+        ],
+    ),
+    (Role::Method, &["request.method", "request_method", "method", "verb", "http_method", "RequestMethod"]),
+    (Role::Path, &["request.uri", "request_uri", "uri", "path", "url", "RequestPath"]),
+    (Role::Query, &["query_string", "args"]),
+    (Role::RequestLine, &["request", "request_line"]),
+    (Role::Host, &["request.host", "http_host", "host", "authority", "server_name", "vhost", "RequestHost"]),
+    (Role::User, &["user_id", "remote_user", "user", "ClientUsername"]),
+    (Role::Action, &["action"]),
+    (Role::Headers, &["request.headers", "request_headers", "headers"]),
+];
+/// Names of headers that aren't told as `http_NAME`.
+const USUAL_HEADERS: &[(&str, &str)] = &[
+    ("user_agent", "user-agent"),
+    ("user-agent", "user-agent"),
+    ("referer", "referer"),
+    ("referrer", "referer"),
+    ("x_forwarded_for", "x-forwarded-for"),
+    ("xff", "x-forwarded-for"),
+    ("cookie", "cookie"),
+];
+/// How nginx' variables of headers begin.
+const HTTP: &str = "http_";
+
+/// Which field tells what.
+#[derive(Clone, Debug)]
+pub struct Names {
+    by_name: HashMap<String, (Role, usize)>,
+    /// Names of objects that hold fields of ours.
+    around: HashMap<String, ()>,
+}
+
+/// A field's name that can't be understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} names no field: expected ROLE=NAME, where ROLE is time, ip, method, path, query, request, host, user, action, \
+     headers or header:NAME"
+)]
+pub struct WrongName(String);
+
+impl Default for Names {
+    fn default() -> Self {
+        let mut names = Self { by_name: HashMap::new(), around: HashMap::new() };
+        for (role, usual) in USUAL {
+            for (rank, name) in usual.iter().enumerate() {
+                // A name of one's own ranks before all the usual ones.
+                names.put(name, role.clone(), rank + 1);
+            }
+        }
+        for (name, header) in USUAL_HEADERS {
+            names.put(name, Role::Header((*header).to_owned()), 1);
+        }
+        names
+    }
+}
+
+impl Names {
+    /// Adds a name as `ROLE=NAME`, which counts before the usual ones.
+    ///
+    /// # Errors
+    /// It has another form.
+    pub fn add(&mut self, text: &str) -> Result<(), WrongName> {
+        let wrong = || WrongName(text.chars().take(128).collect());
+        let (role, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or_else(wrong)?;
+        let role = match role {
+            "time" => Role::Time,
+            "ip" => Role::Ip,
+            "method" => Role::Method,
+            "path" => Role::Path,
+            "query" => Role::Query,
+            "request" => Role::RequestLine,
+            "host" => Role::Host,
+            "user" => Role::User,
+            "action" => Role::Action,
+            "headers" => Role::Headers,
+            other => match other.strip_prefix("header:") {
+                Some(header) if !header.is_empty() => Role::Header(header.to_ascii_lowercase()),
+                _ => return Err(wrong()),
+            },
+        };
+        self.put(name, role, 0);
+        Ok(())
+    }
+
+    fn put(&mut self, name: &str, role: Role, rank: usize) {
+        for (dot, _) in name.match_indices('.') {
+            self.around.insert(name[..dot].to_owned(), ());
+        }
+        self.by_name.insert(name.to_owned(), (role, rank));
+    }
+}
+
+/// What a line's fields tell, each with the rank of the name that told it.
+#[derive(Default)]
+struct Found<'l> {
+    slots: [Option<(usize, Value<'l>)>; 9],
+}
+
+enum Value<'l> {
+    Text(Cow<'l, str>),
+    Number(f64),
+}
+
+impl<'l> Found<'l> {
+    fn put(&mut self, slot: usize, rank: usize, value: Value<'l>) {
+        // `-` is what servers write for nothing.
+        let is_nothing = matches!(&value, Value::Text(text) if matches!(&**text, "" | "-"));
+        let slot = &mut self.slots[slot];
+        if !is_nothing && slot.as_ref().is_none_or(|(other, _)| rank < *other) {
+            *slot = Some((rank, value));
+        }
+    }
+
+    fn text(&mut self, role: &Role) -> Option<Cow<'l, str>> {
+        match self.slots[place(role)?].take()?.1 {
+            Value::Text(text) => Some(text),
+            Value::Number(number) => Some(Cow::Owned(number.to_string())),
+        }
+    }
+}
+
+/// Where a role's value is kept.
+fn place(role: &Role) -> Option<usize> {
+    match role {
+        Role::Time => Some(0),
+        Role::Ip => Some(1),
+        Role::Method => Some(2),
+        Role::Path => Some(3),
+        Role::Query => Some(4),
+        Role::RequestLine => Some(5),
+        Role::Host => Some(6),
+        Role::User => Some(7),
+        Role::Action => Some(8),
+        Role::Header(_) | Role::Headers => None,
+    }
+}
+
+pub(super) fn read<'l>(line: &'l [u8], names: &Names, headers: &mut Headers) -> Result<Said<'l>, Broken> {
+    let text = str::from_utf8(line).map_err(|_| Broken::Encoding)?;
+    let mut found = Found::default();
+    let mut json = serde_json::Deserializer::from_str(text);
+    let mut path = String::new();
+    let walk = Walk { names, path: &mut path, depth: 0, found: &mut found, headers, in_headers: false };
+    walk.deserialize(&mut json).and_then(|()| json.end()).map_err(|_| Broken::Json)?;
+    request(found)
+}
+
+fn request<'l>(mut found: Found<'l>) -> Result<Said<'l>, Broken> {
+    let at = match found.slots[0].take() {
+        Some((_, Value::Text(text))) => moment::of_text(&text),
+        Some((_, Value::Number(number))) => moment::of_number(number),
+        None => None,
+    };
+    let at = at.ok_or(Broken::Time)?;
+    let line = found.text(&Role::RequestLine);
+    let line = line.as_ref().and_then(request_line);
+    let (mut method, mut target) = (found.text(&Role::Method), found.text(&Role::Path));
+    if let Some((first, second)) = line {
+        method = method.or(Some(first));
+        target = target.or(Some(second));
+    }
+    let (Some(method), Some(target)) = (method, target) else { return Ok(Said::Other) };
+    if !is_method(&method) {
+        return Ok(Said::Other);
+    }
+    let peer = found.text(&Role::Ip).map(|text| address(&text).ok_or(Broken::Address)).transpose()?;
+    let (mut path, named) = path_of(target);
+    if let Some(query) = found.text(&Role::Query)
+        && !path.contains('?')
+    {
+        path = Cow::Owned(format!("{path}?{}", query.strip_prefix('?').unwrap_or(&query)));
+    }
+    Ok(Said::Request(Request {
+        at,
+        peer,
+        method,
+        path,
+        host: found.text(&Role::Host).or(named.map(Cow::Owned)),
+        user: found.text(&Role::User),
+        action: found.text(&Role::Action),
+    }))
+}
+
+/// Goes through a value and takes out what is looked for.
+struct Walk<'w, 'l> {
+    names: &'w Names,
+    /// The name of the value, with those around it.
+    path: &'w mut String,
+    depth: usize,
+    found: &'w mut Found<'l>,
+    headers: &'w mut Headers,
+    /// Whether it stands in an object of headers.
+    in_headers: bool,
+}
+
+impl<'l> Walk<'_, 'l> {
+    fn take(&mut self, value: Value<'l>) {
+        if self.in_headers {
+            let name = self.path.rsplit('.').next().unwrap_or_default();
+            return offer(self.headers, name, &value);
+        }
+        match self.names.by_name.get(self.path.as_str()) {
+            Some((Role::Header(name), _)) => offer(self.headers, name, &value),
+            Some((role, rank)) => {
+                if let Some(slot) = place(role) {
+                    self.found.put(slot, *rank, value);
+                }
+            }
+            None => {
+                if let Some(name) = self.path.strip_prefix(HTTP)
+                    && !self.headers.none_wanted()
+                {
+                    offer(self.headers, &name.replace('_', "-"), &value);
+                }
+            }
+        }
+    }
+}
+
+fn offer(headers: &mut Headers, name: &str, value: &Value<'_>) {
+    match value {
+        Value::Text(text) => headers.offer(name, text.as_bytes()),
+        Value::Number(number) => headers.offer(name, number.to_string().as_bytes()),
+    }
+}
+
+impl<'l> DeserializeSeed<'l> for Walk<'_, 'l> {
+    type Value = ();
+    fn deserialize<D: de::Deserializer<'l>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'l> Visitor<'l> for Walk<'_, 'l> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_borrowed_str<E: de::Error>(mut self, text: &'l str) -> Result<(), E> {
+        self.take(Value::Text(Cow::Borrowed(text)));
+        Ok(())
+    }
+
+    fn visit_str<E: de::Error>(mut self, text: &str) -> Result<(), E> {
+        self.take(Value::Text(Cow::Owned(text.to_owned())));
+        Ok(())
+    }
+
+    fn visit_f64<E: de::Error>(mut self, number: f64) -> Result<(), E> {
+        self.take(Value::Number(number));
+        Ok(())
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<(), E> {
+        self.visit_f64(number as f64)
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<(), E> {
+        self.visit_f64(number as f64)
+    }
+
+    fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'l>>(self, mut list: A) -> Result<(), A::Error> {
+        let Self { names, path, depth, found, headers, in_headers } = self;
+        if depth >= MAX_DEPTH {
+            while list.next_element::<IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
+        loop {
+            let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
+            if list.next_element_seed(Walk { names, path, depth: depth + 1, found, headers, in_headers })?.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn visit_map<A: MapAccess<'l>>(self, mut map: A) -> Result<(), A::Error> {
+        let Self { names, path, depth, found, headers, in_headers: within } = self;
+        let in_headers = matches!(names.by_name.get(path.as_str()), Some((Role::Headers, _)));
+        let outer = path.len();
+        let known = depth == 0 || in_headers || names.around.contains_key(path.as_str());
+        if within || !known || depth >= MAX_DEPTH {
+            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
+        loop {
+            path.truncate(outer);
+            if map.next_key_seed(Name(&mut *path))?.is_none() {
+                path.truncate(outer);
+                return Ok(());
+            }
+            if path.len() > MAX_NAME {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
+            map.next_value_seed(Walk { names, path, depth: depth + 1, found, headers, in_headers })?;
+        }
+    }
+}
+
+/// Adds a field's name to those around it.
+struct Name<'n>(&'n mut String);
+
+impl<'l> DeserializeSeed<'l> for Name<'_> {
+    type Value = ();
+    fn deserialize<D: de::Deserializer<'l>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for Name<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a name")
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<(), E> {
+        if !self.0.is_empty() {
+            self.0.push('.');
+        }
+        self.0.push_str(name);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderName;
+    use proptest::prelude::*;
+    use tidegate_core::Time;
+
+    use super::*;
+
+    const CADDY: &str = r#"{"level":"info","ts":1700000000.25,"logger":"http.log.access.log0","msg":"handled request","request":{"remote_ip":"203.0.113.7","remote_port":"52318","client_ip":"198.51.100.1","proto":"HTTP/2.0","method":"POST","host":"example.com","uri":"/login?x=\"1\"","headers":{"User-Agent":["curl/8.5"],"X-Forwarded-For":["198.51.100.1"],"X-Api-Key":["k1","k2"]},"tls":{"resumed":false,"version":772}},"bytes_read":0,"user_id":"ann","duration":0.001,"size":12,"status":200,"resp_headers":{"Server":["Caddy"],"X-Api-Key":["no"]}}"#;
+    const NGINX: &str = r#"{"time_iso8601":"2023-11-14T22:13:20+00:00","msec":"1700000000.250","remote_addr":"203.0.113.7","remote_user":"","request":"POST /login?x=1 HTTP/1.1","status":"200","http_host":"example.com","http_x_api_key":"k1","http_user_agent":"-"}"#;
+    const ENVOY: &str = r#"{"start_time":"2023-11-14T22:13:20.250Z","method":"POST","path":"/login?x=1","protocol":"HTTP/2","response_code":200,"downstream_remote_address":"203.0.113.7:52318","authority":"example.com","x_forwarded_for":null,"user_agent":"curl/8.5","duration":3}"#;
+
+    fn wanted() -> Headers {
+        Headers::wanting(["x-api-key", "user-agent"].map(HeaderName::from_static).to_vec())
+    }
+
+    fn expected(micros: u64) -> Request<'static> {
+        Request {
+            at: Time::from_micros(micros),
+            peer: Some("203.0.113.7".parse().unwrap()),
+            method: "POST".into(),
+            path: "/login?x=1".into(),
+            host: Some("example.com".into()),
+            user: None,
+            action: None,
+        }
+    }
+
+    #[test]
+    fn servers_fields_are_found_by_themselves() {
+        let caddy =
+            Request { path: "/login?x=\"1\"".into(), user: Some("ann".into()), ..expected(1_700_000_000_250_000) };
+        for (line, request, found) in [
+            (CADDY, caddy, vec![("user-agent", "curl/8.5"), ("x-api-key", "k1"), ("x-api-key", "k2")]),
+            // `time_iso8601` comes before `msec`, which is the same to the millisecond.
+            (NGINX, expected(1_700_000_000_000_000), vec![("x-api-key", "k1")]),
+            (ENVOY, expected(1_700_000_000_250_000), vec![("user-agent", "curl/8.5")]),
+        ] {
+            let mut headers = wanted();
+            assert_eq!(read(line.as_bytes(), &Names::default(), &mut headers), Ok(Said::Request(request)));
+            let mut named: Vec<(&str, &str)> =
+                headers.found.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+            named.sort_unstable();
+            assert_eq!(named, found);
+        }
+    }
+
+    #[test]
+    fn names_of_ones_own_come_first() {
+        let mut names = Names::default();
+        for name in ["time=msec", "ip=who.where", "user=who.name", "action=call", "header:X-Api-Key=key"] {
+            names.add(name).unwrap();
+        }
+        let line =
+            NGINX.replace("\"status\"", r#""who":{"where":"::1","name":"bob"},"call":"otp","key":"k9","status""#);
+        let request = Request {
+            peer: Some("::1".parse().unwrap()),
+            user: Some("bob".into()),
+            action: Some("otp".into()),
+            ..expected(1_700_000_000_250_000)
+        };
+        let mut headers = wanted();
+        assert_eq!(read(line.as_bytes(), &names, &mut headers), Ok(Said::Request(request)));
+        assert!(headers.found.get_all("x-api-key").iter().any(|value| value == "k9"));
+        for wrong in ["", "time", "time=", "=x", "header:=x", "tim=x"] {
+            assert!(names.add(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_and_what_is_broken() {
+        let read = |line: &str| {
+            read(line.as_bytes(), &Names::default(), &mut Headers::default()).map(|said| said == Said::Other)
+        };
+        for (line, said) in [
+            (r#"{"ts":1700000000,"msg":"shutting down"}"#, Ok(true)),
+            (r#"{"ts":1700000000,"request":"\u0016\u0003"}"#, Ok(true)),
+            (r#"{"ts":1700000000,"method":"G T","path":"/"}"#, Ok(true)),
+            (r#"{"ts":1700000000,"method":"GET","path":"/"}"#, Ok(false)),
+            (r#"{"method":"GET","path":"/"}"#, Err(Broken::Time)),
+            (r#"{"ts":"soon","method":"GET","path":"/"}"#, Err(Broken::Time)),
+            (r#"{"ts":1700000000,"method":"GET","path":"/","ip":"host"}"#, Err(Broken::Address)),
+            (r#"{"ts":1700000000,"method":"GET","path":"/""#, Err(Broken::Json)),
+            (r#"{"ts":1700000000}}"#, Err(Broken::Json)),
+        ] {
+            assert_eq!(read(line), said, "{line}");
+        }
+        let deep = format!("{}1{}", r#"{"request":"#.repeat(60), "}".repeat(60));
+        assert_eq!(read(&deep), Err(Broken::Time));
+    }
+
+    proptest! {
+        #[test]
+        fn any_cut_and_change_is_read_without_panic(
+            which in 0_usize..3, cut in 0_usize..900, place in 0_usize..900, byte in any::<u8>(),
+        ) {
+            let mut line = [CADDY, NGINX, ENVOY][which].as_bytes().to_vec();
+            if let Some(there) = line.get_mut(place) {
+                *there = byte;
+            }
+            line.truncate(cut);
+            let _ = read(&line, &Names::default(), &mut wanted());
+        }
+
+        #[test]
+        fn any_json_is_read_without_panic(text in "[\\[\\]{}:,\"a-c0-9.e-]{0,80}") {
+            let _ = read(text.as_bytes(), &Names::default(), &mut wanted());
+        }
+    }
+}

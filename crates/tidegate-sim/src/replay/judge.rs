@@ -1,0 +1,254 @@
+//! A policy and its memory store, on a log's own clock.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use http::header::HeaderMap;
+use tidegate_core::admit::{decide, share};
+use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
+use tidegate_policy::{
+    ActionId, Forwarding, KeyError, KeyPart, KeySeed, Listed, Plan, Policy, Query, UnknownAction, canonical,
+};
+use tidegate_store::{Immediate, Memory};
+
+use super::client::{Client, Fate, KeyFate, label};
+use super::heaviest::Heaviest;
+use super::meter::Meter;
+use super::request::Request;
+use super::timeline::Timeline;
+
+/// The most clients that are told apart: 35 MB in a table of 2^20 slots.
+const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
+/// The most refused keys that are told apart, for limits that don't count by the client alone: a MB, their words included.
+const MAX_KEYS: usize = 4096;
+
+/// Why a request can't be decided about; a running gate answers it with 503.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum Undecidable {
+    #[error(transparent)]
+    Action(#[from] UnknownAction),
+    #[error(transparent)]
+    Key(#[from] KeyError),
+}
+
+/// Requests and refusals of an action, or of none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Count {
+    /// Requests that were decided about.
+    pub requests: u64,
+    /// Those that were refused.
+    pub refused: u64,
+}
+
+/// What a limit refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Refusals {
+    /// Because it was full.
+    pub full: u64,
+    /// Because its block lived.
+    pub blocked: u64,
+    /// What it would have refused in shadow.
+    pub shadow: u64,
+}
+
+pub(super) struct Judge {
+    pub(super) name: String,
+    pub(super) plan: Arc<Plan>,
+    forwarding: Forwarding,
+    store: Memory,
+    seed: KeySeed,
+    holder: u64,
+    pub(super) meter: Meter,
+    pub(super) total: Count,
+    pub(super) by_list: u64,
+    pub(super) shadow: u64,
+    pub(super) undecided: u64,
+    pub(super) first_undecided: Option<Undecidable>,
+    /// By action, and last those that match none.
+    pub(super) actions: Vec<Count>,
+    pub(super) limits: Vec<Refusals>,
+    pub(super) clients: Heaviest<Client, Fate>,
+    pub(super) keys: Heaviest<(LimitId, u64), KeyFate>,
+    pub(super) timeline: Timeline,
+    /// Whether any request told its host.
+    pub(super) saw_host: bool,
+}
+
+/// What was decided about a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Judged {
+    pub(super) action: Option<ActionId>,
+    pub(super) client: Option<Client>,
+    pub(super) decision: Decision,
+}
+
+impl Judge {
+    pub(super) fn new(name: String, policy: &Policy) -> Self {
+        let plan = Arc::clone(policy.plan());
+        let (actions, limits) = (plan.actions().len(), plan.limits().len());
+        let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
+        Self {
+            name,
+            forwarding: policy.inbound().forwarding.clone(),
+            store: Memory::new(Arc::new(plan.limits().clone()), max_bytes),
+            // The same log gives the same report.
+            seed: KeySeed::new([0x7d; 16]),
+            holder: 0,
+            meter: Meter::new(&plan),
+            total: Count::default(),
+            by_list: 0,
+            shadow: 0,
+            undecided: 0,
+            first_undecided: None,
+            actions: vec![Count::default(); actions + 1],
+            limits: vec![Refusals::default(); limits],
+            clients: Heaviest::new(MAX_CLIENTS),
+            keys: Heaviest::new(MAX_KEYS),
+            timeline: Timeline::default(),
+            saw_host: false,
+            plan,
+        }
+    }
+
+    /// The headers that it looks at.
+    pub(super) fn headers(&self) -> impl Iterator<Item = http::HeaderName> + '_ {
+        let parts = self.plan.limits().iter().flat_map(|(id, _)| self.plan.key_parts(id));
+        let counted = parts.filter_map(|part| match part {
+            KeyPart::Header(name) => Some(name.clone()),
+            KeyPart::Cookie(_) => Some(http::header::COOKIE),
+            _ => None,
+        });
+        let hops = (!self.forwarding.trusted.is_empty())
+            .then(|| http::HeaderName::from_static(self.forwarding.header.as_str()));
+        counted.chain(hops)
+    }
+
+    /// Decides about a request as a gate does whose clock shows `now`, and counts what comes of it. `None` if the policy
+    /// can't decide.
+    #[inline]
+    pub(super) fn judge(&mut self, request: &Request<'_>, headers: &HeaderMap, now: Time) -> Option<Judged> {
+        let query = Query {
+            action: request.action.as_deref(),
+            ip: request.peer.map(|peer| self.client(peer, headers)),
+            key: request.user.as_deref(),
+            method: Some(&request.method),
+            path: Some(&request.path),
+            host: request.host.as_deref(),
+            headers: Some(headers),
+            ..Query::default()
+        };
+        self.saw_host |= query.host.is_some();
+        match self.decide(&query, now) {
+            Ok((action, decision)) => {
+                let judged = Judged { action, client: query.ip.map(Client::from), decision };
+                self.count(&judged, now);
+                Some(judged)
+            }
+            Err(error) => {
+                self.undecided += 1;
+                self.first_undecided.get_or_insert(error);
+                None
+            }
+        }
+    }
+
+    fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        if self.forwarding.trusted.is_empty() { canonical(peer) } else { self.forwarding.client(peer, headers) }
+    }
+
+    #[inline]
+    fn decide(&mut self, query: &Query<'_>, now: Time) -> Result<(Option<ActionId>, Decision), Undecidable> {
+        let plan = &*self.plan;
+        let action = match query.action {
+            Some(name) => Some(plan.find(name)?),
+            None => plan.matching(query),
+        };
+        match query.ip.map(|ip| plan.listed(ip)) {
+            Some(Listed::Allow) => return Ok((action, Decision::without_limit(true, Reason::AllowList, now))),
+            Some(Listed::Deny) => return Ok((action, Decision::without_limit(false, Reason::DenyList, now))),
+            Some(Listed::Neither) | None => {}
+        }
+        self.holder += 1;
+        let mut batch = Batch::new(self.holder);
+        plan.fill(&mut batch, action, query, &self.seed, Verb::Take)?;
+        self.meter.count(&batch, now);
+        let outcomes = loop {
+            let outcomes = self.store.apply_now(&batch, now);
+            if !share(&mut batch, &outcomes, |op| plan.parent_key(op.limit, query, &self.seed)) {
+                break outcomes;
+            }
+        };
+        let decision = decide(&batch, plan.limits(), &outcomes);
+        if decision.permit.is_some() {
+            // How long the call took isn't known, so it takes no time.
+            for op in batch.ops_mut() {
+                op.verb = Verb::Release;
+            }
+            self.store.apply_now(&batch, now);
+        }
+        if let Some(limit) = decision.bound_by
+            && !decision.allowed
+        {
+            let parts = plan.key_parts(limit);
+            if parts != [KeyPart::ClientIp]
+                && let Some(op) = batch.ops().iter().find(|op| op.limit == limit)
+            {
+                let hash = op.key.lo();
+                let new = || KeyFate { label: label(parts, query, hash), refused: 0 };
+                self.keys.entry((limit, hash), new).refused += 1;
+            }
+        }
+        Ok((action, decision))
+    }
+
+    #[inline]
+    fn count(&mut self, judged: &Judged, now: Time) {
+        let Judged { action, client, decision } = judged;
+        let unmatched = self.actions.len() - 1;
+        let interval = self.timeline.at(now);
+        let fate = client.map(|client| self.clients.entry(client, Fate::default));
+        let action = &mut self.actions[action.map_or(unmatched, ActionId::index)];
+        self.total.requests += 1;
+        action.requests += 1;
+        if decision.allowed {
+            interval.admitted += 1;
+            if let Some(fate) = fate {
+                fate.admitted = fate.admitted.saturating_add(1);
+            }
+            if decision.shadow {
+                self.shadow += 1;
+                if let Some(limit) = decision.bound_by {
+                    self.limits[limit.index()].shadow += 1;
+                }
+            }
+            return;
+        }
+        self.total.refused += 1;
+        action.refused += 1;
+        if let Some(fate) = fate {
+            fate.refuse(decision.bound_by, now);
+        }
+        let refusals = decision.bound_by.map(|limit| &mut self.limits[limit.index()]);
+        match (refusals, decision.reason) {
+            (Some(refusals), Reason::Penalty) => {
+                refusals.blocked += 1;
+                interval.by_block += 1;
+            }
+            (Some(refusals), _) => {
+                refusals.full += 1;
+                interval.by_limit += 1;
+            }
+            (None, _) => {
+                self.by_list += 1;
+                interval.by_list += 1;
+            }
+        }
+    }
+
+    /// What the store had to let go although it still counted: decisions that a gate with more memory might have made
+    /// otherwise.
+    pub(super) fn losses(&self) -> u64 {
+        let losses = self.store.stats().losses;
+        losses.evicted() + losses.shared
+    }
+}

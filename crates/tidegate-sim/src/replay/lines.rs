@@ -1,0 +1,211 @@
+//! A log as lines, whatever it is packed in.
+
+use std::io::{self, Read};
+
+use flate2::read::MultiGzDecoder;
+use memchr::memchr;
+
+/// The longest line that is read; a longer one is passed over and counted as broken. Web servers cap a request's head at 8
+/// to 32 KiB, and JSON may say it twice.
+pub const MAX_LINE: usize = 1 << 16;
+/// How much is read at a time: what fits a second-level cache beside everything else.
+const BLOCK: usize = 4 * MAX_LINE;
+
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+/// Zstandard's skippable frames, with which a file may begin (RFC 8878 §3.1.2); the low half of the first byte is free.
+const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
+
+/// What a packed log holds, and a plain one as it is; told by its first bytes (RFC 1952 §2.3.1, RFC 8878 §3.1).
+///
+/// # Errors
+/// It can't be read.
+pub(super) fn unpacked<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
+    let mut start = [0; 4];
+    let mut known = 0;
+    while known < start.len() {
+        match packed.read(&mut start[known..]) {
+            Ok(0) => break,
+            Ok(more) => known += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let whole = io::Cursor::new(start).take(known as u64).chain(packed);
+    let skippable = start[0] & 0xf0 == 0x50 && start[1..] == ZSTD_SKIPPABLE;
+    Ok(if start.starts_with(&GZIP) {
+        Box::new(MultiGzDecoder::new(whole))
+    } else if start == ZSTD || skippable {
+        Box::new(zstd::stream::read::Decoder::new(whole)?)
+    } else {
+        Box::new(whole)
+    })
+}
+
+/// A line, without what ends it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Line<'l> {
+    Whole(&'l [u8]),
+    /// It is longer than [`MAX_LINE`].
+    TooLong,
+}
+
+/// Reads line by line into one buffer that never grows.
+pub(super) struct Lines<R> {
+    from: R,
+    buffer: Box<[u8]>,
+    begin: usize,
+    end: usize,
+}
+
+impl<R: Read> Lines<R> {
+    pub(super) fn new(from: R) -> Self {
+        Self { from, buffer: vec![0; BLOCK].into(), begin: 0, end: 0 }
+    }
+
+    /// The next line, which needn't end with a line break if it is the last.
+    ///
+    /// # Errors
+    /// It can't be read, or what it is packed in is broken.
+    pub(super) fn next(&mut self) -> io::Result<Option<Line<'_>>> {
+        let mut looked_at = self.begin;
+        loop {
+            if let Some(found) = memchr(b'\n', &self.buffer[looked_at..self.end]) {
+                let (begin, end) = (self.begin, looked_at + found);
+                self.begin = end + 1;
+                return Ok(Some(self.line(begin, end)));
+            }
+            if self.end - self.begin > MAX_LINE {
+                self.pass_over()?;
+                return Ok(Some(Line::TooLong));
+            }
+            self.buffer.copy_within(self.begin..self.end, 0);
+            self.end -= self.begin;
+            self.begin = 0;
+            looked_at = self.end;
+            if self.fill()? == 0 {
+                let end = std::mem::take(&mut self.end);
+                return Ok((end > 0).then(|| self.line(0, end)));
+            }
+        }
+    }
+
+    fn line(&self, begin: usize, end: usize) -> Line<'_> {
+        let line = &self.buffer[begin..end];
+        if line.len() > MAX_LINE { Line::TooLong } else { Line::Whole(line.strip_suffix(b"\r").unwrap_or(line)) }
+    }
+
+    /// Forgets what there is of a line and reads up to its end.
+    fn pass_over(&mut self) -> io::Result<()> {
+        loop {
+            (self.begin, self.end) = (0, 0);
+            if self.fill()? == 0 {
+                return Ok(());
+            }
+            if let Some(found) = memchr(b'\n', &self.buffer[..self.end]) {
+                self.begin = found + 1;
+                return Ok(());
+            }
+        }
+    }
+
+    fn fill(&mut self) -> io::Result<usize> {
+        loop {
+            match self.from.read(&mut self.buffer[self.end..]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                read => {
+                    let more = read?;
+                    self.end += more;
+                    return Ok(more);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    /// Gives a few bytes at a time.
+    struct Trickle<'t>(&'t [u8], usize);
+
+    impl Read for Trickle<'_> {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            let count = self.1.min(self.0.len()).min(into.len());
+            let (now, later) = self.0.split_at(count);
+            into[..count].copy_from_slice(now);
+            self.0 = later;
+            Ok(count)
+        }
+    }
+
+    /// Every line; one that is too long is `None`.
+    fn lines(text: &[u8], at_a_time: usize) -> Vec<Option<Vec<u8>>> {
+        let mut lines = Lines::new(unpacked(Trickle(text, at_a_time)).unwrap());
+        let mut all = Vec::new();
+        while let Some(line) = lines.next().unwrap() {
+            all.push(match line {
+                Line::Whole(line) => Some(line.to_vec()),
+                Line::TooLong => None,
+            });
+        }
+        all
+    }
+
+    #[test]
+    fn lines_end_with_a_break_or_the_file() {
+        for (text, expected) in
+            [("", vec![]), ("\n", vec![""]), ("a", vec!["a"]), ("a\r\n\nbc\nd", vec!["a", "", "bc", "d"])]
+        {
+            for at_a_time in [1, 3, 100] {
+                let read = lines(text.as_bytes(), at_a_time);
+                assert_eq!(read, expected.iter().map(|line| Some(line.as_bytes().to_vec())).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_passed_over_and_the_next_is_read() {
+        for length in [MAX_LINE, MAX_LINE + 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7] {
+            let long = vec![b'x'; length];
+            let text = [b"first\n", &*long, b"\nlast\n"].concat();
+            let middle = (length <= MAX_LINE).then_some(long);
+            for at_a_time in [1000, usize::MAX] {
+                let read = lines(&text, at_a_time);
+                assert_eq!(read, [Some(b"first".to_vec()), middle.clone(), Some(b"last".to_vec())], "{length}");
+            }
+        }
+        assert_eq!(lines(&vec![b'x'; 3 * BLOCK], 4096), [None]);
+    }
+
+    #[test]
+    fn what_is_packed_is_told_by_its_first_bytes() {
+        let text: Vec<u8> = (0..50_000).flat_map(|number| format!("line {number}\n").into_bytes()).collect();
+        let plain = lines(&text, usize::MAX);
+        let (first, second) = text.split_at(text.len() / 2);
+        let mut gzip = Vec::new();
+        for part in [first, second] {
+            let mut encoder = flate2::write::GzEncoder::new(&mut gzip, flate2::Compression::fast());
+            encoder.write_all(part).unwrap();
+            encoder.finish().unwrap();
+        }
+        let mut zstd = vec![0x5a, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3];
+        for part in [first, second] {
+            zstd.extend(zstd::encode_all(part, 1).unwrap());
+        }
+        for at_a_time in [1, 1000] {
+            assert!(lines(&gzip, at_a_time) == plain && lines(&zstd, at_a_time) == plain, "{at_a_time}");
+        }
+        let mut cut = Lines::new(unpacked(&gzip[..gzip.len() - 9]).unwrap());
+        let ended = loop {
+            match cut.next() {
+                Ok(Some(_)) => {}
+                other => break other.map(|line| line.is_none()),
+            }
+        };
+        assert!(ended.is_err(), "a packed log that breaks off is told: {ended:?}");
+    }
+}

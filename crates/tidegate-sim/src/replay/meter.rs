@@ -1,0 +1,333 @@
+//! How much of each limit each client would have used had nothing been refused, and so which value would have refused
+//! whom.
+//!
+//! A client is refused by a limit if and only if its use of it, counted without refusals, goes above the limit's value at
+//! some time: until its first refusal both counts are the same. So its highest use is all that has to be known of it. Use
+//! is counted by the limits' own machines with their values out of reach, in a memory store as in production.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
+
+use tidegate_core::{Batch, Kind, Limit, LimitId, Limits, MAX_LIMIT, Op, Rate, Time, Window};
+use tidegate_policy::{Plan, Quantity};
+use tidegate_store::Memory;
+
+/// The most keys under limits that are measured: 28 MB in a table of 2^20 slots. Beyond it, half of them are let go by
+/// chance, and so is half of all that come later: what stays is a fair sample, each of whose peaks is whole (M. Wegman's
+/// adaptive sampling; P. Flajolet, "On Adaptive Sampling", Computing 43, 1990).
+const MAX_PEAKS: usize = (1 << 20) / 8 * 7;
+/// The room for what keys use at present; like the gate's own by default. When it is full the least used are let go, and
+/// their peaks may be told too low.
+const STATE_BYTES: usize = Memory::MAX_BYTES;
+/// How many moments within a window are told apart at the least; beyond, they are counted up to a 64th of the window
+/// longer. See [`Window`].
+const ENTRIES: u32 = 64;
+/// The shares of clients that are asked about: the value of a limit is told that refuses no more than this.
+pub const SHARES: [f64; 3] = [0.01, 0.001, 0.0001];
+/// The most points of a limit's curve.
+const CURVE: usize = 256;
+
+/// A key's highest use of a limit.
+#[derive(Clone, Copy, Debug)]
+struct Peak {
+    /// Saturating: beyond four thousand million nobody asks.
+    most: u32,
+    limit: LimitId,
+}
+
+/// Passes on what is a hash already.
+#[derive(Clone, Copy, Debug, Default)]
+struct AsIs(u64);
+
+impl Hasher for AsIs {
+    fn write(&mut self, _: &[u8]) {}
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Measures every key under every limit.
+pub(super) struct Meter {
+    store: Memory,
+    /// Which limits can be measured; calls in flight can't, since logs don't tell how long they are.
+    measured: Vec<bool>,
+    peaks: HashMap<u64, Peak, BuildHasherDefault<AsIs>>,
+    most: usize,
+    /// One of 2^level keys is in the sample.
+    level: u32,
+}
+
+impl Meter {
+    pub(super) fn new(plan: &Plan) -> Self {
+        Self::with(plan.limits(), MAX_PEAKS)
+    }
+
+    fn with(limits: &Limits, most: usize) -> Self {
+        let twin = |limit: &Limit| boundless(limit.kind());
+        let measured = limits.iter().map(|(_, limit)| twin(limit).is_some()).collect();
+        let twins = limits.iter().map(|(_, limit)| Limit::new(twin(limit).unwrap_or_else(|| limit.kind().clone())));
+        let twins = Limits::new(twins.collect()).expect("invariant: there are as many as the plan's");
+        Self { store: Memory::new(Arc::new(twins), STATE_BYTES), measured, peaks: HashMap::default(), most, level: 0 }
+    }
+
+    /// Counts what a call asks.
+    #[inline]
+    pub(super) fn count(&mut self, batch: &Batch, now: Time) {
+        for op in batch.ops() {
+            if !self.measured.get(op.limit.index()).is_some_and(|measured| *measured) {
+                continue;
+            }
+            let print = print(op);
+            if !is_sampled(print, self.level) {
+                continue;
+            }
+            let used = self.store.take(op, 0, now).used;
+            let used = u32::try_from(used).unwrap_or(u32::MAX);
+            match self.peaks.get_mut(&print) {
+                Some(peak) => peak.most = peak.most.max(used),
+                None => self.meet(print, Peak { most: used, limit: op.limit }),
+            }
+        }
+    }
+
+    fn meet(&mut self, print: u64, peak: Peak) {
+        while self.peaks.len() >= self.most {
+            self.level += 1;
+            let level = self.level;
+            self.peaks.retain(|print, _| is_sampled(*print, level));
+        }
+        if is_sampled(print, self.level) {
+            self.peaks.insert(print, peak);
+        }
+    }
+
+    /// What is known of one limit's keys; `None` if it can't be measured.
+    pub(super) fn peaks(&self, limit: LimitId) -> Option<Peaks> {
+        self.measured.get(limit.index()).filter(|measured| **measured)?;
+        let of = self.peaks.values().filter(|peak| peak.limit == limit);
+        let mut falling: Vec<u32> = of.map(|peak| peak.most).collect();
+        falling.sort_unstable_by(|one, other| other.cmp(one));
+        Some(Peaks { falling, level: self.level })
+    }
+
+    /// How often a key's present use was forgotten for want of room.
+    pub(super) fn losses(&self) -> u64 {
+        let losses = self.store.stats().losses;
+        losses.evicted() + losses.shared
+    }
+}
+
+/// Keys are hashes; the limit's number makes each key's limits differ.
+fn print(op: &Op) -> u64 {
+    op.key.lo() ^ u64::from(op.limit.get()).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// By bits that the table doesn't place its entries by.
+fn is_sampled(print: u64, level: u32) -> bool {
+    (print >> 28) & ((1 << level.min(28)) - 1) == 0
+}
+
+/// The same limit with its value out of reach.
+fn boundless(kind: &Kind) -> Option<Kind> {
+    Some(match kind {
+        Kind::Window(window) => Kind::Window(Window::new(MAX_LIMIT, window.window(), ENTRIES).ok()?),
+        Kind::Rate(rate) => {
+            let burst = ((1 << 60) / rate.step(1).max(1)).clamp(1, MAX_LIMIT);
+            Kind::Rate(Rate::new(rate.count(), rate.per(), burst).ok()?)
+        }
+        Kind::Quota(quota) => Kind::Quota(quota.of_limit(MAX_LIMIT).ok()?),
+        Kind::Concurrency(_) | Kind::Cooldown(_) => return None,
+    })
+}
+
+/// The highest use that each key, or each of a sample of them, made of one limit.
+#[derive(Clone, Debug)]
+pub struct Peaks {
+    /// The highest first.
+    falling: Vec<u32>,
+    level: u32,
+}
+
+impl Peaks {
+    /// How many keys there were; estimated if only a sample was measured.
+    pub fn keys(&self) -> u64 {
+        (self.falling.len() as u64) << self.level
+    }
+
+    /// Whether these are all of them.
+    pub fn is_whole(&self) -> bool {
+        self.level == 0
+    }
+
+    /// The highest of all; 0 if there is no key.
+    pub fn highest(&self) -> u64 {
+        self.falling.first().copied().map_or(0, u64::from)
+    }
+
+    /// The share of keys that a value would have refused.
+    pub fn refused_by(&self, value: u64) -> f64 {
+        let above = self.falling.partition_point(|peak| u64::from(*peak) > value);
+        above as f64 / self.falling.len().max(1) as f64
+    }
+
+    /// The least value that would have refused no more than this share of the keys, 0 to 1.
+    pub fn value_for(&self, share: f64) -> u64 {
+        let spared = (self.falling.len() as f64 * share) as usize;
+        self.falling.get(spared).copied().map_or(0, u64::from)
+    }
+
+    /// Values with the share of keys that each would have refused, from `most` of them down to none.
+    pub fn curve(&self, most: f64) -> Vec<(u64, f64)> {
+        let mut points: Vec<(u64, f64)> = Vec::new();
+        let mut values = self.falling.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>();
+        values.dedup();
+        for value in values {
+            let share = self.refused_by(value);
+            points.push((value, share));
+            if share > most {
+                break;
+            }
+        }
+        points.reverse();
+        let sparse = points.len().div_ceil(CURVE).max(1);
+        let last = points.last().copied();
+        let mut points: Vec<_> = points.into_iter().step_by(sparse).collect();
+        points.extend(last.filter(|last| points.last() != Some(last)));
+        points
+    }
+}
+
+/// The quantity with another value: the window's or quota's limit, the rate's burst.
+pub(crate) fn with_value(quantity: &Quantity, value: u64) -> Quantity {
+    // A rate of no burst would be none.
+    let value = value.max(1);
+    match quantity.clone() {
+        Quantity::Window { window, .. } => Quantity::Window { limit: value, window },
+        Quantity::Rate { count, per, .. } => Quantity::Rate { count, per, burst: value },
+        Quantity::Quota { unit, zone, .. } => Quantity::Quota { limit: value, unit, zone },
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rand::{RngExt, SeedableRng};
+    use tidegate_core::{Key, Span, Verb};
+
+    use super::*;
+
+    /// Asks for every key in turn at its moments, in seconds; gives the meter and the exact peaks.
+    fn measured(kind: Kind, calls: &[(u64, u64)], most: usize) -> Meter {
+        let limits = Limits::of_one(Limit::new(kind));
+        let mut meter = Meter::with(&limits, most);
+        for (key, second) in calls {
+            let mut batch = Batch::new(0);
+            let key = Key::new(
+                0,
+                key.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31).wrapping_mul(0xbf58_476d_1ce4_e5b9),
+            );
+            batch.push(Op::new(LimitId::FIRST, Verb::Take, key, 1)).unwrap();
+            meter.count(&batch, Time::from_secs(1_000_000 + second));
+        }
+        meter
+    }
+
+    /// The most calls of each key in any trailing window.
+    fn exact(calls: &[(u64, u64)], window: u64) -> Vec<u64> {
+        let mut by_key: HashMap<u64, Vec<u64>> = HashMap::new();
+        for (key, second) in calls {
+            by_key.entry(*key).or_default().push(*second);
+        }
+        let peak = |seconds: &Vec<u64>| {
+            let within =
+                |last: &u64| seconds.iter().filter(|second| **second <= *last && **second + window > *last).count();
+            seconds.iter().map(within).max().unwrap_or(0) as u64
+        };
+        let mut peaks: Vec<u64> = by_key.values().map(peak).collect();
+        peaks.sort_unstable_by(|one, other| other.cmp(one));
+        peaks
+    }
+
+    fn calls(seed: u64, keys: u64, count: usize) -> Vec<(u64, u64)> {
+        let mut random = crate::random::Stream::seed_from_u64(seed);
+        let mut second = 0;
+        (0..count)
+            .map(|_| {
+                second += u64::from(random.random_range(0..4_u32) == 0);
+                let key = (random.random::<f64>().powi(3) * keys as f64) as u64;
+                (key, second)
+            })
+            .collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        /// Calls of one moment are kept as one, so peaks are exact where a window holds up to 64 moments: of a log that
+        /// tells seconds, a minute.
+        #[test]
+        fn peaks_and_values_are_those_of_an_exact_count(seed in any::<u64>(), keys in 20_u64..300) {
+            let calls = calls(seed, keys, 3000);
+            let window = Window::new(5, Span::from_secs(30), ENTRIES).unwrap();
+            let found = measured(Kind::Window(window), &calls, MAX_PEAKS).peaks(LimitId::FIRST).unwrap();
+            let exact = exact(&calls, 30);
+            prop_assert_eq!(found.falling.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>(), exact.clone());
+            for share in [0.5, 0.1, 0.01, 0.0] {
+                let value = found.value_for(share);
+                let refused = |value| exact.iter().filter(|peak| **peak > value).count() as f64 / exact.len() as f64;
+                prop_assert!(refused(value) <= share);
+                prop_assert!(value == 0 || refused(value - 1) > share, "{} is not the least for {}", value, share);
+                prop_assert_eq!(found.refused_by(value), refused(value));
+            }
+        }
+    }
+
+    #[test]
+    fn a_sample_within_its_bound_is_fair() {
+        let calls = calls(7, 20_000, 60_000);
+        let window = Window::new(5, Span::from_secs(3600), ENTRIES).unwrap();
+        let meter = measured(Kind::Window(window), &calls, 2000);
+        assert!(meter.peaks.len() <= 2000 && meter.level >= 3, "{} {}", meter.peaks.len(), meter.level);
+        let (found, exact) = (meter.peaks(LimitId::FIRST).unwrap(), exact(&calls, 3600));
+        let keys = exact.len() as f64;
+        assert!((found.keys() as f64 / keys - 1.0).abs() < 0.1, "{} of {keys}", found.keys());
+        for share in [0.5, 0.2, 0.05] {
+            let value = found.value_for(share);
+            let refused = exact.iter().filter(|peak| **peak > value).count() as f64 / keys;
+            let below = exact.iter().filter(|peak| **peak > value.saturating_sub(1)).count() as f64 / keys;
+            assert!(
+                refused < share * 1.3 && below > share * 0.7,
+                "{share}: {value} refuses {refused}, one less {below}"
+            );
+        }
+        assert!(!found.is_whole());
+    }
+
+    #[test]
+    fn a_rate_is_measured_by_its_burst_and_a_quota_by_its_period() {
+        let rate = Rate::new(1, Span::from_secs(1), 1).unwrap();
+        let calls: Vec<(u64, u64)> = [0, 0, 0, 1, 2, 10, 10].into_iter().map(|second| (1, second)).collect();
+        let peaks = measured(Kind::Rate(rate), &calls, 10).peaks(LimitId::FIRST).unwrap();
+        assert_eq!((peaks.highest(), peaks.refused_by(2), peaks.refused_by(3)), (3, 1.0, 0.0));
+        let quota: Quantity = "2 per hour".parse().unwrap();
+        let calls: Vec<(u64, u64)> = [0, 1, 7200, 7201, 7202].into_iter().map(|second| (1, second)).collect();
+        let peaks = measured(quota.kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).unwrap();
+        assert_eq!(peaks.highest(), 3);
+        let flights: Quantity = "2 in flight".parse().unwrap();
+        assert!(measured(flights.kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).is_none());
+    }
+
+    #[test]
+    fn a_curve_falls_from_many_to_none() {
+        let peaks = Peaks { falling: (0..10_000_u32).rev().map(|peak| peak / 10).collect(), level: 0 };
+        let curve = peaks.curve(0.1);
+        assert!(curve.len() <= CURVE + 1);
+        assert!(curve.windows(2).all(|two| two[0].0 < two[1].0 && two[0].1 > two[1].1), "{curve:?}");
+        assert_eq!(curve.last(), Some(&(999, 0.0)));
+        assert!(curve[0].1 > 0.1 && curve[0].1 < 0.11, "{:?}", curve[0]);
+    }
+}

@@ -1,0 +1,168 @@
+//! One request, as a line of a log tells it.
+
+use std::borrow::Cow;
+use std::net::{IpAddr, SocketAddr};
+
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use tidegate_core::Time;
+
+/// What a line says.
+#[derive(Debug, PartialEq)]
+pub(super) enum Said<'l> {
+    Request(Request<'l>),
+    /// That something came which was no request: a handshake at the wrong port, a line without path.
+    Other,
+}
+
+/// A request.
+#[derive(Debug, PartialEq)]
+pub(super) struct Request<'l> {
+    pub(super) at: Time,
+    pub(super) peer: Option<IpAddr>,
+    pub(super) method: Cow<'l, str>,
+    /// With its query string, without scheme and host.
+    pub(super) path: Cow<'l, str>,
+    pub(super) host: Option<Cow<'l, str>>,
+    pub(super) user: Option<Cow<'l, str>>,
+    pub(super) action: Option<Cow<'l, str>>,
+}
+
+/// Why a line can't be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// It is neither JSON nor in the common or combined log format.
+    #[error("neither JSON nor the common or combined log format")]
+    Form,
+    /// It begins like JSON and isn't.
+    #[error("not JSON")]
+    Json,
+    /// It says no time, or none that can be read.
+    #[error("no time that can be read")]
+    Time,
+    /// Its client is no address: a name, for one.
+    #[error("the client isn't an IP address")]
+    Address,
+    /// Its path isn't UTF-8.
+    #[error("not UTF-8")]
+    Encoding,
+    /// It is longer than [`MAX_LINE`](super::MAX_LINE).
+    #[error("longer than 64 KiB")]
+    TooLong,
+}
+
+/// The headers that a policy looks at, in which those of one line are gathered.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Headers {
+    wanted: Vec<HeaderName>,
+    pub(super) found: HeaderMap,
+    /// Which of the wanted ones any line had.
+    seen: Vec<bool>,
+}
+
+impl Headers {
+    pub(super) fn wanting(wanted: Vec<HeaderName>) -> Self {
+        let seen = vec![false; wanted.len()];
+        Self { wanted, found: HeaderMap::new(), seen }
+    }
+
+    pub(super) fn none_wanted(&self) -> bool {
+        self.wanted.is_empty()
+    }
+
+    pub(super) fn clear(&mut self) {
+        if !self.wanted.is_empty() {
+            self.found.clear();
+        }
+    }
+
+    /// Takes note of a header if it is wanted. `-` and nothing are what logs write for one that isn't there.
+    pub(super) fn offer(&mut self, name: &str, value: &[u8]) {
+        let place = self.wanted.iter().position(|wanted| wanted.as_str().eq_ignore_ascii_case(name));
+        if let Some(place) = place
+            && !matches!(value, b"" | b"-")
+            && let Ok(value) = HeaderValue::from_bytes(value)
+        {
+            self.found.append(self.wanted[place].clone(), value);
+            self.seen[place] = true;
+        }
+    }
+
+    /// The wanted headers that no line had.
+    pub(super) fn never_seen(&self) -> impl Iterator<Item = &HeaderName> {
+        self.wanted.iter().zip(&self.seen).filter(|(_, seen)| !**seen).map(|(name, _)| name)
+    }
+}
+
+/// An address, with a port or without.
+pub(super) fn address(text: &str) -> Option<IpAddr> {
+    let bare = || text.strip_prefix('[')?.strip_suffix(']')?.parse().ok();
+    text.parse().ok().or_else(|| text.parse::<SocketAddr>().ok().map(|found| found.ip())).or_else(bare)
+}
+
+/// Method and target of a request line, if it is one (RFC 9112 §3).
+pub(super) fn request_line<'l>(line: &Cow<'l, str>) -> Option<(Cow<'l, str>, Cow<'l, str>)> {
+    let (method, rest) = line.split_once(' ')?;
+    let (target, version) = rest.rsplit_once(' ')?;
+    if !is_method(method) || !version.starts_with("HTTP/") || target.is_empty() {
+        return None;
+    }
+    Some(match line {
+        Cow::Borrowed(line) => {
+            let from = method.len() + 1;
+            (Cow::Borrowed(&line[..method.len()]), Cow::Borrowed(&line[from..from + target.len()]))
+        }
+        Cow::Owned(_) => (Cow::Owned(method.to_owned()), Cow::Owned(target.to_owned())),
+    })
+}
+
+/// Whether it can be a method: a token (RFC 9110 §5.6.2).
+pub(super) fn is_method(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+}
+
+/// What stands for a request's path, and its host if the target names one: `/x?y`, `*`, `http://host/x?y` or, of a
+/// `CONNECT`, `host:port` (RFC 9112 §3.2).
+pub(super) fn path_of(target: Cow<'_, str>) -> (Cow<'_, str>, Option<String>) {
+    if target.starts_with('/') || target == "*" {
+        return (target, None);
+    }
+    let Some((_, rest)) = target.split_once("://") else { return (Cow::Borrowed("/"), Some(target.into_owned())) };
+    let (host, path) = rest.find(['/', '?']).map_or((rest, "/"), |at| rest.split_at(at));
+    let path = if path.starts_with('?') { format!("/{path}") } else { path.to_owned() };
+    (Cow::Owned(path), Some(host.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_with_and_without_ports() {
+        for (text, expected) in [
+            ("1.2.3.4", Some("1.2.3.4")),
+            ("1.2.3.4:5678", Some("1.2.3.4")),
+            ("::1", Some("::1")),
+            ("[::1]", Some("::1")),
+            ("[::1]:80", Some("::1")),
+            ("localhost", None),
+            ("-", None),
+            ("", None),
+        ] {
+            assert_eq!(address(text), expected.map(|text| text.parse().unwrap()), "{text}");
+        }
+    }
+
+    #[test]
+    fn targets() {
+        for (target, path, host) in [
+            ("/a?b", "/a?b", None),
+            ("*", "*", None),
+            ("http://example.com:81/a?b", "/a?b", Some("example.com:81")),
+            ("http://example.com", "/", Some("example.com")),
+            ("http://example.com?b", "/?b", Some("example.com")),
+            ("example.com:443", "/", Some("example.com:443")),
+        ] {
+            assert_eq!(path_of(Cow::Borrowed(target)), (path.into(), host.map(str::to_owned)), "{target}");
+        }
+    }
+}

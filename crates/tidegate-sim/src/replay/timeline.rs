@@ -1,0 +1,141 @@
+//! What happened when, in as many intervals as a picture shows.
+
+use tidegate_core::{Span, Time};
+
+/// The most intervals; when time goes beyond them, some are put together.
+const MAX_INTERVALS: usize = 600;
+/// The lengths of an interval in seconds, each a multiple of the one before. Longer ones grow tenfold.
+const WIDTHS: [u64; 10] = [1, 5, 15, 60, 300, 900, 3600, 21_600, 86_400, 604_800];
+
+/// Requests of an interval.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Interval {
+    /// Let through.
+    pub admitted: u64,
+    /// Refused because a limit was full.
+    pub by_limit: u64,
+    /// Refused because a block lived.
+    pub by_block: u64,
+    /// Refused because the client is on the deny list.
+    pub by_list: u64,
+}
+
+impl Interval {
+    /// All requests.
+    pub fn requests(&self) -> u64 {
+        self.admitted + self.refused()
+    }
+
+    /// Those that were refused.
+    pub fn refused(&self) -> u64 {
+        self.by_limit + self.by_block + self.by_list
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.admitted += other.admitted;
+        self.by_limit += other.by_limit;
+        self.by_block += other.by_block;
+        self.by_list += other.by_list;
+    }
+}
+
+/// Intervals of one length, one after the other.
+#[derive(Clone, Debug)]
+pub struct Timeline {
+    /// Seconds.
+    width: u64,
+    /// When the first begins, in widths.
+    first: u64,
+    intervals: Vec<Interval>,
+}
+
+impl Default for Timeline {
+    fn default() -> Self {
+        Self { width: WIDTHS[0], first: 0, intervals: Vec::new() }
+    }
+}
+
+impl Timeline {
+    /// How long an interval is.
+    pub fn width(&self) -> Span {
+        Span::from_secs(self.width)
+    }
+
+    /// When the first begins: a whole multiple of the width.
+    pub fn begins(&self) -> Time {
+        Time::from_secs(self.first.saturating_mul(self.width))
+    }
+
+    /// The intervals, none left out.
+    pub fn intervals(&self) -> &[Interval] {
+        &self.intervals
+    }
+
+    /// The interval that a moment is in. What is before the first counts in the first.
+    pub(super) fn at(&mut self, now: Time) -> &mut Interval {
+        let second = now.as_micros() / 1_000_000;
+        if self.intervals.is_empty() {
+            self.first = second / self.width;
+        }
+        loop {
+            let place = (second / self.width).saturating_sub(self.first) as usize;
+            if place < MAX_INTERVALS {
+                if place >= self.intervals.len() {
+                    self.intervals.resize(place + 1, Interval::default());
+                }
+                return &mut self.intervals[place];
+            }
+            self.widen();
+        }
+    }
+
+    fn widen(&mut self) {
+        let next = WIDTHS.into_iter().find(|width| *width > self.width).unwrap_or(self.width.saturating_mul(10));
+        let factor = next / self.width;
+        let first = self.first / factor;
+        let mut wider: Vec<Interval> = Vec::new();
+        for (place, interval) in (self.first..).zip(&self.intervals) {
+            let place = (place / factor - first) as usize;
+            wider.resize(place + 1, Interval::default());
+            wider[place].add(interval);
+        }
+        (self.width, self.first, self.intervals) = (next, first, wider);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn intervals_hold_what_happened_in_them(
+            start in 0_u64..2_000_000_000, steps in prop::collection::vec((0_u32..24).prop_flat_map(|bits| 0_u64..1 << bits), 1..200),
+        ) {
+            let (mut timeline, mut second, mut seconds) = (Timeline::default(), start, Vec::new());
+            for step in steps {
+                second += step;
+                seconds.push(second);
+                timeline.at(Time::from_secs(second)).admitted += 1;
+            }
+            prop_assert!(timeline.intervals().len() <= MAX_INTERVALS);
+            let (width, begins) = (timeline.width, timeline.first * timeline.width);
+            for (place, interval) in timeline.intervals().iter().enumerate() {
+                let from = begins + place as u64 * width;
+                let expected = seconds.iter().filter(|second| (from..from + width).contains(second)).count();
+                prop_assert_eq!(interval.admitted, expected as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_before_the_first_counts_in_it() {
+        let mut timeline = Timeline::default();
+        timeline.at(Time::from_secs(100)).admitted += 1;
+        timeline.at(Time::from_secs(50)).by_list += 1;
+        assert_eq!(timeline.intervals(), [Interval { admitted: 1, by_list: 1, ..Interval::default() }]);
+        assert_eq!((timeline.begins(), timeline.width()), (Time::from_secs(100), Span::from_secs(1)));
+    }
+}

@@ -1,0 +1,152 @@
+//! Findings as pictures: what happened when, and whom each limit's value refuses.
+
+use tidegate_core::Time;
+
+use super::grid::number_of;
+use crate::replay::{Findings, Interval, LimitFindings, PolicyFindings, shown};
+use crate::report::chart::{self, Area, Frame, Line, Mark, Unit, headroom};
+use crate::report::picture::{PictureError, WIDTH, drawing};
+use crate::report::theme::{BLUE, Colour, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION};
+
+const OVER_TIME: i32 = 300;
+const LIMIT: i32 = 260;
+/// The most limits that have a chart of their own: those that refuse the most.
+const MAX_LIMITS: usize = 12;
+/// The most points of a line.
+const LINE_POINTS: usize = 200;
+/// The largest share of clients that a limit's chart begins with.
+const CURVE: f64 = 0.05;
+/// A limit's chart ends a few times to the right of the value that refuses this share of clients.
+const TAIL: f64 = 0.001;
+const TIMES: f64 = 4.0;
+/// Which counts as this much at the least.
+const LEAST: u64 = 2;
+
+pub(super) fn svg(findings: &Findings) -> Result<String, PictureError> {
+    let charted: Vec<(&PolicyFindings, Vec<&LimitFindings>)> =
+        findings.policies.iter().map(|policy| (policy, limits(policy))).collect();
+    let rows = |limits: &Vec<&LimitFindings>| limits.len().div_ceil(2) as i32;
+    let height: i32 = charted.iter().map(|(_, limits)| OVER_TIME + LIMIT * rows(limits)).sum();
+    let several = charted.len() > 1;
+    drawing("What would have been refused", height, |root| {
+        let mut top = 0;
+        for (policy, limits) in &charted {
+            let name = if several { format!("{}: ", policy.name) } else { String::new() };
+            over_time(&part(root, (0, top), (WIDTH, OVER_TIME)), policy, findings.input.newest, &name)?;
+            top += OVER_TIME;
+            for pair in limits.chunks(2) {
+                for (column, limit) in (0..).zip(pair) {
+                    of_limit(&part(root, (column * WIDTH / 2, top), (WIDTH / 2, LIMIT)), limit, &name)?;
+                }
+                top += LIMIT;
+            }
+        }
+        Ok(())
+    })
+}
+
+fn part<'a>(root: &Area<'a>, at: (i32, i32), size: (i32, i32)) -> Area<'a> {
+    root.clone().shrink(at, (size.0 as u32, size.1 as u32))
+}
+
+/// The limits whose charts say something, those that refuse the most first.
+fn limits(policy: &PolicyFindings) -> Vec<&LimitFindings> {
+    let used = |limit: &&LimitFindings| limit.peaks.as_ref().is_some_and(|peaks| peaks.keys() > 1);
+    let mut limits: Vec<&LimitFindings> = policy.limits.iter().filter(used).collect();
+    limits.sort_by_key(|limit| std::cmp::Reverse(limit.refusals.full + limit.refusals.blocked));
+    limits.truncate(MAX_LIMITS);
+    limits
+}
+
+fn over_time(area: &Area<'_>, policy: &PolicyFindings, end: Option<Time>, name: &str) -> Result<(), PictureError> {
+    let timeline = &policy.timeline;
+    let each = timeline.intervals().len().div_ceil(LINE_POINTS).max(1);
+    let width = timeline.width().as_micros() as f64 / 1e6;
+    let whole = (timeline.intervals().len().max(1) as f64 * width).max(1.0);
+    // Logs tell seconds, and the last one is over with its last request.
+    let told = end.map(|end| end.since(timeline.begins()).as_micros() as f64 / 1e6 + 1.0);
+    let longest = told.map_or(whole, |told| told.min(whole));
+    let unit = Unit::of_time(longest);
+    type Of = fn(&Interval) -> u64;
+    let series: [(&str, Colour, Of); 4] = [
+        ("let through", GREEN, |interval| interval.admitted),
+        ("refused, limit full", ORANGE, |interval| interval.by_limit),
+        ("refused, blocked", VERMILLION, |interval| interval.by_block),
+        ("refused, deny list", PURPLE, |interval| interval.by_list),
+    ];
+    let line = |of: Of| -> Vec<(f64, f64)> {
+        let mut points: Vec<(f64, f64)> = Vec::new();
+        for (place, some) in timeline.intervals().chunks(each).enumerate() {
+            let count: u64 = some.iter().map(of).sum();
+            let from = (place * each) as f64 * width;
+            // The log may end within the last interval.
+            let long = (some.len() as f64 * width).min(longest - from).max(width * 0.05);
+            // Steps: each lasts as long as what it counts.
+            points.extend([from, from + long].map(|at| (at / unit.size, count as f64 / long)));
+        }
+        points
+    };
+    let shown_series: Vec<_> =
+        series.into_iter().filter(|(_, _, of)| timeline.intervals().iter().any(|interval| of(interval) > 0)).collect();
+    let lines: Vec<Line> =
+        shown_series.iter().map(|(_, colour, of)| Line { colour: *colour, points: line(*of) }).collect();
+    let legend: Vec<_> = shown_series.iter().map(|(name, colour, _)| (*name, *colour, Mark::Line)).collect();
+    let title = format!("{name}requests over time");
+    let most = headroom(lines.iter().flat_map(|line| line.points.iter().map(|point| point.1)), 0.1);
+    let frame = Frame {
+        title: &title,
+        x: (longest / unit.size, format!("time since {} ({})", shown(timeline.begins()), unit.name)),
+        y: (most, "requests per second".to_owned()),
+        legend: &legend,
+    };
+    chart::lines(area, &frame, &lines)?;
+    Ok(())
+}
+
+/// The share of clients that each value of a limit refuses, down to none, and where the value is now.
+fn of_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), PictureError> {
+    let Some(peaks) = &limit.peaks else { return Ok(()) };
+    let now = limit.refused_now().unwrap_or(0.0);
+    let most = CURVE.max(now * 1.5).min(1.0);
+    let curve = peaks.curve(most);
+    let capacity = limit.capacity as f64;
+    // The highest use is often a hundred times what the chart is about.
+    let tail = peaks.value_for(TAIL).max(LEAST) as f64 * TIMES;
+    let right = headroom([if capacity <= tail * TIMES { capacity.max(tail) } else { tail }], 1.0);
+    let top = most * 100.0;
+    let mut steps: Vec<(f64, f64)> = Vec::with_capacity(curve.len() * 2 + 2);
+    let mut before = top;
+    for (value, share) in &curve {
+        let (value, share) = (*value as f64, (share * 100.0).min(top));
+        if value > right {
+            break;
+        }
+        steps.extend([(value, before), (value, share)]);
+        before = share;
+    }
+    steps.push((right, before));
+    let mut lines = vec![Line { colour: BLUE, points: steps }];
+    let asked = limit.values.first().map(|value| value.share * 100.0);
+    if let Some(one) = asked.filter(|one| *one < top) {
+        lines.push(Line { colour: GREY, points: vec![(0.0, one), (right, one)] });
+    }
+    let mut legend = vec![("clients refused by this value", BLUE, Mark::Line), ("1 % of clients", GREY, Mark::Line)];
+    let now = format!(
+        "the value now, {}{}",
+        number_of(limit.capacity),
+        if capacity > right { ", is further right" } else { "" }
+    );
+    if capacity <= right {
+        lines.push(Line { colour: INK, points: vec![(capacity, 0.0), (capacity, top)] });
+    }
+    legend.push((&now, INK, Mark::Line));
+    let title = format!("{name}{}: {} by {}", limit.name, limit.quantity, limit.by);
+    let frame = Frame {
+        title: &title,
+        x: (right, "value of the limit".to_owned()),
+        y: (top, "clients refused (%)".to_owned()),
+        legend: &legend,
+    };
+    chart::lines(area, &frame, &lines)?;
+    Ok(())
+}
