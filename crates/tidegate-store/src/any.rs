@@ -62,6 +62,7 @@ impl Store for AnyStore {
         }
     }
 
+    #[cfg_attr(not(feature = "remote"), expect(unused_variables, reason = "there is nobody else"))]
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
         match self {
             Self::Memory(_) => None::<Counting>,

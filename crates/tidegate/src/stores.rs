@@ -188,7 +188,10 @@ impl Stores {
     }
 
     /// The store that the policy names, for these limits.
-    #[cfg_attr(not(feature = "remote"), expect(unused_variables, reason = "nothing here needs the time"))]
+    #[cfg_attr(
+        not(any(feature = "file", feature = "remote")),
+        expect(unused_variables, reason = "nothing here needs the time")
+    )]
     fn shared(&self, limits: &Limits, clock: impl Clock) -> Result<AnyStore, OpenError> {
         match &self.settings.url {
             #[cfg(feature = "remote")]
@@ -218,11 +221,15 @@ impl Stores {
 
     /// The server that the policy names.
     #[cfg(feature = "remote")]
+    #[cfg_attr(
+        not(any(feature = "mongodb", feature = "mysql", feature = "postgres", feature = "redis")),
+        expect(unused_variables, reason = "there is no server to be reached")
+    )]
     fn remote(&self, limits: Arc<Limits>) -> Result<Box<dyn Remote>, OpenError> {
         let StoreUrl::Server(engine, url) = &self.settings.url else {
             return Err(self.not_built("remote"));
         };
-        let (url, _limits) = (url.expose(), &limits);
+        let url = url.expose();
         let wrong = |why: String| OpenError::Url { url: self.settings.url.to_string(), why };
         #[cfg(any(feature = "mysql", feature = "postgres", feature = "mongodb"))]
         let rows = || {
