@@ -67,7 +67,8 @@ async fn nodes_count_together() {
     assert!(one.check(&ask("login", "alice")).await.unwrap().allowed);
     assert_eq!(two.status(&ask("login", "alice")).await.unwrap().remaining, Some(2));
     let explained = one.explain(&ask("login", "bob")).await.unwrap();
-    assert!(explained.to_string().contains("login"), "{explained}");
+    let explained = format!("{explained:?}");
+    assert!(explained.contains("login"), "{explained}");
 
     let asked = store.asks();
     let told = two.check(&ask("login", "bob")).await.unwrap();
