@@ -14,7 +14,7 @@
 //! | clients | 917,504 | the half with the fewest calls are forgotten |
 //! | refused keys other than clients | 4096 | the half with the fewest refusals are forgotten |
 //! | highest uses of limits | 917,504 | a fair sample of the keys is measured |
-//! | present uses of limits | 64 MiB | the least used are let go |
+//! | refused keys that are measured on | 16,384 | it is known only that they went above their limit |
 //! | intervals | 600 | they are put together |
 //!
 //! A second policy to compare with has tables of its own.
@@ -166,7 +166,16 @@ impl Replay {
     ///
     /// # Errors
     /// The log can't be read, or is packed and broken; or the refusals can't be written.
-    pub fn read(&mut self, name: &str, log: impl Read, mut refusals: Option<&mut dyn Write>) -> io::Result<()> {
+    pub fn read(&mut self, name: &str, log: impl Read, refusals: Option<&mut dyn Write>) -> io::Result<()> {
+        let read = self.judge(name, log, refusals);
+        self.first.settle();
+        if let Some(second) = &mut self.second {
+            second.settle();
+        }
+        read
+    }
+
+    fn judge(&mut self, name: &str, log: impl Read, mut refusals: Option<&mut dyn Write>) -> io::Result<()> {
         let mut lines = Lines::new(lines::unpacked(log)?);
         let mut number = 0;
         while let Some(line) = lines.next()? {

@@ -75,6 +75,11 @@ impl Memory {
         self.0.stats()
     }
 
+    /// A copy of what is remembered of a key under a limit, if anything is.
+    pub fn state(&self, op: &Op) -> Option<State> {
+        self.shards[self.shard(op.key)].0.lock().copy(op)
+    }
+
     /// Takes `op.cost` of one limit for `holder`, without the batch around it.
     #[inline]
     pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {

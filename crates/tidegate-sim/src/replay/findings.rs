@@ -272,8 +272,8 @@ fn notes(judge: &Judge, headers: &Headers) -> Vec<String> {
     if judge.losses() > 0 {
         notes.push(format!("the policy's store was full and let go {} entries that counted", judge.losses()));
     }
-    if judge.meter.losses() > 0 {
-        notes.push("too many keys at once to measure all; values for fewer refusals may be too low".to_owned());
+    if judge.meter.twinless() > 0 {
+        notes.push("too many clients were refused to measure all; values for fewer refusals may be too low".to_owned());
     }
     notes
 }

@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
+use foldhash::fast::RandomState;
+
 /// What an entry weighs, by which the light ones are let go.
 pub(super) trait Weight {
     fn weight(&self) -> u64;
@@ -13,7 +15,7 @@ pub(super) trait Weight {
 /// R. Motwani, "Approximate Frequency Counts over Data Streams", VLDB 2002).
 #[derive(Clone, Debug)]
 pub(super) struct Heaviest<K, V> {
-    entries: HashMap<K, V>,
+    entries: HashMap<K, V, RandomState>,
     most: usize,
     forgotten: u64,
     short_by: u64,
@@ -21,7 +23,7 @@ pub(super) struct Heaviest<K, V> {
 
 impl<K: Eq + Hash + Copy + Ord, V: Weight> Heaviest<K, V> {
     pub(super) fn new(most: usize) -> Self {
-        Self { entries: HashMap::new(), most: most.max(2), forgotten: 0, short_by: 0 }
+        Self { entries: HashMap::default(), most: most.max(2), forgotten: 0, short_by: 0 }
     }
 
     /// The entry of a key, new if there is none.

@@ -19,6 +19,8 @@ use super::timeline::Timeline;
 
 /// The most clients that are told apart: 35 MB in a table of 2^20 slots.
 const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
+/// How many calls are counted together.
+const TOGETHER: usize = 128;
 /// The most refused keys that are told apart, for limits that don't count by the client alone: a MB, their words included.
 const MAX_KEYS: usize = 4096;
 
@@ -68,10 +70,21 @@ pub(super) struct Judge {
     pub(super) actions: Vec<Count>,
     pub(super) limits: Vec<Refusals>,
     pub(super) clients: Heaviest<Client, Fate>,
+    /// What the clients met of late, and isn't counted yet.
+    met: Vec<Met>,
     pub(super) keys: Heaviest<(LimitId, u64), KeyFate>,
     pub(super) timeline: Timeline,
     /// Whether any request told its host.
     pub(super) saw_host: bool,
+}
+
+/// What a client met.
+#[derive(Clone, Copy, Debug)]
+struct Met {
+    client: Client,
+    allowed: bool,
+    limit: Option<LimitId>,
+    at: Time,
 }
 
 /// What was decided about a request.
@@ -103,6 +116,7 @@ impl Judge {
             actions: vec![Count::default(); actions + 1],
             limits: vec![Refusals::default(); limits],
             clients: Heaviest::new(MAX_CLIENTS),
+            met: Vec::with_capacity(TOGETHER),
             keys: Heaviest::new(MAX_KEYS),
             timeline: Timeline::default(),
             saw_host: false,
@@ -171,13 +185,13 @@ impl Judge {
         self.holder += 1;
         let mut batch = Batch::new(self.holder);
         plan.fill(&mut batch, action, query, &self.seed, Verb::Take)?;
-        self.meter.count(&batch, now);
         let outcomes = loop {
             let outcomes = self.store.apply_now(&batch, now);
             if !share(&mut batch, &outcomes, |op| plan.parent_key(op.limit, query, &self.seed)) {
                 break outcomes;
             }
         };
+        self.meter.count(&batch, plan.limits(), &outcomes, &self.store);
         let decision = decide(&batch, plan.limits(), &outcomes);
         if decision.permit.is_some() {
             // How long the call took isn't known, so it takes no time.
@@ -206,15 +220,17 @@ impl Judge {
         let Judged { action, client, decision } = judged;
         let unmatched = self.actions.len() - 1;
         let interval = self.timeline.at(now);
-        let fate = client.map(|client| self.clients.entry(client, Fate::default));
+        if let Some(client) = *client {
+            if self.met.len() == TOGETHER {
+                settle(&mut self.clients, &mut self.met);
+            }
+            self.met.push(Met { client, allowed: decision.allowed, limit: decision.bound_by, at: now });
+        }
         let action = &mut self.actions[action.map_or(unmatched, ActionId::index)];
         self.total.requests += 1;
         action.requests += 1;
         if decision.allowed {
             interval.admitted += 1;
-            if let Some(fate) = fate {
-                fate.admitted = fate.admitted.saturating_add(1);
-            }
             if decision.shadow {
                 self.shadow += 1;
                 if let Some(limit) = decision.bound_by {
@@ -225,9 +241,6 @@ impl Judge {
         }
         self.total.refused += 1;
         action.refused += 1;
-        if let Some(fate) = fate {
-            fate.refuse(decision.bound_by, now);
-        }
         let refusals = decision.bound_by.map(|limit| &mut self.limits[limit.index()]);
         match (refusals, decision.reason) {
             (Some(refusals), Reason::Penalty) => {
@@ -245,10 +258,28 @@ impl Judge {
         }
     }
 
+    /// Counts what is only noted.
+    pub(super) fn settle(&mut self) {
+        settle(&mut self.clients, &mut self.met);
+        self.meter.settle();
+    }
+
     /// What the store had to let go although it still counted: decisions that a gate with more memory might have made
     /// otherwise.
     pub(super) fn losses(&self) -> u64 {
         let losses = self.store.stats().losses;
         losses.evicted() + losses.shared
+    }
+}
+
+/// Counts what clients met, one after the other: what is far off in memory is then waited for together.
+fn settle(clients: &mut Heaviest<Client, Fate>, met: &mut Vec<Met>) {
+    for Met { client, allowed, limit, at } in met.drain(..) {
+        let fate = clients.entry(client, Fate::default);
+        if allowed {
+            fate.admitted = fate.admitted.saturating_add(1);
+        } else {
+            fate.refuse(limit, at);
+        }
     }
 }

@@ -2,14 +2,17 @@
 //! whom.
 //!
 //! A client is refused by a limit if and only if its use of it, counted without refusals, goes above the limit's value at
-//! some time: until its first refusal both counts are the same. So its highest use is all that has to be known of it. Use
-//! is counted by the limits' own machines with their values out of reach, in a memory store as in production.
+//! some time. So its highest use is all that has to be known of it. Until something is refused to a client, the gate's own
+//! store counts that use. From then on a twin does: what the store remembers of the client, carried on by the limit's own
+//! machine with its value out of reach.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
-use std::sync::Arc;
 
-use tidegate_core::{Batch, Kind, Limit, LimitId, Limits, MAX_LIMIT, Op, Rate, Time, Window};
+use tidegate_core::batch::Ask;
+use tidegate_core::{
+    Batch, Kind, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, State, Verdict, Window,
+};
 use tidegate_policy::{Plan, Quantity};
 use tidegate_store::Memory;
 
@@ -17,12 +20,14 @@ use tidegate_store::Memory;
 /// chance, and so is half of all that come later: what stays is a fair sample, each of whose peaks is whole (M. Wegman's
 /// adaptive sampling; P. Flajolet, "On Adaptive Sampling", Computing 43, 1990).
 const MAX_PEAKS: usize = (1 << 20) / 8 * 7;
-/// The room for what keys use at present; like the gate's own by default. When it is full the least used are let go, and
-/// their peaks may be told too low.
-const STATE_BYTES: usize = Memory::MAX_BYTES;
+/// The most keys that are counted on after a refusal, each under each limit: up to 1.7 KB each, so 27 MB. Of further ones
+/// it is known only that they went above their limit.
+const MAX_TWINS: usize = 1 << 14;
 /// How many moments within a window are told apart at the least; beyond, they are counted up to a 64th of the window
 /// longer. See [`Window`].
 const ENTRIES: u32 = 64;
+/// How many uses are looked at together.
+const TOGETHER: usize = 128;
 /// The shares of clients that are asked about: the value of a limit is told that refuses no more than this.
 pub const SHARES: [f64; 3] = [0.01, 0.001, 0.0001];
 /// The most points of a limit's curve.
@@ -50,13 +55,25 @@ impl Hasher for AsIs {
     }
 }
 
+/// A use that isn't looked at yet.
+#[derive(Clone, Copy, Debug)]
+struct Use {
+    print: u64,
+    limit: LimitId,
+    used: u32,
+}
+
 /// Measures every key under every limit.
 pub(super) struct Meter {
-    store: Memory,
-    /// Which limits can be measured; calls in flight can't, since logs don't tell how long they are.
-    measured: Vec<bool>,
+    /// By the plan's limits, each with its value out of reach. Calls in flight have none, since logs don't tell how long
+    /// they are.
+    boundless: Vec<Option<Limit>>,
+    twins: HashMap<u64, State, BuildHasherDefault<AsIs>>,
+    /// Keys that there was no room for a twin for.
+    twinless: u64,
     peaks: HashMap<u64, Peak, BuildHasherDefault<AsIs>>,
     most: usize,
+    pending: Vec<Use>,
     /// One of 2^level keys is in the sample.
     level: u32,
 }
@@ -67,31 +84,72 @@ impl Meter {
     }
 
     fn with(limits: &Limits, most: usize) -> Self {
-        let twin = |limit: &Limit| boundless(limit.kind());
-        let measured = limits.iter().map(|(_, limit)| twin(limit).is_some()).collect();
-        let twins = limits.iter().map(|(_, limit)| Limit::new(twin(limit).unwrap_or_else(|| limit.kind().clone())));
-        let twins = Limits::new(twins.collect()).expect("invariant: there are as many as the plan's");
-        Self { store: Memory::new(Arc::new(twins), STATE_BYTES), measured, peaks: HashMap::default(), most, level: 0 }
+        Self {
+            boundless: limits.iter().map(|(_, limit)| boundless(limit.kind()).map(Limit::new)).collect(),
+            twins: HashMap::default(),
+            twinless: 0,
+            peaks: HashMap::default(),
+            most,
+            pending: Vec::with_capacity(TOGETHER),
+            level: 0,
+        }
     }
 
-    /// Counts what a call asks.
+    /// Takes note of a call that a store has just decided about. It counts after [`Meter::settle`].
     #[inline]
-    pub(super) fn count(&mut self, batch: &Batch, now: Time) {
-        for op in batch.ops() {
-            if !self.measured.get(op.limit.index()).is_some_and(|measured| *measured) {
-                continue;
-            }
+    pub(super) fn count(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes, store: &Memory) {
+        if self.pending.len() + batch.ops().len() > TOGETHER {
+            self.settle();
+        }
+        let refuses = |(op, outcome): (&Op, &Outcome), shadow: bool| {
+            outcome.verdict.refuses() && (shadow || limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()))
+        };
+        let any = batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, true));
+        let enforced = any && batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, false));
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
+            let Some(Some(boundless)) = self.boundless.get(op.limit.index()) else { continue };
             let print = print(op);
-            if !is_sampled(print, self.level) {
+            // Under a key that is shared nobody's own use is counted.
+            if op.must_fit || !is_sampled(print, self.level) {
                 continue;
             }
-            let used = self.store.take(op, 0, now).used;
-            let used = u32::try_from(used).unwrap_or(u32::MAX);
+            let ask = Ask { op, limit: boundless, terms: batch.terms(), now: outcomes.now() };
+            let twin = if self.twins.is_empty() { None } else { self.twins.get_mut(&print) };
+            let used = if let Some(twin) = twin {
+                charge(twin, &ask)
+            } else if any {
+                let limit = limits.get(op.limit);
+                let against = if limit.is_some_and(Limit::is_shadow) { any } else { enforced };
+                let counts_anyway = limit.is_some_and(Limit::counts_refused) && outcome.verdict == Verdict::Admitted;
+                let was_charged = !outcome.verdict.refuses() && (!against || counts_anyway);
+                if was_charged {
+                    outcome.used
+                } else if self.twins.len() < MAX_TWINS {
+                    let mut twin = store.state(op).unwrap_or_default();
+                    let used = charge(&mut twin, &ask);
+                    self.twins.insert(print, twin);
+                    used
+                } else {
+                    self.twinless += 1;
+                    outcome.limit.max(outcome.used) + 1
+                }
+            } else {
+                outcome.used
+            };
+            self.pending.push(Use { print, limit: op.limit, used: u32::try_from(used).unwrap_or(u32::MAX) });
+        }
+    }
+
+    /// Looks at what was used, all at once: what is far off in memory is then waited for together.
+    pub(super) fn settle(&mut self) {
+        let mut pending = std::mem::take(&mut self.pending);
+        for Use { print, limit, used } in pending.drain(..) {
             match self.peaks.get_mut(&print) {
                 Some(peak) => peak.most = peak.most.max(used),
-                None => self.meet(print, Peak { most: used, limit: op.limit }),
+                None => self.meet(print, Peak { most: used, limit }),
             }
         }
+        self.pending = pending;
     }
 
     fn meet(&mut self, print: u64, peak: Peak) {
@@ -107,18 +165,24 @@ impl Meter {
 
     /// What is known of one limit's keys; `None` if it can't be measured.
     pub(super) fn peaks(&self, limit: LimitId) -> Option<Peaks> {
-        self.measured.get(limit.index()).filter(|measured| **measured)?;
+        self.boundless.get(limit.index())?.as_ref()?;
         let of = self.peaks.values().filter(|peak| peak.limit == limit);
         let mut falling: Vec<u32> = of.map(|peak| peak.most).collect();
         falling.sort_unstable_by(|one, other| other.cmp(one));
         Some(Peaks { falling, level: self.level })
     }
 
-    /// How often a key's present use was forgotten for want of room.
-    pub(super) fn losses(&self) -> u64 {
-        let losses = self.store.stats().losses;
-        losses.evicted() + losses.shared
+    /// Calls of which it is known only that they went above a limit.
+    pub(super) fn twinless(&self) -> u64 {
+        self.twinless
     }
+}
+
+/// Counts a call, and says what is used with it.
+fn charge(twin: &mut State, ask: &Ask<'_>) -> u64 {
+    let mut outcome = twin.judge(ask);
+    twin.charge(ask, &mut outcome);
+    outcome.used
 }
 
 /// Keys are hashes; the limit's number makes each key's limits differ.
@@ -217,7 +281,9 @@ pub(crate) fn with_value(quantity: &Quantity, value: u64) -> Quantity {
 mod tests {
     use proptest::prelude::*;
     use rand::{RngExt, SeedableRng};
-    use tidegate_core::{Key, Span, Verb};
+    use std::sync::Arc;
+    use tidegate_core::{Key, Span, Time, Verb};
+    use tidegate_store::Immediate as _;
 
     use super::*;
 
@@ -225,6 +291,7 @@ mod tests {
     fn measured(kind: Kind, calls: &[(u64, u64)], most: usize) -> Meter {
         let limits = Limits::of_one(Limit::new(kind));
         let mut meter = Meter::with(&limits, most);
+        let store = Memory::new(Arc::new(limits.clone()), Memory::MAX_BYTES);
         for (key, second) in calls {
             let mut batch = Batch::new(0);
             let key = Key::new(
@@ -232,8 +299,10 @@ mod tests {
                 key.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31).wrapping_mul(0xbf58_476d_1ce4_e5b9),
             );
             batch.push(Op::new(LimitId::FIRST, Verb::Take, key, 1)).unwrap();
-            meter.count(&batch, Time::from_secs(1_000_000 + second));
+            let outcomes = store.apply_now(&batch, Time::from_secs(1_000_000 + second));
+            meter.count(&batch, &limits, &outcomes, &store);
         }
+        meter.settle();
         meter
     }
 

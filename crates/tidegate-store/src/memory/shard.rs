@@ -266,6 +266,14 @@ impl Shard {
         }
     }
 
+    pub(super) fn copy(&mut self, op: &Op) -> Option<State> {
+        let at = self.find(tag(op))?;
+        Some(match Word::unpack(self.table.word(at)) {
+            Word::State(index) => self.state(index).clone(),
+            word => Self::unfold(word),
+        })
+    }
+
     fn state(&mut self, index: u32) -> &mut State {
         match &mut self.cells[index as usize] {
             Cell::Used(state) => state,
