@@ -17,7 +17,7 @@ use std::future::Ready;
 use std::sync::Arc;
 
 use tidegate_core::batch::{Op, Outcome};
-use tidegate_core::{Batch, Clock, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Clock, Limits, Outcomes, State, Time};
 
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 #[cfg(feature = "file")]
@@ -77,7 +77,7 @@ impl Memory {
 
     /// A copy of what is remembered of a key under a limit, if anything is.
     pub fn state(&self, op: &Op) -> Option<State> {
-        self.shards[self.shard(op.key)].0.lock().copy(op)
+        self.0.copy(op)
     }
 
     /// Takes `op.cost` of one limit for `holder`, without the batch around it.

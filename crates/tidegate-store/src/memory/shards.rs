@@ -101,6 +101,11 @@ impl<N: Notes> Shards<N> {
         stats
     }
 
+    /// A copy of what is remembered of a key under a limit.
+    pub(crate) fn copy(&self, op: &Op) -> Option<State> {
+        self.shards[self.shard(op.key)].0.lock().shard.copy(op)
+    }
+
     /// [`Store::tend`](crate::Store::tend).
     pub(crate) fn tend(&self, now: Time) -> Losses {
         let about = self.about();
