@@ -23,8 +23,8 @@ const ROUNDED: u64 = 1;
 const KEPT: u64 = 3_600_000;
 /// Bytes to begin with for an operation and its key.
 const ROOM: usize = 256;
-/// Bytes of the largest operation: a window's with a penalty.
-const ARGUMENT: usize = 8 + 13 * 8;
+/// Bytes of the largest operation: a rate's with a penalty.
+const ARGUMENT: usize = 8 + 14 * 8;
 
 /// A head or an operation: bytes and doubles, one behind the other.
 #[derive(Default)]

@@ -140,8 +140,8 @@ struct QuickPart {
 const QUICK_RATE: QuickPart = QuickPart {
     text: include_str!("lua/quick/rate.lua"),
     arguments: ", never$, cost$, step$, step_rest$, refill$, refill_rest$",
-    // Burst and spacing are for paroles.
-    formats: "ddddxxxxxxxxxxxxxxxxxxxxxxxx",
+    // Burst and spacing are for paroles, and what counts ahead for leases.
+    formats: "ddddxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
     answers: ", found$, found_rest$",
     answer_formats: "dd",
 };
