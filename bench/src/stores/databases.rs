@@ -31,7 +31,8 @@ type Ask = Arc<dyn Fn(u64) -> Pin<Box<dyn Future<Output = bool> + Send>> + Send 
 /// Measures every row that the options ask for.
 pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
     type Subjects = fn(&Runtime, &Database) -> Result<[(&'static str, Ask); 2], String>;
-    let servers: [(&str, fn() -> Option<Database>, Subjects); 3] = [
+    type Start = fn() -> Option<Database>;
+    let servers: [(&str, Start, Subjects); 3] = [
         ("stores/mariadb", mariadb, |runtime, server| runtime.block_on(on_mariadb(server.url()))),
         ("stores/postgres", postgres, |runtime, server| runtime.block_on(on_postgres(server.url()))),
         ("stores/mongodb", mongo, |runtime, server| runtime.block_on(on_mongodb(server.url()))),
