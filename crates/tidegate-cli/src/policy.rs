@@ -78,6 +78,12 @@ pub(crate) fn tell(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
+/// The form that a file's ending asks for.
+pub(crate) fn form_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
+    let ending = file.extension()?;
+    forms.iter().find(|(known, _)| ending.eq_ignore_ascii_case(known)).map(|(_, form)| *form)
+}
+
 /// `tidegate check`.
 pub(crate) fn check(file: &Path, env: Env<'_>) -> Outcome {
     match read(Some(file), env) {

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate_sim::replay::{Findings, Names, Replay};
 
 use crate::Outcome;
-use crate::policy::{self, Env, Read as PolicyRead, print, tell};
+use crate::policy::{self, Env, Read as PolicyRead, form_of, print, tell};
 
 /// What the command's help ends with.
 pub(crate) const HELP: &str = "\
@@ -51,7 +51,7 @@ pub(crate) fn run(arguments: &Arguments) -> Outcome {
 fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
     let mut forms = Vec::with_capacity(arguments.out.len());
     for file in &arguments.out {
-        let form = Form::of(file);
+        let form = form_of(file, &Form::ALL);
         forms.push((
             file,
             form.ok_or_else(|| wrong(format!("{}: findings end with .html, .svg or .json", file.display())))?,
@@ -140,14 +140,7 @@ enum Form {
 }
 
 impl Form {
-    fn of(file: &Path) -> Option<Self> {
-        match file.extension()?.to_str()?.to_ascii_lowercase().as_str() {
-            "html" => Some(Self::Html),
-            "svg" => Some(Self::Svg),
-            "json" => Some(Self::Json),
-            _ => None,
-        }
-    }
+    const ALL: [(&str, Self); 3] = [("html", Self::Html), ("svg", Self::Svg), ("json", Self::Json)];
 
     fn render(self, findings: &Findings) -> Result<String, Box<dyn std::error::Error>> {
         Ok(match self {

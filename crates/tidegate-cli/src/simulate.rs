@@ -9,7 +9,7 @@ use tidegate::core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 
 use crate::Outcome;
-use crate::policy::{bytes_of, print, tell};
+use crate::policy::{bytes_of, form_of, print, tell};
 
 /// A run that takes longer than this shows how far it is.
 const LONG: Span = Span::from_millis(700);
@@ -42,7 +42,7 @@ pub(crate) fn list() -> Outcome {
 pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf], check: bool) -> Outcome {
     let mut forms = Vec::with_capacity(out.len());
     for file in out {
-        let Some(form) = Form::of(file) else {
+        let Some(form) = form_of(file, &Form::ALL) else {
             return wrong(&format!("error: {}: a report ends with .html, .svg, .png or .json", file.display()));
         };
         forms.push((file, form));
@@ -145,15 +145,7 @@ enum Form {
 }
 
 impl Form {
-    fn of(file: &Path) -> Option<Self> {
-        match file.extension()?.to_str()?.to_ascii_lowercase().as_str() {
-            "html" => Some(Self::Html),
-            "svg" => Some(Self::Svg),
-            "png" => Some(Self::Png),
-            "json" => Some(Self::Json),
-            _ => None,
-        }
-    }
+    const ALL: [(&str, Self); 4] = [("html", Self::Html), ("svg", Self::Svg), ("png", Self::Png), ("json", Self::Json)];
 
     fn render(self, report: &Report) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
         Ok(match self {

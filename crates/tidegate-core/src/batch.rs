@@ -150,6 +150,11 @@ impl Batch {
         Self { terms: Terms { holder: id, ..Terms::default() }, ops: ArrayVec::new() }
     }
 
+    /// A batch of a single operation.
+    pub fn one(id: u64, op: Op) -> Self {
+        Self::new(id).part([op])
+    }
+
     /// Has windows count what is taken up to `lead` from now: for calls that somebody else counts at a moment between
     /// their start and their end. Until [`Verb::Settle`] says when that was, the latest is assumed. Windows whose limit
     /// doesn't expect so much ([`Window::with_lead`](crate::Window::with_lead)) take what they expect. No call is counted

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
 
-use tidegate_core::{Batch, Key, LimitId, Limits, Op, Verb};
+use tidegate_core::{Batch, Decision, Key, LimitId, Limits, Op, Reason, Time, Verb};
 
 use crate::address::{AddressLists, Listed};
 use crate::key::{KeyError, KeyPart, KeySeed, Lacking, MissingPart, Recipe, UnknownPlatform};
@@ -301,6 +301,16 @@ impl Plan {
     /// networks that hold it, the smallest decides.
     pub fn listed(&self, ip: IpAddr) -> Listed {
         self.lists.find(ip)
+    }
+
+    /// The decision about a call from an address that is on a list; `None` if limits have to be asked.
+    #[inline]
+    pub fn by_list(&self, ip: Option<IpAddr>, now: impl FnOnce() -> Time) -> Option<Decision> {
+        match self.listed(ip?) {
+            Listed::Neither => None,
+            Listed::Allow => Some(Decision::without_limit(true, Reason::AllowList, now())),
+            Listed::Deny => Some(Decision::without_limit(false, Reason::DenyList, now())),
+        }
     }
 
     /// What a call weighs: as much as it says, else as its action says, else 1.

@@ -101,14 +101,16 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
         if let Err(trouble) = sound(&request, number, &visit.watch) {
             return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
         }
-        let begun = match visit.begin(&request) {
-            Ok(begun) => begun,
-            Err(trouble) => return visit.now(visit.turn_away(request, trouble)),
-        };
-        match begun {
-            (action, Begun::Decided(decision)) => {
+        let query = visit.query(&request);
+        let action = visit.proxy.gate.plan().matching(&query);
+        match visit.proxy.gate.begin(action, &query) {
+            Err(error) => {
+                let trouble = visit.undecided(&error);
+                visit.now(visit.turn_away(request, trouble))
+            }
+            Ok(Begun::Decided(decision)) => {
                 let mut last = self.last_refusal.borrow_mut();
-                match visit.conclude(&request, &mut last, action, decision) {
+                match visit.conclude(&query, &mut last, action, decision) {
                     Err(refusal) => visit.now(visit.turn_away(request, refusal)),
                     Ok(admitted) => {
                         let visit = Arc::clone(visit);
@@ -119,11 +121,13 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
                     }
                 }
             }
-            (action, Begun::Later(deciding)) => {
+            Ok(Begun::Later(deciding)) => {
                 let visit = Arc::clone(visit);
                 Answering::Later(Box::pin(async move {
                     let concluded = match deciding.decision().await {
-                        Ok(decision) => visit.conclude(&request, &mut LastRefusal::default(), action, decision),
+                        Ok(decision) => {
+                            visit.conclude(&visit.query(&request), &mut LastRefusal::default(), action, decision)
+                        }
                         Err(error) => Err(visit.undecided(&error)),
                     };
                     let response = match concluded {
@@ -188,35 +192,26 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         }
     }
 
-    #[expect(clippy::result_large_err, reason = "a box would cost each refusal an allocation")]
-    #[expect(clippy::type_complexity, reason = "an action, and a check of it that was begun")]
-    fn begin(&self, request: &Request<Incoming>) -> Result<(Option<ActionId>, Begun<S, C>), Response<Body>> {
-        let query = self.query(request);
-        let action = self.proxy.gate.plan().matching(&query);
-        let begun = self.proxy.gate.begin(action, &query).map_err(|error| self.undecided(&error))?;
-        Ok((action, begun))
-    }
-
     /// What a decision means for its request.
     #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
     fn conclude(
         &self,
-        request: &Request<Incoming>,
+        query: &Query<'_>,
         last: &mut LastRefusal,
         action: Option<ActionId>,
         decision: Decision,
     ) -> Result<Admitted, Response<Body>> {
         let proxy = &*self.proxy;
-        let query = self.query(request);
         if !decision.allowed || decision.shadow {
-            proxy.refusals.note(proxy.gate.plan(), &Refusal { action, query: &query, decision: &decision });
+            proxy.refusals.note(proxy.gate.plan(), &Refusal { action, query, decision: &decision });
         }
         if !decision.allowed {
-            return Err(proxy.replies.refusal_after(last, action, &decision, request.headers()).map(Body::full));
+            let headers = query.headers.expect("invariant: a proxied request's query has its headers");
+            return Err(proxy.replies.refusal_after(last, action, &decision, headers).map(Body::full));
         }
         let hold = match decision.permit {
             None => None,
-            Some(_) => proxy.gate.hold(action, &query, &decision).map_err(|error| self.undecided(&error))?,
+            Some(_) => proxy.gate.hold(action, query, &decision).map_err(|error| self.undecided(&error))?,
         };
         Ok(Admitted { action, decision, permit: hold.map(|hold| proxy.keeper.keep(hold)) })
     }

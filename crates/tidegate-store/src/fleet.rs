@@ -270,11 +270,9 @@ impl Node {
 
     /// A batch about a list of nodes.
     fn on_roll(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
-        let mut batch = Batch::new(self.options.node);
+        let op = self.roll.map(|roll| Op::new(roll, verb, list, 1));
+        let mut batch = Batch::new(self.options.node).part(op);
         batch.set_affinity(affinity);
-        if let Some(roll) = self.roll {
-            batch.push(Op::new(roll, verb, list, 1)).expect("invariant: one operation fits");
-        }
         batch
     }
 }

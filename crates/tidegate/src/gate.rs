@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::admit::{decide, share};
-use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Reason, Verb, Verdict};
-use tidegate_policy::{ActionId, KeyError, KeySeed, Listed, Plan, Policy, Query, UnknownAction};
+use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Verb, Verdict};
+use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Policy, Query, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
 use crate::SystemClock;
@@ -251,11 +251,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// The decision for a client that is on a list.
     #[inline]
     fn listed(&self, query: &Query<'_>) -> Option<Decision> {
-        match self.0.plan.listed(query.ip?) {
-            Listed::Neither => None,
-            Listed::Allow => Some(Decision::without_limit(true, Reason::AllowList, self.0.clock.now())),
-            Listed::Deny => Some(Decision::without_limit(false, Reason::DenyList, self.0.clock.now())),
-        }
+        self.0.plan.by_list(query.ip, || self.0.clock.now())
     }
 
     #[inline]

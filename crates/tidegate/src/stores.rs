@@ -23,8 +23,8 @@ use crate::random::{random_bytes, random_u64};
 #[cfg(feature = "remote")]
 const SEED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// The stores of a policy: in memory, in a file, or on a server that several nodes share. From one of these a gate and providers are
-/// made that share what they can.
+/// The stores of a policy: in memory, in a file, or on a server that several nodes share. From one of these a gate and
+/// providers are made that share what they can.
 pub struct Stores {
     settings: StoreSettings,
     seed: KeySeed,
@@ -178,13 +178,19 @@ impl Stores {
             StoreUrl::File(_) => self.shared(plan.limits(), clock.clone())?,
             _ => AnyStore::Memory(self.memory(Arc::clone(plan.limits()))),
         };
-        let is_shared = plan.providers().iter().any(|provider| provider.shared);
+        // What isn't on a server is this process' own, and `own` already.
+        let is_shared = matches!(self.settings.url, StoreUrl::Server(..))
+            && plan.providers().iter().any(|provider| provider.shared);
         let shared = if is_shared { Some(self.shared(plan.limits(), clock.clone())?) } else { None };
         Ok(Some(Outbound::with_stores(plan.clone(), own, shared, clock, &self.seed)))
     }
 
     fn memory(&self, limits: Arc<Limits>) -> Memory {
-        Memory::new(limits, usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX))
+        Memory::new(limits, self.max_bytes())
+    }
+
+    fn max_bytes(&self) -> usize {
+        usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX)
     }
 
     /// The store that the policy names, for these limits.
@@ -201,14 +207,13 @@ impl Stores {
                 options.seed = self.kept;
                 options.timeout = self.settings.timeout;
                 options.nodes = self.settings.nodes;
-                options.max_bytes = usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX);
+                options.max_bytes = self.max_bytes();
                 Ok(AnyStore::Fleet(Fleet::start(remote, clock, options)))
             }
             #[cfg(feature = "file")]
             StoreUrl::File(_) => {
                 let journal = self.journal.as_ref().expect("invariant: the file was opened with these stores");
-                let max_bytes = usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX);
-                let store = FileStore::new(Arc::new(limits.clone()), max_bytes, journal, clock.now())?;
+                let store = FileStore::new(Arc::new(limits.clone()), self.max_bytes(), journal, clock.now())?;
                 Ok(AnyStore::File(store))
             }
             #[cfg(not(feature = "file"))]

@@ -126,6 +126,23 @@ async fn a_store_that_cannot_be_is_told() {
     assert!(matches!(file, OpenError::File(_)), "{file}");
 }
 
+/// A provider that is shared has nobody to share a file with: it is kept there like the others.
+#[tokio::test(start_paused = true)]
+async fn providers_keep_their_counts_in_the_file_whether_they_are_shared_or_not() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("state");
+    let provider = "base_url = \"https://api.test\"\nlimit = \"1 per 1h\"\n";
+    let text = format!(
+        "[store]\nurl = \"file:{}\"\n[outbound.provider.one]\n{provider}shared = true\n\
+         [outbound.provider.two]\n{provider}",
+        path.display()
+    );
+    let policy = policy(&text);
+    let stores = Stores::open(&policy, |_| None).await.unwrap();
+    let outbound = stores.outbound(&policy, TokioClock::default()).unwrap().unwrap();
+    assert_eq!(outbound.providers().len(), 2);
+}
+
 /// What a file keeps is there again for the gate and for providers, without a word on either.
 #[tokio::test(start_paused = true)]
 async fn a_file_outlives_the_process() {

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use http::header::HeaderMap;
 use tidegate_core::admit::{decide, share};
 use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
-use tidegate_policy::{
-    ActionId, Forwarding, KeyError, KeyPart, KeySeed, Listed, Plan, Policy, Query, UnknownAction, canonical,
-};
+use tidegate_policy::{ActionId, Forwarding, KeyPart, KeySeed, Plan, Policy, Query, canonical};
 use tidegate_store::{Immediate, Memory};
 
 use super::client::{Client, Fate, KeyFate, label};
@@ -16,6 +14,7 @@ use super::heaviest::Heaviest;
 use super::meter::Meter;
 use super::request::Request;
 use super::timeline::Timeline;
+use crate::world::Undecidable;
 
 /// The most clients that are told apart: 35 MB in a table of 2^20 slots.
 const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
@@ -23,15 +22,6 @@ const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
 const TOGETHER: usize = 128;
 /// The most refused keys that are told apart, for limits that don't count by the client alone: a MB, their words included.
 const MAX_KEYS: usize = 4096;
-
-/// Why a request can't be decided about; a running gate answers it with 503.
-#[derive(Clone, Debug, thiserror::Error)]
-pub(super) enum Undecidable {
-    #[error(transparent)]
-    Action(#[from] UnknownAction),
-    #[error(transparent)]
-    Key(#[from] KeyError),
-}
 
 /// Requests and refusals of an action, or of none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -177,10 +167,8 @@ impl Judge {
             Some(name) => Some(plan.find(name)?),
             None => plan.matching(query),
         };
-        match query.ip.map(|ip| plan.listed(ip)) {
-            Some(Listed::Allow) => return Ok((action, Decision::without_limit(true, Reason::AllowList, now))),
-            Some(Listed::Deny) => return Ok((action, Decision::without_limit(false, Reason::DenyList, now))),
-            Some(Listed::Neither) | None => {}
+        if let Some(decision) = plan.by_list(query.ip, || now) {
+            return Ok((action, decision));
         }
         self.holder += 1;
         let mut batch = Batch::new(self.holder);

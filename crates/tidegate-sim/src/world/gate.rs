@@ -4,7 +4,7 @@ use std::net::Ipv4Addr;
 
 use tidegate_core::admit::decide;
 use tidegate_core::{Batch, Span, Time, Verb};
-use tidegate_policy::{ActionId, KeyError, KeySeed, Listed, Plan, Query};
+use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Query};
 use tidegate_store::{Immediate, Memory, Store};
 
 use crate::setup::Load;
@@ -33,8 +33,8 @@ pub(crate) fn action_of(plan: &Plan, load: &Load, seed: &KeySeed) -> Result<Opti
     Ok(action)
 }
 
-/// Why the plan can't decide about a load's calls.
-#[derive(Debug, thiserror::Error)]
+/// Why the plan can't decide about a call; a running gate answers it with 503.
+#[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum Undecidable {
     #[error(transparent)]
     Action(#[from] tidegate_policy::UnknownAction),
@@ -75,14 +75,13 @@ impl<'s> Gate<'s> {
     /// It is refused, and may come back after this.
     pub(super) fn check(&self, caller: Caller<'_>, now: Time) -> Result<(), Option<Span>> {
         let query = query(&self.loads[caller.load], caller.name, caller.node);
-        match query.ip.map(|ip| self.plan.listed(ip)) {
-            Some(Listed::Allow) => return Ok(()),
-            Some(Listed::Deny) => return Err(None),
-            Some(Listed::Neither) | None => {}
-        }
-        let Some(batch) = self.batch(caller, Verb::Take) else { return Ok(()) };
-        let outcomes = self.store.apply_now(&batch, now);
-        let decision = decide(&batch, self.plan.limits(), &outcomes);
+        let decision = match self.plan.by_list(query.ip, || now) {
+            Some(decision) => decision,
+            None => {
+                let Some(batch) = self.batch(caller, Verb::Take) else { return Ok(()) };
+                decide(&batch, self.plan.limits(), &self.store.apply_now(&batch, now))
+            }
+        };
         if decision.allowed { Ok(()) } else { Err(decision.retry_after) }
     }
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::batch::Outcome;
-use tidegate_core::{Batch, Count, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 
 /// Locks, so that callers seldom meet.
 const SHARDS: usize = 16;
@@ -74,16 +74,14 @@ impl Blocks {
             if now < block.sent || now >= block.until {
                 continue;
             }
-            let uncounted = |other: &Op| op.verb == Verb::Take && self.limits.get(other.limit).is_some_and(counts_all);
+            let counts = |other: &Op| self.limits.get(other.limit).is_some_and(Limit::counts_refused);
+            let uncounted = |other: &Op| op.verb == Verb::Take && counts(other);
             if batch.ops().iter().any(uncounted) {
                 // A limit that counts refused calls must hear of this one.
                 return None;
             }
             let there = block.decided + now.since(block.sent);
-            return Some(Outcomes::new(
-                there,
-                batch.ops().iter().map(|op| block.answer(op, there)).collect::<Vec<_>>(),
-            ));
+            return Some(Outcomes::new(there, batch.ops().iter().map(|op| block.answer(op, there))));
         }
         None
     }
@@ -119,8 +117,4 @@ impl Blocks {
             shard.lock().unwrap_or_else(PoisonError::into_inner).clear();
         }
     }
-}
-
-fn counts_all(limit: &Limit) -> bool {
-    limit.count() == Count::All && !matches!(limit.kind(), Kind::Concurrency(_))
 }

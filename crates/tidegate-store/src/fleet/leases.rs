@@ -305,11 +305,7 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
         node.tell(&unspent, node.clock.now());
     }
     while size >= cost.saturating_mul(2) {
-        let mut wanted = Batch::new(batch.id()).ahead(lease);
-        wanted.set_affinity(batch.terms().affinity);
-        for &(limit, key) in &places {
-            wanted.push(Op::new(limit, Verb::Take, key, size)).expect("invariant: as many as the call's own");
-        }
+        let wanted = batch.part(batch.ops().iter().map(|op| Op { cost: size, ..*op })).ahead(lease);
         let sent = node.clock.now();
         let Ok(outcomes) = node.ask(&wanted, sent).await else { break };
         let room = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);

@@ -5,8 +5,8 @@
 //! store that is gone, and the log isn't told of a single slow answer.
 
 use std::future::Future;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use tidegate_core::{Batch, Outcomes};
@@ -30,7 +30,7 @@ pub(super) struct Link {
     /// What the node goes on with; there from the moment that the link is suspect until it is up.
     local: RwLock<Option<Arc<Local>>>,
     /// What its keys have in common, of the batch that failed.
-    affinity: Mutex<u64>,
+    affinity: AtomicU64,
 }
 
 impl Link {
@@ -44,7 +44,7 @@ impl Link {
 
     /// What the batch's keys have in common that made it suspect.
     pub(super) fn affinity(&self) -> u64 {
-        *self.affinity.lock().unwrap_or_else(PoisonError::into_inner)
+        self.affinity.load(Ordering::Relaxed)
     }
 
     /// Waits for an answer: at most so long, and no longer than others get theirs.
@@ -70,7 +70,7 @@ impl Link {
         let mut held = self.local.write().unwrap_or_else(PoisonError::into_inner);
         if self.is_up() {
             *held = Some(Arc::new(local()));
-            *self.affinity.lock().unwrap_or_else(PoisonError::into_inner) = batch.terms().affinity;
+            self.affinity.store(batch.terms().affinity, Ordering::Relaxed);
             self.state.store(SUSPECT, Ordering::Release);
             self.fell.notify_waiters();
             self.poked.notify_one();

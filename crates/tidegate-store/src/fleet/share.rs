@@ -54,7 +54,7 @@ impl Local {
         if batch.ops().iter().any(|op| op.verb == Verb::Renew) {
             // Its permit is the store's: it lives on until that can be asked.
             let list = outcomes.list().iter().map(|outcome| Outcome { verdict: Verdict::Admitted, ..*outcome });
-            outcomes = Outcomes::new(outcomes.now(), list.collect::<Vec<_>>());
+            outcomes = Outcomes::new(outcomes.now(), list);
         }
         let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
         for op in batch.ops().iter().filter(|op| matches!(op.verb, Verb::Take | Verb::Debit | Verb::Reset)) {
@@ -73,9 +73,8 @@ impl Local {
         let touched = std::mem::take(&mut *self.touched.lock().unwrap_or_else(PoisonError::into_inner));
         let used = touched.into_iter().map(|((limit, key), Touched { affinity, was_reset })| {
             let batch = |verb, cost| {
-                let mut batch = Batch::new(0);
+                let mut batch = Batch::one(0, Op::new(limit, verb, key, cost));
                 batch.set_affinity(affinity);
-                batch.push(Op::new(limit, verb, key, cost)).expect("invariant: one operation fits");
                 batch
             };
             let peek = batch(Verb::Peek, 1);
@@ -121,5 +120,5 @@ pub(super) fn untouched(batch: &Batch, limits: &Limits, now: Time) -> Outcomes {
         }
         _ => Outcome::plain(Verdict::Admitted, now),
     });
-    Outcomes::new(now, outcomes.collect::<Vec<_>>())
+    Outcomes::new(now, outcomes)
 }

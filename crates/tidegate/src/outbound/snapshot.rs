@@ -171,8 +171,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
 
     fn ask(&self, mut op: Op, now: Time) -> Option<Outcome> {
         op.must_fit = true;
-        let mut batch = Batch::new(0);
-        batch.push(op).expect("invariant: an empty batch has room for one operation");
+        let batch = Batch::one(0, op);
         match self.outbound.0.store.apply(&batch, now) {
             Answer::Ready(outcomes) => outcomes.list().first().copied(),
             // What is kept elsewhere outlives this process there.
