@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tidegate_testkit::client::Client;
 use tidegate_testkit::dice;
-use tidegate_testkit::servers::{RedisServer, RedisSetup, Running, Scratch, free_port};
+use tidegate_testkit::servers::{RedisCluster, RedisServer, RedisSetup, Running, Scratch, free_port};
 
 /// Decisions a second, over both gates.
 const LOAD: u32 = 1_000;
@@ -54,7 +54,7 @@ impl Gate {
     }
 
     fn ask(&self, action: &str, cost: u64) -> (u16, String) {
-        let answer = Client::connect(self.port).expect("the gate listens").ask(question(action, cost));
+        let answer = Client::connect(self.port).expect("the gate listens").ask(question(action, "k", cost));
         (answer.status, answer.body)
     }
 
@@ -80,8 +80,8 @@ impl Gate {
     }
 }
 
-fn question(action: &str, cost: u64) -> String {
-    let body = format!("{{\"action\":\"{action}\",\"key\":\"k\",\"cost\":{cost}}}");
+fn question(action: &str, key: &str, cost: u64) -> String {
+    let body = format!("{{\"action\":\"{action}\",\"key\":\"{key}\",\"cost\":{cost}}}");
     format!("POST /v1/check HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
@@ -108,7 +108,7 @@ fn load(ports: [u16; 2], stop: &AtomicBool) -> Vec<Asked> {
                         }
                         sleep((start + pace * turn).saturating_duration_since(Instant::now()));
                         let at = Instant::now();
-                        let status = client.ask(question("api", 1)).status;
+                        let status = client.ask(question("api", "k", 1)).status;
                         all.push(Asked { at, took: at.elapsed(), status });
                     }
                     all
@@ -278,4 +278,44 @@ fn a_gate_that_finds_no_server_says_so() {
     let gate = Gate { running: Running::start(run(&env), Scratch::new(), api), port: api };
     assert_eq!(gate.ask("api", 1).0, 200, "a node that knows the secret goes on by itself");
     gate.hears("the store is down", Duration::from_secs(5));
+}
+
+/// One master of a cluster is lost: what it held is refused where a policy says so, and all else is decided as before.
+#[test]
+fn a_cluster_that_loses_a_master() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(mut cluster) = RedisCluster::start() else { return };
+    let gate = Gate::start(&cluster.url());
+    let ask = |number: u32| {
+        let at = Instant::now();
+        let status = Client::connect(gate.port)
+            .expect("the gate listens")
+            .ask(question("careful", &number.to_string(), 1))
+            .status;
+        (status, at.elapsed())
+    };
+    assert!((0..60).all(|number| ask(number).0 == 200));
+    let kept = cluster.nodes()[1..].iter().map(|node| {
+        let count = node.command(&["EVAL", "return #redis.call('KEYS', '*}w*')", "0"]);
+        count.trim_start_matches(':').parse::<usize>().expect("a number")
+    });
+    let kept = kept.sum::<usize>();
+    assert!((20..60).contains(&kept), "{kept}");
+    // Until the gate knows which master holds what.
+    sleep(Duration::from_millis(1_500));
+    cluster.node_mut(0).kill();
+    let lost = Instant::now();
+    let mut took = Vec::new();
+    while lost.elapsed() < Duration::from_secs(if dice::full() { 10 } else { 3 }) {
+        let answers: Vec<_> = (0..60).map(ask).collect();
+        assert_eq!(answers.iter().filter(|(status, _)| *status == 200).count(), kept, "{:?}", lost.elapsed());
+        took.extend(answers.iter().map(|(_, took)| *took));
+    }
+    took.sort_unstable();
+    let p99 = took[took.len() * 99 / 100];
+    assert!(p99 <= Duration::from_millis(20), "p99 {p99:?} of {} decisions", took.len());
+    gate.hears("a part of the store is down", Duration::from_secs(1));
+    cluster.node_mut(0).restart();
+    gate.hears("the store is back", Duration::from_secs(5));
+    assert!((0..60).all(|number| ask(number).0 == 200));
 }

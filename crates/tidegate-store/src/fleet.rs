@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use crate::{Answer, Losses, Remote, Store, StoreError, Votes, Waiting};
 use blocks::Blocks;
 use leases::{Leases, Spent};
-use link::Link;
+use link::{Link, Place};
 
 /// How many batches wait to be told to the store; more are dropped, counted and logged.
 const TOLD: usize = 4096;
@@ -201,9 +201,26 @@ impl Store for Fleet {
 }
 
 impl Node {
+    /// The links to what holds a batch's keys, one for each.
+    fn links(&self, batch: &Batch) -> impl Iterator<Item = (&Link, Place)> {
+        let affinity = batch.terms().affinity;
+        batch.ops().iter().map(move |op| (self.link_to(affinity, op.key), Place { affinity, key: op.key }))
+    }
+
+    fn link_to(&self, affinity: u64, key: Key) -> &Link {
+        self.links.get(self.remote.part(affinity, key)).unwrap_or(&self.links[0])
+    }
+
+    /// The link that a batch's fate hangs on: one that isn't up, if there is any.
     fn link(&self, batch: &Batch) -> &Link {
-        let part = self.remote.part(batch);
-        self.links.get(part).unwrap_or(&self.links[0])
+        let mut links = self.links(batch).map(|(link, _)| link);
+        let first = links.next().unwrap_or(&self.links[0]);
+        if first.is_up() { links.find(|link| !link.is_up()).unwrap_or(first) } else { first }
+    }
+
+    /// The link to where the roll is.
+    fn home(&self) -> &Link {
+        self.link_to(0, ROLL)
     }
 
     /// Asks the store, and if it doesn't answer goes on without it.
@@ -220,7 +237,8 @@ impl Node {
         let outcomes = link.wait(self.remote.ask(batch, sent), self.options.timeout).await;
         match &outcomes {
             Ok(outcomes) => self.blocks.learn(batch, outcomes, sent),
-            Err(_) => link.suspect(|| self.local(), batch),
+            // Which of them it was is found out by asking each.
+            Err(_) => self.links(batch).for_each(|(link, place)| link.suspect(|| self.local(), place)),
         }
         outcomes
     }
@@ -245,6 +263,15 @@ impl Node {
         }
     }
 
+    /// Tells the store, and if it doesn't answer keeps it in mind until it is back.
+    async fn ask_or_keep(&self, batch: &Batch, sent: Time) {
+        if self.ask(batch, sent).await.is_err()
+            && let Some(local) = self.link(batch).local()
+        {
+            local.apply(batch, self.clock.now());
+        }
+    }
+
     fn tell(&self, batch: &Batch, now: Time) {
         let link = self.link(batch);
         match link.local() {
@@ -263,9 +290,26 @@ impl Node {
         self.leases.forget(limit, key);
     }
 
-    /// The batch by which this node says that it is there, and by which the store shows that it takes writes.
-    fn roll_call(&self, affinity: u64) -> Batch {
-        self.on_roll(Verb::Take, ROLL, affinity)
+    /// The batch by which this node says that it is there.
+    fn roll_call(&self) -> Batch {
+        self.on_roll(Verb::Take, ROLL, 0)
+    }
+
+    /// A batch by which the part of the store behind a link shows that it takes writes.
+    fn look(&self, link: &Link) -> Batch {
+        match link.failed() {
+            // What is in one part has the roll in it too.
+            Some(Place { affinity, key }) if self.links.len() > 1 => {
+                self.on_roll(Verb::Take, Key::new(ROLL.hi(), key.lo()), affinity)
+            }
+            _ => self.roll_call(),
+        }
+    }
+
+    /// The roll was answered.
+    fn count(&self, outcomes: &Outcomes) {
+        let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok());
+        self.size.store(nodes.unwrap_or(1).max(1), Ordering::Relaxed);
     }
 
     /// A batch about a list of nodes.

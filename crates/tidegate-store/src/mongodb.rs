@@ -69,7 +69,7 @@ impl Remote for MongoDb {
         Box::pin(within(GROUP_WITHIN, async move { server.documents().await?.seed(proposal).await }))
     }
 
-    fn clean(&self) -> Waiting<()> {
+    fn tend(&self) -> Waiting<()> {
         let server = self.0.driver();
         Box::pin(within(CLEAN_WITHIN, async move { server.clean().await }))
     }

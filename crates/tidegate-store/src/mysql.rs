@@ -46,7 +46,7 @@ impl Remote for MySql {
         Box::pin(async move { sql.seed(proposal).await })
     }
 
-    fn clean(&self) -> Waiting<()> {
+    fn tend(&self) -> Waiting<()> {
         let sql = self.0.driver();
         Box::pin(async move { sql.clean().await })
     }

@@ -8,6 +8,7 @@
 mod address;
 mod keys;
 mod link;
+mod masters;
 mod question;
 mod script;
 mod spread;
@@ -18,7 +19,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use tidegate_core::batch::Against;
-use tidegate_core::{Batch, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 use tokio::sync::broadcast;
 
 pub use address::RedisUrlError;
@@ -27,6 +28,7 @@ use crate::{Remote, Reset, StoreError, TimeSource, Waiting};
 use address::Address;
 use keys::Keys;
 use link::{Link, LinkError, Patience};
+use masters::Masters;
 use question::{Elsewhen, Question};
 use redis::{Cmd, ServerErrorKind, Value};
 use script::Scripts;
@@ -100,6 +102,7 @@ struct Shared {
     patience: Patience,
     scripts: Scripts,
     link: Link,
+    masters: Masters,
     /// How far the server's clock was ahead of the callers' in the last answer, in microseconds: where to look for the
     /// period of a quota.
     ahead: AtomicI64,
@@ -121,8 +124,8 @@ impl Redis {
         let keys = Arc::new(Keys::new(&prefix));
         let patience = Patience { connect: connect_timeout, answer: answer_timeout };
         let link = Link::new(Address::parse(&url)?, authorities, patience, Arc::clone(&keys));
-        let (scripts, ahead) = (Scripts::default(), AtomicI64::new(0));
-        Ok(Self { shared: Arc::new(Shared { limits, keys, time, reserve, patience, scripts, link, ahead }) })
+        let (scripts, masters, ahead) = (Scripts::default(), Masters::default(), AtomicI64::new(0));
+        Ok(Self { shared: Arc::new(Shared { limits, keys, time, reserve, patience, scripts, link, masters, ahead }) })
     }
 }
 
@@ -141,8 +144,27 @@ impl Remote for Redis {
         Box::pin(async move { shared.seed(proposal).await })
     }
 
+    fn parts(&self) -> usize {
+        if self.shared.link.is_divided() { masters::MOST } else { 1 }
+    }
+
+    fn part(&self, affinity: u64, key: Key) -> usize {
+        if self.shared.link.is_divided() { self.shared.masters.of(&Keys::tag(affinity, key)) } else { 0 }
+    }
+
     fn resets(&self) -> Option<broadcast::Receiver<Reset>> {
         Some(self.shared.link.resets())
+    }
+
+    fn tend(&self) -> Waiting<()> {
+        let shared = Arc::clone(&self.shared);
+        Box::pin(async move {
+            if shared.link.is_divided() {
+                let mut slots = redis::cmd("CLUSTER");
+                shared.masters.learn(&shared.send(slots.arg("SLOTS")).await?);
+            }
+            Ok(())
+        })
     }
 }
 

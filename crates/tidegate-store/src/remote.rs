@@ -46,14 +46,15 @@ pub trait Remote: Send + Sync + 'static {
     /// then kept there for good.
     fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]>;
 
-    /// How many parts of it can fail by themselves, such as the slots of a cluster's masters. At least 1.
+    /// How many parts of it can fail by themselves, such as a cluster's masters, at the most. At least 1.
     fn parts(&self) -> usize {
         1
     }
 
-    /// Which part a batch is for, below [`Remote::parts`]; the same for all batches of the same affinity.
-    fn part(&self, batch: &Batch) -> usize {
-        let _ = batch;
+    /// Which part holds a key's state, below [`Remote::parts`], under batches of this
+    /// [affinity](tidegate_core::batch::Terms::affinity). It may be another from one moment to the next.
+    fn part(&self, affinity: u64, key: Key) -> usize {
+        let _ = (affinity, key);
         0
     }
 
@@ -63,9 +64,9 @@ pub trait Remote: Send + Sync + 'static {
         None
     }
 
-    /// Removes some of what has expired, in a bounded number of steps, where the store doesn't by itself. Called about
-    /// once a second by one node or by all.
-    fn clean(&self) -> Waiting<()> {
+    /// Removes some of what has expired, in a bounded number of steps, where the store doesn't by itself, and finds out
+    /// which part holds what. Called about once a second by one node or by all.
+    fn tend(&self) -> Waiting<()> {
         Box::pin(std::future::ready(Ok(())))
     }
 }

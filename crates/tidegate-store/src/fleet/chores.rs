@@ -1,30 +1,31 @@
-//! What a node does beside its decisions: calls the roll, tells the store what needs no answer, hears of resets, gives
-//! back what leases left.
+//! What a node does beside its decisions: calls the roll, looks after what is down, tells the store what needs no answer,
+//! hears of resets, gives back what leases left.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tidegate_core::{Batch, LimitId, Time};
+use tidegate_core::{Batch, LimitId, Outcomes, Time};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
-use super::{Node, share};
+use super::link::Link;
+use super::{Node, ROLL, share};
 use crate::Reset;
 
-/// How often the roll is called while the store answers, and while it doesn't.
+/// How often the roll is called, and how often what is down is looked at.
 const ROLL_EVERY: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// How much longer than a decision a roll call waits for its answer, and how long at the least: what is slow isn't gone.
+/// How much longer than a decision these wait for an answer, and how long at the least: what is slow isn't gone.
 const PATIENCE: (u32, Duration) = (4, Duration::from_millis(200));
 /// How many batches are told at once.
 const AT_ONCE: usize = 64;
 /// How often leases are looked over.
 const SWEEP_EVERY: Duration = Duration::from_millis(50);
-/// How often the store is asked to forget what has expired.
-const CLEAN_EVERY: Duration = Duration::from_secs(1);
+/// How often the store is asked to forget what has expired, and the like.
+const TEND_EVERY: Duration = Duration::from_secs(1);
 /// How long after the store's return what was used meanwhile is looked for again, for decisions that were under way.
 const STRAGGLERS: Duration = Duration::from_millis(100);
 
@@ -34,11 +35,12 @@ pub(super) fn start(
     resets: Option<broadcast::Receiver<Reset>>,
 ) -> JoinSet<()> {
     let mut chores = JoinSet::new();
+    chores.spawn(roll(Arc::clone(node)));
     for part in 0..node.links.len() {
-        chores.spawn(roll(Arc::clone(node), part));
+        chores.spawn(look(Arc::clone(node), part));
     }
     chores.spawn(tell(Arc::clone(node), told));
-    chores.spawn(clean(Arc::clone(node)));
+    chores.spawn(tend(Arc::clone(node)));
     if let Some(resets) = resets {
         chores.spawn(hear(Arc::clone(node), resets));
     }
@@ -48,45 +50,66 @@ pub(super) fn start(
     chores
 }
 
-/// Calls the roll over one link: finds out how many nodes there are, and whether the store is there.
-async fn roll(node: Arc<Node>, part: usize) {
-    let link = &node.links[part];
-    let patience = (node.options.timeout * PATIENCE.0).max(PATIENCE.1);
+/// Calls the roll: finds out how many nodes there are, and whether the store is there before a caller does.
+async fn roll(node: Arc<Node>) {
     loop {
-        // The whole store has one roll; other parts are only looked after once they have failed.
-        if part == 0 || !link.is_up() {
-            let batch = node.roll_call(link.affinity());
-            match timeout(patience, node.remote.ask(&batch, node.clock.now())).await {
-                Ok(Ok(outcomes)) => {
-                    if let Some(outcome) = outcomes.list().first().filter(|_| part == 0) {
-                        node.size.store(usize::try_from(outcome.used).unwrap_or(1).max(1), Ordering::Relaxed);
-                    }
-                    if !link.is_up() {
-                        rejoin(&node, part);
-                    }
-                }
-                failed => {
-                    if link.fall(|| node.local()) && node.down.fetch_add(1, Ordering::Relaxed) == 0 {
-                        let error = failed.map_or_else(
-                            |_| format!("no answer within {patience:?}"),
-                            |answer| answer.map_or_else(|error| error.to_string(), |_| String::new()),
-                        );
-                        tracing::warn!(error, "the store is down: each limit goes on as its on_outage says");
-                    }
+        let home = node.home();
+        if home.is_up() {
+            match ask(&node, node.roll_call()).await {
+                Ok(outcomes) => node.count(&outcomes),
+                Err(why) => {
+                    fall(&node, home, &why);
+                    home.poked.notify_one();
                 }
             }
         }
-        let wait = if link.is_up() { ROLL_EVERY } else { LOOK_EVERY };
-        tokio::select! {
-            () = sleep(wait) => {}
-            () = link.poked.notified() => {}
+        sleep(ROLL_EVERY).await;
+    }
+}
+
+/// Looks at a part that is suspect until it is back.
+async fn look(node: Arc<Node>, part: usize) {
+    let link = &node.links[part];
+    loop {
+        link.poked.notified().await;
+        while !link.is_up() {
+            let batch = node.look(link);
+            let is_roll = batch.ops().iter().any(|op| op.key == ROLL);
+            match ask(&node, batch).await {
+                Ok(outcomes) => {
+                    if is_roll {
+                        node.count(&outcomes);
+                    }
+                    rejoin(&node, link);
+                }
+                Err(why) => {
+                    fall(&node, link, &why);
+                    sleep(LOOK_EVERY).await;
+                }
+            }
         }
     }
 }
 
+/// Asks the store, whether its link is up or not, and says why there is no answer.
+async fn ask(node: &Node, batch: Batch) -> Result<Outcomes, String> {
+    let patience = (node.options.timeout * PATIENCE.0).max(PATIENCE.1);
+    match timeout(patience, node.remote.ask(&batch, node.clock.now())).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {patience:?}")),
+    }
+}
+
+fn fall(node: &Node, link: &Link, error: &str) {
+    if link.fall(|| node.local()) && node.down.fetch_add(1, Ordering::Relaxed) == 0 {
+        let what = if node.links.len() > 1 { "a part of the store" } else { "the store" };
+        tracing::warn!(error, "{what} is down: each limit goes on as its on_outage says");
+    }
+}
+
 /// Goes back to the store, and tells it what was used meanwhile.
-fn rejoin(node: &Arc<Node>, part: usize) {
-    let (local, was_down) = node.links[part].rise();
+fn rejoin(node: &Arc<Node>, link: &Link) {
+    let (local, was_down) = link.rise();
     node.blocks.clear();
     if was_down && node.down.fetch_sub(1, Ordering::Relaxed) == 1 {
         tracing::warn!("the store is back");
@@ -120,8 +143,7 @@ async fn merge(node: &Arc<Node>, local: &share::Local) {
         }
         asked.spawn(async move {
             for batch in tells {
-                // Should it fail again, what was used is lost with the store.
-                let _ = node.ask(&batch, now).await;
+                node.ask_or_keep(&batch, now).await;
             }
         });
     }
@@ -136,13 +158,7 @@ async fn tell(node: Arc<Node>, mut told: mpsc::Receiver<(Batch, Time)>) {
             asked.join_next().await;
         }
         let node = Arc::clone(&node);
-        asked.spawn(async move {
-            if node.ask(&batch, now).await.is_err()
-                && let Some(local) = node.link(&batch).local()
-            {
-                local.apply(&batch, node.clock.now());
-            }
-        });
+        asked.spawn(async move { node.ask_or_keep(&batch, now).await });
         while asked.try_join_next().is_some() {}
     }
 }
@@ -174,12 +190,12 @@ async fn sweep(node: Arc<Node>) {
     }
 }
 
-async fn clean(node: Arc<Node>) {
+async fn tend(node: Arc<Node>) {
     loop {
-        sleep(CLEAN_EVERY).await;
-        if node.links.iter().any(|link| link.is_up()) {
-            // What isn't removed now is removed later.
-            let _ = node.remote.clean().await;
+        if node.links.iter().any(Link::is_up) {
+            // What isn't done now is done later.
+            let _ = node.remote.tend().await;
         }
+        sleep(TEND_EVERY).await;
     }
 }

@@ -1,15 +1,15 @@
 //! Whether a part of the store can be reached.
 //!
-//! The first answer that fails to come makes a link *suspect*: from then on its callers go on without the store, and the
-//! next call of the roll, at once, says whether it was a hiccup or the store is *down*. So nobody waits twice for a
-//! store that is gone, and the log isn't told of a single slow answer.
+//! The first answer that fails to come makes a link *suspect*: from then on its callers go on without the store, and a
+//! look at it, at once, says whether it was a hiccup or the store is *down*. So nobody waits twice for a store that is
+//! gone, and the log isn't told of a single slow answer.
 
 use std::future::Future;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use tidegate_core::{Batch, Outcomes};
+use tidegate_core::{Key, Outcomes};
 use tokio::sync::Notify;
 
 use super::share::Local;
@@ -25,12 +25,20 @@ pub(super) struct Link {
     state: AtomicU8,
     /// Wakes those who wait for an answer that won't come.
     fell: Notify,
-    /// Wakes who calls the roll.
+    /// Wakes who looks after it.
     pub(super) poked: Notify,
     /// What the node goes on with; there from the moment that the link is suspect until it is up.
     local: RwLock<Option<Arc<Local>>>,
-    /// What its keys have in common, of the batch that failed.
-    affinity: AtomicU64,
+    /// What couldn't be asked last.
+    failed: Mutex<Option<Place>>,
+}
+
+/// Where a store keeps something.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    /// What the keys of its batch have in common.
+    pub(super) affinity: u64,
+    pub(super) key: Key,
 }
 
 impl Link {
@@ -42,9 +50,8 @@ impl Link {
         self.local.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What the batch's keys have in common that made it suspect.
-    pub(super) fn affinity(&self) -> u64 {
-        self.affinity.load(Ordering::Relaxed)
+    pub(super) fn failed(&self) -> Option<Place> {
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for an answer: at most so long, and no longer than others get theirs.
@@ -66,18 +73,18 @@ impl Link {
     }
 
     /// An answer failed to come.
-    pub(super) fn suspect(&self, local: impl FnOnce() -> Local, batch: &Batch) {
+    pub(super) fn suspect(&self, local: impl FnOnce() -> Local, place: Place) {
         let mut held = self.local.write().unwrap_or_else(PoisonError::into_inner);
         if self.is_up() {
             *held = Some(Arc::new(local()));
-            self.affinity.store(batch.terms().affinity, Ordering::Relaxed);
+            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
             self.state.store(SUSPECT, Ordering::Release);
             self.fell.notify_waiters();
             self.poked.notify_one();
         }
     }
 
-    /// The roll wasn't answered either. True if that is news.
+    /// It isn't there when looked at either. True if that is news.
     pub(super) fn fall(&self, local: impl FnOnce() -> Local) -> bool {
         let mut held = self.local.write().unwrap_or_else(PoisonError::into_inner);
         if self.is_up() {

@@ -37,6 +37,11 @@ impl Keys {
         if affinity == 0 { key.lo() } else { affinity }
     }
 
+    /// The hash tag by which a cluster finds the slot of a key.
+    pub(super) fn tag(affinity: u64, key: Key) -> [u8; 11] {
+        digits(Self::place(affinity, key))
+    }
+
     /// Writes the name of a key's state into `name`. Another kind under the same tag is another plan's, and has a state
     /// of its own.
     pub(super) fn write(&self, affinity: u64, tag: u64, kind: &Kind, key: Key, name: &mut Vec<u8>) {
@@ -49,9 +54,8 @@ impl Keys {
         };
         name.clear();
         name.extend_from_slice(&self.prefix);
-        let place = Self::place(affinity, key);
         name.push(b'{');
-        name.extend_from_slice(&digits(place));
+        name.extend_from_slice(&Self::tag(affinity, key));
         name.extend_from_slice(&[b'}', letter]);
         name.extend_from_slice(&digits(tag));
         name.extend_from_slice(&digits(key.hi()));

@@ -53,7 +53,7 @@ pub(crate) fn expires<K: Kind>() {
         assert_eq!(K::rows(&server, "e_").await, 2100);
         // The permits are over, the rest isn't.
         store.ask(&Batch::new(0), desk::at(40_000)).await.unwrap();
-        store.clean().await.unwrap();
+        store.tend().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1400);
         let still = store.ask(&batch(Verb::Peek, &[(0, 3)]), desk::at(40_000)).await.unwrap();
         assert_eq!(still.list()[0].used, 1);
@@ -61,7 +61,7 @@ pub(crate) fn expires<K: Kind>() {
         store.ask(&batch(Verb::Refund, &[(0, 3), (1, 3)]), desk::at(40_000)).await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1398);
         store.ask(&Batch::new(0), desk::at(3_700_000)).await.unwrap();
-        store.clean().await.unwrap();
+        store.tend().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 0);
     });
 }

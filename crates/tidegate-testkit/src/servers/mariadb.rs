@@ -18,8 +18,10 @@ pub fn mariadb() -> Option<Database> {
     };
     let user = is_root().then_some("--user=root");
     let data = Scratch::new();
+    // A server that starts removes what others left in a directory for temporary files, were they even running.
+    let temporary = format!("--tmpdir={}", data.path().display());
     let output = Command::new(install)
-        .args(["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal"])
+        .args(["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal", &temporary])
         .arg(format!("--datadir={}", data.path().join("data").display()))
         .args(user)
         .output()
@@ -38,7 +40,7 @@ pub fn mariadb() -> Option<Database> {
         command.args(["--innodb-buffer-pool-size=64M", "--max-connections=200", "--skip-log-bin"]).args(user);
         let files = [("datadir", "data"), ("socket", "socket"), ("pid-file", "pid"), ("init-file", "init.sql")];
         command.args(files.map(|(option, file)| format!("--{option}={}", path.join(file).display())));
-        command.arg(format!("--port={port}"));
+        command.arg(format!("--port={port}")).arg(&temporary);
         command
     }))
 }
