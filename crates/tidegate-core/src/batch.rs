@@ -49,7 +49,8 @@ pub enum Verb {
     /// Forgets the key under this limit: usage, block and strikes.
     Reset,
     /// Charges the cost, up to 2^40, whether there is room or not: what a call turned out to cost beyond what it was
-    /// taken for.
+    /// taken for, or what was let through elsewhere. Of permits, the batch's id holds as many from now on, unless it
+    /// does already; that lengthens its lease.
     Debit,
     /// Tells a window that a call which was charged ahead ([`Batch::ahead`]) has ended: what it was charged counts as
     /// made now.

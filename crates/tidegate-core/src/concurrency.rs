@@ -95,6 +95,13 @@ impl Concurrency {
         }
     }
 
+    /// Takes note that `holder` has `cost` permits, whether they were free or not; up to the most that are handed out.
+    pub fn debit(&self, permits: &mut Permits, holder: u64, cost: u64, now: Time) {
+        if permits.holds(holder) || cost <= MAX_PERMITS.saturating_sub(permits.used()) {
+            self.charge(permits, holder, cost, now);
+        }
+    }
+
     /// Lengthens the holder's lease from `now`; false if it holds none any more.
     pub fn renew(&self, permits: &mut Permits, holder: u64, now: Time) -> bool {
         match permits.0.iter_mut().find(|permit| permit.holder == holder) {
@@ -181,5 +188,19 @@ mod tests {
         limit.settle(&mut permits, at(40));
         assert_eq!(permits.used(), 0);
         assert!(!limit.renew(&mut permits, 1, at(40)));
+    }
+
+    #[test]
+    fn a_debit_holds_what_there_was_no_room_for() {
+        let limit = Concurrency::new(2, Concurrency::LEASE).unwrap();
+        let at = |secs: u64| Time::from_secs(1000 + secs);
+        let mut permits = Permits::default();
+        for _ in 0..2 {
+            limit.debit(&mut permits, 1, 3, at(0));
+        }
+        limit.debit(&mut permits, 2, MAX_PERMITS - 2, at(0));
+        let look = limit.look(&permits, 1, at(0));
+        assert_eq!((look.used, look.remaining, look.retry_at), (3, 0, at(30)));
+        assert!(limit.renew(&mut permits, 1, at(10)) && !limit.renew(&mut permits, 2, at(10)));
     }
 }

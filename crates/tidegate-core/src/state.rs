@@ -287,7 +287,16 @@ impl State {
             }
             (_, Verb::Release | Verb::Renew) => return false,
             (_, Verb::Refund) => self.refund(ask),
-            (Kind::Concurrency(_) | Kind::Cooldown(_), Verb::Debit) => {}
+            (Kind::Concurrency(concurrency), Verb::Debit) => {
+                if !matches!(self.usage, Usage::Concurrency(_)) {
+                    self.usage = Usage::Concurrency(Permits::default());
+                }
+                if let Usage::Concurrency(permits) = &mut self.usage {
+                    concurrency.settle(permits, now);
+                    concurrency.debit(permits, terms.holder, op.cost, now);
+                }
+            }
+            (Kind::Cooldown(_), Verb::Debit) => {}
             (_, Verb::Debit) => {
                 let op = Op { cost: op.cost.min(MAX_COST), ..*op };
                 let mut outcome = Outcome::of(self.look(limit.kind(), op.cost, now), now);

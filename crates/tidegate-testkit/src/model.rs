@@ -325,6 +325,14 @@ impl Cell {
                 }
                 self.take(kind, op.cost.min(MAX_COST), Terms { lead: Span::ZERO, ..terms }, now);
             }
+            (Verb::Debit, Kind::Concurrency(_)) if held => self.history.push(Event::Renewed { at: now, holder }),
+            (Verb::Debit, kind @ Kind::Concurrency(_)) => {
+                // No more than can be looked over.
+                let used = self.history.look(kind, 0, holder, now, Span::ZERO).used;
+                if op.cost <= 4096_u64.saturating_sub(used) {
+                    self.take(kind, op.cost, terms, now);
+                }
+            }
             (Verb::Settle, Kind::Window(_)) => {
                 self.history.push(Event::Settled { at: now, cost: op.cost, counted_at });
             }

@@ -1,8 +1,14 @@
+local MOST_PERMITS = 4096
+
 tell[CONCURRENCY] = function(op, state)
-  if op.verb ~= RELEASE and op.verb ~= RENEW then return false end
+  if op.verb ~= RELEASE and op.verb ~= RENEW and op.verb ~= DEBIT then return false end
   op.limit, op.lease = unpack('<dd', bytes, op.place)
   settle_permits(op, state)
   local own = find(state, holder)
+  if op.verb == DEBIT then
+    if own or op.cost <= MOST_PERMITS - state.used then charge[CONCURRENCY](op, state) end
+    return true
+  end
   if not own then
     op.done = 0
     return state.changed

@@ -90,12 +90,10 @@ for index, op in ipairs(ops) do
     if state.changed then save[op.kind](op, state) end
   elseif op.verb == RESET then
     forget(op, state)
-  elseif op.verb == DEBIT then
-    if op.kind <= QUOTA then
-      judge[op.kind](op, state)
-      spend(op, state, not (state.strikes > 0 and state.ends > now))
-      save[op.kind](op, state)
-    end
+  elseif op.verb == DEBIT and op.kind <= QUOTA then
+    judge[op.kind](op, state)
+    spend(op, state, not (state.strikes > 0 and state.ends > now))
+    save[op.kind](op, state)
   elseif op.verb > PEEK and tell[op.kind](op, state) then
     save[op.kind](op, state)
   end
