@@ -219,9 +219,11 @@ fn outlives(fate: Fate) {
     let (first, last) = (asked[0].at, Instant::now());
     let most = densest(&asked, first, last);
     assert!(most <= 2 * LIMIT, "{fate:?}: {most} in a second");
-    let before = densest(&asked, first, fell);
-    // A machine that held the server's answer up may have had the gates go on by themselves for a moment.
-    assert!((LIMIT * 8 / 10..=2 * LIMIT).contains(&before), "{fate:?}: {before} in a second before");
+    let before = asked.iter().filter(|asked| asked.status == 200 && asked.at < fell).count();
+    let fair = ((fell - first).as_secs_f64() * LIMIT as f64) as usize;
+    // One window more, and half of one for a machine that held the server's answer up: each gate for itself would let
+    // through twice as much.
+    assert!((fair * 8 / 10..=fair + LIMIT * 3 / 2).contains(&before), "{fate:?}: {before} before, of {fair}");
     for gate in &gates {
         assert_eq!((gate.told("the store is down"), gate.told("the store is back")), (1, 1), "{fate:?}");
     }
@@ -305,12 +307,17 @@ fn a_cluster_that_loses_a_master() {
     sleep(Duration::from_millis(1_500));
     cluster.node_mut(0).kill();
     let lost = Instant::now();
-    let mut took = Vec::new();
+    let (mut took, mut missed, mut asked) = (Vec::new(), 0, 0);
     while lost.elapsed() < Duration::from_secs(if dice::full() { 10 } else { 3 }) {
         let answers: Vec<_> = (0..60).map(ask).collect();
-        assert_eq!(answers.iter().filter(|(status, _)| *status == 200).count(), kept, "{:?}", lost.elapsed());
+        let answered = answers.iter().filter(|(status, _)| *status == 200).count();
+        assert!(answered <= kept, "{answered} of {kept}");
+        // A busy machine may hold an answer up for longer than a decision waits.
+        missed += kept - answered;
+        asked += kept;
         took.extend(answers.iter().map(|(_, took)| *took));
     }
+    assert!(missed * 50 <= asked, "{missed} of {asked} that other masters hold");
     took.sort_unstable();
     let p99 = took[took.len() * 99 / 100];
     assert!(p99 <= Duration::from_millis(20), "p99 {p99:?} of {} decisions", took.len());

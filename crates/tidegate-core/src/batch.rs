@@ -44,7 +44,8 @@ pub enum Verb {
     Refund,
     /// Gives back the permits that the batch's id holds.
     Release,
-    /// Lengthens the lease of the permits that the batch's id holds.
+    /// Lengthens the lease of the permits that the batch's id holds. The cost is how many they are, for a store that has
+    /// lost them.
     Renew,
     /// Forgets the key under this limit: usage, block and strikes.
     Reset,
@@ -378,6 +379,12 @@ impl Against {
                 self.blocked |= blocks;
             }
         }
+    }
+
+    /// Whether a take that a limit answered like this was charged to it.
+    pub fn charges(&self, limit: &Limit, outcome: &Outcome) -> bool {
+        let own = outcome.verdict == Verdict::Admitted && limit.counts_refused();
+        own || !outcome.verdict.refuses() && !self.refuses(limit)
     }
 
     /// Whether a take under this limit isn't to be charged.

@@ -92,7 +92,7 @@ impl fmt::Display for StoreUrl {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Engine {
-    /// `redis://`, `rediss://` (over TLS), `redis-sentinel://`: Redis from 6.2, Valkey, and servers like them.
+    /// `redis://`, `redis-sentinel://`, and over TLS `rediss://`, `rediss-sentinel://`: Redis from 6.2, Valkey, and servers like them.
     Redis,
     /// `redis-cluster://`, `rediss-cluster://`.
     RedisCluster,
@@ -100,7 +100,7 @@ pub enum Engine {
     MySql,
     /// `postgres://`, `postgresql://`: from 12.
     Postgres,
-    /// `mongodb://`, `mongodb+srv://`.
+    /// `mongodb://`.
     MongoDb,
 }
 
@@ -109,6 +109,7 @@ pub(crate) const SCHEMES: [(&str, Engine); 11] = [
     ("redis", Engine::Redis),
     ("rediss", Engine::Redis),
     ("redis-sentinel", Engine::Redis),
+    ("rediss-sentinel", Engine::Redis),
     ("redis-cluster", Engine::RedisCluster),
     ("rediss-cluster", Engine::RedisCluster),
     ("mysql", Engine::MySql),
@@ -116,7 +117,6 @@ pub(crate) const SCHEMES: [(&str, Engine); 11] = [
     ("postgres", Engine::Postgres),
     ("postgresql", Engine::Postgres),
     ("mongodb", Engine::MongoDb),
-    ("mongodb+srv", Engine::MongoDb),
 ];
 
 /// When a file is written.

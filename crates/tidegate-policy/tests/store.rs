@@ -27,7 +27,7 @@ fn urls_name_engines() {
         ("mysql://gate@db/limits", Engine::MySql),
         ("mariadb://gate@db/limits", Engine::MySql),
         ("postgres://gate@db/limits", Engine::Postgres),
-        ("mongodb+srv://gate:word@db/limits", Engine::MongoDb),
+        ("mongodb://gate:word@db/limits", Engine::MongoDb),
     ] {
         let policy = load(&format!("[store]\nurl = \"{url}\"\n"));
         let StoreUrl::Server(found, whole) = &policy.store().url else { panic!("{url}") };

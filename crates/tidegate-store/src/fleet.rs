@@ -13,9 +13,10 @@ mod share;
 
 use std::future::{Future, ready};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use tidegate_core::batch::Outcome;
 use tidegate_core::{
     Batch, Clock, Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, OnOutage, Op, Outcomes, Span, Time, Verb,
 };
@@ -26,6 +27,7 @@ use crate::{Answer, Losses, Remote, Store, StoreError, Votes, Waiting};
 use blocks::Blocks;
 use leases::{Leases, Spent};
 use link::{Link, Place};
+use share::held;
 
 /// How many batches wait to be told to the store; more are dropped, counted and logged.
 const TOLD: usize = 4096;
@@ -65,6 +67,8 @@ pub fn fleet_limits(limits: &Limits) -> Result<Limits, LimitError> {
     Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain([roll]).collect())
 }
 
+/// How many links that become suspect within a second of housekeeping are told of.
+const STALLS: u64 = 3;
 /// How long a node counts that was not heard of.
 const LEASE: Span = Span::from_secs(10);
 /// Under which key the nodes are counted.
@@ -89,8 +93,14 @@ struct Node {
     leases: Leases,
     tells: mpsc::Sender<(Batch, Time)>,
     untold: AtomicU64,
-    /// How many nodes there were when the store last told.
+    /// How many links have become suspect since this was last told.
+    late: AtomicU64,
+    /// How many nodes there were when the store last told; after a start or an outage, what it tells until
+    /// `settled_at` may leave some out.
     size: AtomicUsize,
+    settled_at: AtomicU64,
+    /// Whether the store was found to have another secret, so that the log is told once.
+    strange: AtomicBool,
     /// How many links are down, so that the log is told once.
     down: AtomicUsize,
 }
@@ -109,6 +119,7 @@ impl Fleet {
         let (tells, told) = mpsc::channel(TOLD);
         let parts = remote.parts().max(1);
         let resets = remote.resets();
+        let settled_at = AtomicU64::new((clock.now() + LEASE).as_micros());
         let node = Arc::new(Node {
             roll: limits.iter().map(|(id, _)| id).last(),
             links: (0..parts).map(|_| Link::default()).collect(),
@@ -119,7 +130,10 @@ impl Fleet {
             options,
             tells,
             untold: AtomicU64::new(0),
+            late: AtomicU64::new(0),
             size: AtomicUsize::new(options.nodes.max(1) as usize),
+            settled_at,
+            strange: AtomicBool::new(false),
             down: AtomicUsize::new(0),
         });
         let chores = chores::start(&node, told, resets);
@@ -195,8 +209,15 @@ impl Store for Fleet {
         if untold > 0 {
             tracing::warn!(untold, "the store is too slow for what it is told: refunds and the like were dropped");
         }
-        let locals = self.node.links.iter().filter_map(Link::local);
-        locals.fold(Losses::default(), |losses, local| losses.and(local.memory().tend(now)))
+        let late = self.node.late.swap(0, Ordering::Relaxed);
+        if late >= STALLS {
+            tracing::warn!(late, "answers of the store come too late: decisions are made without it, time and again");
+        }
+        self.node.links.iter().fold(Losses::default(), |losses, link| {
+            let local = link.local().map(|local| local.memory().tend(now));
+            link.tidy();
+            losses.and(local.unwrap_or_default())
+        })
     }
 }
 
@@ -237,8 +258,13 @@ impl Node {
         let outcomes = link.wait(self.remote.ask(batch, sent), self.options.timeout).await;
         match &outcomes {
             Ok(outcomes) => self.blocks.learn(batch, outcomes, sent),
-            // Which of them it was is found out by asking each.
-            Err(_) => self.links(batch).for_each(|(link, place)| link.suspect(|| self.local(), place)),
+            // It fell for another's failure, or isn't up.
+            Err(StoreError::Unavailable) => {}
+            // Which of them it was is found out by looking at each.
+            Err(_) => {
+                self.late.fetch_add(1, Ordering::Relaxed);
+                self.links(batch).for_each(|(link, place)| link.suspect(|| self.local(), place));
+            }
         }
         outcomes
     }
@@ -255,32 +281,41 @@ impl Node {
         match first.map_or(OnOutage::Local, |limit| limit.sharing().on_outage) {
             OnOutage::Deny => Err(StoreError::Unavailable),
             OnOutage::Allow => Ok(share::untouched(batch, self.remote.limits(), now)),
-            OnOutage::Local => match self.link(batch).local() {
-                Some(local) => Ok(local.apply(batch, now)),
-                // The store has come back just now; this one call isn't worth another round trip.
-                None => Ok(self.local().apply(batch, now)),
-            },
+            OnOutage::Local => Ok(self.keep(batch, now)),
         }
     }
 
     /// Tells the store, and if it doesn't answer keeps it in mind until it is back.
     async fn ask_or_keep(&self, batch: &Batch, sent: Time) {
-        if self.ask(batch, sent).await.is_err()
-            && let Some(local) = self.link(batch).local()
-        {
-            local.apply(batch, self.clock.now());
+        match self.ask(batch, sent).await {
+            Err(_) => drop(self.keep(batch, self.clock.now())),
+            Ok(outcomes) => {
+                // The store has lost a permit of a call that still runs.
+                let lost = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.verdict.refuses();
+                if batch.ops().iter().zip(outcomes.list()).any(lost) && self.ask(&held(batch), sent).await.is_err() {
+                    self.keep(batch, self.clock.now());
+                }
+            }
         }
+    }
+
+    /// Carries a batch out with this node's share. If the store is there, it is told soon.
+    fn keep(&self, batch: &Batch, now: Time) -> Outcomes {
+        let link = self.link(batch);
+        let local = link.local().unwrap_or_else(|| link.local_or(|| self.local()));
+        let outcomes = local.apply(batch, now);
+        if link.is_up() {
+            link.poked.notify_one();
+        }
+        outcomes
     }
 
     fn tell(&self, batch: &Batch, now: Time) {
         let link = self.link(batch);
-        match link.local() {
-            Some(local) if !link.is_up() => drop(local.apply(batch, now)),
-            _ => {
-                if self.tells.try_send((batch.clone(), now)).is_err() {
-                    self.untold.fetch_add(1, Ordering::Relaxed);
-                }
-            }
+        if !link.is_up() {
+            self.keep(batch, now);
+        } else if self.tells.try_send((batch.clone(), now)).is_err() {
+            self.untold.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -288,6 +323,8 @@ impl Node {
     fn forget(&self, limit: LimitId, key: Key) {
         self.blocks.forget(limit, key);
         self.leases.forget(limit, key);
+        let now = self.clock.now();
+        self.links.iter().filter_map(Link::local).for_each(|local| local.forget(limit, key, now));
     }
 
     /// The batch by which this node says that it is there.
@@ -308,8 +345,26 @@ impl Node {
 
     /// The roll was answered.
     fn count(&self, outcomes: &Outcomes) {
-        let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok());
-        self.size.store(nodes.unwrap_or(1).max(1), Ordering::Relaxed);
+        let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
+        if self.clock.now().as_micros() < self.settled_at.load(Ordering::Relaxed) {
+            self.size.fetch_max(nodes, Ordering::Relaxed);
+        } else {
+            self.size.store(nodes, Ordering::Relaxed);
+        }
+    }
+
+    /// Tells a store that has lost its memory the secret that keys are hashed under, before a new node invents another.
+    async fn keep_seed(&self) {
+        if let Some(seed) = self.options.seed
+            && let Ok(kept) = self.remote.seed(seed).await
+            && self.strange.swap(kept != seed, Ordering::Relaxed) != (kept != seed)
+            && kept != seed
+        {
+            tracing::error!(
+                "the store has another secret than this node hashes keys under: they don't count together until this \
+                 node is started again; store.hash_key keeps that from happening"
+            );
+        }
     }
 
     /// A batch about a list of nodes.

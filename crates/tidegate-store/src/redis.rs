@@ -152,13 +152,14 @@ impl Remote for Redis {
         if self.shared.link.is_divided() { self.shared.masters.of(&Keys::tag(affinity, key)) } else { 0 }
     }
 
-    fn resets(&self) -> Option<broadcast::Receiver<Reset>> {
+    fn resets(&self) -> Option<broadcast::Receiver<Option<Reset>>> {
         Some(self.shared.link.resets())
     }
 
     fn tend(&self) -> Waiting<()> {
         let shared = Arc::clone(&self.shared);
         Box::pin(async move {
+            shared.link.admit_deafness();
             if shared.link.is_divided() {
                 let mut slots = redis::cmd("CLUSTER");
                 shared.masters.learn(&shared.send(slots.arg("SLOTS")).await?);

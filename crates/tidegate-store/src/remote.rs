@@ -58,9 +58,9 @@ pub trait Remote: Send + Sync + 'static {
         0
     }
 
-    /// What is told of resets by any node, this one included, where the store can tell. It may tell some late, or twice,
-    /// or lose them while it can't be reached.
-    fn resets(&self) -> Option<tokio::sync::broadcast::Receiver<Reset>> {
+    /// What is told of resets by any node, this one included, where the store can tell; `None` says that some may have been
+    /// missed. It may tell some late, or twice, or lose them while it can't be reached.
+    fn resets(&self) -> Option<tokio::sync::broadcast::Receiver<Option<Reset>>> {
         None
     }
 

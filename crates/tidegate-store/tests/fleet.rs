@@ -9,10 +9,10 @@ use std::time::Duration;
 use tidegate_core::batch::Outcome;
 use tidegate_core::quota::Every;
 use tidegate_core::{
-    Batch, Clock, Count, Key, Kind, LeaseSpec, Limit, LimitId, Limits, OnOutage, Op, Outcomes, Penalty, PenaltySpec,
-    Quota, Rate, Sharing, Span, Time, Verb, Verdict, Window,
+    Batch, Clock, Concurrency, Cooldown, Count, Key, Kind, LeaseSpec, Limit, LimitId, Limits, OnOutage, Op, Outcomes,
+    Penalty, PenaltySpec, Quota, Rate, Sharing, Span, Time, Verb, Verdict, Window,
 };
-use tidegate_store::{Answer, Fleet, FleetOptions, Store, StoreError, fleet_limits};
+use tidegate_store::{Answer, Fleet, FleetOptions, Remote as _, Store, StoreError, fleet_limits};
 use tidegate_testkit::dice::{Dice, count};
 use tidegate_testkit::remote::{FlakyRemote, Mood};
 use tokio::time::{Instant, sleep};
@@ -365,4 +365,139 @@ async fn callers_who_go_away_leave_no_slice_unasked() {
     let before = Instant::now();
     assert!(node.take().await);
     assert!(Instant::now() - before <= Duration::from_millis(11), "{:?}", Instant::now() - before);
+}
+
+/// What is slower than a decision waits for is down, and not up for every look at it.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_always_too_slow_grants_one_share() {
+    let clock = Virtual::new();
+    let store = remote([window(5, 60)], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    store.set_mood(Mood::Slow(Duration::from_millis(60)));
+    let mut admitted = 0;
+    for _ in 0..500 {
+        admitted += u32::from(node.take().await);
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(admitted, 5);
+    assert!(!node.fleet.is_up());
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_millis(500)).await;
+    assert!(node.fleet.is_up());
+    assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, 5);
+}
+
+/// A store that stalls again and again within a window: a node's share is granted once, and told once.
+#[tokio::test(start_paused = true)]
+async fn stalls_grant_no_share_twice() {
+    let clock = Virtual::new();
+    let store = remote([window(50, 60)], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    let mut admitted = 0;
+    for stall in 0..20 {
+        store.set_mood(Mood::Failing);
+        for _ in 0..3 {
+            admitted += u32::from(node.take().await);
+        }
+        store.set_mood(Mood::Well);
+        sleep(Duration::from_secs(1)).await;
+        assert!(node.fleet.is_up());
+        if stall < 10 {
+            assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, admitted.into(), "after stall {stall}");
+        }
+    }
+    assert_eq!(admitted, 50);
+}
+
+/// A gate that was closed and a credential that was disabled during an outage stay so for all afterwards.
+#[tokio::test(start_paused = true)]
+async fn cooldowns_of_an_outage_are_told() {
+    let clock = Virtual::new();
+    let cooldown = || Limit::new(Kind::Cooldown(Cooldown::default()));
+    let store = remote([cooldown(), cooldown()], clock, true);
+    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
+    settled().await;
+    store.set_mood(Mood::Failing);
+    assert!(nodes[0].take().await);
+    let tell = |limit, verb, cost| {
+        let told = Batch::one(9, Op::new(id(limit), verb, KEY, cost));
+        nodes[0].fleet.tell(&told, clock.now());
+    };
+    tell(0, Verb::Throttle { generation: 0 }, 600_000_000);
+    tell(1, Verb::Disable, 0);
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    let met = nodes[1].one(Verb::Take, &[0], KEY).await;
+    let wait = met.retry_at.since(clock.now());
+    assert!(met.verdict.refuses() && (598..=600).contains(&(wait.as_micros() / 1_000_000)), "{met:?}");
+    assert!(nodes[1].one(Verb::Take, &[1], KEY).await.retry_at.is_never());
+}
+
+/// Permits that were taken or given back during an outage are known afterwards, and those that the store has lost are
+/// held again when they are renewed.
+#[tokio::test(start_paused = true)]
+async fn calls_in_flight_outlive_an_outage() {
+    let clock = Virtual::new();
+    let in_flight = Concurrency::new(4, Concurrency::LEASE).unwrap();
+    let store = remote([Limit::new(Kind::Concurrency(in_flight))], clock, true);
+    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
+    sleep(Duration::from_secs(3)).await;
+    let call = |holder, verb| Batch::one(holder, Op::new(id(0), verb, KEY, 1));
+    let used = async || nodes[1].one(Verb::Peek, &[0], KEY).await.used;
+    nodes[0].ask(&call(1, Verb::Take)).await.unwrap();
+    store.set_mood(Mood::Failing);
+    nodes[0].ask(&call(2, Verb::Take)).await.unwrap();
+    nodes[0].fleet.tell(&call(1, Verb::Release), clock.now());
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(used().await, 1);
+
+    nodes[1].fleet.tell(&call(2, Verb::Release), clock.now());
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(used().await, 0, "as if the store had lost it");
+    nodes[0].fleet.tell(&call(2, Verb::Renew), clock.now());
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(used().await, 1);
+    nodes[0].fleet.tell(&call(2, Verb::Release), clock.now());
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(used().await, 0);
+}
+
+/// Right after an outage the roll leaves out who hasn't answered it yet.
+#[tokio::test(start_paused = true)]
+async fn nodes_are_counted_as_before_after_an_outage() {
+    let clock = Virtual::new();
+    let store = remote([window(30, 60)], clock, true);
+    let nodes = [1, 2, 3].map(|node| Caller::new(&store, clock, node));
+    sleep(Duration::from_secs(12)).await;
+    assert_eq!(nodes[0].fleet.nodes(), 3);
+    store.set_mood(Mood::Failing);
+    // Of a batch whose keys have something in common, whose part of the store is looked after.
+    let mut together = batch(Verb::Take, &[0], KEY);
+    together.set_affinity(0xfeed);
+    nodes[0].ask(&together).await.unwrap();
+    sleep(Duration::from_secs(20)).await;
+    store.set_mood(Mood::Well);
+    for _ in 0..40 {
+        sleep(Duration::from_millis(50)).await;
+        assert_eq!(nodes[0].fleet.nodes(), 3);
+    }
+    sleep(Duration::from_secs(20)).await;
+    assert_eq!(nodes[0].fleet.nodes(), 3);
+}
+
+/// A store that has lost its memory without anybody's notice is told the secret again before a new node finds none.
+#[tokio::test(start_paused = true)]
+async fn the_secret_is_put_back() {
+    let clock = Virtual::new();
+    let store = remote([window(5, 60)], clock, true);
+    let mut options = FleetOptions::new(1);
+    options.seed = Some([7; 16]);
+    let _node = Fleet::start(Box::new(store.clone()), clock, options);
+    sleep(Duration::from_secs(5)).await;
+    store.forget_seed();
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(store.seed([9; 16]).await.unwrap(), [7; 16]);
 }

@@ -40,6 +40,13 @@ impl rows::Kind for Mongo {
         state.count_documents(doc! {}).await.unwrap()
     }
 
+    async fn forget(server: &Database, prefix: &str) {
+        let client = Client::with_uri_str(server.url()).await.unwrap();
+        for name in ["state", "meta"] {
+            client.database("tidegate").collection::<Document>(&format!("{prefix}{name}")).drop().await.unwrap();
+        }
+    }
+
     async fn make_later(server: &Database, prefix: &str) {
         let client = Client::with_uri_str(server.url()).await.unwrap();
         let meta = client.database("tidegate").collection::<Document>(&format!("{prefix}meta"));

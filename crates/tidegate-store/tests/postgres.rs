@@ -31,6 +31,12 @@ impl rows::Kind for Pg {
         rows.try_into().unwrap()
     }
 
+    async fn forget(server: &Database, prefix: &str) {
+        let mut connection = PgConnection::connect(server.url()).await.unwrap();
+        let drop = AssertSqlSafe(format!("DROP TABLE {prefix}state, {prefix}meta"));
+        sqlx::query(drop).execute(&mut connection).await.unwrap();
+    }
+
     async fn make_later(server: &Database, prefix: &str) {
         let mut connection = PgConnection::connect(server.url()).await.unwrap();
         let later = AssertSqlSafe(format!("UPDATE {prefix}meta SET value = '2' WHERE name = 'schema'"));

@@ -37,7 +37,7 @@ struct Parts {
     mood: Mutex<Mood>,
     asks: AtomicU64,
     seed: Mutex<Option<[u8; 16]>>,
-    resets: Option<broadcast::Sender<Reset>>,
+    resets: Option<broadcast::Sender<Option<Reset>>>,
 }
 
 impl FlakyRemote {
@@ -64,6 +64,11 @@ impl FlakyRemote {
         *self.0.mood.lock().unwrap_or_else(PoisonError::into_inner) = mood;
     }
 
+    /// Loses the secret that keys are hashed under.
+    pub fn forget_seed(&self) {
+        *self.0.seed.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
     fn mood(&self) -> Mood {
         *self.0.mood.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,7 +78,7 @@ impl FlakyRemote {
         if let Some(resets) = &self.0.resets {
             for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
                 // Nobody has to be listening.
-                let _ = resets.send(Reset { tag: self.limits().tag(op.limit), key: op.key });
+                let _ = resets.send(Some(Reset { tag: self.limits().tag(op.limit), key: op.key }));
             }
         }
         outcomes
@@ -111,7 +116,7 @@ impl Remote for FlakyRemote {
         })
     }
 
-    fn resets(&self) -> Option<broadcast::Receiver<Reset>> {
+    fn resets(&self) -> Option<broadcast::Receiver<Option<Reset>>> {
         self.0.resets.as_ref().map(broadcast::Sender::subscribe)
     }
 }

@@ -216,7 +216,10 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let Some(permit) = decision.permit else { return Ok(None) };
         let everywhere = |verb| {
             let own = self.batch(action, query, verb, permit)?;
-            Ok::<_, CheckError>([self.under_parents(query, &own), own])
+            let mut shared = self.under_parents(query, &own);
+            // Only what the caller's own key has lost is taken again.
+            shared.ops_mut().iter_mut().for_each(|op| op.cost = 0);
+            Ok::<_, CheckError>([shared, own])
         };
         Ok(Some(Hold::new(self.clone(), everywhere(Verb::Release)?, everywhere(Verb::Renew)?)))
     }

@@ -1,18 +1,20 @@
 //! What a node does beside its decisions: calls the roll, looks after what is down, tells the store what needs no answer,
 //! hears of resets, gives back what leases left.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tidegate_core::{Batch, LimitId, Outcomes, Time};
+use tidegate_core::{Batch, LimitId, Outcomes, Span, Time};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
-use super::link::Link;
-use super::{Node, ROLL, share};
+use super::link::{Link, Place};
+use super::share::Local;
+use super::{LEASE, Node, ROLL};
 use crate::Reset;
 
 /// How often the roll is called, and how often what is down is looked at.
@@ -26,13 +28,15 @@ const AT_ONCE: usize = 64;
 const SWEEP_EVERY: Duration = Duration::from_millis(50);
 /// How often the store is asked to forget what has expired, and the like.
 const TEND_EVERY: Duration = Duration::from_secs(1);
-/// How long after the store's return what was used meanwhile is looked for again, for decisions that were under way.
-const STRAGGLERS: Duration = Duration::from_millis(100);
+/// How long a part is suspect before it counts as down, which the log is told.
+const GONE: Span = Span::from_millis(500);
+/// How long it stays up before it is looked at again at once when it stalls.
+const STABLE: Span = Span::from_secs(1);
 
 pub(super) fn start(
     node: &Arc<Node>,
     told: mpsc::Receiver<(Batch, Time)>,
-    resets: Option<broadcast::Receiver<Reset>>,
+    resets: Option<broadcast::Receiver<Option<Reset>>>,
 ) -> JoinSet<()> {
     let mut chores = JoinSet::new();
     chores.spawn(roll(Arc::clone(node)));
@@ -56,37 +60,54 @@ async fn roll(node: Arc<Node>) {
         let home = node.home();
         if home.is_up() {
             match ask(&node, node.roll_call()).await {
-                Ok(outcomes) => node.count(&outcomes),
-                Err(why) => {
-                    fall(&node, home, &why);
-                    home.poked.notify_one();
+                Ok(outcomes) => {
+                    node.count(&outcomes);
+                    node.keep_seed().await;
                 }
+                Err(_) => home.suspect(|| node.local(), Place { affinity: 0, key: ROLL }),
             }
         }
         sleep(ROLL_EVERY).await;
     }
 }
 
-/// Looks at a part that is suspect until it is back.
+/// Looks at a part that is suspect until it is back, and then tells it what was done meanwhile.
 async fn look(node: Arc<Node>, part: usize) {
     let link = &node.links[part];
+    let mut rose_at = None;
     loop {
         link.poked.notified().await;
+        let suspect_at = node.clock.now();
+        if !link.is_up() && rose_at.is_some_and(|rose_at| suspect_at.since(rose_at) < STABLE) {
+            // What stalls time and again isn't asked in between.
+            sleep(LOOK_EVERY).await;
+        }
         while !link.is_up() {
-            let batch = node.look(link);
+            let (batch, asked_at) = (node.look(link), node.clock.now());
             let is_roll = batch.ops().iter().any(|op| op.key == ROLL);
-            match ask(&node, batch).await {
+            let why = match ask(&node, batch).await {
                 Ok(outcomes) => {
-                    if is_roll {
-                        node.count(&outcomes);
+                    let now = node.clock.now();
+                    let (took, timeout) = (now.since(asked_at), Span::from_duration(node.options.timeout));
+                    if took <= timeout {
+                        rejoin(&node, link).await;
+                        if is_roll {
+                            node.count(&outcomes);
+                        }
+                        rose_at = Some(now);
+                        break;
                     }
-                    rejoin(&node, link);
+                    format!("it answers after {took}, and a decision waits for {timeout} at the most")
                 }
-                Err(why) => {
-                    fall(&node, link, &why);
-                    sleep(LOOK_EVERY).await;
-                }
+                Err(why) => why,
+            };
+            if node.clock.now().since(suspect_at) >= GONE {
+                fall(&node, link, &why);
             }
+            sleep(LOOK_EVERY).await;
+        }
+        if let Some(local) = link.local() {
+            tokio::spawn(merge(Arc::clone(&node), local));
         }
     }
 }
@@ -101,79 +122,80 @@ async fn ask(node: &Node, batch: Batch) -> Result<Outcomes, String> {
 }
 
 fn fall(node: &Node, link: &Link, error: &str) {
-    if link.fall(|| node.local()) && node.down.fetch_add(1, Ordering::Relaxed) == 0 {
+    if link.fall() && node.down.fetch_add(1, Ordering::Relaxed) == 0 {
         let what = if node.links.len() > 1 { "a part of the store" } else { "the store" };
         tracing::warn!(error, "{what} is down: each limit goes on as its on_outage says");
     }
 }
 
-/// Goes back to the store, and tells it what was used meanwhile.
-fn rejoin(node: &Arc<Node>, link: &Link) {
-    let (local, was_down) = link.rise();
+/// Goes back to the store.
+async fn rejoin(node: &Node, link: &Link) {
+    let _ = timeout(node.options.timeout, node.keep_seed()).await;
+    node.settled_at.store((node.clock.now() + LEASE).as_micros(), Ordering::Relaxed);
+    let was_down = link.rise();
     node.blocks.clear();
     if was_down && node.down.fetch_sub(1, Ordering::Relaxed) == 1 {
         tracing::warn!("the store is back");
     }
-    let Some(local) = local else { return };
-    let node = Arc::clone(node);
-    tokio::spawn(async move {
-        if let Some(seed) = node.options.seed
-            && let Ok(kept) = node.remote.seed(seed).await
-            && kept != seed
-        {
-            tracing::error!(
-                "the store came back with another secret than this node hashes keys under: they don't count together \
-                 until this node is started again; store.hash_key keeps that from happening"
-            );
-        }
-        merge(&node, &local).await;
-        sleep(STRAGGLERS).await;
-        merge(&node, &local).await;
-    });
 }
 
-async fn merge(node: &Arc<Node>, local: &share::Local) {
-    let now = node.clock.now();
+/// Tells the store what was done without it.
+async fn merge(node: Arc<Node>, local: Arc<Local>) {
     let mut asked = JoinSet::new();
-    for share::Used { tells, peek, met } in local.used(now) {
-        node.blocks.learn(&peek, &met, now);
-        let node = Arc::clone(node);
-        if asked.len() >= AT_ONCE {
-            asked.join_next().await;
-        }
-        asked.spawn(async move {
-            for batch in tells {
-                node.ask_or_keep(&batch, now).await;
-            }
-        });
+    for batch in local.take_released() {
+        spawn_one(&mut asked, tell_one(Arc::clone(&node), batch, node.clock.now())).await;
     }
     while asked.join_next().await.is_some() {}
+    for (place, untold) in local.take_untold() {
+        let now = node.clock.now();
+        let (news, peek, met) = local.news(place, untold, now);
+        node.blocks.learn(&peek, &met, now);
+        let (node, local) = (Arc::clone(&node), Arc::clone(&local));
+        let told = async move {
+            for batch in news {
+                if node.ask(&batch, now).await.is_err() {
+                    local.put_back(place, untold);
+                    return;
+                }
+            }
+        };
+        spawn_one(&mut asked, told).await;
+    }
+    while asked.join_next().await.is_some() {}
+}
+
+/// Spawns it when there is room among those that are asked at once.
+async fn spawn_one(asked: &mut JoinSet<()>, one: impl Future<Output = ()> + Send + 'static) {
+    if asked.len() >= AT_ONCE {
+        asked.join_next().await;
+    }
+    asked.spawn(one);
+}
+
+async fn tell_one(node: Arc<Node>, batch: Batch, now: Time) {
+    node.ask_or_keep(&batch, now).await;
 }
 
 /// Tells the store what needs no answer.
 async fn tell(node: Arc<Node>, mut told: mpsc::Receiver<(Batch, Time)>) {
     let mut asked = JoinSet::new();
     while let Some((batch, now)) = told.recv().await {
-        if asked.len() >= AT_ONCE {
-            asked.join_next().await;
-        }
-        let node = Arc::clone(&node);
-        asked.spawn(async move { node.ask_or_keep(&batch, now).await });
+        spawn_one(&mut asked, tell_one(Arc::clone(&node), batch, now)).await;
         while asked.try_join_next().is_some() {}
     }
 }
 
-async fn hear(node: Arc<Node>, mut resets: broadcast::Receiver<Reset>) {
+async fn hear(node: Arc<Node>, mut resets: broadcast::Receiver<Option<Reset>>) {
     loop {
         match resets.recv().await {
-            Ok(Reset { tag, key }) => {
+            Ok(Some(Reset { tag, key })) => {
                 let limits = node.remote.limits();
                 let named = |id: &LimitId| limits.tag(*id) == tag;
                 if let Some(limit) = limits.iter().map(|(id, _)| id).find(named) {
                     node.forget(limit, key);
                 }
             }
-            Err(RecvError::Lagged(_)) => node.blocks.clear(),
+            Ok(None) | Err(RecvError::Lagged(_)) => node.blocks.clear(),
             Err(RecvError::Closed) => return,
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! The first answer that fails to come makes a link *suspect*: from then on its callers go on without the store, and a
 //! look at it, at once, says whether it was a hiccup or the store is *down*. So nobody waits twice for a store that is
-//! gone, and the log isn't told of a single slow answer.
+//! gone, and the log isn't told of a single slow answer. What a node did alone stays in its mind when the link is up
+//! again: an outage that follows soon, or a store that stalls time and again, grants nobody a new share.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -27,7 +28,7 @@ pub(super) struct Link {
     fell: Notify,
     /// Wakes who looks after it.
     pub(super) poked: Notify,
-    /// What the node goes on with; there from the moment that the link is suspect until it is up.
+    /// What the node goes on with; there from when the link is first suspect until it is up and nothing in it counts.
     local: RwLock<Option<Arc<Local>>>,
     /// What couldn't be asked last.
     failed: Mutex<Option<Place>>,
@@ -48,6 +49,12 @@ impl Link {
 
     pub(super) fn local(&self) -> Option<Arc<Local>> {
         self.local.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The same, made if there is none.
+    pub(super) fn local_or(&self, make: impl FnOnce() -> Local) -> Arc<Local> {
+        let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(local.get_or_insert_with(|| Arc::new(make())))
     }
 
     pub(super) fn failed(&self) -> Option<Place> {
@@ -73,10 +80,14 @@ impl Link {
     }
 
     /// An answer failed to come.
-    pub(super) fn suspect(&self, local: impl FnOnce() -> Local, place: Place) {
-        let mut held = self.local.write().unwrap_or_else(PoisonError::into_inner);
+    pub(super) fn suspect(&self, make: impl FnOnce() -> Local, place: Place) {
+        let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
         if self.is_up() {
-            *held = Some(Arc::new(local()));
+            let new = make();
+            // Of another number of nodes, a share is another; else what is there goes on counting.
+            if local.as_ref().is_none_or(|local| local.nodes() != new.nodes()) {
+                *local = Some(Arc::new(new));
+            }
             *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
             self.state.store(SUSPECT, Ordering::Release);
             self.fell.notify_waiters();
@@ -85,20 +96,21 @@ impl Link {
     }
 
     /// It isn't there when looked at either. True if that is news.
-    pub(super) fn fall(&self, local: impl FnOnce() -> Local) -> bool {
-        let mut held = self.local.write().unwrap_or_else(PoisonError::into_inner);
-        if self.is_up() {
-            *held = Some(Arc::new(local()));
-        }
-        let before = self.state.swap(DOWN, Ordering::AcqRel);
-        self.fell.notify_waiters();
-        before != DOWN
+    pub(super) fn fall(&self) -> bool {
+        self.state.swap(DOWN, Ordering::AcqRel) != DOWN
     }
 
-    /// The store answers: what the node went on with meanwhile, and whether the link had been down.
-    pub(super) fn rise(&self) -> (Option<Arc<Local>>, bool) {
-        let mut held = self.local.write().unwrap_or_else(PoisonError::into_inner);
-        let before = self.state.swap(UP, Ordering::AcqRel);
-        (held.take(), before == DOWN)
+    /// The store answers. True if the link had been down.
+    pub(super) fn rise(&self) -> bool {
+        let _local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+        self.state.swap(UP, Ordering::AcqRel) == DOWN
+    }
+
+    /// Lets go of what the node went on with, once none of it counts any more.
+    pub(super) fn tidy(&self) {
+        let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+        if self.is_up() && local.as_ref().is_some_and(|local| local.is_empty()) {
+            *local = None;
+        }
     }
 }

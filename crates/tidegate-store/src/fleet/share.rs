@@ -3,38 +3,36 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use arrayvec::ArrayVec;
-use tidegate_core::batch::{Ask, Outcome};
+use tidegate_core::batch::{Against, Ask, Outcome};
+use tidegate_core::state::Usage;
 use tidegate_core::{
     Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Rate, State, Time, Verb, Verdict, Window,
 };
 
-use crate::{Immediate, Memory};
+use crate::{Immediate, Memory, Store};
 
-/// The most keys whose use is told to the store when it is back. What more were used is forgotten.
-const TOUCHED: usize = 1 << 16;
+/// The most keys of which the store is told when it is back. What happened to more is forgotten.
+const UNTOLD: usize = 1 << 16;
+/// The most batches that give permits back then; what more were to be are held until their leases end.
+const RELEASED: usize = 1 << 12;
 
-/// A memory store of a share of each limit, and which keys were used in it.
+/// A memory store of a share of each limit, and what was done there that the store hasn't been told.
 pub(super) struct Local {
     memory: Memory,
-    touched: Mutex<HashMap<(LimitId, Key), Touched>>,
+    nodes: usize,
+    untold: Mutex<HashMap<(LimitId, Key), Untold>>,
+    /// Batches that give permits back which the store may know of.
+    released: Mutex<Vec<Batch>>,
 }
 
 /// What happened to a key meanwhile.
 #[derive(Clone, Copy, Default)]
-struct Touched {
+pub(super) struct Untold {
     /// What the keys of its batch have in common.
     affinity: u64,
     was_reset: bool,
-}
-
-/// What the store has to be told of one key.
-pub(super) struct Used {
-    /// One after the other.
-    pub(super) tells: ArrayVec<Batch, 2>,
-    /// What the key met here in the end.
-    pub(super) peek: Batch,
-    pub(super) met: Outcomes,
+    /// What was charged and not given back, of a limit that counts.
+    charged: u64,
 }
 
 impl Local {
@@ -42,50 +40,132 @@ impl Local {
     pub(super) fn new(limits: &Limits, nodes: usize, max_bytes: usize) -> Self {
         let shares = limits.iter().map(|(_, limit)| share(limit, nodes as u64)).collect();
         let shares = Limits::new(shares).expect("invariant: as many limits as there were");
-        Self { memory: Memory::new(Arc::new(shares), max_bytes), touched: Mutex::default() }
+        Self {
+            memory: Memory::new(Arc::new(shares), max_bytes),
+            nodes,
+            untold: Mutex::default(),
+            released: Mutex::default(),
+        }
     }
 
     pub(super) fn memory(&self) -> &Memory {
         &self.memory
     }
 
+    /// One in how many it is a share of.
+    pub(super) fn nodes(&self) -> usize {
+        self.nodes
+    }
+
+    /// Whether nothing here counts any more.
+    pub(super) fn is_empty(&self) -> bool {
+        self.memory.stats().entries == 0
+    }
+
     pub(super) fn apply(&self, batch: &Batch, now: Time) -> Outcomes {
         let mut outcomes = self.memory.apply_now(batch, now);
         if batch.ops().iter().any(|op| op.verb == Verb::Renew) {
-            // Its permit is the store's: it lives on until that can be asked.
+            // Its permit is the store's: it lives on until that can be asked, and takes its place here.
             let list = outcomes.list().iter().map(|outcome| Outcome { verdict: Verdict::Admitted, ..*outcome });
             outcomes = Outcomes::new(outcomes.now(), list);
+            self.memory.apply_now(&held(batch), now);
         }
-        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
-        for op in batch.ops().iter().filter(|op| matches!(op.verb, Verb::Take | Verb::Debit | Verb::Reset)) {
+        if batch.ops().iter().any(|op| op.verb == Verb::Release) {
+            let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+            if released.len() < RELEASED {
+                released.push(batch.clone());
+            }
+        }
+        let limits = self.memory.limits();
+        let mut against = Against::default();
+        against.add(batch, limits, &outcomes);
+        let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
+            let Some(limit) = limits.get(op.limit) else { continue };
+            let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && against.charges(limit, outcome);
+            let is_news =
+                is_charged || matches!(op.verb, Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable);
             let place = (op.limit, op.key);
-            if touched.len() < TOUCHED || touched.contains_key(&place) {
-                let touched = touched.entry(place).or_default();
-                touched.affinity = batch.terms().affinity;
-                touched.was_reset |= op.verb == Verb::Reset;
+            let known = untold.contains_key(&place);
+            if op.verb == Verb::Refund && known || is_news && (known || untold.len() < UNTOLD) {
+                let untold = untold.entry(place).or_default();
+                untold.affinity = batch.terms().affinity;
+                untold.was_reset |= op.verb == Verb::Reset;
+                untold.charged = match op.verb {
+                    Verb::Reset => 0,
+                    Verb::Refund => untold.charged.saturating_sub(op.cost),
+                    _ => untold.charged.saturating_add(if is_charged { op.cost } else { 0 }),
+                };
             }
         }
         outcomes
     }
 
-    /// What was used since this was last asked.
-    pub(super) fn used(&self, now: Time) -> Vec<Used> {
-        let touched = std::mem::take(&mut *self.touched.lock().unwrap_or_else(PoisonError::into_inner));
-        let used = touched.into_iter().map(|((limit, key), Touched { affinity, was_reset })| {
-            let batch = |verb, cost| {
-                let mut batch = Batch::one(0, Op::new(limit, verb, key, cost));
-                batch.set_affinity(affinity);
-                batch
-            };
-            let peek = batch(Verb::Peek, 1);
-            let met = self.memory.apply_now(&peek, now);
-            let spent = met.list().first().map_or(0, |outcome| outcome.used);
-            let tells = [(was_reset, Verb::Reset, 1), (spent > 0, Verb::Debit, spent)];
-            let tells = tells.into_iter().filter(|(due, ..)| *due).map(|(_, verb, cost)| batch(verb, cost)).collect();
-            Used { tells, peek, met }
-        });
-        used.collect()
+    /// Forgets a key that was reset elsewhere.
+    pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
+        self.memory.apply_now(&Batch::one(0, Op::new(limit, Verb::Reset, key, 1)), now);
+        self.untold.lock().unwrap_or_else(PoisonError::into_inner).remove(&(limit, key));
     }
+
+    /// What the store has to be told. Whoever asks tells it.
+    pub(super) fn take_untold(&self) -> HashMap<(LimitId, Key), Untold> {
+        std::mem::take(&mut *self.untold.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What is to be given back there.
+    pub(super) fn take_released(&self) -> Vec<Batch> {
+        std::mem::take(&mut *self.released.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The store wasn't told after all.
+    pub(super) fn put_back(&self, place: (LimitId, Key), untold: Untold) {
+        let mut all = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = all.entry(place).or_insert(Untold { affinity: untold.affinity, ..Untold::default() });
+        since.charged = since.charged.saturating_add(if since.was_reset { 0 } else { untold.charged });
+        since.was_reset |= untold.was_reset;
+    }
+
+    /// What to tell of one key, one batch after the other; and what a call meets there, and how it was asked for.
+    pub(super) fn news(
+        &self,
+        (limit, key): (LimitId, Key),
+        untold: Untold,
+        now: Time,
+    ) -> (impl Iterator<Item = Batch> + Send + use<>, Batch, Outcomes) {
+        let batch = move |holder, verb, cost| {
+            let mut batch = Batch::one(holder, Op::new(limit, verb, key, cost));
+            batch.set_affinity(untold.affinity);
+            batch
+        };
+        let peek = batch(0, Verb::Peek, 1);
+        let met = self.memory.apply_now(&peek, now);
+        let state = self.memory.state(&peek.ops()[0]);
+        let news = match state.as_ref().map(State::usage) {
+            Some(Usage::Cooldown(gate)) if gate.until.is_never() => vec![batch(0, Verb::Disable, 0)],
+            // Of no generation that the store knows, so that it closes there for as long as here, and takes no further
+            // step.
+            Some(Usage::Cooldown(gate)) if gate.until > now => {
+                vec![batch(0, Verb::Throttle { generation: 0 }, gate.until.since(now).as_micros())]
+            }
+            Some(Usage::Concurrency(permits)) => {
+                let live = permits.iter().filter(|permit| permit.expires > now);
+                live.map(|permit| batch(permit.holder, Verb::Debit, permit.count)).collect()
+            }
+            _ => {
+                let used = met.list().first().map_or(0, |outcome| outcome.used);
+                // What has left its window meanwhile counts no more.
+                let charged = untold.charged.min(used);
+                if charged > 0 { vec![batch(0, Verb::Debit, charged)] } else { Vec::new() }
+            }
+        };
+        let reset = untold.was_reset.then(|| batch(0, Verb::Reset, 1));
+        (reset.into_iter().chain(news), peek, met)
+    }
+}
+
+/// A batch that holds the permits which another was to renew.
+pub(super) fn held(renew: &Batch) -> Batch {
+    renew.part(renew.ops().iter().filter(|op| op.verb == Verb::Renew).map(|op| Op { verb: Verb::Debit, ..*op }))
 }
 
 /// One of `nodes` equal shares of a limit, of 1 at the least unless the whole is 0.

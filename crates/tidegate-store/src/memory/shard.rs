@@ -484,8 +484,14 @@ impl Shard {
         if self.find(tag).is_some() {
             return;
         }
-        if let (Usage::Rate(arrival), true) = (state.usage(), *state.record() == Record::default()) {
-            return self.insert(tag, Word::Arrival(*arrival), now, about);
+        let word = match state.usage() {
+            _ if *state.record() != Record::default() => None,
+            Usage::Rate(arrival) => Some(Word::Arrival(*arrival)),
+            Usage::Window(log) if log.total() == 1 => log.iter().next().map(|slot| Word::Once(slot.at)),
+            _ => None,
+        };
+        if let Some(word) = word {
+            return self.insert(tag, word, now, about);
         }
         if state.record().blocks(now) {
             self.blocked += weight(&state);

@@ -25,7 +25,7 @@ use super::keys::Keys;
 use crate::{Reset, StoreError};
 
 /// How long to wait before the next attempt at a server that can't be reached.
-const RECONNECT: Backoff = Backoff::exponential(Span::from_millis(50), Span::from_secs(2));
+const RECONNECT: Backoff = Backoff::exponential(Span::from_millis(50), Span::from_secs(1));
 /// Commands that wait for the socket before who asks has to wait for a place.
 const QUEUE: usize = 1_024;
 /// How often a cluster's client goes where a node sends it on to, or back to a node that it has lost: a few steps of a
@@ -58,7 +58,9 @@ struct Shared {
     state: watch::Sender<State>,
     /// Whether somebody is finding out if the server still answers.
     probed: AtomicBool,
-    news: broadcast::Sender<Reset>,
+    news: broadcast::Sender<Option<Reset>>,
+    /// Whether the server doesn't let this node hear of resets.
+    is_deaf: AtomicBool,
 }
 
 #[derive(Clone)]
@@ -112,6 +114,7 @@ impl Link {
             state: watch::Sender::new(State::Idle),
             probed: AtomicBool::new(false),
             news: broadcast::Sender::new(RESETS),
+            is_deaf: AtomicBool::new(false),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -121,8 +124,15 @@ impl Link {
         self.shared.address.way == Way::Cluster
     }
 
-    pub(super) fn resets(&self) -> broadcast::Receiver<Reset> {
+    pub(super) fn resets(&self) -> broadcast::Receiver<Option<Reset>> {
         self.shared.news.subscribe()
+    }
+
+    /// Who hears of no resets may have missed some at any time.
+    pub(super) fn admit_deafness(&self) {
+        if self.shared.is_deaf.load(Ordering::Relaxed) {
+            self.shared.tell(None);
+        }
     }
 
     /// Sends a command and waits for its answer. Without a connection it waits for the attempt that is under way, unless
@@ -306,11 +316,21 @@ impl Shared {
                 (Connection::Server(server), subscribed)
             }
         };
-        match subscribed {
-            // Who may not subscribe is told of no resets, and can be asked for everything else.
-            Err(error) if error.kind() != ErrorKind::Server(ServerErrorKind::NoPerm) => Err(error),
-            _ => Ok(connection),
-        }
+        // Who may not subscribe is told of no resets, and can be asked for everything else.
+        let is_deaf = match subscribed {
+            Ok(_) => false,
+            Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoPerm) => true,
+            Err(error) => return Err(error),
+        };
+        self.is_deaf.store(is_deaf, Ordering::Relaxed);
+        // Between one connection and the next some may have been told.
+        self.tell(None);
+        Ok(connection)
+    }
+
+    fn tell(&self, reset: Option<Reset>) {
+        // An error says that nobody listens.
+        let _ = self.news.send(reset);
     }
 
     async fn ask_sentinels(&self, service: &str) -> Result<Client, RedisError> {
@@ -345,8 +365,7 @@ impl Shared {
             match (push.kind, push.data.as_slice()) {
                 (PushKind::Message, [_, Value::BulkString(message)]) => {
                     if let Some(reset) = Keys::reset(message) {
-                        // An error says that nobody listens.
-                        let _ = shared.news.send(reset);
+                        shared.tell(Some(reset));
                     }
                 }
                 (PushKind::Disconnection, _) => {

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sqlx::{ConnectOptions as _, Connection};
-use tokio::sync::{OnceCell, Semaphore, SemaphorePermit};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::sql::told;
 use super::{CONNECT_WITHIN, Fault};
@@ -15,21 +15,15 @@ pub(crate) struct Lines<C: Connection> {
     options: C::Options,
     idle: Mutex<Vec<C>>,
     permits: Semaphore,
-    prepared: OnceCell<()>,
 }
 
 impl<C: Connection> Lines<C> {
     pub(crate) fn new(options: C::Options, most: usize) -> Self {
-        Self { options, idle: Mutex::default(), permits: Semaphore::new(most), prepared: OnceCell::new() }
+        Self { options, idle: Mutex::default(), permits: Semaphore::new(most) }
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<C>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether the tables are there is found out once.
-    pub(crate) fn prepared(&self) -> &OnceCell<()> {
-        &self.prepared
     }
 
     /// A connection that nobody else uses, and whether it is new.
@@ -63,15 +57,16 @@ impl<C: Connection> Line<'_, C> {
     pub(crate) fn done<T>(mut self, result: Result<T, Fault>) -> Result<T, Fault> {
         match result {
             Ok(_) | Err(Fault::Conflict(_)) => self.lines.idle().extend(self.connection.take()),
-            Err(Fault::Unreachable(_) | Fault::Failed(_)) => self.connection = None,
-            Err(Fault::Broken(_)) => {}
+            Err(Fault::Unreachable(_)) => self.connection = None,
+            Err(Fault::Broken(_) | Fault::Failed(_)) => {}
         }
         result
     }
 }
 
 impl<C: Connection> Drop for Line<'_, C> {
-    /// Where one is broken, or was given up in the middle, those that nobody uses mostly are no better.
+    /// Where one is broken, or was given up in the middle, those that nobody uses mostly are no better; and where the
+    /// server fails for want of its tables, new ones make them.
     fn drop(&mut self) {
         if self.connection.is_some() {
             self.lines.idle().clear();

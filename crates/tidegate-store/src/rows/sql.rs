@@ -97,12 +97,10 @@ impl<D: Dialect> Sql<D> {
         let (mut line, new) = self.lines.take().await?;
         if new {
             self.dialect.greet(&mut line).await.map_err(|error| Fault::Unreachable(told(&error)))?;
-        }
-        let schema = async || {
+            // A server may come back without its tables.
             let version = self.dialect.schema(&mut line).await.map_err(|error| self.fault(&error))?;
-            check_schema(&version)
-        };
-        self.lines.prepared().get_or_try_init(schema).await?;
+            check_schema(&version)?;
+        }
         Ok(line)
     }
 

@@ -1,5 +1,6 @@
 //! Nodes that share one server: processes, clocks, prefixes, and a client that dies.
 
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -69,30 +70,39 @@ fn two_processes_share_a_hundred() {
     let mut other = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "shares::the_other_process", "--nocapture", "--include-ignored"])
         .env(SERVER, server.url())
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let here = hundred(&server.url());
-    let status = other.wait().unwrap();
-    assert!(status.success());
-    let mut text = String::new();
-    std::io::Read::read_to_string(&mut other.stdout.take().unwrap(), &mut text).unwrap();
-    let there = text.lines().find_map(|line| line.strip_prefix("passed ")?.parse::<u64>().ok()).unwrap();
+    let mut lines = BufReader::new(other.stdout.take().unwrap()).lines().map(Result::unwrap);
+    // Both begin when both are there.
+    let here = hundred(&server.url(), || {
+        assert!(lines.any(|line| line == "here"));
+        other.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    });
+    let there = lines.find_map(|line| line.strip_prefix("passed ")?.parse::<u64>().ok()).unwrap();
+    assert!(other.wait().unwrap().success());
     assert_eq!(here + there, 100, "{here} here and {there} there");
-    assert!(here < 100 || there > 0);
 }
 
 #[test]
 #[ignore = "the other half of two_processes_share_a_hundred"]
 fn the_other_process() {
     let Ok(url) = std::env::var(SERVER) else { return };
-    println!("passed {}", hundred(&url));
+    let passed = hundred(&url, || {
+        println!("here");
+        std::io::stdin().read_line(&mut String::new()).unwrap();
+    });
+    println!("passed {passed}");
 }
 
-fn hundred(url: &str) -> u64 {
+/// How many of its calls pass, made when it has connected and is told to begin.
+fn hundred(url: &str, begin: impl FnOnce()) -> u64 {
     let stores = Stores::new(url, TimeSource::Store);
     let (limits, ids) = plan(vec![window(100, Span::from_secs(60))]);
     let store = Arc::new(stores.under("shared:", &limits));
+    stores.runtime.block_on(store.ask(&Batch::new(0), Time::ZERO)).unwrap();
+    begin();
     stores.runtime.block_on(hammer(&store, 16, 500, &batch(Verb::Take, &[(ids[0], KEY)]), |_| Time::ZERO))
 }
 
@@ -285,16 +295,20 @@ fn resets_are_told_to_all_nodes() {
     stores.runtime.block_on(async {
         let mut heard = [one.resets().unwrap(), other.resets().unwrap()];
         let mut elsewhere = stranger.resets().unwrap();
+        // Each new connection says that some may have been missed before it.
         for store in [&one, &other, &stranger] {
             store.ask(&Batch::new(0), Time::ZERO).await.unwrap();
         }
         assert!(passes(&one.ask(&batch(Verb::Take, &[(ids[0], KEY)]), Time::ZERO).await.unwrap()));
         one.ask(&batch(Verb::Reset, &[(ids[0], KEY)]), Time::ZERO).await.unwrap();
         for heard in &mut heard {
-            let reset = tokio::time::timeout(Duration::from_secs(5), heard.recv()).await.unwrap().unwrap();
-            assert_eq!(reset, Reset { tag: 77, key: KEY });
+            for told in [None, Some(Reset { tag: 77, key: KEY })] {
+                let heard = tokio::time::timeout(Duration::from_secs(5), heard.recv()).await.unwrap().unwrap();
+                assert_eq!(heard, told);
+            }
         }
         assert!(passes(&other.ask(&batch(Verb::Take, &[(ids[0], KEY)]), Time::ZERO).await.unwrap()));
+        assert_eq!(elsewhere.try_recv().unwrap(), None);
         assert!(elsewhere.try_recv().is_err());
     });
 }

@@ -66,6 +66,19 @@ pub(crate) fn expires<K: Kind>() {
     });
 }
 
+/// A server that has lost its tables gets new ones from those who use it.
+pub(crate) fn comes_back_empty<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let store = K::open(plan(vec![an_hour(5)]), &options(server.url(), "l_", TimeSource::Store)).unwrap();
+    runtime().block_on(async {
+        let ask = batch(Verb::Take, &[(0, 1)]);
+        patiently(&store, &ask, Time::ZERO).await;
+        K::forget(&server, "l_").await;
+        patiently(&store, &ask, Time::ZERO).await;
+        assert_eq!(K::rows(&server, "l_").await, 1);
+    });
+}
+
 /// Keys that differ in one bit, and tags that do, are others; bytes that mean something elsewhere mean nothing here.
 pub(crate) fn keys_apart<K: Kind>() {
     let Some(server) = K::server() else { return };
@@ -85,7 +98,7 @@ pub(crate) fn keys_apart<K: Kind>() {
     });
 }
 
-/// Whoever doesn't know the tables says so, and doesn't touch them; whoever knew them before they changed may go on.
+/// Whoever doesn't know the tables says so, and doesn't touch them.
 pub(crate) fn leaves_later_versions_alone<K: Kind>() {
     let Some(server) = K::server() else { return };
     let open = || K::open(plan(vec![an_hour(5)]), &options(server.url(), "v_", TimeSource::Store)).unwrap();

@@ -17,7 +17,8 @@ use tidegate_testkit::{desk, dice};
 use tokio::runtime::Runtime;
 
 pub(crate) use kept::{
-    expires, keys_apart, leaves_later_versions_alone, outlives_restarts, refuses_hostile_names, tells_of_outages,
+    comes_back_empty, expires, keys_apart, leaves_later_versions_alone, outlives_restarts, refuses_hostile_names,
+    tells_of_outages,
 };
 pub(crate) use processes::{child, counts_with_another_process, survives_a_killed_client};
 
@@ -40,6 +41,9 @@ pub(crate) trait Kind: Sync + 'static {
 
     /// How many rows there are in the table or collection of states.
     fn rows(server: &Database, prefix: &str) -> impl Future<Output = u64>;
+
+    /// Removes the tables or collections.
+    fn forget(server: &Database, prefix: &str) -> impl Future<Output = ()>;
 
     /// Has the tables or collections say that they are of a later version.
     fn make_later(server: &Database, prefix: &str) -> impl Future<Output = ()>;
@@ -107,6 +111,11 @@ macro_rules! suite {
         #[test]
         fn keys_are_told_apart_by_every_bit() {
             rows::keys_apart::<$kind>();
+        }
+
+        #[test]
+        fn comes_back_without_its_tables() {
+            rows::comes_back_empty::<$kind>();
         }
 
         #[test]
