@@ -288,13 +288,9 @@ impl State {
             (_, Verb::Release | Verb::Renew) => return false,
             (_, Verb::Refund) => self.refund(ask),
             (Kind::Concurrency(concurrency), Verb::Debit) => {
-                if !matches!(self.usage, Usage::Concurrency(_)) {
-                    self.usage = Usage::Concurrency(Permits::default());
-                }
-                if let Usage::Concurrency(permits) = &mut self.usage {
-                    concurrency.settle(permits, now);
-                    concurrency.debit(permits, terms.holder, op.cost, now);
-                }
+                let permits = self.permits();
+                concurrency.settle(permits, now);
+                concurrency.debit(permits, terms.holder, op.cost, now);
             }
             (Kind::Cooldown(_), Verb::Debit) => {}
             (_, Verb::Debit) => {
