@@ -5,12 +5,12 @@ mod forms;
 mod places;
 
 use tidegate_core::{Span, Time};
-use tidegate_policy::document::{Document, Node, Reader, Table, Value};
+use tidegate_policy::document::{Document, Entry, Node, Reader, Table, Value};
 use tidegate_policy::{Errors, Policy};
 
 use crate::delay::Delay;
 use crate::scenario::Scenario;
-use crate::setup::{CheckSpec, ClientSpec, Setup};
+use crate::setup::{Arrivals, CheckSpec, ClientSpec, Load, Setup};
 use crate::world::{action_of, key_seed};
 
 /// The most cases, and the most strategies.
@@ -149,6 +149,7 @@ impl Words<'_, '_> {
         };
         self.ends(&setup)?;
         self.decidable(&root, &setup)?;
+        self.paceable(&root, &setup)?;
         Some(setup)
     }
 
@@ -166,6 +167,7 @@ impl Words<'_, '_> {
         let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
         let takes_time =
             plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay != Delay::NONE;
+        let takes_time = takes_time || plain.pacer.is_some();
         if plain.attempts.is_none() && !takes_time {
             let message = format!("the tries of `{}` are unlimited and may take no time", setup.strategy);
             self.reader.missing(&message, "a `backoff`, or a `delay` of the network");
@@ -180,8 +182,7 @@ impl Words<'_, '_> {
         let mut good = Some(());
         for load in &setup.loads {
             let Err(error) = action_of(policy.plan(), load, &key_seed()) else { continue };
-            let place = root.node("load").and_then(Node::as_table).and_then(|loads| loads.get(&load.name));
-            if let Some(entry) = place {
+            if let Some(entry) = place_of(root, load) {
                 let expected = "an action that counts by client_ip or key";
                 self.reader.wrong(
                     entry.key_at,
@@ -192,6 +193,18 @@ impl Words<'_, '_> {
             good = None;
         }
         good
+    }
+
+    /// Whether each client's calls wait for its pace one after the other.
+    fn paceable(&mut self, root: &Table, setup: &Setup) -> Option<()> {
+        let paced = matches!(&setup.client, ClientSpec::Plain(plain) if plain.pacer.is_some());
+        let open = setup.loads.iter().find(|load| !matches!(load.arrivals, Arrivals::Serial { .. }));
+        let Some(open) = open.filter(|_| paced) else { return Some(()) };
+        if let Some(entry) = place_of(root, open) {
+            let message = format!("`{}` keeps a `pace` and calls whatever becomes of earlier calls", open.name);
+            self.reader.wrong(entry.key_at, message, "`calls` or `think`, one call after the other");
+        }
+        None
     }
 
     fn long(&mut self, table: &Table, key: &str, default: Span) -> Option<Span> {
@@ -247,6 +260,11 @@ impl Words<'_, '_> {
         self.reader.names(section, &format!("[{key}]"), known);
         Some(Some(section.clone()))
     }
+}
+
+/// Where a load stands.
+fn place_of<'t>(root: &'t Table, load: &Load) -> Option<&'t Entry> {
+    root.node("load").and_then(Node::as_table).and_then(|loads| loads.get(&load.name))
 }
 
 /// A case or a strategy.

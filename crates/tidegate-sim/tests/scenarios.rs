@@ -1,6 +1,7 @@
 //! The numbers of every shipped scenario.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
+use tidegate_sim::tally::End;
 use tidegate_sim::{Report, Run, Scenario, shipped};
 
 fn report(name: &str) -> Report {
@@ -84,6 +85,39 @@ fn collapse_is_outlived_by_the_right_means_and_by_ours() {
     }
     let recovered = |strategy| run(&report, "spike", strategy).recovered();
     assert_eq!((recovered("no backoff"), recovered("tidegate")), (Some(false), Some(true)));
+}
+
+/// 1 ms·1.5^14, and six tenths of it after five successes: worked out by hand.
+#[test]
+fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
+    let report = report("responsive");
+    let run = run(&report, "", "pacer");
+    let waits: Vec<(f64, bool)> = (run.tally.points().iter())
+        .map(|point| (point.delay.as_micros() as f64 / 1e3, point.end == End::Succeeded))
+        .collect();
+    // The first call has none before it, and the second doesn't wait.
+    assert_eq!(waits[..2], [(0.0, true), (0.0, false)]);
+    let steps = waits[2..].chunk_by(|one, other| one.0 == other.0).map(|step| (step[0].0, step[0].1, step.len()));
+    let steps: Vec<(f64, bool, usize)> = steps.collect();
+    for (index, step) in steps[..14].iter().enumerate() {
+        about("a wait that is too short", step.0, 1.5_f64.powi(index as i32), 0.002);
+        assert_eq!((step.1, step.2), (false, 1), "{step:?}");
+    }
+    let peak = waits.iter().map(|(wait, _)| *wait).fold(0.0, f64::max);
+    assert_eq!((steps[14], steps[15]), ((peak, true, 5), (steps[15].0, true, 5)));
+    assert!((peak - 291.929).abs() < 0.002 && (steps[15].0 - 175.157).abs() < 0.002, "{:?}", &steps[14..16]);
+    // From then on it goes up and down around 60 ms: five that succeed, then one or two that come too early.
+    let saw = steps.iter().skip_while(|(_, succeeded, _)| !succeeded).skip_while(|(_, succeeded, _)| *succeeded);
+    let saw: Vec<&(f64, bool, usize)> = saw.collect();
+    assert!(saw.len() > 30, "{steps:?}");
+    assert!(
+        saw.iter().all(|(wait, succeeded, _)| (36.0..90.0).contains(wait) && *succeeded == (*wait >= 60.0)),
+        "{saw:?}"
+    );
+    let teeth = saw[..saw.len() - 1].iter().filter(|(_, succeeded, _)| *succeeded);
+    assert!(teeth.clone().count() > 10 && teeth.clone().all(|(.., calls)| *calls == 5), "{saw:?}");
+    let picture = report.svg().unwrap_or_else(|error| panic!("{error}"));
+    assert!(picture.contains("pacer: delay of each call"));
 }
 
 #[test]
