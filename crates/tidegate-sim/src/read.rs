@@ -10,7 +10,7 @@ use tidegate_policy::{Errors, Policy};
 
 use crate::delay::Delay;
 use crate::scenario::Scenario;
-use crate::setup::{Arrivals, CheckSpec, ClientSpec, Load, Setup};
+use crate::setup::{Arrivals, CheckSpec, ClientSpec, Load, Setup, Stretch};
 use crate::world::{action_of, key_seed};
 
 /// The most cases, and the most strategies.
@@ -111,7 +111,7 @@ impl Words<'_, '_> {
         let root = root.under(&case.table).under(&Table { entries: changes.cloned().collect() });
         let duration = self.long(&root, "duration", Span::from_secs(60));
         let measured = match root.node("measure") {
-            Some(node) => self.measure(node).map(Some),
+            Some(node) => duration.and_then(|duration| self.measure(node, duration)).map(Some),
             None => Some(None),
         };
         let trials = root.node("trials").map_or(Some(1), |node| self.reader.count(node, "trials", 1..=MAX_TRIALS));
@@ -136,7 +136,7 @@ impl Words<'_, '_> {
             },
             starts_at: starts_at?,
             duration: duration?,
-            measured: measured?.filter(|measured| Some(*measured) < duration),
+            measured: measured?,
             trials: trials? as u32,
             service: service?,
             network: network?,
@@ -217,16 +217,21 @@ impl Words<'_, '_> {
         Some(span)
     }
 
-    /// "last 10s".
-    fn measure(&mut self, node: &Node) -> Option<Span> {
-        const EXPECTED: &str = "the stretch at the end that goodput is taken over, such as \"last 10s\"";
-        let text = self.reader.text(node, "measure", EXPECTED)?;
-        let span = text.strip_prefix("last ").and_then(|span| tidegate_policy::parse_duration(span).ok());
-        if span.is_none_or(Span::is_zero) {
-            self.reader.wrong(node.at, format!("`measure` is `{text}`"), EXPECTED);
-            return None;
+    /// One stretch within the run.
+    fn measure(&mut self, node: &Node, duration: Span) -> Option<Stretch> {
+        const EXPECTED: &str = "the stretch of the run that goodput is taken over, such as \"20s to 60s\"";
+        match *forms::stretches(self.reader, node, "measure")? {
+            [stretch] if stretch.until <= duration => Some(stretch),
+            [stretch] => {
+                let message = format!("`measure` goes to {}, and the run to {duration}", stretch.until);
+                self.reader.wrong(node.at, message, EXPECTED);
+                None
+            }
+            _ => {
+                self.reader.wrong(node.at, "`measure` is not one stretch of time", EXPECTED);
+                None
+            }
         }
-        span
     }
 
     fn moment(&mut self, node: &Node) -> Option<Time> {

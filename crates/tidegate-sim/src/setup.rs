@@ -22,8 +22,8 @@ pub struct Setup {
     pub starts_at: Time,
     /// When it ends at the latest.
     pub duration: Span,
-    /// Over which stretch at the end goodput is taken; all of it if `None`.
-    pub measured: Option<Span>,
+    /// Over which stretch goodput is taken; all of it if `None`.
+    pub measured: Option<Stretch>,
     /// How often it is repeated, each time with other random numbers.
     pub trials: u32,
     /// What is called.

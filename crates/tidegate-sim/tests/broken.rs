@@ -77,7 +77,9 @@ fn mistakes_are_told_with_place_and_nearest_name() {
 fn what_stands_first_is_read_as_strictly() {
     let cases = [
         ("titel = \"x\"\n", (1, 1), "did you mean `title`?"),
-        ("measure = \"first 10s\"\n", (1, 11), "last 10s"),
+        ("measure = \"last 10s\"\n", (1, 11), "10s to 20s"),
+        ("measure = \"10s to 70s\"\n", (1, 11), "and the run to 1m"),
+        ("measure = [\"1s to 2s\", \"3s to 4s\"]\n", (1, 11), "not one stretch"),
         ("duration = 60\n", (1, 12), "did you mean \"60s\"?"),
         ("duration = \"3000d\"\n", (1, 12), "longer than a year"),
         ("starts_at = \"yesterday\"\n", (1, 13), "a moment such as"),

@@ -67,17 +67,19 @@ fn retries_cost_what_is_published() {
     }
 }
 
-/// Calls that succeed each second.
+/// Brooker 2022: calls that succeed each second, by his program with its own numbers.
 #[test]
 fn collapse_is_outlived_by_the_right_means_and_by_ours() {
     let report = report("collapse");
     let goodput = |case, strategy| run(&report, case, strategy).numbers.goodput;
     let plain = ["no backoff", "backoff, full jitter", "10 % retry budget", "120 in flight"];
-    about("spike, no backoff", goodput("spike", plain[0]), 8.0, 0.2);
-    about("spike, backoff", goodput("spike", plain[1]), 45.0, 0.1);
-    assert_eq!((goodput("ramp", plain[0]), goodput("ramp", plain[1])), (0.0, 0.0));
+    // Each run stays at none or comes back to forty, about one in four: ten runs of his give anything around this.
+    let down = goodput("spike", plain[0]);
+    assert!((4.0..16.0).contains(&down), "spike, no backoff: {down:.1}");
+    about("spike, backoff", goodput("spike", plain[1]), 45.0, 0.05);
+    assert!(goodput("ramp", plain[0]) < 0.5 && goodput("ramp", plain[1]) < 0.5);
     about("ramp, budget", goodput("ramp", plain[2]), 29.0, 0.1);
-    about("ramp, cap", goodput("ramp", plain[3]), 46.0, 0.1);
+    about("ramp, cap", goodput("ramp", plain[3]), 46.0, 0.05);
     for case in ["spike", "ramp"] {
         let best = plain.iter().map(|strategy| goodput(case, strategy)).fold(0.0, f64::max);
         let ours = goodput(case, "tidegate");
