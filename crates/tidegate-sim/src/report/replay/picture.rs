@@ -4,7 +4,7 @@ use tidegate_core::{Span, Time};
 
 use super::grid::number_of;
 use crate::replay::{Findings, Interval, LimitFindings, PolicyFindings, Timeline, shown};
-use crate::report::chart::{self, Area, Frame, Line, Mark, Unit, headroom};
+use crate::report::chart::{self, Area, Frame, Line, Mark, THIN, Unit, WIDE, headroom};
 use crate::report::picture::{PictureError, WIDTH, drawing};
 use crate::report::theme::{BLUE, Colour, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION};
 
@@ -39,8 +39,10 @@ pub(super) fn svg(findings: &Findings) -> Result<String, PictureError> {
             over_time(&part(root, (0, top), (WIDTH, OVER_TIME)), policy, findings.input.newest, &name)?;
             top += OVER_TIME;
             for pair in limits.chunks(2) {
+                // The last of an odd number has all of the width.
+                let width = WIDTH / pair.len() as i32;
                 for (column, limit) in (0..).zip(pair) {
-                    of_limit(&part(root, (column * WIDTH / 2, top), (WIDTH / 2, LIMIT)), limit, &name)?;
+                    of_limit(&part(root, (column * width, top), (width, LIMIT)), limit, &name)?;
                 }
                 top += LIMIT;
             }
@@ -125,9 +127,11 @@ fn count(timeline: &Timeline) -> f64 {
 /// What each policy refuses, over each other.
 fn compared(area: &Area<'_>, policies: &[PolicyFindings], newest: Option<Time>) -> Result<(), PictureError> {
     let axis = Axis::of(policies.iter().map(|policy| &policy.timeline), newest);
-    let line =
-        |policy: &PolicyFindings, colour| Line { colour, points: axis.steps(&policy.timeline, Interval::refused) };
-    let series = policies.iter().zip([VERMILLION, BLUE]).map(|(policy, colour)| (&*policy.name, line(policy, colour)));
+    // Often both refuse the same, and neither line may hide the other.
+    let styles = [(ORANGE, WIDE), (BLUE, THIN)];
+    let series = policies.iter().zip(styles).map(|(policy, (colour, width))| {
+        (&*policy.name, Line { colour, width, points: axis.steps(&policy.timeline, Interval::refused) })
+    });
     axis.draw(area, "requests refused over time, by each policy", series.collect())
 }
 
@@ -142,7 +146,8 @@ fn over_time(area: &Area<'_>, policy: &PolicyFindings, newest: Option<Time>, nam
     let timeline = &policy.timeline;
     let axis = Axis::of(std::iter::once(timeline), newest);
     let there = KINDS.iter().filter(|(_, _, of)| timeline.intervals().iter().any(|interval| of(interval) > 0));
-    let series = there.map(|(kind, colour, of)| (*kind, Line { colour: *colour, points: axis.steps(timeline, of) }));
+    let series = there
+        .map(|(kind, colour, of)| (*kind, Line { colour: *colour, width: THIN, points: axis.steps(timeline, of) }));
     axis.draw(area, &format!("{name}requests over time"), series.collect())
 }
 
@@ -168,10 +173,10 @@ fn of_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), Pi
         before = share;
     }
     steps.push((right, before));
-    let mut lines = vec![Line { colour: BLUE, points: steps }];
+    let mut lines = vec![Line { colour: BLUE, width: THIN, points: steps }];
     let asked = limit.values.first().map(|value| value.share * 100.0);
     if let Some(one) = asked.filter(|one| *one < top) {
-        lines.push(Line { colour: GREY, points: vec![(0.0, one), (right, one)] });
+        lines.push(Line { colour: GREY, width: THIN, points: vec![(0.0, one), (right, one)] });
     }
     let mut legend = vec![("clients refused by this value", BLUE, Mark::Line), ("1 % of clients", GREY, Mark::Line)];
     let now = format!(
@@ -180,7 +185,7 @@ fn of_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), Pi
         if capacity > right { ", is further right" } else { "" }
     );
     if capacity <= right {
-        lines.push(Line { colour: INK, points: vec![(capacity, 0.0), (capacity, top)] });
+        lines.push(Line { colour: INK, width: THIN, points: vec![(capacity, 0.0), (capacity, top)] });
     }
     legend.push((&now, INK, Mark::Line));
     let title = format!("{name}{}: {} by {}", limit.name, limit.quantity, limit.by);
