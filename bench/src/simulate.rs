@@ -1,11 +1,15 @@
-//! Worlds on a virtual clock: how long an hour takes.
+//! The laboratory: how long an hour takes on a virtual clock, and how fast an access log is replayed.
 
 use crate::options::Options;
 use crate::rows::{Row, Unit};
-use crate::subjects::OURS;
+use crate::subjects::{OURS, tidegate};
+use rand::rngs::SmallRng;
+use rand::{RngExt as _, SeedableRng as _};
+use std::fmt::Write as _;
 use std::hint;
 use std::time::Instant;
 use tidegate_sim::Scenario;
+use tidegate_sim::replay::{Names, Replay};
 
 /// A thousand clients that call every two seconds a service which fails now and then, for an hour.
 const HOUR: &str = r#"
@@ -31,11 +35,70 @@ limit = "5/s burst 10"
 breaker = { open = "10s" }
 "#;
 
+/// What `tidegate` does by default: all calls of a client, and a log-in that is guarded by a penalty.
+const POLICY: &str = r#"
+[inbound.global]
+limit = "1000 per 1h"
+
+[inbound.action.login]
+match = { method = "POST", path = "/login" }
+limit = "5 per 60s"
+penalty = { base = "2s", cap = "1h" }
+"#;
+/// Enough that the tables outgrow the processor's cache.
+const LINES: u32 = 2_000_000;
+
 /// Measures every row that the options ask for, and hands each over as it is done.
-///
-/// # Panics
-/// If the scenario can't be read.
 pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+    hour(options, done);
+    replay(options, done);
+}
+
+fn replay(options: &Options, done: &mut dyn FnMut(Row)) {
+    const NAME: &str = "simulate/replay";
+    if !options.wants(NAME) || !options.wants_subject(OURS) {
+        return;
+    }
+    let (lines, rounds) = if options.quick { (LINES / 10, 1) } else { (LINES, 3) };
+    let log = log(lines);
+    let policy = tidegate::policy(POLICY);
+    let round = |_| {
+        let mut replay = Replay::new("the benchmark's", &policy, Names::default());
+        let begin = Instant::now();
+        replay.read("the benchmark's", log.as_bytes(), None).expect("a log in memory can be read");
+        hint::black_box(replay.findings());
+        f64::from(lines) / begin.elapsed().as_secs_f64()
+    };
+    let mut row = Row::new(NAME, Unit::Requests);
+    row.push(OURS, (0..rounds).map(round).collect());
+    done(row);
+}
+
+/// An access log in the combined format: a hundred thousand clients, of whom a few come often, a thousand times a second;
+/// one call in fifty is a log-in.
+fn log(lines: u32) -> String {
+    const PATHS: [&str; 4] = ["/", "/search/shoes?q=red+boots", "/img/logo.png", "/product/4711"];
+    let mut random = SmallRng::seed_from_u64(1);
+    let mut log = String::with_capacity(lines as usize * 128);
+    for line in 0..lines {
+        let client = (random.random::<f64>().powi(4) * 100_000.0) as u32;
+        let (second, [_, a, b, c]) = (line / 1000, (client * 7).to_be_bytes());
+        let (method, path) = match random.random_range(0..50) {
+            0 => ("POST", "/login"),
+            number => ("GET", PATHS[number % PATHS.len()]),
+        };
+        let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+        let written = writeln!(
+            log,
+            "11.{a}.{b}.{c} - - [21/Nov/2026:{hour:02}:{minute:02}:{second:02} +0000] \"{method} {path} HTTP/1.1\" 200 \
+             4711 \"-\" \"Mozilla/5.0 (X11; Linux x86_64; rv:128.0) Gecko/20100101 Firefox/128.0\""
+        );
+        written.expect("a string takes all that is written to it");
+    }
+    log
+}
+
+fn hour(options: &Options, done: &mut dyn FnMut(Row)) {
     const NAME: &str = "simulate/hour";
     if !options.wants(NAME) || !options.wants_subject(OURS) {
         return;

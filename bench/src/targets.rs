@@ -66,6 +66,7 @@ pub const REACHES: &[Reach] = &[
     reach("stores/postgres", Bound::RatioAtLeast("bare upsert", 0.3)),
     reach("stores/mongodb", Bound::RatioAtLeast("bare upsert", 0.3)),
     reach("simulate/hour", Bound::AtMost(60e9)),
+    reach("simulate/replay", Bound::AtLeast(1e6)),
 ];
 
 /// What a store capped at 64 MiB may add to the process's resident memory: the cap, and a constant for the policy, the

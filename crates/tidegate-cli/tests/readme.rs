@@ -118,6 +118,13 @@ fn the_tour_prints_what_it_says() {
             wrong.push(format!("$ {}\n{printed}\n-- instead of --\n{expected}", step.command));
         }
     }
+    for picture in ["replay.svg", "responsive.svg"] {
+        let shown = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures").join(picture);
+        let made = std::fs::read(folder.path().join(picture)).ok();
+        if made.is_none() || made != std::fs::read(&shown).ok() {
+            wrong.push(format!("{picture} isn't what its command makes: {}", shown.display()));
+        }
+    }
     drop(stdin);
     let _ = Command::new("kill").args(["--", &format!("-{group}")]).status();
     let _ = shell.wait();

@@ -355,6 +355,10 @@ fn the_tables_say_who_when_why_and_what_else_would_do() {
     assert_eq!(both, 405);
     let html = std::fs::read_to_string(folder.path().join("x.html")).unwrap();
     assert!(html.contains("<svg") && html.contains("prefers-color-scheme:dark"));
+    // One chart of both: its legend comes before either policy's own charts.
+    let both = html.split("requests refused over time, by each policy").nth(1).unwrap();
+    let legend = both.split("requests over time").next().unwrap();
+    assert!(["tidegate.toml", "other.toml"].iter().all(|policy| legend.contains(policy)), "{legend}");
     assert!(!html.contains("src=") && !html.contains("href=") && !html.contains("url("), "nothing is fetched");
 }
 

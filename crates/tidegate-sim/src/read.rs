@@ -5,12 +5,12 @@ mod forms;
 mod places;
 
 use tidegate_core::{Span, Time};
-use tidegate_policy::document::{Document, Node, Reader, Table, Value};
+use tidegate_policy::document::{Document, Entry, Node, Reader, Table, Value};
 use tidegate_policy::{Errors, Policy};
 
 use crate::delay::Delay;
 use crate::scenario::Scenario;
-use crate::setup::{CheckSpec, ClientSpec, Setup};
+use crate::setup::{Arrivals, CheckSpec, ClientSpec, Load, Setup, Stretch};
 use crate::world::{action_of, key_seed};
 
 /// The most cases, and the most strategies.
@@ -111,7 +111,7 @@ impl Words<'_, '_> {
         let root = root.under(&case.table).under(&Table { entries: changes.cloned().collect() });
         let duration = self.long(&root, "duration", Span::from_secs(60));
         let measured = match root.node("measure") {
-            Some(node) => self.measure(node).map(Some),
+            Some(node) => duration.and_then(|duration| self.measure(node, duration)).map(Some),
             None => Some(None),
         };
         let trials = root.node("trials").map_or(Some(1), |node| self.reader.count(node, "trials", 1..=MAX_TRIALS));
@@ -136,7 +136,7 @@ impl Words<'_, '_> {
             },
             starts_at: starts_at?,
             duration: duration?,
-            measured: measured?.filter(|measured| Some(*measured) < duration),
+            measured: measured?,
             trials: trials? as u32,
             service: service?,
             network: network?,
@@ -149,6 +149,7 @@ impl Words<'_, '_> {
         };
         self.ends(&setup)?;
         self.decidable(&root, &setup)?;
+        self.paceable(&root, &setup)?;
         Some(setup)
     }
 
@@ -166,6 +167,7 @@ impl Words<'_, '_> {
         let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
         let takes_time =
             plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay != Delay::NONE;
+        let takes_time = takes_time || plain.pacer.is_some();
         if plain.attempts.is_none() && !takes_time {
             let message = format!("the tries of `{}` are unlimited and may take no time", setup.strategy);
             self.reader.missing(&message, "a `backoff`, or a `delay` of the network");
@@ -180,8 +182,7 @@ impl Words<'_, '_> {
         let mut good = Some(());
         for load in &setup.loads {
             let Err(error) = action_of(policy.plan(), load, &key_seed()) else { continue };
-            let place = root.node("load").and_then(Node::as_table).and_then(|loads| loads.get(&load.name));
-            if let Some(entry) = place {
+            if let Some(entry) = place_of(root, load) {
                 let expected = "an action that counts by client_ip or key";
                 self.reader.wrong(
                     entry.key_at,
@@ -194,6 +195,18 @@ impl Words<'_, '_> {
         good
     }
 
+    /// Whether each client's calls wait for its pace one after the other.
+    fn paceable(&mut self, root: &Table, setup: &Setup) -> Option<()> {
+        let paced = matches!(&setup.client, ClientSpec::Plain(plain) if plain.pacer.is_some());
+        let open = setup.loads.iter().find(|load| !matches!(load.arrivals, Arrivals::Serial { .. }));
+        let Some(open) = open.filter(|_| paced) else { return Some(()) };
+        if let Some(entry) = place_of(root, open) {
+            let message = format!("`{}` keeps a `pace` and calls whatever becomes of earlier calls", open.name);
+            self.reader.wrong(entry.key_at, message, "`calls` or `think`, one call after the other");
+        }
+        None
+    }
+
     fn long(&mut self, table: &Table, key: &str, default: Span) -> Option<Span> {
         let Some(node) = table.node(key) else { return Some(default) };
         let span = self.reader.span(node, key)?;
@@ -204,16 +217,21 @@ impl Words<'_, '_> {
         Some(span)
     }
 
-    /// "last 10s".
-    fn measure(&mut self, node: &Node) -> Option<Span> {
-        const EXPECTED: &str = "the stretch at the end that goodput is taken over, such as \"last 10s\"";
-        let text = self.reader.text(node, "measure", EXPECTED)?;
-        let span = text.strip_prefix("last ").and_then(|span| tidegate_policy::parse_duration(span).ok());
-        if span.is_none_or(Span::is_zero) {
-            self.reader.wrong(node.at, format!("`measure` is `{text}`"), EXPECTED);
-            return None;
+    /// One stretch within the run.
+    fn measure(&mut self, node: &Node, duration: Span) -> Option<Stretch> {
+        const EXPECTED: &str = "the stretch of the run that goodput is taken over, such as \"20s to 60s\"";
+        match *forms::stretches(self.reader, node, "measure")? {
+            [stretch] if stretch.until <= duration => Some(stretch),
+            [stretch] => {
+                let message = format!("`measure` goes to {}, and the run to {duration}", stretch.until);
+                self.reader.wrong(node.at, message, EXPECTED);
+                None
+            }
+            _ => {
+                self.reader.wrong(node.at, "`measure` is not one stretch of time", EXPECTED);
+                None
+            }
         }
-        span
     }
 
     fn moment(&mut self, node: &Node) -> Option<Time> {
@@ -247,6 +265,11 @@ impl Words<'_, '_> {
         self.reader.names(section, &format!("[{key}]"), known);
         Some(Some(section.clone()))
     }
+}
+
+/// Where a load stands.
+fn place_of<'t>(root: &'t Table, load: &Load) -> Option<&'t Entry> {
+    root.node("load").and_then(Node::as_table).and_then(|loads| loads.get(&load.name))
 }
 
 /// A case or a strategy.

@@ -33,7 +33,7 @@ mod timeline;
 
 use std::io::{self, Read, Write};
 
-use http::HeaderName;
+use http::{HeaderMap, HeaderName};
 use tidegate_core::{Decision, Span, Time};
 use tidegate_policy::{Plan, Policy};
 
@@ -51,7 +51,7 @@ pub use meter::{Peaks, SHARES};
 use moment::Clf;
 pub(crate) use moment::shown;
 pub use request::Broken;
-use request::{Headers, Said};
+use request::{Headers, Request, Said};
 pub use timeline::{Interval, Timeline};
 
 /// How far a line may be behind the newest one and still count, at the newest one's time: servers that log when a request
@@ -62,6 +62,8 @@ pub const MAX_LATE: Span = Span::from_secs(3600);
 pub const TURN_AFTER: u32 = 1000;
 /// How many broken lines are shown.
 pub const SHOWN_BROKEN: usize = 10;
+/// How many lines are judged together: memory is slow, and while it brings what one needs, others are read.
+const TOGETHER: usize = 32;
 /// The most clients that two policies treat differently and that are told apart.
 const MAX_CHANGED: usize = 1 << 16;
 
@@ -96,6 +98,8 @@ pub struct Input {
 pub struct Replay {
     names: Names,
     headers: Headers,
+    /// Those of each line of a group.
+    found: Vec<HeaderMap>,
     clf: Clf,
     first: Judge,
     second: Option<Judge>,
@@ -133,6 +137,7 @@ impl Replay {
         let mut replay = Self {
             names,
             headers: Headers::default(),
+            found: vec![HeaderMap::new(); TOGETHER],
             clf: Clf::default(),
             first: Judge::new(name.into(), policy),
             second: None,
@@ -177,48 +182,77 @@ impl Replay {
 
     fn judge(&mut self, name: &str, log: impl Read, mut refusals: Option<&mut dyn Write>) -> io::Result<()> {
         let mut lines = Lines::new(lines::unpacked(log)?);
+        let mut places = Vec::with_capacity(TOGETHER);
         let mut number = 0;
-        while let Some(line) = lines.next()? {
-            number += 1;
-            let read = match line {
-                Line::TooLong => Err(Broken::TooLong),
-                Line::Whole(line) if line.trim_ascii().is_empty() => continue,
-                Line::Whole(line) => {
-                    self.headers.clear();
-                    match line.trim_ascii_start().first() {
-                        Some(b'{') => json::read(line, &self.names, &mut self.headers),
-                        _ => common::read(line, &mut self.clf, &mut self.headers),
-                    }
-                }
-            };
-            self.input.lines += 1;
-            let request = match read {
-                Ok(Said::Request(request)) => request,
-                Ok(Said::Other) => {
-                    self.input.others += 1;
-                    continue;
-                }
-                Err(broken) => {
-                    self.input.broken += 1;
-                    if self.input.first_broken.len() < SHOWN_BROKEN {
-                        self.input.first_broken.push((name.to_owned(), number, broken));
-                    }
-                    continue;
-                }
-            };
-            self.input.requests += 1;
-            let Some(now) = moment_of(&mut self.input, &mut self.behind, request.at) else { continue };
-            let judged = self.first.judge(&request, &self.headers.found, now);
-            if let Some(second) = &mut self.second {
-                self.changed.note(judged.as_ref(), second.judge(&request, &self.headers.found, now).as_ref());
+        loop {
+            lines.find(TOGETHER, &mut places)?;
+            if places.is_empty() {
+                return Ok(());
             }
-            if let (Some(judged), Some(refusals)) = (&judged, &mut refusals)
-                && !judged.decision.allowed
-            {
-                refusal(*refusals, (name, number), &self.first.plan, judged)?;
+            let mut said = Vec::with_capacity(places.len());
+            self.first.begin();
+            self.second.iter_mut().for_each(Judge::begin);
+            for place in &places {
+                number += 1;
+                let Some((request, now)) = self.said((name, number), lines.at(*place)) else { continue };
+                let headers = &mut self.found[said.len()];
+                // Whose place it takes is emptied before the next line.
+                std::mem::swap(headers, &mut self.headers.found);
+                self.first.prepare(&request, headers, now);
+                if let Some(second) = &mut self.second {
+                    second.prepare(&request, headers, now);
+                }
+                said.push((number, request, now));
+            }
+            self.first.fetch();
+            self.second.iter().for_each(Judge::fetch);
+            for (place, ((number, request, now), headers)) in said.iter().zip(&self.found).enumerate() {
+                let judged = self.first.judge(place, request, headers, *now);
+                if let Some(second) = &mut self.second {
+                    self.changed.note(judged.as_ref(), second.judge(place, request, headers, *now).as_ref());
+                }
+                if let (Some(judged), Some(refusals)) = (&judged, &mut refusals)
+                    && !judged.decision.allowed
+                {
+                    refusal(*refusals, (name, *number), &self.first.plan, judged)?;
+                }
             }
         }
-        Ok(())
+    }
+
+    /// The request that a line says, and the time at which it is judged. `None` if there is nothing to judge.
+    #[inline]
+    fn said<'l>(&mut self, (name, number): (&str, u64), line: Line<'l>) -> Option<(Request<'l>, Time)> {
+        let read = match line {
+            Line::TooLong => Err(Broken::TooLong),
+            Line::Whole(line) if line.trim_ascii().is_empty() => return None,
+            Line::Whole(line) => {
+                self.headers.clear();
+                match line.trim_ascii_start().first() {
+                    Some(b'{') => json::read(line, &self.names, &mut self.headers),
+                    _ => common::read(line, &mut self.clf, &mut self.headers),
+                }
+            }
+        };
+        self.input.lines += 1;
+        match read {
+            Ok(Said::Request(request)) => {
+                self.input.requests += 1;
+                let now = moment_of(&mut self.input, &mut self.behind, request.at)?;
+                Some((request, now))
+            }
+            Ok(Said::Other) => {
+                self.input.others += 1;
+                None
+            }
+            Err(broken) => {
+                self.input.broken += 1;
+                if self.input.first_broken.len() < SHOWN_BROKEN {
+                    self.input.first_broken.push((name.to_owned(), number, broken));
+                }
+                None
+            }
+        }
     }
 
     /// What has been found so far.

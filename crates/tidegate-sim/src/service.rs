@@ -83,6 +83,7 @@ pub(crate) struct Finished<R> {
 pub(crate) struct Service<'s, R> {
     spec: &'s ServiceSpec,
     began: Time,
+    asked_at: Option<Time>,
     limiters: Vec<Limiter>,
     jobs: Slab<Job<R>>,
     queue: VecDeque<usize>,
@@ -96,7 +97,7 @@ impl<'s, R: Copy> Service<'s, R> {
     pub(crate) fn new(spec: &'s ServiceSpec, began: Time, rng: Stream) -> Self {
         let limiters = spec.limits.iter().filter_map(|limit| Limiter::new(limit, began)).collect();
         let (jobs, queue) = (Slab::new(), VecDeque::new());
-        Self { spec, began, limiters, jobs, queue, working: 0, version: 0, numbers: 0, rng }
+        Self { spec, began, asked_at: None, limiters, jobs, queue, working: 0, version: 0, numbers: 0, rng }
     }
 
     /// How many requests wait for a worker.
@@ -114,9 +115,11 @@ impl<'s, R: Copy> Service<'s, R> {
         if Stretch::any_holds(&self.spec.outages, now.since(self.began)) {
             return Taken::Answered(Answer::Refused);
         }
-        if let Some(wait) =
-            self.limiters.iter_mut().map(|limiter| limiter.wait(now)).max().filter(|wait| !wait.is_zero())
-        {
+        let spacing = Span::from_micros((self.spec.spacing.at(now.since(self.began)) * 1e6).round() as u64);
+        let is_close = self.asked_at.replace(now).is_some_and(|before| now.since(before) < spacing);
+        let spacing = Some(spacing).filter(|_| is_close);
+        let waits = self.limiters.iter_mut().map(|limiter| limiter.wait(now)).chain(spacing);
+        if let Some(wait) = waits.max().filter(|wait| !wait.is_zero()) {
             let retry_after = match self.spec.retry_after {
                 RetryAfter::None => None,
                 RetryAfter::True => Some(Span::from_secs(wait.as_secs_ceil())),

@@ -1,6 +1,6 @@
 //! What one run is made of: a world, its load, and how its clients behave.
 
-use tidegate_core::{Backoff, BudgetSpec, Lane, Span, Time};
+use tidegate_core::{Backoff, BudgetSpec, Lane, PacerSpec, Span, Time};
 use tidegate_policy::{Policy, Quantity};
 
 use crate::delay::Delay;
@@ -22,8 +22,8 @@ pub struct Setup {
     pub starts_at: Time,
     /// When it ends at the latest.
     pub duration: Span,
-    /// Over which stretch at the end goodput is taken; all of it if `None`.
-    pub measured: Option<Span>,
+    /// Over which stretch goodput is taken; all of it if `None`.
+    pub measured: Option<Stretch>,
     /// How often it is repeated, each time with other random numbers.
     pub trials: u32,
     /// What is called.
@@ -51,7 +51,7 @@ impl Setup {
             Arrivals::Poisson(rate) | Arrivals::Even(rate) => Some(rate),
             Arrivals::Trace { .. } | Arrivals::Serial { .. } => None,
         });
-        let profiles = loads.chain([&self.service.failures, &self.network.loss]);
+        let profiles = loads.chain([&self.service.failures, &self.service.spacing, &self.network.loss]);
         let profiles = profiles.filter_map(|profile| Some((profile.leaves_at()?, profile.settles_at())));
         let stretches = self.service.outages.iter().chain(&self.network.partitions).chain(&self.store.outages);
         let changes = profiles.chain(stretches.map(|stretch| (stretch.from, stretch.until)));
@@ -87,7 +87,9 @@ pub struct ServiceSpec {
     pub queue: u32,
     /// What it limits all clients to together, exactly.
     pub limits: Vec<Quantity>,
-    /// What it says of when to come back in a reply that refuses for its limit.
+    /// How many seconds after the request before it, taken or not, a request must come; others are refused as for a limit.
+    pub spacing: Profile,
+    /// What it says of when to come back in a reply that refuses for a limit.
     pub retry_after: RetryAfter,
     /// Which share of requests fails, from 0 to 1.
     pub failures: Profile,
@@ -204,6 +206,9 @@ pub struct PlainSpec {
     pub attempts: Option<u32>,
     /// How long it waits between them.
     pub backoff: Option<Backoff>,
+    /// What it waits for before each try instead, told of how each has ended; one pacer a client, whose clients call one
+    /// call after the other.
+    pub pacer: Option<PacerSpec>,
     /// What bounds its retries, one budget a client.
     pub budget: Option<BudgetSpec>,
     /// How many calls a client has in flight; further ones fail at once.

@@ -12,13 +12,14 @@ pub struct Shipped {
 }
 
 /// All of them, by name.
-pub const ALL: [Shipped; 7] = [
+pub const ALL: [Shipped; 8] = [
     Shipped { name: "collapse", text: include_str!("../scenarios/collapse.toml") },
     Shipped { name: "contention", text: include_str!("../scenarios/contention.toml") },
     Shipped { name: "herd", text: include_str!("../scenarios/herd.toml") },
     Shipped { name: "noisy-neighbour", text: include_str!("../scenarios/noisy-neighbour.toml") },
     Shipped { name: "partition", text: include_str!("../scenarios/partition.toml") },
     Shipped { name: "quota-midnight", text: include_str!("../scenarios/quota-midnight.toml") },
+    Shipped { name: "responsive", text: include_str!("../scenarios/responsive.toml") },
     Shipped { name: "retries", text: include_str!("../scenarios/retries.toml") },
 ];
 

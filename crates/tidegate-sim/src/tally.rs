@@ -3,7 +3,7 @@
 use hdrhistogram::Histogram;
 use tidegate_core::{Span, Time};
 
-use crate::setup::Setup;
+use crate::setup::{Setup, Stretch};
 
 /// The most buckets that a run is divided into; at this bound two become one.
 pub const MAX_BUCKETS: usize = 240;
@@ -132,7 +132,8 @@ impl Tally {
         let end = setup.duration;
         let watch =
             |from: Span, until: Span| (from < until).then_some(Watched { from, until, offered: 0, succeeded: 0 });
-        let measured = watch(setup.measured.map_or(Span::ZERO, |last| end - last), end);
+        let measured = setup.measured.unwrap_or(Stretch { from: Span::ZERO, until: end });
+        let measured = watch(measured.from, measured.until);
         let disturbed = setup.disturbed();
         let before = disturbed.and_then(|(from, _)| watch(Span::ZERO, from));
         let after = disturbed.and_then(|(_, until)| watch(until + setup.check.within, end));

@@ -219,10 +219,10 @@ impl<'s> World<'s> {
             job: None,
             mind,
         };
-        let machine = matches!(live.mind, Mind::Machine(_));
         let id = CallId { index: self.calls.insert(live), number: self.numbers };
-        if !machine {
-            return self.try_plain(id);
+        if let Ways::Plain(plain) = &self.nodes[node].ways {
+            let pause = plain.pause();
+            return if pause.is_zero() { self.try_plain(id) } else { self.agenda.at(now + pause, Event::Again(id)) };
         }
         let lane = self.setup.loads[self.nodes[node].load].lane;
         let calls = &mut self.calls;
@@ -431,7 +431,7 @@ impl<'s> World<'s> {
             }
             Mind::Plain(tried) => {
                 let Ways::Plain(plain) = &mut self.nodes[node].ways else { return };
-                plain.ended();
+                plain.ended(ended.class);
                 if ended.class == Class::Success {
                     return self.over(id, End::Succeeded);
                 }

@@ -50,6 +50,11 @@ fn mistakes_are_told_with_place_and_nearest_name() {
         ("[strategy.x]\nclient = \"tidgate\"\n", (7, 10), "did you mean `tidegate`?"),
         ("[strategy.x]\nbackoff = { jitter = \"ful\" }\n", (7, 22), "did you mean `full`?"),
         ("[strategy.x]\nbudget = { ratio = 2 }\n", (7, 20), "a share from 0 to 1"),
+        ("[strategy.x]\npace = { by = \"responsive\", upp = 2 }\n", (4, 7), "did you mean `up`?"),
+        ("[strategy.x]\npace = \"adaptive\"\n", (7, 8), "a plain client has no such `pace`"),
+        ("[strategy.x]\npace = \"responsive\"\n", (4, 7), "one call after the other"),
+        ("[strategy.x]\npace = \"responsive\"\nbackoff = {}\n", (8, 1), "said twice"),
+        ("[case.x]\nservice.spacing = \"5/s\"\n", (7, 19), "20ms"),
         ("[strategy]\n", (6, 1), "has 0 sections"),
         ("[case.x]\nlod.all.rate = \"3/s\"\n", (7, 1), "did you mean `load`?"),
         ("[case.x]\nload.all.rate = 3\n", (7, 17), "40/s"),
@@ -72,7 +77,9 @@ fn mistakes_are_told_with_place_and_nearest_name() {
 fn what_stands_first_is_read_as_strictly() {
     let cases = [
         ("titel = \"x\"\n", (1, 1), "did you mean `title`?"),
-        ("measure = \"first 10s\"\n", (1, 11), "last 10s"),
+        ("measure = \"last 10s\"\n", (1, 11), "10s to 20s"),
+        ("measure = \"10s to 70s\"\n", (1, 11), "and the run to 1m"),
+        ("measure = [\"1s to 2s\", \"3s to 4s\"]\n", (1, 11), "not one stretch"),
         ("duration = 60\n", (1, 12), "did you mean \"60s\"?"),
         ("duration = \"3000d\"\n", (1, 12), "longer than a year"),
         ("starts_at = \"yesterday\"\n", (1, 13), "a moment such as"),

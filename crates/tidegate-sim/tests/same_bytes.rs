@@ -94,7 +94,7 @@ fn one_seed_gives_the_same_bytes_twice() {
 
 #[test]
 fn shipped_scenarios_give_the_same_bytes_twice() {
-    for name in ["retries", "herd", "partition", "noisy-neighbour", "quota-midnight"] {
+    for name in ["responsive", "retries", "herd", "partition", "noisy-neighbour", "quota-midnight"] {
         let scenario = Scenario::read(name, shipped::find(name).unwrap().text.as_bytes()).unwrap();
         let run = || scenario.run(scenario.seed, &mut |_| {}).json();
         assert_eq!(run(), run(), "{name}");

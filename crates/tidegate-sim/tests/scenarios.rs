@@ -1,6 +1,7 @@
 //! The numbers of every shipped scenario.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
+use tidegate_sim::tally::End;
 use tidegate_sim::{Report, Run, Scenario, shipped};
 
 fn report(name: &str) -> Report {
@@ -66,17 +67,19 @@ fn retries_cost_what_is_published() {
     }
 }
 
-/// Calls that succeed each second.
+/// Brooker 2022: calls that succeed each second, by his program with its own numbers.
 #[test]
 fn collapse_is_outlived_by_the_right_means_and_by_ours() {
     let report = report("collapse");
     let goodput = |case, strategy| run(&report, case, strategy).numbers.goodput;
     let plain = ["no backoff", "backoff, full jitter", "10 % retry budget", "120 in flight"];
-    about("spike, no backoff", goodput("spike", plain[0]), 8.0, 0.2);
-    about("spike, backoff", goodput("spike", plain[1]), 45.0, 0.1);
-    assert_eq!((goodput("ramp", plain[0]), goodput("ramp", plain[1])), (0.0, 0.0));
+    // Each run stays at none or comes back to forty, about one in four: ten runs of his give anything around this.
+    let down = goodput("spike", plain[0]);
+    assert!((4.0..16.0).contains(&down), "spike, no backoff: {down:.1}");
+    about("spike, backoff", goodput("spike", plain[1]), 45.0, 0.05);
+    assert!(goodput("ramp", plain[0]) < 0.5 && goodput("ramp", plain[1]) < 0.5);
     about("ramp, budget", goodput("ramp", plain[2]), 29.0, 0.1);
-    about("ramp, cap", goodput("ramp", plain[3]), 46.0, 0.1);
+    about("ramp, cap", goodput("ramp", plain[3]), 46.0, 0.05);
     for case in ["spike", "ramp"] {
         let best = plain.iter().map(|strategy| goodput(case, strategy)).fold(0.0, f64::max);
         let ours = goodput(case, "tidegate");
@@ -84,6 +87,39 @@ fn collapse_is_outlived_by_the_right_means_and_by_ours() {
     }
     let recovered = |strategy| run(&report, "spike", strategy).recovered();
     assert_eq!((recovered("no backoff"), recovered("tidegate")), (Some(false), Some(true)));
+}
+
+/// 1 ms·1.5^14, and six tenths of it after five successes: worked out by hand.
+#[test]
+fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
+    let report = report("responsive");
+    let run = run(&report, "", "pacer");
+    let waits: Vec<(f64, bool)> = (run.tally.points().iter())
+        .map(|point| (point.delay.as_micros() as f64 / 1e3, point.end == End::Succeeded))
+        .collect();
+    // The first call has none before it, and the second doesn't wait.
+    assert_eq!(waits[..2], [(0.0, true), (0.0, false)]);
+    let steps = waits[2..].chunk_by(|one, other| one.0 == other.0).map(|step| (step[0].0, step[0].1, step.len()));
+    let steps: Vec<(f64, bool, usize)> = steps.collect();
+    for (index, step) in steps[..14].iter().enumerate() {
+        about("a wait that is too short", step.0, 1.5_f64.powi(index as i32), 0.002);
+        assert_eq!((step.1, step.2), (false, 1), "{step:?}");
+    }
+    let peak = waits.iter().map(|(wait, _)| *wait).fold(0.0, f64::max);
+    assert_eq!((steps[14], steps[15]), ((peak, true, 5), (steps[15].0, true, 5)));
+    assert!((peak - 291.929).abs() < 0.002 && (steps[15].0 - 175.157).abs() < 0.002, "{:?}", &steps[14..16]);
+    // From then on it goes up and down around 60 ms: five that succeed, then one or two that come too early.
+    let saw = steps.iter().skip_while(|(_, succeeded, _)| !succeeded).skip_while(|(_, succeeded, _)| *succeeded);
+    let saw: Vec<&(f64, bool, usize)> = saw.collect();
+    assert!(saw.len() > 30, "{steps:?}");
+    assert!(
+        saw.iter().all(|(wait, succeeded, _)| (36.0..90.0).contains(wait) && *succeeded == (*wait >= 60.0)),
+        "{saw:?}"
+    );
+    let teeth = saw[..saw.len() - 1].iter().filter(|(_, succeeded, _)| *succeeded);
+    assert!(teeth.clone().count() > 10 && teeth.clone().all(|(.., calls)| *calls == 5), "{saw:?}");
+    let picture = report.svg().unwrap_or_else(|error| panic!("{error}"));
+    assert!(picture.contains("pacer: delay of each call"));
 }
 
 #[test]

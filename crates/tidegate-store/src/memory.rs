@@ -80,6 +80,19 @@ impl Memory {
         self.0.copy(op)
     }
 
+    /// Has the slots of a batch's keys fetched into the processor's cache, for whoever asks that batch soon and has others to
+    /// prepare until then. What it is about and what is answered don't depend on it.
+    #[inline]
+    pub fn fetch(&self, batch: &Batch) {
+        self.0.fetch(batch);
+    }
+
+    /// [`Memory::fetch`] of the states that those slots name, once they are there.
+    #[inline]
+    pub fn fetch_states(&self, batch: &Batch) {
+        self.0.fetch_states(batch);
+    }
+
     /// Takes `op.cost` of one limit for `holder`, without the batch around it.
     #[inline]
     pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {

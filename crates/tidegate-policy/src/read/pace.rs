@@ -37,7 +37,8 @@ impl By {
 }
 
 impl Reader<'_> {
-    pub(super) fn pace(&mut self, provider: &Table) -> Option<Pace> {
+    /// The pace that a table's `pace` says, as of a provider: a word, or a table with its settings.
+    pub fn pace(&mut self, provider: &Table) -> Option<Pace> {
         let (by, table) = match self.table_or(provider, "pace", "outbound.provider.*.pace", &WORDS)? {
             Said::Nothing => return Some(Pace::Limits),
             Said::Word(by) => (by, None),

@@ -1,17 +1,20 @@
 //! How clients go about their calls.
 
+use tidegate_core::PacerSpec;
 use tidegate_policy::Policy;
 use tidegate_policy::document::{Table, Value};
+use tidegate_policy::outbound::Pace;
 
 use super::{Kind, Words, forms};
 use crate::setup::{ClientSpec, PlainSpec};
 
 /// What a strategy may say besides its title.
-pub(super) const STRATEGY: [&str; 12] = [
+pub(super) const STRATEGY: [&str; 13] = [
     "client",
     "provider",
     "attempts",
     "backoff",
+    "pace",
     "budget",
     "in_flight",
     "timeout",
@@ -33,7 +36,7 @@ enum Ways {
 
 const WAYS: [(&str, Ways); 2] = [("plain", Ways::Plain), ("tidegate", Ways::Tidegate)];
 /// What only plain clients have.
-const PLAIN: [&str; 6] = ["attempts", "backoff", "budget", "in_flight", "timeout", "honours_retry_after"];
+const PLAIN: [&str; 7] = ["attempts", "backoff", "pace", "budget", "in_flight", "timeout", "honours_retry_after"];
 
 impl Words<'_, '_> {
     /// A strategy's client, over what `[client]` says for all plain ones. Without a word on it, it is Tidegate where there
@@ -100,6 +103,7 @@ impl Words<'_, '_> {
             Some(section) => forms::backoff(self.reader, &section).map(Some),
             None => Some(None),
         };
+        let pacer = self.pacer(table);
         let budget = match self.section(table, "budget", &["ratio", "min", "reserve"])? {
             Some(section) => forms::budget(self.reader, &section).map(Some),
             None => Some(None),
@@ -114,10 +118,29 @@ impl Words<'_, '_> {
         Some(PlainSpec {
             attempts: attempts?,
             backoff: backoff?,
+            pacer: pacer?,
             budget: budget?,
             in_flight: in_flight?,
             timeout: timeout?,
             honours_retry_after: honours?,
         })
+    }
+
+    /// A plain client's pace, in the words of a provider's.
+    fn pacer(&mut self, table: &Table) -> Option<Option<PacerSpec>> {
+        let Some(entry) = table.get("pace") else { return Some(None) };
+        if let Some(backoff) = table.get("backoff") {
+            let expected = "the `backoff` of each call or the `pace` of all, not both";
+            self.reader.wrong(backoff.key_at, "how long to wait is said twice", expected);
+            return None;
+        }
+        match self.reader.pace(table)? {
+            Pace::Responsive(spec) => Some(Some(spec)),
+            _ => {
+                let message = "a plain client has no such `pace`";
+                self.reader.wrong(entry.node.at, message, "a pace by \"responsive\", or a provider of [outbound]");
+                None
+            }
+        }
     }
 }

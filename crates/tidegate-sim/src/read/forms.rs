@@ -82,6 +82,8 @@ pub(super) enum Unit {
     PerSecond,
     /// A share: `20%`.
     Share,
+    /// A time, in seconds: `20ms`.
+    Time,
 }
 
 impl Unit {
@@ -93,6 +95,9 @@ impl Unit {
             Self::Share => {
                 "a share such as \"20%\", or a list such as [\"0% until 10s\", \"0% to 50% until 20s\", \"0%\"]"
             }
+            Self::Time => {
+                "a time such as \"20ms\", or a list such as [\"20ms until 10s\", \"20ms to 5ms until 20s\", \"5ms\"]"
+            }
         }
     }
 
@@ -100,6 +105,7 @@ impl Unit {
         let (number, scale, most) = match self {
             Self::PerSecond => (text.strip_suffix("/s")?, 1.0, 1e6),
             Self::Share => (text.strip_suffix('%')?, 0.01, 100.0),
+            Self::Time => return parse_duration(text).ok().map(|time| time.as_micros() as f64 / 1e6),
         };
         let is_number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.' || byte == b'_');
         let number = number.trim();

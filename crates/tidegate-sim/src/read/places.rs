@@ -11,12 +11,13 @@ use crate::setup::{
     Arrivals, ClockStep, Load, MAX_CLIENTS, MAX_LOADS, NetworkSpec, RetryAfter, ServiceSpec, StoreSpec,
 };
 
-const SERVICE: [&str; 10] = [
+const SERVICE: [&str; 11] = [
     "latency",
     "latency_per_request",
     "workers",
     "queue",
     "limit",
+    "spacing",
     "retry_after",
     "failures",
     "outages",
@@ -47,6 +48,9 @@ impl Words<'_, '_> {
             let limits = reader.quantities(node, "limit")?;
             Some(limits.into_iter().map(|(quantity, _)| quantity).collect())
         });
+        let spacing = table
+            .node("spacing")
+            .map_or(Some(Profile::always(0.0)), |node| forms::profile(reader, node, "spacing", Unit::Time));
         let retry_after = table.node("retry_after").map_or(Some(RetryAfter::True), |node| match &node.value {
             Value::Text(text) if text == "true" => Some(RetryAfter::True),
             Value::Text(text) if text == "none" => Some(RetryAfter::None),
@@ -71,6 +75,7 @@ impl Words<'_, '_> {
             workers: workers?,
             queue: queue?,
             limits: limits?,
+            spacing: spacing?,
             retry_after: retry_after?,
             failures: failures?,
             outages: outages?,

@@ -50,6 +50,10 @@ pub(super) struct Judge {
     store: Memory,
     seed: KeySeed,
     holder: u64,
+    /// Room for the requests that are decided about together; it is written in place, since it is too large to move about.
+    turns: Box<[Turn]>,
+    /// How many of them are prepared.
+    prepared: usize,
     pub(super) meter: Meter,
     pub(super) total: Count,
     pub(super) by_list: u64,
@@ -77,6 +81,17 @@ struct Met {
     at: Time,
 }
 
+/// A request on its way to be decided about.
+#[derive(Debug)]
+struct Turn {
+    action: Option<ActionId>,
+    client: Option<IpAddr>,
+    /// What a list has decided already.
+    listed: Result<Option<Decision>, Undecidable>,
+    /// What the store is asked otherwise.
+    batch: Batch,
+}
+
 /// What was decided about a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Judged {
@@ -97,6 +112,8 @@ impl Judge {
             // The same log gives the same report.
             seed: KeySeed::new([0x7d; 16]),
             holder: 0,
+            turns: (0..super::TOGETHER).map(|_| Turn::default()).collect(),
+            prepared: 0,
             meter: Meter::new(&plan),
             total: Count::default(),
             by_list: 0,
@@ -127,33 +144,59 @@ impl Judge {
         counted.chain(hops)
     }
 
-    /// Decides about a request as a gate does whose clock shows `now`, and counts what comes of it. `None` if the policy
-    /// can't decide.
+    /// Forgets the requests that were decided about, before others are prepared.
+    pub(super) fn begin(&mut self) {
+        self.prepared = 0;
+    }
+
+    /// Prepares the decision about a request at `now`, one of at most [`TOGETHER`](super::TOGETHER), and has what it needs of memory on its way.
     #[inline]
-    pub(super) fn judge(&mut self, request: &Request<'_>, headers: &HeaderMap, now: Time) -> Option<Judged> {
-        let query = Query {
-            action: request.action.as_deref(),
-            ip: request.peer.map(|peer| self.client(peer, headers)),
-            key: request.user.as_deref(),
-            method: Some(&request.method),
-            path: Some(&request.path),
-            host: request.host.as_deref(),
-            headers: Some(headers),
-            ..Query::default()
-        };
+    pub(super) fn prepare(&mut self, request: &Request<'_>, headers: &HeaderMap, now: Time) {
+        self.holder += 1;
+        let client = request.peer.map(|peer| self.client(peer, headers));
+        let query = query(request, client, headers);
         self.saw_host |= query.host.is_some();
-        match self.decide(&query, now) {
-            Ok((action, decision)) => {
-                let judged = Judged { action, client: query.ip.map(Client::from), decision };
-                self.count(&judged, now);
-                Some(judged)
-            }
+        let turn = &mut self.turns[self.prepared];
+        self.prepared += 1;
+        turn.client = client;
+        turn.batch = Batch::new(self.holder);
+        turn.listed = turn.ask(&self.plan, &query, &self.seed, now);
+        if matches!(turn.listed, Ok(None)) {
+            self.store.fetch(&turn.batch);
+        }
+    }
+
+    /// Once all are prepared: has what those need that has come to many calls.
+    pub(super) fn fetch(&self) {
+        for turn in &self.turns[..self.prepared] {
+            self.store.fetch_states(&turn.batch);
+        }
+    }
+
+    /// Decides about a request as a gate does whose clock shows `now`, and counts what comes of it. `None` if the policy
+    /// can't decide. It is the one that was prepared at this place.
+    #[inline]
+    pub(super) fn judge(
+        &mut self,
+        place: usize,
+        request: &Request<'_>,
+        headers: &HeaderMap,
+        now: Time,
+    ) -> Option<Judged> {
+        let turn = &mut self.turns[place];
+        let (action, client) = (turn.action, turn.client);
+        let decision = match std::mem::replace(&mut turn.listed, Ok(None)) {
+            Ok(Some(decision)) => decision,
+            Ok(None) => self.decide(place, &query(request, client, headers), now),
             Err(error) => {
                 self.undecided += 1;
                 self.first_undecided.get_or_insert(error);
-                None
+                return None;
             }
-        }
+        };
+        let judged = Judged { action, client: client.map(Client::from), decision };
+        self.count(&judged, now);
+        Some(judged)
     }
 
     fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
@@ -161,32 +204,23 @@ impl Judge {
     }
 
     #[inline]
-    fn decide(&mut self, query: &Query<'_>, now: Time) -> Result<(Option<ActionId>, Decision), Undecidable> {
+    fn decide(&mut self, place: usize, query: &Query<'_>, now: Time) -> Decision {
         let plan = &*self.plan;
-        let action = match query.action {
-            Some(name) => Some(plan.find(name)?),
-            None => plan.matching(query),
-        };
-        if let Some(decision) = plan.by_list(query.ip, || now) {
-            return Ok((action, decision));
-        }
-        self.holder += 1;
-        let mut batch = Batch::new(self.holder);
-        plan.fill(&mut batch, action, query, &self.seed, Verb::Take)?;
+        let batch = &mut self.turns[place].batch;
         let outcomes = loop {
-            let outcomes = self.store.apply_now(&batch, now);
-            if !share(&mut batch, &outcomes, |op| plan.parent_key(op.limit, query, &self.seed)) {
+            let outcomes = self.store.apply_now(batch, now);
+            if !share(batch, &outcomes, |op| plan.parent_key(op.limit, query, &self.seed)) {
                 break outcomes;
             }
         };
-        self.meter.count(&batch, plan.limits(), &outcomes, &self.store);
-        let decision = decide(&batch, plan.limits(), &outcomes);
+        self.meter.count(batch, plan.limits(), &outcomes, &self.store);
+        let decision = decide(batch, plan.limits(), &outcomes);
         if decision.permit.is_some() {
             // How long the call took isn't known, so it takes no time.
             for op in batch.ops_mut() {
                 op.verb = Verb::Release;
             }
-            self.store.apply_now(&batch, now);
+            self.store.apply_now(batch, now);
         }
         if let Some(limit) = decision.bound_by
             && !decision.allowed
@@ -200,7 +234,7 @@ impl Judge {
                 self.keys.entry((limit, hash), new).refused += 1;
             }
         }
-        Ok((action, decision))
+        decision
     }
 
     #[inline]
@@ -257,6 +291,48 @@ impl Judge {
     pub(super) fn losses(&self) -> u64 {
         let losses = self.store.stats().losses;
         losses.evicted() + losses.shared
+    }
+}
+
+impl Default for Turn {
+    fn default() -> Self {
+        Self { action: None, client: None, listed: Ok(None), batch: Batch::new(0) }
+    }
+}
+
+impl Turn {
+    /// Finds the action, and what a list says or the store is to be asked.
+    #[inline]
+    fn ask(
+        &mut self,
+        plan: &Plan,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        now: Time,
+    ) -> Result<Option<Decision>, Undecidable> {
+        self.action = match query.action {
+            Some(name) => Some(plan.find(name)?),
+            None => plan.matching(query),
+        };
+        if let Some(decision) = plan.by_list(query.ip, || now) {
+            return Ok(Some(decision));
+        }
+        plan.fill(&mut self.batch, self.action, query, seed, Verb::Take)?;
+        Ok(None)
+    }
+}
+
+/// What a request asks of the policy.
+fn query<'q>(request: &'q Request<'_>, client: Option<IpAddr>, headers: &'q HeaderMap) -> Query<'q> {
+    Query {
+        action: request.action.as_deref(),
+        ip: client,
+        key: request.user.as_deref(),
+        method: Some(&request.method),
+        path: Some(&request.path),
+        host: request.host.as_deref(),
+        headers: Some(headers),
+        ..Query::default()
     }
 }
 

@@ -50,7 +50,15 @@ pub(super) enum Line<'l> {
     TooLong,
 }
 
-/// Reads line by line into one buffer that never grows.
+/// Where a line is, until more is read.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place {
+    Within(usize, usize),
+    /// It was too long for the buffer.
+    PassedOver,
+}
+
+/// Reads lines into one buffer that never grows.
 pub(super) struct Lines<R> {
     from: R,
     buffer: Box<[u8]>,
@@ -63,21 +71,44 @@ impl<R: Read> Lines<R> {
         Self { from, buffer: vec![0; BLOCK].into(), begin: 0, end: 0 }
     }
 
-    /// The next line, which needn't end with a line break if it is the last.
+    /// Finds the next lines, up to `most` of them and as many as have been read, in place of what `places` held. None is the
+    /// end. The last line needn't end with a line break.
     ///
     /// # Errors
-    /// It can't be read, or what it is packed in is broken.
-    pub(super) fn next(&mut self) -> io::Result<Option<Line<'_>>> {
+    /// What is next can't be read, or what it is packed in is broken.
+    pub(super) fn find(&mut self, most: usize, places: &mut Vec<Place>) -> io::Result<()> {
+        places.clear();
+        places.extend(self.next()?);
+        while !places.is_empty() && places.len() < most {
+            let Some(found) = memchr(b'\n', &self.buffer[self.begin..self.end]) else { break };
+            places.push(Place::Within(self.begin, self.begin + found));
+            self.begin += found + 1;
+        }
+        Ok(())
+    }
+
+    /// A line that was found last.
+    pub(super) fn at(&self, place: Place) -> Line<'_> {
+        match place {
+            Place::Within(begin, end) if end - begin <= MAX_LINE => {
+                let line = &self.buffer[begin..end];
+                Line::Whole(line.strip_suffix(b"\r").unwrap_or(line))
+            }
+            Place::Within(..) | Place::PassedOver => Line::TooLong,
+        }
+    }
+
+    fn next(&mut self) -> io::Result<Option<Place>> {
         let mut looked_at = self.begin;
         loop {
             if let Some(found) = memchr(b'\n', &self.buffer[looked_at..self.end]) {
                 let (begin, end) = (self.begin, looked_at + found);
                 self.begin = end + 1;
-                return Ok(Some(self.line(begin, end)));
+                return Ok(Some(Place::Within(begin, end)));
             }
             if self.end - self.begin > MAX_LINE {
                 self.pass_over()?;
-                return Ok(Some(Line::TooLong));
+                return Ok(Some(Place::PassedOver));
             }
             self.buffer.copy_within(self.begin..self.end, 0);
             self.end -= self.begin;
@@ -85,14 +116,9 @@ impl<R: Read> Lines<R> {
             looked_at = self.end;
             if self.fill()? == 0 {
                 let end = std::mem::take(&mut self.end);
-                return Ok((end > 0).then(|| self.line(0, end)));
+                return Ok((end > 0).then_some(Place::Within(0, end)));
             }
         }
-    }
-
-    fn line(&self, begin: usize, end: usize) -> Line<'_> {
-        let line = &self.buffer[begin..end];
-        if line.len() > MAX_LINE { Line::TooLong } else { Line::Whole(line.strip_suffix(b"\r").unwrap_or(line)) }
     }
 
     /// Forgets what there is of a line and reads up to its end.
@@ -146,13 +172,18 @@ mod tests {
     fn lines(text: &[u8], at_a_time: usize) -> Vec<Option<Vec<u8>>> {
         let mut lines = Lines::new(unpacked(Trickle(text, at_a_time)).unwrap());
         let mut all = Vec::new();
-        while let Some(line) = lines.next().unwrap() {
-            all.push(match line {
+        let mut places = Vec::new();
+        loop {
+            lines.find(3, &mut places).unwrap();
+            assert!(places.len() <= 3);
+            if places.is_empty() {
+                return all;
+            }
+            all.extend(places.iter().map(|place| match lines.at(*place) {
                 Line::Whole(line) => Some(line.to_vec()),
                 Line::TooLong => None,
-            });
+            }));
         }
-        all
     }
 
     #[test]
@@ -200,10 +231,11 @@ mod tests {
             assert!(lines(&gzip, at_a_time) == plain && lines(&zstd, at_a_time) == plain, "{at_a_time}");
         }
         let mut cut = Lines::new(unpacked(&gzip[..gzip.len() - 9]).unwrap());
+        let mut places = Vec::new();
         let ended = loop {
-            match cut.next() {
-                Ok(Some(_)) => {}
-                other => break other.map(|line| line.is_none()),
+            match cut.find(100, &mut places) {
+                Ok(()) if !places.is_empty() => {}
+                other => break other,
             }
         };
         assert!(ended.is_err(), "a packed log that breaks off is told: {ended:?}");

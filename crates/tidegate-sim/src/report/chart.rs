@@ -57,7 +57,14 @@ pub(super) enum Mark {
 pub(super) struct Line {
     pub(super) colour: Colour,
     pub(super) points: Vec<(f64, f64)>,
+    /// In pixels.
+    pub(super) width: u32,
 }
+
+/// How wide most lines are.
+pub(super) const THIN: u32 = 2;
+/// How wide one is that is to be seen on both sides of another on top of it.
+pub(super) const WIDE: u32 = 6;
 
 pub(super) fn text(size: i32, colour: Colour) -> TextStyle<'static> {
     FontDesc::new(FontFamily::SansSerif, f64::from(size), FontStyle::Normal).color(&colour.light)
@@ -67,7 +74,7 @@ pub(super) fn text(size: i32, colour: Colour) -> TextStyle<'static> {
 pub(super) fn lines(area: &Area<'_>, frame: &Frame<'_>, lines: &[Line]) -> Drawn {
     let mut chart = framed(area, frame)?;
     for line in lines {
-        let style = ShapeStyle { color: line.colour.light.to_rgba(), filled: false, stroke_width: 2 };
+        let style = ShapeStyle { color: line.colour.light.to_rgba(), filled: false, stroke_width: line.width };
         chart.draw_series(LineSeries::new(line.points.iter().copied(), style))?;
     }
     Ok(())

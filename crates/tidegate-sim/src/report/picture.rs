@@ -9,7 +9,7 @@ use plotters::style::{FontStyle, register_font};
 use resvg::tiny_skia::{Pixmap, Transform};
 use resvg::usvg;
 
-use super::chart::{self, Area, DrawError, Frame, Line, Mark, Unit, headroom, text};
+use super::chart::{self, Area, DrawError, Frame, Line, Mark, THIN, Unit, headroom, text};
 use super::theme::{BLUE, Colour, GREEN, GREY, GROUND, MUTED, ORANGE, SERIES, TEXT, VERMILLION, style_sheet};
 use super::{Report, Run};
 use crate::tally::{Bucket, End};
@@ -149,7 +149,7 @@ fn overview(area: &Area<'_>, runs: &[Run]) -> Result<(), PictureError> {
     let longest = runs.iter().map(|run| secs(run.tally.last_end())).fold(1e-3, f64::max);
     let unit = Unit::of_time(longest);
     let series = |of: &dyn Fn(&Bucket, f64) -> f64| -> Vec<Line> {
-        let line = |(run, colour): (&Run, Colour)| Line { colour, points: points(run, unit, of) };
+        let line = |(run, colour): (&Run, Colour)| Line { colour, width: THIN, points: points(run, unit, of) };
         runs.iter().zip(SERIES.into_iter().cycle()).map(line).collect()
     };
     let charts: [(&str, &str, Vec<Line>); 3] = [
@@ -198,6 +198,7 @@ fn row(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
         .iter()
         .map(|(_, colour, of)| Line {
             colour: *colour,
+            width: THIN,
             points: points(run, unit, |bucket: &Bucket, width| of(bucket) as f64 / width),
         })
         .collect();
@@ -233,7 +234,7 @@ fn amplification(run: &Run, colour: Colour, unit: Unit) -> Line {
         attempts += bucket.attempts;
         attempts as f64 / offered.max(1) as f64
     };
-    Line { colour, points: points(run, unit, so_far) }
+    Line { colour, width: THIN, points: points(run, unit, so_far) }
 }
 
 /// A number of each bucket, at the bucket's middle; `of` is told its width in seconds.

@@ -63,12 +63,14 @@ pub(super) fn table(report: &Report) -> String {
         let cells = rows.iter().map(|row| row[index].chars().count());
         cells.chain([COLUMNS[index].head.len()]).max().unwrap_or(0)
     });
-    let names = report.runs.iter().map(|run| run.strategy.chars().count()).max().unwrap_or(0);
+    let head = |run: &Run| if run.case.is_empty() { "strategy".to_owned() } else { run.case.clone() };
+    let names = report.runs.iter().flat_map(|run| [head(run), run.strategy.clone()]);
+    let names = names.map(|name| name.chars().count()).max().unwrap_or(0);
     let mut case = None;
     for (run, row) in report.runs.iter().zip(&rows) {
         if case != Some(&run.case) {
             case = Some(&run.case);
-            text.push_str(&format!("\n{:names$}", if run.case.is_empty() { "strategy" } else { &run.case }));
+            text.push_str(&format!("\n{:names$}", head(run)));
             for (column, width) in COLUMNS.iter().zip(widths) {
                 text.push_str(&format!("  {:>width$}", column.head));
             }

@@ -1,7 +1,7 @@
 //! A client that tries again without knowing more than its own replies.
 
 use tidegate_core::backoff::Waits;
-use tidegate_core::{Budget, Span};
+use tidegate_core::{Budget, Class, Pacer, Span};
 
 use crate::random::Stream;
 use crate::setup::PlainSpec;
@@ -11,6 +11,7 @@ use crate::setup::PlainSpec;
 pub(super) struct Plain<'s> {
     spec: &'s PlainSpec,
     budget: Option<Budget>,
+    pacer: Option<Pacer>,
     in_flight: u32,
     rng: Stream,
 }
@@ -24,7 +25,13 @@ pub(super) struct Tried {
 
 impl<'s> Plain<'s> {
     pub(super) fn new(spec: &'s PlainSpec, rng: Stream) -> Self {
-        Self { spec, budget: spec.budget.map(Budget::new), in_flight: 0, rng }
+        let pacer = spec.pacer.map(|spec| Pacer::new(spec).expect("invariant: reading the scenario checks the pacer"));
+        Self { spec, budget: spec.budget.map(Budget::new), pacer, in_flight: 0, rng }
+    }
+
+    /// How long a call that begins waits for its client's pace.
+    pub(super) fn pause(&self) -> Span {
+        self.pacer.as_ref().map_or(Span::ZERO, |pacer| Span::from_duration(pacer.interval()))
     }
 
     /// How long it waits for a reply; `None` for ever.
@@ -46,8 +53,13 @@ impl<'s> Plain<'s> {
     }
 
     /// An attempt is in flight no more.
-    pub(super) fn ended(&mut self) {
+    pub(super) fn ended(&mut self, class: Class) {
         self.in_flight -= 1;
+        match &mut self.pacer {
+            Some(pacer) if class == Class::Success => drop(pacer.succeeded(&mut self.rng)),
+            Some(pacer) => drop(pacer.failed(&mut self.rng)),
+            None => {}
+        }
     }
 
     /// An attempt has failed, with a reply that asks to be left alone for so long: after how long there is another; `None`
@@ -59,7 +71,7 @@ impl<'s> Plain<'s> {
         if self.budget.as_ref().is_some_and(|budget| !budget.take()) {
             return None;
         }
-        let wait = self.spec.backoff.map_or(Span::ZERO, |backoff| tried.waits.next(&backoff, &mut self.rng));
+        let wait = self.spec.backoff.map_or(self.pause(), |backoff| tried.waits.next(&backoff, &mut self.rng));
         let asked = retry_after.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
         Some(wait.max(asked))
     }

@@ -10,7 +10,7 @@ use tidegate_core::window::Log;
 use tidegate_core::{ABOUT, Clock, Key, Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
 
 use super::MemoryStats;
-use super::table::{Outlook, Place, Slot, Table};
+use super::table::{CACHE_LINE, Outlook, Place, Slot, Table, prefetch};
 use crate::Losses;
 
 /// How many slots an insertion looks over for idle entries.
@@ -263,6 +263,17 @@ impl Shard {
             Word::Arrival(arrival) => State::new(Usage::Rate(arrival), Record::default()),
             Word::Once(at) => State::new(Usage::Window(Log::once(at, 1)), Record::default()),
             Word::State(_) => State::default(),
+        }
+    }
+
+    /// Has the state that the entry's slot names fetched.
+    #[inline]
+    pub(super) fn fetch_state(&self, op: &Op) {
+        if let Some(at) = self.find(tag(op))
+            && let Word::State(index) = Word::unpack(self.table.word(at))
+        {
+            let cell = self.cells.as_ptr().addr() + index as usize * size_of::<Cell>();
+            (cell..cell + size_of::<Cell>()).step_by(CACHE_LINE).for_each(prefetch);
         }
     }
 

@@ -106,6 +106,22 @@ impl<N: Notes> Shards<N> {
         self.shards[self.shard(op.key)].0.lock().shard.copy(op)
     }
 
+    /// [`Memory::fetch`](crate::Memory::fetch).
+    #[inline]
+    pub(crate) fn fetch(&self, batch: &Batch) {
+        for op in batch.ops() {
+            self.outlooks[self.shard(op.key)].fetch(shard::tag(op));
+        }
+    }
+
+    /// [`Memory::fetch_states`](crate::Memory::fetch_states).
+    #[inline]
+    pub(crate) fn fetch_states(&self, batch: &Batch) {
+        for op in batch.ops() {
+            self.shards[self.shard(op.key)].0.lock().shard.fetch_state(op);
+        }
+    }
+
     /// [`Store::tend`](crate::Store::tend).
     pub(crate) fn tend(&self, now: Time) -> Losses {
         let about = self.about();

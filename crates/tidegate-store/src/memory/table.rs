@@ -37,8 +37,10 @@ pub(super) struct Table {
 pub(super) struct Full;
 
 const FEWEST_HOMES: usize = 4;
-/// Slots in a cache line.
-const LINE: usize = 4;
+/// The bytes of a cache line.
+pub(super) const CACHE_LINE: usize = 64;
+/// Slots in one.
+const LINE: usize = CACHE_LINE / size_of::<Slot>();
 
 /// Slots behind the last home, for runs that begin near it.
 const fn tail(homes: usize) -> usize {
@@ -182,17 +184,18 @@ impl Outlook {
     }
 }
 
+/// Has a cache line fetched to be written.
 #[inline]
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "there is no safe way to prefetch")]
-fn prefetch(address: usize) {
+pub(super) fn prefetch(address: usize) {
     use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
     // SAFETY: a prefetch moves cache lines and nothing else; it never faults, whatever the address.
     unsafe { _mm_prefetch::<_MM_HINT_ET0>(std::ptr::without_provenance(address)) };
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn prefetch(_: usize) {}
+pub(super) fn prefetch(_: usize) {}
 
 #[cfg(test)]
 mod tests {
