@@ -1,6 +1,6 @@
 //! `tidegate replay`.
 
-use std::fs::File;
+use std::fs::{self, File, Metadata};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -61,7 +61,7 @@ fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
     for field in &arguments.fields {
         names.add(field).map_err(|error| wrong(format!("--field: {error}")))?;
     }
-    if arguments.logs.iter().filter(|log| log.as_os_str() == "-").count() > 1 {
+    if arguments.logs.iter().filter(|log| is_stdin(log)).count() > 1 {
         return Err(wrong("standard input can be read once".to_owned()));
     }
     let env = Env::Read { prefix: None };
@@ -75,7 +75,7 @@ fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
         Some(file) => Some(BufWriter::new(File::create(file).map_err(|error| broke("write", file, &error))?)),
         None => None,
     };
-    read(&mut replay, &arguments.logs, refusals.as_mut().map(|to| to as &mut dyn Write))?;
+    let read = read(&mut replay, &arguments.logs, refusals.as_mut().map(|to| to as &mut dyn Write))?;
     if let (Some(mut to), Some(file)) = (refusals, &arguments.refusals) {
         to.flush().map_err(|error| broke("write", file, &error))?;
     }
@@ -84,40 +84,47 @@ fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
         let written = form.render(&findings).and_then(|text| Ok(std::fs::write(file, text)?));
         written.map_err(|error| broke("write", file, &*error))?;
     }
-    Ok(print(&findings.table()))
+    match print(&findings.table()) {
+        Outcome::Done => Ok(read),
+        other => Ok(other),
+    }
 }
 
-/// Reads all logs, and shows how far it is where somebody looks.
-fn read(replay: &mut Replay, logs: &[PathBuf], mut refusals: Option<&mut dyn Write>) -> Result<(), Outcome> {
-    let mut sources: Vec<(&PathBuf, Box<dyn Read>)> = Vec::with_capacity(logs.len());
+/// Reads all logs, and shows how far it is where somebody looks. What breaks on the way is told, and costs nothing that
+/// can be read.
+fn read(replay: &mut Replay, logs: &[PathBuf], mut refusals: Option<&mut dyn Write>) -> Result<Outcome, Outcome> {
     let mut bytes = Some(0);
-    for log in logs {
-        if log.as_os_str() == "-" {
-            sources.push((log, Box::new(io::stdin())));
-            bytes = None;
-            continue;
-        }
-        let file = File::open(log).map_err(|error| broke("read", log, &error))?;
-        let length = file.metadata().ok().filter(|data| data.is_file()).map(|data| data.len());
-        bytes = bytes.zip(length).map(|(sum, length)| sum + length);
-        sources.push((log, Box::new(file)));
+    for log in logs.iter() {
+        let data =
+            if is_stdin(log) { None } else { Some(fs::metadata(log).map_err(|error| broke("read", log, &error))?) };
+        bytes = bytes.zip(data.filter(Metadata::is_file)).map(|(sum, data)| sum + data.len());
     }
     let bar = ProgressBar::with_draw_target(bytes, ProgressDrawTarget::stderr_with_hz(4));
     let form = if bytes.is_some() { "{bar:40} {percent:>3} %  {eta} left" } else { "{spinner} {bytes} read" };
     if let Ok(style) = ProgressStyle::with_template(form) {
         bar.set_style(style);
     }
-    for (log, source) in sources {
+    let mut outcome = Outcome::Done;
+    for log in logs {
         let name = log.display().to_string();
         let refusals = refusals.as_mut().map(|to| &mut **to as &mut dyn Write);
-        let read = replay.read(&name, bar.wrap_read(source), refusals);
+        // One at a time: there may be more logs than files that may be open.
+        let source = if is_stdin(log) {
+            Ok(Box::new(io::stdin()) as Box<dyn Read>)
+        } else {
+            File::open(log).map(|file| Box::new(file) as _)
+        };
+        let read = source.and_then(|source| replay.read(&name, bar.wrap_read(source), refusals));
         if let Err(error) = read {
-            bar.finish_and_clear();
-            return Err(broke("read", log, &error));
+            outcome = bar.suspend(|| broke("read", log, &error));
         }
     }
     bar.finish_and_clear();
-    Ok(())
+    Ok(outcome)
+}
+
+fn is_stdin(log: &Path) -> bool {
+    log.as_os_str() == "-"
 }
 
 fn wrong(what: String) -> Outcome {
@@ -126,7 +133,7 @@ fn wrong(what: String) -> Outcome {
 }
 
 fn broke(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> Outcome {
-    let name = if file.as_os_str() == "-" { "standard input".to_owned() } else { file.display().to_string() };
+    let name = if is_stdin(file) { "standard input".to_owned() } else { file.display().to_string() };
     tell(&format!("error: can't {what} {name}: {error}\n"));
     Outcome::Broke
 }

@@ -380,6 +380,22 @@ fn broken_lines_are_counted_and_the_first_ten_shown() {
     assert!(out.contains("access.log:20  not JSON\n  …              and 16 more\n"), "{out}");
 }
 
+/// A log that breaks off costs what can't be read, and no more.
+#[test]
+fn what_can_be_read_of_a_broken_log_is_told() {
+    let folder = Scratch::new();
+    let text = combined(&requests(9, 3000).into_iter().filter(|asked| !asked.too_late).collect::<Vec<_>>());
+    let packed = by_program("gzip", text.as_bytes());
+    std::fs::write(folder.path().join("cut.gz"), &packed[..packed.len() / 2]).unwrap();
+    folder.write("access.log", text.lines().last().unwrap());
+    let (status, out, err) = replay(&folder, &["cut.gz", "access.log", "--out", "found.json"]);
+    assert_eq!(status, 1, "{err}");
+    assert!(err.contains("can't read cut.gz"), "{err}");
+    let requests: u64 = out.split(' ').next().unwrap().replace(',', "").parse().unwrap();
+    assert!((1000..3000).contains(&requests), "{out}");
+    assert!(folder.path().join("found.json").exists());
+}
+
 #[test]
 fn wrong_words_and_missing_files_are_told() {
     let folder = Scratch::new();

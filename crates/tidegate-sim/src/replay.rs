@@ -60,6 +60,9 @@ pub const MAX_LATE: Span = Span::from_secs(3600);
 /// So many lines in a row that are further behind than [`MAX_LATE`] mean that the log's clock was set back, or that the
 /// logs were given in another order than they were written. Time goes on from there.
 pub const TURN_AFTER: u32 = 1000;
+/// A line that is further ahead of the newest one than this is believed only until one comes that isn't: a server whose
+/// clock isn't set yet, or a wrong unit.
+pub const MAX_JUMP: Span = Span::from_secs(86_400);
 /// How many broken lines are shown.
 pub const SHOWN_BROKEN: usize = 10;
 /// How many lines are judged together: memory is slow, and while it brings what one needs, others are read.
@@ -86,7 +89,7 @@ pub struct Input {
     pub latest_by: Span,
     /// Requests that were further behind, and were not judged.
     pub too_late: u64,
-    /// How often time went back after all, after [`TURN_AFTER`] such lines in a row.
+    /// How often time went back after all: after [`TURN_AFTER`] such lines in a row, or after a jump ahead.
     pub turns: u64,
     /// The time of the first request that was judged.
     pub first: Option<Time>,
@@ -105,7 +108,16 @@ pub struct Replay {
     second: Option<Judge>,
     changed: Changed,
     input: Input,
+    course: Course,
+}
+
+/// How the log's time runs.
+#[derive(Default)]
+struct Course {
+    /// Lines in a row that are too late.
     behind: u32,
+    /// The newest time before the last jump ahead.
+    before_jump: Option<Time>,
 }
 
 /// Where two policies decide differently.
@@ -143,7 +155,7 @@ impl Replay {
             second: None,
             changed,
             input: Input::default(),
-            behind: 0,
+            course: Course::default(),
         };
         replay.want_headers();
         replay
@@ -238,7 +250,7 @@ impl Replay {
         match read {
             Ok(Said::Request(request)) => {
                 self.input.requests += 1;
-                let now = moment_of(&mut self.input, &mut self.behind, request.at)?;
+                let now = self.course.moment_of(&mut self.input, request.at)?;
                 Some((request, now))
             }
             Ok(Said::Other) => {
@@ -261,27 +273,35 @@ impl Replay {
     }
 }
 
-/// The time at which a request is judged: its own, or that of the newest before it. `None` if it is too late.
-#[inline]
-fn moment_of(input: &mut Input, behind: &mut u32, at: Time) -> Option<Time> {
-    let newest = *input.newest.get_or_insert(at);
-    input.first.get_or_insert(at);
-    if at >= newest {
-        input.newest = Some(at);
-    } else if newest.since(at) <= MAX_LATE {
-        input.late += 1;
-        input.latest_by = input.latest_by.max(newest.since(at));
-    } else {
-        *behind += 1;
-        if *behind < TURN_AFTER {
-            input.too_late += 1;
-            return None;
+impl Course {
+    /// The time at which a request is judged: its own, or that of the newest before it. `None` if it is too late.
+    #[inline]
+    fn moment_of(&mut self, input: &mut Input, at: Time) -> Option<Time> {
+        let newest = *input.newest.get_or_insert(at);
+        input.first.get_or_insert(at);
+        if at >= newest {
+            if at.since(newest) > MAX_JUMP {
+                self.before_jump = Some(newest);
+            }
+            input.newest = Some(at);
+        } else if newest.since(at) <= MAX_LATE {
+            input.late += 1;
+            input.latest_by = input.latest_by.max(newest.since(at));
+        } else {
+            // It may go on where it was before the jump.
+            let near = |before: Time| before.since(at) <= MAX_LATE && at.since(before) <= MAX_JUMP;
+            let goes_on = self.before_jump.is_some_and(near);
+            self.behind += 1;
+            if !goes_on && self.behind < TURN_AFTER {
+                input.too_late += 1;
+                return None;
+            }
+            input.turns += 1;
+            input.newest = Some(self.before_jump.take().filter(|_| goes_on).map_or(at, |before| before.max(at)));
         }
-        input.turns += 1;
-        input.newest = Some(at);
+        self.behind = 0;
+        input.newest
     }
-    *behind = 0;
-    input.newest
 }
 
 impl Changed {
@@ -314,4 +334,25 @@ fn refusal(to: &mut dyn Write, (log, line): (&str, u64), plan: &Plan, judged: &J
     let limit = bound_by.map_or("-", |limit| plan.info(limit).name());
     let wait = retry_after.map_or_else(|| "-".to_owned(), |wait| wait.as_secs_ceil().to_string());
     writeln!(to, "{log}\t{line}\t{action}\t{limit}\t{wait}\t{}", findings::reason(*reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_from_the_future_is_believed_until_one_comes_that_is_not() {
+        let (mut course, mut input) = (Course::default(), Input::default());
+        let at = |secs: u64| Time::from_secs(1_700_000_000 + secs);
+        let mut judged = |secs: u64| course.moment_of(&mut input, at(secs));
+        assert_eq!(judged(0), Some(at(0)));
+        assert_eq!(judged(300_000_000), Some(at(300_000_000)));
+        assert_eq!(judged(10), Some(at(10)));
+        assert_eq!(judged(5), Some(at(10)), "late as ever");
+        // Nobody was there for three days; a line of before is too late then.
+        assert_eq!(judged(300_000), Some(at(300_000)));
+        assert_eq!(judged(300_001), Some(at(300_001)));
+        assert_eq!(judged(150_000), None);
+        assert_eq!((input.turns, input.late, input.too_late), (1, 1, 1));
+    }
 }

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use memchr::{memchr, memchr2};
+use memchr::{memchr, memchr2, memrchr};
 
 use super::moment::Clf;
 use super::request::{Broken, Headers, Request, Said, address, path_of, request_line};
@@ -15,11 +15,10 @@ use super::request::{Broken, Headers, Request, Said, address, path_of, request_l
 const TAIL: [&str; 3] = ["referer", "user-agent", "x-forwarded-for"];
 
 pub(super) fn read<'l>(line: &'l [u8], clf: &mut Clf, headers: &mut Headers) -> Result<Said<'l>, Broken> {
-    let bracket = memchr(b'[', line).ok_or(Broken::Form)?;
-    let (head, rest) = (&line[..bracket], &line[bracket + 1..]);
-    let end = memchr(b']', rest).ok_or(Broken::Form)?;
-    let at = clf.read(&rest[..end]).ok_or(Broken::Time)?;
-    let rest = rest[end + 1..].strip_prefix(b" \"").ok_or(Broken::Form)?;
+    let (before, rest) = timed(line).ok_or(Broken::Form)?;
+    let bracket = memrchr(b'[', before).ok_or(Broken::Form)?;
+    let (head, time) = (&before[..bracket], &before[bracket + 1..]);
+    let at = clf.read(time).ok_or(Broken::Time)?;
     let (request, rest) = quoted(rest).ok_or(Broken::Form)?;
     // What is cut off before the status may be cut within the path too.
     let [b' ', status @ .., b' '] = rest.get(..5).ok_or(Broken::Form)? else { return Err(Broken::Form) };
@@ -30,12 +29,11 @@ pub(super) fn read<'l>(line: &'l [u8], clf: &mut Clf, headers: &mut Headers) -> 
         tail(&rest[5..], headers);
     }
     let (first, rest) = word(head).ok_or(Broken::Form)?;
-    let (host, peer, rest) = match address(first) {
-        Some(peer) => (None, peer, rest),
-        None => {
-            let (second, rest) = word(rest).ok_or(Broken::Address)?;
-            (Some(first), address(second).ok_or(Broken::Address)?, rest)
-        }
+    // A virtual host may be an address too.
+    let second = word(rest).and_then(|(second, rest)| Some((address(second)?, rest)));
+    let (host, peer, rest) = match second {
+        Some((peer, rest)) => (Some(first), peer, rest),
+        None => (None, address(first).ok_or(Broken::Address)?, rest),
     };
     let user = word(rest).map(|(_, user)| user.trim_ascii()).filter(|user| !matches!(*user, b"" | b"-"));
     let Ok(request) = unescaped(request) else { return Ok(Said::Other) };
@@ -50,6 +48,19 @@ pub(super) fn read<'l>(line: &'l [u8], clf: &mut Clf, headers: &mut Headers) -> 
         user: user.and_then(|user| unescaped(user).ok()),
         action: None,
     }))
+}
+
+/// What stands before the end of the time, and what behind the quote that follows it: of a user's name, which anybody may
+/// choose, quotes are escaped and brackets aren't.
+fn timed(line: &[u8]) -> Option<(&[u8], &[u8])> {
+    let mut at = 0;
+    loop {
+        at += memchr(b']', &line[at..])?;
+        if let Some(rest) = line[at + 1..].strip_prefix(b" \"") {
+            return Some((&line[..at], rest));
+        }
+        at += 1;
+    }
 }
 
 /// The first word, and what is behind it and a space.
@@ -159,6 +170,12 @@ mod tests {
             (format!(r#"{common} "-" "curl/8" "198.51.100.1""#), plain("GET", "/a?b=c")),
             (common.replace("- - [", "- ann b ["), ann),
             (format!("example.com:443 {common}"), vhost),
+            (format!("127.0.1.1:80 {common}"), Request { host: Some("127.0.1.1:80".into()), ..plain("GET", "/a?b=c") }),
+            (format!("[::1]:80 {common}"), Request { host: Some("[::1]:80".into()), ..plain("GET", "/a?b=c") }),
+            (
+                common.replace("- - [", "- a[b] [c ["),
+                Request { user: Some("a[b] [c".into()), ..plain("GET", "/a?b=c") },
+            ),
             (common.replace("203.0.113.7", "2001:db8::1"), six),
             (common.replace("GET /a?b=c HTTP/1.1", "POST /login HTTP/2.0"), plain("POST", "/login")),
             (common.replace("/a?b=c", "/a b"), plain("GET", "/a b")),

@@ -179,6 +179,7 @@ struct Found<'l> {
 enum Value<'l> {
     Text(Cow<'l, str>),
     Number(f64),
+    Whole(i128),
 }
 
 impl<'l> Found<'l> {
@@ -195,6 +196,7 @@ impl<'l> Found<'l> {
         match self.slots[place(role)?].take()?.1 {
             Value::Text(text) => Some(text),
             Value::Number(number) => Some(Cow::Owned(number.to_string())),
+            Value::Whole(number) => Some(Cow::Owned(number.to_string())),
         }
     }
 }
@@ -220,7 +222,7 @@ pub(super) fn read<'l>(line: &'l [u8], names: &Names, headers: &mut Headers) -> 
     let mut found = Found::default();
     let mut json = serde_json::Deserializer::from_str(text);
     let mut path = String::new();
-    let walk = Walk { names, path: &mut path, depth: 0, found: &mut found, headers, in_headers: false };
+    let walk = Walk { names, path: &mut path, depth: 0, found: &mut found, headers, header_at: None };
     walk.deserialize(&mut json).and_then(|()| json.end()).map_err(|_| Broken::Json)?;
     request(found)
 }
@@ -229,6 +231,7 @@ fn request<'l>(mut found: Found<'l>) -> Result<Said<'l>, Broken> {
     let at = match found.slots[0].take() {
         Some((_, Value::Text(text))) => moment::of_text(&text),
         Some((_, Value::Number(number))) => moment::of_number(number),
+        Some((_, Value::Whole(number))) => moment::of_number(number as f64),
         None => None,
     };
     let at = at.ok_or(Broken::Time)?;
@@ -269,15 +272,14 @@ struct Walk<'w, 'l> {
     depth: usize,
     found: &'w mut Found<'l>,
     headers: &'w mut Headers,
-    /// Whether it stands in an object of headers.
-    in_headers: bool,
+    /// Where in the path the name of a header begins, if it is one.
+    header_at: Option<usize>,
 }
 
 impl<'l> Walk<'_, 'l> {
     fn take(&mut self, value: Value<'l>) {
-        if self.in_headers {
-            let name = self.path.rsplit('.').next().unwrap_or_default();
-            return offer(self.headers, name, &value);
+        if let Some(at) = self.header_at {
+            return offer(self.headers, self.path.get(at..).unwrap_or_default(), &value);
         }
         match self.names.by_name.get(self.path.as_str()) {
             Some((Role::Header(name), _)) => offer(self.headers, name, &value),
@@ -301,6 +303,7 @@ fn offer(headers: &mut Headers, name: &str, value: &Value<'_>) {
     match value {
         Value::Text(text) => headers.offer(name, text.as_bytes()),
         Value::Number(number) => headers.offer(name, number.to_string().as_bytes()),
+        Value::Whole(number) => headers.offer(name, number.to_string().as_bytes()),
     }
 }
 
@@ -333,12 +336,14 @@ impl<'l> Visitor<'l> for Walk<'_, 'l> {
         Ok(())
     }
 
-    fn visit_u64<E: de::Error>(self, number: u64) -> Result<(), E> {
-        self.visit_f64(number as f64)
+    fn visit_u64<E: de::Error>(mut self, number: u64) -> Result<(), E> {
+        self.take(Value::Whole(number.into()));
+        Ok(())
     }
 
-    fn visit_i64<E: de::Error>(self, number: i64) -> Result<(), E> {
-        self.visit_f64(number as f64)
+    fn visit_i64<E: de::Error>(mut self, number: i64) -> Result<(), E> {
+        self.take(Value::Whole(number.into()));
+        Ok(())
     }
 
     fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
@@ -350,25 +355,26 @@ impl<'l> Visitor<'l> for Walk<'_, 'l> {
     }
 
     fn visit_seq<A: SeqAccess<'l>>(self, mut list: A) -> Result<(), A::Error> {
-        let Self { names, path, depth, found, headers, in_headers } = self;
+        let Self { names, path, depth, found, headers, header_at } = self;
         if depth >= MAX_DEPTH {
             while list.next_element::<IgnoredAny>()?.is_some() {}
             return Ok(());
         }
         loop {
             let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
-            if list.next_element_seed(Walk { names, path, depth: depth + 1, found, headers, in_headers })?.is_none() {
+            if list.next_element_seed(Walk { names, path, depth: depth + 1, found, headers, header_at })?.is_none() {
                 return Ok(());
             }
         }
     }
 
     fn visit_map<A: MapAccess<'l>>(self, mut map: A) -> Result<(), A::Error> {
-        let Self { names, path, depth, found, headers, in_headers: within } = self;
-        let in_headers = matches!(names.by_name.get(path.as_str()), Some((Role::Headers, _)));
+        let Self { names, path, depth, found, headers, header_at: within } = self;
+        let is_headers = matches!(names.by_name.get(path.as_str()), Some((Role::Headers, _)));
         let outer = path.len();
-        let known = depth == 0 || in_headers || names.around.contains_key(path.as_str());
-        if within || !known || depth >= MAX_DEPTH {
+        let header_at = is_headers.then_some(outer + 1);
+        let known = depth == 0 || is_headers || names.around.contains_key(path.as_str());
+        if within.is_some() || !known || depth >= MAX_DEPTH {
             while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
             return Ok(());
         }
@@ -383,7 +389,7 @@ impl<'l> Visitor<'l> for Walk<'_, 'l> {
                 continue;
             }
             let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
-            map.next_value_seed(Walk { names, path, depth: depth + 1, found, headers, in_headers })?;
+            map.next_value_seed(Walk { names, path, depth: depth + 1, found, headers, header_at })?;
         }
     }
 }
@@ -480,6 +486,20 @@ mod tests {
         assert!(headers.found.get_all("x-api-key").iter().any(|value| value == "k9"));
         for wrong in ["", "time", "time=", "=x", "header:=x", "tim=x"] {
             assert!(names.add(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    /// A header's name may hold dots, and ids more digits than a double has.
+    #[test]
+    fn nobody_becomes_another_by_what_a_line_holds() {
+        let line = CADDY.replace("\"X-Api-Key\":[\"k1\"", "\"a.X-Api-Key\":[\"k1\"");
+        let mut headers = wanted();
+        read(line.as_bytes(), &Names::default(), &mut headers).unwrap();
+        assert!(!headers.found.contains_key("x-api-key"));
+        for id in ["175928847299117063", "175928847299117064", "-5", "18446744073709551615"] {
+            let line = CADDY.replace("\"ann\"", id);
+            let Ok(Said::Request(request)) = read(line.as_bytes(), &Names::default(), &mut wanted()) else { panic!() };
+            assert_eq!(request.user.as_deref(), Some(id));
         }
     }
 
