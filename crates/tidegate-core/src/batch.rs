@@ -40,7 +40,8 @@ pub enum Verb {
     Take,
     /// Answers what a `Take` would meet, and changes nothing.
     Peek,
-    /// Gives back a cost that was charged: of a call that windows counted at [`Terms::counted_at`], if that is known.
+    /// Gives back a cost that was charged: of a call that was admitted at [`Terms::charged_at`], and that windows counted
+    /// at [`Terms::counted_at`], if that is known.
     Refund,
     /// Gives back the permits that the batch's id holds.
     Release,
@@ -109,6 +110,8 @@ pub struct Terms {
     pub lead: Span,
     /// The moment that a window counted what is settled or refunded at; the epoch if nobody knows.
     pub counted_at: Time,
+    /// The moment at which what is refunded was charged; the epoch if nobody knows.
+    pub charged_at: Time,
     /// A hash of what all keys of the batch have in common, by which a store that is divided over several servers finds
     /// them in one place; 0 if they have nothing in common, or nobody said.
     pub affinity: u64,
@@ -174,6 +177,15 @@ impl Batch {
         self
     }
 
+    /// Says when the store admitted the call that is refunded, by its own time ([`Outcomes::now`]). A quota gives nothing
+    /// back of what an earlier period was charged, nor where nobody knows: that would be one call more than the present
+    /// period allows. [`Time::NEVER`] says that it was just now, whatever the store's time is.
+    #[must_use]
+    pub fn charged_at(mut self, at: Time) -> Self {
+        self.terms.charged_at = at;
+        self
+    }
+
     /// Says what all its keys have in common. Whoever asks for one of the keys must say the same.
     pub fn set_affinity(&mut self, affinity: u64) {
         self.terms.affinity = affinity;
@@ -198,8 +210,9 @@ impl Batch {
         self.terms.lead = lead;
     }
 
-    pub(crate) fn set_counted_at(&mut self, at: Time) {
-        self.terms.counted_at = at;
+    pub(crate) fn set_charged(&mut self, charged_at: Time, counted_at: Time) {
+        self.terms.charged_at = charged_at;
+        self.terms.counted_at = counted_at;
     }
 
     /// Adds an operation.

@@ -154,6 +154,7 @@ enum Stage {
 struct Sent {
     credential: usize,
     at: Time,
+    charged_at: Time,
     counted_at: Time,
     lane: Lane,
     permit: Permit,
@@ -179,7 +180,8 @@ pub struct Call {
     tries: Tries,
     stage: Stage,
     requests: u32,
-    /// When windows counted its last request, as far as its end has told.
+    /// When its last request was charged, and when windows counted it, as far as its end has told.
+    charged_at: Time,
     counted_at: Time,
     renewed: bool,
     /// Whether it holds a retry of the budget that wasn't sent yet.
@@ -205,6 +207,7 @@ impl Call {
             tries: Tries::new(deadline),
             stage: Stage::Idle,
             requests: 0,
+            charged_at: Time::ZERO,
             counted_at: Time::ZERO,
             renewed: false,
             retries: false,
@@ -394,10 +397,11 @@ impl Call {
         outcomes: &Outcomes,
         now: Time,
     ) -> Step {
-        let counted_at = outcomes.now() + desk.lead;
+        let charged_at = outcomes.now();
+        let counted_at = charged_at + desk.lead;
         let Some(lane) = desk.lanes.granted(ticket, now) else {
             self.stage = Stage::Idle;
-            self.correct(rules, desk, credential, Verb::Refund, counted_at);
+            self.correct(rules, desk, credential, Verb::Refund, charged_at, counted_at);
             return self.fail(Failure::DeadlineExceeded, desk);
         };
         let permit = match desk.breaker.take(now) {
@@ -406,7 +410,7 @@ impl Call {
                 desk.lanes.ended(lane);
                 desk.lanes.poke();
                 self.stage = Stage::Idle;
-                self.correct(rules, desk, credential, Verb::Refund, counted_at);
+                self.correct(rules, desk, credential, Verb::Refund, charged_at, counted_at);
                 return self.fail(Failure::Unavailable(refusal), desk);
             }
         };
@@ -427,6 +431,7 @@ impl Call {
         self.stage = Stage::Sent(Sent {
             credential,
             at: now,
+            charged_at,
             counted_at,
             lane,
             permit,
@@ -494,7 +499,7 @@ impl Call {
     /// It turned out to cost this much, where its measure is its cost.
     pub fn cost_was(&mut self, rules: &Rules, desk: &mut Desk, credential: usize, cost: u64) {
         desk.orders.begin();
-        desk.orders.tell.set_counted_at(self.counted_at);
+        desk.orders.tell.set_charged(self.charged_at, self.counted_at);
         let (verb, rest) =
             if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
         let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
@@ -536,7 +541,8 @@ impl Call {
         if outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) {
             return None;
         }
-        let mut refund = Batch::new(0).counted_at(outcomes.now() + batch.terms().lead);
+        let charged_at = outcomes.now();
+        let mut refund = Batch::new(0).charged_at(charged_at).counted_at(charged_at + batch.terms().lead);
         for op in batch.ops().iter().filter(|op| op.limit != rules.cooldown) {
             push(&mut refund, Op::new(op.limit, Verb::Refund, op.key, op.cost));
         }
@@ -585,10 +591,11 @@ impl Call {
             Reach::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),
             Reach::Answered | Reach::Unknown => None,
         };
+        self.charged_at = sent.charged_at;
         self.counted_at = if correction == Some(Verb::Settle) { now } else { sent.counted_at };
         if let Some(verb) = correction {
             desk.lanes.poke();
-            self.correct(rules, desk, sent.credential, verb, sent.counted_at);
+            self.correct(rules, desk, sent.credential, verb, sent.charged_at, sent.counted_at);
         }
         let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
@@ -653,10 +660,18 @@ impl Call {
         }
     }
 
-    /// Has the store put right what it counted of an attempt at this moment.
-    fn correct(&self, rules: &Rules, desk: &mut Desk, credential: usize, verb: Verb, counted_at: Time) {
+    /// Has the store put right what it charged an attempt, and counted at a moment.
+    fn correct(
+        &self,
+        rules: &Rules,
+        desk: &mut Desk,
+        credential: usize,
+        verb: Verb,
+        charged_at: Time,
+        counted_at: Time,
+    ) {
         self.fill(&mut desk.orders.tell, rules, credential, verb);
-        desk.orders.tell.set_counted_at(counted_at);
+        desk.orders.tell.set_charged(charged_at, counted_at);
     }
 
     /// Makes a batch the operations of an attempt with this credential. The cool-down comes first.

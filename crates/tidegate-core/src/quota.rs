@@ -100,9 +100,11 @@ impl Quota {
         ledger.used = ledger.used.saturating_add(cost);
     }
 
-    /// Gives `cost` back, down to nothing used. What an earlier period was charged is over with it.
-    pub fn refund(&self, ledger: &mut Ledger, cost: u64, now: Time) {
-        if self.current(ledger, now).used > 0 {
+    /// Gives back a `cost` that was charged at a moment, down to nothing used. What an earlier period was charged is over
+    /// with it.
+    pub fn refund(&self, ledger: &mut Ledger, cost: u64, charged_at: Time, now: Time) {
+        let current = self.current(ledger, now);
+        if current.used > 0 && charged_at >= current.period.start {
             ledger.used = ledger.used.saturating_sub(cost);
         }
     }
@@ -168,6 +170,29 @@ mod tests {
         assert!(!take(&quota, &mut ledger, day(0, DAY - 9)));
         assert!(!take(&quota, &mut ledger, day(1, 0)), "granted twice");
         assert!(take(&quota, &mut ledger, day(2, 0)));
+    }
+
+    #[test]
+    fn what_an_earlier_period_was_charged_is_not_given_back_to_the_next() {
+        let quota = Quota::new(3, Arc::new(Every(Span::from_secs(DAY)))).unwrap();
+        let mut ledger = Ledger::default();
+        let at = |secs: u64| Time::from_secs(20_000 * DAY + secs);
+        assert!(take(&quota, &mut ledger, at(DAY - 1)));
+        quota.refund(&mut ledger, 1, at(DAY - 1), at(DAY + 5));
+        for _ in 0..3 {
+            assert!(take(&quota, &mut ledger, at(DAY + 5)));
+        }
+        for unknown_or_before in [Time::ZERO, at(DAY - 1)] {
+            quota.refund(&mut ledger, 1, unknown_or_before, at(DAY + 6));
+            assert!(!take(&quota, &mut ledger, at(DAY + 6)));
+        }
+        for since in [at(DAY), at(DAY + 5), Time::NEVER] {
+            quota.refund(&mut ledger, 1, since, at(DAY + 6));
+            assert!(take(&quota, &mut ledger, at(DAY + 6)) && !take(&quota, &mut ledger, at(DAY + 6)));
+        }
+        // Charged by a clock that had stepped back, to the later day.
+        quota.refund(&mut ledger, 1, at(DAY - 1), at(DAY - 1));
+        assert!(!take(&quota, &mut ledger, at(DAY - 1)));
     }
 
     #[test]

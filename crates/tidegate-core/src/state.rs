@@ -335,7 +335,7 @@ impl State {
             (Kind::Rate(rate), Usage::Rate(arrival)) => *arrival = rate.refund(*arrival, cost, now),
             (Kind::Quota(quota), Usage::Quota(ledger)) => {
                 quota.settle(ledger, now);
-                quota.refund(ledger, cost, now);
+                quota.refund(ledger, cost, terms.charged_at, now);
             }
             _ => {}
         }

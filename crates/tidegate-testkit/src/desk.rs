@@ -73,7 +73,7 @@ impl Desk {
     /// # Panics
     /// With more than eight.
     pub fn under(&self, verb: Verb, places: &[(LimitId, u64)], cost: u64, now: Time) -> Decision {
-        let mut batch = Batch::new(0);
+        let mut batch = Batch::new(0).charged_at(now);
         for &(limit, client) in places {
             batch.push(Op::new(limit, verb, key(client), cost)).expect("at most eight limits");
         }

@@ -308,12 +308,12 @@ impl Cell {
     }
 
     fn tell(&mut self, limit: &Limit, terms: Terms, op: &Op, outcome: &Outcome, now: Time) -> Result<(), String> {
-        let Terms { holder, counted_at, .. } = terms;
+        let Terms { holder, counted_at, charged_at, .. } = terms;
         let held = matches!(limit.kind(), Kind::Concurrency(_)) && self.history.holds(limit.kind(), holder, now);
         match (op.verb, limit.kind()) {
             (Verb::Refund, _) => {
                 let counted_at = (counted_at > Time::ZERO).then_some(counted_at);
-                self.history.push(Event::Refunded { at: now, cost: op.cost, counted_at });
+                self.history.push(Event::Refunded { at: now, cost: op.cost, counted_at, charged_at });
             }
             (Verb::Reset, _) => *self = Self::default(),
             (Verb::Release, _) if held => self.history.push(Event::Released { at: now, holder }),

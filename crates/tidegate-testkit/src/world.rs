@@ -35,6 +35,7 @@ pub struct World {
 struct UnderWay {
     ops: Vec<Op>,
     holder: u64,
+    charged_at: Time,
     counted_at: Time,
     /// The generation of each operation's cool-down.
     generations: Vec<u32>,
@@ -117,6 +118,10 @@ impl World {
         if !self.lead.is_zero() && self.dice.percent(10) {
             batch = batch.counted_at(self.now + Span::from_micros(self.dice.below(5_000_000)));
         }
+        if kind >= 84 {
+            let at = [self.now - Span::from_micros(self.dice.below(20_000_000)), self.now, Time::NEVER, Time::ZERO];
+            batch = batch.charged_at(self.dice.pick(&at));
+        }
         while batch.ops().len() < most && !pairs.is_empty() {
             let (limit, key) = pairs.swap_remove(self.dice.below(pairs.len() as u64) as usize);
             let verb = match kind {
@@ -146,6 +151,7 @@ impl World {
         let verb = self.dice.pick(&[Verb::Settle, Verb::Settle, Verb::Refund, Verb::Debit, Verb::Release]);
         let known = !self.lead.is_zero() && (verb == Verb::Settle || self.dice.percent(60));
         let mut batch = Batch::new(call.holder).counted_at(if known { call.counted_at } else { Time::ZERO });
+        batch = batch.charged_at(if self.dice.percent(90) { call.charged_at } else { Time::ZERO });
         for (op, generation) in call.ops.iter().zip(call.generations) {
             let (verb, cost) = match (self.is_cooldown(op.limit), self.dice.below(8)) {
                 (true, 0..=3) => (Verb::Throttle { generation }, self.wait()),
@@ -245,6 +251,7 @@ impl World {
             self.under_way.push(UnderWay {
                 ops: ops.to_vec(),
                 holder: self.asked.id(),
+                charged_at: outcomes.now(),
                 counted_at: outcomes.now() + self.asked.terms().lead,
                 generations: outcomes.list().iter().map(|outcome| outcome.generation).collect(),
             });

@@ -135,6 +135,8 @@ enum Fault {
     Debits,
     /// What is given back is anybody's.
     Refunds,
+    /// What is given back was just charged.
+    Belated,
     /// Every throttled reply is of the latest generation.
     Throttles,
     /// Every success is of the first generation.
@@ -144,7 +146,7 @@ enum Fault {
 }
 
 impl Fault {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Halves,
         Self::Looks,
         Self::Resets,
@@ -153,6 +155,7 @@ impl Fault {
         Self::Settles,
         Self::Debits,
         Self::Refunds,
+        Self::Belated,
         Self::Throttles,
         Self::Succeeds,
         Self::Disables,
@@ -166,6 +169,7 @@ impl Fault {
         let unknown = matches!(self, Self::Refunds) && refunds;
         let mut bent = Batch::new(terms.holder).ahead(lead);
         bent = bent.counted_at(if unknown { Time::ZERO } else { terms.counted_at });
+        bent = bent.charged_at(if let Self::Belated = self { Time::NEVER } else { terms.charged_at });
         for &op in batch.ops() {
             let bent_op = match (self, op.verb) {
                 (Self::Settles, Verb::Settle) | (Self::Debits, Verb::Debit) | (Self::Disables, Verb::Disable) => {

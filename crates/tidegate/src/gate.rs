@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::admit::{decide, share};
-use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Verb, Verdict};
+use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Time, Verb, Verdict};
 use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Policy, Query, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
@@ -178,7 +178,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// Gives back what an admitted call was charged, never beyond the capacity; not what was charged to its network
-    /// while the store was full. Permits are given back by [`Gate::release`].
+    /// while the store was full. It must be a call of a quota's present period: what an earlier one was charged is over
+    /// with it. Permits are given back by [`Gate::release`].
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -298,7 +299,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     async fn settle(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
         let action = self.action(query)?;
-        let batch = self.batch(action, query, verb, holder)?;
+        let batch = self.batch(action, query, verb, holder)?.charged_at(Time::NEVER);
         let outcomes = self.apply(&batch).await?;
         let mut done = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {

@@ -244,7 +244,7 @@ impl Slice {
         if left == 0 {
             return None;
         }
-        let mut batch = Batch::new(0).counted_at(self.counted_at);
+        let mut batch = Batch::new(0).charged_at(self.told.outcomes.now()).counted_at(self.counted_at);
         batch.set_affinity(self.affinity);
         for &(limit, key) in places {
             batch.push(Op::new(limit, Verb::Refund, key, left)).expect("invariant: as many as were taken together");

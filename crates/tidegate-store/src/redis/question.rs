@@ -183,6 +183,9 @@ impl Question<'_> {
                 for bound in bounds(quota, around) {
                     packed.number(bound.as_micros());
                 }
+                if op.verb == Verb::Refund {
+                    packed.number(self.batch.terms().charged_at.as_micros());
+                }
             }
             Kind::Concurrency(concurrency) => {
                 packed.number(concurrency.limit());

@@ -143,8 +143,9 @@ impl Shared {
             let holds = self.limits.get(op.limit).is_some_and(|limit| matches!(limit.kind(), Kind::Concurrency(_)));
             Op { verb: if holds { Verb::Release } else { Verb::Refund }, ..op }
         });
-        let counted_at = part.known().now() + part.batch.terms().lead;
-        self.ask_one(&part.batch.part(back).counted_at(counted_at), now, Against::default()).await?;
+        let charged_at = part.known().now();
+        let back = part.batch.part(back).charged_at(charged_at).counted_at(charged_at + part.batch.terms().lead);
+        self.ask_one(&back, now, Against::default()).await?;
         Ok(given)
     }
 }

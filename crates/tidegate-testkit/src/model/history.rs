@@ -9,8 +9,8 @@ use super::Look;
 pub(super) enum Event {
     /// A call was admitted, or cost more than it was admitted for, and counts as made at this moment.
     Taken { at: Time, cost: u64, holder: u64 },
-    /// A cost was given back, of a call that was counted at a moment, if that is known.
-    Refunded { at: Time, cost: u64, counted_at: Option<Time> },
+    /// A cost was given back, of a call that was counted at a moment, if that is known, and charged at another.
+    Refunded { at: Time, cost: u64, counted_at: Option<Time>, charged_at: Time },
     /// A call ended that was counted at a moment ahead.
     Settled { at: Time, cost: u64, counted_at: Time },
     /// A permit was given back.
@@ -74,7 +74,7 @@ impl History {
                     let moves = told_apart && counted_at > at && take(&mut calls, cost, |made| made == counted_at);
                     calls.extend(moves.then_some((at, u128::from(cost))));
                 }
-                Event::Refunded { at, cost, counted_at } => {
+                Event::Refunded { at, cost, counted_at, .. } => {
                     let own = |made| Some(made) == counted_at && made + life > at;
                     let gone = counted_at.is_some_and(|made| made + window.window() <= at);
                     if !(gone || told_apart && take(&mut calls, cost, own)) {
@@ -158,7 +158,9 @@ impl History {
         for event in &self.0 {
             match *event {
                 Event::Taken { at, cost, .. } if at >= this.start => used += u128::from(cost),
-                Event::Refunded { at, cost, .. } if at >= this.start => used = used.saturating_sub(u128::from(cost)),
+                Event::Refunded { at, cost, charged_at, .. } if at.min(charged_at) >= this.start => {
+                    used = used.saturating_sub(u128::from(cost));
+                }
                 _ => {}
             }
         }

@@ -188,6 +188,23 @@ async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
     api.call(costing(50), &mut answers()).await.unwrap();
 }
 
+/// A call may begin in one period of a quota and end in the next.
+#[tokio::test(start_paused = true)]
+async fn what_yesterday_was_charged_is_not_given_back_today() {
+    let (api, log) = (provider("cost_limit = \"100 per day\"\ncost = { reserve = 1 }"), Log::default());
+    let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(1)) };
+    let answers = || Answers::of(&api, &[GOOD], &log, 0);
+    let slow = api.call(costing(60), &mut answers()).await.unwrap();
+    tokio::time::advance(Duration::from_secs(86_400)).await;
+    api.call(costing(100), &mut answers()).await.unwrap();
+    slow.tail.cost_was(10);
+    let error = api.call(costing(50), &mut answers()).await.unwrap_err();
+    assert!(matches!(error.why, Why::QuotaSpent { .. }), "{error:?}");
+    tokio::time::advance(Duration::from_secs(86_400)).await;
+    api.call(costing(100), &mut answers()).await.unwrap().tail.cost_was(50);
+    api.call(costing(50), &mut answers()).await.unwrap();
+}
+
 /// A panic of one caller's upstream must leave the others a working provider.
 #[tokio::test(start_paused = true)]
 async fn an_upstream_that_panics_ends_only_its_own_call() {
