@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use tidegate_core::{LeaseSpec, OnOutage, Sharing};
+use tidegate_core::{Count, LeaseSpec, OnOutage, Sharing};
 
 use super::Reader;
 use super::actions::{Cost, Group};
@@ -155,10 +155,12 @@ impl Reader<'_> {
             "a limit with a penalty can't be leased: a slice that is refused would be a strike"
         } else if groups.iter().any(in_flight) {
             "a limit on calls in flight can't be leased: its permits are given back one by one"
+        } else if groups.iter().any(|group| group.count == Count::All) {
+            "a limit that counts refused calls can't be leased: those that a node refuses by itself aren't counted"
         } else {
             return true;
         };
-        self.wrong(node.at, why, "a `lease` for limits without penalties, bans and calls in flight");
+        self.wrong(node.at, why, "a `lease` for limits without penalties, bans, calls in flight and `count = \"all\"`");
         false
     }
 }

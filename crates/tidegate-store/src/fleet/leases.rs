@@ -108,7 +108,9 @@ impl Leases {
         for op in batch.ops() {
             let limit = self.limits.get(op.limit)?;
             let LeaseSpec { permille, max_age } = limit.sharing().lease?;
-            let fits = op.verb == Verb::Take && op.cost == cost && cost > 0 && limit.penalty().is_none();
+            // What is refused here isn't counted, and a slice that the store refuses isn't one call.
+            let counts = limit.counts_refused() || limit.penalty().is_some();
+            let fits = op.verb == Verb::Take && op.cost == cost && cost > 0 && !counts;
             let age = match limit.kind() {
                 Kind::Window(_) | Kind::Rate(_) => limit.lead(max_age),
                 Kind::Quota(_) => max_age,
