@@ -90,7 +90,7 @@ struct Node {
     roll: Option<LimitId>,
     links: Box<[Link]>,
     blocks: Blocks,
-    leases: Leases,
+    leases: Arc<Leases>,
     tells: mpsc::Sender<(Batch, Time)>,
     untold: AtomicU64,
     /// How many links have become suspect since this was last told.
@@ -124,7 +124,7 @@ impl Fleet {
             roll: limits.iter().map(|(id, _)| id).last(),
             links: (0..parts).map(|_| Link::default()).collect(),
             blocks: Blocks::new(Arc::clone(&limits), resets.is_some()),
-            leases: Leases::new(limits),
+            leases: Arc::new(Leases::new(limits)),
             remote,
             clock: Box::new(clock),
             options,
@@ -166,12 +166,11 @@ impl Store for Fleet {
         if let Some(outcomes) = node.blocks.answer(batch, now) {
             return Answer::Ready(outcomes);
         }
-        let spent = node.leases.spend(batch, now);
+        let spent = node.spend(batch, now);
         if let Spent::Done(outcomes) = spent {
             return Answer::Ready(outcomes);
         }
         if !node.link(batch).is_up() {
-            node.leases.give_up(spent);
             return match node.alone(batch, now) {
                 Ok(outcomes) => Answer::Ready(outcomes),
                 Err(error) => Answer::Later(Box::pin(ready(Err(error)))),
@@ -222,6 +221,15 @@ impl Store for Fleet {
 }
 
 impl Node {
+    /// Spends of a slice that is at hand, and gives back what is left of one that isn't enough.
+    fn spend(&self, batch: &Batch, now: Time) -> Spent {
+        let (spent, unspent) = self.leases.spend(batch, now);
+        if let Some(unspent) = unspent {
+            self.tell(&unspent, now);
+        }
+        spent
+    }
+
     /// The links to what holds a batch's keys, one for each.
     fn links(&self, batch: &Batch) -> impl Iterator<Item = (&Link, Place)> {
         let affinity = batch.terms().affinity;

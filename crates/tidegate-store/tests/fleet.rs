@@ -3,6 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
 #![expect(clippy::disallowed_methods, reason = "the clock here is tokio's, which stands still and jumps")]
 
+#[path = "fleet/leases.rs"]
+mod leases;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +16,6 @@ use tidegate_core::{
     Penalty, PenaltySpec, Quota, Rate, Sharing, Span, Time, Verb, Verdict, Window,
 };
 use tidegate_store::{Answer, Fleet, FleetOptions, Remote as _, Store, StoreError, fleet_limits};
-use tidegate_testkit::dice::{Dice, count};
 use tidegate_testkit::remote::{FlakyRemote, Mood};
 use tokio::time::{Instant, sleep};
 
@@ -51,12 +53,6 @@ fn on_outage(on_outage: OnOutage) -> Sharing {
     Sharing { on_outage, lease: None }
 }
 
-fn leased(limit: u64, secs: u64, permille: u16, max_age: Span) -> Limit {
-    let window = Window::new(limit, Span::from_secs(secs), 4096).unwrap().with_lead(max_age);
-    let lease = Some(LeaseSpec { permille, max_age });
-    Limit::new(Kind::Window(window)).shared(Sharing { on_outage: OnOutage::Local, lease })
-}
-
 fn id(index: usize) -> LimitId {
     LimitId::from_index(index).unwrap()
 }
@@ -81,6 +77,14 @@ impl Caller {
 
     async fn one(&self, verb: Verb, limits: &[usize], key: Key) -> Outcome {
         self.ask(&batch(verb, limits, key)).await.unwrap().list()[0]
+    }
+
+    /// Takes so much of the first limit; what was told, and when.
+    async fn cost(&self, cost: u64) -> (Outcome, Time) {
+        let mut batch = batch(Verb::Take, &[0], KEY);
+        batch.ops_mut()[0].cost = cost;
+        let outcomes = self.ask(&batch).await.unwrap();
+        (outcomes.list()[0], outcomes.now())
     }
 
     async fn take(&self) -> bool {
@@ -265,108 +269,6 @@ async fn resets_while_the_store_is_gone_reach_it_later() {
     sleep(Duration::from_secs(1)).await;
     assert!(node.take().await);
 }
-
-/// The most that any trailing window of the admitted calls holds.
-fn densest(calls: &[Time], window: Span) -> usize {
-    let mut calls = calls.to_vec();
-    calls.sort_unstable();
-    let behind = |at: usize| calls[..=at].iter().rev().take_while(|call| calls[at].since(**call) < window).count();
-    (0..calls.len()).map(behind).max().unwrap_or(0)
-}
-
-#[tokio::test(start_paused = true)]
-async fn slices_never_admit_more_than_the_limit() {
-    for round in 0..count(20, 200) {
-        let mut dice = Dice::seeded(u64::from(round));
-        let clock = Virtual::new();
-        let (limit, secs) = (dice.between(20, 2_000), dice.between(1, 3));
-        let max_age = Span::from_millis(dice.between(20, 400));
-        let store = remote([leased(limit, secs, dice.between(20, 500) as u16, max_age)], clock, true);
-        let skews = [0, 1, 30].map(Span::from_secs);
-        let nodes = skews.map(|skew| Caller::new(&store, clock.ahead(skew), skew.as_micros()));
-        settled().await;
-        let mut calls = Vec::new();
-        for _ in 0..10_000 {
-            let node = dice.pick(&[0, 0, 1, 2]);
-            if nodes[node].take().await {
-                calls.push(clock.now());
-            }
-            if dice.percent(20) {
-                sleep(Duration::from_micros(dice.below(2_000_000 * secs / limit))).await;
-            }
-        }
-        let most = densest(&calls, Span::from_secs(secs));
-        assert!(most <= limit as usize, "round {round}: {most} of {limit} in {secs} s");
-        assert!(calls.len() >= limit as usize / 2, "round {round}: only {} admitted", calls.len());
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn slices_spare_round_trips_and_what_is_left_goes_back() {
-    let clock = Virtual::new();
-    let store = remote([leased(10_000, 60, 100, Span::from_millis(250))], clock, true);
-    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
-    settled().await;
-    let asked = store.asks();
-    let mut admitted = 0;
-    for _ in 0..20_000 {
-        for node in &nodes {
-            admitted += u64::from(node.take().await);
-        }
-    }
-    assert_eq!(admitted, 10_000);
-    let asks = store.asks() - asked;
-    assert!(asks <= 500, "{asks} asks for 10,000 admitted calls");
-    // One call takes a slice; the rest of it comes back when its lease has ended.
-    sleep(Duration::from_secs(61)).await;
-    assert!(nodes[0].take().await);
-    let held = nodes[1].one(Verb::Peek, &[0], KEY).await.used;
-    assert_eq!(held, 1_000);
-    sleep(Duration::from_millis(350)).await;
-    let held = nodes[1].one(Verb::Peek, &[0], KEY).await.used;
-    assert_eq!(held, 1);
-}
-
-#[tokio::test(start_paused = true)]
-async fn slices_of_a_rate_keep_its_bound() {
-    let clock = Virtual::new();
-    let rate = Rate::new(1_000, Span::from_secs(1), 500).unwrap();
-    let lease = Some(LeaseSpec { permille: 200, max_age: Span::from_millis(250) });
-    let limit = Limit::new(Kind::Rate(rate)).shared(Sharing { on_outage: OnOutage::Local, lease });
-    let store = remote([limit], clock, true);
-    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
-    settled().await;
-    let mut dice = Dice::seeded(5);
-    let mut calls = Vec::new();
-    for _ in 0..20_000 {
-        if nodes[dice.below(2) as usize].take().await {
-            calls.push(clock.now());
-        }
-        if dice.percent(30) {
-            sleep(Duration::from_micros(dice.below(3_000))).await;
-        }
-    }
-    for millis in [1, 50, 200, 1_000] {
-        let (most, bound) = (densest(&calls, Span::from_millis(millis)), rate.bound(Span::from_millis(millis)));
-        assert!(most as u64 <= bound, "{most} in {millis} ms, bound {bound}");
-    }
-    assert!(calls.len() > 3_000, "{}", calls.len());
-}
-
-#[tokio::test(start_paused = true)]
-async fn callers_who_go_away_leave_no_slice_unasked() {
-    let clock = Virtual::new();
-    let store = remote([leased(1_000, 60, 100, Span::from_millis(250))], clock, true);
-    let node = Caller::new(&store, clock, 1);
-    settled().await;
-    store.set_mood(Mood::Slow(Duration::from_millis(10)));
-    let gone = batch(Verb::Take, &[0], KEY);
-    assert!(tokio::time::timeout(Duration::from_millis(5), node.ask(&gone)).await.is_err());
-    let before = Instant::now();
-    assert!(node.take().await);
-    assert!(Instant::now() - before <= Duration::from_millis(11), "{:?}", Instant::now() - before);
-}
-
 /// What is slower than a decision waits for is down, and not up for every look at it.
 #[tokio::test(start_paused = true)]
 async fn a_store_that_is_always_too_slow_grants_one_share() {

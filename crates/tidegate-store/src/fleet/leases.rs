@@ -4,11 +4,12 @@
 //! lease's end ([`Batch::ahead`]), so that no call counts before it is made. It is spent for as long as this node's clock
 //! has run since it was asked for; what is left then is given back. A crash loses a slice and never mints one.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arrayvec::ArrayVec;
+use foldhash::fast::RandomState;
 use tidegate_core::batch::{MAX_OPS, Outcome};
 use tidegate_core::{Batch, Key, Kind, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;
@@ -27,7 +28,7 @@ const WAITS: usize = 8;
 
 /// The keys that a slice is of.
 type Places = ArrayVec<(LimitId, Key), MAX_OPS>;
-type Shard = HashMap<u64, Held, BuildHasherDefault<Spread>>;
+type Shard = HashMap<Places, What, RandomState>;
 
 pub(super) struct Leases {
     limits: Arc<Limits>,
@@ -36,15 +37,10 @@ pub(super) struct Leases {
     shards: [Mutex<Shard>; SHARDS],
 }
 
-struct Held {
-    places: Places,
-    what: What,
-}
-
 enum What {
     Slice(Slice),
-    /// Refused for a while, without having been asked again.
-    Refusal(Told),
+    /// A call of this cost was refused: those of the same cost are for a while, without being asked about.
+    Refusal(u64, Told),
     /// Somebody asks for one.
     Asked(Arc<Notify>),
 }
@@ -66,6 +62,7 @@ struct Slice {
 }
 
 /// What came of spending.
+#[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
 pub(super) enum Spent {
     /// Decided here.
     Done(Outcomes),
@@ -73,17 +70,18 @@ pub(super) enum Spent {
     Exact,
     /// Somebody else asks for a slice: wait for that.
     Wait(OwnedNotified),
-    /// The caller is to ask for a slice, of this size at most, and give back what was left of the last one.
+    /// The caller is to ask for a slice.
     Ask(Errand),
 }
 
-/// To ask for a slice. Whoever drops it without having settled it lets the next one ask.
+/// To ask for a slice, of this size at most. Its caller may go away at any time: dropped before it is settled, it lets
+/// the next one ask.
 pub(super) struct Errand {
-    id: u64,
+    leases: Arc<Leases>,
     places: Places,
+    asked: Arc<Notify>,
     size: u64,
     lease: Span,
-    unspent: Option<Batch>,
 }
 
 impl Leases {
@@ -96,8 +94,9 @@ impl Leases {
         self.any
     }
 
-    fn shard(&self, id: u64) -> MutexGuard<'_, Shard> {
-        self.shards[(id >> 56) as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
+    fn shard(&self, places: &Places) -> MutexGuard<'_, Shard> {
+        let first = places.first().map_or(0, |(_, key)| key.lo());
+        self.shards[first as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How large a slice is and how long it may be spent, for a batch whose limits all have leases and that asks for the
@@ -125,58 +124,36 @@ impl Leases {
         (terms.0 >= cost.saturating_mul(2) && !terms.1.is_zero()).then_some(terms)
     }
 
-    /// Spends what is at hand.
-    pub(super) fn spend(&self, batch: &Batch, now: Time) -> Spent {
-        if !self.any {
-            return Spent::Exact;
-        }
-        let Some((size, lease)) = self.terms(batch) else { return Spent::Exact };
+    /// Spends what is at hand; and what the store gets back of a slice that isn't enough.
+    pub(super) fn spend(self: &Arc<Self>, batch: &Batch, now: Time) -> (Spent, Option<Batch>) {
+        let Some((size, lease)) = self.any.then(|| self.terms(batch)).flatten() else { return (Spent::Exact, None) };
         let cost = batch.ops()[0].cost;
         let places: Places = batch.ops().iter().map(|op| (op.limit, op.key)).collect();
-        let id = spot(&places);
-        let mut shard = self.shard(id);
+        let mut shard = self.shard(&places);
+        let is_full = shard.len() >= SLICES;
         let mut unspent = None;
-        if let Some(held) = shard.get_mut(&id) {
-            if held.places != places {
-                return Spent::Exact;
+        match shard.get_mut(&places) {
+            Some(What::Slice(slice)) if slice.told.holds(now) && slice.left >= cost => {
+                slice.left -= cost;
+                return (Spent::Done(slice.outcomes(now)), None);
             }
-            match &mut held.what {
-                What::Slice(slice) if slice.told.holds(now) && slice.left >= cost => {
-                    slice.left -= cost;
-                    return Spent::Done(slice.outcomes(now));
-                }
-                What::Refusal(told) if told.holds(now) => return Spent::Done(told.again(now)),
-                // From now on, so that the end of the errand can't be missed.
-                What::Asked(asked) => return Spent::Wait(Arc::clone(asked).notified_owned()),
-                What::Slice(slice) => unspent = slice.give_back(&places),
-                What::Refusal(_) => {}
-            }
-        } else if shard.len() >= SLICES {
-            return Spent::Exact;
+            Some(What::Slice(slice)) => unspent = slice.give_back(&places),
+            Some(What::Refusal(refused, told)) if told.holds(now) => match cost.cmp(refused) {
+                Ordering::Equal => return (Spent::Done(told.again(now)), None),
+                // It has to wait for longer, and how long wasn't told.
+                Ordering::Greater => return (Spent::Exact, None),
+                // What was too little for the other may be enough.
+                Ordering::Less => {}
+            },
+            Some(What::Refusal(..)) => {}
+            // From now on, so that the end of the errand can't be missed.
+            Some(What::Asked(asked)) => return (Spent::Wait(Arc::clone(asked).notified_owned()), None),
+            None if is_full => return (Spent::Exact, None),
+            None => {}
         }
-        shard.insert(id, Held { places: places.clone(), what: What::Asked(Arc::default()) });
-        Spent::Ask(Errand { id, places, size, lease, unspent })
-    }
-
-    /// Ends an errand with what came of it.
-    fn settle(&self, id: u64, what: Option<What>) {
-        let mut shard = self.shard(id);
-        let before = match (shard.get_mut(&id), what) {
-            (Some(held), Some(what)) => Some(std::mem::replace(&mut held.what, what)),
-            (Some(_), None) => shard.remove(&id).map(|held| held.what),
-            // It was reset meanwhile.
-            (None, _) => None,
-        };
-        if let Some(What::Asked(asked)) = before {
-            asked.notify_waiters();
-        }
-    }
-
-    /// Lets go of an errand that can't be done.
-    pub(super) fn give_up(&self, spent: Spent) {
-        if let Spent::Ask(errand) = spent {
-            self.settle(errand.id, None);
-        }
+        let asked = Arc::<Notify>::default();
+        shard.insert(places.clone(), What::Asked(Arc::clone(&asked)));
+        (Spent::Ask(Errand { leases: Arc::clone(self), places, asked, size, lease }), unspent)
     }
 
     /// Forgets the slices of a key.
@@ -186,9 +163,9 @@ impl Leases {
         }
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            shard.retain(|_, held| {
-                let gone = held.places.contains(&(limit, key));
-                if let (true, What::Asked(asked)) = (gone, &held.what) {
+            shard.retain(|places, what| {
+                let gone = places.contains(&(limit, key));
+                if let (true, What::Asked(asked)) = (gone, what) {
                     asked.notify_waiters();
                 }
                 !gone
@@ -201,12 +178,12 @@ impl Leases {
         let mut back = Vec::new();
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            shard.retain(|_, held| match &mut held.what {
+            shard.retain(|places, what| match what {
                 What::Slice(slice) if !slice.told.holds(now) => {
-                    back.extend(slice.give_back(&held.places));
+                    back.extend(slice.give_back(places));
                     false
                 }
-                What::Refusal(told) => told.holds(now),
+                What::Refusal(_, told) => told.holds(now),
                 What::Slice(_) | What::Asked(_) => true,
             });
         }
@@ -255,57 +232,51 @@ impl Slice {
     }
 }
 
-/// Lets the next one ask if this errand isn't finished: its caller may go away.
-struct Unsettled<'a> {
-    node: &'a Node,
-    id: u64,
-    open: bool,
-}
-
-impl Unsettled<'_> {
-    fn settle(mut self, what: Option<What>) {
-        self.open = false;
-        self.node.leases.settle(self.id, what);
+impl Errand {
+    /// Ends it with what came of it, unless the keys were reset meanwhile.
+    fn settle(&self, what: Option<What>) {
+        let mut shard = self.leases.shard(&self.places);
+        let is_own = |what: &What| matches!(what, What::Asked(asked) if Arc::ptr_eq(asked, &self.asked));
+        if shard.get(&self.places).is_some_and(is_own) {
+            match what {
+                Some(what) => shard.insert(self.places.clone(), what),
+                None => shard.remove(&self.places),
+            };
+        }
+        self.asked.notify_waiters();
     }
 }
 
-impl Drop for Unsettled<'_> {
+impl Drop for Errand {
     fn drop(&mut self) {
-        if self.open {
-            self.node.leases.settle(self.id, None);
-        }
+        self.settle(None);
     }
 }
 
 /// Decides about a batch for which there was nothing at hand.
 pub(super) async fn take(node: &Node, batch: &Batch, mut spent: Spent) -> Result<Outcomes, StoreError> {
-    for _ in 0..WAITS {
+    for waits in 0.. {
         match spent {
             Spent::Done(outcomes) => return Ok(outcomes),
-            Spent::Exact => return node.exact(batch, node.clock.now()).await,
             Spent::Ask(errand) => return ask(node, batch, errand).await,
-            Spent::Wait(asked) => {
+            Spent::Wait(asked) if waits < WAITS => {
                 // Whoever asks is done within a few timeouts; its keys may have been reset meanwhile.
                 let _ = tokio::time::timeout(node.options.timeout, asked).await;
                 if !node.link(batch).is_up() {
                     return node.alone(batch, node.clock.now());
                 }
             }
+            Spent::Exact | Spent::Wait(_) => break,
         }
-        spent = node.leases.spend(batch, node.clock.now());
+        spent = node.spend(batch, node.clock.now());
     }
-    node.leases.give_up(spent);
     node.exact(batch, node.clock.now()).await
 }
 
 /// Asks for a slice and spends of it; near the end of a limit for smaller ones, and at last for this call alone.
 async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, StoreError> {
-    let Errand { id, places, mut size, lease, unspent } = errand;
-    let unsettled = Unsettled { node, id, open: true };
+    let (mut size, lease) = (errand.size, errand.lease);
     let cost = batch.ops()[0].cost;
-    if let Some(unspent) = unspent {
-        node.tell(&unspent, node.clock.now());
-    }
     while size >= cost.saturating_mul(2) {
         let wanted = batch.part(batch.ops().iter().map(|op| Op { cost: size, ..*op })).ahead(lease);
         let sent = node.clock.now();
@@ -314,8 +285,8 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
         let Some(room) = room.min() else {
             let decided = outcomes.now();
             // A quota's slice is of the period that it was taken in.
-            let ends = places.iter().zip(outcomes.list()).filter_map(|((limit, _), outcome)| {
-                let kind = node.leases.limits.get(*limit)?.kind();
+            let ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {
+                let kind = node.leases.limits.get(op.limit)?.kind();
                 matches!(kind, Kind::Quota(_)).then(|| outcome.reset_at.since(decided))
             });
             let until = sent + ends.min().unwrap_or(Span::MAX).min(lease);
@@ -323,7 +294,7 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
             let told = Told { sent, until, outcomes };
             let slice = Slice { left: size - cost, told, counted_at: decided + lease, affinity };
             let outcomes = slice.outcomes(sent);
-            unsettled.settle(Some(What::Slice(slice)));
+            errand.settle(Some(What::Slice(slice)));
             return Ok(outcomes);
         };
         size = (room / 2).min(size / 2);
@@ -333,36 +304,9 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
     let waits = outcomes.list().iter().filter(|outcome| outcome.verdict == Verdict::Refused);
     let wait = waits.map(|outcome| outcome.retry_at.since(outcomes.now())).max();
     // Room that comes sooner, of others' slices, is found when this is over.
-    let refusal = wait
-        .filter(|_| node.link(batch).is_up())
-        .map(|wait| What::Refusal(Told { sent, until: sent + wait.min(lease), outcomes: outcomes.clone() }));
-    unsettled.settle(refusal);
+    if let Some(wait) = wait.filter(|_| node.link(batch).is_up()) {
+        let told = Told { sent, until: sent + wait.min(lease), outcomes: outcomes.clone() };
+        errand.settle(Some(What::Refusal(cost, told)));
+    }
     Ok(outcomes)
-}
-
-/// Which slice the keys have: they are hashes already.
-fn spot(places: &[(LimitId, Key)]) -> u64 {
-    places.iter().fold(0, |spot: u64, (limit, key)| {
-        (spot.rotate_left(23) ^ key.lo() ^ u64::from(limit.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-    })
-}
-
-/// Takes a number that is spread already as its own hash.
-#[derive(Default)]
-struct Spread(u64);
-
-impl Hasher for Spread {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u64(self.0.rotate_left(8) ^ u64::from(byte));
-        }
-    }
-
-    fn write_u64(&mut self, number: u64) {
-        self.0 = number;
-    }
 }

@@ -1,8 +1,8 @@
 //! Which entries have changed since they were last written down, and how somebody who writes them down reads them.
 
 use std::collections::HashSet;
-use std::hash::{BuildHasherDefault, Hasher};
 
+use foldhash::fast::RandomState;
 use tidegate_core::{LimitId, State, Time};
 
 use super::shard::limit_id;
@@ -17,7 +17,7 @@ const AT_ONCE: usize = 64;
 /// than half of what is noted does.
 #[derive(Debug, Default)]
 pub(crate) struct Noted {
-    tags: HashSet<u64, BuildHasherDefault<Spread>>,
+    tags: HashSet<u64, RandomState>,
     all: bool,
 }
 
@@ -36,28 +36,6 @@ impl Noted {
     fn note_all(&mut self) {
         self.all = true;
         self.tags.clear();
-    }
-}
-
-/// A tag is a hash already, but for its lowest bits.
-#[derive(Debug, Default)]
-struct Spread(u64);
-
-impl Hasher for Spread {
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u64(self.0.rotate_left(8) ^ u64::from(byte));
-        }
-    }
-
-    #[inline]
-    fn write_u64(&mut self, tag: u64) {
-        self.0 = tag ^ (tag >> 12);
-    }
-
-    #[inline]
-    fn finish(&self) -> u64 {
-        self.0
     }
 }
 
