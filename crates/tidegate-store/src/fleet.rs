@@ -163,14 +163,15 @@ impl Store for Fleet {
         for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
             node.forget(op.limit, op.key);
         }
-        if let Some(outcomes) = node.blocks.answer(batch, now) {
+        let is_up = node.link(batch).is_up();
+        if let Some(outcomes) = node.blocks.answer(batch, is_up, now) {
             return Answer::Ready(outcomes);
         }
         let spent = node.spend(batch, now);
         if let Spent::Done(outcomes) = spent {
             return Answer::Ready(outcomes);
         }
-        if !node.link(batch).is_up() {
+        if !is_up {
             return match node.alone(batch, now) {
                 Ok(outcomes) => Answer::Ready(outcomes),
                 Err(error) => Answer::Later(Box::pin(ready(Err(error)))),

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
 #![expect(clippy::disallowed_methods, reason = "the clock here is tokio's, which stands still and jumps")]
 
+#[path = "fleet/blocks.rs"]
+mod blocks;
 #[path = "fleet/leases.rs"]
 mod leases;
 
