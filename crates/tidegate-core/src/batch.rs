@@ -4,7 +4,7 @@ use arrayvec::ArrayVec;
 use core::fmt;
 
 use crate::state::Look;
-use crate::{Limit, LimitId, Limits, Span, State, Time};
+use crate::{Kind, Limit, LimitId, Limits, Span, State, Time};
 
 /// The most operations that one batch holds.
 pub const MAX_OPS: usize = 8;
@@ -198,6 +198,14 @@ impl Batch {
     #[must_use]
     pub fn part(&self, ops: impl IntoIterator<Item = Op>) -> Self {
         Self { terms: self.terms, ops: ops.into_iter().collect() }
+    }
+
+    /// What gives back the permits that it may have been granted, if it asks for any.
+    pub fn release(&self, limits: &Limits) -> Option<Self> {
+        let in_flight = |op: &&Op| matches!(limits.get(op.limit).map(Limit::kind), Some(Kind::Concurrency(_)));
+        let takes = self.ops.iter().filter(|op| op.verb == Verb::Take).filter(in_flight);
+        let release = self.part(takes.map(|op| Op { verb: Verb::Release, ..*op }));
+        (!release.ops.is_empty()).then_some(release)
     }
 
     /// Empties it, for reuse by whoever has the same in common.

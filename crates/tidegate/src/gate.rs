@@ -9,6 +9,7 @@ use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Policy, Query, UnknownA
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
 use crate::SystemClock;
+use crate::deciding::{Begun, Deciding};
 use crate::explain::Explanation;
 use crate::hold::Hold;
 use crate::random::{random_seed, random_u64};
@@ -274,7 +275,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
                 }
                 Answer::Later(answer) => {
                     let parents = self.under_parents(query, &batch);
-                    return Ok(Begun::Later(Deciding { gate: self.clone(), batch, parents, answer }));
+                    return Ok(Begun::Later(Deciding::new(self.clone(), batch, parents, answer)));
                 }
             }
         }
@@ -322,7 +323,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.0.plan.parent_key(op.limit, query, &self.0.seed)
     }
 
-    async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
+    pub(crate) async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
         match self.0.store.apply(batch, self.0.clock.now()) {
             Answer::Ready(outcomes) => Ok(outcomes),
             Answer::Later(later) => later.await,
@@ -337,46 +338,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     pub(crate) fn tell(&self, batch: &Batch) {
         self.0.store.tell(batch, self.0.clock.now());
-    }
-}
-
-/// A check that was begun.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "boxing what waits would cost those stores an allocation that have to be waited for"
-)]
-pub enum Begun<S: Store, C> {
-    /// The store answered in place.
-    Decided(Decision),
-    /// It has to be waited for.
-    Later(Deciding<S, C>),
-}
-
-/// A check whose answer is on its way. It is carried out whether somebody waits for it or not.
-pub struct Deciding<S: Store, C> {
-    gate: Gate<S, C>,
-    batch: Batch,
-    /// The same under the keys that callers share where the store has no room.
-    parents: Batch,
-    answer: S::Later,
-}
-
-impl<S: Store, C: Clock> Deciding<S, C> {
-    /// Waits for the decision.
-    ///
-    /// # Errors
-    /// The store broke.
-    pub async fn decision(self) -> Result<Decision, CheckError> {
-        let Self { gate, mut batch, parents, answer } = self;
-        let mut outcomes = answer.await?;
-        let parent = |op: &Op| {
-            let same = parents.ops().iter().find(|parent| parent.limit == op.limit);
-            same.map_or(op.key, |parent| parent.key)
-        };
-        while share(&mut batch, &outcomes, parent) {
-            outcomes = gate.apply(&batch).await?;
-        }
-        Ok(decide(&batch, gate.0.plan.limits(), &outcomes))
     }
 }
 

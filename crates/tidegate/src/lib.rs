@@ -42,6 +42,7 @@
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 
 pub mod clock;
+mod deciding;
 mod explain;
 mod gate;
 mod hold;
@@ -58,8 +59,9 @@ mod report;
 mod stores;
 
 pub use clock::SystemClock;
+pub use deciding::{Begun, Deciding};
 pub use explain::{Explanation, LimitState};
-pub use gate::{Begun, CheckError, Deciding, Gate};
+pub use gate::{CheckError, Gate};
 pub use hold::Hold;
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};

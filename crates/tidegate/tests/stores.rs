@@ -160,3 +160,22 @@ async fn a_file_outlives_the_process() {
         }
     }
 }
+
+/// Who asks and goes away before the answer is there holds nothing.
+#[tokio::test(start_paused = true)]
+async fn permits_that_nobody_hears_of_come_back() {
+    let (store, [one, two]) = nodes();
+    sleep(Duration::from_millis(1)).await;
+    let query = ask("slots", "k");
+    for _ in 0..3 {
+        store.set_mood(Mood::Mute);
+        let mut gone = Box::pin(one.check(&query));
+        assert!(futures_util::poll!(&mut gone).is_pending());
+        drop(gone);
+        store.set_mood(Mood::Well);
+        sleep(Duration::from_millis(5)).await;
+    }
+    let held = two.check(&query).await.unwrap();
+    assert!(held.allowed, "{held:?}");
+    assert!(!one.check(&query).await.unwrap().allowed);
+}

@@ -350,7 +350,7 @@ fn stray_permit(path: &str) -> Wrong {
 }
 
 /// The question that counts, answered or begun.
-enum Checked<S: Store, C> {
+enum Checked<S: Store, C: Clock> {
     Answered(Response<Body>),
     Later(Option<ActionId>, Box<Deciding<S, C>>),
 }

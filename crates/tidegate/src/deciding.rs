@@ -1,0 +1,70 @@
+//! A check that has to be waited for.
+
+use tidegate_core::admit::{decide, share};
+use tidegate_core::{Batch, Clock, Decision, Op};
+use tidegate_store::Store;
+
+use crate::{CheckError, Gate};
+
+/// A check that was begun.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "boxing what waits would cost those stores an allocation that have to be waited for"
+)]
+pub enum Begun<S: Store, C: Clock> {
+    /// The store answered in place.
+    Decided(Decision),
+    /// It has to be waited for.
+    Later(Deciding<S, C>),
+}
+
+/// A check whose answer is on its way. A store in this process has carried it out already; one beyond it is asked once
+/// somebody waits, and then may count the call although nobody waits any more. Permits that nobody hears of go back.
+#[must_use = "nothing is decided before somebody waits for it"]
+pub struct Deciding<S: Store, C: Clock> {
+    asked: Asked<S, C>,
+    /// The same under the keys that callers share where the store has no room.
+    parents: Batch,
+    answer: S::Later,
+}
+
+impl<S: Store, C: Clock> Deciding<S, C> {
+    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, parents: Batch, answer: S::Later) -> Self {
+        Self { asked: Asked { gate, batch, is_heard: false }, parents, answer }
+    }
+
+    /// Waits for the decision.
+    ///
+    /// # Errors
+    /// The store broke.
+    pub async fn decision(self) -> Result<Decision, CheckError> {
+        let Self { mut asked, parents, answer } = self;
+        let mut outcomes = answer.await?;
+        let parent = |op: &Op| {
+            let same = parents.ops().iter().find(|parent| parent.limit == op.limit);
+            same.map_or(op.key, |parent| parent.key)
+        };
+        while share(&mut asked.batch, &outcomes, parent) {
+            outcomes = asked.gate.apply(&asked.batch).await?;
+        }
+        asked.is_heard = true;
+        Ok(decide(&asked.batch, asked.gate.plan().limits(), &outcomes))
+    }
+}
+
+/// What the store was asked, and may grant although the answer is lost or nobody waits for it.
+struct Asked<S: Store, C: Clock> {
+    gate: Gate<S, C>,
+    batch: Batch,
+    is_heard: bool,
+}
+
+impl<S: Store, C: Clock> Drop for Asked<S, C> {
+    fn drop(&mut self) {
+        if !self.is_heard
+            && let Some(release) = self.batch.release(self.gate.plan().limits())
+        {
+            self.gate.tell(&release);
+        }
+    }
+}
