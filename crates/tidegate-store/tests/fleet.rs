@@ -405,3 +405,22 @@ async fn the_secret_is_put_back() {
     sleep(Duration::from_secs(3)).await;
     assert_eq!(store.seed([9; 16]).await.unwrap(), [7; 16]);
 }
+
+/// What an earlier period was charged is over with it, also for what the store is told after an outage.
+#[tokio::test(start_paused = true)]
+async fn a_refund_of_another_period_makes_nothing_of_an_outage_untold() {
+    let clock = Virtual::new();
+    let quota = Quota::new(10, Arc::new(Every(Span::from_secs(60)))).unwrap();
+    let store = remote([Limit::new(Kind::Quota(quota.clone()))], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    let call = batch(Verb::Take, &[0], KEY);
+    let charged_at = node.ask(&call).await.unwrap().now();
+    sleep(quota.period(clock.now()).end.since(clock.now()).as_duration()).await;
+    store.set_mood(Mood::Failing);
+    assert!(node.take().await && node.take().await);
+    node.fleet.tell(&batch(Verb::Refund, &[0], KEY).charged_at(charged_at), clock.now());
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, 2);
+}

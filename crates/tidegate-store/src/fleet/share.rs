@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tidegate_core::batch::{Against, Ask, Outcome};
 use tidegate_core::state::Usage;
 use tidegate_core::{
-    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Rate, State, Time, Verb, Verdict, Window,
+    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Quota, Rate, State, Time, Verb, Verdict,
+    Window,
 };
 
 use crate::{Immediate, Memory, Store};
@@ -87,7 +88,9 @@ impl Local {
                 is_charged || matches!(op.verb, Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable);
             let place = (op.limit, op.key);
             let known = untold.contains_key(&place);
-            if op.verb == Verb::Refund && known || is_news && (known || untold.len() < UNTOLD) {
+            let is_over = |quota: &Quota| batch.terms().charged_at < quota.period(now).start;
+            let is_over = matches!(limit.kind(), Kind::Quota(quota) if is_over(quota));
+            if op.verb == Verb::Refund && known && !is_over || is_news && (known || untold.len() < UNTOLD) {
                 let untold = untold.entry(place).or_default();
                 untold.affinity = batch.terms().affinity;
                 untold.was_reset |= op.verb == Verb::Reset;
