@@ -255,10 +255,19 @@ impl Node {
 
     /// Asks the store, and if it doesn't answer goes on without it.
     async fn exact(&self, batch: &Batch, sent: Time) -> Result<Outcomes, StoreError> {
-        match self.ask(batch, sent).await {
-            Ok(outcomes) => Ok(outcomes),
-            Err(_) => self.alone(batch, self.clock.now()),
+        if let Ok(outcomes) = self.ask(batch, sent).await {
+            return Ok(outcomes);
         }
+        let now = self.clock.now();
+        let alone = self.alone(batch, now);
+        let refuses = |outcomes: &Outcomes| outcomes.list().iter().any(|outcome| outcome.verdict.refuses());
+        // The store may have granted what nobody holds now. Who is let through here gives it back there in the end.
+        if alone.as_ref().map_or(true, refuses)
+            && let Some(release) = batch.release(self.remote.limits())
+        {
+            self.tell(&release, now);
+        }
+        alone
     }
 
     /// Asks the store for as long as its link holds.

@@ -26,6 +26,10 @@ key = [\"key\"]
 limit = \"3 per 60s\"
 on_outage = \"deny\"
 
+[inbound.action.pairs]
+key = [\"key\"]
+limit = \"2 in flight\"
+
 [inbound.action.slots]
 key = [\"key\"]
 limit = \"1 in flight\"
@@ -178,4 +182,25 @@ async fn permits_that_nobody_hears_of_come_back() {
     let held = two.check(&query).await.unwrap();
     assert!(held.allowed, "{held:?}");
     assert!(!one.check(&query).await.unwrap().allowed);
+}
+
+/// The store may have granted what a node refused by itself, or let through by itself, because the answer didn't come.
+#[tokio::test(start_paused = true)]
+async fn permits_whose_answer_was_lost_come_back() {
+    let (store, [one, two]) = nodes();
+    sleep(Duration::from_secs(3)).await;
+    let query = ask("pairs", "k");
+    let action = one.action(&query).unwrap();
+    store.set_mood(Mood::Mute);
+    let (first, second) = tokio::join!(one.check(&query), one.check(&query));
+    let (admitted, refused): (Vec<_>, Vec<_>) =
+        [first.unwrap(), second.unwrap()].into_iter().partition(|decision| decision.allowed);
+    assert_eq!((admitted.len(), refused.len()), (1, 1), "its share is one of two");
+    let hold = one.hold(action, &query, &admitted[0]).unwrap();
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert!(two.check(&query).await.unwrap().allowed && !two.check(&query).await.unwrap().allowed);
+    drop(hold);
+    sleep(Duration::from_secs(1)).await;
+    assert!(two.check(&query).await.unwrap().allowed);
 }
