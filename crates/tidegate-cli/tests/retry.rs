@@ -169,6 +169,45 @@ fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
 }
 
 #[test]
+fn a_reader_that_is_slow_gets_everything() {
+    const LENGTH: usize = 300_000;
+    let folder = Scratch::new();
+    folder.write("long", &"x".repeat(LENGTH));
+    let mut child =
+        retry(&folder, &["--throttled-output", "y", "--", "cat", "long"]).stdout(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(2_500));
+    let mut out = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut out).unwrap();
+    assert_eq!((out.len(), child.wait().unwrap().code()), (LENGTH, Some(0)));
+    // A signal ends it if nobody reads at all.
+    let words = ["--throttled-output", "y", "--", "sh", "-c", "touch ready; cat long; exit 0"];
+    let mut child = retry(&folder, &words).stdout(Stdio::piped()).spawn().unwrap();
+    appears(&folder, "ready");
+    std::thread::sleep(Duration::from_millis(100));
+    signal(&child, "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
+fn what_was_printed_counts_while_somebody_keeps_the_output_open() {
+    let began = Instant::now();
+    let patterns = ["--permanent-output", "^no such", "--retry-after-output", "^after (.*)", "--base", "1ms"];
+    for (print, told) in [
+        ("echo no such thing", "it would fail again"),
+        ("printf 'no such thing'", "it would fail again"),
+        ("echo after 1h >&2", "it asks for a wait of 1h, which is too long"),
+    ] {
+        let folder = Scratch::new();
+        let body = counting(&format!("sleep 20 & {print}; exit 1"));
+        let (status, _, err) = run(&folder, &[&patterns[..], &["--", "sh", "-c", &body]].concat());
+        assert_eq!((status, runs(&folder)), (1, 1), "{print}: {err}");
+        assert!(err.contains(told), "{print}: {err}");
+    }
+    assert!(began.elapsed() < Duration::from_secs(15), "it isn't waited for");
+}
+
+#[test]
 fn standard_input_goes_to_the_first_attempt_or_to_all() {
     let body = counting("cat > in$n; [ $n = 2 ]");
     let read =
