@@ -150,9 +150,11 @@ impl<'a> Runner<'a> {
             permanent: arguments.permanent_output.clone(),
             retry_after: arguments.retry_after_output.clone(),
         };
+        // Before signals are caught: reading all of standard input may take for ever, and is to be ended like any program.
+        let input = Input::new(arguments.keep_stdin)?;
         let (sender, events) = signals::channel();
         signals::listen(sender.clone())?;
-        let launch = Launch::new(&arguments.command, Input::new(arguments.keep_stdin)?, sender);
+        let launch = Launch::new(&arguments.command, input, sender);
         Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launch })
     }
 

@@ -301,6 +301,22 @@ fn a_wait_is_ended_by_a_signal() {
     assert!(began.elapsed() < Duration::from_secs(20));
 }
 
+#[test]
+fn reading_standard_input_is_ended_by_a_signal() {
+    let folder = Scratch::new();
+    let mut command = retry(&folder, &["--keep-stdin", "--", "cat"]);
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.as_mut().unwrap().write_all(b"some words").unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    signal(&child, "TERM");
+    let mut waits = 0..200;
+    while child.try_wait().unwrap().is_none() && waits.next().is_some() {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(child.stdin.take());
+    assert_eq!(child.wait().unwrap().signal(), Some(15), "it goes on reading");
+}
+
 /// A shell that ignores a signal makes its commands ignore it.
 #[test]
 fn a_signal_that_is_ignored_stays_ignored() {
