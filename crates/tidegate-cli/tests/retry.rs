@@ -149,6 +149,24 @@ fn an_attempt_that_takes_too_long_is_ended() {
     assert_eq!(status, 124);
 }
 
+/// A pipeline that went on would run beside the next attempt.
+#[test]
+fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
+    let folder = Scratch::new();
+    let inner = "trap 'touch told; exit' TERM; touch ready; while :; do sleep 0.05; done";
+    let body = format!("bash -c \"{inner}\" | cat");
+    let (status, _, _) = run(&folder, &["--timeout", "500ms", "--attempts", "1", "--", "sh", "-c", &body]);
+    assert_eq!(status, 124);
+    appears(&folder, "told");
+
+    let folder = Scratch::new();
+    let child = retry(&folder, &["--timeout", "1m", "--", "sh", "-c", &body]).spawn().unwrap();
+    appears(&folder, "ready");
+    signal(&child, "TERM");
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(143));
+    appears(&folder, "told");
+}
+
 #[test]
 fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
     let folder = Scratch::new();

@@ -2,13 +2,13 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
-use std::os::unix::process::ExitStatusExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::thread;
 
-use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, waitid};
+use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 use tidegate::SystemClock;
 use tidegate::core::{Clock as _, Span, Time};
 
@@ -74,15 +74,20 @@ pub(super) struct Launch {
     pub(super) input: Input,
     events: SyncSender<Event>,
     attempt: u64,
+    is_group: bool,
 }
 
 impl Launch {
-    pub(super) fn new(words: &[OsString], input: Input, events: SyncSender<Event>) -> Self {
+    /// As a group, a command is signalled with all whom it starts, and can't read from the terminal.
+    pub(super) fn new(words: &[OsString], input: Input, events: SyncSender<Event>, is_group: bool) -> Self {
         let (name, arguments) =
             words.split_first().map_or((OsString::new(), &[][..]), |(name, rest)| (name.clone(), rest));
         let mut command = Command::new(name);
         command.args(arguments);
-        Self { command, input, events, attempt: 0 }
+        if is_group {
+            command.process_group(0);
+        }
+        Self { command, input, events, attempt: 0, is_group }
     }
 
     /// Runs the command once.
@@ -104,7 +109,7 @@ impl Launch {
         let mut child = self.command.stdout(output()).stderr(output()).spawn()?;
         let running = self.watch(&mut child, patterns, clock, kept);
         let running = running.and_then(|(pid, outputs)| {
-            let run = Running { pid, attempt: self.attempt, outputs, clock };
+            let run = Running { pid, is_group: self.is_group, attempt: self.attempt, outputs, clock };
             run.until_its_end(events, timeout, || child.wait())
         });
         if running.is_err() {
@@ -158,6 +163,7 @@ impl Launch {
 /// A command that runs.
 struct Running<'c> {
     pid: Pid,
+    is_group: bool,
     attempt: u64,
     outputs: Vec<Arc<Output<SystemClock>>>,
     clock: &'c SystemClock,
@@ -180,7 +186,7 @@ impl Running<'_> {
             }
             match self.next(events, until) {
                 Some(Event::Signal(signal)) => {
-                    if !signal.is_everybodys && !has_ended {
+                    if (self.is_group || !signal.is_everybodys) && !has_ended {
                         self.tell(signal.number);
                     }
                     if signal.ends() {
@@ -228,7 +234,7 @@ impl Running<'_> {
     fn tell(&self, number: i32) {
         if let Some(signal) = rustix::process::Signal::from_named_raw(number) {
             // Who has ended meanwhile needn't be told.
-            let _ = kill_process(self.pid, signal);
+            let _ = if self.is_group { kill_process_group(self.pid, signal) } else { kill_process(self.pid, signal) };
         }
     }
 }
