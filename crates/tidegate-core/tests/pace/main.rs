@@ -178,6 +178,31 @@ fn other_ends_say_nothing_of_the_pace() {
 }
 
 #[test]
+fn calls_of_the_pace_before_undo_no_step() {
+    let rng = &mut SmallRng::seed_from_u64(1);
+    let mut pace = Pace::from(Pacer::new(PacerSpec::default()).unwrap());
+    let initial = PacerSpec::default().initial;
+    for _ in 0..50 {
+        pace.sent(at(0));
+    }
+    for call in 0..50 {
+        let class = if call < 20 { Class::Throttled } else { Class::Success };
+        pace.ended(at(0), class, None, None, at(10 + call), rng);
+    }
+    assert_eq!(pace.interval(), initial, "thirty that were sent before it");
+    for call in 0..10 {
+        assert_eq!(pace.interval(), initial, "{call} that were sent after it");
+        pace.ended(at(100), Class::Success, None, None, at(200), rng);
+    }
+    assert!(pace.interval().is_zero());
+    pace.ended(at(3_600_000), Class::Throttled, None, None, at(3_600_010), rng);
+    for _ in 0..10 {
+        pace.ended(at(0), Class::Success, None, None, at(10), rng);
+    }
+    assert!(pace.interval().is_zero(), "the clock has stepped back by an hour");
+}
+
+#[test]
 fn what_makes_no_sense_is_refused() {
     let spec = AdaptiveSpec::default();
     let refused = |spec| Adaptive::new(spec).unwrap_err();
