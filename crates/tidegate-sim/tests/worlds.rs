@@ -166,3 +166,29 @@ fn a_gate_before_a_service_admits_what_its_policy_says() {
     let found = numbers(text);
     assert!((found.succeeded - 300.0).abs() <= 3.0, "ten a minute of each: {found:?}");
 }
+
+/// A pace that is looked for is looked for here too.
+#[test]
+fn a_provider_is_called_at_its_pace() {
+    let text = r#"
+        duration = "5m"
+        [service]
+        latency = "20ms"
+        limit = "50/s burst 10"
+        retry_after = "none"
+        [load.all]
+        clients = 1
+        rate = "80/s"
+        [strategy.tidegate]
+        client = "tidegate"
+        [outbound]
+        listen = "off"
+        [outbound.provider.api]
+        limit = "unlimited"
+        breaker = "off"
+        pace = "adaptive"
+    "#;
+    let found = numbers(text);
+    assert!(found.throttled < 0.02 * found.attempts, "{found:?}");
+    assert!(found.succeeded > 0.9 * 50.0 * 300.0, "{found:?}");
+}
