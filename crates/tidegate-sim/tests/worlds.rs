@@ -192,3 +192,27 @@ fn a_provider_is_called_at_its_pace() {
     assert!(found.throttled < 0.02 * found.attempts, "{found:?}");
     assert!(found.succeeded > 0.9 * 50.0 * 300.0, "{found:?}");
 }
+
+/// As production gives permits back when a client goes away, and renews those of long calls.
+#[test]
+fn permits_are_held_as_long_as_their_calls() {
+    let text = r#"
+        duration = "10m"
+        [service]
+        latency = "100s"
+        [load.all]
+        rate = "0.1/s"
+        arrivals = "even"
+        [inbound.action.default]
+        limit = "1 in flight"
+    "#;
+    let found = numbers(text);
+    // Six of 100 s each, and at most 10 s between them.
+    assert!((5.0..=6.0).contains(&(found.offered - found.throttled)), "{found:?}");
+    for notices in ["false", "true"] {
+        let impatient = format!("{text}\n[client]\ntimeout = \"1s\"")
+            .replace("[load.all]", &format!("notices_timeouts = {notices}\n[load.all]"));
+        let found = numbers(&impatient);
+        assert!(found.offered > 50.0 && found.throttled == 0.0, "{found:?}");
+    }
+}
