@@ -42,6 +42,8 @@ fn mistakes_are_told_with_place_and_nearest_name() {
         ("[load.none]\n", (6, 1), "isn't said once"),
         ("[load.both]\nrate = \"1/s\"\ncalls = 3\n", (6, 1), "isn't said once"),
         ("[load.mad]\nthink = \"0s\"\n", (6, 1), "never pause and never end"),
+        ("[load.mad]\nthink = { uniform = [\"0s\", \"0s\"] }\n", (6, 1), "never pause and never end"),
+        ("[load.mad]\nthink = { exponential = \"0s\" }\n", (6, 1), "never pause and never end"),
         ("[load.back]\ntrace = [\"2s\", \"1s\"]\n", (7, 9), "isn't in order"),
         ("[load.x]\nrate = \"1/s\"\nlane = \"usr\"\n", (8, 8), "did you mean `user`?"),
         ("[load.x]\nrate = \"1/s\"\nclients = 0\n", (8, 11), "out of range"),
@@ -98,6 +100,10 @@ fn what_is_missing_is_told() {
     assert!(told("title = \"x\"\n").2.contains("nobody calls"));
     let unlimited = format!("{GOOD}[strategy.x]\nattempts = \"unlimited\"\n");
     assert!(told(&unlimited).2.contains("may take no time"));
+    for delay in ["{ exponential = \"0s\" }", "{ normal = \"0s\", deviation = \"0s\" }"] {
+        assert!(told(&format!("{unlimited}[network]\ndelay = {delay}\n")).2.contains("may take no time"), "{delay}");
+    }
+    assert!(Scenario::read("s", format!("{unlimited}[network]\ndelay = \"1ms\"\n").as_bytes()).is_ok());
     let nobody = format!("{GOOD}[strategy.x]\nclient = \"tidegate\"\n");
     assert!(told(&nobody).2.contains("it isn't said whom it calls"));
     let wrong = format!(

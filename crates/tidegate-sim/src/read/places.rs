@@ -191,7 +191,7 @@ impl Words<'_, '_> {
                 });
                 let think = table.node("think").map_or(Some(Delay::NONE), |node| forms::delay(reader, node, "think"));
                 let (calls, think) = (calls?, think?);
-                if calls.is_none() && think == Delay::NONE {
+                if calls.is_none() && !think.takes_time() {
                     reader.wrong(place.at, "its clients never pause and never end", "`think` of more than nothing");
                     return None;
                 }
