@@ -216,3 +216,16 @@ fn permits_are_held_as_long_as_their_calls() {
         assert!(found.offered > 50.0 && found.throttled == 0.0, "{found:?}");
     }
 }
+
+/// A change of rate is met when it comes, and not with the call after it.
+#[test]
+fn even_arrivals_follow_their_rate() {
+    for (rate, calls) in [
+        ("[\"0.01/s until 10s\", \"10/s until 20s\", \"0/s\"]", 100),
+        ("[\"0/s to 20/s until 10s\", \"0/s until 30s\", \"20/s to 0/s until 40s\", \"0/s\"]", 200),
+    ] {
+        let text = format!("duration = \"1m\"\n[load.all]\nrate = {rate}\narrivals = \"even\"\n");
+        let found = numbers(&text);
+        assert!((found.offered - f64::from(calls)).abs() <= 1.0, "{rate}: {found:?}");
+    }
+}
