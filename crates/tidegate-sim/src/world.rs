@@ -66,7 +66,7 @@ impl<'s> World<'s> {
         let store_rng = streams.next();
         let outbound = setup.policy.as_ref().and_then(|policy| policy.outbound());
         let shared = outbound.filter(|_| setup.store.shared).map(|plan| {
-            let store = Arc::new(Memory::new(Arc::clone(plan.limits()), Memory::MAX_BYTES));
+            let store = Arc::new(Memory::reproducible(Arc::clone(plan.limits()), Memory::MAX_BYTES));
             (store, setup.store.latency.unwrap_or(Delay::NONE), store_rng)
         });
         let at_once = setup.store.latency.is_none() && setup.store.outages.is_empty();
@@ -79,7 +79,7 @@ impl<'s> World<'s> {
                     ClientSpec::Plain(spec) => Ways::Plain(Plain::new(spec, rng)),
                     ClientSpec::Tidegate { provider } => {
                         let plan = outbound.expect("invariant: reading finds the provider in the policy");
-                        let own = || Arc::new(Memory::new(Arc::clone(plan.limits()), STORE_BYTES));
+                        let own = || Arc::new(Memory::reproducible(Arc::clone(plan.limits()), STORE_BYTES));
                         let store = match &shared {
                             Some((store, ..)) => Some(Arc::clone(store)).filter(|_| at_once),
                             None => Some(own()),

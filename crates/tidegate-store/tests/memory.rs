@@ -30,6 +30,12 @@ fn memory_conforms() {
     conform(&memory, &Effort::default()).unwrap();
 }
 
+/// In a single shard too.
+#[test]
+fn reproducible_memory_conforms() {
+    conform(&|limits| Memory::reproducible(limits, 1 << 20), &Effort::default()).unwrap();
+}
+
 /// The shorter ways in answer as a batch of one does.
 #[test]
 fn short_cuts_agree_with_batches() {

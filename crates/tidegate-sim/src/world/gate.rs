@@ -69,7 +69,7 @@ pub(super) struct Caller<'c> {
 
 impl<'s> Gate<'s> {
     pub(super) fn new(plan: &'s Plan, loads: &'s [Load], seed: KeySeed) -> Self {
-        let store = Memory::new(std::sync::Arc::new(plan.limits().clone()), Memory::MAX_BYTES);
+        let store = Memory::reproducible(std::sync::Arc::new(plan.limits().clone()), Memory::MAX_BYTES);
         let actions = loads.iter().map(|load| action_of(plan, load, &seed).ok().flatten()).collect();
         Self { plan, store, seed, loads, actions, held: BTreeMap::new(), renews: false }
     }
