@@ -60,6 +60,8 @@ fn mistakes_are_told_with_place_and_nearest_name() {
         ("[strategy]\n", (6, 1), "has 0 sections"),
         ("[case.x]\nlod.all.rate = \"3/s\"\n", (7, 1), "did you mean `load`?"),
         ("[case.x]\nload.all.rate = 3\n", (7, 17), "40/s"),
+        ("[case.x]\nservice.limit = \"8 in flight\"\n", (7, 17), "`workers` and `queue`"),
+        ("[case.x]\nservice.limit = [\"5/s\", \"2000000 per 1h\"]\n", (7, 25), "at most 1048576 calls"),
         ("[check]\nshare = 0\n", (7, 9), "a share from 0.001 to 1"),
         ("[outbound.provider.api]\nlimt = \"5/s\"\n", (7, 1), "did you mean `limit`?"),
         ("[inbound.action.default]\nlimit = \"5 per 60\"\n", (7, 16), "has no unit"),
