@@ -321,7 +321,9 @@ impl Adaptive {
         }
         let rate =
             u128::from(rest.left) * u128::from(PER_SECOND) / u128::from(rest.until.since(now).as_micros().max(1));
-        let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(rest.left.min(1), self.fastest);
+        // As long as anything is left, it is tried as often as a service that throttles everything.
+        let least = if rest.left > 0 { self.slowest } else { 0 };
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(least, self.fastest);
         self.told = Some(Told { at: now, until: rest.until, rate });
     }
 }

@@ -139,6 +139,17 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
 }
 
 #[test]
+fn little_that_is_left_for_long_is_spent_at_the_slowest_rate() {
+    let mut adaptive = fresh();
+    adaptive.sent(at(0));
+    let rest = Rest { left: 999, limit: Some(1_000), until: at(30 * 86_400_000) };
+    adaptive.succeeded(at(0), Some(rest), at(10));
+    // Rates are whole millionths.
+    let (slowest, waits) = (AdaptiveSpec::default().slowest, adaptive.next_at(at(10)).since(at(0)));
+    assert!((slowest - Span::from_millis(5)..=slowest).contains(&waits), "{waits:?}");
+}
+
+#[test]
 fn a_wait_that_is_asked_for_is_kept() {
     let mut adaptive = fresh();
     adaptive.sent(at(0));
