@@ -231,15 +231,10 @@ impl Adaptive {
         }
     }
 
-    /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left, and `retry_after` how long
-    /// it asks to be left alone.
-    pub fn throttled(&mut self, sent_at: Time, rest: Option<Rest>, retry_after: Option<Span>, now: Time) {
+    /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left.
+    pub fn throttled(&mut self, sent_at: Time, rest: Option<Rest>, now: Time) {
         self.credit = (self.credit - THROTTLE).max(MOST_DEBT);
         self.hear(rest, now);
-        if let Some(wait) = retry_after.filter(|wait| !wait.is_zero()) {
-            let until = self.told.filter(|told| told.rate == 0).map_or(now + wait, |told| told.until.max(now + wait));
-            self.told = Some(Told { at: now, until, rate: 0 });
-        }
         if sent_at < self.era.began_at {
             return;
         }

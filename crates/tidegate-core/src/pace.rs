@@ -67,17 +67,10 @@ impl Pace {
         }
     }
 
-    /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, and `retry_after`
-    /// how long it asks to be left alone; a responsive pace goes by neither.
-    pub fn ended(
-        &mut self,
-        sent_at: Time,
-        class: Class,
-        rest: Option<Rest>,
-        retry_after: Option<Span>,
-        now: Time,
-        rng: &mut impl Rng,
-    ) {
+    /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, which a responsive pace
+    /// doesn't go by. That a reply asks to be left alone for a while is the business of the gate
+    /// ([`Pool`](crate::Pool)): it may be about one of several credentials, and a pace is all calls'.
+    pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<Rest>, now: Time, rng: &mut impl Rng) {
         match (self, class) {
             (Self::Responsive(spaced), Class::Throttled) if spaced.tells(sent_at, now) => {
                 spaced.raised_at = now;
@@ -87,7 +80,7 @@ impl Pace {
                 spaced.pacer.succeeded(rng);
             }
             (Self::Responsive(_), _) => {}
-            (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, retry_after, now),
+            (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, now),
             (Self::Adaptive(adaptive), Class::Success | Class::Permanent) => adaptive.succeeded(sent_at, rest, now),
             (Self::Adaptive(_), Class::Transient | Class::Auth | Class::Cancelled) => {}
         }
