@@ -137,8 +137,8 @@ impl Tally {
         let disturbed = setup.disturbed();
         let before = disturbed.and_then(|(from, _)| watch(Span::ZERO, from));
         let after = disturbed.and_then(|(_, until)| watch(until + setup.check.within, end));
-        // Anything up to an hour, to a thousandth; what is longer counts as that.
-        let delays = Histogram::new_with_max(HOUR.as_micros(), 3).expect("invariant: these bounds make sense");
+        // To a thousandth; nothing takes longer than the run, and a histogram holds 2 at the least.
+        let delays = Histogram::new_with_max(end.as_micros().max(2), 3).expect("invariant: these bounds make sense");
         Self {
             began: setup.starts_at,
             width: FINEST,
@@ -313,5 +313,3 @@ impl Tally {
         Span::from_micros(self.delays.value_at_quantile(share))
     }
 }
-
-const HOUR: Span = Span::from_secs(3600);

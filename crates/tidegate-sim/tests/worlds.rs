@@ -229,3 +229,10 @@ fn even_arrivals_follow_their_rate() {
         assert!((found.offered - f64::from(calls)).abs() <= 1.0, "{rate}: {found:?}");
     }
 }
+
+#[test]
+fn long_delays_are_told_as_they_are() {
+    let text = "duration = \"2d\"\n[service]\nlatency = \"3h\"\n[load.all]\nclients = 3\ncalls = 5\n";
+    let found = numbers(text);
+    assert!([found.p50, found.p99].into_iter().all(|delay| (delay / 10_800.0 - 1.0).abs() < 0.001), "{found:?}");
+}
