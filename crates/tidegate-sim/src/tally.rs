@@ -302,14 +302,14 @@ impl Tally {
         Some((self.watched[1]?.share()?, self.watched[2]?.share()?))
     }
 
-    /// The mean delay of calls that succeeded.
-    pub fn mean_delay(&self) -> Span {
-        let mean = self.delay_sum.checked_div(u128::from(self.total.succeeded)).unwrap_or(0);
-        Span::from_micros(u64::try_from(mean).unwrap_or(u64::MAX))
+    /// The mean delay of calls that succeeded, if any did.
+    pub fn mean_delay(&self) -> Option<Span> {
+        let mean = self.delay_sum.checked_div(u128::from(self.total.succeeded))?;
+        Some(Span::from_micros(u64::try_from(mean).unwrap_or(u64::MAX)))
     }
 
-    /// The delay that this share of successful calls didn't exceed.
-    pub fn delay_at(&self, share: f64) -> Span {
-        Span::from_micros(self.delays.value_at_quantile(share))
+    /// The delay that this share of successful calls didn't exceed, if there are any.
+    pub fn delay_at(&self, share: f64) -> Option<Span> {
+        (self.total.succeeded > 0).then(|| Span::from_micros(self.delays.value_at_quantile(share)))
     }
 }
