@@ -50,7 +50,8 @@ pub(crate) struct Arguments {
     /// base to three times the wait before; none.
     #[arg(long, value_enum, default_value = "full")]
     jitter: Spread,
-    /// The longest that an attempt may take; then it is told to end (TERM), and 5 s later ended (KILL).
+    /// The longest that an attempt may take; then it is told to end (TERM), and 5 s later ended (KILL), with all whom it has
+    /// started unless standard input is a terminal.
     #[arg(long, value_name = "TIME", value_parser = time)]
     timeout: Option<Span>,
     /// No attempt starts later than this after the beginning.
@@ -150,9 +151,13 @@ impl<'a> Runner<'a> {
             permanent: arguments.permanent_output.clone(),
             retry_after: arguments.retry_after_output.clone(),
         };
+        // Before signals are caught: reading all of standard input may take for ever, and is to be ended like any program.
+        let input = Input::new(arguments.keep_stdin)?;
         let (sender, events) = signals::channel();
         signals::listen(sender.clone())?;
-        let launch = Launch::new(&arguments.command, Input::new(arguments.keep_stdin)?, sender);
+        // As GNU's `timeout` does it, but never for who may ask at a terminal.
+        let is_group = arguments.timeout.is_some() && !std::io::stdin().is_terminal();
+        let launch = Launch::new(&arguments.command, input, sender, is_group);
         Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launch })
     }
 

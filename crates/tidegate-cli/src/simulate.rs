@@ -111,25 +111,35 @@ fn with_progress(scenario: &Scenario, seed: u64) -> Report {
 
 /// Whether goodput has recovered, strategy by strategy.
 fn verdict(report: &Report) -> Outcome {
-    let (mut text, mut good, mut known) = (String::new(), true, false);
+    let (mut text, mut good, mut known, mut dead) = (String::new(), true, false, false);
     for run in report.checked() {
         let case = if run.case.is_empty() { String::new() } else { format!("{}, ", run.case) };
-        let percent = |share: Option<f64>| share.unwrap_or(0.0) * 100.0;
-        let (before, after) = (percent(run.numbers.before), percent(run.numbers.after));
-        let words = match run.recovered() {
-            Some(true) => format!("recovered: {before:.1} % of calls succeeded before, {after:.1} % after"),
-            Some(false) => format!("did not recover: {before:.1} % of calls succeeded before, {after:.1} % after"),
-            None => "nothing to recover from, or too little time after it".to_owned(),
+        let of = if run.trials > 1 { " in the worst trial" } else { "" };
+        let words = match (run.recovered(), run.worst) {
+            (Some(recovered), Some((before, after))) => format!(
+                "{}: {:.1} % of calls succeeded before, {:.1} % after{of}",
+                if recovered { "recovered" } else { "did not recover" },
+                before * 100.0,
+                after * 100.0
+            ),
+            (None, Some(_)) => {
+                dead = true;
+                format!("can't tell: no call succeeded before{of}")
+            }
+            (_, None) => "nothing to recover from, or too little time after it".to_owned(),
         };
         known |= run.recovered().is_some();
         good &= run.recovered() != Some(false);
         let _ = writeln!(text, "{case}{}: {words}", run.strategy);
     }
     tell(&text);
-    match (known, good) {
-        (true, true) => Outcome::Done,
-        (true, false) => Outcome::Broke,
-        (false, _) => {
+    match (good, dead, known) {
+        (false, ..) => Outcome::Broke,
+        (true, true, _) => {
+            wrong(&"error: --check compares with what succeeds before the disturbance, and nothing does")
+        }
+        (true, false, true) => Outcome::Done,
+        (true, false, false) => {
             wrong(&"error: --check needs a disturbance, and at least `check.within` after and some time before it")
         }
     }

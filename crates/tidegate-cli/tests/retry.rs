@@ -149,6 +149,24 @@ fn an_attempt_that_takes_too_long_is_ended() {
     assert_eq!(status, 124);
 }
 
+/// A pipeline that went on would run beside the next attempt.
+#[test]
+fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
+    let folder = Scratch::new();
+    let inner = "trap 'touch told; exit' TERM; touch ready; while :; do sleep 0.05; done";
+    let body = format!("bash -c \"{inner}\" | cat");
+    let (status, _, _) = run(&folder, &["--timeout", "500ms", "--attempts", "1", "--", "sh", "-c", &body]);
+    assert_eq!(status, 124);
+    appears(&folder, "told");
+
+    let folder = Scratch::new();
+    let child = retry(&folder, &["--timeout", "1m", "--", "sh", "-c", &body]).spawn().unwrap();
+    appears(&folder, "ready");
+    signal(&child, "TERM");
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(143));
+    appears(&folder, "told");
+}
+
 #[test]
 fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
     let folder = Scratch::new();
@@ -166,6 +184,45 @@ fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
     // What is left behind and keeps the output open isn't waited for.
     let (status, out, _) = run(&folder, &["--throttled-output", "x", "--", "sh", "-c", "sleep 20 & echo done"]);
     assert_eq!((status, out.as_str()), (0, "done\n"));
+}
+
+#[test]
+fn a_reader_that_is_slow_gets_everything() {
+    const LENGTH: usize = 300_000;
+    let folder = Scratch::new();
+    folder.write("long", &"x".repeat(LENGTH));
+    let mut child =
+        retry(&folder, &["--throttled-output", "y", "--", "cat", "long"]).stdout(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(2_500));
+    let mut out = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut out).unwrap();
+    assert_eq!((out.len(), child.wait().unwrap().code()), (LENGTH, Some(0)));
+    // A signal ends it if nobody reads at all.
+    let words = ["--throttled-output", "y", "--", "sh", "-c", "touch ready; cat long; exit 0"];
+    let mut child = retry(&folder, &words).stdout(Stdio::piped()).spawn().unwrap();
+    appears(&folder, "ready");
+    std::thread::sleep(Duration::from_millis(100));
+    signal(&child, "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
+fn what_was_printed_counts_while_somebody_keeps_the_output_open() {
+    let began = Instant::now();
+    let patterns = ["--permanent-output", "^no such", "--retry-after-output", "^after (.*)", "--base", "1ms"];
+    for (print, told) in [
+        ("echo no such thing", "it would fail again"),
+        ("printf 'no such thing'", "it would fail again"),
+        ("echo after 1h >&2", "it asks for a wait of 1h, which is too long"),
+    ] {
+        let folder = Scratch::new();
+        let body = counting(&format!("sleep 20 & {print}; exit 1"));
+        let (status, _, err) = run(&folder, &[&patterns[..], &["--", "sh", "-c", &body]].concat());
+        assert_eq!((status, runs(&folder)), (1, 1), "{print}: {err}");
+        assert!(err.contains(told), "{print}: {err}");
+    }
+    assert!(began.elapsed() < Duration::from_secs(15), "it isn't waited for");
 }
 
 #[test]
@@ -260,6 +317,22 @@ fn a_wait_is_ended_by_a_signal() {
     let (status, _, _) = told(child.wait_with_output().unwrap());
     assert_eq!((status, runs(&folder)), (143, 1));
     assert!(began.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn reading_standard_input_is_ended_by_a_signal() {
+    let folder = Scratch::new();
+    let mut command = retry(&folder, &["--keep-stdin", "--", "cat"]);
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.as_mut().unwrap().write_all(b"some words").unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    signal(&child, "TERM");
+    let mut waits = 0..200;
+    while child.try_wait().unwrap().is_none() && waits.next().is_some() {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(child.stdin.take());
+    assert_eq!(child.wait().unwrap().signal(), Some(15), "it goes on reading");
 }
 
 /// A shell that ignores a signal makes its commands ignore it.

@@ -61,6 +61,12 @@ fn check_fails_where_goodput_stays_down() {
     assert_eq!((codes[0].0, codes[1].0), (Some(0), Some(1)), "{codes:?}");
     assert!(codes[1].1.contains("did not recover"), "{codes:?}");
 
+    let dead = "[service]\nfailures = \"100%\"\noutages = \"20s to 30s\"\n[load.all]\nrate = \"10/s\"\n";
+    fs::write(directory.path().join("s.toml"), dead).unwrap();
+    let dead = simulate(directory.path(), &["s.toml", "--check"]);
+    assert_eq!(dead.status.code(), Some(2), "{}", err(&dead));
+    assert!(err(&dead).contains("can't tell: no call succeeded before"), "{}", err(&dead));
+
     let still = simulate(directory.path(), &["retries", "--check"]);
     assert_eq!(still.status.code(), Some(2), "{}", err(&still));
 }

@@ -231,15 +231,10 @@ impl Adaptive {
         }
     }
 
-    /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left, and `retry_after` how long
-    /// it asks to be left alone.
-    pub fn throttled(&mut self, sent_at: Time, rest: Option<Rest>, retry_after: Option<Span>, now: Time) {
+    /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left.
+    pub fn throttled(&mut self, sent_at: Time, rest: Option<Rest>, now: Time) {
         self.credit = (self.credit - THROTTLE).max(MOST_DEBT);
         self.hear(rest, now);
-        if let Some(wait) = retry_after.filter(|wait| !wait.is_zero()) {
-            let until = self.told.filter(|told| told.rate == 0).map_or(now + wait, |told| told.until.max(now + wait));
-            self.told = Some(Told { at: now, until, rate: 0 });
-        }
         if sent_at < self.era.began_at {
             return;
         }
@@ -321,7 +316,9 @@ impl Adaptive {
         }
         let rate =
             u128::from(rest.left) * u128::from(PER_SECOND) / u128::from(rest.until.since(now).as_micros().max(1));
-        let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(rest.left.min(1), self.fastest);
+        // As long as anything is left, it is tried as often as a service that throttles everything.
+        let least = if rest.left > 0 { self.slowest } else { 0 };
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(least, self.fastest);
         self.told = Some(Told { at: now, until: rest.until, rate });
     }
 }

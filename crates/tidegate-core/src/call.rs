@@ -574,7 +574,7 @@ impl Call {
         let is_alone = rules.credential_keys.len() == 1;
         if let Some(pace) = &mut desk.pace {
             // How long it asks to be left alone is kept by the credential's cool-down.
-            pace.ended(sent.at, reply.class, reply.rests.calls.filter(|_| is_alone), None, now, rng);
+            pace.ended(sent.at, reply.class, reply.rests.calls.filter(|_| is_alone), now, rng);
             desk.lanes.poke();
         }
         if let Some(inflight) = &mut desk.inflight {

@@ -21,7 +21,8 @@ pub enum Pace {
 
 /// A [`Pacer`]'s wait kept between the calls of many, instead of by each after its own.
 ///
-/// Throttles of calls that were sent before its last step up count as one with it: they tell of the pace before.
+/// Calls that were sent before its last step up tell of the pace before: their throttles count as one with it, and their
+/// successes don't count.
 #[derive(Clone, Debug)]
 pub struct Spaced {
     pacer: Pacer,
@@ -66,25 +67,22 @@ impl Pace {
         }
     }
 
-    /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, and `retry_after`
-    /// how long it asks to be left alone; a responsive pace goes by neither.
-    pub fn ended(
-        &mut self,
-        sent_at: Time,
-        class: Class,
-        rest: Option<Rest>,
-        retry_after: Option<Span>,
-        now: Time,
-        rng: &mut impl Rng,
-    ) {
+    /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, which a responsive pace
+    /// doesn't go by. That a reply asks to be left alone for a while is the business of the gate
+    /// ([`Pool`](crate::Pool)): it may be about one of several credentials, and a pace is all calls'.
+    pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<Rest>, now: Time, rng: &mut impl Rng) {
         match (self, class) {
-            (Self::Responsive(spaced), Class::Throttled) => spaced.throttled(sent_at, now, rng),
-            (Self::Responsive(spaced), Class::Success | Class::Permanent) => {
+            (Self::Responsive(spaced), Class::Throttled) if spaced.tells(sent_at, now) => {
+                spaced.raised_at = now;
+                spaced.pacer.failed(rng);
+            }
+            (Self::Responsive(spaced), Class::Success | Class::Permanent) if spaced.tells(sent_at, now) => {
                 spaced.pacer.succeeded(rng);
             }
-            (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, retry_after, now),
+            (Self::Responsive(_), _) => {}
+            (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, now),
             (Self::Adaptive(adaptive), Class::Success | Class::Permanent) => adaptive.succeeded(sent_at, rest, now),
-            (_, Class::Transient | Class::Auth | Class::Cancelled) => {}
+            (Self::Adaptive(_), Class::Transient | Class::Auth | Class::Cancelled) => {}
         }
     }
 }
@@ -96,10 +94,9 @@ impl Spaced {
         (self.sent_at + wait).min(now + wait)
     }
 
-    fn throttled(&mut self, sent_at: Time, now: Time, rng: &mut impl Rng) {
-        if sent_at >= self.raised_at || self.raised_at > now + OVERTAKEN {
-            self.raised_at = now;
-            self.pacer.failed(rng);
-        }
+    /// Whether a call that was sent at `sent_at` tells of the pace as it is.
+    fn tells(&self, sent_at: Time, now: Time) -> bool {
+        // No call was sent after a step of which the clock says that it is still to come.
+        sent_at >= self.raised_at || self.raised_at > now + OVERTAKEN
     }
 }

@@ -19,8 +19,9 @@ pub const MAX_INTERVAL: Duration = Duration::from_nanos(i64::MAX as u64);
 /// How faithfully a pacer follows its random numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Jitter never turns a step round: no failure shortens the wait, no success lengthens it. Jitter stays inside the
-    /// longest wait, so that pacers that have come there still differ. A failure begins the count of successes anew.
+    /// Jitter never undoes a step: each failure lengthens the wait and each step down shortens it. Jitter stays inside the
+    /// longest wait, so that pacers that have come there still differ, and a failure there changes nothing. A failure begins
+    /// the count of successes anew.
     #[default]
     Steady,
     /// Jitter is what it is: after a success the wait may be longer than before and after a failure shorter, though
@@ -220,7 +221,7 @@ impl Pacer {
             (before, Mode::Classic) => self.jittered(self.raised(before), u64::MAX, rng).clamp(self.initial, self.max),
             (before, Mode::Steady) => {
                 let value = self.raised(before).min(self.summit());
-                if value > before { self.jittered(value, value - before, rng).min(self.max) } else { before }
+                if value > before { self.jittered(value, value - before - 1, rng).min(self.max) } else { before }
             }
         };
         if self.mode == Mode::Steady {
@@ -240,7 +241,7 @@ impl Pacer {
             self.successes = 0;
             self.metrics.down += 1;
             let value = self.lowered(self.interval);
-            let most = if self.mode == Mode::Steady { self.interval - value } else { u64::MAX };
+            let most = if self.mode == Mode::Steady { self.interval - value - 1 } else { u64::MAX };
             let lower = self.jittered(value, most, rng).min(self.max);
             self.interval = if lower < self.initial { 0 } else { lower };
         }
@@ -253,16 +254,19 @@ impl Pacer {
         self.interval()
     }
 
+    /// A longer wait than this one, which isn't longer than the longest.
     fn raised(&self, interval: u64) -> u64 {
         match self.growth {
-            Growth::Exponential { up, .. } => thousandths(interval, u64::from(up)),
+            // Rounding must leave no step of a few nanoseconds where it began.
+            Growth::Exponential { up, .. } => thousandths(interval, u64::from(up)).max(interval + 1),
             Growth::Linear => interval.saturating_add(self.initial),
         }
     }
 
+    /// A shorter wait than this one, which isn't none.
     fn lowered(&self, interval: u64) -> u64 {
         match self.growth {
-            Growth::Exponential { down, .. } => thousandths(interval, u64::from(down)),
+            Growth::Exponential { down, .. } => thousandths(interval, u64::from(down)).min(interval - 1),
             Growth::Linear => interval.saturating_sub(self.initial),
         }
     }
@@ -273,7 +277,7 @@ impl Pacer {
         self.max - self.max_randomization.min(shared as u64)
     }
 
-    /// A wait near `value`, at most `most` from it. In steady mode that is the length of the step itself.
+    /// A wait near `value`, at most `most` from it. In steady mode that is as much as leaves something of the step.
     fn jittered(&self, value: u64, most: u64, rng: &mut impl Rng) -> u64 {
         let spread = thousandths(value, self.randomization).min(self.max_randomization).min(most);
         if spread == 0 { value } else { drawn(value.saturating_sub(spread), value.saturating_add(spread), rng) }

@@ -168,14 +168,22 @@ proptest! {
     #[test]
     fn steady_never_steps_the_wrong_way(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
         let (mut pacer, mut rng) = (Pacer::new(spec).unwrap(), dice(seed));
+        // From here on, jitter has no room below the longest.
+        let (max, share) = (spec.max.as_nanos(), u128::from(spec.randomization));
+        let summit = max - (max * share / (1_000 + share)).min(spec.max_randomization.as_nanos());
         for outcome in outcomes.chars() {
             let before = pacer.interval();
             if outcome == 'F' {
-                prop_assert!(pacer.failed(&mut rng) >= before);
+                let after = pacer.failed(&mut rng);
+                prop_assert_eq!(after > before, before.as_nanos() < summit);
+                prop_assert!(after >= before);
             } else {
+                let steps = pacer.metrics().down;
                 let wait = pacer.succeeded(&mut rng);
                 prop_assert_eq!(wait.is_none(), before.is_zero());
-                prop_assert!(wait.unwrap_or_default() <= before);
+                let after = wait.unwrap_or_default();
+                prop_assert_eq!(after < before, pacer.metrics().down > steps);
+                prop_assert!(after <= before);
             }
             prop_assert!(pacer.interval().is_zero() || (spec.initial..=spec.max).contains(&pacer.interval()));
         }

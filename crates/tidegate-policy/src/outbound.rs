@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue, StatusCode};
-use tidegate_core::call::{Ceiling, Measure, Rules};
+use tidegate_core::call::{Ceiling, Desk, Measure, Rules};
 use tidegate_core::{
-    Adaptive, AdaptiveSpec, Balance, BreakerSpec, InflightSpec, Kind, LimitId, Limits, MAX_COST, Pacer, PacerSpec, Time,
+    Adaptive, AdaptiveSpec, Balance, Breaker, BreakerSpec, Inflight, InflightSpec, Kind, LimitId, Limits, MAX_COST,
+    Pacer, PacerSpec, Pool, Time,
 };
 
 use crate::key::KeySeed;
@@ -169,6 +170,23 @@ impl Provider {
         rules.credential_keys =
             (0..self.credentials.len().max(1)).map(|index| seed.credential(&self.name, index)).collect();
         rules
+    }
+
+    /// The desk that calls by these [`rules`](Self::rules) share, in production and in simulations alike.
+    ///
+    /// # Panics
+    /// If the rules are another provider's, or something was written by hand that reading a policy refuses.
+    pub fn desk(&self, rules: &Rules) -> Desk {
+        let pool = Pool::new(self.balance, rules.credential_keys.len());
+        let pool = pool.expect("invariant: reading the policy bounds the credentials");
+        let breaker = self.breaker.clone().map_or_else(Breaker::off, |spec| {
+            Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
+        });
+        let inflight = self.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
+        let mut desk = Desk::new(rules, pool, breaker, inflight);
+        desk.pace = self.pace.machine();
+        desk.orders.set_affinity(rules.key.lo().max(1));
+        desk
     }
 
     /// The most that one call may cost for all of its limits to have room for it at some time. `limits` are the

@@ -40,6 +40,16 @@ impl Delay {
     /// Takes no time.
     pub const NONE: Self = Self::Constant(Span::ZERO);
 
+    /// Whether it is ever more than nothing, so that what waits for it again and again gets on.
+    pub(crate) fn takes_time(&self) -> bool {
+        let longest = match *self {
+            Self::Constant(span) | Self::Exponential(span) | Self::LogNormal { median: span, .. } => span,
+            Self::Normal { mean, deviation } => mean.max(deviation),
+            Self::Uniform { high, .. } => high,
+        };
+        !longest.is_zero()
+    }
+
     pub(crate) fn sample(&self, rng: &mut Stream) -> Span {
         let micros = |span: Span| span.as_micros() as f64;
         let drawn = match *self {

@@ -8,7 +8,8 @@
 //!
 //! A [`replay::Replay`] has a policy judge the requests of a real access log on the log's own clock.
 //!
-//! The same scenario and the same seed give the same bytes, on every machine.
+//! The same scenario and the same seed give the same bytes, on every machine of one platform: logarithms and exponentials are
+//! the platform's, and may differ in their last digit.
 #![forbid(unsafe_code)]
 
 mod agenda;

@@ -32,11 +32,12 @@ pub(crate) struct Bucket {
 }
 
 impl Limiter {
-    /// The limit that a quantity says; `None` for none, and for calls in flight, which a service's workers bound.
+    /// The limit that a quantity says; `None` for none. Of calls in flight, which a service's workers bound, and larger windows
+    /// than [`MAX_WINDOW`] reading lets none through.
     pub(crate) fn new(quantity: &Quantity, now: Time) -> Option<Self> {
         match quantity {
             Quantity::Window { limit, window } => {
-                let limit = usize::try_from((*limit).min(MAX_WINDOW)).unwrap_or(usize::MAX);
+                let limit = usize::try_from(*limit).unwrap_or(usize::MAX);
                 Some(Self::Window { limit, window: *window, taken: VecDeque::new() })
             }
             Quantity::Rate { count, per, burst } => {

@@ -3,7 +3,7 @@
 use rand::{RngExt, SeedableRng};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-/// A stream. Its numbers are the same on every machine.
+/// A stream. Its bits are the same on every machine.
 pub(crate) type Stream = Xoshiro256PlusPlus;
 
 /// Streams for actors, in the order in which they are asked for. Every strategy of a scenario asks in the same order and

@@ -8,7 +8,6 @@ use tidegate_core::{Span, Time};
 use tidegate_policy::document::{Document, Entry, Node, Reader, Table, Value};
 use tidegate_policy::{Errors, Policy};
 
-use crate::delay::Delay;
 use crate::scenario::Scenario;
 use crate::setup::{Arrivals, CheckSpec, ClientSpec, Load, Setup, Stretch};
 use crate::world::{action_of, key_seed};
@@ -166,7 +165,7 @@ impl Words<'_, '_> {
     fn ends(&mut self, setup: &Setup) -> Option<()> {
         let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
         let takes_time =
-            plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay != Delay::NONE;
+            plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay.takes_time();
         let takes_time = takes_time || plain.pacer.is_some();
         if plain.attempts.is_none() && !takes_time {
             let message = format!("the tries of `{}` are unlimited and may take no time", setup.strategy);

@@ -43,6 +43,10 @@ pub struct Run {
     pub is_ours: bool,
     /// The share of what succeeded before a disturbance that must succeed again.
     pub wanted: f64,
+    /// Which shares of calls succeeded before the first disturbance and after the last, and the time for recovering from it,
+    /// in the repetition in which the second is the worst compared with the first; `None` where nothing disturbs, or too
+    /// little time is left to tell. A mean would hide a repetition that collapses behind those that don't.
+    pub worst: Option<(f64, f64)>,
     /// The means over all repetitions.
     pub numbers: Numbers,
     /// What was seen of the first.
@@ -58,6 +62,7 @@ impl Run {
             trials: setup.trials,
             is_ours: matches!(setup.client, crate::setup::ClientSpec::Tidegate { .. }),
             wanted: setup.check.share,
+            worst: worst(results, setup.check.share),
             numbers: Numbers::mean(results),
             tally,
         }
@@ -65,11 +70,20 @@ impl Run {
 }
 
 impl Run {
-    /// Whether its goodput recovered after the last disturbance; `None` where nothing disturbs, or too little time is left
-    /// to tell.
+    /// Whether its goodput recovered after the last disturbance in every repetition; `None` where nothing disturbs, too little
+    /// time is left to tell, or nothing succeeded before.
     pub fn recovered(&self) -> Option<bool> {
-        Some(self.numbers.after? >= self.wanted * self.numbers.before?.min(1.0))
+        let (before, after) = self.worst.filter(|(before, _)| *before > 0.0)?;
+        Some(after >= self.wanted * before.min(1.0))
     }
+}
+
+/// The repetition that says most against a recovery. One in which nothing ever worked says nothing, and comes between those
+/// that failed and those that didn't.
+fn worst(results: &[Numbers], wanted: f64) -> Option<(f64, f64)> {
+    let known = results.iter().filter_map(|numbers| Some((numbers.before?, numbers.after?)));
+    let kept = |(before, after): (f64, f64)| if before > 0.0 { after / before.min(1.0) } else { wanted };
+    known.min_by(|one, other| kept(*one).total_cmp(&kept(*other)).then((one.0 > 0.0).cmp(&(other.0 > 0.0))))
 }
 
 impl Report {
@@ -116,5 +130,27 @@ impl Report {
     /// The run of this case under this strategy, by their titles.
     pub fn run(&self, case: &str, strategy: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.case == case && run.strategy == strategy)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worst_repetition_is_told_and_one_that_says_nothing_hides_none() {
+        let of = |(before, after)| Numbers { before: Some(before), after: Some(after), ..Numbers::default() };
+        let (good, bad, dead) = ((1.0, 0.95), (0.5, 0.1), (0.0, 0.0));
+        for (trials, expected) in [
+            (&[good, bad, good][..], Some(bad)),
+            (&[good, dead, bad], Some(bad)),
+            (&[good, dead, (1.0, 0.9)], Some(dead)),
+            (&[good, (0.8, 0.8)], Some(good)),
+            (&[], None),
+        ] {
+            let results: Vec<Numbers> = trials.iter().copied().map(of).collect();
+            assert_eq!(worst(&results, 0.9), expected, "{trials:?}");
+        }
+        assert_eq!(worst(&[Numbers::default()], 0.9), None);
     }
 }

@@ -137,8 +137,8 @@ impl Tally {
         let disturbed = setup.disturbed();
         let before = disturbed.and_then(|(from, _)| watch(Span::ZERO, from));
         let after = disturbed.and_then(|(_, until)| watch(until + setup.check.within, end));
-        // Anything up to an hour, to a thousandth; what is longer counts as that.
-        let delays = Histogram::new_with_max(HOUR.as_micros(), 3).expect("invariant: these bounds make sense");
+        // To a thousandth; nothing takes longer than the run, and a histogram holds 2 at the least.
+        let delays = Histogram::new_with_max(end.as_micros().max(2), 3).expect("invariant: these bounds make sense");
         Self {
             began: setup.starts_at,
             width: FINEST,
@@ -302,16 +302,14 @@ impl Tally {
         Some((self.watched[1]?.share()?, self.watched[2]?.share()?))
     }
 
-    /// The mean delay of calls that succeeded.
-    pub fn mean_delay(&self) -> Span {
-        let mean = self.delay_sum.checked_div(u128::from(self.total.succeeded)).unwrap_or(0);
-        Span::from_micros(u64::try_from(mean).unwrap_or(u64::MAX))
+    /// The mean delay of calls that succeeded, if any did.
+    pub fn mean_delay(&self) -> Option<Span> {
+        let mean = self.delay_sum.checked_div(u128::from(self.total.succeeded))?;
+        Some(Span::from_micros(u64::try_from(mean).unwrap_or(u64::MAX)))
     }
 
-    /// The delay that this share of successful calls didn't exceed.
-    pub fn delay_at(&self, share: f64) -> Span {
-        Span::from_micros(self.delays.value_at_quantile(share))
+    /// The delay that this share of successful calls didn't exceed, if there are any.
+    pub fn delay_at(&self, share: f64) -> Option<Span> {
+        (self.total.succeeded > 0).then(|| Span::from_micros(self.delays.value_at_quantile(share)))
     }
 }
-
-const HOUR: Span = Span::from_secs(3600);

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use rand::RngExt;
 use slab::Slab;
 use tidegate_core::call::Reply;
+use tidegate_core::concurrency::Concurrency;
 use tidegate_core::retry::Reach;
 use tidegate_core::{Class, Span, Time};
 use tidegate_policy::KeySeed;
@@ -65,7 +66,7 @@ impl<'s> World<'s> {
         let store_rng = streams.next();
         let outbound = setup.policy.as_ref().and_then(|policy| policy.outbound());
         let shared = outbound.filter(|_| setup.store.shared).map(|plan| {
-            let store = Arc::new(Memory::new(Arc::clone(plan.limits()), Memory::MAX_BYTES));
+            let store = Arc::new(Memory::reproducible(Arc::clone(plan.limits()), Memory::MAX_BYTES));
             (store, setup.store.latency.unwrap_or(Delay::NONE), store_rng)
         });
         let at_once = setup.store.latency.is_none() && setup.store.outages.is_empty();
@@ -78,7 +79,7 @@ impl<'s> World<'s> {
                     ClientSpec::Plain(spec) => Ways::Plain(Plain::new(spec, rng)),
                     ClientSpec::Tidegate { provider } => {
                         let plan = outbound.expect("invariant: reading finds the provider in the policy");
-                        let own = || Arc::new(Memory::new(Arc::clone(plan.limits()), STORE_BYTES));
+                        let own = || Arc::new(Memory::reproducible(Arc::clone(plan.limits()), STORE_BYTES));
                         let store = match &shared {
                             Some((store, ..)) => Some(Arc::clone(store)).filter(|_| at_once),
                             None => Some(own()),
@@ -177,6 +178,13 @@ impl<'s> World<'s> {
                     self.nodes[node].rings_at = Time::NEVER;
                     self.machine(node, Hall::wake);
                 }
+            }
+            Event::Renews => {
+                if let Some(gate) = &mut self.gate {
+                    gate.renews = false;
+                    gate.renew(|node| &self.nodes[node].name, now);
+                }
+                self.renew_later();
             }
             Event::StoreHears(question) => self.store_hears(question),
             Event::StoreAnswers(question, outcomes) => {
@@ -354,12 +362,16 @@ impl<'s> World<'s> {
     fn arrives(&mut self, request: Request, asks: Asks) {
         let now = self.agenda.now();
         self.tally.arrived(now);
-        if let Some(gate) = &self.gate
+        if let Some(gate) = &mut self.gate
             && let Err(retry_after) = gate.check(caller(&self.nodes, request), now)
         {
             self.tally.note(now, |bucket| bucket.throttled += 1);
             return self.answer(request, Answer::Throttled { retry_after });
         }
+        if !self.is_awaited(request) {
+            self.release(request);
+        }
+        self.renew_later();
         match self.service.arrive(request, asks, now) {
             Taken::Answered(answer) => {
                 let throttled = answer != Answer::Refused;
@@ -392,9 +404,18 @@ impl<'s> World<'s> {
         }
     }
 
-    fn release(&self, request: Request) {
-        if let Some(gate) = &self.gate {
+    /// Gives back what a request holds at the gate, if it still does.
+    fn release(&mut self, request: Request) {
+        if let Some(gate) = &mut self.gate {
             gate.release(caller(&self.nodes, request), self.agenda.now());
+        }
+    }
+
+    /// Sees to it that permits outlive their lease for as long as they are held.
+    fn renew_later(&mut self) {
+        if let Some(gate) = self.gate.as_mut().filter(|gate| gate.holds() && !gate.renews) {
+            gate.renews = true;
+            self.agenda.at(self.agenda.now() + Concurrency::RENEW, Event::Renews);
         }
     }
 
@@ -405,6 +426,8 @@ impl<'s> World<'s> {
     }
 
     fn times_out(&mut self, request: Request) {
+        // The gate learns that its client is gone, whether or not the service behind it does.
+        self.release(request);
         let live = &self.calls[request.call.index];
         let (job, patience, enough) = (live.job, live.patience, live.enough);
         if let Some(job) = job {

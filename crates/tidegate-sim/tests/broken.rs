@@ -42,6 +42,8 @@ fn mistakes_are_told_with_place_and_nearest_name() {
         ("[load.none]\n", (6, 1), "isn't said once"),
         ("[load.both]\nrate = \"1/s\"\ncalls = 3\n", (6, 1), "isn't said once"),
         ("[load.mad]\nthink = \"0s\"\n", (6, 1), "never pause and never end"),
+        ("[load.mad]\nthink = { uniform = [\"0s\", \"0s\"] }\n", (6, 1), "never pause and never end"),
+        ("[load.mad]\nthink = { exponential = \"0s\" }\n", (6, 1), "never pause and never end"),
         ("[load.back]\ntrace = [\"2s\", \"1s\"]\n", (7, 9), "isn't in order"),
         ("[load.x]\nrate = \"1/s\"\nlane = \"usr\"\n", (8, 8), "did you mean `user`?"),
         ("[load.x]\nrate = \"1/s\"\nclients = 0\n", (8, 11), "out of range"),
@@ -58,6 +60,8 @@ fn mistakes_are_told_with_place_and_nearest_name() {
         ("[strategy]\n", (6, 1), "has 0 sections"),
         ("[case.x]\nlod.all.rate = \"3/s\"\n", (7, 1), "did you mean `load`?"),
         ("[case.x]\nload.all.rate = 3\n", (7, 17), "40/s"),
+        ("[case.x]\nservice.limit = \"8 in flight\"\n", (7, 17), "`workers` and `queue`"),
+        ("[case.x]\nservice.limit = [\"5/s\", \"2000000 per 1h\"]\n", (7, 25), "at most 1048576 calls"),
         ("[check]\nshare = 0\n", (7, 9), "a share from 0.001 to 1"),
         ("[outbound.provider.api]\nlimt = \"5/s\"\n", (7, 1), "did you mean `limit`?"),
         ("[inbound.action.default]\nlimit = \"5 per 60\"\n", (7, 16), "has no unit"),
@@ -98,6 +102,10 @@ fn what_is_missing_is_told() {
     assert!(told("title = \"x\"\n").2.contains("nobody calls"));
     let unlimited = format!("{GOOD}[strategy.x]\nattempts = \"unlimited\"\n");
     assert!(told(&unlimited).2.contains("may take no time"));
+    for delay in ["{ exponential = \"0s\" }", "{ normal = \"0s\", deviation = \"0s\" }"] {
+        assert!(told(&format!("{unlimited}[network]\ndelay = {delay}\n")).2.contains("may take no time"), "{delay}");
+    }
+    assert!(Scenario::read("s", format!("{unlimited}[network]\ndelay = \"1ms\"\n").as_bytes()).is_ok());
     let nobody = format!("{GOOD}[strategy.x]\nclient = \"tidegate\"\n");
     assert!(told(&nobody).2.contains("it isn't said whom it calls"));
     let wrong = format!(

@@ -59,10 +59,11 @@ fn a_queue_is_as_long_as_theory_says() {
         rate = "8/s"
         "#,
     );
-    assert!((found.mean - 0.5).abs() < 0.05, "{found:?}");
+    assert!((found.mean.unwrap() - 0.5).abs() < 0.05, "{found:?}");
     assert!((found.offered / (8.0 * 7200.0) - 1.0).abs() < 0.02, "{found:?}");
     // The time in the system is exponential itself.
-    assert!((found.p50 - 0.5 * 2_f64.ln()).abs() < 0.04 && (found.p99 - 0.5 * 100_f64.ln()).abs() < 0.35, "{found:?}");
+    let (p50, p99) = (found.p50.unwrap(), found.p99.unwrap());
+    assert!((p50 - 0.5 * 2_f64.ln()).abs() < 0.04 && (p99 - 0.5 * 100_f64.ln()).abs() < 0.35, "{found:?}");
 }
 
 #[test]
@@ -165,4 +166,77 @@ fn a_gate_before_a_service_admits_what_its_policy_says() {
     "#;
     let found = numbers(text);
     assert!((found.succeeded - 300.0).abs() <= 3.0, "ten a minute of each: {found:?}");
+}
+
+/// A pace that is looked for is looked for here too.
+#[test]
+fn a_provider_is_called_at_its_pace() {
+    let text = r#"
+        duration = "5m"
+        [service]
+        latency = "20ms"
+        limit = "50/s burst 10"
+        retry_after = "none"
+        [load.all]
+        clients = 1
+        rate = "80/s"
+        [strategy.tidegate]
+        client = "tidegate"
+        [outbound]
+        listen = "off"
+        [outbound.provider.api]
+        limit = "unlimited"
+        breaker = "off"
+        pace = "adaptive"
+    "#;
+    let found = numbers(text);
+    assert!(found.throttled < 0.02 * found.attempts, "{found:?}");
+    assert!(found.succeeded > 0.9 * 50.0 * 300.0, "{found:?}");
+}
+
+/// As production gives permits back when a client goes away, and renews those of long calls.
+#[test]
+fn permits_are_held_as_long_as_their_calls() {
+    let text = r#"
+        duration = "10m"
+        [service]
+        latency = "100s"
+        [load.all]
+        rate = "0.1/s"
+        arrivals = "even"
+        [inbound.action.default]
+        limit = "1 in flight"
+    "#;
+    let found = numbers(text);
+    // Six of 100 s each, and at most 10 s between them.
+    assert!((5.0..=6.0).contains(&(found.offered - found.throttled)), "{found:?}");
+    for notices in ["false", "true"] {
+        let impatient = format!("{text}\n[client]\ntimeout = \"1s\"")
+            .replace("[load.all]", &format!("notices_timeouts = {notices}\n[load.all]"));
+        let found = numbers(&impatient);
+        assert!(found.offered > 50.0 && found.throttled == 0.0, "{found:?}");
+    }
+}
+
+/// A change of rate is met when it comes, and not with the call after it.
+#[test]
+fn even_arrivals_follow_their_rate() {
+    for (rate, calls) in [
+        ("[\"0.01/s until 10s\", \"10/s until 20s\", \"0/s\"]", 100),
+        ("[\"0/s to 20/s until 10s\", \"0/s until 30s\", \"20/s to 0/s until 40s\", \"0/s\"]", 200),
+    ] {
+        let text = format!("duration = \"1m\"\n[load.all]\nrate = {rate}\narrivals = \"even\"\n");
+        let found = numbers(&text);
+        assert!((found.offered - f64::from(calls)).abs() <= 1.0, "{rate}: {found:?}");
+    }
+}
+
+#[test]
+fn long_delays_are_told_as_they_are() {
+    let text = "duration = \"2d\"\n[service]\nlatency = \"3h\"\n[load.all]\nclients = 3\ncalls = 5\n";
+    let found = numbers(text);
+    assert!(
+        [found.p50, found.p99].into_iter().all(|delay| (delay.unwrap() / 10_800.0 - 1.0).abs() < 0.001),
+        "{found:?}"
+    );
 }

@@ -70,6 +70,13 @@ impl Memory {
         Self(Shards::new(limits, max_bytes, shards.ilog2().min(MAX_SHARD_BITS)))
     }
 
+    /// [`Memory::new`] with one shard for each whole MiB, however many processors there are: what it lets go at its bound is
+    /// the same on every machine. For simulations, which have no threads that meet, and may have thousands of stores.
+    pub fn reproducible(limits: Arc<Limits>, max_bytes: usize) -> Self {
+        let max_bytes = max_bytes.max(1 << 20);
+        Self(Shards::new(limits, max_bytes, (max_bytes / SHARD_BYTES).ilog2().min(MAX_SHARD_BITS)))
+    }
+
     /// What the store holds and has had to let go. Visits every shard.
     pub fn stats(&self) -> MemoryStats {
         self.0.stats()
@@ -130,5 +137,16 @@ impl Store for Memory {
 impl Immediate for Memory {
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
         self.0.apply(batch, now, &mut Change::default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reproducible_store_has_a_shard_for_each_mib() {
+        let shards = |mib: usize| Memory::reproducible(Arc::new(Limits::default()), mib << 20).0.len();
+        assert_eq!([0, 1, 3, 64, 1 << 20].map(shards), [1, 1, 2, 64, 4096]);
     }
 }

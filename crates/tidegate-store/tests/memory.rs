@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use tidegate_core::{Batch, Clock, Kind, Limit, Limits, Op, Rate, Span, Time, Verb};
-use tidegate_store::{Immediate, Memory};
+use tidegate_core::{Batch, Clock, Key, Kind, Limit, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_store::{Immediate, Memory, Store as _};
 use tidegate_testkit::conformance::{Effort, conform};
 use tidegate_testkit::world::{Wanted, World};
 use tidegate_testkit::{desk, dice, property};
@@ -28,6 +28,12 @@ fn memory(limits: Arc<Limits>) -> Memory {
 #[test]
 fn memory_conforms() {
     conform(&memory, &Effort::default()).unwrap();
+}
+
+/// In a single shard too.
+#[test]
+fn reproducible_memory_conforms() {
+    conform(&|limits| Memory::reproducible(limits, 1 << 20), &Effort::default()).unwrap();
 }
 
 /// The shorter ways in answer as a batch of one does.
@@ -91,4 +97,24 @@ fn a_refund_forgets_nobody_else() {
     }
     let wrong = (0..1_000).filter(|&client| one(Verb::Peek, client) != 1).count();
     assert_eq!((wrong, store.stats().losses.evicted()), (0, 0));
+}
+
+/// Of keys in one shard of a store for plain rates alone, which keeps no room for other states.
+#[test]
+fn what_calls_cost_beyond_what_was_reserved_is_remembered_of_each() {
+    let rate = Rate::new(10, Span::from_secs(60), 10).unwrap();
+    let store = memory(Arc::new(Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap()));
+    let limit = store.limits().iter().next().unwrap().0;
+    let now = Time::from_secs(1_700_000_000);
+    let of = |key, verb, cost| {
+        let mut batch = Batch::new(0);
+        batch.push(Op::new(limit, verb, Key::new(0, key), cost)).unwrap();
+        store.apply_now(&batch, now).list()[0]
+    };
+    for key in 1..=20 {
+        of(key, Verb::Debit, 7);
+    }
+    for key in 1..=20 {
+        assert_eq!(of(key, Verb::Peek, 1).used, 7, "{key}");
+    }
 }

@@ -54,7 +54,7 @@ pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Reply};
-use tidegate_core::{Breaker, Class, Clock, Inflight, Lane, Pool, Span, Time};
+use tidegate_core::{Class, Clock, Lane, Span, Time};
 use tidegate_policy::outbound::{self, UnknownProvider};
 use tidegate_policy::{KeySeed, Policy};
 use tidegate_store::{Losses, Memory, Store};
@@ -322,17 +322,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
     fn new(whole: Arc<outbound::Outbound>, index: usize, seed: &KeySeed, store: Arc<S>, clock: C) -> Self {
         let plan = &whole.providers()[index];
         let rules = plan.rules(seed);
-        let credentials = rules.credential_keys.len();
-        let pool = Pool::new(plan.balance, credentials).expect("invariant: reading the policy bounds the credentials");
-        let breaker = plan.breaker.clone().map_or_else(Breaker::off, |spec| {
-            Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
-        });
-        let inflight = plan.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
-        let mut desk = Desk::new(&rules, pool, breaker, inflight);
-        if let Some(pace) = plan.pace.machine() {
-            desk = desk.with_pace(pace);
-        }
-        desk.orders.set_affinity(rules.key.lo().max(1));
+        let desk = plan.desk(&rules);
         Self(Arc::new(Hall::new(whole, index, rules, desk, store, clock)))
     }
 

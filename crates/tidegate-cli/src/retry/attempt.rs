@@ -2,24 +2,28 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
-use std::os::unix::process::ExitStatusExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::thread;
 
-use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, waitid};
+use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 use tidegate::SystemClock;
 use tidegate::core::{Clock as _, Span, Time};
 
 use super::TOO_LONG;
 use super::input::Input;
-use super::output::{Patterns, Seen, pass_on};
+use super::output::{Output, Patterns, Seen};
 use super::signals::{Event, Signal};
 
 /// How long a command that took too long has for ending by itself.
 const GRACE: Span = Span::from_secs(5);
-/// How long the output of a command that has ended is waited for: somebody whom it started may keep it open.
+/// How long more output of a command that has ended is waited for: somebody whom it started may keep it open. What is there
+/// is passed on, however slowly it is taken.
 const DRAIN: Span = Span::from_secs(1);
+/// How often it is looked at an output that somebody is slow to take.
+const LOOK_AGAIN: Span = Span::from_millis(20);
 
 /// How an attempt ended.
 #[derive(Clone, Copy, Debug)]
@@ -70,15 +74,20 @@ pub(super) struct Launch {
     pub(super) input: Input,
     events: SyncSender<Event>,
     attempt: u64,
+    is_group: bool,
 }
 
 impl Launch {
-    pub(super) fn new(words: &[OsString], input: Input, events: SyncSender<Event>) -> Self {
+    /// As a group, a command is signalled with all whom it starts, and can't read from the terminal.
+    pub(super) fn new(words: &[OsString], input: Input, events: SyncSender<Event>, is_group: bool) -> Self {
         let (name, arguments) =
             words.split_first().map_or((OsString::new(), &[][..]), |(name, rest)| (name.clone(), rest));
         let mut command = Command::new(name);
         command.args(arguments);
-        Self { command, input, events, attempt: 0 }
+        if is_group {
+            command.process_group(0);
+        }
+        Self { command, input, events, attempt: 0, is_group }
     }
 
     /// Runs the command once.
@@ -99,8 +108,8 @@ impl Launch {
         let output = || if patterns.any() { Stdio::piped() } else { Stdio::inherit() };
         let mut child = self.command.stdout(output()).stderr(output()).spawn()?;
         let running = self.watch(&mut child, patterns, clock, kept);
-        let running = running.and_then(|(pid, open)| {
-            let run = Running { pid, attempt: self.attempt, open, clock };
+        let running = running.and_then(|(pid, outputs)| {
+            let run = Running { pid, is_group: self.is_group, attempt: self.attempt, outputs, clock };
             run.until_its_end(events, timeout, || child.wait())
         });
         if running.is_err() {
@@ -110,14 +119,14 @@ impl Launch {
         Ok(running?)
     }
 
-    /// Starts the threads that wait for the command, feed it and read it; says how many read.
+    /// Starts the threads that wait for the command, feed it and read it.
     fn watch(
         &self,
         child: &mut Child,
         patterns: &Patterns,
         clock: &SystemClock,
-        kept: Option<std::sync::Arc<[u8]>>,
-    ) -> io::Result<(Pid, usize)> {
+        kept: Option<Arc<[u8]>>,
+    ) -> io::Result<(Pid, Vec<Arc<Output<SystemClock>>>)> {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidData)?;
         let (events, attempt) = (self.events.clone(), self.attempt);
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
@@ -132,61 +141,67 @@ impl Launch {
             // A command needn't read all that it is given.
             named("input").spawn(move || drop(stdin.write_all(&kept)))?;
         }
-        let read = |from: Option<Box<dyn io::Read + Send>>, to: Box<dyn io::Write + Send>| -> io::Result<usize> {
-            let Some(from) = from else { return Ok(0) };
-            let (events, patterns, clock) = (self.events.clone(), patterns.clone(), clock.clone());
-            named("output").spawn(move || {
-                let seen = pass_on(from, to, patterns, || clock.now().as_micros() / 1_000_000);
-                let _ = events.send(Event::Closed { attempt, seen });
-            })?;
-            Ok(1)
+        let mut outputs = Vec::with_capacity(2);
+        let mut read = |from: Option<Box<dyn io::Read + Send>>, to: Box<dyn io::Write + Send>| -> io::Result<()> {
+            let Some(from) = from else { return Ok(()) };
+            let output = Arc::new(Output::new(patterns.clone(), clock.clone()));
+            outputs.push(Arc::clone(&output));
+            let events = self.events.clone();
+            let pass_on = move || {
+                output.pass_on(from, to);
+                let _ = events.send(Event::Closed);
+            };
+            named("output").spawn(pass_on).map(drop)
         };
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        let open = read(stdout.map(|from| Box::new(from) as _), Box::new(io::stdout()))?
-            + read(stderr.map(|from| Box::new(from) as _), Box::new(io::stderr()))?;
-        Ok((pid, open))
+        read(stdout.map(|from| Box::new(from) as _), Box::new(io::stdout()))?;
+        read(stderr.map(|from| Box::new(from) as _), Box::new(io::stderr()))?;
+        Ok((pid, outputs))
     }
 }
 
 /// A command that runs.
 struct Running<'c> {
     pid: Pid,
+    is_group: bool,
     attempt: u64,
-    /// Its outputs that are read.
-    open: usize,
+    outputs: Vec<Arc<Output<SystemClock>>>,
     clock: &'c SystemClock,
 }
 
 impl Running<'_> {
     fn until_its_end(
-        mut self,
+        self,
         events: &Receiver<Event>,
         timeout: Option<Span>,
         reap: impl FnOnce() -> io::Result<ExitStatus>,
     ) -> io::Result<(End, Seen)> {
-        let (mut seen, mut timed_out, mut stopped_by) = (Seen::default(), false, None);
+        let (mut timed_out, mut stopped_by) = (false, None);
         let mut until = timeout.map_or(Time::NEVER, |timeout| self.clock.now() + timeout);
-        let mut has_ended = false;
-        while !has_ended || self.open > 0 {
+        let (mut has_ended, mut drains_until) = (false, Time::NEVER);
+        loop {
+            if has_ended {
+                let Some(more) = self.drains().filter(|_| self.clock.now() < drains_until) else { break };
+                until = drains_until.min(self.clock.now() + more);
+            }
             match self.next(events, until) {
                 Some(Event::Signal(signal)) => {
-                    if !signal.is_everybodys && !has_ended {
+                    if (self.is_group || !signal.is_everybodys) && !has_ended {
                         self.tell(signal.number);
                     }
                     if signal.ends() {
                         stopped_by = Some(signal);
+                        // What is left may be for somebody who never takes it.
+                        drains_until = self.clock.now() + DRAIN;
                     }
                 }
                 Some(Event::Ended { attempt }) if attempt == self.attempt => {
                     has_ended = true;
-                    until = self.clock.now() + DRAIN;
-                }
-                Some(Event::Closed { attempt, seen: more }) if attempt == self.attempt => {
-                    self.open -= 1;
-                    seen = seen.and(more);
+                    drains_until = if stopped_by.is_some() { self.clock.now() + DRAIN } else { Time::NEVER };
+                    self.outputs.iter().for_each(|output| output.restart());
                 }
                 Some(_) => {}
-                None if has_ended => break,
+                None if has_ended => {}
                 None if timed_out => {
                     self.tell(signal_hook::consts::SIGKILL);
                     until = Time::NEVER;
@@ -198,7 +213,14 @@ impl Running<'_> {
                 }
             }
         }
+        let seen = self.outputs.iter().fold(Seen::default(), |seen, output| seen.and(output.seen()));
         Ok((End { exit: reap()?, timed_out, stopped_by }, seen))
+    }
+
+    /// When to look again whether the command's output is complete; `None` if it is, or isn't waited for any more.
+    fn drains(&self) -> Option<Span> {
+        let lasts = self.outputs.iter().filter_map(|output| output.lasts(DRAIN));
+        lasts.max().map(|more| more.max(LOOK_AGAIN))
     }
 
     /// What happens next; `None` when it is time.
@@ -212,7 +234,7 @@ impl Running<'_> {
     fn tell(&self, number: i32) {
         if let Some(signal) = rustix::process::Signal::from_named_raw(number) {
             // Who has ended meanwhile needn't be told.
-            let _ = kill_process(self.pid, signal);
+            let _ = if self.is_group { kill_process_group(self.pid, signal) } else { kill_process(self.pid, signal) };
         }
     }
 }

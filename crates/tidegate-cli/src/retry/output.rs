@@ -1,9 +1,10 @@
 //! A command's output: passed on as it comes, while patterns are looked for.
 
 use std::io::{Read, Write};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use regex::bytes::Regex;
-use tidegate::core::Span;
+use tidegate::core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;
 
 /// How much is passed on at a time.
@@ -44,47 +45,107 @@ impl Seen {
     }
 }
 
-/// Passes everything on until the one side ends or the other is gone. `date` is the wall clock, for waits that are told
-/// as dates.
-pub(super) fn pass_on(mut from: impl Read, mut to: impl Write, patterns: Patterns, date: impl Fn() -> u64) -> Seen {
-    let mut looker = Looker { patterns, line: Vec::new(), seen: Seen::default(), date };
-    let mut chunk = vec![0; CHUNK];
-    loop {
-        let count = match from.read(&mut chunk) {
-            Ok(0) => break,
-            Ok(count) => count,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-            Err(_) => break,
-        };
-        // With `from` dropped, the command learns that nobody reads it as it would without us.
-        if to.write_all(&chunk[..count]).and_then(|()| to.flush()).is_err() {
-            break;
-        }
-        looker.feed(&chunk[..count]);
-    }
-    looker.look();
-    looker.seen
+/// One output of an attempt. What was seen can be asked for while it is still open: somebody whom the command started may
+/// keep it so.
+pub(super) struct Output<C> {
+    clock: C,
+    state: Mutex<State>,
 }
 
-struct Looker<D> {
+struct State {
+    looker: Looker,
+    /// Since when nothing has come; `None` while something is passed on.
+    idle_since: Option<Time>,
+    /// For how long nothing came before that, in all.
+    idle: Span,
+    is_closed: bool,
+}
+
+impl<C: Clock> Output<C> {
+    pub(super) fn new(patterns: Patterns, clock: C) -> Self {
+        let looker = Looker { patterns, line: Vec::new(), seen: Seen::default() };
+        let state = State { looker, idle_since: None, idle: Span::ZERO, is_closed: false };
+        Self { clock, state: Mutex::new(state) }
+    }
+
+    /// Passes everything on until the one side ends or the other is gone.
+    pub(super) fn pass_on(&self, mut from: impl Read, mut to: impl Write) {
+        let mut chunk = vec![0; CHUNK];
+        loop {
+            self.state().idle_since = Some(self.clock.now());
+            let read = from.read(&mut chunk);
+            self.state().is_busy(self.clock.now());
+            let count = match read {
+                Ok(0) => break,
+                Ok(count) => count,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(_) => break,
+            };
+            // With `from` dropped, the command learns that nobody reads it as it would without us.
+            if to.write_all(&chunk[..count]).and_then(|()| to.flush()).is_err() {
+                break;
+            }
+            let mut state = self.state();
+            state.looker.feed(&chunk[..count], self.clock.now());
+        }
+        self.state().is_closed = true;
+    }
+
+    /// Counts anew for how long nothing comes.
+    pub(super) fn restart(&self) {
+        let mut state = self.state();
+        state.idle = Span::ZERO;
+        state.idle_since = state.idle_since.map(|_| self.clock.now());
+    }
+
+    /// How much longer to wait for more, if that may take `most` in all; `None` if it is over. Time in which something is
+    /// passed on doesn't count.
+    pub(super) fn lasts(&self, most: Span) -> Option<Span> {
+        let state = self.state();
+        let idle = state.idle + state.idle_since.map_or(Span::ZERO, |since| self.clock.now().since(since));
+        let is_over = state.is_closed || state.idle_since.is_some() && idle >= most;
+        (!is_over).then_some(most - idle)
+    }
+
+    /// What was seen, in a last line without an end too.
+    pub(super) fn seen(&self) -> Seen {
+        let State { looker, .. } = &mut *self.state();
+        looker.look(self.clock.now());
+        looker.seen
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing under it panics half-way.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn is_busy(&mut self, now: Time) {
+        if let Some(since) = self.idle_since.take() {
+            self.idle = self.idle + now.since(since);
+        }
+    }
+}
+
+struct Looker {
     patterns: Patterns,
     /// What there is of a line.
     line: Vec<u8>,
     seen: Seen,
-    date: D,
 }
 
-impl<D: Fn() -> u64> Looker<D> {
-    fn feed(&mut self, mut bytes: &[u8]) {
+impl Looker {
+    fn feed(&mut self, mut bytes: &[u8], now: Time) {
         while !bytes.is_empty() {
             let end = bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len());
             let room = MAX_LINE - self.line.len();
             self.line.extend_from_slice(&bytes[..end.min(room)]);
             if end >= room {
-                self.look();
+                self.look(now);
                 bytes = &bytes[room..];
             } else if end < bytes.len() {
-                self.look();
+                self.look(now);
                 bytes = &bytes[end + 1..];
             } else {
                 return;
@@ -93,33 +154,34 @@ impl<D: Fn() -> u64> Looker<D> {
     }
 
     /// Looks at the line and begins another.
-    fn look(&mut self) {
+    fn look(&mut self, now: Time) {
         let line = &*self.line;
         let matches = |pattern: &Option<Regex>| pattern.as_ref().is_some_and(|pattern| pattern.is_match(line));
         self.seen.throttled |= matches(&self.patterns.throttled);
         self.seen.permanent |= matches(&self.patterns.permanent);
         if let Some(found) = self.patterns.retry_after.as_ref().and_then(|pattern| pattern.captures(line)) {
             let wait = found.get(1).or(found.get(0)).and_then(|wait| str::from_utf8(wait.as_bytes()).ok());
-            self.seen.retry_after = self.seen.retry_after.max(wait.and_then(|text| self.wait(text)));
+            self.seen.retry_after = self.seen.retry_after.max(wait.and_then(|text| asked(text, now)));
         }
         self.line.clear();
     }
+}
 
-    /// Seconds, a time with its unit, or an HTTP date.
-    fn wait(&self, text: &str) -> Option<Span> {
-        let text = text.trim();
-        let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..1e9).contains(seconds));
-        let seconds = seconds.map(|seconds| Span::from_micros((seconds * 1e6).ceil() as u64));
-        seconds.or_else(|| parse_duration(text).ok()).or_else(|| {
-            let date = httpdate::parse_http_date(text).ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
-            Some(Span::from_secs(date.as_secs().saturating_sub((self.date)())))
-        })
-    }
+/// Seconds, a time with its unit, or an HTTP date.
+fn asked(text: &str, now: Time) -> Option<Span> {
+    let text = text.trim();
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..1e9).contains(seconds));
+    let seconds = seconds.map(|seconds| Span::from_micros((seconds * 1e6).ceil() as u64));
+    seconds.or_else(|| parse_duration(text).ok()).or_else(|| {
+        let date = httpdate::parse_http_date(text).ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+        Some(Span::from_secs(date.as_secs().saturating_sub(now.as_micros() / 1_000_000)))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tidegate::clock::ManualClock;
 
     fn patterns() -> Patterns {
         let regex = |text| Some(Regex::new(text).unwrap());
@@ -130,11 +192,12 @@ mod tests {
         }
     }
 
-    fn seen(output: &[u8]) -> Seen {
+    fn seen(bytes: &[u8]) -> Seen {
         let mut passed = Vec::new();
-        let seen = pass_on(output, &mut passed, patterns(), || 1_700_000_000);
-        assert_eq!(passed, output);
-        seen
+        let output = Output::new(patterns(), ManualClock::at(Time::from_secs(1_700_000_000)));
+        output.pass_on(bytes, &mut passed);
+        assert_eq!(passed, bytes);
+        output.seen()
     }
 
     #[test]

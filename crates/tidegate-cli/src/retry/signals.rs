@@ -9,8 +9,6 @@ use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::Cause;
 
-use super::output::Seen;
-
 /// The signals that are passed on.
 const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, signal_hook::consts::SIGWINCH];
 /// The most events that wait to be looked at; whoever has another one waits too.
@@ -23,8 +21,8 @@ pub(super) enum Event {
     Signal(Signal),
     /// The command of this attempt has ended.
     Ended { attempt: u64 },
-    /// One of its outputs has, with what was seen in it.
-    Closed { attempt: u64, seen: Seen },
+    /// Nothing more comes from one of its outputs.
+    Closed,
 }
 
 /// A signal that this process got.

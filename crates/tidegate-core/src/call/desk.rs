@@ -19,7 +19,10 @@ pub struct Desk {
     pub pool: Pool,
     /// How many calls the provider bears at a time; `None` where that isn't to be found out.
     pub inflight: Option<Inflight>,
-    /// What keeps calls apart beyond the limits; `None` where the limits alone say it.
+    /// What keeps calls apart beyond the limits; `None`, as at first, where the limits alone say it.
+    ///
+    /// With a pace, a throttled reply that doesn't say for how long to come back slows it down and leaves everything else as
+    /// it is, unless there is another credential: that comes first.
     pub pace: Option<Pace>,
     /// What is left of each credential's limits, where that is learnt.
     pub(super) allowances: Vec<Allowances>,
@@ -109,16 +112,6 @@ impl Desk {
         };
         desk.bound(rules);
         desk
-    }
-
-    /// The same desk with a pace to be found.
-    ///
-    /// A throttled reply that doesn't say for how long to come back then slows the pace down and leaves everything else as
-    /// it is, unless there is another credential: that comes first.
-    #[must_use]
-    pub fn with_pace(mut self, pace: Pace) -> Self {
-        self.pace = Some(pace);
-        self
     }
 
     /// How far ahead calls are counted now.

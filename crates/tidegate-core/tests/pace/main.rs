@@ -80,11 +80,11 @@ fn drive(adaptive: &mut Adaptive, from: Time, until: Time, mut reply: impl FnMut
 #[test]
 fn a_service_that_throttles_everything_is_tried_once_in_the_longest_interval() {
     let mut adaptive = fresh();
-    drive(&mut adaptive, at(0), at(600_000), |adaptive, sent_at, now| adaptive.throttled(sent_at, None, None, now));
+    drive(&mut adaptive, at(0), at(600_000), |adaptive, sent_at, now| adaptive.throttled(sent_at, None, now));
     let slowest = AdaptiveSpec::default().slowest;
     assert!((slowest - Span::from_millis(5)..=slowest).contains(&adaptive.interval()), "{:?}", adaptive.interval());
     let sent = drive(&mut adaptive, at(600_000), at(4_200_000), |adaptive, sent_at, now| {
-        adaptive.throttled(sent_at, None, None, now);
+        adaptive.throttled(sent_at, None, now);
     });
     assert!((58..=61).contains(&sent), "{sent} in an hour");
 }
@@ -95,11 +95,11 @@ fn throttles_of_calls_that_were_under_way_together_count_as_one() {
     for _ in 0..10 {
         adaptive.sent(at(0));
     }
-    adaptive.throttled(at(0), None, None, at(20));
+    adaptive.throttled(at(0), None, at(20));
     let after_one = adaptive.interval();
     assert!(after_one > AdaptiveSpec::default().initial);
     for _ in 0..9 {
-        adaptive.throttled(at(0), None, None, at(30));
+        adaptive.throttled(at(0), None, at(30));
     }
     assert_eq!(adaptive.interval(), after_one);
 }
@@ -123,14 +123,14 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
         adaptive.succeeded(sent_at, Some(Rest { left, limit: Some(600), until: at(60_000) }), now);
     });
     assert!(sent >= 590, "{sent} of 600 in a minute");
-    adaptive.throttled(at(59_999), Some(Rest { left: 0, limit: None, until: at(70_000) }), None, at(60_000));
+    adaptive.throttled(at(59_999), Some(Rest { left: 0, limit: None, until: at(70_000) }), at(60_000));
     adaptive.succeeded(at(59_998), Some(Rest { left: 5, limit: None, until: at(70_000) }), at(60_001));
     assert_eq!(adaptive.next_at(at(60_001)), at(70_000));
 
     let (mut promised, mut silent) = (fresh(), fresh());
     for adaptive in [&mut promised, &mut silent] {
         adaptive.sent(at(0));
-        adaptive.throttled(at(0), None, None, at(10));
+        adaptive.throttled(at(0), None, at(10));
     }
     let rest = Some(Rest { left: 60_000, limit: None, until: at(60_000) });
     drive(&mut promised, at(500), at(10_000), |adaptive, sent_at, now| adaptive.succeeded(sent_at, rest, now));
@@ -139,12 +139,14 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
 }
 
 #[test]
-fn a_wait_that_is_asked_for_is_kept() {
+fn little_that_is_left_for_long_is_spent_at_the_slowest_rate() {
     let mut adaptive = fresh();
     adaptive.sent(at(0));
-    adaptive.throttled(at(0), None, Some(Span::from_secs(7)), at(10));
-    assert_eq!(adaptive.next_at(at(20)), at(7_010));
-    assert!(adaptive.next_at(at(7_010)) <= at(7_010));
+    let rest = Rest { left: 999, limit: Some(1_000), until: at(30 * 86_400_000) };
+    adaptive.succeeded(at(0), Some(rest), at(10));
+    // Rates are whole millionths.
+    let (slowest, waits) = (AdaptiveSpec::default().slowest, adaptive.next_at(at(10)).since(at(0)));
+    assert!((slowest - Span::from_millis(5)..=slowest).contains(&waits), "{waits:?}");
 }
 
 #[test]
@@ -153,11 +155,11 @@ fn a_clock_that_steps_back_holds_nobody_up() {
     let pacer = Pacer::new(PacerSpec::default()).unwrap();
     for mut pace in [Pace::from(fresh()), Pace::from(pacer)] {
         pace.sent(at(3_600_000));
-        pace.ended(at(3_600_000), Class::Throttled, None, None, at(3_600_010), rng);
+        pace.ended(at(3_600_000), Class::Throttled, None, at(3_600_010), rng);
         let wait = Span::from_duration(pace.interval());
         assert!(pace.next_at(at(0)) <= at(0) + wait + Span::from_millis(250));
         pace.sent(at(1_000));
-        pace.ended(at(1_000), Class::Throttled, None, None, at(1_010), rng);
+        pace.ended(at(1_000), Class::Throttled, None, at(1_010), rng);
         assert!(Span::from_duration(pace.interval()) > wait, "it goes on learning");
     }
 }
@@ -167,14 +169,39 @@ fn other_ends_say_nothing_of_the_pace() {
     let rng = &mut SmallRng::seed_from_u64(1);
     let mut pace = Pace::from(Pacer::new(PacerSpec::default()).unwrap());
     for class in [Class::Transient, Class::Auth, Class::Cancelled, Class::Success, Class::Permanent] {
-        pace.ended(at(0), class, None, None, at(10), rng);
+        pace.ended(at(0), class, None, at(10), rng);
         assert!(pace.interval().is_zero(), "{class:?}");
     }
-    pace.ended(at(0), Class::Throttled, None, None, at(10), rng);
-    pace.ended(at(0), Class::Throttled, None, None, at(11), rng);
+    pace.ended(at(0), Class::Throttled, None, at(10), rng);
+    pace.ended(at(0), Class::Throttled, None, at(11), rng);
     assert_eq!(pace.interval(), PacerSpec::default().initial, "both were sent before the step");
     pace.sent(at(20));
     assert_eq!(pace.next_at(at(21)), at(520));
+}
+
+#[test]
+fn calls_of_the_pace_before_undo_no_step() {
+    let rng = &mut SmallRng::seed_from_u64(1);
+    let mut pace = Pace::from(Pacer::new(PacerSpec::default()).unwrap());
+    let initial = PacerSpec::default().initial;
+    for _ in 0..50 {
+        pace.sent(at(0));
+    }
+    for call in 0..50 {
+        let class = if call < 20 { Class::Throttled } else { Class::Success };
+        pace.ended(at(0), class, None, at(10 + call), rng);
+    }
+    assert_eq!(pace.interval(), initial, "thirty that were sent before it");
+    for call in 0..10 {
+        assert_eq!(pace.interval(), initial, "{call} that were sent after it");
+        pace.ended(at(100), Class::Success, None, at(200), rng);
+    }
+    assert!(pace.interval().is_zero());
+    pace.ended(at(3_600_000), Class::Throttled, None, at(3_600_010), rng);
+    for _ in 0..10 {
+        pace.ended(at(0), Class::Success, None, at(10), rng);
+    }
+    assert!(pace.interval().is_zero(), "the clock has stepped back by an hour");
 }
 
 #[test]

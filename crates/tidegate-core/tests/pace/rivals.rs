@@ -22,7 +22,7 @@ impl Governor for Paced {
 
     fn ended(&mut self, sent_at: Time, throttled: bool, now: Time) -> Span {
         let class = if throttled { Class::Throttled } else { Class::Success };
-        self.pace.ended(sent_at, class, None, None, now, &mut self.rng);
+        self.pace.ended(sent_at, class, None, now, &mut self.rng);
         Span::ZERO
     }
 }

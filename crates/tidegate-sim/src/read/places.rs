@@ -1,11 +1,13 @@
 //! The world: service, network, store and loads.
 
 use tidegate_core::{Lane, Span};
+use tidegate_policy::Quantity;
 use tidegate_policy::document::{Node, Table, Value};
 
 use super::Words;
 use super::forms::{self, Unit};
 use crate::delay::Delay;
+use crate::limiter::MAX_WINDOW;
 use crate::profile::Profile;
 use crate::setup::{
     Arrivals, ClockStep, Load, MAX_CLIENTS, MAX_LOADS, NetworkSpec, RetryAfter, ServiceSpec, StoreSpec,
@@ -46,7 +48,22 @@ impl Words<'_, '_> {
             .map_or(Some(1000), |node| reader.count(node, "queue", 0..=1_000_000).map(|count| count as u32));
         let limits = table.node("limit").map_or(Some(Vec::new()), |node| {
             let limits = reader.quantities(node, "limit")?;
-            Some(limits.into_iter().map(|(quantity, _)| quantity).collect())
+            let mut good = true;
+            for (quantity, at) in &limits {
+                let (message, expected) = match quantity {
+                    Quantity::InFlight { .. } => {
+                        ("a service's `limit` counts no calls in flight", "`workers` and `queue`")
+                    }
+                    Quantity::Window { limit, .. } if *limit > MAX_WINDOW => (
+                        "a service's window holds at most 1048576 calls",
+                        "a smaller one, or a rate such as \"500/s burst 100\"",
+                    ),
+                    _ => continue,
+                };
+                reader.wrong(*at, message, expected);
+                good = false;
+            }
+            good.then(|| limits.into_iter().map(|(quantity, _)| quantity).collect())
         });
         let spacing = table
             .node("spacing")
@@ -191,7 +208,7 @@ impl Words<'_, '_> {
                 });
                 let think = table.node("think").map_or(Some(Delay::NONE), |node| forms::delay(reader, node, "think"));
                 let (calls, think) = (calls?, think?);
-                if calls.is_none() && think == Delay::NONE {
+                if calls.is_none() && !think.takes_time() {
                     reader.wrong(place.at, "its clients never pause and never end", "`think` of more than nothing");
                     return None;
                 }

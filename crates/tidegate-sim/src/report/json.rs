@@ -26,6 +26,9 @@ fn run(run: &Run) -> Value {
         "strategy": run.strategy,
         "trials": run.trials,
         "recovered": run.recovered(),
+        "worst_trial": run.worst.map(|(before, after)| {
+            json!({ "success_share_before": before, "success_share_after": after })
+        }),
         "means": {
             "offered": numbers.offered,
             "succeeded": numbers.succeeded,

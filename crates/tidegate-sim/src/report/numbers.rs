@@ -25,12 +25,13 @@ pub struct Numbers {
     pub load: f64,
     /// Calls that succeeded each second, over the stretch that is measured.
     pub goodput: f64,
-    /// The mean delay of calls that succeeded, in seconds.
-    pub mean: f64,
+    /// The mean delay of calls that succeeded, in seconds; `None` if none did. Of several repetitions, the mean of those in
+    /// which any did, and likewise the next two.
+    pub mean: Option<f64>,
     /// The delay that half of them didn't exceed, in seconds.
-    pub p50: f64,
+    pub p50: Option<f64>,
     /// The delay that 99 % of them didn't exceed, in seconds.
-    pub p99: f64,
+    pub p99: Option<f64>,
     /// When the last call ended, in seconds.
     pub elapsed: f64,
     /// The most requests that came to the service within 100 ms.
@@ -58,9 +59,9 @@ impl Numbers {
             success: share(total.succeeded, total.succeeded + total.failed + total.refused + total.declined),
             load: share(total.attempts, total.offered),
             goodput: tally.goodput(),
-            mean: secs(tally.mean_delay()),
-            p50: secs(tally.delay_at(0.5)),
-            p99: secs(tally.delay_at(0.99)),
+            mean: tally.mean_delay().map(secs),
+            p50: tally.delay_at(0.5).map(secs),
+            p99: tally.delay_at(0.99).map(secs),
             elapsed: secs(tally.last_end()),
             busiest: tally.busiest() as f64,
             before: recovery.map(|(before, _)| before),
@@ -85,13 +86,26 @@ impl Numbers {
             success: mean(|numbers| numbers.success),
             load: mean(|numbers| numbers.load),
             goodput: mean(|numbers| numbers.goodput),
-            mean: mean(|numbers| numbers.mean),
-            p50: mean(|numbers| numbers.p50),
-            p99: mean(|numbers| numbers.p99),
+            mean: known(|numbers| numbers.mean),
+            p50: known(|numbers| numbers.p50),
+            p99: known(|numbers| numbers.p99),
             elapsed: mean(|numbers| numbers.elapsed),
             busiest: mean(|numbers| numbers.busiest),
             before: known(|numbers| numbers.before),
             after: known(|numbers| numbers.after),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repetitions_without_a_success_have_no_delay() {
+        let of = |succeeded, delay| Numbers { succeeded, mean: delay, p50: delay, p99: delay, ..Numbers::default() };
+        let found = Numbers::mean(&[of(10.0, Some(3.0)), of(0.0, None), of(20.0, Some(5.0))]);
+        assert_eq!((found.succeeded, found.mean, found.p50, found.p99), (10.0, Some(4.0), Some(4.0), Some(4.0)));
+        assert_eq!(Numbers::mean(&[of(0.0, None)]).p99, None);
     }
 }

@@ -47,7 +47,11 @@ pub(super) const COLUMNS: [Column; 10] = [
         cell: |run| time(run.numbers.p50),
     },
     Column { head: "p99", meaning: "delay that 99 % of them kept", cell: |run| time(run.numbers.p99) },
-    Column { head: "end", meaning: "when the last call ended", cell: |run| time(run.numbers.elapsed) },
+    Column {
+        head: "end",
+        meaning: "when the last call ended",
+        cell: |run| time(Some(run.numbers.elapsed).filter(|secs| *secs > 0.0)),
+    },
 ];
 
 /// The whole report, for a terminal.
@@ -121,10 +125,10 @@ pub(super) fn count(number: f64) -> String {
     grouped
 }
 
-/// A time in seconds, for people.
-fn time(secs: f64) -> String {
+/// A time in seconds, for people; a dash where there is none.
+fn time(secs: Option<f64>) -> String {
+    let Some(secs) = secs else { return "–".to_owned() };
     match secs {
-        0.0 => "–".to_owned(),
         secs if secs < 0.01 => format!("{:.2} ms", secs * 1e3),
         secs if secs < 1.0 => format!("{:.0} ms", secs * 1e3),
         secs if secs < 120.0 => format!("{secs:.2} s"),

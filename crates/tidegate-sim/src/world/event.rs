@@ -53,6 +53,8 @@ pub(super) enum Event {
     Replied(Request, Answer),
     TimesOut(Request),
     Again(CallId),
+    /// The gate renews the permits that are held.
+    Renews,
     /// A machine's timer rings, if it is still set for this moment.
     Wakes(usize, Time),
     StoreHears(Box<Question>),

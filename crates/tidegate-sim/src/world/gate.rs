@@ -1,5 +1,6 @@
 //! The inbound gate before the service: the policy's plan, a store, and the judgement of both.
 
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
 use tidegate_core::admit::decide;
@@ -50,6 +51,10 @@ pub(super) struct Gate<'s> {
     loads: &'s [Load],
     /// The action of each load.
     actions: Vec<Option<ActionId>>,
+    /// Who holds permits of calls in flight, by load and node.
+    held: BTreeMap<u64, (usize, usize)>,
+    /// Whether the next renewal is entered.
+    pub(super) renews: bool,
 }
 
 /// Whose call it is.
@@ -64,16 +69,16 @@ pub(super) struct Caller<'c> {
 
 impl<'s> Gate<'s> {
     pub(super) fn new(plan: &'s Plan, loads: &'s [Load], seed: KeySeed) -> Self {
-        let store = Memory::new(std::sync::Arc::new(plan.limits().clone()), Memory::MAX_BYTES);
+        let store = Memory::reproducible(std::sync::Arc::new(plan.limits().clone()), Memory::MAX_BYTES);
         let actions = loads.iter().map(|load| action_of(plan, load, &seed).ok().flatten()).collect();
-        Self { plan, store, seed, loads, actions }
+        Self { plan, store, seed, loads, actions, held: BTreeMap::new(), renews: false }
     }
 
     /// Decides about a call and counts it.
     ///
     /// # Errors
     /// It is refused, and may come back after this.
-    pub(super) fn check(&self, caller: Caller<'_>, now: Time) -> Result<(), Option<Span>> {
+    pub(super) fn check(&mut self, caller: Caller<'_>, now: Time) -> Result<(), Option<Span>> {
         let query = query(&self.loads[caller.load], caller.name, caller.node);
         let decision = match self.plan.by_list(query.ip, || now) {
             Some(decision) => decision,
@@ -82,12 +87,36 @@ impl<'s> Gate<'s> {
                 decide(&batch, self.plan.limits(), &self.store.apply_now(&batch, now))
             }
         };
-        if decision.allowed { Ok(()) } else { Err(decision.retry_after) }
+        if !decision.allowed {
+            return Err(decision.retry_after);
+        }
+        if self.batch(caller, Verb::Release).is_some_and(|batch| !batch.ops().is_empty()) {
+            self.held.insert(caller.holder, (caller.load, caller.node));
+        }
+        Ok(())
     }
 
-    /// A call that was let through has ended.
-    pub(super) fn release(&self, caller: Caller<'_>, now: Time) {
-        if let Some(batch) = self.batch(caller, Verb::Release).filter(|batch| !batch.ops().is_empty()) {
+    /// A call has ended: what it holds is given back.
+    pub(super) fn release(&mut self, caller: Caller<'_>, now: Time) {
+        if self.held.remove(&caller.holder).is_some() {
+            self.tell(caller, Verb::Release, now);
+        }
+    }
+
+    /// Whether anybody holds a permit, which has to be renewed then.
+    pub(super) fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Renews all permits that are held, of nodes with these names.
+    pub(super) fn renew<'n>(&self, name: impl Fn(usize) -> &'n str, now: Time) {
+        for (&holder, &(load, node)) in &self.held {
+            self.tell(Caller { load, name: name(node), node, holder }, Verb::Renew, now);
+        }
+    }
+
+    fn tell(&self, caller: Caller<'_>, verb: Verb, now: Time) {
+        if let Some(batch) = self.batch(caller, verb) {
             self.store.tell(&batch, now);
         }
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use slab::Slab;
 use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
-use tidegate_core::{Batch, Breaker, Class, Inflight, Lane, Limits, Outcomes, Pool, Span, Ticket, Time, Turn};
+use tidegate_core::{Batch, Class, Lane, Limits, Outcomes, Span, Ticket, Time, Turn};
 use tidegate_policy::KeySeed;
 use tidegate_policy::outbound::{Outbound, Provider};
 use tidegate_store::{Immediate, Memory, Store};
@@ -62,14 +62,7 @@ impl<'s> Hall<'s> {
         rng: Stream,
     ) -> Self {
         let rules = provider.rules(seed);
-        let pool = Pool::new(provider.balance, rules.credential_keys.len())
-            .expect("invariant: reading the policy bounds the credentials");
-        let breaker = provider.breaker.clone().map_or_else(Breaker::off, |spec| {
-            Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
-        });
-        let inflight =
-            provider.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
-        let desk = Desk::new(&rules, pool, breaker, inflight);
+        let desk = provider.desk(&rules);
         let (calls, places) = (Slab::new(), Vec::new());
         let limits = Arc::clone(plan.limits());
         Self { provider, limits, rules, desk, store, calls, places, wakes_at: Time::NEVER, rng }

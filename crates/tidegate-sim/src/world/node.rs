@@ -65,7 +65,7 @@ impl Node<'_> {
         let began = setup.starts_at;
         let at = match &setup.loads[self.load].arrivals {
             Arrivals::Poisson(rate) => poisson(rate, began, now, end, rng)?,
-            Arrivals::Even(rate) => evenly(rate, began, now, end)?,
+            Arrivals::Even(rate) => evenly(rate, began, now)?,
             Arrivals::Trace { times, each } => began + *times.get((self.made / each) as usize)?,
             Arrivals::Serial { calls, think } => {
                 if calls.is_some_and(|calls| self.made >= calls) {
@@ -94,18 +94,9 @@ fn poisson(rate: &Profile, began: Time, now: Time, end: Time, rng: &mut Stream) 
     None
 }
 
-/// How finely a rate of zero is looked at for its end.
-const LOOK: Span = Span::from_millis(100);
-
-/// The next of even arrivals.
-fn evenly(rate: &Profile, began: Time, now: Time, end: Time) -> Option<Time> {
-    let mut at = now;
-    while at < end {
-        let per_second = rate.at(at.since(began));
-        if per_second > 0.0 {
-            return Some(at + Span::from_micros(((1e6 / per_second).round() as u64).max(1)));
-        }
-        at = at + LOOK;
-    }
-    None
+/// The next of even arrivals: each comes when the rate has come to one more.
+fn evenly(rate: &Profile, began: Time, now: Time) -> Option<Time> {
+    let at = began + rate.comes_to(1.0, now.since(began))?;
+    // At least a microsecond, so that it comes to an end.
+    Some(at.max(now + Span::from_micros(1)))
 }

@@ -380,9 +380,21 @@ impl Shard {
         } else {
             let mut state = State::default();
             change(&mut state);
-            let index = self.allocate(state, tag, now, about);
-            self.insert(tag, Word::State(index), now, about);
+            self.put(tag, state, now, about);
         }
+    }
+
+    /// Puts a state where there is none. At the bound something goes for it, as for any other.
+    fn put(&mut self, tag: u64, state: State, now: Time, about: &About<'_>) {
+        // Beside plain rates there may be no room for states at all.
+        let word = match state.usage() {
+            _ if *state.record() != Record::default() => None,
+            Usage::Rate(arrival) => Some(Word::Arrival(*arrival)),
+            Usage::Window(log) if log.total() == 1 => log.iter().next().map(|slot| Word::Once(slot.at)),
+            _ => None,
+        };
+        let word = word.unwrap_or_else(|| Word::State(self.allocate(state, tag, now, about)));
+        self.insert(tag, word, now, about);
     }
 
     /// Runs `change` on the key's state if there is one, and says whether there is.
@@ -489,26 +501,16 @@ impl Shard {
         self.find(tag).is_some_and(|at| !self.is_idle(self.table.slots()[at], now, about.limits))
     }
 
-    /// Puts a state where there is none. At the bound something goes for it, as for any other.
+    /// Puts a state back that was kept elsewhere, where there is none.
     #[cfg(feature = "file")]
     pub(super) fn restore(&mut self, tag: u64, state: State, now: Time, about: &About<'_>) {
         if self.find(tag).is_some() {
             return;
         }
-        let word = match state.usage() {
-            _ if *state.record() != Record::default() => None,
-            Usage::Rate(arrival) => Some(Word::Arrival(*arrival)),
-            Usage::Window(log) if log.total() == 1 => log.iter().next().map(|slot| Word::Once(slot.at)),
-            _ => None,
-        };
-        if let Some(word) = word {
-            return self.insert(tag, word, now, about);
-        }
         if state.record().blocks(now) {
             self.blocked += weight(&state);
         }
-        let index = self.allocate(state, tag, now, about);
-        self.insert(tag, Word::State(index), now, about);
+        self.put(tag, state, now, about);
     }
 
     fn free_cell(&mut self, word: Word) {

@@ -81,7 +81,7 @@ impl<N: Notes> Shards<N> {
         let outlooks: Arc<[Outlook]> = (0..1_usize << bits).map(|_| Outlook::default()).collect();
         let shard = |index| Noting { shard: Shard::new(Arc::clone(&outlooks), index), notes: N::default() };
         let shards = (0..1_usize << bits).map(|index| Padded(Lock::new(shard(index)))).collect();
-        Self { limits, shards, outlooks, shift: 64 - bits, room, max_bytes, told: Mutex::default() }
+        Self { limits, shards, outlooks, shift: 63 - bits, room, max_bytes, told: Mutex::default() }
     }
 
     pub(crate) fn limits(&self) -> &Arc<Limits> {
@@ -167,7 +167,7 @@ impl<N: Notes> Shards<N> {
     }
 
     /// How many shards there are.
-    #[cfg(feature = "file")]
+    #[cfg(any(feature = "file", test))]
     pub(crate) fn len(&self) -> usize {
         self.shards.len()
     }
@@ -179,7 +179,8 @@ impl<N: Notes> Shards<N> {
 
     #[inline]
     fn shard(&self, key: Key) -> usize {
-        (key.lo() >> self.shift) as usize
+        // In two steps, since no number is shifted by all of its 64 bits at once: that would be for a single shard.
+        (key.lo() >> 1 >> self.shift) as usize
     }
 }
 
