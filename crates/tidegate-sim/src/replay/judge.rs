@@ -108,7 +108,7 @@ impl Judge {
         Self {
             name,
             forwarding: policy.inbound().forwarding.clone(),
-            store: Memory::new(Arc::new(plan.limits().clone()), max_bytes),
+            store: Memory::reproducible(Arc::new(plan.limits().clone()), max_bytes),
             // The same log gives the same report.
             seed: KeySeed::new([0x7d; 16]),
             holder: 0,
