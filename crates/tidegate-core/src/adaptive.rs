@@ -10,11 +10,13 @@
 //! size of its last step would have shown. It ends with the first throttle of a call that was sent in it, so that many
 //! that were under way together count as one.
 //!
-//! - With no ceiling in sight, each clean era raises the rate: it doubles until something was throttled for the first
-//!   time, and later goes up by 3 %, 9 %, 27 % and then 30 %.
+//! - As long as nothing was throttled, each clean era doubles the rate.
+//! - Later, with no ceiling in sight, each raises it by 3 %, 9 %, 27 % and then 30 %, or by as much as there is credit for:
+//!   until a throttle is heard of, a share of all calls under way is sent too much.
 //! - Below a rate that was throttled, the ceiling, each clean era goes half of the way to it, until 1.5 % are left.
-//! - There it stays, and tries the ceiling again when it has credit for a throttle: with only a few calls at a time whose
-//!   replies aren't known. If that era is clean, there is no ceiling any more.
+//! - There it stays, and tries the ceiling again when it has credit for that. If that is clean, there is no ceiling any more.
+//! - Both are done in two eras: in the first, only a few calls whose replies aren't known go at the higher rate, and in the
+//!   second all.
 //! - The first throttle above a clean rate leads back to that. Each further one cuts by as much as the few successes
 //!   before it suggest, at first by 3 % at most and then by twice as much each time. A throttle so soon after a cut that
 //!   hardly any call has succeeded says nothing of where the ceiling is: the service may still count what went before.
@@ -43,6 +45,8 @@ const CLOSE: u64 = 15;
 const CUT: u64 = 30;
 /// The fewest calls that show that a rate is clean.
 const FEWEST: u32 = 8;
+/// How many show it where a step is small.
+const MOST_TO_SHOW: u32 = (WHOLE / CREEP) as u32;
 /// An era lasts for this at least: limiters that count by the second show an excess no sooner.
 const SHORTEST: Span = Span::from_millis(500);
 /// Headers tell times in whole seconds: how much may be sent in the last few isn't known well enough to slow down for it.
@@ -56,10 +60,10 @@ const LONGEST_QUIET: Span = Span::from_millis(250);
 const EARNED: i64 = 10;
 /// What a throttle costs.
 const THROTTLE: i64 = 1_000;
-/// The most credit that is kept.
-const MOST_CREDIT: i64 = 2 * THROTTLE;
+/// The most credit that is kept: what a small step costs where hundreds of calls are under way.
+const MOST_CREDIT: i64 = 10 * THROTTLE;
 /// The most debt, or a service that has fallen for long would be given up for as long.
-const MOST_DEBT: i64 = -10 * THROTTLE;
+const MOST_DEBT: i64 = -20 * THROTTLE;
 
 /// An adaptive pace as it is written: bounds in terms of the time between two calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -200,7 +204,7 @@ impl Adaptive {
         if let Some(Told { rate: 0, until, .. }) = told {
             return until;
         }
-        let in_doubt = self.era.sent.saturating_sub(self.era.succeeded) >= MOST_IN_DOUBT;
+        let in_doubt = self.under_way() >= MOST_IN_DOUBT;
         let rate = self.clean.filter(|_| self.probes && in_doubt).unwrap_or(self.rate);
         let spacing = between(told.map_or(rate, |told| rate.min(told.rate)));
         // Further off only if the clock has stepped back.
@@ -268,6 +272,12 @@ impl Adaptive {
 
     fn was_clean(&mut self, now: Time) {
         self.cut = CUT;
+        if self.probes {
+            // The few that were risked were taken: now all go at that rate.
+            self.probes = false;
+            self.era = Era::at(now, self.era.enough);
+            return;
+        }
         let due = u128::from(self.rate) * u128::from(self.era.last_sent.since(self.era.began_at).as_micros());
         // Where less is sent than may be, nothing is shown.
         if u128::from(self.era.sent) * u128::from(PER_SECOND) * 4 < due * 3 {
@@ -282,20 +292,43 @@ impl Adaptive {
                 self.ceiling = None;
                 raised(self.step.max(STRIDE)).min(promised)
             }
-            (None, Some(ceiling)) if ceiling <= raised(CLOSE) && self.credit < THROTTLE => self.rate,
-            (None, Some(ceiling)) if ceiling <= raised(CLOSE) => {
-                self.go_on(ceiling + 1, now);
+            (None, Some(ceiling)) if ceiling > raised(CLOSE) => {
+                (self.rate + (ceiling - self.rate) / 2).min(raised(STRIDE))
+            }
+            (None, None) if self.step == LEAP => raised(LEAP),
+            (None, ceiling) => {
+                let (affords, least) = (self.affords(), ceiling.map_or(CREEP, |_| CLOSE));
+                if affords < least {
+                    return self.go_on(self.rate, now);
+                }
+                let next = ceiling.map_or(raised(self.step.min(affords)), |ceiling| ceiling + 1);
+                if ceiling.is_none() {
+                    self.step = (self.step * 3).min(STRIDE);
+                }
+                let under_way = self.under_way();
+                self.go_on(next, now);
+                // However large the step: replies to the few that are risked come among those to others.
+                self.era.enough = self.era.enough.max(under_way.min(MOST_TO_SHOW));
                 self.probes = true;
                 return;
             }
-            (None, Some(ceiling)) => (self.rate + (ceiling - self.rate) / 2).min(raised(STRIDE)),
-            (None, None) => {
-                let next = raised(self.step);
-                self.step = (self.step * 3).min(self.step.max(STRIDE));
-                next
-            }
         };
         self.go_on(next, now);
+    }
+
+    /// How many thousandths faster the credit lets it go. All that are under way when the first is throttled may be too many
+    /// by that share.
+    fn affords(&self) -> u64 {
+        let credit = u64::try_from(self.credit).ok().filter(|_| self.credit >= THROTTLE).unwrap_or(0);
+        let under_way = u64::from(self.under_way().max(1));
+        // With all the credit there is, there is nothing more to wait for.
+        let least = if self.credit == MOST_CREDIT { CREEP } else { 0 };
+        (credit / under_way).max(least)
+    }
+
+    /// How many calls of the era aren't known to have been taken.
+    fn under_way(&self) -> u32 {
+        self.era.sent.saturating_sub(self.era.succeeded)
     }
 
     fn go_on(&mut self, rate: u64, now: Time) {

@@ -455,7 +455,8 @@ pub enum Pace {
     Limits,
     /// By a wait between calls that grows when one is throttled and shrinks when they succeed.
     Responsive(PacerSpec),
-    /// By a rate that is looked for, with one call in a hundred throttled at the most in the long run.
+    /// By a rate that is looked for, with about one call in a hundred throttled in the long run, and up to two where replies
+    /// take two seconds.
     Adaptive(AdaptiveSpec),
 }
 

@@ -14,7 +14,7 @@ use tidegate_testkit::desk::at;
 use tidegate_testkit::dice::count;
 
 use rivals::{Aimd, Cubic, Paced, Shared};
-use service::{Governor, LIMITERS, Score, run};
+use service::{Distance, FAR, Governor, LIMITERS, Limiter, NEAR, Score, run};
 
 const NAMES: [&str; 6] = ["adaptive", "classic", "steady", "steady, spaced", "AIMD", "CUBIC"];
 
@@ -37,20 +37,26 @@ fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
     }
 }
 
+/// The worst of several runs.
+fn worst(name: &str, limiter: Limiter, distance: Distance, seeds: u32) -> Score {
+    let scores = (1..=u64::from(seeds)).map(|seed| run(&mut *governor(name, seed), limiter, distance, seed));
+    let worst = scores.fold(Score { goodput: u64::MAX, throttled: 0 }, |worst, score| Score {
+        goodput: worst.goodput.min(score.goodput),
+        throttled: worst.throttled.max(score.throttled),
+    });
+    let percent = |thousandths: u64| format!("{}.{} %", thousandths / 10, thousandths % 10);
+    let (goodput, throttled) = (percent(worst.goodput), percent(worst.throttled));
+    println!("{name:16} {:8} {goodput:>10} {throttled:>10}", format!("{limiter:?}"));
+    worst
+}
+
 #[test]
 fn adaptive_finds_a_hidden_capacity_and_follows_it() {
     println!("{:16} {:8} {:>10} {:>10} (worst of the seeds)", "pace", "limiter", "goodput", "throttled");
     let mut found = Vec::new();
     for name in NAMES {
         for limiter in LIMITERS {
-            let scores = (1..=u64::from(count(4, 16))).map(|seed| run(&mut *governor(name, seed), limiter, seed));
-            let worst = scores.fold(Score { goodput: u64::MAX, throttled: 0 }, |worst, score| Score {
-                goodput: worst.goodput.min(score.goodput),
-                throttled: worst.throttled.max(score.throttled),
-            });
-            let percent = |thousandths: u64| format!("{}.{} %", thousandths / 10, thousandths % 10);
-            let (goodput, throttled) = (percent(worst.goodput), percent(worst.throttled));
-            println!("{name:16} {:8} {goodput:>10} {throttled:>10}", format!("{limiter:?}"));
+            let worst = worst(name, limiter, NEAR, count(4, 16));
             if name == "adaptive" {
                 found.push((limiter, worst));
             }
@@ -58,6 +64,15 @@ fn adaptive_finds_a_hidden_capacity_and_follows_it() {
     }
     for (limiter, score) in found {
         assert!(score.goodput >= 950 && score.throttled < 20, "{limiter:?}: {score:?}");
+    }
+}
+
+/// Hundreds of calls are under way when the first of them is throttled.
+#[test]
+fn adaptive_keeps_its_share_of_throttles_at_long_round_trips() {
+    for limiter in LIMITERS {
+        let score = worst("adaptive", limiter, FAR, count(2, 8));
+        assert!(score.goodput >= 940 && score.throttled < 20, "{limiter:?}: {score:?}");
     }
 }
 

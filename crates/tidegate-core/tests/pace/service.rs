@@ -7,11 +7,22 @@ use tidegate_core::{Span, Time};
 use tidegate_testkit::desk::at;
 use tidegate_testkit::dice::Dice;
 
-/// How many workers share the pace.
-pub(crate) const WORKERS: usize = 32;
-/// Calls a second in each stretch of 100 s.
+/// Calls a second in each stretch of time.
 pub(crate) const CAPACITY: [u64; 4] = [50, 90, 200, 100];
-pub(crate) const STRETCH: u64 = 100;
+
+/// How far away the service is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Distance {
+    /// How many workers share the pace: more than it needs.
+    pub(crate) workers: usize,
+    /// The shortest and the longest time from a request's arrival to its reply, in microseconds.
+    pub(crate) replies: (u64, u64),
+    /// How long the service keeps a capacity, in seconds.
+    pub(crate) stretch: u64,
+}
+
+pub(crate) const NEAR: Distance = Distance { workers: 32, replies: (20_000, 200_000), stretch: 100 };
+pub(crate) const FAR: Distance = Distance { workers: 600, replies: (1_500_000, 2_500_000), stretch: 1_000 };
 
 /// What paces calls: the machine under test, or a rival.
 pub(crate) trait Governor {
@@ -37,6 +48,7 @@ pub(crate) const LIMITERS: [Limiter; 3] = [Limiter::Window, Limiter::Spaced, Lim
 
 struct Service {
     limiter: Limiter,
+    stretch: u64,
     /// Who was admitted within a second, and the last.
     admitted: VecDeque<Time>,
     /// Millionths of a call.
@@ -45,13 +57,13 @@ struct Service {
 }
 
 impl Service {
-    fn capacity(now: Time) -> u64 {
-        let stretch = now.since(at(0)).as_micros() / (STRETCH * 1_000_000);
+    fn capacity(&self, now: Time) -> u64 {
+        let stretch = now.since(at(0)).as_micros() / (self.stretch * 1_000_000);
         CAPACITY[(stretch as usize).min(CAPACITY.len() - 1)]
     }
 
     fn admits(&mut self, now: Time) -> bool {
-        let capacity = Self::capacity(now);
+        let capacity = self.capacity(now);
         while self.admitted.len() > 1 && self.admitted[0] + Span::from_secs(1) <= now {
             self.admitted.pop_front();
         }
@@ -94,18 +106,20 @@ enum Happening {
     Wants,
 }
 
-/// Lets the workers call for all stretches. Replies take 20 to 200 ms; the way there differs by up to 50 µs.
-pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, seed: u64) -> Score {
+/// Lets the workers call for all stretches. The way to the service differs by up to 50 µs.
+pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Distance, seed: u64) -> Score {
+    let Distance { workers, replies: (quickest, slowest), stretch } = distance;
     let mut dice = Dice::seeded(seed);
-    let mut service = Service { limiter, admitted: VecDeque::new(), tokens: CAPACITY[0] * 500_000, filled_at: at(0) };
-    let end = at(STRETCH * CAPACITY.len() as u64 * 1_000);
+    let tokens = CAPACITY[0] * 500_000;
+    let mut service = Service { limiter, stretch, admitted: VecDeque::new(), tokens, filled_at: at(0) };
+    let end = at(stretch * CAPACITY.len() as u64 * 1_000);
     let mut happenings = BinaryHeap::new();
     let mut number = 0_u64;
     let mut push = |happenings: &mut BinaryHeap<_>, at: Time, what: Happening| {
         number += 1;
         happenings.push(Reverse((at, number, what)));
     };
-    for _ in 0..WORKERS {
+    for _ in 0..workers {
         push(&mut happenings, at(0), Happening::Wants);
     }
     // Who waits for the governor, and when it is asked again.
@@ -125,7 +139,7 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, seed: u64) -> S
                 Happening::Arrives(sent_at) => {
                     let admits = service.admits(now);
                     (taken, refused) = (taken + u64::from(admits), refused + u64::from(!admits));
-                    let reply = now + Span::from_micros(dice.between(20_000, 200_000));
+                    let reply = now + Span::from_micros(dice.between(quickest, slowest));
                     push(&mut happenings, reply, Happening::Replies(sent_at, admits));
                 }
                 Happening::Replies(sent_at, admitted) => {
@@ -147,6 +161,6 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, seed: u64) -> S
             push(&mut happenings, arrival, Happening::Arrives(now));
         }
     }
-    let could = CAPACITY.iter().sum::<u64>() * STRETCH;
+    let could = CAPACITY.iter().sum::<u64>() * stretch;
     Score { goodput: taken * 1_000 / could, throttled: refused * 1_000 / (taken + refused).max(1) }
 }
