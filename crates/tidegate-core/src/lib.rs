@@ -60,7 +60,7 @@ pub use inflight::{Inflight, InflightError, InflightSpec};
 pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFull, Scope, Ticket, Turn};
 pub use limit::{Count, Kind, LeaseSpec, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing};
 pub use pace::Pace;
-pub use pacer::{Pacer, PacerError, PacerSpec};
+pub use pacer::{Pacer, PacerError, PacerSpec, SharedPacer};
 pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
 pub use pool::{Balance, MAX_CREDENTIALS, Pool, PoolSize};
 pub use quota::{Calendar, Period, Quota};

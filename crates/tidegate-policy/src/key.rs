@@ -162,6 +162,7 @@ pub(crate) fn limit_tag(direction: &str, name: &str, kind: &Kind) -> u64 {
         Kind::Quota(_) => 3,
         Kind::Concurrency(_) => 4,
         Kind::Cooldown(_) => 5,
+        Kind::Pace(_) => 6,
     };
     let mut encoder = Encoder::new(&KeySeed::new([0; 16]), DOMAIN_TAG);
     encoder.part(kind, direction.as_bytes());
