@@ -53,18 +53,38 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 /// # Many processes
 ///
 /// [`Pacer::shared`] makes a pacer of a name whose pace is kept in the store of a policy. All who open it by this name,
-/// in this process or another, hold one pace together: the interval is the time between any two calls of theirs, and each
-/// worker waits as many times that long as there are workers. So the service is called as often whether there are three
-/// workers or thirty. A lone worker waits exactly for the interval, which is the initial one after the first failure.
+/// in this process or another, hold one pace together: the interval is the time from one of their calls to the next, on
+/// average, and each worker waits as many times that long as there are workers. So the service is called as often whether
+/// there are three workers or thirty, while each clone of a pacer of one's own waits for the interval alone. A lone worker
+/// waits exactly for the interval, which is the initial one after the first failure.
 ///
 /// A worker is a clone, from the first call that it tells of until it is dropped: give each task a clone of its own, since
-/// tasks that use one together count as one. Who neither calls nor waits for 30 s, or dies, isn't counted any more until it
-/// tells of its next call. How long a wait is, is decided when it begins. Up to 4096 workers are counted.
+/// tasks that use one together count as one. Who neither tells of a call nor waits for 30 s, or dies, isn't counted any
+/// more until it tells of its next. How long a wait is, is decided when it begins. Up to 4096 workers are counted.
+///
+/// ```
+/// use tidegate::core::PacerSpec;
+/// use tidegate::policy::{Policy, Sources};
+/// use tidegate::{Pacer, Stores};
+///
+/// # async fn work(pacer: Pacer) { pacer.on_success().await }
+/// # async fn start() -> Result<(), Box<dyn std::error::Error>> {
+/// let text = "[store]\nurl = \"memory\"    # or redis://, mysql://, postgres://, mongodb://, file:";
+/// let policy = Policy::load(Sources::new().file("tidegate.toml", text))?;
+/// let stores = Stores::open(&policy, |name| std::env::var(name).ok()).await?;
+/// let pacer = Pacer::shared(PacerSpec::default(), "api.example.com", &stores)?;
+/// for _ in 0..8 {
+///     tokio::spawn(work(pacer.clone()));
+/// }
+/// # Ok(())
+/// # }
+/// # tokio::runtime::Runtime::new().unwrap().block_on(start()).unwrap();
+/// ```
 ///
 /// Telling of a call is one round trip to the store. If the store doesn't answer within `store.timeout`, the process goes
-/// on alone from the interval and the number of workers that it last knew, by the same rules and without waiting for the
-/// store again until it is back. Then the longer of both intervals holds. A pace that nobody tells of calls for an hour
-/// beyond its longest wait is forgotten.
+/// on from the interval and the number of workers that it last knew, by the same rules and without waiting for the store
+/// again until it is back; what failures have led to meanwhile then holds for all, if it is longer than what the store
+/// has. A pace that nobody tells of calls for an hour beyond its longest wait is forgotten.
 #[derive(Clone)]
 pub struct Pacer<C = SystemClock> {
     kept: Kept,

@@ -222,7 +222,7 @@ impl Stores {
         let mut pacers = self.pacers.lock().unwrap_or_else(PoisonError::into_inner);
         pacers.retain(|_, pace| pace.strong_count() > 0);
         if let Some(pace) = pacers.get(name).and_then(Weak::upgrade) {
-            if pace.spec() != spec {
+            if !pace.is_of(spec)? {
                 return Err(OpenError::OtherPace { name: name.to_owned() });
             }
             return Ok(Pacer::at(pace, clock));

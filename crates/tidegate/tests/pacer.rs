@@ -204,6 +204,23 @@ async fn without_its_store_a_process_goes_on_with_what_it_last_knew() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_a_process_knew_for_long_holds_for_nobody_else() {
+    let world = World::new(doubling(MS(500), 1));
+    let (one, two) = (world.node(), world.node());
+    one.on_failure().await;
+    one.on_failure().await;
+    two.on_success().await;
+    two.on_success().await;
+    assert_eq!((one.interval(), two.interval()), (SECS(1), MS(0)));
+    world.store().set_mood(Mood::Failing);
+    one.on_success().await;
+    world.store().set_mood(Mood::Well);
+    sleep(SECS(2)).await;
+    near(world.took(one.on_success()).await, MS(0));
+    near(world.took(two.on_success()).await, MS(0));
+}
+
 /// A thread that holds up the runtime which looks after the store gets no answer, and goes on without.
 #[tokio::test]
 async fn a_thread_waits_for_a_store_within_bounds() {

@@ -29,7 +29,7 @@ impl Tempo {
 
 /// A pacer's settings, checked. Random numbers come as words of 64 bits, and are asked for where there is something to
 /// draw.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rules {
     pub(super) mode: Mode,
     pub(super) growth: Growth,

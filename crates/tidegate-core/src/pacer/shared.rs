@@ -16,7 +16,7 @@ const REMEMBERED: Span = Span::from_secs(3600);
 /// [`Tempo`] that is kept elsewhere and a random number that is drawn there too.
 ///
 /// A pace that nobody has told of a call for an hour beyond its longest wait is forgotten.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedPacer {
     rules: Rules,
 }

@@ -87,7 +87,7 @@ impl Local {
             let is_news = is_charged
                 || matches!(
                     op.verb,
-                    Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable | Verb::Pace { .. }
+                    Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable | Verb::Pace { failed: true, .. }
                 );
             let place = (op.limit, op.key);
             let known = untold.contains_key(&place);

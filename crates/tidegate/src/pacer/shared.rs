@@ -65,8 +65,8 @@ pub(crate) struct Together {
 struct Known {
     tempo: Tempo,
     workers: u32,
-    /// Whether it has stepped without the store.
-    alone: bool,
+    /// Whether calls have failed that the store may not have been told of.
+    untold: bool,
     metrics: Metrics,
     rng: SmallRng,
     tended_at: Time,
@@ -85,7 +85,7 @@ impl Together {
         let known = Known {
             tempo: Tempo::default(),
             workers: 1,
-            alone: false,
+            untold: false,
             metrics: Metrics::default(),
             rng: SmallRng::seed_from_u64(random_u64()),
             tended_at: clock.now(),
@@ -101,8 +101,8 @@ impl Together {
         })
     }
 
-    pub(crate) fn spec(&self) -> PacerSpec {
-        self.pacer.spec()
+    pub(crate) fn is_of(&self, spec: PacerSpec) -> Result<bool, PacerError> {
+        Ok(self.pacer == SharedPacer::new(spec)?)
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -157,7 +157,8 @@ impl Known {
         let step = match told {
             Some((step, workers)) => {
                 let mut tempo = pacer.tempo(step, now);
-                if std::mem::take(&mut self.alone) {
+                // What only successes led to is the older knowledge.
+                if std::mem::take(&mut self.untold) {
                     pacer.settle(&mut self.tempo, now);
                     if self.tempo.interval > tempo.interval {
                         missed = Some(self.tempo.interval);
@@ -168,7 +169,7 @@ impl Known {
                 step
             }
             None => {
-                self.alone = true;
+                self.untold |= failed;
                 self.workers = self.workers.max(own);
                 pacer.told(&mut self.tempo, failed, draw, now)
             }
