@@ -14,6 +14,7 @@
 //! | "open after 5 failures" | [`Breaker`]: stops calling a provider that fails |
 //! | "3 attempts" | [`Retry`]: whether and when a failed call is tried again, within a [`Budget`] |
 //! | "as fast as it bears" | [`Pacer`]: a wait that grows on failure; [`Adaptive`]: a rate that is found |
+//! | "all of us together" | [`SharedPacer`]: the rules of a pacer whose wait many share |
 #![no_std]
 #![forbid(unsafe_code)]
 
