@@ -84,7 +84,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 /// Telling of a call is one round trip to the store. If the store doesn't answer within `store.timeout`, the process goes
 /// on from the interval and the number of workers that it last knew, by the same rules and without waiting for the store
 /// again until it is back; what failures have led to meanwhile then holds for all, if it is longer than what the store
-/// has. A pace that nobody tells of calls for an hour beyond its longest wait is forgotten.
+/// has. A pace that nobody keeps to for an hour beyond its longest wait is forgotten.
 #[derive(Clone)]
 pub struct Pacer<C = SystemClock> {
     kept: Kept,

@@ -244,13 +244,12 @@ impl Worker {
         store.apply(&Batch::new(self.holder).part([told, Op::new(workers, Verb::Take, *key, 1)]), now)
     }
 
-    fn about_itself(&self, verb: Verb) -> Batch {
-        Batch::one(self.holder, Op::new(ids().1, verb, self.together.key, 1))
-    }
-
-    /// Says that it is still there.
+    /// Says that it is still there, and that the pace is still kept to: all may wait for longer than it is remembered.
     pub(super) fn renew(&self) {
-        self.together.store.tell(&self.about_itself(Verb::Renew), self.together.clock.now());
+        let Together { store, key, clock, .. } = &*self.together;
+        let (pace, workers) = ids();
+        let ops = [Op::new(workers, Verb::Renew, *key, 1), Op::new(pace, Verb::Debit, *key, 0)];
+        store.tell(&Batch::new(self.holder).part(ops), clock.now());
     }
 
     pub(super) fn interval(&self) -> Duration {
@@ -278,11 +277,10 @@ impl Drop for Worker {
         if !*self.is_counted.get_mut() {
             return;
         }
-        let Together { store, clock, own, runtime, .. } = &*self.together;
+        let Together { store, key, clock, own, runtime, .. } = &*self.together;
         own.fetch_sub(1, Ordering::Relaxed);
-        if let (Answer::Later(answer), Some(runtime)) =
-            (store.apply(&self.about_itself(Verb::Release), clock.now()), runtime)
-        {
+        let release = Batch::one(self.holder, Op::new(ids().1, Verb::Release, *key, 1));
+        if let (Answer::Later(answer), Some(runtime)) = (store.apply(&release, clock.now()), runtime) {
             // With its last worker the store would go before it has answered.
             let together = Arc::clone(&self.together);
             runtime.spawn(async move {
@@ -290,6 +288,35 @@ impl Drop for Worker {
                 let _ = answer.await;
                 drop(together);
             });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OpenError;
+    use crate::clock::ManualClock;
+    use tidegate_store::Memory;
+
+    /// Ten workers at the longest wait of 15 min all wait for two hours and a half, and a pace that nobody tells of calls is
+    /// forgotten after half of that.
+    #[tokio::test]
+    async fn a_pace_is_remembered_for_as_long_as_anybody_waits() {
+        for (renews, remembered) in [(true, true), (false, false)] {
+            let clock = ManualClock::default();
+            let open = |limits: Limits| Ok::<_, OpenError>(AnyStore::Memory(Memory::new(Arc::new(limits), 1 << 20)));
+            let spec = PacerSpec::default();
+            let together = Together::open(spec, "api", &KeySeed::new([1; 16]), clock.clone(), open).unwrap();
+            let worker = Worker::new(Arc::new(together));
+            assert_eq!(worker.told(true).await, spec.initial);
+            for _ in 0..900 {
+                clock.advance(Concurrency::RENEW);
+                if renews {
+                    worker.renew();
+                }
+            }
+            assert_eq!(worker.told(false).await > Duration::ZERO, remembered);
         }
     }
 }
