@@ -130,11 +130,15 @@ fn between(low: Span, high: Span, rng: &mut impl Rng) -> Span {
     Span::from_micros(drawn(low.as_micros(), high.as_micros(), rng))
 }
 
-/// A number from `low` to `high`, both included. Multiplying and shifting favours no number of a range below 2^52 by more
-/// than one part in 2^11.
-pub(crate) fn drawn(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
+fn drawn(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
+    placed(low, high, rng.next_u64())
+}
+
+/// The number from `low` to `high`, both included, that a random word stands for. Multiplying and shifting favours no
+/// number of a range below 2^52 by more than one part in 2^11.
+pub(crate) fn placed(low: u64, high: u64, word: u64) -> u64 {
     let width = u128::from(high.saturating_sub(low)) + 1;
-    low + ((u128::from(rng.next_u64()) * width) >> 64) as u64
+    low + ((u128::from(word) * width) >> 64) as u64
 }
 
 #[cfg(test)]

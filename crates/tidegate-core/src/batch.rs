@@ -52,7 +52,7 @@ pub enum Verb {
     Reset,
     /// Charges the cost, up to 2^40, whether there is room or not: what a call turned out to cost beyond what it was
     /// taken for, or what was let through elsewhere. Of permits, the batch's id holds as many from now on, unless it
-    /// does already; that lengthens its lease.
+    /// does already; that lengthens its lease. Of a pace, callers wait for the cost, in nanoseconds, at the least.
     Debit,
     /// Tells a window that a call which was charged ahead ([`Batch::ahead`]) has ended: what it was charged counts as
     /// made now.
@@ -70,12 +70,19 @@ pub enum Verb {
     },
     /// Closes a cool-down for a credential that isn't accepted, for a cost of so many microseconds; 0 is for good.
     Disable,
+    /// Tells a pace of a call, and is told how long to wait ([`Step::of`](crate::pacer::Step::of)).
+    Pace {
+        /// Whether the call failed; else it succeeded.
+        failed: bool,
+        /// 32 random bits, for jitter.
+        draw: u32,
+    },
 }
 
 impl Verb {
     /// Whether it concerns a key that nothing is remembered of, too.
     fn makes(self) -> bool {
-        matches!(self, Self::Debit | Self::Throttle { .. } | Self::Disable)
+        matches!(self, Self::Debit | Self::Throttle { .. } | Self::Disable | Self::Pace { failed: true, .. })
     }
 }
 
@@ -317,7 +324,8 @@ impl Outcome {
         }
     }
 
-    /// An answer that says nothing about a limit: of an operation that gave back, or renewed, or forgot.
+    /// An answer that says nothing about a limit: of an operation that gave back, or renewed, or forgot. Of a pace that
+    /// isn't remembered it says that nobody has to wait.
     pub fn plain(verdict: Verdict, now: Time) -> Self {
         Self::of(Look { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now).with(verdict)
     }
@@ -526,7 +534,7 @@ fn change(
             _ => {
                 // What isn't remembered can be given back, but not be held.
                 let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
-                cells.alter(index, &ask, op.verb.makes(), &mut |state| done = state.tell(&ask));
+                cells.alter(index, &ask, op.verb.makes(), &mut |state| done = state.tell(&ask, outcome));
                 outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
             }
         }

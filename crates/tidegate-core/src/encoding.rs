@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 
 use crate::concurrency::{Permit, Permits};
 use crate::cooldown::Gate;
+use crate::pacer::Tempo;
 use crate::penalty::Record;
 use crate::quota::{Ledger, Period};
 use crate::rate::Arrival;
@@ -24,6 +25,7 @@ const RATE: u8 = 3;
 const QUOTA: u8 = 4;
 const CONCURRENCY: u8 = 5;
 const COOLDOWN: u8 = 6;
+const PACE: u8 = 7;
 
 /// More entries than any state has.
 const MOST: u64 = 1 << 17;
@@ -69,6 +71,12 @@ impl State {
                 write(bytes, u64::from(gate.generation));
                 bytes.push(gate.step);
             }
+            Usage::Pace(tempo) => {
+                bytes.push(VERSION | PACE);
+                write(bytes, tempo.interval);
+                write(bytes, u64::from(tempo.successes));
+                write_time(bytes, tempo.told_at);
+            }
         }
         let record = self.record();
         if *record != Record::default() {
@@ -81,7 +89,7 @@ impl State {
     /// Reads what [`State::encode`] wrote. `None` of anything else, a later version's bytes included.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&first, rest) = bytes.split_first()?;
-        let kind = first.checked_sub(VERSION).filter(|kind| *kind <= COOLDOWN)?;
+        let kind = first.checked_sub(VERSION).filter(|kind| *kind <= PACE)?;
         let mut input = Input(rest);
         let usage = match kind {
             NONE => Usage::None,
@@ -92,11 +100,16 @@ impl State {
                 Usage::Quota(Ledger { period, used: input.number()? })
             }
             CONCURRENCY => Usage::Concurrency(input.permits()?),
-            _ => Usage::Cooldown(Gate {
+            COOLDOWN => Usage::Cooldown(Gate {
                 until: input.time()?,
                 last: input.time()?,
                 generation: u32::try_from(input.number()?).ok()?,
                 step: input.byte()?,
+            }),
+            _ => Usage::Pace(Tempo {
+                interval: input.number()?,
+                successes: u32::try_from(input.number()?).ok()?,
+                told_at: input.time()?,
             }),
         };
         let record = match input.0 {

@@ -14,6 +14,7 @@
 //! | "open after 5 failures" | [`Breaker`]: stops calling a provider that fails |
 //! | "3 attempts" | [`Retry`]: whether and when a failed call is tried again, within a [`Budget`] |
 //! | "as fast as it bears" | [`Pacer`]: a wait that grows on failure; [`Adaptive`]: a rate that is found |
+//! | "all of us together" | [`SharedPacer`]: the rules of a pacer whose wait many share |
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -60,7 +61,7 @@ pub use inflight::{Inflight, InflightError, InflightSpec};
 pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFull, Scope, Ticket, Turn};
 pub use limit::{Count, Kind, LeaseSpec, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing};
 pub use pace::Pace;
-pub use pacer::{Pacer, PacerError, PacerSpec};
+pub use pacer::{Pacer, PacerError, PacerSpec, SharedPacer};
 pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
 pub use pool::{Balance, MAX_CREDENTIALS, Pool, PoolSize};
 pub use quota::{Calendar, Period, Quota};

@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::num::NonZeroU16;
 
-use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, Span, Window};
+use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, SharedPacer, Span, Window};
 
 /// The largest limit: 2^40.
 pub const MAX_LIMIT: u64 = 1 << 40;
@@ -53,6 +53,8 @@ pub enum Kind {
     Concurrency(Concurrency),
     /// Whether a credential may be used, or cools down.
     Cooldown(Cooldown),
+    /// How long callers that share a pacer wait between calls. It refuses nobody.
+    Pace(SharedPacer),
 }
 
 impl Kind {
@@ -62,15 +64,15 @@ impl Kind {
         matches!(self, Self::Window(_) | Self::Rate(_))
     }
 
-    /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down counts no costs and takes
-    /// any.
+    /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down and a
+    /// pace count no costs and take any.
     pub fn capacity(&self) -> u64 {
         match self {
             Self::Window(window) => window.limit(),
             Self::Rate(rate) => rate.burst(),
             Self::Quota(quota) => quota.limit(),
             Self::Concurrency(concurrency) => concurrency.limit(),
-            Self::Cooldown(_) => u64::MAX,
+            Self::Cooldown(_) | Self::Pace(_) => u64::MAX,
         }
     }
 }
@@ -205,7 +207,7 @@ impl Limit {
                 let most = self.sharing.lease.map_or(Span::ZERO, |lease| lease.max_age.min(rate.refill_time()));
                 asked.min(most)
             }
-            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) => Span::ZERO,
+            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => Span::ZERO,
         }
     }
 

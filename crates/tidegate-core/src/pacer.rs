@@ -4,17 +4,23 @@
 //! after each how long to wait before the next, and so settle at the pace that a throttled service bears. It counts
 //! nanoseconds, because many workers of a fast service wait for less than a microsecond each.
 
+mod rules;
+mod shared;
+
 use core::fmt;
 use core::time::Duration;
 
 use rand_core::Rng;
 
-use crate::backoff::drawn;
+use rules::Rules;
+pub use rules::Tempo;
+pub use shared::{SharedPacer, Step};
 
-/// Factors and shares are counted in thousandths.
-const WHOLE: u64 = 1_000;
 /// The longest wait there is: 2^63 − 1 nanoseconds, 292 years.
 pub const MAX_INTERVAL: Duration = Duration::from_nanos(i64::MAX as u64);
+/// The most that a step up from the longest wait of a [`SharedPacer`] may come to before it is cut to that wait: 2^51
+/// nanoseconds, 26 days, of which stores can calculate jitter in numbers that count exactly to 2^53.
+pub const MAX_SHARED_STEP: Duration = Duration::from_nanos(1 << 51);
 
 /// How faithfully a pacer follows its random numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,6 +118,11 @@ pub enum PacerError {
         /// What was asked, in thousandths.
         found: u16,
     },
+    /// A pacer that is shared can't step beyond what every store counts exactly ([`MAX_SHARED_STEP`]).
+    SharedStep {
+        /// What a failure at the longest wait calculates.
+        found: Duration,
+    },
 }
 
 impl fmt::Display for PacerError {
@@ -124,6 +135,11 @@ impl fmt::Display for PacerError {
             Self::Up { found } => write!(f, "a failure multiplies by more than 1000 thousandths, not {found}"),
             Self::Down { found } => write!(f, "a down step multiplies by 1 to 999 thousandths, not {found}"),
             Self::Randomization { found } => write!(f, "a share is up to 1000 thousandths, not {found}"),
+            Self::SharedStep { found } => write!(
+                f,
+                "a failure at the longest wait would make {found:?} of it before it is cut, and stores that are shared \
+                 count up to {MAX_SHARED_STEP:?}: a shorter longest wait or a smaller factor is needed"
+            ),
         }
     }
 }
@@ -145,6 +161,20 @@ pub struct Metrics {
     pub total: Duration,
 }
 
+impl Metrics {
+    /// Counts a call that failed or succeeded: whether the success was a step down, and the wait that was asked for, if
+    /// there was one.
+    pub fn told(&mut self, failed: bool, stepped_down: bool, wait: Option<Duration>) {
+        self.invocations += 1;
+        self.up += u64::from(failed);
+        self.down += u64::from(stepped_down);
+        if let Some(wait) = wait {
+            self.slept += 1;
+            self.total = self.total.saturating_add(wait);
+        }
+    }
+}
+
 /// One wait between calls, and what has become of it.
 ///
 /// The first failure makes the wait exactly [`initial`](PacerSpec::initial); each further one lengthens it. While there is
@@ -152,15 +182,8 @@ pub struct Metrics {
 /// there is none aren't counted.
 #[derive(Clone, Debug)]
 pub struct Pacer {
-    mode: Mode,
-    growth: Growth,
-    initial: u64,
-    max: u64,
-    randomization: u64,
-    max_randomization: u64,
-    threshold: u32,
-    interval: u64,
-    successes: u32,
+    rules: Rules,
+    tempo: Tempo,
     metrics: Metrics,
 }
 
@@ -170,41 +193,12 @@ impl Pacer {
     /// # Errors
     /// A setting that is out of its range, or a longest wait that is shorter than the initial one.
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
-        let zeros = [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)];
-        if let Some((setting, _)) = zeros.into_iter().find(|(_, zero)| *zero) {
-            return Err(PacerError::Zero { setting });
-        }
-        if !(spec.initial..=MAX_INTERVAL).contains(&spec.max) {
-            return Err(PacerError::Max { found: spec.max });
-        }
-        if let Growth::Exponential { up, down } = spec.growth {
-            if u64::from(up) <= WHOLE {
-                return Err(PacerError::Up { found: up });
-            }
-            if !(1..WHOLE).contains(&u64::from(down)) {
-                return Err(PacerError::Down { found: down });
-            }
-        }
-        if u64::from(spec.randomization) > WHOLE {
-            return Err(PacerError::Randomization { found: spec.randomization });
-        }
-        Ok(Self {
-            mode: spec.mode,
-            growth: spec.growth,
-            initial: nanos(spec.initial),
-            max: nanos(spec.max),
-            randomization: u64::from(spec.randomization),
-            max_randomization: nanos(spec.max_randomization),
-            threshold: spec.successes,
-            interval: 0,
-            successes: 0,
-            metrics: Metrics::default(),
-        })
+        Ok(Self { rules: Rules::new(spec)?, tempo: Tempo::default(), metrics: Metrics::default() })
     }
 
     /// How long calls wait now; zero at first and once enough have succeeded.
     pub fn interval(&self) -> Duration {
-        Duration::from_nanos(self.interval)
+        self.tempo.wait()
     }
 
     /// What it has done since it was made.
@@ -214,82 +208,16 @@ impl Pacer {
 
     /// A call has failed; returns how long to wait before the next.
     pub fn failed(&mut self, rng: &mut impl Rng) -> Duration {
-        self.metrics.invocations += 1;
-        self.metrics.up += 1;
-        self.interval = match (self.interval, self.mode) {
-            (0, _) => self.initial,
-            (before, Mode::Classic) => self.jittered(self.raised(before), u64::MAX, rng).clamp(self.initial, self.max),
-            (before, Mode::Steady) => {
-                let value = self.raised(before).min(self.summit());
-                if value > before { self.jittered(value, value - before - 1, rng).min(self.max) } else { before }
-            }
-        };
-        if self.mode == Mode::Steady {
-            self.successes = 0;
-        }
-        self.slept()
+        self.rules.failed(&mut self.tempo, || rng.next_u64());
+        self.metrics.told(true, false, Some(self.interval()));
+        self.interval()
     }
 
     /// A call has succeeded; returns how long to wait before the next, `None` where there is no wait.
     pub fn succeeded(&mut self, rng: &mut impl Rng) -> Option<Duration> {
-        self.metrics.invocations += 1;
-        if self.interval == 0 {
-            return None;
-        }
-        self.successes += 1;
-        if self.successes >= self.threshold {
-            self.successes = 0;
-            self.metrics.down += 1;
-            let value = self.lowered(self.interval);
-            let most = if self.mode == Mode::Steady { self.interval - value - 1 } else { u64::MAX };
-            let lower = self.jittered(value, most, rng).min(self.max);
-            self.interval = if lower < self.initial { 0 } else { lower };
-        }
-        Some(self.slept())
+        let stepped = self.rules.succeeded(&mut self.tempo, || rng.next_u64());
+        let wait = stepped.map(|_| self.interval());
+        self.metrics.told(false, stepped == Some(true), wait);
+        wait
     }
-
-    fn slept(&mut self) -> Duration {
-        self.metrics.slept += 1;
-        self.metrics.total = self.metrics.total.saturating_add(self.interval());
-        self.interval()
-    }
-
-    /// A longer wait than this one, which isn't longer than the longest.
-    fn raised(&self, interval: u64) -> u64 {
-        match self.growth {
-            // Rounding must leave no step of a few nanoseconds where it began.
-            Growth::Exponential { up, .. } => thousandths(interval, u64::from(up)).max(interval + 1),
-            Growth::Linear => interval.saturating_add(self.initial),
-        }
-    }
-
-    /// A shorter wait than this one, which isn't none.
-    fn lowered(&self, interval: u64) -> u64 {
-        match self.growth {
-            Growth::Exponential { down, .. } => thousandths(interval, u64::from(down)).min(interval - 1),
-            Growth::Linear => interval.saturating_sub(self.initial),
-        }
-    }
-
-    /// The longest wait that leaves room for jitter.
-    fn summit(&self) -> u64 {
-        let shared = u128::from(self.max) * u128::from(self.randomization) / u128::from(WHOLE + self.randomization);
-        self.max - self.max_randomization.min(shared as u64)
-    }
-
-    /// A wait near `value`, at most `most` from it. In steady mode that is as much as leaves something of the step.
-    fn jittered(&self, value: u64, most: u64, rng: &mut impl Rng) -> u64 {
-        let spread = thousandths(value, self.randomization).min(self.max_randomization).min(most);
-        if spread == 0 { value } else { drawn(value.saturating_sub(spread), value.saturating_add(spread), rng) }
-    }
-}
-
-/// So many thousandths of it, rounded to the nearest.
-fn thousandths(nanos: u64, share: u64) -> u64 {
-    let times = (u128::from(nanos) * u128::from(share) + u128::from(WHOLE) / 2) / u128::from(WHOLE);
-    u64::try_from(times).unwrap_or(u64::MAX)
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -3,6 +3,7 @@
 use crate::batch::{Ask, Outcome, Terms, Verdict};
 use crate::concurrency::Permits;
 use crate::cooldown::Gate;
+use crate::pacer::Tempo;
 use crate::penalty::Record;
 use crate::quota::Ledger;
 use crate::rate::Arrival;
@@ -40,6 +41,8 @@ pub enum Usage {
     Concurrency(Permits),
     /// A cool-down's gate.
     Cooldown(Gate),
+    /// What a pacer stands at.
+    Pace(Tempo),
 }
 
 /// All that is remembered of one key under one limit. The default is a key never seen.
@@ -70,7 +73,7 @@ impl State {
         match &self.usage {
             Usage::Window(log) => log.heap_bytes(),
             Usage::Concurrency(permits) => permits.heap_bytes(),
-            Usage::None | Usage::Rate(_) | Usage::Quota(_) | Usage::Cooldown(_) => 0,
+            Usage::None | Usage::Rate(_) | Usage::Quota(_) | Usage::Cooldown(_) | Usage::Pace(_) => 0,
         }
     }
 
@@ -79,6 +82,7 @@ impl State {
         let usage = match (limit.kind(), &self.usage) {
             (Kind::Window(window), Usage::Window(log)) => window.idle_at(log),
             (Kind::Cooldown(cooldown), Usage::Cooldown(gate)) => cooldown.idle_at(gate),
+            (Kind::Pace(pacer), Usage::Pace(tempo)) => pacer.idle_at(tempo),
             (_, Usage::Rate(arrival)) => arrival.idle_at(),
             (_, Usage::Quota(ledger)) => ledger.idle_at(),
             (_, Usage::Concurrency(permits)) => permits.idle_at(),
@@ -120,6 +124,11 @@ impl State {
                 let Usage::Cooldown(gate) = &mut self.usage else { return cooling(now, now) };
                 cooldown.settle(gate, now);
                 cooling(cooldown.look(*gate, now), now)
+            }
+            Kind::Pace(pacer) => {
+                let Usage::Pace(tempo) = &mut self.usage else { return pacer.look(&Tempo::default(), now) };
+                pacer.settle(tempo, now);
+                pacer.look(tempo, now)
             }
         }
     }
@@ -165,6 +174,16 @@ impl State {
         match &mut self.usage {
             Usage::Cooldown(gate) => gate,
             _ => unreachable!("invariant: the usage was just made a gate"),
+        }
+    }
+
+    fn tempo(&mut self) -> &mut Tempo {
+        if !matches!(self.usage, Usage::Pace(_)) {
+            self.usage = Usage::Pace(Tempo::default());
+        }
+        match &mut self.usage {
+            Usage::Pace(tempo) => tempo,
+            _ => unreachable!("invariant: the usage was just made a tempo"),
         }
     }
 
@@ -247,6 +266,7 @@ impl State {
                 outcome.reset_at = permits.idle_at().max(now);
             }
             Kind::Cooldown(cooldown) => outcome.generation = cooldown.charge(self.gate(), now),
+            Kind::Pace(_) => {}
         }
     }
 
@@ -273,8 +293,8 @@ impl State {
     }
 
     /// Takes note of what an operation tells: that something is given back, has ended, cost more, was throttled. True
-    /// unless it was about a permit that isn't held any more.
-    pub fn tell(&mut self, ask: &Ask<'_>) -> bool {
+    /// unless it was about a permit that isn't held any more. What a pace comes to is told in the outcome.
+    pub fn tell(&mut self, ask: &Ask<'_>, outcome: &mut Outcome) -> bool {
         let &Ask { op, limit, terms, now } = ask;
         match (limit.kind(), op.verb) {
             (Kind::Concurrency(concurrency), Verb::Release | Verb::Renew) => {
@@ -293,6 +313,10 @@ impl State {
                 concurrency.debit(permits, terms.holder, op.cost, now);
             }
             (Kind::Cooldown(_), Verb::Debit) => {}
+            (Kind::Pace(pacer), Verb::Debit) => pacer.at_least(self.tempo(), op.cost, now),
+            (Kind::Pace(pacer), Verb::Pace { failed, draw }) => {
+                pacer.told(self.tempo(), failed, draw, now).tell(outcome);
+            }
             (_, Verb::Debit) => {
                 let op = Op { cost: op.cost.min(MAX_COST), ..*op };
                 let mut outcome = Outcome::of(self.look(limit.kind(), op.cost, now), now);

@@ -1,18 +1,20 @@
 //! Limits of 0 and 2^40, costs above capacity, numbers at the ends of their types: an error or saturation, no panic.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tidegate_core::batch::settle;
 use tidegate_core::concurrency::Permits;
 use tidegate_core::cooldown::Gate;
+use tidegate_core::pacer::{Growth, Mode, Tempo};
 use tidegate_core::penalty::Record;
 use tidegate_core::quota::{Every, Ledger, Period};
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
 use tidegate_core::window::Log;
 use tidegate_core::{
-    Batch, Concurrency, Cooldown, Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, Op, Penalty,
-    PenaltyMode, PenaltySpec, Quota, Rate, Span, State, Time, Verb, Window,
+    Batch, Concurrency, Cooldown, Count, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, Op, PacerSpec,
+    Penalty, PenaltyMode, PenaltySpec, Quota, Rate, SharedPacer, Span, State, Time, Verb, Window,
 };
 use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
 use tidegate_testkit::dice::{Dice, count};
@@ -43,13 +45,26 @@ fn any_number(dice: &mut Dice) -> u64 {
 
 fn any_kind(dice: &mut Dice) -> Result<Kind, LimitError> {
     let (number, span, other) = (any_number(dice), Span::from_micros(any_number(dice)), any_number(dice));
-    match dice.below(5) {
+    match dice.below(6) {
         0 => Window::new(number, span, dice.pick(&[0, 1, 2, 64, 1 << 16, u32::MAX]))
             .map(|window| Kind::Window(window.with_lead(Span::from_micros(other)))),
         1 => Rate::new(number, span, other).map(Kind::Rate),
         3 => {
             let [base, cap, stagger] = [number, other, any_number(dice)].map(Span::from_micros);
             Ok(Kind::Cooldown(Cooldown { base, cap, stagger }))
+        }
+        4 => {
+            let (up, down) = (any_number(dice) as u32, any_number(dice) as u16);
+            let spec = PacerSpec {
+                initial: Duration::from_nanos(number),
+                max: Duration::from_nanos(other),
+                growth: dice.pick(&[Growth::Linear, Growth::Exponential { up, down }]),
+                randomization: any_number(dice) as u16,
+                max_randomization: span.as_duration(),
+                successes: any_number(dice) as u32,
+                mode: dice.pick(&[Mode::Steady, Mode::Classic]),
+            };
+            SharedPacer::new(spec).map(Kind::Pace).map_err(|_| LimitError::ZeroPeriod)
         }
         2 => Quota::new(number, Arc::new(Every(span))).map(Kind::Quota),
         _ => Concurrency::new(number, span).map(Kind::Concurrency),
@@ -103,6 +118,8 @@ fn any_numbers_at_any_time() {
                 Verb::Disable,
                 Verb::Throttle { generation },
                 Verb::Succeed { generation },
+                Verb::Pace { failed: true, draw: generation },
+                Verb::Pace { failed: false, draw: generation },
             ]);
             for (limit, _) in limits.iter() {
                 let cost = any_number(&mut dice);
@@ -128,7 +145,7 @@ fn any_state_is_survived() {
     property::check(count(6_000, 200_000), 40, |mut dice| {
         let Ok(limit) = any_limit(&mut dice) else { return Ok(()) };
         let time = |dice: &mut Dice| Time::from_micros(any_number(dice));
-        let usage = match dice.below(6) {
+        let usage = match dice.below(7) {
             0 => Usage::None,
             1 => Usage::Window(Log::once(time(&mut dice), any_number(&mut dice))),
             2 => Usage::Rate(Arrival::from_bits(any_number(&mut dice))),
@@ -141,6 +158,11 @@ fn any_state_is_survived() {
                 let [generation, step] = [any_number(&mut dice) as u32, any_number(&mut dice) as u32];
                 Usage::Cooldown(Gate { until, last, generation, step: step as u8 })
             }
+            5 => Usage::Pace(Tempo {
+                interval: any_number(&mut dice),
+                successes: any_number(&mut dice) as u32,
+                told_at: time(&mut dice),
+            }),
             _ => Usage::Concurrency(Permits::default()),
         };
         let record = Record {
@@ -165,6 +187,8 @@ fn any_state_is_survived() {
                 Verb::Disable,
                 Verb::Throttle { generation },
                 Verb::Succeed { generation },
+                Verb::Pace { failed: true, draw: generation },
+                Verb::Pace { failed: false, draw: generation },
             ]);
             batch.push(Op::new(id(0), verb, key(0), any_number(&mut dice))).map_err(|full| full.to_string())?;
             let now = time(&mut dice);

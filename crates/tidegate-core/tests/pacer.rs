@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::pacer::{Growth, MAX_INTERVAL, Metrics, Mode};
-use tidegate_core::{Pacer, PacerError, PacerSpec};
+use rand::{Rng, SeedableRng};
+use tidegate_core::pacer::{Growth, MAX_INTERVAL, MAX_SHARED_STEP, Metrics, Mode, Tempo};
+use tidegate_core::{Pacer, PacerError, PacerSpec, SharedPacer, Span, Time};
 
 const fn micros(micros: u64) -> Duration {
     Duration::from_micros(micros)
@@ -144,6 +144,59 @@ fn what_makes_no_sense_is_refused() {
     assert!(Pacer::new(spec).is_ok());
 }
 
+#[test]
+fn a_shared_pacer_stays_within_what_stores_count() {
+    let spec = PacerSpec { max: MAX_SHARED_STEP, growth: Growth::Linear, ..PacerSpec::default() };
+    let beyond = SharedPacer::new(spec).unwrap_err();
+    assert_eq!(
+        beyond.to_string(),
+        "a failure at the longest wait would make 2251800.313685248s of it before it is cut, and stores that are shared \
+         count up to 2251799.813685248s: a shorter longest wait or a smaller factor is needed"
+    );
+    assert!(SharedPacer::new(PacerSpec { max: MAX_SHARED_STEP - spec.initial, ..spec }).is_ok());
+    let steep = PacerSpec { growth: Growth::Exponential { up: u32::MAX, down: 500 }, ..PacerSpec::default() };
+    assert!(matches!(SharedPacer::new(steep), Err(PacerError::SharedStep { .. })));
+    let zero = PacerSpec { successes: 0, ..PacerSpec::default() };
+    assert_eq!(SharedPacer::new(zero).unwrap_err(), PacerError::Zero { setting: "successes" });
+}
+
+#[test]
+fn a_shared_pace_is_forgotten_once_nobody_tells_it_of_calls() {
+    let pacer = SharedPacer::new(PacerSpec::default()).unwrap();
+    let (start, longest) = (Time::from_secs(1_700_000_000), Span::from_secs(3_600 + 900));
+    let mut tempo = Tempo::default();
+    assert_eq!(pacer.told(&mut tempo, false, 0, start).after, 0);
+    assert_eq!(tempo, Tempo::default(), "nothing to remember");
+    pacer.told(&mut tempo, true, 0, start);
+    assert_eq!((tempo.wait(), pacer.idle_at(&tempo)), (Duration::from_millis(500), start + longest));
+    pacer.told(&mut tempo, false, 0, start + longest - Span::from_micros(1));
+    let idle_at = pacer.idle_at(&tempo);
+    assert!(idle_at > start + longest.times(2) - Span::from_secs(1) && tempo.interval > 0);
+    assert_eq!(pacer.told(&mut tempo, true, 0, idle_at).before, 0);
+    // By a clock that was a year ahead it isn't kept for longer.
+    pacer.told(&mut tempo, true, 0, start + Span::from_secs(365 * 86_400));
+    pacer.settle(&mut tempo, start);
+    assert_eq!(pacer.idle_at(&tempo), start + longest);
+}
+
+#[test]
+fn a_pace_that_was_come_to_elsewhere_is_kept_at_the_least() {
+    let pacer = SharedPacer::new(PacerSpec { max: Duration::from_secs(8), ..PacerSpec::default() }).unwrap();
+    let (now, mut tempo) = (Time::from_secs(1_700_000_000), Tempo::default());
+    let mut at_least = |nanos| {
+        pacer.at_least(&mut tempo, nanos, now);
+        tempo.interval / 1_000_000
+    };
+    let told = [0, 1, 2_000_000_000, 1_000_000_000, u64::MAX].map(&mut at_least);
+    assert_eq!(told, [0, 500, 2_000, 2_000, 8_000]);
+    // Another one's settings may have led outside of one's own.
+    let wider = SharedPacer::new(PacerSpec { max: Duration::from_secs(60), ..PacerSpec::default() }).unwrap();
+    let mut tempo = Tempo::default();
+    wider.at_least(&mut tempo, 60_000_000_000, now);
+    pacer.settle(&mut tempo, now);
+    assert_eq!(tempo.wait(), Duration::from_secs(8));
+}
+
 fn any_spec() -> impl Strategy<Value = PacerSpec> {
     let growth = prop_oneof![
         Just(Growth::Linear),
@@ -164,7 +217,48 @@ fn any_spec() -> impl Strategy<Value = PacerSpec> {
     )
 }
 
+/// A generator of one word, of which 32 bits are drawn and the others 0.
+#[derive(Clone, Copy)]
+struct Word(u32);
+
+impl rand::TryRng for Word {
+    type Error = std::convert::Infallible;
+
+    fn try_next_u32(&mut self) -> Result<u32, Self::Error> {
+        Ok(self.0)
+    }
+
+    fn try_next_u64(&mut self) -> Result<u64, Self::Error> {
+        Ok(u64::from(self.0) << 32)
+    }
+
+    fn try_fill_bytes(&mut self, bytes: &mut [u8]) -> Result<(), Self::Error> {
+        bytes.fill(0);
+        Ok(())
+    }
+}
+
 proptest! {
+    #[test]
+    fn a_shared_pacer_steps_as_one_of_ones_own(spec in any_spec(), classic: bool, seed: u64, outcomes in "[FS]{1,200}") {
+        let spec = PacerSpec { mode: if classic { Mode::Classic } else { Mode::Steady }, ..spec };
+        let Ok(shared) = SharedPacer::new(spec) else { return Ok(()) };
+        let (mut own, mut rng) = (Pacer::new(spec).unwrap(), dice(seed));
+        let (mut tempo, mut metrics, now) = (Tempo::default(), Metrics::default(), Time::from_secs(1_700_000_000));
+        for outcome in outcomes.chars() {
+            let (failed, draw) = (outcome == 'F', Rng::next_u32(&mut rng));
+            let step = shared.told(&mut tempo, failed, draw, now);
+            let wait = if failed { Some(own.failed(&mut Word(draw))) } else { own.succeeded(&mut Word(draw)) };
+            prop_assert_eq!(Duration::from_nanos(step.after), own.interval());
+            prop_assert_eq!(shared.tempo(step, now), tempo);
+            let paused = (failed || step.before > 0).then(|| Duration::from_nanos(step.after));
+            prop_assert_eq!(paused, wait);
+            metrics.told(failed, !failed && shared.is_down(step), paused);
+            prop_assert_eq!(metrics, own.metrics());
+        }
+        prop_assert_eq!(shared.spec(), spec);
+    }
+
     #[test]
     fn steady_never_steps_the_wrong_way(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
         let (mut pacer, mut rng) = (Pacer::new(spec).unwrap(), dice(seed));

@@ -146,6 +146,13 @@ impl KeySeed {
         Key::new(own.hi(), whole.lo() & COMMON | own.lo() & !COMMON)
     }
 
+    /// What a shared pacer's state is kept under.
+    pub fn pacer(&self, name: &str) -> Key {
+        let mut encoder = Encoder::new(self, DOMAIN_PACER);
+        encoder.part(32, name.as_bytes());
+        encoder.finish()
+    }
+
     fn outbound(&self, provider: &str) -> Encoder {
         let mut encoder = Encoder::new(self, DOMAIN_OUTBOUND);
         encoder.part(30, provider.as_bytes());
@@ -153,15 +160,17 @@ impl KeySeed {
     }
 }
 
-/// What a limit is called in a store that outlives the plan. A limit of another kind is another limit: nothing of what
-/// the first remembered would mean anything to it.
-pub(crate) fn limit_tag(direction: &str, name: &str, kind: &Kind) -> u64 {
+/// What a limit is called in a store that outlives the plan ([`Limit::tagged`](tidegate_core::Limit::tagged)), of what
+/// it is part of and its name there. A limit of another kind is another limit: nothing of what the first remembered would
+/// mean anything to it.
+pub fn limit_tag(direction: &str, name: &str, kind: &Kind) -> u64 {
     let kind = match kind {
         Kind::Window(_) => 1,
         Kind::Rate(_) => 2,
         Kind::Quota(_) => 3,
         Kind::Concurrency(_) => 4,
         Kind::Cooldown(_) => 5,
+        Kind::Pace(_) => 6,
     };
     let mut encoder = Encoder::new(&KeySeed::new([0; 16]), DOMAIN_TAG);
     encoder.part(kind, direction.as_bytes());
@@ -189,6 +198,7 @@ const DOMAIN_KEY: u8 = 0;
 const DOMAIN_PARENT: u8 = 1;
 const DOMAIN_OUTBOUND: u8 = 2;
 const DOMAIN_TAG: u8 = 3;
+const DOMAIN_PACER: u8 = 4;
 const ABSENT: u8 = 0x80;
 
 impl Recipe {

@@ -63,7 +63,7 @@ pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, 
 pub use error::{Error, Errors, Place};
 pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
 pub use hints::Hints;
-pub use key::{KeyError, KeyPart, KeySeed, MissingPart, PLATFORMS, UnknownPlatform};
+pub use key::{KeyError, KeyPart, KeySeed, MissingPart, PLATFORMS, UnknownPlatform, limit_tag};
 pub use matcher::Matcher;
 pub use outbound::Outbound;
 pub use path::PathQuirks;

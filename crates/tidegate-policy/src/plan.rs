@@ -371,7 +371,7 @@ impl Plan {
             let takes_part = match verb {
                 Verb::Take | Verb::Peek => true,
                 Verb::Refund | Verb::Debit | Verb::Settle => !step.concurrency,
-                Verb::Throttle { .. } | Verb::Succeed { .. } | Verb::Disable => false,
+                Verb::Throttle { .. } | Verb::Succeed { .. } | Verb::Disable | Verb::Pace { .. } => false,
                 Verb::Release | Verb::Renew => step.concurrency,
                 Verb::Reset => !step.global || action.is_none(),
             };

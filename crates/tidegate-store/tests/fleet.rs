@@ -12,10 +12,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate_core::batch::Outcome;
+use tidegate_core::pacer::Growth;
 use tidegate_core::quota::Every;
 use tidegate_core::{
     Batch, Clock, Concurrency, Cooldown, Count, Key, Kind, LeaseSpec, Limit, LimitId, Limits, OnOutage, Op, Outcomes,
-    Penalty, PenaltySpec, Quota, Rate, Sharing, Span, Time, Verb, Verdict, Window,
+    PacerSpec, Penalty, PenaltySpec, Quota, Rate, SharedPacer, Sharing, Span, Time, Verb, Verdict, Window,
 };
 use tidegate_store::{Answer, Fleet, FleetOptions, Remote as _, Store, StoreError, fleet_limits};
 use tidegate_testkit::remote::{FlakyRemote, Mood};
@@ -337,6 +338,33 @@ async fn cooldowns_of_an_outage_are_told() {
     let wait = met.retry_at.since(clock.now());
     assert!(met.verdict.refuses() && (598..=600).contains(&(wait.as_micros() / 1_000_000)), "{met:?}");
     assert!(nodes[1].one(Verb::Take, &[1], KEY).await.retry_at.is_never());
+}
+
+/// What calls that failed during an outage have led a pace to holds for all afterwards; that calls succeeded doesn't.
+#[tokio::test(start_paused = true)]
+async fn paces_of_an_outage_are_told() {
+    let clock = Virtual::new();
+    let spec = PacerSpec { growth: Growth::Linear, randomization: 0, successes: 1, ..PacerSpec::default() };
+    let store = remote([Limit::new(Kind::Pace(SharedPacer::new(spec).unwrap()))], clock, true);
+    let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
+    settled().await;
+    let ask = async |node: usize, failed| nodes[node].one(Verb::Pace { failed, draw: 0 }, &[0], KEY).await.used;
+    let outage = async |calls: &[bool]| {
+        store.set_mood(Mood::Failing);
+        for failed in calls {
+            ask(0, *failed).await;
+        }
+        store.set_mood(Mood::Well);
+        sleep(Duration::from_secs(1)).await;
+        nodes[1].one(Verb::Peek, &[0], KEY).await.used
+    };
+    assert_eq!((ask(0, true).await, ask(1, true).await), (500_000_000, 1_000_000_000));
+    assert_eq!(outage(&[true, true, true, true, false]).await, 1_500_000_000);
+    assert_eq!(outage(&[true, false, false]).await, 1_500_000_000, "never shorter");
+    for _ in 0..3 {
+        ask(1, false).await;
+    }
+    assert_eq!(outage(&[false]).await, 0);
 }
 
 /// Permits that were taken or given back during an outage are known afterwards, and those that the store has lost are

@@ -104,7 +104,7 @@ impl std::error::Error for Failure {}
 /// The first [`Failure`].
 pub fn conform<B: Backend>(backend: &B, effort: &Effort) -> Result<(), Failure> {
     type Check<B> = fn(&B, &Effort) -> Result<(), String>;
-    let checks: [(&str, Check<B>); 10] = [
+    let checks: [(&str, Check<B>); 11] = [
         ("random batches against the model", random::batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -112,6 +112,7 @@ pub fn conform<B: Backend>(backend: &B, effort: &Effort) -> Result<(), Failure> 
         ("permits", concurrent::permits::<B>),
         ("calls counted ahead", concurrent::counted_ahead::<B>),
         ("calls throttled together", concurrent::throttled_together::<B>),
+        ("calls that keep one pace", concurrent::one_pace::<B>),
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
         ("a clock that jumps a year and back", random::jump::<B>),

@@ -3,7 +3,8 @@
 //! Per limit and key the model keeps all that ever happened and works every answer out from that history: a window
 //! counts the events of the last W, a rate replays every arrival, a quota adds up a period. It shares no arithmetic
 //! with the core. A window counts a call that is taken ahead from the moment ahead until its end is told, and a gate is
-//! closed as the list of its closings, releases and proofs says. A store's answers are handed to [`Model::check`], which says where they contradict it.
+//! closed as the list of its closings, releases and proofs says; a pace follows every call that it was told of. A store's
+//! answers are handed to [`Model::check`], which says where they contradict it.
 //!
 //! Where the semantics leave a store some room the model gives a bracket: a window above the entries that are kept
 //! exactly may free a slot up to [`tidegate_core::Window::lateness`] late, and never early. The model then goes on
@@ -15,6 +16,7 @@
 mod closings;
 mod history;
 mod penalty;
+mod steps;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,6 +31,7 @@ use tidegate_core::{
 use closings::Closings;
 use history::{Event, History};
 use penalty::Penalties;
+use steps::Steps;
 
 /// All that ever happened, per limit and key.
 #[derive(Clone, Debug)]
@@ -56,6 +59,7 @@ impl std::error::Error for Mismatch {}
 struct Cell {
     history: History,
     closings: Closings,
+    steps: Steps,
     penalties: Penalties,
 }
 
@@ -110,8 +114,12 @@ impl Bracket {
             }
             Ok(())
         }
-        // A cool-down counts no costs: it is free or taken.
-        let capacity = if let Kind::Cooldown(_) = limit.kind() { 1 } else { limit.kind().capacity() };
+        let capacity = match limit.kind() {
+            // A cool-down counts no costs: it is free or taken.
+            Kind::Cooldown(_) => 1,
+            Kind::Pace(pacer) => steps::longest(pacer),
+            kind => kind.capacity(),
+        };
         within("limit", found.limit, (capacity, capacity))?;
         // An overdrawn limit may count what overdrew it as one: it is full either way.
         let most = if self.used.1 >= capacity { u64::MAX } else { self.used.1 };
@@ -218,6 +226,10 @@ impl Cell {
                 let look = self.closings.look(cooldown, now);
                 (look, look, self.closings.generation(cooldown, now))
             }
+            Kind::Pace(pacer) => {
+                let look = self.steps.look(pacer, now);
+                (look, look, 0)
+            }
             kind => {
                 let look = |late| self.history.look(kind, cost, holder, now, late);
                 (look(Span::ZERO), look(lateness(kind)), 0)
@@ -277,13 +289,17 @@ impl Cell {
                 outcome.remaining.saturating_add(op.cost)
             };
             self.penalties.admitted(outcome.verdict == Verdict::Parole, room);
-            let after = if let Kind::Cooldown(cooldown) = limit.kind() {
-                // Who was let through is told what it met.
-                self.closings.through(cooldown, now);
-                judged.clone()
-            } else {
-                self.take(limit.kind(), op.cost, terms, now);
-                self.judge(limit, 0, terms.holder, now)
+            let after = match limit.kind() {
+                Kind::Cooldown(cooldown) => {
+                    // Who was let through is told what it met.
+                    self.closings.through(cooldown, now);
+                    judged.clone()
+                }
+                Kind::Pace(_) => judged.clone(),
+                kind => {
+                    self.take(kind, op.cost, terms, now);
+                    self.judge(limit, 0, terms.holder, now)
+                }
             };
             return Bracket { retry_at: (now, now), ..bracket(&after) }.check(limit, outcome);
         }
@@ -341,6 +357,14 @@ impl Cell {
             }
             (Verb::Succeed { generation }, Kind::Cooldown(cooldown)) => {
                 self.closings.succeeded(cooldown, generation, now);
+            }
+            (Verb::Debit, Kind::Pace(_)) => self.steps.at_least(op.cost, now),
+            (Verb::Pace { failed, draw }, Kind::Pace(pacer)) => {
+                let expected = self.steps.call(pacer, failed, draw, now);
+                let found = (outcome.limit, outcome.used, outcome.remaining);
+                if found != expected {
+                    return Err(format!("a step to {found:?}, expected {expected:?}"));
+                }
             }
             (Verb::Disable, Kind::Cooldown(cooldown)) => {
                 let until = if op.cost > 0 { now + Span::from_micros(op.cost) } else { Time::NEVER };

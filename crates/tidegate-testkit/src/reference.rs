@@ -88,6 +88,11 @@ fn written(limit: &Limit, state: &State, now: Time) -> String {
             cooldown.settle(&mut gate, now);
             format!("{gate:?}")
         }
+        (Kind::Pace(pacer), Usage::Pace(tempo)) => {
+            let mut tempo = *tempo;
+            pacer.settle(&mut tempo, now);
+            format!("{tempo:?}")
+        }
         _ => String::new(),
     };
     let mut record = *state.record();

@@ -1,11 +1,13 @@
 //! Random plans and random traffic on them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use tidegate_core::pacer::{Growth, MAX_SHARED_STEP, Mode};
 use tidegate_core::quota::Every;
 use tidegate_core::{
     Batch, Concurrency, Cooldown, Count, Key, Kind, Limit, LimitError, LimitId, Limits, MAX_COST, Op, Outcomes,
-    Penalty, PenaltyMode, PenaltySpec, Quota, Rate, Span, Time, Verb, Window,
+    PacerSpec, Penalty, PenaltyMode, PenaltySpec, Quota, Rate, SharedPacer, Span, Time, Verb, Window,
 };
 
 use crate::dice::Dice;
@@ -134,7 +136,11 @@ impl World {
                 92..94 => Verb::Reset,
                 _ => self.any_verb(),
             };
-            let cost = if self.is_cooldown(limit) { self.wait() } else { self.cost(limit) };
+            let (verb, cost) = match verb {
+                _ if self.is_pace(limit) && self.dice.percent(70) => self.step(),
+                _ if self.is_cooldown(limit) => (verb, self.wait()),
+                _ => (verb, self.cost(limit)),
+            };
             let verb = self.known(limit, verb);
             batch.push(Op::new(limit, verb, key, cost)).expect("invariant: at most 4 operations");
         }
@@ -157,6 +163,7 @@ impl World {
                 (true, 0..=3) => (Verb::Throttle { generation }, self.wait()),
                 (true, 4..=6) => (Verb::Succeed { generation }, 0),
                 (true, _) => (Verb::Disable, self.wait()),
+                (false, _) if self.is_pace(op.limit) => self.step(),
                 (false, 0) => (self.any_verb(), self.cost(op.limit)),
                 (false, _) => (verb, op.cost),
             };
@@ -187,7 +194,21 @@ impl World {
             Verb::Throttle { generation },
             Verb::Succeed { generation },
             Verb::Disable,
+            Verb::Pace { failed: true, draw: generation },
         ])
+    }
+
+    /// News of a call for a pace, whose jitter finds the ends of its range.
+    fn step(&mut self) -> (Verb, u64) {
+        let draw = match self.dice.below(8) {
+            0 => self.dice.pick(&[0, 1, 1 << 31, u32::MAX - 1, u32::MAX]),
+            _ => self.dice.word() as u32,
+        };
+        match self.dice.below(16) {
+            0..=6 => (Verb::Pace { failed: true, draw }, 0),
+            7..=14 => (Verb::Pace { failed: false, draw }, 0),
+            _ => (Verb::Debit, self.dice.below(1 << 40)),
+        }
     }
 
     /// Mostly as all calls have it.
@@ -212,6 +233,10 @@ impl World {
 
     fn is_cooldown(&self, limit: LimitId) -> bool {
         self.limits.get(limit).is_some_and(|limit| matches!(limit.kind(), Kind::Cooldown(_)))
+    }
+
+    fn is_pace(&self, limit: LimitId) -> bool {
+        self.limits.get(limit).is_some_and(|limit| matches!(limit.kind(), Kind::Pace(_)))
     }
 
     /// A `Take` of one to four limits, each with the cost of an ordinary call.
@@ -290,7 +315,7 @@ fn limit(dice: &mut Dice, wanted: Wanted, lead: Span) -> Limit {
         Span::from_millis(dice.between(1, 3) * dice.pick(&millis))
     };
     let period = length(dice);
-    let kind = match dice.below(10) {
+    let kind = match dice.below(11) {
         0..=2 => {
             let (limit, entries) = (dice.below(8), dice.pick(&[64, 8, 1]));
             window(dice, limit, period, entries, lead)
@@ -302,6 +327,7 @@ fn limit(dice: &mut Dice, wanted: Wanted, lead: Span) -> Limit {
         5 => Rate::new(dice.between(1, 50), period, dice.between(1, 8)).map(Kind::Rate),
         6 => Quota::new(dice.below(20), Arc::new(Every(period))).map(Kind::Quota),
         7 => Concurrency::new(dice.below(5), period).map(Kind::Concurrency),
+        8 => Ok(Kind::Pace(pacer(dice, period))),
         _ => {
             let base = Span::from_micros(period.as_micros() / dice.pick(&[1, 10, 1_000]));
             let (cap, stagger) = (base.times(dice.pick(&[1, 3, 8])), length(dice));
@@ -319,6 +345,30 @@ fn limit(dice: &mut Dice, wanted: Wanted, lead: Span) -> Limit {
         limit = limit.in_shadow(dice.percent(20));
     }
     limit
+}
+
+/// Steps that come to the longest wait within a few, and to none again.
+fn pacer(dice: &mut Dice, period: Span) -> SharedPacer {
+    let initial = Duration::from_nanos({
+        let most = dice.pick(&[1, 1_000, period.as_micros() * 1_000]);
+        dice.between(1, most)
+    });
+    let most = (MAX_SHARED_STEP / 20).max(initial);
+    let growth = match dice.below(4) {
+        0 => Growth::Linear,
+        1 => Growth::default(),
+        _ => Growth::Exponential { up: dice.between(1_001, 20_000) as u32, down: dice.between(1, 999) as u16 },
+    };
+    let spec = PacerSpec {
+        initial,
+        max: dice.pick(&[initial, initial * 7, initial * 1_000, most]).min(most),
+        growth,
+        randomization: dice.pick(&[300, 0, 1, 999, 1_000]),
+        max_randomization: Duration::from_nanos(dice.pick(&[1 << 40, 0, 1_000, u64::MAX])),
+        successes: dice.pick(&[1, 2, 3, u32::MAX]),
+        mode: dice.pick(&[Mode::Steady, Mode::Classic]),
+    };
+    SharedPacer::new(spec).expect("invariant: within every range")
 }
 
 /// A window, in a plan whose calls are counted ahead one that expects it. Those that keep every moment keep them then

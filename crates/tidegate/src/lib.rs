@@ -37,7 +37,7 @@
 //! | call them with any client that is a service of tower | `outbound::OutboundLayer`, feature `outbound` |
 //! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
 //! | limit one thing, or one kind of key, without any policy | [`Limiter`], [`KeyedLimiter`] |
-//! | let workers find the pace that a service bears | `Pacer`, feature `outbound` |
+//! | let workers find the pace that a service bears, in one process or many | `Pacer`, feature `outbound` |
 //! | test with a clock of your own | [`clock::ManualClock`] |
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 

@@ -1,5 +1,7 @@
 //! A pace that many workers keep together.
 
+mod shared;
+
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -7,11 +9,15 @@ use std::time::Duration;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::pacer::Metrics;
-use tidegate_core::{Clock, PacerError, PacerSpec, Span};
+use tidegate_core::{Clock, Limits, PacerError, PacerSpec, Span};
+use tidegate_policy::KeySeed;
+use tidegate_store::AnyStore;
 
-use crate::SystemClock;
 use crate::clock::alarm;
 use crate::random::random_u64;
+use crate::{OpenError, Stores, SystemClock};
+pub(crate) use shared::Together;
+use shared::{RENEW_EVERY, Worker};
 
 /// How often a clock is looked at that isn't the machine's: it may be set at any time, and tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
@@ -43,12 +49,53 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 /// cancelled while it waits has told everything, and holds nothing: no lock, no turn, no place in any queue. A wait that
 /// was cut short counts in [`Metrics::slept`] and, in all its length, in [`Metrics::total`]: they say what the pacer asked
 /// for.
+///
+/// # Many processes
+///
+/// [`Pacer::shared`] makes a pacer of a name whose pace is kept in the store of a policy. All who open it by this name,
+/// in this process or another, hold one pace together: the interval is the time from one of their calls to the next, on
+/// average, and each worker waits as many times that long as there are workers. So the service is called as often whether
+/// there are three workers or thirty, while each clone of a pacer of one's own waits for the interval alone. A lone worker
+/// waits exactly for the interval, which is the initial one after the first failure.
+///
+/// A worker is a clone, from the first call that it tells of until it is dropped: give each task a clone of its own, since
+/// tasks that use one together count as one. Who neither tells of a call nor waits for 30 s, or dies, isn't counted any
+/// more until it tells of its next. How long a wait is, is decided when it begins. Up to 4096 workers are counted.
+///
+/// ```
+/// use tidegate::core::PacerSpec;
+/// use tidegate::policy::{Policy, Sources};
+/// use tidegate::{Pacer, Stores};
+///
+/// # async fn work(pacer: Pacer) { pacer.on_success().await }
+/// # async fn start() -> Result<(), Box<dyn std::error::Error>> {
+/// let text = "[store]\nurl = \"memory\"    # or redis://, mysql://, postgres://, mongodb://, file:";
+/// let policy = Policy::load(Sources::new().file("tidegate.toml", text))?;
+/// let stores = Stores::open(&policy, |name| std::env::var(name).ok()).await?;
+/// let pacer = Pacer::shared(PacerSpec::default(), "api.example.com", &stores)?;
+/// for _ in 0..8 {
+///     tokio::spawn(work(pacer.clone()));
+/// }
+/// # Ok(())
+/// # }
+/// # tokio::runtime::Runtime::new().unwrap().block_on(start()).unwrap();
+/// ```
+///
+/// Telling of a call is one round trip to the store. If the store doesn't answer within `store.timeout`, the process goes
+/// on from the interval and the number of workers that it last knew, by the same rules and without waiting for the store
+/// again until it is back; what failures have led to meanwhile then holds for all, if it is longer than what the store
+/// has. A pace that nobody keeps to for an hour beyond its longest wait is forgotten.
 #[derive(Clone)]
-pub struct Pacer<C = SystemClock>(Arc<Shared<C>>);
-
-struct Shared<C> {
-    state: Mutex<State>,
+pub struct Pacer<C = SystemClock> {
+    kept: Kept,
     clock: C,
+}
+
+/// Where the pace is kept.
+#[derive(Clone)]
+enum Kept {
+    Here(Arc<Mutex<State>>),
+    Together(Worker),
 }
 
 struct State {
@@ -64,6 +111,14 @@ impl Pacer {
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         Self::with_clock(spec, SystemClock::new())
     }
+
+    /// A worker at the pace that is kept under this name in these stores. See [`Stores::pacer`].
+    ///
+    /// # Errors
+    /// As [`Stores::pacer`].
+    pub fn shared(spec: PacerSpec, name: &str, stores: &Stores) -> Result<Self, OpenError> {
+        stores.pacer(spec, name, SystemClock::new())
+    }
 }
 
 impl<C: Clock> Pacer<C> {
@@ -74,86 +129,146 @@ impl<C: Clock> Pacer<C> {
     /// As [`Pacer::new`].
     pub fn with_clock(spec: PacerSpec, clock: C) -> Result<Self, PacerError> {
         let state = State { pacer: tidegate_core::Pacer::new(spec)?, rng: SmallRng::seed_from_u64(random_u64()) };
-        Ok(Self(Arc::new(Shared { state: Mutex::new(state), clock })))
+        Ok(Self { kept: Kept::Here(Arc::new(Mutex::new(state))), clock })
+    }
+
+    /// [`Pacer::shared`] over a store that `open` makes for the limits that the pacer needs, with keys hashed under `seed`.
+    /// Whoever is to share the pace needs the same seed.
+    ///
+    /// # Errors
+    /// Settings that can't be shared, as [`tidegate_core::SharedPacer::new`] says; and what `open` returns.
+    pub fn with_store(
+        spec: PacerSpec,
+        name: &str,
+        clock: C,
+        seed: &KeySeed,
+        open: impl FnOnce(Limits) -> Result<AnyStore, OpenError>,
+    ) -> Result<Self, OpenError>
+    where
+        C: Clone,
+    {
+        let together = Together::open(spec, name, seed, clock.clone(), open)?;
+        Ok(Self::at(Arc::new(together), clock))
+    }
+
+    /// Another worker at a pace.
+    pub(crate) fn at(together: Arc<Together>, clock: C) -> Self {
+        Self { kept: Kept::Together(Worker::new(together)), clock }
     }
 
     /// A call has failed: lengthens the wait, and waits, within a tokio runtime whose timers are enabled.
     pub async fn on_failure(&self) {
-        let wait = self.failed();
-        self.sleep(wait).await;
+        self.told(true).await;
     }
 
     /// A call has succeeded: waits if there is a wait, which every so many successes shorten, within a tokio runtime whose
     /// timers are enabled.
     pub async fn on_success(&self) {
-        let wait = self.succeeded();
-        self.sleep(wait).await;
+        self.told(false).await;
     }
 
     /// [`on_failure`](Self::on_failure) for a thread that may block.
     pub fn on_failure_blocking(&self) {
-        let wait = self.failed();
-        self.block(wait);
+        self.told_blocking(true);
     }
 
     /// [`on_success`](Self::on_success) for a thread that may block.
     pub fn on_success_blocking(&self) {
-        let wait = self.succeeded();
-        self.block(wait);
+        self.told_blocking(false);
     }
 
-    /// How long calls wait now; zero at first and once enough have succeeded.
+    /// How long calls wait now; zero at first and once enough have succeeded. Of a shared pacer the time between any two
+    /// calls of all workers, as this process last knew it.
     pub fn interval(&self) -> Duration {
-        self.lock().pacer.interval()
+        match &self.kept {
+            Kept::Here(state) => lock(state).pacer.interval(),
+            Kept::Together(worker) => worker.interval(),
+        }
     }
 
-    /// What it has done since it was made, for all who share it.
+    /// Among how many workers a shared pace is shared out, as this process last knew; 1 of a pacer that isn't shared.
+    pub fn workers(&self) -> u32 {
+        match &self.kept {
+            Kept::Here(_) => 1,
+            Kept::Together(worker) => worker.workers(),
+        }
+    }
+
+    /// What it has done since it was made, for all who share it in this process.
     pub fn metrics(&self) -> Metrics {
-        self.lock().pacer.metrics()
+        match &self.kept {
+            Kept::Here(state) => lock(state).pacer.metrics(),
+            Kept::Together(worker) => worker.metrics(),
+        }
     }
 
-    fn failed(&self) -> Duration {
-        let State { pacer, rng } = &mut *self.lock();
-        pacer.failed(rng)
+    async fn told(&self, failed: bool) {
+        match &self.kept {
+            Kept::Here(state) => self.sleep(told(state, failed)).await,
+            Kept::Together(worker) => {
+                let mut wait = worker.told(failed).await;
+                while wait > RENEW_EVERY {
+                    self.sleep(RENEW_EVERY).await;
+                    worker.renew();
+                    wait -= RENEW_EVERY;
+                }
+                self.sleep(wait).await;
+            }
+        }
     }
 
-    fn succeeded(&self) -> Duration {
-        let State { pacer, rng } = &mut *self.lock();
-        pacer.succeeded(rng).unwrap_or_default()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing under it panics half-way.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn told_blocking(&self, failed: bool) {
+        match &self.kept {
+            Kept::Here(state) => self.block(told(state, failed)),
+            Kept::Together(worker) => {
+                let mut wait = worker.told_blocking(failed);
+                while wait > RENEW_EVERY {
+                    self.block(RENEW_EVERY);
+                    worker.renew();
+                    wait -= RENEW_EVERY;
+                }
+                self.block(wait);
+            }
+        }
     }
 
     async fn sleep(&self, wait: Duration) {
         if wait.is_zero() {
             return;
         }
-        if self.0.clock.is_system() {
+        if self.clock.is_system() {
             return alarm::sleep(wait).await;
         }
-        let until = self.0.clock.now() + Span::from_duration(wait);
+        let until = self.clock.now() + Span::from_duration(wait);
         while let Some(left) = self.left(until) {
             tokio::time::sleep(left.min(LOOK_AGAIN)).await;
         }
     }
 
     fn block(&self, wait: Duration) {
-        if self.0.clock.is_system() {
+        if self.clock.is_system() {
             return std::thread::sleep(wait);
         }
-        let until = self.0.clock.now() + Span::from_duration(wait);
+        let until = self.clock.now() + Span::from_duration(wait);
         while let Some(left) = self.left(until) {
             std::thread::sleep(left.min(LOOK_AGAIN));
         }
     }
 
     fn left(&self, until: tidegate_core::Time) -> Option<Duration> {
-        let left = until.since(self.0.clock.now());
+        let left = until.since(self.clock.now());
         (!left.is_zero()).then(|| left.as_duration())
     }
+}
+
+fn told(state: &Mutex<State>, failed: bool) -> Duration {
+    let State { pacer, rng } = &mut *lock(state);
+    if failed { pacer.failed(rng) } else { pacer.succeeded(rng).unwrap_or_default() }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // Nothing under it panics half-way.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<C> fmt::Debug for Pacer<C> {
@@ -264,7 +379,8 @@ mod tests {
     fn no_two_draw_the_same_waits() {
         let waits = || {
             let pacer = Pacer::with_clock(PacerSpec::default(), ManualClock::default()).unwrap();
-            (0..8).map(|_| pacer.failed()).collect::<Vec<_>>()
+            let Kept::Here(state) = &pacer.kept else { unreachable!("made for this process") };
+            (0..8).map(|_| told(state, true)).collect::<Vec<_>>()
         };
         assert_ne!(waits(), waits());
     }

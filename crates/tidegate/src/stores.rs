@@ -1,8 +1,14 @@
 //! Opens the stores that a policy names.
 
+#[cfg(feature = "outbound")]
+use std::collections::HashMap;
 use std::sync::Arc;
+#[cfg(feature = "outbound")]
+use std::sync::{Mutex, PoisonError, Weak};
 
 use tidegate_core::{Clock, LimitError, Limits};
+#[cfg(feature = "outbound")]
+use tidegate_core::{PacerError, PacerSpec};
 #[cfg(feature = "remote")]
 use tidegate_policy::store::Engine;
 #[cfg(feature = "file")]
@@ -17,6 +23,8 @@ use tidegate_store::{Fleet, FleetOptions, Remote, fleet_limits};
 use crate::Gate;
 #[cfg(feature = "outbound")]
 use crate::outbound::Outbound;
+#[cfg(feature = "outbound")]
+use crate::pacer::{Pacer, Together};
 use crate::random::{random_bytes, random_u64};
 
 /// How long a store may take to tell the secret that keys are hashed under, when a program starts.
@@ -33,6 +41,9 @@ pub struct Stores {
     kept: Option<[u8; 16]>,
     #[cfg(feature = "file")]
     journal: Option<Arc<Journal>>,
+    /// The paces that are in use.
+    #[cfg(feature = "outbound")]
+    pacers: Mutex<HashMap<String, Weak<Together>>>,
     /// What this node is known by among others.
     #[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no other nodes"))]
     node: u64,
@@ -88,6 +99,17 @@ pub enum OpenError {
     #[cfg(feature = "file")]
     #[error(transparent)]
     File(#[from] FileError),
+    /// A pacer's settings can't be used, or not be shared.
+    #[cfg(feature = "outbound")]
+    #[error(transparent)]
+    Pacer(#[from] PacerError),
+    /// A pacer of this name is in use in this process, with other settings.
+    #[cfg(feature = "outbound")]
+    #[error("the pacer {name:?} is in use already, with other settings")]
+    OtherPace {
+        /// The name.
+        name: String,
+    },
     /// A plan has too many limits.
     #[error("a policy whose store is shared has at most 4094 limits: {0}")]
     Limits(#[from] LimitError),
@@ -119,6 +141,8 @@ impl Stores {
             kept: None,
             #[cfg(feature = "file")]
             journal: None,
+            #[cfg(feature = "outbound")]
+            pacers: Mutex::default(),
             node: random_u64(),
         };
         stores.seed = match (said, &stores.settings.url) {
@@ -183,6 +207,30 @@ impl Stores {
             && plan.providers().iter().any(|provider| provider.shared);
         let shared = if is_shared { Some(self.shared(plan.limits(), clock.clone())?) } else { None };
         Ok(Some(Outbound::with_stores(plan.clone(), own, shared, clock, &self.seed)))
+    }
+
+    /// A worker at the pace that is kept in these stores under this name ([`Pacer`]): in memory, for all who open it by
+    /// these stores; in a file, so that it outlives the process; on a server, for all processes whose policies name the
+    /// same store. Processes should give a name the same settings: each steps by its own.
+    ///
+    /// # Errors
+    /// Settings that are out of their range, or longer than what every store counts exactly (a failure at the longest wait
+    /// must come to no more than 26 days: [`SharedPacer::new`](tidegate_core::SharedPacer::new)); others than a pacer of this
+    /// name has in this process; and what else [`OpenError`] says.
+    #[cfg(feature = "outbound")]
+    pub fn pacer<C: Clock + Clone>(&self, spec: PacerSpec, name: &str, clock: C) -> Result<Pacer<C>, OpenError> {
+        let mut pacers = self.pacers.lock().unwrap_or_else(PoisonError::into_inner);
+        pacers.retain(|_, pace| pace.strong_count() > 0);
+        if let Some(pace) = pacers.get(name).and_then(Weak::upgrade) {
+            if !pace.is_of(spec)? {
+                return Err(OpenError::OtherPace { name: name.to_owned() });
+            }
+            return Ok(Pacer::at(pace, clock));
+        }
+        let open = |limits: Limits| self.shared(&limits, clock.clone());
+        let pace = Arc::new(Together::open(spec, name, &self.seed, clock.clone(), open)?);
+        pacers.insert(name.to_owned(), Arc::downgrade(&pace));
+        Ok(Pacer::at(pace, clock))
     }
 
     fn memory(&self, limits: Arc<Limits>) -> Memory {

@@ -204,7 +204,7 @@ fn boundless(kind: &Kind) -> Option<Kind> {
             Kind::Rate(Rate::new(rate.count(), rate.per(), burst).ok()?)
         }
         Kind::Quota(quota) => Kind::Quota(quota.of_limit(MAX_LIMIT).ok()?),
-        Kind::Concurrency(_) | Kind::Cooldown(_) => return None,
+        Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => return None,
     })
 }
 

@@ -126,6 +126,7 @@ fn of_limit(state: State, limit: &Limit) -> Option<State> {
             | (Kind::Quota(_), Usage::Quota(_))
             | (Kind::Concurrency(_), Usage::Concurrency(_))
             | (Kind::Cooldown(_), Usage::Cooldown(_))
+            | (Kind::Pace(_), Usage::Pace(_))
     );
     let record = limit.penalty().map(|_| *state.record()).unwrap_or_default();
     same.then(|| State::new(state.usage().clone(), record))

@@ -113,7 +113,7 @@ impl Leases {
             let age = match limit.kind() {
                 Kind::Window(_) | Kind::Rate(_) => limit.lead(max_age),
                 Kind::Quota(_) => max_age,
-                Kind::Concurrency(_) | Kind::Cooldown(_) => return None,
+                Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => return None,
             };
             if !fits || limit.is_shadow() {
                 return None;

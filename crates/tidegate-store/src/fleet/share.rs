@@ -84,8 +84,11 @@ impl Local {
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             let Some(limit) = limits.get(op.limit) else { continue };
             let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && against.charges(limit, outcome);
-            let is_news =
-                is_charged || matches!(op.verb, Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable);
+            let is_news = is_charged
+                || matches!(
+                    op.verb,
+                    Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable | Verb::Pace { failed: true, .. }
+                );
             let place = (op.limit, op.key);
             let known = untold.contains_key(&place);
             let is_over = |quota: &Quota| batch.terms().charged_at < quota.period(now).start;
@@ -150,6 +153,7 @@ impl Local {
             Some(Usage::Cooldown(gate)) if gate.until > now => {
                 vec![batch(0, Verb::Throttle { generation: 0 }, gate.until.since(now).as_micros())]
             }
+            Some(Usage::Pace(tempo)) if tempo.interval > 0 => vec![batch(0, Verb::Debit, tempo.interval)],
             Some(Usage::Concurrency(permits)) => {
                 let live = permits.iter().filter(|permit| permit.expires > now);
                 live.map(|permit| batch(permit.holder, Verb::Debit, permit.count)).collect()
@@ -187,6 +191,8 @@ fn share(limit: &Limit, nodes: u64) -> Limit {
             Concurrency::new(of(concurrency.limit()), concurrency.lease()).map(Kind::Concurrency)
         }
         Kind::Cooldown(cooldown) => Ok(Kind::Cooldown(*cooldown)),
+        // What the others are told meanwhile nobody knows: to each the pace is all of theirs.
+        Kind::Pace(pacer) => Ok(Kind::Pace(*pacer)),
     };
     // A share is within the bounds that the whole is; but a very slow rate can't be made slower.
     let kind = kind.unwrap_or_else(|_| limit.kind().clone());

@@ -318,8 +318,8 @@ impl Shard {
                 }
                 fresh.then_some(Word::Once(now))
             }
-            // A credential that was never throttled is nothing to remember.
-            (Kind::Cooldown(_), None) => return false,
+            // A credential that was never throttled is nothing to remember, and neither is a pace that nobody told of a call.
+            (Kind::Cooldown(_) | Kind::Pace(_), None) => return false,
             _ => None,
         };
         match (folded, found) {

@@ -51,6 +51,7 @@ impl Keys {
             Kind::Quota(_) => b'q',
             Kind::Concurrency(_) => b'c',
             Kind::Cooldown(_) => b'g',
+            Kind::Pace(_) => b'p',
         };
         name.clear();
         name.extend_from_slice(&self.prefix);

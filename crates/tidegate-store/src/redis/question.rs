@@ -1,9 +1,12 @@
 //! A batch as a script's keys and arguments, and the script's answer as what core makes of it.
 
+use std::time::Duration;
+
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{self, MAX_OPS, Terms};
 use tidegate_core::concurrency::{Permit, Permits};
 use tidegate_core::cooldown::Gate;
+use tidegate_core::pacer::{Growth, Mode, Tempo};
 use tidegate_core::penalty::Record;
 use tidegate_core::quota::{Ledger, Period};
 use tidegate_core::rate::Arrival;
@@ -23,8 +26,8 @@ const ROUNDED: u64 = 1;
 const KEPT: u64 = 3_600_000;
 /// Bytes to begin with for an operation and its key.
 const ROOM: usize = 256;
-/// Bytes of the largest operation: a rate's with a penalty.
-const ARGUMENT: usize = 8 + 14 * 8;
+/// Bytes of the largest operation: a pace's with a penalty.
+const ARGUMENT: usize = 8 + 18 * 8;
 
 /// A head or an operation: bytes and doubles, one behind the other.
 #[derive(Default)]
@@ -41,6 +44,11 @@ impl Packed {
 
     fn span(&mut self, span: Span) {
         self.number(span.as_micros());
+    }
+
+    /// Nanoseconds, of which more than the scripts count to make no difference.
+    fn nanos(&mut self, duration: Duration) {
+        self.number(u64::try_from(duration.as_nanos()).unwrap_or(MOST).min(MOST));
     }
 
     /// Units of 1/1024 µs, as whole microseconds and what is beyond them.
@@ -131,6 +139,7 @@ impl Question<'_> {
         let mut packed = Packed::default();
         let cost = match (limit.kind(), op.verb) {
             (Kind::Cooldown(_), _) => Span::from_micros(op.cost).as_micros(),
+            (Kind::Pace(_), _) => op.cost.min(MOST),
             (_, Verb::Debit) => op.cost.min(MAX_COST),
             _ => op.cost.min(MOST),
         };
@@ -202,6 +211,29 @@ impl Question<'_> {
                     _ => 0,
                 });
             }
+            Kind::Pace(pacer) => {
+                let spec = pacer.spec();
+                packed.span(pacer.remembered());
+                packed.nanos(spec.initial);
+                packed.nanos(spec.max);
+                packed.number(pacer.summit());
+                let (up, down) = match spec.growth {
+                    Growth::Exponential { up, down } => (up, down),
+                    Growth::Linear => (0, 0),
+                };
+                packed.number(u64::from(up));
+                packed.number(u64::from(down));
+                packed.number(u64::from(spec.randomization));
+                packed.nanos(spec.max_randomization);
+                packed.number(u64::from(spec.successes));
+                packed.number(u64::from(spec.mode == Mode::Steady));
+                let (failed, draw) = match op.verb {
+                    Verb::Pace { failed, draw } => (failed, draw),
+                    _ => (false, 0),
+                };
+                packed.number(u64::from(failed));
+                packed.number(u64::from(draw));
+            }
         }
         packed
     }
@@ -229,7 +261,8 @@ impl Question<'_> {
     }
 
     fn state(&self, op: &Op, limit: &Limit, input: &mut Input<'_>, now: Time) -> Option<State> {
-        if !matches!(op.verb, Verb::Take | Verb::Peek) {
+        let steps = matches!((limit.kind(), op.verb), (Kind::Pace(_), Verb::Pace { .. }));
+        if !steps && !matches!(op.verb, Verb::Take | Verb::Peek) {
             return self.told(limit, input.byte()? == 1, now);
         }
         let usage = match limit.kind() {
@@ -249,10 +282,15 @@ impl Question<'_> {
                 generation: input.word()?,
                 step: u8::try_from(input.word()?).ok()?,
             }),
+            Kind::Pace(_) => Usage::Pace(Tempo {
+                interval: input.number()?,
+                successes: u32::try_from(input.number()?).ok()?,
+                told_at: input.time()?,
+            }),
         };
         let record = match limit.penalty() {
-            Some(_) => Record { until: input.time()?, parole: input.number()?, strikes: input.byte()? },
-            None => Record::default(),
+            Some(_) if !steps => Record { until: input.time()?, parole: input.number()?, strikes: input.byte()? },
+            _ => Record::default(),
         };
         Some(State::new(usage, record))
     }

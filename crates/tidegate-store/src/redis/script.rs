@@ -10,17 +10,19 @@ use tidegate_core::{Batch, Kind, Limit, Limits, Op, Time, Verb};
 const COUNTED: u64 = 1 << 53;
 
 /// The kinds of limit by their numbers in the scripts, with what judges and charges them, and what else they are told.
-const KINDS: [(&str, &str, &str); 5] = [
+const KINDS: [(&str, &str, &str); 6] = [
     ("WINDOW", include_str!("lua/window.lua"), include_str!("lua/window_tell.lua")),
     ("RATE", include_str!("lua/rate.lua"), include_str!("lua/rate_tell.lua")),
     ("QUOTA", include_str!("lua/quota.lua"), include_str!("lua/quota_tell.lua")),
     ("CONCURRENCY", include_str!("lua/concurrency.lua"), include_str!("lua/concurrency_tell.lua")),
     ("COOLDOWN", include_str!("lua/cooldown.lua"), include_str!("lua/cooldown_tell.lua")),
+    ("PACE", include_str!("lua/pace.lua"), include_str!("lua/pace_tell.lua")),
 ];
 
 /// The verbs by their numbers in the scripts: the two that ask come first.
-const VERBS: [&str; 11] =
-    ["TAKE", "PEEK", "REFUND", "RELEASE", "RENEW", "RESET", "DEBIT", "SETTLE", "THROTTLE", "SUCCEED", "DISABLE"];
+const VERBS: [&str; 12] = [
+    "TAKE", "PEEK", "REFUND", "RELEASE", "RENEW", "RESET", "DEBIT", "SETTLE", "THROTTLE", "SUCCEED", "DISABLE", "STEP",
+];
 
 /// A kind's place in [`KINDS`].
 pub(super) fn kind_number(kind: &Kind) -> u8 {
@@ -30,6 +32,7 @@ pub(super) fn kind_number(kind: &Kind) -> u8 {
         Kind::Quota(_) => 2,
         Kind::Concurrency(_) => 3,
         Kind::Cooldown(_) => 4,
+        Kind::Pace(_) => 5,
     }
 }
 
@@ -47,13 +50,14 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
         Verb::Throttle { .. } => 8,
         Verb::Succeed { .. } => 9,
         Verb::Disable => 10,
+        Verb::Pace { .. } => 11,
     }
 }
 
 /// How many operations a quick script has at most.
 const QUICK: usize = 4;
-const PENALTIES: u8 = 1 << 5;
-const TELLS: u8 = 1 << 6;
+const PENALTIES: u8 = 1 << 6;
+const TELLS: u8 = 1 << 7;
 
 /// Which script a batch needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +108,7 @@ fn is_ordinary(limit: &Limit) -> bool {
         Kind::Window(_) => true,
         // What is taken of a leased rate may count ahead of its time.
         Kind::Rate(_) => limit.sharing().lease.is_none(),
-        Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) => false,
+        Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => false,
     };
     kind && !limit.is_shadow() && !limit.counts_refused()
 }
@@ -202,7 +206,7 @@ pub(super) struct Script {
 
 /// The scripts that were needed so far, each under what it is for.
 pub(super) struct Scripts {
-    general: [OnceLock<Script>; 1 << 7],
+    general: [OnceLock<Script>; 1 << 8],
     quick: [OnceLock<Script>; 2 << (2 * QUICK)],
 }
 

@@ -1,9 +1,12 @@
 //! It answers as a store of whole states does, field by field and call by call.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use tidegate_core::pacer::{Growth, MAX_SHARED_STEP, Mode};
 use tidegate_core::{
-    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb, Window,
+    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, PacerSpec, Penalty, PenaltySpec, SharedPacer, Span, Time,
+    Verb, Window,
 };
 use tidegate_store::{Direct, Immediate as _, Redis, Remote as _, TimeSource};
 use tidegate_testkit::conformance::Backend as _;
@@ -150,6 +153,39 @@ fn long_logs_answer_as_whole_ones_do() {
         // All of it has expired.
         pair.ask(&one(limit, Verb::Peek, key, capacity), now + Span::from_secs(3_600));
     }
+}
+
+/// Intervals up to the longest that can be shared, by factors and shares that leave something to be rounded.
+#[test]
+fn a_pace_steps_as_whole_states_do() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Caller);
+    let mut dice = Dice::seeded(dice::seed());
+    let key = Key::new(1, dice.word());
+    let mut longest = 0;
+    for _ in 0..dice::count(60, 600) {
+        let up = dice.between(1_001, 3_000) as u32;
+        let most = MAX_SHARED_STEP.as_nanos() as u64 / 1_000 * 1_000 / u64::from(up) * 1_000;
+        let initial = most >> dice.below(50);
+        let spec = PacerSpec {
+            initial: Duration::from_nanos(initial.max(1)),
+            max: Duration::from_nanos(most),
+            growth: Growth::Exponential { up, down: dice.between(1, 999) as u16 },
+            randomization: dice.between(0, 1_000) as u16,
+            max_randomization: Duration::from_nanos(dice.pick(&[u64::MAX, 1 << 40, 1 << 20])),
+            successes: dice.between(1, 2) as u32,
+            mode: dice.pick(&[Mode::Steady, Mode::Classic]),
+        };
+        let limits = Arc::new(Limits::of_one(Limit::new(Kind::Pace(SharedPacer::new(spec).unwrap()))));
+        let pair = Pair::open(&stores, &limits);
+        let now = Time::from_secs(1_700_000_000);
+        for _ in 0..100 {
+            let (failed, draw) = (dice.percent(60), dice.word() as u32);
+            let outcomes = pair.ask(&one(LimitId::FIRST, Verb::Pace { failed, draw }, key, 0), now);
+            longest = longest.max(outcomes.list()[0].used);
+        }
+    }
+    assert!(longest > 1 << 50, "{longest}");
 }
 
 fn one(limit: LimitId, verb: Verb, key: Key, cost: u64) -> Batch {

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
+use std::time::Duration;
 
+use tidegate_core::pacer::{Growth, Step};
 use tidegate_core::quota::Every;
 use tidegate_core::{
-    Batch, Concurrency, Cooldown, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Quota, Span, Verb, Window,
+    Batch, Concurrency, Cooldown, Key, Kind, Limit, LimitError, LimitId, Limits, Op, PacerSpec, Quota, SharedPacer,
+    Span, Verb, Window,
 };
 
 use super::{Backend, Effort, Subject, expect, passes, start};
@@ -214,4 +217,34 @@ pub(super) fn throttled_together<B: Backend>(backend: &B, effort: &Effort) -> Re
     subject.set_now(now);
     let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
     expect("let through after a success, when nobody waits", through, 3 * u64::from(effort.tasks))
+}
+
+/// Whoever tells it, each failure is one step up, and every third success one step down.
+pub(super) fn one_pace<B: Backend>(backend: &B, effort: &Effort) -> Result<(), String> {
+    const THIRD: u32 = 3;
+    let spec = PacerSpec {
+        initial: Duration::from_millis(1),
+        max: Duration::from_secs(86_400),
+        growth: Growth::Linear,
+        randomization: 0,
+        successes: THIRD,
+        ..PacerSpec::default()
+    };
+    let pacer = SharedPacer::new(spec).map_err(|error| error.to_string())?;
+    let (limits, ids) = plan([Ok(Kind::Pace(pacer))])?;
+    let subject = Subject::open(backend, &limits);
+    subject.set_now(start());
+    let tell = |failed| {
+        let mut batch = Batch::new(0);
+        batch.push(Op::new(ids[0], Verb::Pace { failed, draw: 0 }, KEY, 0)).map_err(|full| full.to_string())?;
+        Ok::<_, String>(Step::of(&subject.ask(&batch, start())?.list()[0]))
+    };
+    let calls = effort.calls.min(50);
+    let steps = u64::from(effort.tasks) * u64::from(calls);
+    let up = count(effort.tasks, calls, |_, _| tell(true).map(|step| step.after == step.before + 1_000_000))?;
+    expect("steps up", up, steps)?;
+    expect("the interval", subject.one(Verb::Peek, 0, &[(ids[0], KEY)], start())?.list()[0].used, steps * 1_000_000)?;
+    let down = count(effort.tasks, calls * THIRD, |_, _| tell(false).map(|step| pacer.is_down(step)))?;
+    expect("steps down", down, steps)?;
+    expect("a success where nobody waits", tell(false)?, Step { before: 0, after: 0, left: 0 })
 }

@@ -44,7 +44,7 @@ impl History {
             Kind::Rate(rate) => self.rate(rate, cost, now),
             Kind::Quota(quota) => self.quota(quota, cost, now),
             Kind::Concurrency(concurrency) => self.concurrency(concurrency, cost, holder, now),
-            Kind::Cooldown(_) => unreachable!("invariant: a cool-down has closings of its own"),
+            Kind::Cooldown(_) | Kind::Pace(_) => unreachable!("invariant: these have lists of their own"),
         }
     }
 

@@ -2,8 +2,8 @@
 -- strikes. Everything is read before anything is written, so what can't be read changes nothing.
 --
 -- The answer: the moment of the decision, then of each operation what its state was when it was judged (`facts` and the
--- penalty's record), or for one that only tells something whether it did anything. Without a fitting period of a quota:
--- the moment alone.
+-- penalty's record), or for one that only tells something whether it did anything; of a step of a pace what the pace was.
+-- Without a fitting period of a quota: the moment alone.
 
 local ADMITTED, PAROLE, REFUSED, BLOCKED = 0, 1, 2, 3
 
@@ -97,7 +97,7 @@ for index, op in ipairs(ops) do
   elseif op.verb > PEEK and tell[op.kind](op, state) then
     save[op.kind](op, state)
   end
-  if op.verb > PEEK then answers[index + 1] = pack('B', op.done) end
+  if op.verb > PEEK then answers[index + 1] = op.answer or pack('B', op.done) end
 end
 
 return table.concat(answers)

@@ -245,7 +245,9 @@ impl<C: Clock> Line<C> {
                 ((ahead + 1).min(capacity), Span::from_micros(u64::try_from(more).unwrap_or(u64::MAX)))
             }
             Kind::Window(window) => (ahead % capacity + 1, window.window().times(ahead / capacity)),
-            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) => ((ahead + 1).min(capacity), Span::ZERO),
+            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => {
+                ((ahead + 1).min(capacity), Span::ZERO)
+            }
         };
         match self.limiter.peek_cost(&(), cost) {
             Turn::Now if more.is_zero() => Turn::Now,

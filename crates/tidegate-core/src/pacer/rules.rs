@@ -1,0 +1,144 @@
+//! How a pacer's wait grows and shrinks.
+
+use core::time::Duration;
+
+use super::{Growth, MAX_INTERVAL, Mode, PacerError, PacerSpec};
+use crate::Time;
+use crate::backoff::placed;
+
+/// Factors and shares are counted in thousandths.
+const WHOLE: u64 = 1_000;
+
+/// What a pacer stands at. The default is one that has met no failure yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tempo {
+    /// The wait in nanoseconds; 0 is none.
+    pub interval: u64,
+    /// Successes that count towards the next step down.
+    pub successes: u32,
+    /// When it was told of a call last; the epoch where nobody asks.
+    pub told_at: Time,
+}
+
+impl Tempo {
+    /// How long calls wait.
+    pub fn wait(&self) -> Duration {
+        Duration::from_nanos(self.interval)
+    }
+}
+
+/// A pacer's settings, checked. Random numbers come as words of 64 bits, and are asked for where there is something to
+/// draw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rules {
+    pub(super) mode: Mode,
+    pub(super) growth: Growth,
+    pub(super) initial: u64,
+    pub(super) max: u64,
+    pub(super) randomization: u64,
+    pub(super) max_randomization: u64,
+    pub(super) threshold: u32,
+}
+
+impl Rules {
+    pub(super) fn new(spec: PacerSpec) -> Result<Self, PacerError> {
+        let zeros = [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)];
+        if let Some((setting, _)) = zeros.into_iter().find(|(_, zero)| *zero) {
+            return Err(PacerError::Zero { setting });
+        }
+        if !(spec.initial..=MAX_INTERVAL).contains(&spec.max) {
+            return Err(PacerError::Max { found: spec.max });
+        }
+        if let Growth::Exponential { up, down } = spec.growth {
+            if u64::from(up) <= WHOLE {
+                return Err(PacerError::Up { found: up });
+            }
+            if !(1..WHOLE).contains(&u64::from(down)) {
+                return Err(PacerError::Down { found: down });
+            }
+        }
+        if u64::from(spec.randomization) > WHOLE {
+            return Err(PacerError::Randomization { found: spec.randomization });
+        }
+        Ok(Self {
+            mode: spec.mode,
+            growth: spec.growth,
+            initial: nanos(spec.initial),
+            max: nanos(spec.max),
+            randomization: u64::from(spec.randomization),
+            max_randomization: nanos(spec.max_randomization),
+            threshold: spec.successes,
+        })
+    }
+
+    /// A call has failed.
+    pub(super) fn failed(&self, tempo: &mut Tempo, word: impl FnOnce() -> u64) {
+        tempo.interval = match (tempo.interval, self.mode) {
+            (0, _) => self.initial,
+            (before, Mode::Classic) => self.jittered(self.raised(before), u64::MAX, word).clamp(self.initial, self.max),
+            (before, Mode::Steady) => {
+                let value = self.raised(before).min(self.summit());
+                if value > before { self.jittered(value, value - before - 1, word).min(self.max) } else { before }
+            }
+        };
+        if self.mode == Mode::Steady {
+            tempo.successes = 0;
+        }
+    }
+
+    /// A call has succeeded. Says whether that was a step down; `None` where there is no wait.
+    pub(super) fn succeeded(&self, tempo: &mut Tempo, word: impl FnOnce() -> u64) -> Option<bool> {
+        if tempo.interval == 0 {
+            return None;
+        }
+        tempo.successes = tempo.successes.saturating_add(1);
+        let is_step = tempo.successes >= self.threshold;
+        if is_step {
+            let value = self.lowered(tempo.interval);
+            let most = if self.mode == Mode::Steady { tempo.interval - value - 1 } else { u64::MAX };
+            let lower = self.jittered(value, most, word).min(self.max);
+            tempo.successes = 0;
+            tempo.interval = if lower < self.initial { 0 } else { lower };
+        }
+        Some(is_step)
+    }
+
+    /// A longer wait than this one, which isn't longer than the longest.
+    pub(super) fn raised(&self, interval: u64) -> u64 {
+        match self.growth {
+            // Rounding must leave no step of a few nanoseconds where it began.
+            Growth::Exponential { up, .. } => thousandths(interval, u64::from(up)).max(interval + 1),
+            Growth::Linear => interval.saturating_add(self.initial),
+        }
+    }
+
+    /// A shorter wait than this one, which isn't none.
+    fn lowered(&self, interval: u64) -> u64 {
+        match self.growth {
+            Growth::Exponential { down, .. } => thousandths(interval, u64::from(down)).min(interval - 1),
+            Growth::Linear => interval.saturating_sub(self.initial),
+        }
+    }
+
+    /// The longest wait that leaves room for jitter.
+    pub(super) fn summit(&self) -> u64 {
+        let shared = u128::from(self.max) * u128::from(self.randomization) / u128::from(WHOLE + self.randomization);
+        self.max - self.max_randomization.min(shared as u64)
+    }
+
+    /// A wait near `value`, at most `most` from it. In steady mode that is as much as leaves something of the step.
+    fn jittered(&self, value: u64, most: u64, word: impl FnOnce() -> u64) -> u64 {
+        let spread = thousandths(value, self.randomization).min(self.max_randomization).min(most);
+        if spread == 0 { value } else { placed(value.saturating_sub(spread), value.saturating_add(spread), word()) }
+    }
+}
+
+/// So many thousandths of it, rounded to the nearest.
+fn thousandths(nanos: u64, share: u64) -> u64 {
+    let times = (u128::from(nanos) * u128::from(share) + u128::from(WHOLE) / 2) / u128::from(WHOLE);
+    u64::try_from(times).unwrap_or(u64::MAX)
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

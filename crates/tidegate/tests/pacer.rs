@@ -1,0 +1,313 @@
+//! Paces that are kept in stores: by several nodes over one store that misbehaves when told to, in virtual time, and by
+//! two over a real server.
+#![cfg(all(feature = "file", feature = "outbound", feature = "remote"))]
+#![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tidegate::clock::TokioClock;
+use tidegate::core::pacer::{Growth, Metrics};
+use tidegate::core::{Clock as _, PacerSpec, Time};
+use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::store::{Fleet, FleetOptions, fleet_limits};
+use tidegate::{AnyStore, OpenError, Pacer, Stores};
+use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tokio::task::AbortHandle;
+use tokio::time::{sleep, timeout};
+
+const MS: fn(u64) -> Duration = Duration::from_millis;
+const SECS: fn(u64) -> Duration = Duration::from_secs;
+
+/// Waits double, from this one on.
+fn doubling(initial: Duration, successes: u32) -> PacerSpec {
+    let growth = Growth::Exponential { up: 2_000, down: 500 };
+    PacerSpec { initial, max: SECS(900), growth, randomization: 0, successes, ..PacerSpec::default() }
+}
+
+/// Once there was a failure, calls are that far apart for good.
+fn constant(interval: Duration) -> PacerSpec {
+    PacerSpec { max: interval, ..doubling(interval, u32::MAX) }
+}
+
+/// A store, and the processes that share it.
+struct World {
+    clock: TokioClock,
+    spec: PacerSpec,
+    store: Mutex<Option<FlakyRemote>>,
+    nodes: AtomicU64,
+}
+
+impl World {
+    fn new(spec: PacerSpec) -> Self {
+        Self { clock: TokioClock::default(), spec, store: Mutex::default(), nodes: AtomicU64::new(1) }
+    }
+
+    /// A worker in a process of its own.
+    fn node(&self) -> Pacer<TokioClock> {
+        let open = |limits| {
+            let limits = Arc::new(fleet_limits(&limits)?);
+            let mut store = self.store.lock().unwrap();
+            let store = store.get_or_insert_with(|| FlakyRemote::new(limits, self.clock, false));
+            let options = FleetOptions::new(self.nodes.fetch_add(1, Ordering::Relaxed));
+            Ok(AnyStore::Fleet(Fleet::start(Box::new(store.clone()), self.clock, options)))
+        };
+        Pacer::with_store(self.spec, "api", self.clock, &KeySeed::new([7; 16]), open).unwrap()
+    }
+
+    fn store(&self) -> FlakyRemote {
+        self.store.lock().unwrap().clone().unwrap()
+    }
+
+    async fn took(&self, told: impl Future<Output = ()>) -> Duration {
+        let began = self.clock.now();
+        told.await;
+        self.since(began)
+    }
+
+    fn since(&self, began: Time) -> Duration {
+        self.clock.now().since(began).as_duration()
+    }
+}
+
+/// As long as expected, to the step by which a clock of one's own is looked at and a first time-out of the store.
+fn near(found: Duration, expected: Duration) {
+    assert!((expected..=expected + MS(60)).contains(&found), "{found:?}, expected {expected:?}");
+}
+
+/// Calls for ever, each of which succeeds, and counts.
+fn work(pacer: Pacer<TokioClock>, calls: &Arc<AtomicU64>) -> AbortHandle {
+    let calls = Arc::clone(calls);
+    tokio::spawn(async move {
+        loop {
+            calls.fetch_add(1, Ordering::Relaxed);
+            pacer.on_success().await;
+        }
+    })
+    .abort_handle()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failure_of_one_slows_the_other_down() {
+    let world = World::new(doubling(MS(500), 2));
+    let (one, two) = (world.node(), world.node());
+    near(world.took(one.on_success()).await, MS(0));
+    near(world.took(one.on_failure()).await, MS(500));
+    assert_eq!((one.interval(), one.workers()), (MS(500), 1), "the initial wait, to the nanosecond");
+    near(world.took(two.on_success()).await, MS(1_000));
+    assert_eq!((two.interval(), two.workers()), (MS(500), 2));
+    near(world.took(two.on_failure()).await, MS(2_000));
+    // One success each makes a step down.
+    near(world.took(one.on_success()).await, MS(2_000));
+    near(world.took(two.on_success()).await, MS(1_000));
+    assert_eq!(two.interval(), MS(500));
+    let told = |invocations, up, down, slept, total| Metrics { invocations, up, down, slept, total: MS(total) };
+    assert_eq!((one.metrics(), two.metrics()), (told(3, 1, 0, 2, 2_500), told(3, 1, 1, 3, 4_000)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_rate_of_all_stays_the_same_as_workers_come_and_go() {
+    const EXPECTED: std::ops::RangeInclusive<u64> = 95..=103;
+    let world = World::new(constant(MS(100)));
+    let calls = Arc::new(AtomicU64::new(0));
+    let in_ten_seconds = async |after: Duration| {
+        sleep(after).await;
+        let before = calls.load(Ordering::Relaxed);
+        sleep(SECS(10)).await;
+        calls.load(Ordering::Relaxed) - before
+    };
+    let first = world.node();
+    first.on_failure().await;
+    // Clones of one process are workers as others are.
+    let (_one, two) = (work(first.clone(), &calls), work(first, &calls));
+    let found = in_ten_seconds(SECS(1)).await;
+    assert!(EXPECTED.contains(&found), "{found} by two of one process");
+    let third = world.node();
+    let three = work(third.clone(), &calls);
+    let found = in_ten_seconds(SECS(1)).await;
+    assert!(EXPECTED.contains(&found), "{found} by three");
+    assert_eq!(third.workers(), 3);
+    two.abort();
+    let found = in_ten_seconds(SECS(1)).await;
+    assert!(EXPECTED.contains(&found), "{found} by the two that are left");
+    // Who dies lets go of nothing.
+    let dead = third.clone();
+    dead.on_success().await;
+    std::mem::forget(dead);
+    let found = in_ten_seconds(SECS(1)).await;
+    assert!((60..=75).contains(&found), "{found} while the dead is counted");
+    let found = in_ten_seconds(SECS(25)).await;
+    assert!(EXPECTED.contains(&found), "{found} once its lease has ended");
+    three.abort();
+    drop(third);
+    let found = in_ten_seconds(SECS(1)).await;
+    assert!(EXPECTED.contains(&found), "{found} by the last");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_longer_than_a_lease_is_counted_all_the_same() {
+    let world = World::new(constant(SECS(45)));
+    let (one, two) = (world.node(), world.node());
+    near(world.took(one.on_failure()).await, SECS(45));
+    let (waiting, asked) = (world.clock.now(), two.clone());
+    let two = tokio::spawn(async move { two.on_success().await });
+    sleep(SECS(1)).await;
+    near(world.took(one.on_success()).await, SECS(90));
+    sleep(SECS(80)).await;
+    assert!(two.is_finished() && world.since(waiting) > SECS(170));
+    drop(asked);
+    near(world.took(one.on_success()).await, SECS(45));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cancelled_task_has_told_everything_and_holds_nothing() {
+    let world = World::new(doubling(MS(500), 1));
+    let (one, two) = (world.node(), world.node());
+    one.on_success().await;
+    for delay in [MS(0), MS(30)] {
+        world.store().set_mood(if delay.is_zero() { Mood::Well } else { Mood::Slow(delay) });
+        let before = one.metrics().up;
+        assert!(timeout(MS(10), one.on_failure()).await.is_err());
+        sleep(MS(50)).await;
+        assert_eq!(one.metrics().up, before + 1, "a store that takes {delay:?}");
+    }
+    assert_eq!((one.metrics().slept, one.metrics().total), (2, MS(1_500)));
+    world.store().set_mood(Mood::Well);
+    drop(one);
+    sleep(MS(50)).await;
+    near(world.took(two.on_success()).await, MS(500));
+    assert_eq!(two.workers(), 1, "the other has gone");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_its_store_a_process_goes_on_with_what_it_last_knew() {
+    for mood in [Mood::Frozen, Mood::Failing, Mood::Mute] {
+        let world = World::new(doubling(MS(500), 9));
+        let (one, two) = (world.node(), world.node());
+        two.on_success().await;
+        one.on_failure().await;
+        near(world.took(one.on_failure()).await, MS(2_000));
+        world.store().set_mood(mood);
+        near(world.took(one.on_success()).await, MS(2_000));
+        assert_eq!((one.interval(), one.workers()), (SECS(1), 2), "{mood:?}");
+        near(world.took(one.on_failure()).await, MS(4_000));
+        near(world.took(one.on_failure()).await, MS(8_000));
+        // Nobody told the other, which finds the store gone, too.
+        near(world.took(two.on_success()).await, MS(0));
+        world.store().set_mood(Mood::Well);
+        sleep(SECS(2)).await;
+        near(world.took(one.on_success()).await, MS(8_000));
+        near(world.took(two.on_success()).await, MS(8_000));
+        assert_eq!((two.interval(), two.workers()), (SECS(4), 2), "{mood:?}: what was come to alone holds for all");
+        assert_eq!(one.metrics().invocations, 6);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_process_knew_for_long_holds_for_nobody_else() {
+    let world = World::new(doubling(MS(500), 1));
+    let (one, two) = (world.node(), world.node());
+    one.on_failure().await;
+    one.on_failure().await;
+    two.on_success().await;
+    two.on_success().await;
+    assert_eq!((one.interval(), two.interval()), (SECS(1), MS(0)));
+    world.store().set_mood(Mood::Failing);
+    one.on_success().await;
+    world.store().set_mood(Mood::Well);
+    sleep(SECS(2)).await;
+    near(world.took(one.on_success()).await, MS(0));
+    near(world.took(two.on_success()).await, MS(0));
+}
+
+/// A thread that holds up the runtime which looks after the store gets no answer, and goes on without.
+#[tokio::test]
+async fn a_thread_waits_for_a_store_within_bounds() {
+    let world = World::new(doubling(MS(20), 1));
+    let pacer = world.node();
+    pacer.on_failure_blocking();
+    assert_eq!((pacer.interval(), pacer.metrics().up), (MS(20), 1));
+    let elsewhere = pacer.clone();
+    tokio::task::spawn_blocking(move || elsewhere.on_failure_blocking()).await.unwrap();
+    assert!(pacer.interval() >= MS(40) && pacer.workers() == 2, "{:?}", pacer.interval());
+}
+
+fn policy(store: &str) -> Policy {
+    Policy::load(Sources::new().file("test.toml", format!("[store]\nurl = \"{store}\"\n"))).unwrap()
+}
+
+async fn stores(store: &str) -> Stores {
+    Stores::open(&policy(store), |_| None).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_opens_a_pacer_by_its_name_shares_it() {
+    let scratch = tempfile::tempdir().unwrap();
+    let file = format!("file:{}", scratch.path().join("state").display());
+    let (spec, clock) = (doubling(MS(500), 3), TokioClock::default());
+    for store in ["memory", &file] {
+        let stores = stores(store).await;
+        let one = stores.pacer(spec, "api", clock).unwrap();
+        let (two, other) = (stores.pacer(spec, "api", clock).unwrap(), stores.pacer(spec, "other", clock).unwrap());
+        one.on_failure().await;
+        two.on_success().await;
+        other.on_success().await;
+        assert_eq!((two.interval(), two.workers(), other.interval()), (MS(500), 2, MS(0)), "{store}");
+        drop(one);
+        two.on_success().await;
+        assert_eq!(two.workers(), 1, "{store}");
+        let different = stores.pacer(PacerSpec { max: SECS(9), ..spec }, "api", clock);
+        assert!(matches!(different, Err(OpenError::OtherPace { .. })), "{store}");
+        let too_long = stores.pacer(PacerSpec { max: Duration::MAX, ..spec }, "long", clock);
+        assert!(matches!(too_long, Err(OpenError::Pacer(_))), "{store}");
+        let too_long = stores.pacer(PacerSpec { max: SECS(20 * 86_400), ..spec }, "long", clock).unwrap_err();
+        assert!(too_long.to_string().contains("shorter longest wait"), "{too_long}");
+        drop(two);
+        let again = stores.pacer(spec, "api", clock).unwrap();
+        again.on_success().await;
+        assert_eq!(again.workers(), 1, "{store}");
+    }
+    let again = stores(&file).await.pacer(spec, "api", clock).unwrap();
+    again.on_success().await;
+    assert_eq!(again.interval(), MS(0), "outlives its last worker, and three successes are a step down");
+}
+
+/// The clocks here are the machine's and the server's.
+#[cfg(feature = "redis")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_processes_hold_one_pace_over_a_real_server() {
+    let Some(server) = tidegate_testkit::servers::RedisServer::start() else { return };
+    let (one, two) = (stores(&server.url()).await, stores(&server.url()).await);
+    let spec = constant(MS(20));
+    let workers = [&one, &one, &two].map(|stores| Pacer::shared(spec, "api", stores).unwrap());
+    workers[0].on_failure().await;
+    for worker in &workers {
+        worker.on_success().await;
+    }
+    let calls = Arc::new(AtomicU64::new(0));
+    let tasks = workers.each_ref().map(|worker| {
+        let (worker, calls) = (worker.clone(), Arc::clone(&calls));
+        tokio::spawn(async move {
+            loop {
+                calls.fetch_add(1, Ordering::Relaxed);
+                worker.on_success().await;
+            }
+        })
+    });
+    // Those that were used first make room for those that work.
+    drop(workers);
+    sleep(MS(300)).await;
+    let before = calls.load(Ordering::Relaxed);
+    sleep(SECS(3)).await;
+    let found = calls.load(Ordering::Relaxed) - before;
+    assert!((100..=155).contains(&found), "{found} of 150 in three seconds");
+    tasks[0].abort();
+    tasks[1].abort();
+    sleep(MS(300)).await;
+    let before = calls.load(Ordering::Relaxed);
+    sleep(SECS(3)).await;
+    let found = calls.load(Ordering::Relaxed) - before;
+    assert!((100..=155).contains(&found), "{found} of 150 by one alone");
+    tasks[2].abort();
+}
