@@ -92,7 +92,8 @@ impl fmt::Display for StoreUrl {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Engine {
-    /// `redis://`, `redis-sentinel://`, and over TLS `rediss://`, `rediss-sentinel://`: Redis from 6.2, Valkey, and servers like them.
+    /// `redis://`, `redis-sentinel://`, and over TLS `rediss://`, `rediss-sentinel://`: Redis from 6.2, Valkey, and
+    /// servers like them.
     Redis,
     /// `redis-cluster://`, `rediss-cluster://`.
     RedisCluster,

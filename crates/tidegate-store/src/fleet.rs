@@ -304,24 +304,24 @@ impl Node {
     }
 
     /// Tells the store, and if it doesn't answer keeps it in mind until it is back.
-    async fn ask_or_keep(&self, batch: &Batch, sent: Time) {
-        match self.ask(batch, sent).await {
-            Err(_) => drop(self.keep(batch, self.clock.now())),
+    async fn ask_or_keep(self: Arc<Self>, batch: Batch, sent: Time) {
+        // The store may have lost a permit of a call that still runs.
+        let lost = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.verdict.refuses();
+        let is_told = match self.ask(&batch, sent).await {
+            Err(_) => false,
             Ok(outcomes) => {
-                // The store has lost a permit of a call that still runs.
-                let lost = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.verdict.refuses();
-                if batch.ops().iter().zip(outcomes.list()).any(lost) && self.ask(&held(batch), sent).await.is_err() {
-                    self.keep(batch, self.clock.now());
-                }
+                !batch.ops().iter().zip(outcomes.list()).any(lost) || self.ask(&held(&batch), sent).await.is_ok()
             }
+        };
+        if !is_told {
+            self.keep(&batch, self.clock.now());
         }
     }
 
     /// Carries a batch out with this node's share. If the store is there, it is told soon.
     fn keep(&self, batch: &Batch, now: Time) -> Outcomes {
         let link = self.link(batch);
-        let local = link.local().unwrap_or_else(|| link.local_or(|| self.local()));
-        let outcomes = local.apply(batch, now);
+        let outcomes = link.local_or(|| self.local()).apply(batch, now);
         if link.is_up() {
             link.poked.notify_one();
         }
@@ -368,20 +368,6 @@ impl Node {
             self.size.fetch_max(nodes, Ordering::Relaxed);
         } else {
             self.size.store(nodes, Ordering::Relaxed);
-        }
-    }
-
-    /// Tells a store that has lost its memory the secret that keys are hashed under, before a new node invents another.
-    async fn keep_seed(&self) {
-        if let Some(seed) = self.options.seed
-            && let Ok(kept) = self.remote.seed(seed).await
-            && self.strange.swap(kept != seed, Ordering::Relaxed) != (kept != seed)
-            && kept != seed
-        {
-            tracing::error!(
-                "the store has another secret than this node hashes keys under: they don't count together until this \
-                 node is started again; store.hash_key keeps that from happening"
-            );
         }
     }
 

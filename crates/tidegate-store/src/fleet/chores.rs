@@ -62,7 +62,7 @@ async fn roll(node: Arc<Node>) {
             match ask(&node, node.roll_call()).await {
                 Ok(outcomes) => {
                     node.count(&outcomes);
-                    node.keep_seed().await;
+                    keep_seed(&node).await;
                 }
                 Err(_) => home.suspect(|| node.local(), Place { affinity: 0, key: ROLL }),
             }
@@ -114,10 +114,28 @@ async fn look(node: Arc<Node>, part: usize) {
 
 /// Asks the store, whether its link is up or not, and says why there is no answer.
 async fn ask(node: &Node, batch: Batch) -> Result<Outcomes, String> {
-    let patience = (node.options.timeout * PATIENCE.0).max(PATIENCE.1);
+    let patience = patience(node);
     match timeout(patience, node.remote.ask(&batch, node.clock.now())).await {
         Ok(answer) => answer.map_err(|error| error.to_string()),
         Err(_) => Err(format!("no answer within {patience:?}")),
+    }
+}
+
+fn patience(node: &Node) -> Duration {
+    (node.options.timeout * PATIENCE.0).max(PATIENCE.1)
+}
+
+/// Tells a store that has lost its memory the secret that keys are hashed under, before a new node invents another.
+async fn keep_seed(node: &Node) {
+    let Some(seed) = node.options.seed else { return };
+    let Ok(Ok(kept)) = timeout(patience(node), node.remote.seed(seed)).await else { return };
+    let is_strange = kept != seed;
+    let was_strange = node.strange.swap(is_strange, Ordering::Relaxed);
+    if is_strange && !was_strange {
+        tracing::error!(
+            "the store has another secret than this node hashes keys under: they don't count together until this node is \
+             started again; store.hash_key keeps that from happening"
+        );
     }
 }
 
@@ -130,7 +148,7 @@ fn fall(node: &Node, link: &Link, error: &str) {
 
 /// Goes back to the store.
 async fn rejoin(node: &Node, link: &Link) {
-    let _ = timeout(node.options.timeout, node.keep_seed()).await;
+    keep_seed(node).await;
     node.settled_at.store((node.clock.now() + LEASE).as_micros(), Ordering::Relaxed);
     let was_down = link.rise();
     node.blocks.clear();
@@ -143,7 +161,7 @@ async fn rejoin(node: &Node, link: &Link) {
 async fn merge(node: Arc<Node>, local: Arc<Local>) {
     let mut asked = JoinSet::new();
     for batch in local.take_released() {
-        spawn_one(&mut asked, tell_one(Arc::clone(&node), batch, node.clock.now())).await;
+        spawn_one(&mut asked, Arc::clone(&node).ask_or_keep(batch, node.clock.now())).await;
     }
     while asked.join_next().await.is_some() {}
     for (place, untold) in local.take_untold() {
@@ -172,15 +190,11 @@ async fn spawn_one(asked: &mut JoinSet<()>, one: impl Future<Output = ()> + Send
     asked.spawn(one);
 }
 
-async fn tell_one(node: Arc<Node>, batch: Batch, now: Time) {
-    node.ask_or_keep(&batch, now).await;
-}
-
 /// Tells the store what needs no answer.
 async fn tell(node: Arc<Node>, mut told: mpsc::Receiver<(Batch, Time)>) {
     let mut asked = JoinSet::new();
     while let Some((batch, now)) = told.recv().await {
-        spawn_one(&mut asked, tell_one(Arc::clone(&node), batch, now)).await;
+        spawn_one(&mut asked, Arc::clone(&node).ask_or_keep(batch, now)).await;
         while asked.try_join_next().is_some() {}
     }
 }

@@ -53,8 +53,10 @@ impl Link {
 
     /// The same, made if there is none.
     pub(super) fn local_or(&self, make: impl FnOnce() -> Local) -> Arc<Local> {
-        let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(local.get_or_insert_with(|| Arc::new(make())))
+        self.local().unwrap_or_else(|| {
+            let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(local.get_or_insert_with(|| Arc::new(make())))
+        })
     }
 
     pub(super) fn failed(&self) -> Option<Place> {
