@@ -9,9 +9,14 @@ use std::time::{Duration, Instant};
 
 use tidegate_testkit::servers::Scratch;
 
+/// A shell that runs the tests in the background ignores INT and QUIT, and so would what it starts.
 fn retry(folder: &Scratch, words: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
-    command.arg("retry").args(words).current_dir(folder.path()).stdin(Stdio::null());
+    let mut command = Command::new("env");
+    command
+        .args(["--default-signal=INT,QUIT", env!("CARGO_BIN_EXE_tidegate"), "retry"])
+        .args(words)
+        .current_dir(folder.path())
+        .stdin(Stdio::null());
     command
 }
 
