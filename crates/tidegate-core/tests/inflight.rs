@@ -135,7 +135,8 @@ fn it_finds_any_number_of_workers_though_service_times_are_random() {
             let seen = world.run(millis * 3);
             let share = f64::from(seen.replies) / (workers as f64 * 3_000.0);
             assert!(share >= 0.9, "{workers} × {millis} ms, seed {seed}: {share}");
-            let most = workers as u32 * 2 + 8;
+            // The mean of 32 random times is a fifth off now and then, and so is what it is compared with.
+            let most = workers as u32 * 9 / 4 + 8;
             assert!(seen.highest() <= most, "{workers} × {millis} ms, seed {seed}: {}", seen.highest());
         }
     }
