@@ -78,11 +78,10 @@ impl Ask for Ours {
 }
 
 impl Ours {
-    fn new(url: &str, prefix: &str, limits: Vec<Limit>) -> Self {
+    fn new(url: &str, limits: Vec<Limit>) -> Self {
         let limits = Arc::new(Limits::new(limits).expect("a few limits"));
         let ids = limits.iter().map(|(id, _)| id).collect();
-        let options = RedisOptions { prefix: prefix.into(), ..RedisOptions::new(url) };
-        Self { store: Arc::new(Redis::new(options, limits).expect("a URL")), ids }
+        Self { store: Arc::new(Redis::new(RedisOptions::new(url), limits).expect("a URL")), ids }
     }
 }
 
@@ -118,7 +117,7 @@ fn row(name: &str, limits: Vec<Limit>, options: &Options) -> Row {
     pin(1);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let played = runtime.block_on(async {
-        let ours = Ours::new(&server.url(), name, limits);
+        let ours = Ours::new(&server.url(), limits);
         let smallest = smallest(&server.url()).await?;
         let (mut of_ours, mut of_smallest) = (Vec::new(), Vec::new());
         let keys: Vec<Arc<[u32]>> =

@@ -150,12 +150,19 @@ impl Question<'_> {
             verb_number(op.verb),
             u8::from(limit.is_shadow()),
             u8::from(limit.counts_refused()),
-            u8::from(cost > limit.kind().capacity()),
             u8::from(waives),
             u8::from(waives && penalty.is_some_and(|penalty| penalty.mode() == PenaltyMode::Parole)),
             u8::from(penalty.is_some()),
+            u8::from(cost > limit.kind().capacity()),
         ]);
         packed.number(cost);
+        if op.verb == Verb::Reset {
+            packed.bytes(&self.limits.tag(op.limit).to_le_bytes());
+            packed.bytes(&op.key.hi().to_le_bytes());
+            packed.bytes(&op.key.lo().to_le_bytes());
+        } else {
+            self.terms(op, limit, cost, around, &mut packed);
+        }
         if let Some(penalty) = penalty {
             packed.span(penalty.base());
             packed.number(u64::from(penalty.factor()));
@@ -163,12 +170,11 @@ impl Question<'_> {
             packed.span(penalty.forgive_after());
             packed.number(u64::from(penalty.last_strike()));
         }
-        if op.verb == Verb::Reset {
-            packed.bytes(&self.limits.tag(op.limit).to_le_bytes());
-            packed.bytes(&op.key.hi().to_le_bytes());
-            packed.bytes(&op.key.lo().to_le_bytes());
-            return packed;
-        }
+        packed
+    }
+
+    /// What a limit says, as far as the operation depends on it.
+    fn terms(&self, op: &Op, limit: &Limit, cost: u64, around: Time, packed: &mut Packed) {
         let lead = if op.verb == Verb::Debit { Span::ZERO } else { limit.lead(self.batch.terms().lead) };
         match limit.kind() {
             Kind::Window(window) => {
@@ -235,7 +241,6 @@ impl Question<'_> {
                 packed.number(u64::from(draw));
             }
         }
-        packed
     }
 
     /// What a script's answer means. `None` if it can't be one.

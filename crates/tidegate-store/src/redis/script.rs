@@ -56,6 +56,10 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
 
 /// How many operations a quick script has at most.
 const QUICK: usize = 4;
+/// How many bytes the head of the arguments has, an operation's flags and its penalty.
+const HEAD: usize = 33;
+const FLAGS: usize = 8;
+const PENALTY: usize = 40;
 const PENALTIES: u8 = 1 << 6;
 const TELLS: u8 = 1 << 7;
 
@@ -137,23 +141,27 @@ struct QuickPart {
     text: &'static str,
     arguments: &'static str,
     formats: &'static str,
+    /// How many bytes an operation of it has beyond its flags, cost and penalty.
+    length: usize,
     answers: &'static str,
     answer_formats: &'static str,
 }
 
 const QUICK_RATE: QuickPart = QuickPart {
     text: include_str!("lua/quick/rate.lua"),
-    arguments: ", never$, cost$, step$, step_rest$, refill$, refill_rest$",
     // Burst and spacing are for paroles, and what counts ahead for leases.
-    formats: "ddddxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+    arguments: "step$, step_rest$, refill$, refill_rest$",
+    formats: "dddd",
+    length: 64,
     answers: ", found$, found_rest$",
     answer_formats: "dd",
 };
 
 const QUICK_WINDOW: QuickPart = QuickPart {
     text: include_str!("lua/quick/window.lua"),
-    arguments: ", never$, cost$, limit$, length$, entries$, most$, cell$, lead$, ahead$",
+    arguments: "limit$, length$, entries$, most$, cell$, lead$, ahead$",
     formats: "ddddddd",
+    length: 56,
     answers: ", used$, newest$, free_from$, free_count$",
     answer_formats: "dddd",
 };
@@ -161,34 +169,36 @@ const QUICK_WINDOW: QuickPart = QuickPart {
 fn quick(code: u16, text: &mut String) {
     let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
     let (mut parts, mut body, mut writes) = (0, String::new(), String::new());
-    // Beyond the moment and the slack, the head is for others.
-    let (mut arguments, mut formats) = ("local now, slack".to_owned(), "<dd".to_owned() + &"x".repeat(17));
     let (mut answers, mut answer_formats) = (String::new(), "<d".to_owned());
+    // Lua counts from 1; of the head only the moment and the slack matter, and of the flags the last.
+    let mut place = 1 + HEAD;
     for number in 1..=count {
         let bits = code >> (2 * (count - number));
         let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
         let part = if is_window { QUICK_WINDOW } else { QUICK_RATE };
         parts |= if is_window { 1 } else { 2 };
         let numbered = |text: &str| text.replace('$', &number.to_string());
-        arguments.push_str(&numbered(part.arguments));
+        let (arguments, formats) = (part.arguments, part.formats);
+        let never = place + FLAGS;
+        body.push_str(&numbered(&format!(
+            "local never$, cost$, {arguments} = unpack('<Bd{formats}', bytes, {never})\n"
+        )));
+        place += 1 + FLAGS + 8 + part.length;
         answers.push_str(&numbered(part.answers));
         answer_formats.push_str(part.answer_formats);
-        // Of the flags, whether the call can ever have room.
-        formats.push_str("xxxxxBxxxd");
         if is_penalised {
             parts |= PENALTIES;
-            formats.push_str(&"x".repeat(40));
+            place += PENALTY;
             answers.push_str(", 0, 0, 0");
             answer_formats.push_str("ddB");
         }
-        formats.push_str(part.formats);
         body.push_str(&numbered(&format!("local is_penalised$ = {is_penalised}")));
         body.push_str(&numbered(part.text));
         writes.push_str(&numbered(include_str!("lua/quick/write.lua")));
     }
     text.push_str("local unpack, pack, call = struct.unpack, struct.pack, redis.call\n");
     text.push_str("local floor, ceil = math.floor, math.ceil\nrepeat\n");
-    text.push_str(&format!("{arguments} = unpack('{formats}', ARGV[1])\n"));
+    text.push_str("local bytes = ARGV[1]\nlocal now, slack = unpack('<dd', bytes)\n");
     text.push_str(include_str!("lua/quick/head.lua"));
     text.push_str(&body);
     text.push_str(include_str!("lua/quick/tail.lua"));

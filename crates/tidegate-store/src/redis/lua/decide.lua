@@ -13,17 +13,17 @@ local watched_refused, watched_blocked = outside % 8 > 3, outside > 7
 
 local states, ops, answers = {}, {}, { pack('<d', now) }
 
--- Behind the head, each operation begins with its length.
+-- Behind the head, each operation begins with its length, and ends with its penalty.
 local next_place = 34
 
 for index, key in ipairs(KEYS) do
   local op = { done = 1 }
   local length
-  length, op.kind, op.verb, op.shadow, op.counts, op.never, op.waives, op.paroles, op.penalised, op.cost, op.place =
+  length, op.kind, op.verb, op.shadow, op.counts, op.waives, op.paroles, op.penalised, op.never, op.cost, op.place =
     unpack('<BBBBBBBBBd', bytes, next_place)
   next_place = next_place + 1 + length
   if op.penalised == 1 then
-    op.base, op.factor, op.cap, op.forgive, op.last, op.place = unpack('<ddddd', bytes, op.place)
+    op.base, op.factor, op.cap, op.forgive, op.last = unpack('<ddddd', bytes, next_place - 40)
   end
   local state = states[key]
   if not state then

@@ -1,13 +1,16 @@
 
-local value$, expires$, offset$ = call('GETRANGE', KEYS[$], -74, -1)
+-- The header, and before it the newest slot. What is text already needn't be printed for the call.
+local value$, expires$, offset$ = call('GETRANGE', KEYS[$], '-90', '-1')
 local used$, newest$, free_from$, free_count$ = 0, 0, 0, 0
 do
-  local kept, oldest, head, size, coarse = 0, 0, 0, 0, 0
+  local kept, oldest, head, size, coarse, last = 0, 0, 0, 0, 0, 0
   local slots, first = '', 1
   local is_changed = false
   if value$ ~= '' then
+    if #value$ < 90 then break end
     local room, ends, parole, strikes
-    kept, used$, newest$, oldest, head, size, room, coarse, ends, parole, strikes = unpack('<dddddddBddB', value$)
+    last, kept, used$, newest$, oldest, head, size, room, coarse, ends, parole, strikes =
+      unpack('<xxxxxxxxddddddddBddB', value$)
     if strikes > 0 or parole > 0 or size == 0 or room ~= head + size or head > size + 64 then break end
     if newest$ > now + lead$ or now - newest$ >= length$ or cost$ == 0 then break end
     if now - oldest >= length$ then
@@ -42,9 +45,7 @@ do
   if size > 0 then
     if newest$ > at then at = newest$ end
     if newest$ == at or (coarse == 1 and floor(newest$ / cell$) == floor(at / cell$)) then
-      offset$ = offset$ - 16
-      local _, before = unpack('<dd', call('GETRANGE', KEYS[$], offset$, offset$ + 15))
-      count, size = count + before, size - 1
+      offset$, count, size = offset$ - 16, count + last, size - 1
     elseif size >= most$ then
       break
     end
