@@ -24,6 +24,8 @@ pub enum Unit {
     Allocations,
     /// One figure over another.
     Times,
+    /// Parts of a hundred.
+    Percent,
 }
 
 impl Unit {
@@ -39,6 +41,7 @@ impl Unit {
             Self::Count => format!("{figure:.0}"),
             Self::Allocations => format!("{figure:.2}"),
             Self::Times => format!("{figure:.1} ×"),
+            Self::Percent => format!("{figure:.2} %"),
         }
     }
 }
@@ -85,6 +88,13 @@ impl Row {
     /// Adds a subject's figures.
     pub fn push(&mut self, subject: &str, rounds: Vec<f64>) {
         self.figures.push(Figures { subject: subject.to_owned(), rounds });
+    }
+
+    /// The same, for want of what the reason tells.
+    #[must_use]
+    pub fn without(mut self, reason: &str) -> Self {
+        self.skipped.push(reason.to_owned());
+        self
     }
 
     fn rounds(&self, subject: &str) -> Option<&[f64]> {

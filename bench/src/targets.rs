@@ -62,6 +62,8 @@ pub const REACHES: &[Reach] = &[
     reach("gate/outbound/cpu", Bound::Ratio("bare hyper-util proxy", 1.4)),
     reach("stores/redis/rate", Bound::RatioAtLeast("smallest GCRA script", 0.9)),
     reach("stores/redis/two-limits-and-penalty", Bound::RatioAtLeast("smallest GCRA script", 0.6)),
+    reach("stores/redis/leases", Bound::RatioAtLeast("smallest GCRA script", 20.0)),
+    reach("stores/redis/leases/trips", Bound::AtMost(5.0)),
     reach("stores/mariadb", Bound::RatioAtLeast("bare upsert", 0.3)),
     reach("stores/postgres", Bound::RatioAtLeast("bare upsert", 0.3)),
     reach("stores/mongodb", Bound::RatioAtLeast("bare upsert", 0.3)),

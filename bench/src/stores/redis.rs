@@ -1,14 +1,17 @@
-//! Redis: a decision of ours, and the smallest script that does one GCRA.
+//! Redis: a decision of ours, exactly or of slices that were taken in one trip, and the smallest script that does one
+//! GCRA.
 
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Instant;
 
 use redis::aio::MultiplexedConnection;
+use tidegate::SystemClock;
 use tidegate_core::{
-    Batch, Key, Kind, Limit, LimitId, Limits, Op, Penalty, PenaltySpec, Rate, Span, Time, Verb, Window,
+    Batch, Clock as _, Key, Kind, LeaseSpec, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate, Sharing,
+    Span, Time, Verb, Window,
 };
-use tidegate_store::{Redis, RedisOptions, Remote as _};
+use tidegate_store::{Answer, Fleet, FleetOptions, Redis, RedisOptions, Remote as _, Store as _, fleet_limits};
 use tidegate_testkit::servers::RedisServer;
 
 use super::TASKS;
@@ -25,6 +28,10 @@ pub(crate) const CEILING: &str = "smallest GCRA script";
 const KEYS: u32 = 10_000;
 /// Decisions of a task in a chunk: about a tenth of a second's worth for all.
 const CALLS: usize = 150;
+/// The limit that slices are taken of, and over how many keys a chunk spends it: 96 % of it.
+const LEASED: u64 = 10_000;
+const LEASED_KEYS: usize = 8;
+const LEASED_CALLS: usize = 1_200;
 /// Chunks of each subject in a round, taken in turns; the round's figure is their median.
 const CHUNKS: usize = 5;
 
@@ -66,14 +73,53 @@ struct Ours {
 
 impl Ask for Ours {
     async fn ask(&mut self, key: u32) -> bool {
-        let mut batch = Batch::new(1);
-        let key = Key::new(0, u64::from(key).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        batch.set_affinity(key.lo() | 1);
-        for limit in self.ids.iter() {
-            batch.push(Op::new(*limit, Verb::Take, key, 1)).expect("two limits");
+        let batch = batch(&self.ids, key);
+        admits(self.store.ask(&batch, Time::from_secs(1_700_000_000)).await.as_ref().ok())
+    }
+}
+
+fn batch(limits: &[LimitId], key: u32) -> Batch {
+    let mut batch = Batch::new(1);
+    let key = Key::new(0, u64::from(key).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    batch.set_affinity(key.lo() | 1);
+    for limit in limits {
+        batch.push(Op::new(*limit, Verb::Take, key, 1)).expect("two limits");
+    }
+    batch
+}
+
+fn admits(outcomes: Option<&Outcomes>) -> bool {
+    outcomes.is_some_and(|outcomes| outcomes.list().iter().all(|outcome| !outcome.verdict.refuses()))
+}
+
+/// A node that takes slices.
+#[derive(Clone)]
+struct Leased {
+    fleet: Fleet,
+    id: LimitId,
+    clock: SystemClock,
+}
+
+impl Ask for Leased {
+    async fn ask(&mut self, key: u32) -> bool {
+        match self.fleet.apply(&batch(&[self.id], key), self.clock.now()) {
+            Answer::Ready(outcomes) => admits(Some(&outcomes)),
+            Answer::Later(later) => admits(later.await.as_ref().ok()),
         }
-        let outcomes = self.store.ask(&batch, Time::from_secs(1_700_000_000)).await;
-        outcomes.is_ok_and(|outcomes| outcomes.list().iter().all(|outcome| !outcome.verdict.refuses()))
+    }
+}
+
+impl Leased {
+    fn new(url: &str) -> Self {
+        let max_age = Span::from_millis(250);
+        let window = Window::new(LEASED, Span::from_secs(60), 64).expect("a window").with_lead(max_age);
+        let sharing = Sharing { lease: Some(LeaseSpec { permille: 100, max_age }), ..Sharing::default() };
+        let limits = Limits::new(vec![Limit::new(Kind::Window(window)).shared(sharing)]).expect("one limit");
+        let id = limits.iter().map(|(id, _)| id).next().expect("one limit");
+        let limits = Arc::new(fleet_limits(&limits).expect("two limits"));
+        let redis = Redis::new(RedisOptions::new(url), limits).expect("a URL");
+        let clock = SystemClock::new();
+        Self { fleet: Fleet::start(Box::new(redis), clock.clone(), FleetOptions::new(1)), id, clock }
     }
 }
 
@@ -102,52 +148,96 @@ pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         [("stores/redis/rate", vec![rate()]), ("stores/redis/two-limits-and-penalty", vec![rate(), window()])]
     {
         if options.wants(name) {
-            done(row(name, limits, options));
+            let [row, _] = rows(name, CALLS, sequences, |url| Ours::new(url, limits), options);
+            done(row);
         }
+    }
+    let name = "stores/redis/leases";
+    if options.wants(name) {
+        rows(name, LEASED_CALLS, in_turns, Leased::new, options).into_iter().for_each(done);
     }
 }
 
-fn row(name: &str, limits: Vec<Limit>, options: &Options) -> Row {
-    let mut row = Row::new(name, Unit::Requests);
+/// Any of the keys, again and again.
+fn sequences(task: usize, chunk: usize) -> Vec<u32> {
+    let drawn = Sequence::new(Draw::Uniform, KEYS, task as u64).indexes;
+    drawn.iter().copied().cycle().skip(chunk * CALLS).take(CALLS).collect()
+}
+
+/// New keys in every chunk, all tasks around each.
+fn in_turns(task: usize, chunk: usize) -> Vec<u32> {
+    (0..LEASED_CALLS).map(|call| (chunk * LEASED_KEYS + (task + call) % LEASED_KEYS) as u32).collect()
+}
+
+/// Decisions a second, and how many of a hundred asked the server.
+fn rows<A: Ask>(
+    name: &str,
+    calls: usize,
+    keys: fn(usize, usize) -> Vec<u32>,
+    ours: impl FnOnce(&str) -> A,
+    options: &Options,
+) -> [Row; 2] {
+    let mut rows = [Row::new(name, Unit::Requests), Row::new(format!("{name}/trips"), Unit::Percent)];
     let Some(server) = RedisServer::start() else {
-        row.skipped.push("redis-server: is not installed".into());
-        return row;
+        return rows.map(|row| row.without("redis-server: is not installed"));
     };
     // The server has the other core.
     pin(1);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let played = runtime.block_on(async {
-        let ours = Ours::new(&server.url(), limits);
+        let ours = ours(&server.url());
         let smallest = smallest(&server.url()).await?;
-        let (mut of_ours, mut of_smallest) = (Vec::new(), Vec::new());
-        let keys: Vec<Arc<[u32]>> =
-            (0..TASKS as u64).map(|task| Sequence::new(Draw::Uniform, KEYS, task).indexes.into()).collect();
+        let (mut of_ours, mut of_smallest, mut trips) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..options.rounds() {
             let (mut chunks_of_ours, mut chunks_of_smallest) = (Vec::new(), Vec::new());
+            let mut asked = 0;
             for chunk in 0..CHUNKS {
-                let from = (round * CHUNKS + chunk) * CALLS;
+                let number = round * CHUNKS + chunk;
+                let keys: Vec<_> = (0..TASKS).map(|task| keys(task, number)).collect();
                 for turn in 0..2 {
-                    let is_ours = (round + chunk + turn) % 2 == 0;
+                    let is_ours = (number + turn).is_multiple_of(2);
                     if is_ours && options.wants_subject(OURS) {
-                        chunks_of_ours.push(play(&ours, &keys, from).await?);
+                        let before = scripts(&smallest).await?;
+                        chunks_of_ours.push(play(&ours, keys.clone()).await?);
+                        asked += scripts(&smallest).await? - before;
                     } else if !is_ours && options.wants_subject(CEILING) {
-                        chunks_of_smallest.push(play(&smallest, &keys, from).await?);
+                        // As many of them as usual: it would take twenty times as long.
+                        let keys = keys.iter().map(|keys| keys[..CALLS].to_vec()).collect();
+                        chunks_of_smallest.push(play(&smallest, keys).await?);
                     }
                 }
+            }
+            if options.wants_subject(OURS) {
+                trips.push(asked as f64 * 100.0 / (CHUNKS * TASKS * calls) as f64);
             }
             of_ours.extend(Spread::of(&chunks_of_ours).map(|spread| spread.median));
             of_smallest.extend(Spread::of(&chunks_of_smallest).map(|spread| spread.median));
         }
-        Ok::<_, String>((of_ours, of_smallest))
+        Ok::<_, String>((of_ours, of_smallest, trips))
     });
     match played {
-        Ok((ours, smallest)) => {
-            row.push(OURS, ours);
-            row.push(CEILING, smallest);
+        Ok((of_ours, of_smallest, trips)) => {
+            rows[0].push(OURS, of_ours);
+            rows[0].push(CEILING, of_smallest);
+            rows[1].push(OURS, trips);
+            rows
         }
-        Err(reason) => row.skipped.push(reason),
+        Err(reason) => rows.map(|row| row.without(&reason)),
     }
-    row
+}
+
+/// How many scripts the server has run.
+async fn scripts(smallest: &Smallest) -> Result<u64, String> {
+    let told: String = redis::cmd("INFO")
+        .arg("commandstats")
+        .query_async(&mut smallest.connection.clone())
+        .await
+        .map_err(|error| error.to_string())?;
+    let calls = |name: &str| {
+        let line = told.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(":calls="));
+        line.and_then(|rest| rest.split(',').next()?.parse::<u64>().ok()).unwrap_or(0)
+    };
+    Ok(calls("cmdstat_evalsha") + calls("cmdstat_eval"))
 }
 
 async fn smallest(url: &str) -> Result<Smallest, String> {
@@ -160,16 +250,17 @@ async fn smallest(url: &str) -> Result<Smallest, String> {
     connect.await.map_err(|error| error.to_string())
 }
 
-/// Decisions a second of all tasks together.
-async fn play(subject: &impl Ask, keys: &[Arc<[u32]>], from: usize) -> Result<f64, String> {
+/// Decisions a second of all tasks together, each with its keys.
+async fn play(subject: &impl Ask, keys: Vec<Vec<u32>>) -> Result<f64, String> {
+    let count: usize = keys.iter().map(Vec::len).sum();
     let begin = Instant::now();
-    let tasks: Vec<_> = (0..TASKS)
-        .map(|task| {
+    let tasks: Vec<_> = keys
+        .into_iter()
+        .map(|keys| {
             let mut subject = subject.clone();
-            let keys = Arc::clone(&keys[task]);
             tokio::spawn(async move {
-                for place in from..from + CALLS {
-                    if !subject.ask(keys[place % keys.len()]).await {
+                for key in keys {
+                    if !subject.ask(key).await {
                         return false;
                     }
                 }
@@ -182,5 +273,5 @@ async fn play(subject: &impl Ask, keys: &[Arc<[u32]>], from: usize) -> Result<f6
             return Err("answers a call otherwise".into());
         }
     }
-    Ok((TASKS * CALLS) as f64 / begin.elapsed().as_secs_f64())
+    Ok(count as f64 / begin.elapsed().as_secs_f64())
 }

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
-pub use redis::{RedisCluster, RedisServer, RedisSetup, redis_sentinel};
+pub use redis::{RedisCluster, RedisPair, RedisServer, RedisSetup};
 
 /// How often and how many times to look whether something has started.
 const LOOK_EVERY: Duration = Duration::from_millis(20);

@@ -8,7 +8,7 @@ use tidegate_core::{
     Verdict, Window,
 };
 use tidegate_store::{Redis, RedisOptions, Remote as _, StoreError, TimeSource};
-use tidegate_testkit::servers::{RedisServer, RedisSetup, Scratch, free_port, redis_sentinel};
+use tidegate_testkit::servers::{RedisPair, RedisServer, RedisSetup, Scratch, free_port};
 use tokio::time::timeout;
 
 use crate::common::Stores;
@@ -233,33 +233,19 @@ fn a_store_outlives_a_runtime() {
 /// A master is lost, and the sentinels' next one is found.
 #[test]
 fn a_failover_is_followed() {
-    let Some(mut master) = RedisServer::start() else { return };
-    let words = vec!["--replicaof".to_owned(), "127.0.0.1".to_owned(), master.port().to_string()];
-    let Some(replica) = RedisServer::with(RedisSetup { words, ..RedisSetup::default() }) else { return };
-    let Some((sentinel, port)) = redis_sentinel("gate", &master) else { return };
-    let sees_replica = || {
-        let mut links = replica.command(&["INFO", "replication"]);
-        links.push_str(&sentinel.read("sentinel.conf"));
-        links.contains("master_link_status:up") && links.contains("known-replica")
-    };
-    for _ in 0..600 {
-        if sees_replica() {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    let stores = Stores::new(format!("redis-sentinel://127.0.0.1:{port}/gate"), TimeSource::Store);
+    let Some(mut pair) = RedisPair::start(Duration::from_millis(500)) else { return };
+    let stores = Stores::new(pair.url(), TimeSource::Store);
     let (limits, [wide, ..]) = plan();
     let store = stores.under("failover:", &limits);
     stores.runtime.block_on(async {
         once(&store, wide, Verb::Take).await.unwrap();
         let is_replicated = async {
-            while replica.keys() == 0 {
+            while pair.replica.keys() == 0 {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         timeout(LONG, is_replicated).await.unwrap();
-        master.kill();
+        pair.master.kill();
         let found = async {
             loop {
                 match timeout(CALLER, once(&store, wide, Verb::Take)).await {

@@ -297,21 +297,56 @@ impl RedisServer {
     }
 }
 
-/// Starts a sentinel that watches a master by the name of `service`, and alone decides when another takes its place: half
-/// a second after the master's last sign of life. Returns it and its port; `None` if `redis-server` isn't installed.
-///
-/// # Panics
-/// If it doesn't start.
-pub fn redis_sentinel(service: &str, master: &RedisServer) -> Option<(Running, u16)> {
-    let program = require("redis-server")?;
-    let (scratch, port) = (Scratch::new(), free_port());
-    let config = format!(
-        "port {port}\nbind 127.0.0.1\nsentinel monitor {service} 127.0.0.1 {} 1\n\
-         sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n",
-        master.port
-    );
-    let config = scratch.write("sentinel.conf", &config);
-    let mut command = Command::new(program);
-    command.arg(config).arg("--sentinel");
-    Some((Running::start(command, scratch, port), port))
+/// A master, its replica, and a sentinel that alone decides when the one takes the other's place.
+#[derive(Debug)]
+pub struct RedisPair {
+    /// The first master.
+    pub master: RedisServer,
+    /// What takes its place.
+    pub replica: RedisServer,
+    _sentinel: Running,
+    port: u16,
+}
+
+impl RedisPair {
+    /// Starts them; the replica takes over so long after the master's last sign of life, and what the election takes.
+    /// `None` if `redis-server` isn't installed.
+    ///
+    /// # Panics
+    /// If they don't come to know each other.
+    pub fn start(down_after: Duration) -> Option<Self> {
+        let master = RedisServer::start()?;
+        let words = vec!["--replicaof".to_owned(), "127.0.0.1".to_owned(), master.port.to_string()];
+        let replica = RedisServer::with(RedisSetup { words, ..RedisSetup::default() })?;
+        let (scratch, port) = (Scratch::new(), free_port());
+        let config = format!(
+            "port {port}\nbind 127.0.0.1\nsentinel monitor gate 127.0.0.1 {} 1\n\
+             sentinel down-after-milliseconds gate {}\nsentinel failover-timeout gate 2000\n",
+            master.port,
+            down_after.as_millis()
+        );
+        let config = scratch.write("sentinel.conf", &config);
+        let mut command = Command::new(require("redis-server")?);
+        command.arg(config).arg("--sentinel");
+        let sentinel = Running::start(command, scratch, port);
+        for _ in 0..LOOKS {
+            if replica.command(&["INFO", "replication"]).contains("master_link_status:up")
+                && sentinel.read("sentinel.conf").contains("known-replica")
+            {
+                return Some(Self { master, replica, _sentinel: sentinel, port });
+            }
+            sleep(LOOK_EVERY);
+        }
+        panic!("the sentinel doesn't find the replica: {}", sentinel.read("sentinel.conf"));
+    }
+
+    /// `redis-sentinel://127.0.0.1:PORT/gate`.
+    pub fn url(&self) -> String {
+        format!("redis-sentinel://127.0.0.1:{}/gate", self.port)
+    }
+
+    /// Whether the replica is the master by now.
+    pub fn is_failed_over(&self) -> bool {
+        self.replica.command(&["INFO", "replication"]).contains("role:master")
+    }
 }
