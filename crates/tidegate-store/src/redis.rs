@@ -12,6 +12,7 @@ mod masters;
 mod question;
 mod script;
 mod spread;
+mod together;
 
 use std::fmt;
 use std::sync::Arc;
@@ -31,7 +32,8 @@ use link::{Link, LinkError, Patience};
 use masters::Masters;
 use question::{Elsewhen, Question};
 use redis::{Cmd, ServerErrorKind, Value};
-use script::Scripts;
+use script::{Parts, Scripts};
+use together::{Together, Turn};
 
 /// How often a question is asked again because the server's clock isn't where it was thought to be. Once is enough
 /// unless a period ends between.
@@ -102,6 +104,7 @@ struct Shared {
     patience: Patience,
     scripts: Scripts,
     link: Link,
+    together: Together,
     masters: Masters,
     /// How far the server's clock was ahead of the callers' in the last answer, in microseconds: where to look for the
     /// period of a quota.
@@ -124,8 +127,10 @@ impl Redis {
         let keys = Arc::new(Keys::new(&prefix));
         let patience = Patience { connect: connect_timeout, answer: answer_timeout };
         let link = Link::new(Address::parse(&url)?, authorities, patience, Arc::clone(&keys));
-        let (scripts, masters, ahead) = (Scripts::default(), Masters::default(), AtomicI64::new(0));
-        Ok(Self { shared: Arc::new(Shared { limits, keys, time, reserve, patience, scripts, link, masters, ahead }) })
+        let (scripts, together, masters) = (Scripts::default(), Together::default(), Masters::default());
+        let ahead = AtomicI64::new(0);
+        let shared = Shared { limits, keys, time, reserve, patience, scripts, link, together, masters, ahead };
+        Ok(Self { shared: Arc::new(shared) })
     }
 }
 
@@ -170,7 +175,7 @@ impl Remote for Redis {
 }
 
 impl Shared {
-    async fn ask(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+    async fn ask(self: &Arc<Self>, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
         if self.link.is_divided() && spread::is_spread(batch) {
             if !self.reserve {
                 return Err(StoreError::Failed("the keys of the batch lie in several slots of the cluster".into()));
@@ -182,14 +187,27 @@ impl Shared {
     }
 
     /// Asks what lies in one place.
-    async fn ask_one(&self, batch: &Batch, now: Time, elsewhere: Against) -> Result<Outcomes, StoreError> {
+    async fn ask_one(self: &Arc<Self>, batch: &Batch, now: Time, elsewhere: Against) -> Result<Outcomes, StoreError> {
         let (limits, keys, source) = (&*self.limits, &*self.keys, self.time);
         let question = Question { batch, limits, keys, source, elsewhere };
         if question.is_empty() {
             let at = self.present(now).await?;
             return Ok(tidegate_core::batch::settle(batch, &self.limits, [].as_mut_slice(), at));
         }
-        let script = self.scripts.get(question.parts());
+        let parts = question.parts();
+        let _place = match parts {
+            // In a cluster keys of different batches seldom lie in one slot.
+            Parts::Quick(code) if !self.link.is_divided() => {
+                match self.turn(code, || question.parcel(now, now)).await? {
+                    Turn::Alone(place) => place,
+                    Turn::Told(bytes) => {
+                        return self.read(&question, &bytes, now)?.map_err(|Elsewhen(_)| unreadable());
+                    }
+                }
+            }
+            _ => None,
+        };
+        let script = self.scripts.get(parts);
         let mut around = match source {
             TimeSource::Store => Time::from_micros(now.as_micros().saturating_add_signed(self.ahead())),
             TimeSource::Caller => now,
@@ -205,18 +223,19 @@ impl Shared {
             let Value::BulkString(bytes) = answer.map_err(|error| self.failed(error))? else {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));
             };
-            let at = match question.read(&bytes) {
-                Some(Ok(outcomes)) => {
-                    self.note(outcomes.now(), now);
-                    return Ok(outcomes);
-                }
-                Some(Err(Elsewhen(at))) => at,
-                None => return Err(StoreError::Failed("the script's answer can't be read".into())),
-            };
-            self.note(at, now);
-            around = at;
+            match self.read(&question, &bytes, now)? {
+                Ok(outcomes) => return Ok(outcomes),
+                Err(Elsewhen(at)) => around = at,
+            }
         }
         Err(StoreError::Failed("the server's clock is never where it was".into()))
+    }
+
+    fn read(&self, question: &Question<'_>, bytes: &[u8], now: Time) -> Result<Result<Outcomes, Elsewhen>, StoreError> {
+        let read = question.read(bytes).ok_or_else(unreadable)?;
+        let at = read.as_ref().map_or_else(|Elsewhen(at)| *at, Outcomes::now);
+        self.note(at, now);
+        Ok(read)
     }
 
     fn ahead(&self) -> i64 {
@@ -262,6 +281,10 @@ impl Shared {
     fn failed(&self, error: LinkError) -> StoreError {
         error.into_store_error(self.patience)
     }
+}
+
+fn unreadable() -> StoreError {
+    StoreError::Failed("the script's answer can't be read".into())
 }
 
 fn no_time() -> StoreError {

@@ -42,7 +42,7 @@ impl Keys {
         digits(Self::place(affinity, key))
     }
 
-    /// Writes the name of a key's state into `name`. Another kind under the same tag is another plan's, and has a state
+    /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and has a state
     /// of its own.
     pub(super) fn write(&self, affinity: u64, tag: u64, kind: &Kind, key: Key, name: &mut Vec<u8>) {
         let letter = match kind {
@@ -53,7 +53,6 @@ impl Keys {
             Kind::Cooldown(_) => b'g',
             Kind::Pace(_) => b'p',
         };
-        name.clear();
         name.extend_from_slice(&self.prefix);
         name.push(b'{');
         name.extend_from_slice(&Self::tag(affinity, key));
@@ -94,7 +93,7 @@ mod tests {
         let keys = Keys::new("gate:");
         let kind = Kind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
         let name = |affinity| {
-            let mut name = b"left over".to_vec();
+            let mut name = Vec::new();
             keys.write(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);
             String::from_utf8(name).unwrap()
         };

@@ -58,6 +58,33 @@ impl Packed {
     }
 }
 
+/// What a script is given of a batch.
+pub(super) struct Parcel {
+    /// The names, one behind the other, and then the bytes.
+    data: Vec<u8>,
+    /// Where each name ends.
+    ends: ArrayVec<usize, MAX_OPS>,
+}
+
+impl Parcel {
+    pub(super) fn names(&self) -> impl Iterator<Item = &[u8]> {
+        let mut from = 0;
+        self.ends.iter().map(move |end| {
+            let name = &self.data[from..*end];
+            from = *end;
+            name
+        })
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.data[self.ends.last().copied().unwrap_or(0)..]
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.data.len()
+    }
+}
+
 /// A batch, or the part of one that lies in one place.
 pub(super) struct Question<'a> {
     pub(super) batch: &'a Batch,
@@ -90,28 +117,35 @@ impl Question<'_> {
     /// The command that runs a script on it: `EVALSHA` with a hash, or `EVAL` with a text. `now` is the caller's moment,
     /// `around` the one that the server's is thought to be near.
     pub(super) fn command(&self, verb: &str, script: &str, now: Time, around: Time) -> redis::Cmd {
-        let count = self.asked().count();
-        let mut command = redis::Cmd::with_capacity(2 * count + 5, script.len() + (count + 1) * ROOM);
-        command.arg(verb).arg(script).arg(count);
-        let mut key = Vec::with_capacity(ROOM);
-        for (op, limit) in self.asked() {
-            self.keys.write(self.batch.terms().affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut key);
-            command.arg(key.as_slice());
+        let parcel = self.parcel(now, around);
+        let mut command = redis::Cmd::with_capacity(2 * parcel.ends.len() + 5, script.len() + parcel.len() + ROOM);
+        command.arg(verb).arg(script).arg(parcel.ends.len());
+        for name in parcel.names() {
+            command.arg(name);
         }
-        let mut bytes = Vec::with_capacity(count * ROOM);
-        bytes.extend_from_slice(&self.head(now).0);
-        let mut resets = false;
-        for (op, limit) in self.asked() {
-            let argument = self.argument(op, limit, around).0;
-            bytes.push(argument.len() as u8);
-            bytes.extend_from_slice(&argument);
-            resets |= op.verb == Verb::Reset;
-        }
-        command.arg(bytes);
-        if resets {
+        command.arg(parcel.bytes());
+        if self.asked().any(|(op, _)| op.verb == Verb::Reset) {
             command.arg(self.keys.resets());
         }
         command
+    }
+
+    /// The names of its keys and the bytes that a script decides by.
+    pub(super) fn parcel(&self, now: Time, around: Time) -> Parcel {
+        let mut data = Vec::with_capacity((self.batch.ops().len() + 1) * ROOM);
+        let mut ends = ArrayVec::new();
+        let affinity = self.batch.terms().affinity;
+        for (op, limit) in self.asked() {
+            self.keys.write(affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut data);
+            ends.push(data.len());
+        }
+        data.extend_from_slice(&self.head(now).0);
+        for (op, limit) in self.asked() {
+            let argument = self.argument(op, limit, around).0;
+            data.push(argument.len() as u8);
+            data.extend_from_slice(&argument);
+        }
+        Parcel { data, ends }
     }
 
     fn head(&self, now: Time) -> Packed {

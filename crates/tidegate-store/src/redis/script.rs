@@ -97,15 +97,39 @@ impl Parts {
     }
 
     fn text(self) -> String {
-        let (never, overtaken) = (Time::NEVER.as_micros(), OVERTAKEN.as_micros());
-        let mut text = format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {COUNTED}\n");
+        let mut text = constants();
         match self {
             Self::General(parts) => general(parts, &mut text),
-            Self::Quick(code) => quick(code, &mut text),
+            Self::Quick(code) => {
+                let quick = Quick::new(code);
+                text.push_str(&format!("{QUICK_LOCALS}local bytes, at, present = ARGV[1], 0\nrepeat\n"));
+                text.push_str(&format!("{}return {}\nuntil true\n", quick.body, quick.answer));
+                general(quick.parts, &mut text);
+            }
         }
         text
     }
 }
+
+/// The quick script for many batches that are alike: each has an argument, and its keys behind those of the one before. An
+/// answer for each; an empty one says that nothing was done, and the batch is to be asked by itself.
+fn together(code: u16) -> String {
+    let quick = Quick::new(code);
+    let mut text = constants();
+    text.push_str(&format!("{QUICK_LOCALS}local at, present, answers = 0, nil, {{}}\nfor index = 1, #ARGV do\n"));
+    text.push_str("local bytes, answer = ARGV[index], ''\nrepeat\n");
+    text.push_str(&format!("{}answer = {}\nuntil true\n", quick.body, quick.answer));
+    text.push_str(&format!("answers[index], at = answer, at + {}\nend\nreturn answers\n", quick.count));
+    text
+}
+
+fn constants() -> String {
+    let (never, overtaken) = (Time::NEVER.as_micros(), OVERTAKEN.as_micros());
+    format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {COUNTED}\n")
+}
+
+const QUICK_LOCALS: &str = "local unpack, pack, call = struct.unpack, struct.pack, redis.call\n\
+                            local floor, ceil = math.floor, math.ceil\n";
 
 fn is_ordinary(limit: &Limit) -> bool {
     let kind = match limit.kind() {
@@ -166,45 +190,50 @@ const QUICK_WINDOW: QuickPart = QuickPart {
     answer_formats: "dddd",
 };
 
-fn quick(code: u16, text: &mut String) {
-    let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
-    let (mut parts, mut body, mut writes) = (0, String::new(), String::new());
-    let (mut answers, mut answer_formats) = (String::new(), "<d".to_owned());
-    // Lua counts from 1; of the head only the moment and the slack matter, and of the flags the last.
-    let mut place = 1 + HEAD;
-    for number in 1..=count {
-        let bits = code >> (2 * (count - number));
-        let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
-        let part = if is_window { QUICK_WINDOW } else { QUICK_RATE };
-        parts |= if is_window { 1 } else { 2 };
-        let numbered = |text: &str| text.replace('$', &number.to_string());
-        let (arguments, formats) = (part.arguments, part.formats);
-        let never = place + FLAGS;
-        body.push_str(&numbered(&format!(
-            "local never$, cost$, {arguments} = unpack('<Bd{formats}', bytes, {never})\n"
-        )));
-        place += 1 + FLAGS + 8 + part.length;
-        answers.push_str(&numbered(part.answers));
-        answer_formats.push_str(part.answer_formats);
-        if is_penalised {
-            parts |= PENALTIES;
-            place += PENALTY;
-            answers.push_str(", 0, 0, 0");
-            answer_formats.push_str("ddB");
+/// What a quick script does for one batch, whose argument is `bytes` and whose keys come behind the first `at`.
+struct Quick {
+    count: u16,
+    /// What leaves by `break` is for the general script, which has these parts.
+    body: String,
+    parts: u8,
+    answer: String,
+}
+
+impl Quick {
+    fn new(code: u16) -> Self {
+        let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
+        let mut parts = 0;
+        let (mut body, mut writes) = (include_str!("lua/quick/head.lua").to_owned(), String::new());
+        let (mut answers, mut formats) = (String::new(), "<d".to_owned());
+        // Lua counts from 1; of the head only the moment and the slack matter, and of the flags the last.
+        let mut place = 1 + HEAD;
+        for number in 1..=count {
+            let bits = code >> (2 * (count - number));
+            let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
+            let part = if is_window { QUICK_WINDOW } else { QUICK_RATE };
+            parts |= if is_window { 1 } else { 2 };
+            let numbered = |text: &str| text.replace('$', &number.to_string());
+            let (arguments, format, never) = (part.arguments, part.formats, place + FLAGS);
+            body.push_str(&numbered(&format!(
+                "local is_penalised$ = {is_penalised}\n\
+                 local never$, cost$, {arguments} = unpack('<Bd{format}', bytes, {never})\n"
+            )));
+            body.push_str(&numbered(part.text));
+            writes.push_str(&numbered(include_str!("lua/quick/write.lua")));
+            answers.push_str(&numbered(part.answers));
+            formats.push_str(part.answer_formats);
+            place += 1 + FLAGS + 8 + part.length;
+            if is_penalised {
+                parts |= PENALTIES;
+                place += PENALTY;
+                answers.push_str(", 0, 0, 0");
+                formats.push_str("ddB");
+            }
         }
-        body.push_str(&numbered(&format!("local is_penalised$ = {is_penalised}")));
-        body.push_str(&numbered(part.text));
-        writes.push_str(&numbered(include_str!("lua/quick/write.lua")));
+        body.push_str(include_str!("lua/quick/tail.lua"));
+        body.push_str(&format!("if not is_refused then\n{writes}end\n"));
+        Self { count, body, parts, answer: format!("pack('{formats}', now{answers})") }
     }
-    text.push_str("local unpack, pack, call = struct.unpack, struct.pack, redis.call\n");
-    text.push_str("local floor, ceil = math.floor, math.ceil\nrepeat\n");
-    text.push_str("local bytes = ARGV[1]\nlocal now, slack = unpack('<dd', bytes)\n");
-    text.push_str(include_str!("lua/quick/head.lua"));
-    text.push_str(&body);
-    text.push_str(include_str!("lua/quick/tail.lua"));
-    text.push_str(&format!("if not is_refused then\n{writes}end\nreturn pack('{answer_formats}', now{answers})\n"));
-    text.push_str("until true\n");
-    general(parts, text);
 }
 
 /// A script's text and the hash that servers know it by.
@@ -214,15 +243,27 @@ pub(super) struct Script {
     pub(super) hash: String,
 }
 
+impl Script {
+    fn new(text: String) -> Self {
+        let hash = redis::Script::new(&text).get_hash().to_owned();
+        Self { text, hash }
+    }
+}
+
 /// The scripts that were needed so far, each under what it is for.
 pub(super) struct Scripts {
     general: [OnceLock<Script>; 1 << 8],
     quick: [OnceLock<Script>; 2 << (2 * QUICK)],
+    together: [OnceLock<Script>; 2 << (2 * QUICK)],
 }
 
 impl Default for Scripts {
     fn default() -> Self {
-        Self { general: [const { OnceLock::new() }; _], quick: [const { OnceLock::new() }; _] }
+        Self {
+            general: [const { OnceLock::new() }; _],
+            quick: [const { OnceLock::new() }; _],
+            together: [const { OnceLock::new() }; _],
+        }
     }
 }
 
@@ -232,10 +273,11 @@ impl Scripts {
             Parts::General(parts) => &self.general[usize::from(parts)],
             Parts::Quick(code) => &self.quick[usize::from(code)],
         };
-        place.get_or_init(|| {
-            let text = parts.text();
-            let hash = redis::Script::new(&text).get_hash().to_owned();
-            Script { text, hash }
-        })
+        place.get_or_init(|| Script::new(parts.text()))
+    }
+
+    /// For many batches that each need [`Parts::Quick`] with this code.
+    pub(super) fn together(&self, code: u16) -> &Script {
+        self.together[usize::from(code)].get_or_init(|| Script::new(together(code)))
     }
 }

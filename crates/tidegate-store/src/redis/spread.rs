@@ -5,6 +5,8 @@
 //! at, the others give back what they were charged. So a charge may stand for a moment for a call that is refused, and
 //! for as long as its limit counts it where the client dies between; but none is missing for a call that is admitted.
 
+use std::sync::Arc;
+
 use arrayvec::ArrayVec;
 use futures_util::future::try_join_all;
 use tidegate_core::batch::{Against, MAX_OPS, Outcome};
@@ -62,7 +64,7 @@ impl Part {
 }
 
 impl Shared {
-    pub(super) async fn ask_in_parts(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+    pub(super) async fn ask_in_parts(self: &Arc<Self>, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
         let asks = |op: &Op| matches!(op.verb, Verb::Take | Verb::Peek);
         let mut parts = try_join_all(divided(batch, asks).map(|(part, places)| self.look(part, places, now))).await?;
         for place in 0..parts.len() {
@@ -93,7 +95,12 @@ impl Shared {
         Ok(Outcomes::new(at, answers.into_iter().map(|(_, outcome)| outcome)))
     }
 
-    async fn look(&self, batch: Batch, places: ArrayVec<usize, MAX_OPS>, now: Time) -> Result<Part, StoreError> {
+    async fn look(
+        self: &Arc<Self>,
+        batch: Batch,
+        places: ArrayVec<usize, MAX_OPS>,
+        now: Time,
+    ) -> Result<Part, StoreError> {
         let look = batch.part(batch.ops().iter().map(|op| Op { verb: Verb::Peek, ..*op }));
         let looked = self.ask_one(&look, now, Against::default()).await?;
         Ok(Part { batch, places, looked, asked: None })
@@ -109,7 +116,7 @@ impl Shared {
     }
 
     /// Asks a part. If it can't be asked, the others give back what they were charged.
-    async fn ask_part(&self, parts: &mut [Part], place: usize, now: Time) -> Result<(), StoreError> {
+    async fn ask_part(self: &Arc<Self>, parts: &mut [Part], place: usize, now: Time) -> Result<(), StoreError> {
         let elsewhere = self.against(parts, Some(place));
         match self.ask_one(&parts[place].batch, now, elsewhere).await {
             Ok(outcomes) => {
@@ -128,7 +135,7 @@ impl Shared {
 
     /// Gives back what a part was charged under these limits, and says for which of its operations.
     async fn give_back(
-        &self,
+        self: &Arc<Self>,
         part: &Part,
         concerns: impl Fn(&Limit) -> bool,
         now: Time,

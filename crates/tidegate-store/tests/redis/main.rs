@@ -7,3 +7,4 @@ mod conforms;
 mod equals;
 mod life;
 mod shares;
+mod together;

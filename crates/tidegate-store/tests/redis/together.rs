@@ -1,0 +1,165 @@
+//! Decisions that are asked in one script.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::{
+    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate, Span, Time, Verb, Window,
+};
+use tidegate_store::{Redis, Remote as _, StoreError, TimeSource};
+use tidegate_testkit::servers::RedisServer;
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+
+use crate::common::Stores;
+
+/// As many commands as are on their way before decisions wait for each other.
+const UNDER_WAY: usize = 8;
+const NOW: Time = Time::from_secs(1_700_000_000);
+
+fn plan() -> (Arc<Limits>, [LimitId; 3]) {
+    let minute = Span::from_secs(60);
+    let window = |limit| Limit::new(Kind::Window(Window::new(limit, minute, 64).unwrap()));
+    let strict = window(50).with_penalty(Penalty::new(PenaltySpec::default(), minute).unwrap());
+    let rate = Limit::new(Kind::Rate(Rate::new(1, minute, 100).unwrap()));
+    let limits = Arc::new(Limits::new(vec![window(100), strict, rate]).unwrap());
+    let ids: Vec<_> = limits.iter().map(|(id, _)| id).collect();
+    (limits, ids.try_into().unwrap())
+}
+
+fn take(limits: &[LimitId], key: u64) -> Batch {
+    let mut batch = Batch::new(1);
+    for limit in limits {
+        batch.push(Op::new(*limit, Verb::Take, Key::new(1, key), 1)).unwrap();
+    }
+    batch
+}
+
+fn passes(outcomes: &Outcomes) -> bool {
+    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
+}
+
+/// One task for each batch.
+fn ask_all(
+    runtime: &Runtime,
+    store: &Arc<Redis>,
+    batches: impl IntoIterator<Item = Batch>,
+) -> Vec<JoinHandle<Result<Outcomes, StoreError>>> {
+    let ask = |batch: Batch| {
+        let store = Arc::clone(store);
+        runtime.spawn(async move { store.ask(&batch, NOW).await })
+    };
+    batches.into_iter().map(ask).collect()
+}
+
+fn scripts(server: &RedisServer) -> u64 {
+    let told = server.command(&["INFO", "commandstats"]);
+    let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+    told.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
+}
+
+/// Also while the server forgets the scripts again and again.
+#[test]
+fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [window, strict, rate]) = plan();
+    let store = Arc::new(stores.under("together:", &limits));
+    const CALLS: usize = 9_600;
+    // Three kinds of scripts at a time, and keys that many of a group share.
+    let kinds: [&[LimitId]; 3] = [&[window], &[rate, window], &[strict, rate]];
+    let batches = (0..CALLS).map(|call| take(kinds[call % 3], (call % 24) as u64));
+    let tasks = ask_all(&stores.runtime, &store, batches);
+    for _ in 0..20 {
+        server.command(&["SCRIPT", "FLUSH"]);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut passed = [0; 24];
+    stores.runtime.block_on(async {
+        for (call, task) in tasks.into_iter().enumerate() {
+            passed[call % 24] += u32::from(passes(&task.await.unwrap().unwrap()));
+        }
+    });
+    for (key, passed) in passed.into_iter().enumerate() {
+        assert_eq!(passed, if key % 3 == 2 { 50 } else { 100 }, "of 400 calls of key {key}");
+    }
+    let scripts = scripts(&server);
+    // Who is refused under a penalty gets a strike by itself: 2,000 of them.
+    assert!(scripts <= 2_000 + CALLS as u64 / 4, "{scripts} scripts for {CALLS} decisions");
+}
+
+#[test]
+fn what_is_wrong_with_one_is_no_others_trouble() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [window, ..]) = plan();
+    let store = Arc::new(stores.under("trouble:", &limits));
+    stores.runtime.block_on(store.ask(&take(&[window], 0), NOW)).unwrap();
+    // Somebody else's value, under our name.
+    let spoil =
+        "local name = redis.call('KEYS', 'trouble:*')[1] redis.call('DEL', name) redis.call('LPUSH', name, 'x')";
+    server.command(&["EVAL", spoil, "0"]);
+    let tasks = ask_all(&stores.runtime, &store, (0..900).map(|call| take(&[window], call % 9)));
+    stores.runtime.block_on(async {
+        for (call, task) in tasks.into_iter().enumerate() {
+            match task.await.unwrap() {
+                Ok(_) => assert_ne!(call % 9, 0),
+                Err(error) => {
+                    assert_eq!(call % 9, 0, "{error}");
+                    assert!(error.to_string().contains("WRONGTYPE"), "{error}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn who_goes_away_while_waiting_is_not_asked_for() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [window, ..]) = plan();
+    let store = Arc::new(stores.under("gone:", &limits));
+    let ask = take(&[window], 7);
+    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    server.freeze();
+    let under_way = ask_all(&stores.runtime, &store, vec![ask.clone(); UNDER_WAY]);
+    std::thread::sleep(Duration::from_millis(100));
+    let waiting = ask_all(&stores.runtime, &store, vec![ask.clone(); 20]);
+    std::thread::sleep(Duration::from_millis(100));
+    waiting[..15].iter().for_each(JoinHandle::abort);
+    std::thread::sleep(Duration::from_millis(50));
+    server.thaw();
+    stores.runtime.block_on(async {
+        for task in under_way.into_iter().chain(waiting.into_iter().skip(15)) {
+            assert!(passes(&task.await.unwrap().unwrap()));
+        }
+        let used = store.ask(&ask, NOW).await.unwrap().list()[0].used;
+        assert_eq!(used, 1 + UNDER_WAY as u64 + 5 + 1);
+    });
+}
+
+#[test]
+fn a_runtime_that_ends_leaves_nobody_waiting() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, [window, ..]) = plan();
+    let store = Arc::new(stores.under("runtime:", &limits));
+    let ask = take(&[window], 7);
+    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    server.freeze();
+    let _ended = ask_all(&stores.runtime, &store, vec![ask.clone(); 3 * UNDER_WAY]);
+    std::thread::sleep(Duration::from_millis(100));
+    stores.runtime.shutdown_background();
+    std::thread::sleep(Duration::from_millis(50));
+    server.thaw();
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let asked = ask_all(&stores.runtime, &store, vec![ask; 3 * UNDER_WAY]);
+    stores.runtime.block_on(async {
+        for task in asked {
+            let answer = tokio::time::timeout(Duration::from_secs(10), task).await.expect("nobody waits for ever");
+            // Who asks first may meet the connection of the runtime that ended.
+            drop(answer.unwrap());
+        }
+        assert!(store.ask(&take(&[window], 8), NOW).await.is_ok());
+    });
+}
