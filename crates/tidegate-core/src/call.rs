@@ -145,8 +145,8 @@ enum Stage {
     /// The store was asked for this credential.
     Asking(Ticket, usize),
     Sent(Sent),
-    /// The last reply has begun and not ended.
-    Streaming(Lane),
+    /// The last reply, to a request with this credential, has begun and not ended.
+    Streaming(Lane, usize),
 }
 
 /// A request that is under way.
@@ -175,8 +175,8 @@ pub struct Call {
     deadline: Time,
     began_at: Time,
     queued_at: Time,
-    /// What it waits for beyond its deadline, because it may come earlier.
-    hopes_for: Option<(LimitId, Time)>,
+    /// How it fails at its deadline, if it waits for what may come before although nothing says so.
+    hopes: Option<Failure>,
     tries: Tries,
     stage: Stage,
     requests: u32,
@@ -203,7 +203,7 @@ impl Call {
             deadline,
             began_at: now,
             queued_at: now,
-            hopes_for: None,
+            hopes: None,
             tries: Tries::new(deadline),
             stage: Stage::Idle,
             requests: 0,
@@ -239,7 +239,7 @@ impl Call {
     pub fn ticket(&self) -> Option<Ticket> {
         match self.stage {
             Stage::Queued(ticket) | Stage::Asking(ticket, _) => Some(ticket),
-            Stage::Idle | Stage::Sent(_) | Stage::Streaming(_) => None,
+            Stage::Idle | Stage::Sent(_) | Stage::Streaming(..) => None,
         }
     }
 
@@ -261,7 +261,7 @@ impl Call {
         }
         match desk.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
             Ok(ticket) => {
-                (self.stage, self.queued_at, self.hopes_for) = (Stage::Queued(ticket), now, None);
+                (self.stage, self.queued_at, self.hopes) = (Stage::Queued(ticket), now, None);
                 Step::Queue
             }
             Err(full) => self.fail(Failure::QueueFull(full), desk),
@@ -279,7 +279,7 @@ impl Call {
         })
     }
 
-    /// The lanes have named it: asks for the first credential that isn't known to be cooling.
+    /// The lanes have named it: asks for the first credential that isn't known to be cooling or busy.
     pub fn turn(&mut self, rules: &Rules, desk: &mut Desk, now: Time, rng: &mut impl Rng) -> Step {
         desk.orders.begin();
         let Stage::Queued(ticket) = self.stage else { return Step::Queue };
@@ -290,6 +290,7 @@ impl Call {
             return self.fail(Failure::DeadlineExceeded, desk);
         }
         if let Some(earliest) = desk.pace.as_ref().map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
+            self.hopes = None;
             return self.wait(earliest, Scope::Provider, Failure::Paced { earliest }, None, desk, now);
         }
         match desk.next_credential(self.cost, now, rng) {
@@ -302,6 +303,8 @@ impl Call {
             None => {
                 let earliest = desk.pool.earliest();
                 let failure = no_credential(&desk.pool, earliest);
+                // Nobody knows when the first of its calls ends.
+                self.hopes = desk.pool.is_busy().then_some(Failure::DeadlineExceeded);
                 self.wait(earliest, Scope::Provider, failure, None, desk, now)
             }
         }
@@ -322,8 +325,7 @@ impl Call {
     pub fn expired(&mut self, desk: &mut Desk) -> Step {
         desk.orders.begin();
         self.stage = Stage::Idle;
-        let hoped_for = self.hopes_for.map(|(limit, earliest)| Failure::RateLimited { limit, earliest });
-        self.fail(hoped_for.unwrap_or(Failure::DeadlineExceeded), desk)
+        self.fail(self.hopes.unwrap_or(Failure::DeadlineExceeded), desk)
     }
 
     /// The store has answered what [`Orders::ask`] said after the call's last step.
@@ -379,7 +381,8 @@ impl Call {
         let spent = certain(op, outcome).then_some(op.limit);
         // A call under way may cost less than was reserved for it.
         let hopes = rules.measure(op.limit) == Some(Measure::Cost) && !until.is_never() && desk.in_flight() > 0;
-        self.hopes_for = (hopes && until >= self.deadline).then_some((op.limit, until));
+        let hoped_for = Failure::RateLimited { limit: op.limit, earliest: until };
+        self.hopes = (hopes && until >= self.deadline).then_some(hoped_for);
         self.wait(until, if own { Scope::Lane } else { Scope::Provider }, failure, spent, desk, now)
     }
 
@@ -490,8 +493,8 @@ impl Call {
 
     /// The last reply's body has ended, or nobody reads on.
     pub fn ended(&mut self, desk: &mut Desk) {
-        if let Stage::Streaming(lane) = self.stage {
-            desk.lanes.ended(lane);
+        if let Stage::Streaming(lane, credential) = self.stage {
+            desk.ended(lane, credential);
             self.stage = Stage::Idle;
         }
     }
@@ -521,7 +524,7 @@ impl Call {
                     self.lane = lane;
                 }
             }
-            Stage::Sent(_) | Stage::Streaming(_) => {}
+            Stage::Sent(_) | Stage::Streaming(..) => {}
         }
     }
 
@@ -582,9 +585,9 @@ impl Call {
             desk.bound(rules);
         }
         if reply.streams && !self.renews(rules, reply) {
-            self.stage = Stage::Streaming(sent.lane);
+            self.stage = Stage::Streaming(sent.lane, sent.credential);
         } else {
-            desk.lanes.ended(sent.lane);
+            desk.ended(sent.lane, sent.credential);
         }
         let correction = match reply.reach {
             Reach::Unsent => Some(Verb::Refund),
@@ -634,7 +637,7 @@ impl Call {
         now: Time,
     ) -> Step {
         let Some(ticket) = self.ticket() else { return Step::Queue };
-        if self.hedges || until >= self.deadline && self.hopes_for.is_none() {
+        if self.hedges || until >= self.deadline && self.hopes.is_none() {
             return self.fail(failure, desk);
         }
         match spent {

@@ -76,6 +76,7 @@ impl World {
             ceilings: [Ceiling { limit: LimitId::FIRST, measure: Measure::Calls }].into(),
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
+            credential_in_flight: u32::MAX,
             cooldown: LimitId::from_index(1).unwrap(),
             key: key(1),
             credential_keys: (0..credentials as u64).map(|number| key(2 + number)).collect(),

@@ -44,6 +44,7 @@ impl Provider {
             ceilings: Box::default(),
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
+            credential_in_flight: u32::MAX,
             cooldown: id(1),
             key: SHARED,
             credential_keys: (2..2 + credentials).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
@@ -269,4 +270,81 @@ fn a_credentials_closing_lengthens_no_wait_for_a_shared_limit() {
     let mut call = provider.patient(Lane::User, 1, at(0));
     assert_eq!(provider.desk.lanes.poll(at(0)), Turn::Sleep(at(1_000)));
     assert!(matches!(provider.turn(&mut call, at(1_000)), Step::Send { credential: 1 }));
+}
+
+/// A provider of two credentials that take one call each, and the calls that they have.
+fn busy() -> (Provider, [Call; 2]) {
+    let mut provider = Provider::new(quota(99), Of::All, Measure::Calls, 2);
+    provider.desk.pool = provider.desk.pool.clone().with_max_in_flight(1);
+    let sent = [0, 1].map(|credential| {
+        let (mut call, _) = provider.arrive(Lane::User, 1, DAY, at(0));
+        assert_eq!(provider.turn(&mut call, at(0)), Step::Send { credential });
+        call
+    });
+    (provider, sent)
+}
+
+impl Provider {
+    fn reply(&mut self, call: &mut Call, class: Class, retry_after: Option<Span>, now: Time) {
+        let reply = Reply { retry_after, ..Reply::of(class, Reach::Answered) };
+        call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
+        if let Some(batch) = self.desk.orders.tell() {
+            self.ask(batch, now);
+        }
+    }
+}
+
+/// Nobody knows when a call ends, so nobody is told that it's in vain to wait for that.
+#[test]
+fn where_all_credentials_are_busy_the_first_call_that_ends_lets_the_next_go() {
+    let (mut provider, [mut first, _second]) = busy();
+    let (mut short, failure) = provider.arrive(Lane::User, 1, Span::from_secs(1), at(1));
+    assert_eq!(failure, None);
+    assert_eq!(provider.turn(&mut short, at(1)), Step::Queue);
+    let (mut long, failure) = provider.arrive(Lane::Background, 1, DAY, at(2));
+    assert_eq!((failure, provider.desk.lanes.poll(at(2))), (None, Turn::Sleep(at(1_001))), "nobody asks in vain");
+    assert_eq!(provider.desk.lanes.poll(at(1_001)), Turn::Expired(short.ticket().unwrap()));
+    assert_eq!(short.expired(&mut provider.desk), Step::Finish(Err(Failure::DeadlineExceeded)));
+    provider.reply(&mut first, Class::Success, None, at(2_000));
+    assert_eq!(provider.turn(&mut long, at(2_000)), Step::Send { credential: 0 });
+}
+
+#[test]
+fn a_second_request_goes_with_a_credential_that_is_free_or_not_at_all() {
+    let (mut provider, [mut first, second]) = busy();
+    let mut hedge = second.hedge(&provider.desk).unwrap();
+    assert_eq!(hedge.start(&mut provider.desk, at(1)), Step::Queue);
+    assert!(matches!(provider.turn(&mut hedge, at(1)), Step::Finish(Err(_))));
+    provider.reply(&mut first, Class::Success, None, at(2));
+    let mut hedge = second.hedge(&provider.desk).unwrap();
+    assert_eq!(hedge.start(&mut provider.desk, at(2)), Step::Queue);
+    assert_eq!(provider.turn(&mut hedge, at(2)), Step::Send { credential: 0 });
+    assert_eq!([0, 1].map(|credential| provider.desk.pool.in_flight(credential)), [1, 1]);
+}
+
+/// One credential cools down and the other is busy: whichever is good first is taken.
+#[test]
+fn who_waits_for_a_closing_and_for_a_call_to_end_goes_with_what_comes_first() {
+    for (timeout, ends_at) in [(DAY, 9_000), (DAY, 2_000), (Span::from_secs(5), 2_000)] {
+        let (mut provider, [mut first, mut second]) = busy();
+        provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), at(0));
+        let (mut call, failure) = provider.arrive(Lane::User, 1, timeout, at(0));
+        assert_eq!(failure, None, "a call may end before the deadline");
+        assert_eq!(provider.turn(&mut call, at(0)), Step::Queue);
+        let deadline = if timeout == DAY { at(6_000) } else { at(5_000) };
+        assert_eq!(provider.desk.lanes.poll(at(0)), Turn::Sleep(deadline));
+        if ends_at < 6_000 {
+            provider.reply(&mut second, Class::Success, None, at(ends_at));
+            assert_eq!(provider.turn(&mut call, at(ends_at)), Step::Send { credential: 1 });
+        } else {
+            assert_eq!(provider.turn(&mut call, at(6_000)), Step::Send { credential: 0 });
+        }
+    }
+    // Once the busy one cools down too, the wait has a known end again.
+    let (mut provider, [mut first, mut second]) = busy();
+    provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), at(0));
+    let (mut call, _) = provider.arrive(Lane::User, 1, Span::from_secs(5), at(0));
+    assert_eq!(provider.turn(&mut call, at(0)), Step::Queue);
+    provider.reply(&mut second, Class::Throttled, Some(Span::from_secs(7)), at(1));
+    assert_eq!(provider.turn(&mut call, at(1)), Step::Finish(Err(Failure::Cooling { earliest: at(6_000) })));
 }

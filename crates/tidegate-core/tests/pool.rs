@@ -12,12 +12,13 @@ struct Credential {
     not_before: Time,
     /// The number of its last use; 0 is never.
     used: usize,
+    in_flight: u32,
 }
 
 /// Who may be named next: one in turn or by last use, any of the good ones at random.
-fn choices(balance: Balance, credentials: &[Credential], last: Option<usize>, now: Time) -> Vec<usize> {
+fn choices(balance: Balance, most: u32, credentials: &[Credential], last: Option<usize>, now: Time) -> Vec<usize> {
     let size = credentials.len();
-    let good = |&index: &usize| credentials[index].not_before <= now;
+    let good = |&index: &usize| credentials[index].not_before <= now && credentials[index].in_flight < most;
     match balance {
         Balance::Random => (0..size).filter(good).collect(),
         Balance::RoundRobin => {
@@ -35,7 +36,8 @@ fn notes_agree_with_the_model() {
     property::check(count(2_000, 40_000), 600, |mut dice| {
         let balance = dice.pick(&[Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed]);
         let size = dice.between(1, 9) as usize;
-        let mut pool = Pool::new(balance, size).map_err(|error| error.to_string())?;
+        let most = dice.pick(&[u32::MAX, 1, 3]);
+        let mut pool = Pool::new(balance, size).map_err(|error| error.to_string())?.with_max_in_flight(most);
         let mut rng = SmallRng::seed_from_u64(dice.word());
         let mut credentials = vec![Credential::default(); size];
         let (mut last, mut uses, mut now) = (None, 0, at(0));
@@ -43,7 +45,7 @@ fn notes_agree_with_the_model() {
             let any = dice.below(size as u64) as usize;
             let until = now + Span::from_micros(dice.below(200_000));
             let named = pool.next(now, &mut rng);
-            let expected = choices(balance, &credentials, last, now);
+            let expected = choices(balance, most, &credentials, last, now);
             if !named.map_or(expected.is_empty(), |named| expected.contains(&named)) {
                 return Err(format!("{balance:?} names {named:?}, expected one of {expected:?}: {credentials:?}"));
             }
@@ -52,11 +54,17 @@ fn notes_agree_with_the_model() {
             if pool.earliest() != earliest {
                 return Err(format!("earliest {:?}, expected {earliest:?}: {credentials:?}", pool.earliest()));
             }
-            match (dice.below(7), named) {
+            let busy =
+                credentials.iter().any(|credential| credential.not_before <= now && credential.in_flight >= most);
+            if pool.is_busy() != busy {
+                return Err(format!("busy {}, expected {busy}: {credentials:?}", pool.is_busy()));
+            }
+            match (dice.below(8), named) {
                 (0..=3, Some(named)) => {
                     pool.used(named);
                     uses += 1;
                     (credentials[named].used, last) = (uses, Some(named));
+                    credentials[named].in_flight += 1;
                 }
                 (4, Some(named)) => {
                     pool.not_before(named, until, now);
@@ -65,6 +73,13 @@ fn notes_agree_with_the_model() {
                 (5, _) => {
                     pool.not_before(any, until, now);
                     credentials[any].not_before = until.max(credentials[any].not_before);
+                }
+                (6, _) if credentials[any].in_flight > 0 => {
+                    credentials[any].in_flight -= 1;
+                    let waited_for = named.is_none() && credentials[any].not_before <= now;
+                    if pool.ended(any) != waited_for {
+                        return Err(format!("{any} was waited for: expected {waited_for}: {credentials:?}"));
+                    }
                 }
                 // Nobody is good: the earliest moment is waited for.
                 (_, None) if !earliest.is_never() => now = earliest,

@@ -194,6 +194,34 @@ fn a_provider_is_called_at_its_pace() {
     assert!(found.succeeded > 0.9 * 50.0 * 300.0, "{found:?}");
 }
 
+/// A provider that has room for three calls with each token fails none, and has hardly ever room left.
+#[test]
+fn each_credential_has_as_many_calls_in_flight_as_it_may() {
+    let text = r#"
+        duration = "5m"
+        [service]
+        latency = "1s"
+        workers = 6
+        queue = 0
+        [load.all]
+        rate = "10/s"
+        [outbound]
+        listen = "off"
+        [outbound.provider.api]
+        base_url = "https://api.test"
+        auth = "bearer"
+        credentials = ["env:A", "env:B"]
+        credential_limit = "3 in flight"
+        adaptive = "off"
+        breaker = "off"
+    "#;
+    let found = numbers(text);
+    assert!(found.attempts - found.succeeded <= 6.0, "only what is under way at the end isn't done: {found:?}");
+    assert!((1_750.0..=1_800.0).contains(&found.succeeded), "six a second: {found:?}");
+    let overrun = numbers(&text.replace("3 in flight", "4 in flight"));
+    assert!(overrun.attempts - overrun.succeeded > 100.0, "the service does fail one more: {overrun:?}");
+}
+
 /// As production gives permits back when a client goes away, and renews those of long calls.
 #[test]
 fn permits_are_held_as_long_as_their_calls() {

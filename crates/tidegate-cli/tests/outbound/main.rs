@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod permits;
 mod secrets;
 mod shutdown;
 mod tls;

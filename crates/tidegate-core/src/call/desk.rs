@@ -100,7 +100,7 @@ impl Desk {
         let mut desk = Self {
             lanes: Lanes::new(rules.lanes),
             allowances: alloc::vec![Allowances::default(); if rules.learns { pool.size() } else { 0 }],
-            pool,
+            pool: pool.with_max_in_flight(rules.credential_in_flight),
             inflight,
             pace: None,
             breaker,
@@ -127,7 +127,7 @@ impl Desk {
         }
     }
 
-    /// The credential to ask for next, of those that aren't known to be cooling or to have too little left.
+    /// The credential to ask for next, of those that aren't known to be cooling, busy or to have too little left.
     pub(super) fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
         loop {
             let credential = self.pool.next(now, rng)?;
@@ -137,6 +137,14 @@ impl Desk {
                 return Some(credential);
             }
             self.pool.not_before(credential, free_at, now);
+        }
+    }
+
+    /// A request with this credential is no longer in flight.
+    pub(super) fn ended(&mut self, lane: Lane, credential: usize) {
+        self.lanes.ended(lane);
+        if self.pool.ended(credential) {
+            self.lanes.poke();
         }
     }
 

@@ -49,6 +49,8 @@ pub struct Rules {
     pub lane_ceilings: [Box<[Ceiling]>; 3],
     /// The limits of each credential.
     pub credential_ceilings: Box<[Ceiling]>,
+    /// How many calls each credential may have in flight. Default `u32::MAX`, which is no bound.
+    pub credential_in_flight: u32,
     /// The cool-down of each credential.
     pub cooldown: LimitId,
     /// What the provider's limits count by.

@@ -32,7 +32,7 @@ pub(crate) enum Stage {
     /// The store was asked, and what it answered is still on its way.
     Asking(Ticket, Box<(Batch, Outcomes)>),
     Sent(usize),
-    Streaming,
+    Streaming(usize),
     Renewing,
     /// Until its retry, which came out of the budget or not.
     Sleeping(Time, bool),
@@ -77,7 +77,14 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(pace: u64, max_waiting: u32, failures: u32, inflight: bool, renews: bool) -> Self {
+    pub(crate) fn new(
+        pace: u64,
+        max_waiting: u32,
+        failures: u32,
+        inflight: bool,
+        renews: bool,
+        credential_in_flight: u32,
+    ) -> Self {
         let cooldown = Cooldown { base: Span::from_millis(50), ..Cooldown::default() };
         let forever = || Arc::new(Every(Span::MAX));
         let kinds = [
@@ -96,6 +103,7 @@ impl World {
                 .into(),
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
+            credential_in_flight,
             cooldown: id(COOLDOWN),
             key: SHARED,
             credential_keys: (2..5).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
@@ -318,7 +326,7 @@ impl World {
         }
         if streams && !goes_on {
             self.tell(self.desk.orders.tell());
-            known.stage = Stage::Streaming;
+            known.stage = Stage::Streaming(credential);
             return self.keep(id, known);
         }
         self.step(id, known, next);
@@ -388,9 +396,16 @@ impl World {
     pub(crate) fn check(&self) -> Result<(), String> {
         for lane in Lane::ALL {
             same("waiting", self.desk.lanes.waiting(lane), self.waiting(lane))?;
-            let flies = |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming);
+            let flies =
+                |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming(_));
             let in_flight = self.calls.values().filter(flies).count();
             same("in flight", self.desk.lanes.in_flight(lane) as usize, in_flight)?;
+        }
+        for credential in 0..self.rules.credential_keys.len() {
+            let sent = |known: &&Known| matches!(known.stage, Stage::Sent(with) | Stage::Streaming(with) if with == credential);
+            let in_flight = self.calls.values().filter(sent).count() as u32;
+            same("in flight with a credential", self.desk.pool.in_flight(credential), in_flight)?;
+            same("more than its permits", in_flight > self.rules.credential_in_flight, false)?;
         }
         same("left of the budget", self.desk.budget.left(), self.budget / 1_000)?;
         let asked = self.calls.values().filter_map(|known| match &known.stage {
@@ -446,7 +461,7 @@ impl World {
                 }
             }
             21 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Streaming)) {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Streaming(_))) {
                     self.end(id);
                 }
             }

@@ -26,7 +26,7 @@ impl ProviderSpec {
         self.with("limit", list(limit))
     }
 
-    /// How much it takes with each credential.
+    /// How much it takes with each credential: `["40 per 10s", "5 in flight"]`.
     pub fn credential_limit(self, limit: impl IntoWords) -> Self {
         self.with("credential_limit", list(limit))
     }

@@ -46,13 +46,19 @@ impl Outbound {
         }
         if rules.learns {
             lines.push("what replies say is left (each credential), the first call alone".to_owned());
-        } else if lines.is_empty() && provider.pace == Pace::Limits {
-            lines.push("unlimited".to_owned());
         }
+        // No store knows of these, whoever shares the rest.
+        let place = if provider.shared { ", in each node" } else { "" };
         match rules.lanes.max_in_flight {
-            _ if provider.sequential => lines.push("one call at a time, first come, first served".to_owned()),
+            _ if provider.sequential => lines.push(format!("one call at a time{place}, first come, first served")),
             u32::MAX => {}
-            most => lines.push(format!("at most {most} at the same time (all calls)")),
+            most => lines.push(format!("at most {most} at the same time (all calls{place})")),
+        }
+        if rules.credential_in_flight != u32::MAX {
+            lines.push(format!("at most {} at the same time (each credential{place})", rules.credential_in_flight));
+        }
+        if lines.is_empty() && provider.pace == Pace::Limits {
+            lines.push("unlimited".to_owned());
         }
         if let Some(spec) = &provider.inflight {
             let (min, max, initial) = (spec.min, spec.max, spec.initial);

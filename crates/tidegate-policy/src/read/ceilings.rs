@@ -85,11 +85,8 @@ impl Reader<'_> {
         let measured = [&own_cost, &of_credential_cost];
         self.costs_fit(section, measured.into_iter().flatten(), cost?)?;
 
-        let most = own.iter().filter_map(|written| match written.quantity {
-            Quantity::InFlight { limit } => u32::try_from(limit).ok(),
-            _ => None,
-        });
-        let max_in_flight = most.chain(sequential.then_some(1)).min().unwrap_or(u32::MAX);
+        let mut max_in_flight = most_in_flight(&own).min(if sequential { 1 } else { u32::MAX });
+        let mut credential_in_flight = most_in_flight(&of_credential);
         let all = || own.iter().chain(&of_credential);
         let paced = all().filter_map(|written| spacing(&written.quantity));
         let stagger = paced.max().map_or(Cooldown::default().stagger, |spacing| spacing.max(LEAST_STAGGER));
@@ -122,6 +119,7 @@ impl Reader<'_> {
             // A limit of the only credential is the provider's: nobody is told that all credentials rest where a window
             // is full or a quota is spent.
             ceilings.append(&mut credential_ceilings);
+            max_in_flight = max_in_flight.min(std::mem::replace(&mut credential_in_flight, u32::MAX));
         }
         let hours = lanes[0].hours.clone();
         let (mut specs, mut lane_rules) = (Vec::new(), Vec::new());
@@ -150,6 +148,7 @@ impl Reader<'_> {
             ceilings: ceilings.into(),
             lane_ceilings: lane_ceilings.try_into().ok()?,
             credential_ceilings: credential_ceilings.into(),
+            credential_in_flight,
             cooldown,
             key: Key::default(),
             credential_keys: Box::default(),
@@ -168,14 +167,9 @@ impl Reader<'_> {
         self.or_default(Some(&section.table), key, Vec::new(), |reader, node| {
             let written = reader.written(node, key, measure)?;
             let whose = format!("`{key}`");
-            let fits = match key {
-                "limit" => true,
-                "credential_limit" => {
-                    let help = "`limit` takes it, for all credentials together";
-                    reader.without_in_flight(&written, &whose, help)
-                }
-                _ => reader.without_in_flight(&written, &whose, "what is in flight is counted in calls: `limit`"),
-            };
+            let of_calls = if key == "cost_limit" { "limit" } else { "credential_limit" };
+            let help = format!("what is in flight is counted in calls: `{of_calls}`");
+            let fits = measure == Measure::Calls || reader.without_in_flight(&written, &whose, &help);
             fits.then_some(written)
         })
     }
@@ -186,7 +180,7 @@ impl Reader<'_> {
         Some(quantities.into_iter().map(|(quantity, at)| Written { quantity, at, measure }).collect())
     }
 
-    /// Whether none of the limits is on calls in flight, which are counted for a whole provider or a lane.
+    /// Whether none of the limits is on calls in flight, which are counted for a whole provider, a credential or a lane.
     pub(super) fn without_in_flight(&mut self, limits: &[Written], whose: &str, help: &str) -> bool {
         let wrong = limits.iter().find(|written| matches!(written.quantity, Quantity::InFlight { .. }));
         if let Some(Written { quantity, at, .. }) = wrong {
@@ -276,6 +270,15 @@ impl Reader<'_> {
         self.wrong(section.name_at, message, format!("at most {}", MAX_OPS - 1));
         None
     }
+}
+
+/// How many calls in flight the limits agree on; `u32::MAX` if none of them says it.
+fn most_in_flight(limits: &[Written]) -> u32 {
+    let most = limits.iter().filter_map(|written| match written.quantity {
+        Quantity::InFlight { limit } => u32::try_from(limit).ok(),
+        _ => None,
+    });
+    most.min().unwrap_or(u32::MAX)
 }
 
 /// The limit that the machine runs.

@@ -395,6 +395,29 @@ fn the_limit_of_an_only_credential_is_the_providers() {
     assert_eq!(names(&outbound, &rules.ceilings), ["x.credential"]);
 }
 
+#[test]
+fn calls_in_flight_are_counted_for_all_and_for_each_credential() {
+    let bounds = |settings: &str| {
+        let text = format!("[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\n{settings}");
+        let rules = rules(outbound(&text).find("x").unwrap());
+        // They are no limits of the store.
+        assert!(rules.ceilings.is_empty() && rules.credential_ceilings.is_empty());
+        (rules.lanes.max_in_flight, rules.credential_in_flight)
+    };
+    let (one, two) = ("credentials = \"env:A\"\n", "credentials = [\"env:A\", \"env:B\"]\n");
+    for (settings, all_and_each) in [
+        (format!("{two}limit = \"8 in flight\""), (8, u32::MAX)),
+        (format!("{two}credential_limit = \"5 in flight\""), (u32::MAX, 5)),
+        (format!("{two}limit = \"8 in flight\"\ncredential_limit = [\"5 in flight\", \"3 in flight\"]"), (8, 3)),
+        // Nobody is passed over for another.
+        (format!("{one}credential_limit = \"5 in flight\""), (5, u32::MAX)),
+        (format!("{one}limit = \"4 in flight\"\ncredential_limit = \"5 in flight\""), (4, u32::MAX)),
+        (format!("{one}credential_limit = \"5 in flight\"\nsequential = true"), (1, u32::MAX)),
+    ] {
+        assert_eq!(bounds(&settings), all_and_each, "{settings}");
+    }
+}
+
 /// A credential that is alone cools down as retries wait; one of several has others to go on with.
 #[test]
 fn cool_downs_follow_what_is_said_of_retries() {

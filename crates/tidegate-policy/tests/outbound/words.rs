@@ -41,6 +41,19 @@ fn words_show_true_bounds_and_no_secret() {
 }
 
 #[test]
+fn words_tell_whose_calls_in_flight_are_bounded() {
+    let text = "[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n\
+                credential_limit = \"5 in flight\"\n";
+    let words = |more: &str| outbound(&format!("{text}{more}")).words();
+    let own = words("");
+    assert!(own.contains("  at most 5 at the same time (each credential)\n") && !own.contains("unlimited"), "{own}");
+    let shared = words("limit = \"8 in flight\"\nshared = true\n");
+    for expected in ["(all calls, in each node)\n", "  at most 5 at the same time (each credential, in each node)\n"] {
+        assert!(shared.contains(expected), "{expected}\n{shared}");
+    }
+}
+
+#[test]
 fn words_tell_of_a_cache_that_several_credentials_keep_from_being_used() {
     let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\nauth = \"bearer\"\n";
     for (text, expected) in [

@@ -3,12 +3,17 @@
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
+use tidegate::core::Lane;
 use tidegate::core::call::Reply;
 use tidegate::outbound::{CallError, CallOptions, Provider, Why};
 use tidegate::{Clock as _, Memory, Span};
+use tokio::task::yield_now;
 use tokio::time::sleep;
 
-use crate::common::{Answers, GOOD, Log, MISSING, THROTTLED, UNAUTHORIZED, provider, spawn, throttled_for, within};
+use crate::common::{
+    Answers, FAILED, GOOD, Log, MISSING, THROTTLED, UNAUTHORIZED, options, provider, spawn, starts, throttled_for,
+    within,
+};
 
 type Api = Provider<Memory, TokioClock>;
 
@@ -175,4 +180,117 @@ async fn a_credential_whose_login_fails_is_left_out() {
     upstream.logs_in = false;
     api.call(CallOptions::default(), &mut upstream).await.unwrap();
     assert_eq!(used(&api, 4).await, "BBBB");
+}
+
+/// A pool whose credentials take so many calls each at the same time.
+fn busy_pool(names: &str, each: u32) -> Api {
+    let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
+    let credentials = credentials.join(", ");
+    provider(&format!("{POOL}credentials = [{credentials}]\ncredential_limit = \"{each} in flight\""))
+}
+
+fn in_flight(api: &Api, credentials: usize) -> Vec<u32> {
+    api.look(|desk, _| (0..credentials).map(|credential| desk.pool.in_flight(credential)).collect())
+}
+
+/// A call that is under way for so long.
+fn slow(api: &Api, log: &Log, name: u32, millis: u64) -> tokio::task::JoinHandle<Result<u32, CallError<u32>>> {
+    let upstream = Answers::of(api, &[GOOD], log, name).after(Duration::from_millis(millis));
+    spawn(api, CallOptions::default(), upstream)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_busy_credential_is_passed_over_and_where_all_are_busy_calls_go_in_order_as_others_end() {
+    let (api, log) = (busy_pool("ABC", 2), Log::default());
+    let began = api.clock().now();
+    let mut calls = vec![slow(&api, &log, 0, 10_000)];
+    for name in 1..20 {
+        yield_now().await;
+        calls.push(slow(&api, &log, name, 100));
+    }
+    // More urgent than all that wait, which don't stand in its way.
+    let urgent = Answers::of(&api, &[GOOD], &log, 20).after(Duration::from_millis(100));
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(in_flight(&api, 3), [2, 2, 2]);
+    calls.push(spawn(&api, options(Lane::Webhook), urgent));
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+    let log = log.lock().unwrap();
+    let sent: Vec<_> = log.iter().map(|(at, name, _)| (at.since(began).as_micros() / 100_000, *name)).collect();
+    // Six at first; then one of A's two is busy all along.
+    let mut expected: Vec<_> = (0..6).map(|name| (0, name)).collect();
+    expected.push((1, 20));
+    expected.extend((6..20).map(|name| ((u64::from(name) - 6 + 1) / 5 + 1, name)));
+    assert_eq!(sent, expected);
+    let with = |credential: usize| log.iter().filter(|sent| sent.2 == credential).count();
+    assert_eq!(with(0) + with(1) + with(2), 21);
+    assert!(with(0) < with(1) && with(0) < with(2), "A is passed over while it is busy");
+    assert_eq!(in_flight(&api, 3), [0, 0, 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_all_are_busy_beyond_the_deadline_it_passes() {
+    let (api, log) = (busy_pool("AB", 1), Log::default());
+    let calls = [slow(&api, &log, 0, 10_000), slow(&api, &log, 1, 10_000)];
+    yield_now().await;
+    let began = api.clock().now();
+    let error = call(&api, within(Duration::from_secs(3)), GOOD, &log).await.unwrap_err();
+    assert!(matches!(error.why, Why::DeadlineExceeded), "{error:?}");
+    assert_eq!(api.clock().now().since(began), Span::from_secs(3), "a call might have ended");
+    assert_eq!(log.lock().unwrap().len(), 2);
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_given_up_leaves_its_credential_to_the_next() {
+    let (api, log) = (busy_pool("AB", 1), Log::default());
+    let streaming = Reply { streams: true, ..GOOD };
+    let mut upstream = Answers::of(&api, &[streaming], &log, 0);
+    let done = api.call(CallOptions::default(), &mut upstream).await.unwrap();
+    let sent = slow(&api, &log, 1, 60_000);
+    yield_now().await;
+    let waits = slow(&api, &log, 2, 1);
+    let next = [slow(&api, &log, 3, 1_000), slow(&api, &log, 4, 1_000)];
+    sleep(Duration::from_millis(100)).await;
+    assert_eq!((log.lock().unwrap().len(), in_flight(&api, 2)), (2, vec![1, 1]));
+    // One that waits, one that was sent, and one whose reply is being read.
+    waits.abort();
+    sent.abort();
+    sleep(Duration::from_millis(100)).await;
+    drop(done.tail);
+    for call in next {
+        call.await.unwrap().unwrap();
+    }
+    assert_eq!(starts(&log), [(0, 0), (0, 1), (100, 3), (200, 4)]);
+    assert_eq!(in_flight(&api, 2), [0, 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_attempt_takes_a_permit_of_its_own() {
+    let retries = "retry = { max_attempts = 3, max_token_retries = 5, base = \"1s\", cap = \"1s\", jitter = \"none\" }";
+    let settings =
+        POOL.replace("retry = { max_attempts = 1, max_token_retries = 0, max_retry_after = \"10m\" }", retries);
+    assert!(settings.contains(retries));
+    let (api, log) = (
+        provider(&format!("{settings}credentials = [\"env:A\", \"env:B\"]\ncredential_limit = \"1 in flight\"")),
+        Log::default(),
+    );
+    // A throttled call goes on with the other credential at once, and with none if that is busy.
+    let mut upstream = Answers::of(&api, &[throttled_for(20), FAILED, GOOD], &log, 0).after(Duration::from_millis(100));
+    let done = api.call(CallOptions::default(), &mut upstream).await.unwrap();
+    assert_eq!(done.happened.attempts, 3);
+    drop(done);
+    let sent: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
+    assert_eq!((sent, starts(&log).last()), (vec![0, 1, 1], Some(&(1_200, 0))));
+    assert_eq!(in_flight(&api, 2), [0, 0]);
+    // A cools down and B is busy: B's end comes first, and nothing is sent before.
+    let busy = slow(&api, &log, 1, 2_000);
+    yield_now().await;
+    assert_eq!(call(&api, within(Duration::from_secs(5)), GOOD, &log).await.unwrap(), 1);
+    assert_eq!(starts(&log)[4].0 - starts(&log)[3].0, 2_000);
+    busy.await.unwrap().unwrap();
+    assert_eq!(in_flight(&api, 2), [0, 0]);
 }

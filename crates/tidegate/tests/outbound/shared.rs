@@ -73,6 +73,27 @@ async fn what_a_provider_allows_is_shared() {
     assert_eq!(nodes.log.lock().unwrap().len(), 6);
 }
 
+/// No store is told of calls in flight: each node's own are bounded.
+#[tokio::test(start_paused = true)]
+async fn calls_in_flight_with_a_credential_are_each_nodes_own() {
+    let settings =
+        "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ncredential_limit = \"1 in flight\"\nshared = true";
+    let nodes = Nodes::new(2, settings).await;
+    let streaming = tidegate::core::call::Reply { streams: true, ..GOOD };
+    let mut tails = Vec::new();
+    for node in [0, 0, 1, 1] {
+        let mut upstream = Answers::of(nodes.api(node), &[streaming], &nodes.log, 0);
+        tails.push(nodes.api(node).call(CallOptions::default(), &mut upstream).await.unwrap());
+    }
+    for node in 0..2 {
+        assert!(matches!(nodes.call(node, GOOD).await, Err(Why::DeadlineExceeded)), "node {node}");
+    }
+    tails.remove(0);
+    nodes.call(0, GOOD).await.unwrap();
+    let used: Vec<_> = nodes.log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
+    assert_eq!(used, [0, 1, 0, 1, 0]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn without_a_word_each_node_counts_for_itself() {
     let nodes = Nodes::new(2, "limit = \"1 per 1h\"").await;

@@ -121,6 +121,7 @@ async fn a_full_limit_sends_none_and_costs_no_budget() {
         ("1000/s", "sequential = true"),
         ("1000/s", "credential_limit = \"1 per 60s\"\ncredentials = [\"env:A\"]\nauth = \"bearer\""),
         ("1000/s", "user = { in_flight = 1 }"),
+        ("1000/s", "credential_limit = \"1 in flight\"\ncredentials = [\"env:A\"]\nauth = \"bearer\""),
     ] {
         let api = answering(&[5_000, 50]);
         let layer = limited(limit, &format!("{HEDGED}{settings}"));

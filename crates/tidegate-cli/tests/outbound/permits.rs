@@ -1,0 +1,92 @@
+//! Calls in flight with each of several credentials, as a provider sees them.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use tidegate_testkit::client::{Client, get};
+
+use crate::common::{gateway, provider};
+use crate::upstream::{Upstream, reply};
+
+/// How many calls a token has under way, and the most that it has had.
+type Tokens = Arc<Mutex<BTreeMap<String, (u32, u32)>>>;
+
+/// A provider of the slow kind: each call is under way for a while, or for as long as it is held, and every tenth fails.
+fn counting(tokens: &Tokens, held: &Arc<AtomicBool>) -> Upstream {
+    let (tokens, held, calls) = (Arc::clone(tokens), Arc::clone(held), AtomicU32::new(0));
+    Upstream::start(move |request| {
+        let token = request.lines().find_map(|line| line.strip_prefix("authorization: Bearer ")).unwrap().to_owned();
+        {
+            let mut tokens = tokens.lock().unwrap();
+            let (now, most) = tokens.entry(token.clone()).or_default();
+            *now += 1;
+            *most = (*now).max(*most);
+        }
+        thread::sleep(Duration::from_millis(50));
+        while held.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let fails = calls.fetch_add(1, Ordering::Relaxed).is_multiple_of(10);
+        // Before the reply: once that is sent, the next call may come.
+        tokens.lock().unwrap().get_mut(&token).unwrap().0 -= 1;
+        reply(if fails { "503 Service Unavailable" } else { "200 OK" }, "", "done")
+    })
+}
+
+#[test]
+fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
+    let (tokens, held) = (Tokens::default(), Arc::new(AtomicBool::new(false)));
+    let upstream = counting(&tokens, &held);
+    let settings = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\", \"env:C\"]\nadaptive = \"off\"\n\
+                    credential_limit = \"5 in flight\"\ntimeout = \"30s\"\nbreaker = \"off\"\nbudget = { ratio = 1, min = 50 }\n\
+                    retry = { base = \"10ms\", cap = \"20ms\", max_attempts = 5 }";
+    let (_gateway, port) =
+        gateway(&provider(upstream.port, settings), &[("A", "token-a"), ("B", "token-b"), ("C", "token-c")]);
+    let counts = || tokens.lock().unwrap().values().copied().unzip::<u32, u32, Vec<_>, Vec<_>>();
+    let until = |under_way: u32| {
+        let reached = (0..4_000).any(|_| {
+            thread::sleep(Duration::from_millis(5));
+            counts().0.iter().sum::<u32>() == under_way
+        });
+        assert!(reached, "{under_way} calls under way: {tokens:?}");
+    };
+    let send = |clients: usize| -> Vec<Client> {
+        let sent = (0..clients).map(|_| {
+            let mut client = Client::connect(port).unwrap();
+            client.send(get("/api/x"));
+            client
+        });
+        sent.collect()
+    };
+    // Five times as many as may be under way at once.
+    let clients: Vec<_> = (0..75)
+        .map(|_| {
+            let mut client = Client::connect(port).unwrap();
+            thread::spawn(move || (0..4).all(|_| client.ask(get("/api/x")).status == 200))
+        })
+        .collect();
+    assert!(clients.into_iter().all(|client| client.join().unwrap()));
+    let (_, most) = counts();
+    assert!(most.len() == 3 && most.iter().all(|most| *most <= 5), "{most:?}");
+    // Of those who go away, half are under way and half wait.
+    held.store(true, Ordering::Relaxed);
+    let leavers = send(30);
+    until(15);
+    drop(leavers);
+    thread::sleep(Duration::from_millis(100));
+    held.store(false, Ordering::Relaxed);
+    until(0);
+    // What they had is there again, and no more than that.
+    held.store(true, Ordering::Relaxed);
+    tokens.lock().unwrap().values_mut().for_each(|(now, most)| *most = *now);
+    let clients = send(30);
+    until(15);
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(counts(), (vec![5; 3], vec![5; 3]));
+    held.store(false, Ordering::Relaxed);
+    assert!(clients.into_iter().all(|mut client| client.answer().status == 200));
+    assert_eq!(counts(), (vec![0; 3], vec![5; 3]));
+}
