@@ -42,8 +42,8 @@ impl Keys {
         digits(Self::place(affinity, key))
     }
 
-    /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and has a state
-    /// of its own.
+    /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and
+    /// has a state of its own.
     pub(super) fn write(&self, affinity: u64, tag: u64, kind: &Kind, key: Key, name: &mut Vec<u8>) {
         let letter = match kind {
             Kind::Window(_) => b'w',

@@ -102,7 +102,7 @@ impl Parts {
             Self::General(parts) => general(parts, &mut text),
             Self::Quick(code) => {
                 let quick = Quick::new(code);
-                text.push_str(&format!("{QUICK_LOCALS}local bytes, at, present = ARGV[1], 0\nrepeat\n"));
+                text.push_str(&format!("{QUICK_LOCALS}local bytes, behind, present = ARGV[1], 0\nrepeat\n"));
                 text.push_str(&format!("{}return {}\nuntil true\n", quick.body, quick.answer));
                 general(quick.parts, &mut text);
             }
@@ -112,14 +112,15 @@ impl Parts {
 }
 
 /// The quick script for many batches that are alike: each has an argument, and its keys behind those of the one before. An
-/// answer for each; an empty one says that nothing was done, and the batch is to be asked by itself.
+/// answer for each, up to the first with which something is wrong; an empty one says that nothing was done, and the batch
+/// is to be asked by itself.
 fn together(code: u16) -> String {
-    let quick = Quick::new(code);
+    let Quick { count, body, answer, .. } = Quick::new(code);
     let mut text = constants();
-    text.push_str(&format!("{QUICK_LOCALS}local at, present, answers = 0, nil, {{}}\nfor index = 1, #ARGV do\n"));
-    text.push_str("local bytes, answer = ARGV[index], ''\nrepeat\n");
-    text.push_str(&format!("{}answer = {}\nuntil true\n", quick.body, quick.answer));
-    text.push_str(&format!("answers[index], at = answer, at + {}\nend\nreturn answers\n", quick.count));
+    text.push_str(&format!("{QUICK_LOCALS}local behind, present, answers = 0, nil, {{}}\npcall(function()\n"));
+    text.push_str("for index = 1, #ARGV do\nlocal bytes, answer = ARGV[index], ''\nrepeat\n");
+    text.push_str(&format!("{body}answer = {answer}\nuntil true\n"));
+    text.push_str(&format!("answers[index], behind = answer, behind + {count}\nend\nend)\nreturn answers\n"));
     text
 }
 
@@ -190,10 +191,10 @@ const QUICK_WINDOW: QuickPart = QuickPart {
     answer_formats: "dddd",
 };
 
-/// What a quick script does for one batch, whose argument is `bytes` and whose keys come behind the first `at`.
+/// What a quick script does for one batch, whose argument is `bytes` and whose keys come behind so many.
 struct Quick {
     count: u16,
-    /// What leaves by `break` is for the general script, which has these parts.
+    /// What leaves it by `break` is for the general script, which has these parts.
     body: String,
     parts: u8,
     answer: String,
@@ -279,5 +280,31 @@ impl Scripts {
     /// For many batches that each need [`Parts::Quick`] with this code.
     pub(super) fn together(&self, code: u16) -> &Script {
         self.together[usize::from(code)].get_or_init(|| Script::new(together(code)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tidegate_testkit::servers::RedisServer;
+
+    #[test]
+    fn a_server_takes_every_text() {
+        let Some(server) = RedisServer::start() else { return };
+        let scripts = Scripts::default();
+        let codes = (1..=QUICK as u32).flat_map(|count| 1_u16 << (2 * count)..2 << (2 * count));
+        let mut texts = 0;
+        // Not every number is a code: the 1 in front of the bits stands at an even place.
+        for code in codes.filter(|code| code.ilog2() % 2 == 0) {
+            for script in [scripts.get(Parts::Quick(code)), scripts.together(code)] {
+                assert_eq!(server.command(&["SCRIPT", "LOAD", &script.text]), script.hash, "{code:b}");
+                texts += 1;
+            }
+        }
+        assert_eq!(texts, 2 * 340);
+        for parts in 0..=u8::MAX {
+            let script = scripts.get(Parts::General(parts));
+            assert_eq!(server.command(&["SCRIPT", "LOAD", &script.text]), script.hash, "{parts:b}");
+        }
     }
 }

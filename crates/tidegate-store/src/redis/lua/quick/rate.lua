@@ -1,5 +1,5 @@
 
-local value$, expires$, offset$ = call('GET', KEYS[at + $])
+local value$, expires$, offset$ = call('GET', KEYS[behind + $])
 local kept$, found$, found_rest$ = 0, 0, 0
 if value$ then
   if #value$ > 24 then break end

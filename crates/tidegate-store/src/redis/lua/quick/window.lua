@@ -1,6 +1,6 @@
 
 -- The header, and before it the newest slot. What is text already needn't be printed for the call.
-local value$, expires$, offset$ = call('GETRANGE', KEYS[at + $], '-90', '-1')
+local value$, expires$, offset$ = call('GETRANGE', KEYS[behind + $], '-90', '-1')
 local used$, newest$, free_from$, free_count$ = 0, 0, 0, 0
 do
   local kept, oldest, head, size, coarse, last = 0, 0, 0, 0, 0, 0
@@ -14,7 +14,7 @@ do
     if strikes > 0 or parole > 0 or size == 0 or room ~= head + size or head > size + 64 then break end
     if newest$ > now + lead$ or now - newest$ >= length$ or cost$ == 0 then break end
     if now - oldest >= length$ then
-      is_changed, slots = true, call('GETRANGE', KEYS[at + $], head * 16, head * 16 + 1023)
+      is_changed, slots = true, call('GETRANGE', KEYS[behind + $], head * 16, head * 16 + 1023)
       -- The newest is still there, so one is found that counts.
       while now - oldest >= length$ and first + 31 <= #slots do
         local _, count = unpack('<dd', slots, first)
@@ -32,7 +32,7 @@ do
     is_refused = true
     if never$ == 0 and size > 0 then
       local missing = used$ + cost$ - limit$
-      slots = call('GETRANGE', KEYS[at + $], head * 16, (head + (size < 64 and size or 64)) * 16 - 1)
+      slots = call('GETRANGE', KEYS[behind + $], head * 16, (head + (size < 64 and size or 64)) * 16 - 1)
       while free_count$ < missing and first < #slots do
         local at, count = unpack('<dd', slots, first)
         free_from$, free_count$, first = at, free_count$ + count, first + 16
