@@ -171,8 +171,10 @@ impl<D: Driver> Shared<D> {
     ) -> Result<(), StoreError> {
         let runtime = Handle::try_current().map_err(|_| StoreError::Failed("asked outside a tokio runtime".into()))?;
         let known = batch.ops().iter().filter(|op| self.limits.get(op.limit).is_some());
-        let keys = known.map(|op| (RowKey::new(self.limits.tag(op.limit), op.key), op.limit)).collect();
-        let looks = batch.ops().iter().all(|op| op.verb == Verb::Peek);
+        let keys: ArrayVec<_, MAX_OPS> =
+            known.map(|op| (RowKey::new(self.limits.tag(op.limit), op.key), op.limit)).collect();
+        // What is about no row can change none.
+        let looks = keys.is_empty() || batch.ops().iter().all(|op| op.verb == Verb::Peek);
         let call = Box::new(Call { batch, now, keys, looks, answer });
         let mut queue = self.queue();
         if queue.waiting.len() >= QUEUE {

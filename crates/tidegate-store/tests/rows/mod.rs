@@ -84,6 +84,11 @@ macro_rules! suite {
         }
 
         #[test]
+        fn limits_that_nobody_knows_are_no_rows() {
+            rows::knows_no_such_limit::<$kind>();
+        }
+
+        #[test]
         fn rows_in_every_order() {
             rows::orders::<$kind>();
         }
@@ -227,6 +232,20 @@ pub(crate) fn conforms<K: Kind>(time: TimeSource) {
     let batches = if time == TimeSource::Caller { dice::count(2_000, 10_000) } else { 250 };
     let effort = Effort { batches, tasks: 64, calls: 100, seed: dice::seed() };
     conform(&Stores::<K>::on(&server, time), &effort).unwrap();
+}
+
+/// What another plan's limits are asked about is answered as in memory, and changes nothing.
+pub(crate) fn knows_no_such_limit<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let store = K::open(plan(vec![an_hour(1)]), &options(server.url(), "n_", TimeSource::Store)).unwrap();
+    runtime().block_on(async {
+        for verb in [Verb::Take, Verb::Refund, Verb::Reset, Verb::Peek] {
+            let outcomes = store.ask(&batch(verb, &[(7, 1)]), Time::ZERO).await.unwrap();
+            assert!(outcomes.list().len() == 1 && passes(&outcomes), "{verb:?}: {outcomes:?}");
+        }
+        assert_eq!(K::rows(&server, "n_").await, 0);
+        assert!(passes(&store.ask(&batch(Verb::Take, &[(0, 1), (7, 1)]), Time::ZERO).await.unwrap()));
+    });
 }
 
 /// 64 tasks, 100 calls each, 100 an hour, by clocks that differ by a minute and step back: exactly 100 pass, and no wait
