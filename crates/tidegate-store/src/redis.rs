@@ -196,8 +196,9 @@ impl Shared {
         }
         let parts = question.parts();
         let _place = match parts {
-            // In a cluster keys of different batches seldom lie in one slot.
-            Parts::Quick(code) if !self.link.is_divided() => {
+            // In a cluster keys of different batches seldom lie in one slot. And one limit alone takes the server so little
+            // that bringing decisions together costs the node more than it spares.
+            Parts::Quick(code) if batch.ops().len() > 1 && !self.link.is_divided() => {
                 match self.turn(code, || question.parcel(now, now)).await? {
                     Turn::Alone(place) => place,
                     Turn::Told(bytes) => {

@@ -71,7 +71,7 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
     let store = Arc::new(stores.under("together:", &limits));
     const CALLS: usize = 9_600;
     // Three kinds of scripts at a time, and keys that many of a group share.
-    let kinds: [&[LimitId]; 3] = [&[window], &[rate, window], &[strict, rate]];
+    let kinds: [&[LimitId]; 3] = [&[window, strict], &[rate, window], &[strict, rate]];
     let batches = (0..CALLS).map(|call| take(kinds[call % 3], (call % 24) as u64));
     let tasks = ask_all(&stores.runtime, &store, batches);
     for _ in 0..20 {
@@ -85,7 +85,6 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
         }
     });
     for (key, passed) in passed.into_iter().enumerate() {
-        // Of the last kind all that its rate lets through.
         assert_eq!(passed, 100, "of 400 calls of key {key}");
     }
     let scripts = scripts(&server);
@@ -96,15 +95,15 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
 fn what_is_wrong_with_one_is_no_others_trouble() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, ..]) = plan();
+    let (limits, [window, _, rate]) = plan();
     let store = Arc::new(stores.under("trouble:", &limits));
-    stores.runtime.block_on(store.ask(&take(&[window], 0), NOW)).unwrap();
+    stores.runtime.block_on(store.ask(&take(&[window, rate], 0), NOW)).unwrap();
     // Somebody else's value, under our name.
     let spoil =
         "local name = redis.call('KEYS', 'trouble:*')[1] redis.call('DEL', name) redis.call('LPUSH', name, 'x')";
     server.command(&["EVAL", spoil, "0"]);
     // As many of each as there is room for.
-    let tasks = ask_all(&stores.runtime, &store, (0..900).map(|call| take(&[window], call % 9)));
+    let tasks = ask_all(&stores.runtime, &store, (0..900).map(|call| take(&[window, rate], call % 9)));
     stores.runtime.block_on(async {
         for (call, task) in tasks.into_iter().enumerate() {
             match task.await.unwrap() {
@@ -122,9 +121,9 @@ fn what_is_wrong_with_one_is_no_others_trouble() {
 fn who_goes_away_while_waiting_is_not_asked_for() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, ..]) = plan();
+    let (limits, [window, _, rate]) = plan();
     let store = stores.under("gone:", &limits);
-    let ask = take(&[window], 7);
+    let ask = take(&[window, rate], 7);
     stores.runtime.block_on(async {
         store.ask(&ask, NOW).await.unwrap();
         server.freeze();
@@ -152,9 +151,9 @@ async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
 fn who_does_not_go_on_holds_nobody_up() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, ..]) = plan();
+    let (limits, [window, _, rate]) = plan();
     let store = Arc::new(stores.under("held:", &limits));
-    let ask = take(&[window], 7);
+    let ask = take(&[window, rate], 7);
     stores.runtime.block_on(async {
         store.ask(&ask, NOW).await.unwrap();
         let mut held: Vec<_> = (0..UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
@@ -235,9 +234,9 @@ fn answers_in_a_group_are_those_of_single_calls() {
 fn a_runtime_that_ends_leaves_nobody_waiting() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, ..]) = plan();
+    let (limits, [window, _, rate]) = plan();
     let store = Arc::new(stores.under("runtime:", &limits));
-    let ask = take(&[window], 7);
+    let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
     server.freeze();
     let _ended = ask_all(&stores.runtime, &store, vec![ask.clone(); 3 * UNDER_WAY]);
@@ -253,6 +252,6 @@ fn a_runtime_that_ends_leaves_nobody_waiting() {
             // Who asks first may meet the connection of the runtime that ended.
             drop(answer.unwrap());
         }
-        assert!(store.ask(&take(&[window], 8), NOW).await.is_ok());
+        assert!(store.ask(&take(&[window, rate], 8), NOW).await.is_ok());
     });
 }
