@@ -90,13 +90,6 @@ impl Row {
         self.figures.push(Figures { subject: subject.to_owned(), rounds });
     }
 
-    /// The same, for want of what the reason tells.
-    #[must_use]
-    pub fn without(mut self, reason: &str) -> Self {
-        self.skipped.push(reason.to_owned());
-        self
-    }
-
     fn rounds(&self, subject: &str) -> Option<&[f64]> {
         let of = self.figures.iter().find(|figures| figures.subject == subject)?;
         Some(&of.rounds)

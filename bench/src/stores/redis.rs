@@ -89,7 +89,7 @@ fn batch(limits: &[LimitId], key: u32) -> Batch {
 }
 
 fn admits(outcomes: Option<&Outcomes>) -> bool {
-    outcomes.is_some_and(|outcomes| outcomes.list().iter().all(|outcome| !outcome.verdict.refuses()))
+    outcomes.is_some_and(|outcomes| !outcomes.refuses())
 }
 
 /// A node that takes slices.
@@ -178,13 +178,10 @@ fn rows<A: Ask>(
     options: &Options,
 ) -> [Row; 2] {
     let mut rows = [Row::new(name, Unit::Requests), Row::new(format!("{name}/trips"), Unit::Percent)];
-    let Some(server) = RedisServer::start() else {
-        return rows.map(|row| row.without("redis-server: is not installed"));
-    };
-    // The server has the other core.
-    pin(1);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let played = runtime.block_on(async {
+    let played = async {
+        let server = RedisServer::start().ok_or("redis-server: is not installed")?;
+        // The server has the other core.
+        pin(1);
         let ours = ours(&server.url());
         let smallest = smallest(&server.url()).await?;
         let (mut of_ours, mut of_smallest, mut trips) = (Vec::new(), Vec::new(), Vec::new());
@@ -197,9 +194,9 @@ fn rows<A: Ask>(
                 for turn in 0..2 {
                     let is_ours = (number + turn).is_multiple_of(2);
                     if is_ours && options.wants_subject(OURS) {
-                        let before = scripts(&smallest).await?;
+                        let before = server.scripts();
                         chunks_of_ours.push(play(&ours, keys.clone()).await?);
-                        asked += scripts(&smallest).await? - before;
+                        asked += server.scripts() - before;
                     } else if !is_ours && options.wants_subject(CEILING) {
                         // As many of them as usual: it would take twenty times as long.
                         let keys = keys.iter().map(|keys| keys[..CALLS].to_vec()).collect();
@@ -214,30 +211,20 @@ fn rows<A: Ask>(
             of_smallest.extend(Spread::of(&chunks_of_smallest).map(|spread| spread.median));
         }
         Ok::<_, String>((of_ours, of_smallest, trips))
-    });
-    match played {
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    match runtime.block_on(played) {
         Ok((of_ours, of_smallest, trips)) => {
             rows[0].push(OURS, of_ours);
             rows[0].push(CEILING, of_smallest);
             rows[1].push(OURS, trips);
             rows
         }
-        Err(reason) => rows.map(|row| row.without(&reason)),
+        Err(reason) => {
+            rows.iter_mut().for_each(|row| row.skipped.push(reason.clone()));
+            rows
+        }
     }
-}
-
-/// How many scripts the server has run.
-async fn scripts(smallest: &Smallest) -> Result<u64, String> {
-    let told: String = redis::cmd("INFO")
-        .arg("commandstats")
-        .query_async(&mut smallest.connection.clone())
-        .await
-        .map_err(|error| error.to_string())?;
-    let calls = |name: &str| {
-        let line = told.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(":calls="));
-        line.and_then(|rest| rest.split(',').next()?.parse::<u64>().ok()).unwrap_or(0)
-    };
-    Ok(calls("cmdstat_evalsha") + calls("cmdstat_eval"))
 }
 
 async fn smallest(url: &str) -> Result<Smallest, String> {

@@ -365,6 +365,11 @@ impl Outcomes {
     pub fn list(&self) -> &[Outcome] {
         &self.list
     }
+
+    /// Whether any limit refuses, in shadow or not.
+    pub fn refuses(&self) -> bool {
+        self.list.iter().any(|outcome| outcome.verdict.refuses())
+    }
 }
 
 /// What stands against a call.

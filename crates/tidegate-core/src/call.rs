@@ -541,7 +541,7 @@ impl Call {
 
     /// What the store must give back when an answer arrives for a call that was abandoned while it asked.
     pub fn unwanted(rules: &Rules, batch: &Batch, outcomes: &Outcomes) -> Option<Batch> {
-        if outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) {
+        if outcomes.refuses() {
             return None;
         }
         let charged_at = outcomes.now();

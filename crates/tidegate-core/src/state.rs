@@ -52,6 +52,21 @@ pub struct State {
     record: Record,
 }
 
+/// An accessor to the usage as a limit's kind has it; one that is of no kind or another begins anew.
+macro_rules! usage {
+    ($name:ident, $kind:ident, $usage:ty) => {
+        fn $name(&mut self) -> &mut $usage {
+            if !matches!(self.usage, Usage::$kind(_)) {
+                self.usage = Usage::$kind(Default::default());
+            }
+            match &mut self.usage {
+                Usage::$kind(usage) => usage,
+                _ => unreachable!("invariant: the usage was just made one of this kind"),
+            }
+        }
+    };
+}
+
 impl State {
     /// A state of these parts.
     pub fn new(usage: Usage, record: Record) -> Self {
@@ -137,55 +152,11 @@ impl State {
         if let Usage::Rate(arrival) = self.usage { arrival } else { Arrival::default() }
     }
 
-    fn ledger(&mut self) -> &mut Ledger {
-        if !matches!(self.usage, Usage::Quota(_)) {
-            self.usage = Usage::Quota(Ledger::default());
-        }
-        match &mut self.usage {
-            Usage::Quota(ledger) => ledger,
-            _ => unreachable!("invariant: the usage was just made a ledger"),
-        }
-    }
-
-    fn log(&mut self) -> &mut Log {
-        if !matches!(self.usage, Usage::Window(_)) {
-            self.usage = Usage::Window(Log::default());
-        }
-        match &mut self.usage {
-            Usage::Window(log) => log,
-            _ => unreachable!("invariant: the usage was just made a log"),
-        }
-    }
-
-    fn permits(&mut self) -> &mut Permits {
-        if !matches!(self.usage, Usage::Concurrency(_)) {
-            self.usage = Usage::Concurrency(Permits::default());
-        }
-        match &mut self.usage {
-            Usage::Concurrency(permits) => permits,
-            _ => unreachable!("invariant: the usage was just made a list of permits"),
-        }
-    }
-
-    fn gate(&mut self) -> &mut Gate {
-        if !matches!(self.usage, Usage::Cooldown(_)) {
-            self.usage = Usage::Cooldown(Gate::default());
-        }
-        match &mut self.usage {
-            Usage::Cooldown(gate) => gate,
-            _ => unreachable!("invariant: the usage was just made a gate"),
-        }
-    }
-
-    fn tempo(&mut self) -> &mut Tempo {
-        if !matches!(self.usage, Usage::Pace(_)) {
-            self.usage = Usage::Pace(Tempo::default());
-        }
-        match &mut self.usage {
-            Usage::Pace(tempo) => tempo,
-            _ => unreachable!("invariant: the usage was just made a tempo"),
-        }
-    }
+    usage!(ledger, Quota, Ledger);
+    usage!(log, Window, Log);
+    usage!(permits, Concurrency, Permits);
+    usage!(gate, Cooldown, Gate);
+    usage!(tempo, Pace, Tempo);
 
     /// What a call meets, its penalty included.
     pub fn judge(&mut self, &Ask { op, limit, terms, now }: &Ask<'_>) -> Outcome {

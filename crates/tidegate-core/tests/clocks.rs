@@ -207,7 +207,7 @@ fn a_jump_ahead_and_back_empties_no_quota() {
     let ask = |cells: &mut [State; 2], verb, cost, limits_asked: usize, now| {
         let mut batch = Batch::new(0);
         (0..limits_asked).for_each(|limit| batch.push(Op::new(id(limit), verb, key(1), cost)).unwrap());
-        !settle(&batch, &limits, &mut cells[..limits_asked], now).list().iter().any(|outcome| outcome.verdict.refuses())
+        !settle(&batch, &limits, &mut cells[..limits_asked], now).refuses()
     };
     let begins = Time::from_secs(1_700_000_040);
     for ahead in [MINUTE, MINUTE + MINUTE, YEAR] {

@@ -260,9 +260,8 @@ impl Node {
         }
         let now = self.clock.now();
         let alone = self.alone(batch, now);
-        let refuses = |outcomes: &Outcomes| outcomes.list().iter().any(|outcome| outcome.verdict.refuses());
         // The store may have granted what nobody holds now. Who is let through here gives it back there in the end.
-        if alone.as_ref().map_or(true, refuses)
+        if alone.as_ref().map_or(true, Outcomes::refuses)
             && let Some(release) = batch.release(self.remote.limits())
         {
             self.tell(&release, now);

@@ -15,6 +15,7 @@ mod spread;
 mod together;
 
 use std::fmt;
+use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
@@ -32,7 +33,7 @@ use link::{Link, LinkError, Patience};
 use masters::Masters;
 use question::{Elsewhen, Question};
 use redis::{Cmd, ServerErrorKind, Value};
-use script::{Parts, Scripts};
+use script::{Parts, Script, Scripts};
 use together::{Together, Turn};
 
 /// How often a question is asked again because the server's clock isn't where it was thought to be. Once is enough
@@ -196,16 +197,14 @@ impl Shared {
         }
         let parts = question.parts();
         let _place = match parts {
-            // In a cluster keys of different batches seldom lie in one slot. And one limit alone takes the server so little
-            // that bringing decisions together costs the node more than it spares.
-            Parts::Quick(code) if batch.ops().len() > 1 && !self.link.is_divided() => {
-                match self.turn(code, || question.parcel(now, now)).await? {
-                    Turn::Alone(place) => place,
-                    Turn::Told(bytes) => {
-                        return self.read(&question, &bytes, now)?.map_err(|Elsewhen(_)| unreadable());
-                    }
+            // One limit alone takes the server so little that bringing decisions together costs the node more than it
+            // spares.
+            Parts::Quick(code) if batch.ops().len() > 1 => match self.turn(code, || question.parcel(now, now)).await? {
+                Turn::Alone(place) => place,
+                Turn::Told(bytes) => {
+                    return self.read(&question, &bytes, now)?.map_err(|Elsewhen(_)| unreadable());
                 }
-            }
+            },
             _ => None,
         };
         let script = self.scripts.get(parts);
@@ -214,13 +213,15 @@ impl Shared {
             TimeSource::Caller => now,
         };
         for _ in 0..QUESTIONS {
-            let command = |verb: &str, script: &str| question.command(verb, script, now, around);
-            let answer = match self.link.send(&command("EVALSHA", &script.hash)).await {
-                Err(error) if error.is(ServerErrorKind::NoScript) => {
-                    self.link.send(&command("EVAL", &script.text)).await
+            let parcel = question.parcel(now, around);
+            let command = |verb: &str, script: &str| {
+                let mut command = question::command(verb, script, iter::once(&parcel));
+                if question.resets() {
+                    command.arg(keys.resets());
                 }
-                answer => answer,
+                command
             };
+            let answer = self.run(script, command).await;
             let Value::BulkString(bytes) = answer.map_err(|error| self.failed(error))? else {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));
             };
@@ -230,6 +231,14 @@ impl Shared {
             }
         }
         Err(StoreError::Failed("the server's clock is never where it was".into()))
+    }
+
+    /// Runs a script by its hash, or by its text where the server doesn't know it.
+    async fn run(&self, script: &Script, command: impl Fn(&str, &str) -> Cmd) -> Result<Value, LinkError> {
+        match self.link.send(&command("EVALSHA", &script.hash)).await {
+            Err(error) if error.is(ServerErrorKind::NoScript) => self.link.send(&command("EVAL", &script.text)).await,
+            answer => answer,
+        }
     }
 
     fn read(&self, question: &Question<'_>, bytes: &[u8], now: Time) -> Result<Result<Outcomes, Elsewhen>, StoreError> {

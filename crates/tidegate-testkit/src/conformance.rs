@@ -155,10 +155,6 @@ impl<'a, B: Backend> Subject<'a, B> {
     }
 }
 
-fn passes(outcomes: &Outcomes) -> bool {
-    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
-}
-
 fn verdicts(outcomes: &Outcomes) -> Vec<Verdict> {
     outcomes.list().iter().map(|outcome| outcome.verdict).collect()
 }

@@ -269,7 +269,7 @@ impl World {
         }
         let ops = self.asked.ops();
         let takes = !ops.is_empty() && ops.iter().all(|op| op.verb == Verb::Take) && ops.len() == outcomes.list().len();
-        if takes && !outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) {
+        if takes && !outcomes.refuses() {
             if self.under_way.len() == UNDER_WAY {
                 self.under_way.remove(0);
             }

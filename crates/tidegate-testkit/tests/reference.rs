@@ -208,7 +208,7 @@ impl Store for Wrong {
             self.near.apply_now(&batch, now);
         };
         match self.fault {
-            Fault::Halves if outcomes.list().iter().any(|outcome| outcome.verdict.refuses()) => {
+            Fault::Halves if outcomes.refuses() => {
                 batch.ops().iter().filter(|op| op.verb == Verb::Take).for_each(|op| alone(*op));
             }
             Fault::Looks => {

@@ -413,7 +413,7 @@ impl World {
             _ => None,
         });
         let (mut calls, mut costs) = self.charged;
-        for (batch, _) in asked.chain(&self.orphans).filter(|(_, outcomes)| passes(outcomes)) {
+        for (batch, _) in asked.chain(&self.orphans).filter(|(_, outcomes)| !outcomes.refuses()) {
             calls += charged(batch, CALLS);
             costs += charged(batch, COSTS);
         }
@@ -525,10 +525,6 @@ impl World {
         }
         Ok(())
     }
-}
-
-fn passes(outcomes: &Outcomes) -> bool {
-    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
 }
 
 fn charged(batch: &Batch, place: usize) -> u64 {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use arrayvec::ArrayVec;
+use redis::Cmd;
 use tidegate_core::batch::{self, MAX_OPS, Terms};
 use tidegate_core::concurrency::{Permit, Permits};
 use tidegate_core::cooldown::Gate;
@@ -67,7 +68,7 @@ pub(super) struct Parcel {
 }
 
 impl Parcel {
-    pub(super) fn names(&self) -> impl Iterator<Item = &[u8]> {
+    fn names(&self) -> impl Iterator<Item = &[u8]> {
         let mut from = 0;
         self.ends.iter().map(move |end| {
             let name = &self.data[from..*end];
@@ -76,13 +77,26 @@ impl Parcel {
         })
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    fn bytes(&self) -> &[u8] {
         &self.data[self.ends.last().copied().unwrap_or(0)..]
     }
+}
 
-    pub(super) fn len(&self) -> usize {
-        self.data.len()
+/// The command that runs a script on these: `EVALSHA` with a hash, or `EVAL` with a text.
+pub(super) fn command<'a>(verb: &str, script: &str, parcels: impl Iterator<Item = &'a Parcel> + Clone) -> Cmd {
+    let names: usize = parcels.clone().map(|parcel| parcel.ends.len()).sum();
+    let bytes: usize = parcels.clone().map(|parcel| parcel.data.len()).sum();
+    // The channel that resets are told on may follow.
+    let count = 3 + names + parcels.clone().count() + 1;
+    let mut command = Cmd::with_capacity(count, script.len() + bytes + ROOM);
+    command.arg(verb).arg(script).arg(names);
+    for name in parcels.clone().flat_map(Parcel::names) {
+        command.arg(name);
     }
+    for parcel in parcels {
+        command.arg(parcel.bytes());
+    }
+    command
 }
 
 /// A batch, or the part of one that lies in one place.
@@ -114,23 +128,13 @@ impl Question<'_> {
         self.asked().next().is_none()
     }
 
-    /// The command that runs a script on it: `EVALSHA` with a hash, or `EVAL` with a text. `now` is the caller's moment,
-    /// `around` the one that the server's is thought to be near.
-    pub(super) fn command(&self, verb: &str, script: &str, now: Time, around: Time) -> redis::Cmd {
-        let parcel = self.parcel(now, around);
-        let mut command = redis::Cmd::with_capacity(2 * parcel.ends.len() + 5, script.len() + parcel.len() + ROOM);
-        command.arg(verb).arg(script).arg(parcel.ends.len());
-        for name in parcel.names() {
-            command.arg(name);
-        }
-        command.arg(parcel.bytes());
-        if self.asked().any(|(op, _)| op.verb == Verb::Reset) {
-            command.arg(self.keys.resets());
-        }
-        command
+    /// Whether all nodes are to hear of it.
+    pub(super) fn resets(&self) -> bool {
+        self.asked().any(|(op, _)| op.verb == Verb::Reset)
     }
 
-    /// The names of its keys and the bytes that a script decides by.
+    /// The names of its keys and the bytes that a script decides by. `now` is the caller's moment, `around` the one that
+    /// the server's is thought to be near.
     pub(super) fn parcel(&self, now: Time, around: Time) -> Parcel {
         let mut data = Vec::with_capacity((self.batch.ops().len() + 1) * ROOM);
         let mut ends = ArrayVec::new();

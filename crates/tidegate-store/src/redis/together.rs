@@ -9,15 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use redis::{Cmd, ErrorKind, ServerErrorKind, Value};
+use redis::{ErrorKind, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::Shared;
 use super::link::LinkError;
-use super::question::Parcel;
-use super::script::Script;
+use super::question::{self, Parcel};
 use crate::StoreError;
 
 /// How many commands are on their way before others wait.
@@ -109,7 +108,8 @@ impl Queue {
 impl Shared {
     /// Has a question for a quick script wait for its turn.
     pub(super) async fn turn(self: &Arc<Self>, code: u16, parcel: impl FnOnce() -> Parcel) -> Result<Turn, StoreError> {
-        if self.together.is_divided.load(Ordering::Relaxed) {
+        // In a cluster keys of different batches seldom lie in one slot.
+        if self.link.is_divided() || self.together.is_divided.load(Ordering::Relaxed) {
             return Ok(Turn::Alone(None));
         }
         let (mut told, is_first) = match self.enter(code, parcel) {
@@ -167,31 +167,12 @@ impl Shared {
 
     async fn ask_together(&self, group: &[Waiter]) -> Result<Vec<Value>, LinkError> {
         let code = group.first().map_or(0, |waiter| waiter.code);
-        let script = self.scripts.together(code);
-        let answer = match self.link.send(&command("EVALSHA", &script.hash, group)).await {
-            Err(error) if error.is(ServerErrorKind::NoScript) => {
-                let Script { text, .. } = script;
-                self.link.send(&command("EVAL", text, group)).await
-            }
-            answer => answer,
-        };
+        let parcels = group.iter().map(|waiter| &waiter.parcel);
+        let answer = self
+            .run(self.scripts.together(code), |verb, script| question::command(verb, script, parcels.clone()))
+            .await;
         answer.map(|answer| if let Value::Array(answers) = answer { answers } else { Vec::new() })
     }
-}
-
-fn command(verb: &str, script: &str, group: &[Waiter]) -> Cmd {
-    let parcels = || group.iter().map(|waiter| &waiter.parcel);
-    let names: usize = parcels().map(|parcel| parcel.names().count()).sum();
-    let bytes: usize = parcels().map(Parcel::len).sum();
-    let mut command = Cmd::with_capacity(names + group.len() + 3, script.len() + bytes + 32);
-    command.arg(verb).arg(script).arg(names);
-    for name in parcels().flat_map(Parcel::names) {
-        command.arg(name);
-    }
-    for parcel in parcels() {
-        command.arg(parcel.bytes());
-    }
-    command
 }
 
 impl Place {

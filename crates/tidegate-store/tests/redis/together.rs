@@ -39,8 +39,13 @@ fn take(limits: &[LimitId], key: u64) -> Batch {
     batch
 }
 
-fn passes(outcomes: &Outcomes) -> bool {
-    !outcomes.list().iter().any(|outcome| outcome.verdict.refuses())
+/// A server, and a store in it of a limit of each kind: a window, one with a penalty, a rate.
+fn start(prefix: &str) -> Option<(RedisServer, Stores, Arc<Redis>, [LimitId; 3])> {
+    let server = RedisServer::start()?;
+    let stores = Stores::new(server.url(), TimeSource::Store);
+    let (limits, ids) = plan();
+    let store = Arc::new(stores.under(prefix, &limits));
+    Some((server, stores, store, ids))
 }
 
 /// One task for each batch.
@@ -56,19 +61,10 @@ fn ask_all(
     batches.into_iter().map(ask).collect()
 }
 
-fn scripts(server: &RedisServer) -> u64 {
-    let told = server.command(&["INFO", "commandstats"]);
-    let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
-    told.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
-}
-
 /// Also while the server forgets the scripts again and again.
 #[test]
 fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
-    let Some(server) = RedisServer::start() else { return };
-    let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, strict, rate]) = plan();
-    let store = Arc::new(stores.under("together:", &limits));
+    let Some((server, stores, store, [window, strict, rate])) = start("together:") else { return };
     const CALLS: usize = 9_600;
     // Three kinds of scripts at a time, and keys that many of a group share.
     let kinds: [&[LimitId]; 3] = [&[window, strict], &[rate, window], &[strict, rate]];
@@ -81,22 +77,19 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
     let mut passed = [0; 24];
     stores.runtime.block_on(async {
         for (call, task) in tasks.into_iter().enumerate() {
-            passed[call % 24] += u32::from(passes(&task.await.unwrap().unwrap()));
+            passed[call % 24] += u32::from(!task.await.unwrap().unwrap().refuses());
         }
     });
     for (key, passed) in passed.into_iter().enumerate() {
         assert_eq!(passed, 100, "of 400 calls of key {key}");
     }
-    let scripts = scripts(&server);
+    let scripts = server.scripts();
     assert!(scripts <= CALLS as u64 / 2, "{scripts} scripts for {CALLS} decisions");
 }
 
 #[test]
 fn what_is_wrong_with_one_is_no_others_trouble() {
-    let Some(server) = RedisServer::start() else { return };
-    let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, _, rate]) = plan();
-    let store = Arc::new(stores.under("trouble:", &limits));
+    let Some((server, stores, store, [window, _, rate])) = start("trouble:") else { return };
     stores.runtime.block_on(store.ask(&take(&[window, rate], 0), NOW)).unwrap();
     // Somebody else's value, under our name.
     let spoil =
@@ -107,7 +100,7 @@ fn what_is_wrong_with_one_is_no_others_trouble() {
     stores.runtime.block_on(async {
         for (call, task) in tasks.into_iter().enumerate() {
             match task.await.unwrap() {
-                Ok(outcomes) => assert!(call % 9 != 0 && passes(&outcomes), "the others are charged once"),
+                Ok(outcomes) => assert!(call % 9 != 0 && !outcomes.refuses(), "the others are charged once"),
                 Err(error) => {
                     assert_eq!(call % 9, 0, "{error}");
                     assert!(error.to_string().contains("WRONGTYPE"), "{error}");
@@ -119,10 +112,7 @@ fn what_is_wrong_with_one_is_no_others_trouble() {
 
 #[test]
 fn who_goes_away_while_waiting_is_not_asked_for() {
-    let Some(server) = RedisServer::start() else { return };
-    let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, _, rate]) = plan();
-    let store = stores.under("gone:", &limits);
+    let Some((server, stores, store, [window, _, rate])) = start("gone:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(async {
         store.ask(&ask, NOW).await.unwrap();
@@ -134,7 +124,7 @@ fn who_goes_away_while_waiting_is_not_asked_for() {
         asked.truncate(UNDER_WAY + 5);
         server.thaw();
         for answer in join_all(asked).await {
-            assert!(passes(&answer.unwrap()));
+            assert!(!answer.unwrap().refuses());
         }
         let used = store.ask(&ask, NOW).await.unwrap().list()[0].used;
         assert_eq!(used, 1 + UNDER_WAY as u64 + 5 + 1);
@@ -149,10 +139,7 @@ async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
 /// The server's answers are there, and those who asked don't look.
 #[test]
 fn who_does_not_go_on_holds_nobody_up() {
-    let Some(server) = RedisServer::start() else { return };
-    let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, _, rate]) = plan();
-    let store = Arc::new(stores.under("held:", &limits));
+    let Some((_server, stores, store, [window, _, rate])) = start("held:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(async {
         store.ask(&ask, NOW).await.unwrap();
@@ -162,7 +149,7 @@ fn who_does_not_go_on_holds_nobody_up() {
         }
         for others in ask_all(&stores.runtime, &store, vec![ask.clone(); 20]) {
             let answer = tokio::time::timeout(Duration::from_millis(500), others).await;
-            assert!(passes(&answer.expect("nobody is held up").unwrap().unwrap()));
+            assert!(!answer.expect("nobody is held up").unwrap().unwrap().refuses());
         }
         drop(held);
     });
@@ -232,10 +219,7 @@ fn answers_in_a_group_are_those_of_single_calls() {
 
 #[test]
 fn a_runtime_that_ends_leaves_nobody_waiting() {
-    let Some(server) = RedisServer::start() else { return };
-    let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, [window, _, rate]) = plan();
-    let store = Arc::new(stores.under("runtime:", &limits));
+    let Some((server, stores, store, [window, _, rate])) = start("runtime:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
     server.freeze();

@@ -9,7 +9,7 @@ use tidegate_core::{
 use tidegate_store::{Remote, RowsOptions, StoreError, TimeSource};
 use tidegate_testkit::desk;
 
-use super::{Kind, an_hour, batch, options, passes, patiently, plan, runtime};
+use super::{Kind, an_hour, batch, options, patiently, plan, runtime};
 
 /// A server that is stopped, killed or frozen and comes back keeps counts, blocks and the seed, and the store finds it.
 pub(crate) fn outlives_restarts<K: Kind>() {
@@ -25,7 +25,7 @@ pub(crate) fn outlives_restarts<K: Kind>() {
         let seed = store.seed([7; 16]).await.unwrap();
         assert_eq!((seed, open().seed([8; 16]).await.unwrap()), ([7; 16], [7; 16]));
         for round in 0..K::RESTARTS.len() as u64 {
-            assert!(passes(&patiently(&store, &take(0), Time::ZERO).await), "round {round}");
+            assert!(!patiently(&store, &take(0), Time::ZERO).await.refuses(), "round {round}");
             K::RESTARTS[round as usize](&server);
             let after = patiently(&store, &batch(Verb::Peek, &[(0, 1), (1, 1)]), Time::ZERO).await;
             assert_eq!(after.list()[0].used, round + 1);
@@ -48,7 +48,7 @@ pub(crate) fn expires<K: Kind>() {
         let take = |client| batch(Verb::Take, &[(0, client), (1, client), (2, client)]);
         let taken = (0..700).map(|client| store.ask(&take(client), desk::at(0)));
         for outcomes in futures_util::future::join_all(taken).await {
-            assert!(passes(&outcomes.unwrap()));
+            assert!(!outcomes.unwrap().refuses());
         }
         assert_eq!(K::rows(&server, "e_").await, 2100);
         // The permits are over, the rest isn't.
@@ -91,8 +91,8 @@ pub(crate) fn keys_apart<K: Kind>() {
             for key in halves.iter().flat_map(|hi| halves.iter().map(|lo| Key::new(*hi, *lo))) {
                 let mut batch = Batch::new(0);
                 batch.push(Op::new(desk::id(limit), Verb::Take, key, 1)).unwrap();
-                assert!(passes(&store.ask(&batch, Time::ZERO).await.unwrap()), "{limit} {key:?} was another's");
-                assert!(!passes(&store.ask(&batch, Time::ZERO).await.unwrap()), "{limit} {key:?} was forgotten");
+                assert!(!store.ask(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was another's");
+                assert!(store.ask(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was forgotten");
             }
         }
     });

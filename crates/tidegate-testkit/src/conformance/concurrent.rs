@@ -12,7 +12,7 @@ use tidegate_core::{
     Span, Verb, Window,
 };
 
-use super::{Backend, Effort, Subject, expect, passes, start};
+use super::{Backend, Effort, Subject, expect, start};
 
 const KEY: Key = Key::new(7, 0xdead_beef_0bad_cafe);
 
@@ -61,7 +61,7 @@ pub(super) fn hundred_a_minute<B: Backend>(backend: &B, effort: &Effort) -> Resu
     let admitted = count(effort.tasks, effort.calls, |task, call| {
         let spread = u64::from(task) * 997 % 50_000 + u64::from(call);
         let now = start() + Span::from_micros(spread);
-        Ok(passes(&subject.one(Verb::Take, u64::from(task), &[(ids[0], KEY)], now)?))
+        Ok(!subject.one(Verb::Take, u64::from(task), &[(ids[0], KEY)], now)?.refuses())
     })?;
     expect("admitted", admitted, 100.min(u64::from(effort.tasks) * u64::from(effort.calls)))
 }
@@ -72,7 +72,7 @@ pub(super) fn ten_of_a_hundred<B: Backend>(backend: &B, _: &Effort) -> Result<()
         let subject = Subject::open(backend, &limits);
         subject.set_now(start());
         let admitted = count(100, 1, |task, _| {
-            Ok(passes(&subject.one(Verb::Take, u64::from(task), &[(ids[0], KEY)], start())?))
+            Ok(!subject.one(Verb::Take, u64::from(task), &[(ids[0], KEY)], start())?.refuses())
         })?;
         expect(&format!("admitted in round {round}"), admitted, 10)?;
     }
@@ -89,7 +89,7 @@ pub(super) fn all_or_nothing<B: Backend>(backend: &B, effort: &Effort) -> Result
     let calls = effort.calls.min(1000);
     let admitted = count(effort.tasks.max(2), calls, |task, call| {
         let places = ORDERS[(task + call) as usize % ORDERS.len()].map(place);
-        Ok(passes(&subject.one(Verb::Take, u64::from(task), &places, start())?))
+        Ok(!subject.one(Verb::Take, u64::from(task), &places, start())?.refuses())
     })?;
     let possible = u64::from(effort.tasks.max(2)) * u64::from(calls);
     expect("admitted", admitted, 40.min(possible))?;
@@ -110,16 +110,16 @@ pub(super) fn permits<B: Backend>(backend: &B, effort: &Effort) -> Result<(), St
     let calls = effort.calls.min(500);
     let granted = count(effort.tasks, calls, |task, call| {
         let holder = (u64::from(task) << 32) | (u64::from(call) + 1);
-        if !passes(&subject.one(Verb::Take, holder, &place, start())?) {
+        if subject.one(Verb::Take, holder, &place, start())?.refuses() {
             return Ok(false);
         }
         most.fetch_max(held.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
         thread::yield_now();
-        let renewed = passes(&subject.one(Verb::Renew, holder, &place, start())?);
+        let renewed = !subject.one(Verb::Renew, holder, &place, start())?.refuses();
         held.fetch_sub(1, Ordering::SeqCst);
-        let released = passes(&subject.one(Verb::Release, holder, &place, start())?);
+        let released = !subject.one(Verb::Release, holder, &place, start())?.refuses();
         expect("renewed and released", (renewed, released), (true, true))?;
-        let again = passes(&subject.one(Verb::Release, holder, &place, start())?);
+        let again = !subject.one(Verb::Release, holder, &place, start())?.refuses();
         expect("released twice", again, false)?;
         Ok(true)
     })?;
@@ -150,7 +150,7 @@ pub(super) fn counted_ahead<B: Backend>(backend: &B, effort: &Effort) -> Result<
         let mut batch = Batch::new(0).ahead(LEAD);
         batch.push(Op::new(ids[0], Verb::Take, KEY, 1)).map_err(|full| full.to_string())?;
         let outcomes = subject.ask(&batch, start())?;
-        if !passes(&outcomes) {
+        if outcomes.refuses() {
             return Ok(false);
         }
         let counted_at = outcomes.now() + LEAD;
@@ -193,7 +193,7 @@ pub(super) fn throttled_together<B: Backend>(backend: &B, effort: &Effort) -> Re
             let mut batch = Batch::new(0);
             batch.push(Op::new(ids[0], Verb::Throttle { generation }, KEY, 0)).map_err(|full| full.to_string())?;
             subject.ask(&batch, now)?;
-            Ok(!passes(&subject.one(Verb::Take, 0, &place, now)?))
+            Ok(subject.one(Verb::Take, 0, &place, now)?.refuses())
         })?;
         let calls = u64::from(effort.tasks) * u64::from(effort.calls.min(50));
         expect("refused after a throttled reply", closed, calls)?;
@@ -205,17 +205,17 @@ pub(super) fn throttled_together<B: Backend>(backend: &B, effort: &Effort) -> Re
         expect("one step", free_at, now + base.times(steps))?;
         now = free_at;
         subject.set_now(now);
-        let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
+        let through = count(effort.tasks, 3, |_, _| Ok(!subject.one(Verb::Take, 0, &place, now)?.refuses()))?;
         expect("let through at once", through, 1)?;
     }
     let mut good = Batch::new(0);
     good.push(Op::new(ids[0], Verb::Succeed { generation: 5 }, KEY, 0)).map_err(|full| full.to_string())?;
     subject.ask(&good, now)?;
-    let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
+    let through = count(effort.tasks, 3, |_, _| Ok(!subject.one(Verb::Take, 0, &place, now)?.refuses()))?;
     expect("let through beside the one who succeeded", through, 0)?;
     now = now + base.times(2);
     subject.set_now(now);
-    let through = count(effort.tasks, 3, |_, _| Ok(passes(&subject.one(Verb::Take, 0, &place, now)?)))?;
+    let through = count(effort.tasks, 3, |_, _| Ok(!subject.one(Verb::Take, 0, &place, now)?.refuses()))?;
     expect("let through after a success, when nobody waits", through, 3 * u64::from(effort.tasks))
 }
 

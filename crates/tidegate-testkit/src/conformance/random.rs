@@ -8,7 +8,7 @@ use tidegate_core::{
     Verdict, Window,
 };
 
-use super::{Backend, Effort, Subject, expect, passes, start, verdicts};
+use super::{Backend, Effort, Subject, expect, start, verdicts};
 use crate::dice::Dice;
 use crate::model::Model;
 use crate::world::{Wanted, World};
@@ -120,7 +120,7 @@ pub(super) fn reset<B: Backend>(backend: &B, _: &Effort) -> Result<(), String> {
     subject.set_now(now);
     for place in places.iter().chain(&other_key) {
         for call in 0..4 {
-            let passed = passes(&subject.one(Verb::Take, call, &[*place], now)?);
+            let passed = !subject.one(Verb::Take, call, &[*place], now)?.refuses();
             expect("the first three of four pass", passed, call < 3)?;
         }
     }
@@ -158,7 +158,7 @@ fn jump_once<B: Backend>(subject: &Subject<'_, B>, place: (LimitId, Key), most: 
     let year_on = start() + Span::from_secs(365 * 86_400);
     let take = |holder, now: Time| {
         subject.set_now(now);
-        Ok::<_, String>(passes(&subject.one(Verb::Take, holder, &[place], now)?))
+        Ok::<_, String>(!subject.one(Verb::Take, holder, &[place], now)?.refuses())
     };
     for call in 0..=most {
         expect("passes in the year to come", take(call, year_on)?, call < most)?;

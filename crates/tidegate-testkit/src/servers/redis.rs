@@ -131,6 +131,16 @@ impl RedisServer {
         answer.strip_prefix(':').and_then(|count| count.parse().ok()).expect("a number of keys")
     }
 
+    /// How many scripts it has run.
+    ///
+    /// # Panics
+    /// If it doesn't answer.
+    pub fn scripts(&self) -> u64 {
+        let told = self.command(&["INFO", "commandstats"]);
+        let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+        told.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
+    }
+
     /// Ends it as a power cut would.
     ///
     /// # Panics
