@@ -52,6 +52,19 @@ pub fn pin(core: usize) {
     assert!(bound, "cannot bind a thread to core {core}");
 }
 
+/// Does it in a thread of its own, which is bound to that core, and with it whatever programs it starts.
+///
+/// # Panics
+///
+/// If the work does, or the system refuses.
+pub fn on<T: Send>(core: usize, work: impl FnOnce() -> T + Send) -> T {
+    let bound = move || {
+        pin(core);
+        work()
+    };
+    thread::scope(|scope| scope.spawn(bound).join()).expect("the work does not panic")
+}
+
 /// How often the calling thread lost its core to another one, since it began.
 pub fn preemptions() -> u64 {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();

@@ -16,7 +16,7 @@ use tidegate_testkit::servers::RedisServer;
 
 use super::TASKS;
 use crate::keys::{Draw, Sequence};
-use crate::measure::{Spread, pin};
+use crate::measure::{Spread, on};
 use crate::options::Options;
 use crate::rows::{Row, Unit};
 use crate::subjects::OURS;
@@ -47,7 +47,7 @@ redis.call('SET', KEYS[1], tat + ARGV[1], 'PX', math.ceil((tat + ARGV[1] - now) 
 return 0";
 
 /// Whoever can be asked for a key.
-trait Ask: Clone + Send + 'static {
+trait Ask: Clone + Send + Sync + 'static {
     fn ask(&mut self, key: u32) -> impl Future<Output = bool> + Send;
 }
 
@@ -174,14 +174,11 @@ fn rows<A: Ask>(
     name: &str,
     calls: usize,
     keys: fn(usize, usize) -> Vec<u32>,
-    ours: impl FnOnce(&str) -> A,
+    ours: impl FnOnce(&str) -> A + Send,
     options: &Options,
 ) -> [Row; 2] {
     let mut rows = [Row::new(name, Unit::Requests), Row::new(format!("{name}/trips"), Unit::Percent)];
-    let played = async {
-        let server = RedisServer::start().ok_or("redis-server: is not installed")?;
-        // The server has the other core.
-        pin(1);
+    let play_all = async |server: RedisServer| {
         let ours = ours(&server.url());
         let smallest = smallest(&server.url()).await?;
         let (mut of_ours, mut of_smallest, mut trips) = (Vec::new(), Vec::new(), Vec::new());
@@ -213,7 +210,9 @@ fn rows<A: Ask>(
         Ok::<_, String>((of_ours, of_smallest, trips))
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    match runtime.block_on(played) {
+    let server = on(0, RedisServer::start).ok_or_else(|| "redis-server: is not installed".to_owned());
+    // The server has the other core.
+    match server.and_then(|server| on(1, || runtime.block_on(play_all(server)))) {
         Ok((of_ours, of_smallest, trips)) => {
             rows[0].push(OURS, of_ours);
             rows[0].push(CEILING, of_smallest);

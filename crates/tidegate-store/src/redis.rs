@@ -197,9 +197,7 @@ impl Shared {
         }
         let parts = question.parts();
         let _place = match parts {
-            // One limit alone takes the server so little that bringing decisions together costs the node more than it
-            // spares.
-            Parts::Quick(code) if batch.ops().len() > 1 => match self.turn(code, || question.parcel(now, now)).await? {
+            Parts::Quick(code) => match self.turn(code, || question.parcel(now, now)).await? {
                 Turn::Alone(place) => place,
                 Turn::Told(bytes) => {
                     return self.read(&question, &bytes, now)?.map_err(|Elsewhen(_)| unreadable());
@@ -214,14 +212,9 @@ impl Shared {
         };
         for _ in 0..QUESTIONS {
             let parcel = question.parcel(now, around);
-            let command = |verb: &str, script: &str| {
-                let mut command = question::command(verb, script, iter::once(&parcel));
-                if question.resets() {
-                    command.arg(keys.resets());
-                }
-                command
-            };
-            let answer = self.run(script, command).await;
+            // Resets are told on a channel.
+            let arguments = iter::once(parcel.bytes()).chain(question.resets().then(|| keys.resets()));
+            let answer = self.run(script, parcel.names(), arguments).await;
             let Value::BulkString(bytes) = answer.map_err(|error| self.failed(error))? else {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));
             };
@@ -234,7 +227,13 @@ impl Shared {
     }
 
     /// Runs a script by its hash, or by its text where the server doesn't know it.
-    async fn run(&self, script: &Script, command: impl Fn(&str, &str) -> Cmd) -> Result<Value, LinkError> {
+    async fn run<'a>(
+        &self,
+        script: &Script,
+        names: impl Iterator<Item = &'a [u8]> + Clone,
+        arguments: impl Iterator<Item = &'a [u8]> + Clone,
+    ) -> Result<Value, LinkError> {
+        let command = |verb, script| question::command(verb, script, names.clone(), arguments.clone());
         match self.link.send(&command("EVALSHA", &script.hash)).await {
             Err(error) if error.is(ServerErrorKind::NoScript) => self.link.send(&command("EVAL", &script.text)).await,
             answer => answer,

@@ -16,7 +16,7 @@ use tidegate_core::window::{Log, Slot};
 use tidegate_core::{Batch, Kind, Limit, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, State, Time, Verb};
 
 use super::keys::Keys;
-use super::script::{Parts, kind_number, verb_number};
+use super::script::{HEAD, Parts, kind_number, verb_number};
 use crate::TimeSource;
 
 /// The largest cost that makes a difference: nothing holds more.
@@ -25,6 +25,8 @@ const MOST: u64 = 1 << 53;
 const ROUNDED: u64 = 1;
 /// The same where time is the caller's, and may go on more slowly than the server's.
 const KEPT: u64 = 3_600_000;
+/// Bytes of the moment in a head.
+const MOMENT: usize = 16;
 /// Bytes to begin with for an operation and its key.
 const ROOM: usize = 256;
 /// Bytes of the largest operation: a pace's with a penalty.
@@ -68,7 +70,7 @@ pub(super) struct Parcel {
 }
 
 impl Parcel {
-    fn names(&self) -> impl Iterator<Item = &[u8]> {
+    pub(super) fn names(&self) -> impl Iterator<Item = &[u8]> + Clone {
         let mut from = 0;
         self.ends.iter().map(move |end| {
             let name = &self.data[from..*end];
@@ -77,24 +79,35 @@ impl Parcel {
         })
     }
 
-    fn bytes(&self) -> &[u8] {
+    /// The moment that is decided for, and what is added where a key expires: as much of the head as quick scripts read.
+    pub(super) fn moment(&self) -> &[u8] {
+        &self.bytes()[..MOMENT]
+    }
+
+    /// What is asked of the limits.
+    pub(super) fn asks(&self) -> &[u8] {
+        &self.bytes()[HEAD..]
+    }
+
+    /// What is known of the batch as a whole, and then of each operation.
+    pub(super) fn bytes(&self) -> &[u8] {
         &self.data[self.ends.last().copied().unwrap_or(0)..]
     }
 }
 
 /// The command that runs a script on these: `EVALSHA` with a hash, or `EVAL` with a text.
-pub(super) fn command<'a>(verb: &str, script: &str, parcels: impl Iterator<Item = &'a Parcel> + Clone) -> Cmd {
-    let names: usize = parcels.clone().map(|parcel| parcel.ends.len()).sum();
-    let bytes: usize = parcels.clone().map(|parcel| parcel.data.len()).sum();
-    // The channel that resets are told on may follow.
-    let count = 3 + names + parcels.clone().count() + 1;
-    let mut command = Cmd::with_capacity(count, script.len() + bytes + ROOM);
-    command.arg(verb).arg(script).arg(names);
-    for name in parcels.clone().flat_map(Parcel::names) {
-        command.arg(name);
-    }
-    for parcel in parcels {
-        command.arg(parcel.bytes());
+pub(super) fn command<'a>(
+    verb: &str,
+    script: &str,
+    names: impl Iterator<Item = &'a [u8]> + Clone,
+    arguments: impl Iterator<Item = &'a [u8]> + Clone,
+) -> Cmd {
+    let (count, bytes) =
+        names.clone().chain(arguments.clone()).fold((0, 0), |(count, bytes), word| (count + 1, bytes + word.len()));
+    let mut command = Cmd::with_capacity(count + 3, script.len() + bytes + ROOM);
+    command.arg(verb).arg(script).arg(names.clone().count());
+    for word in names.chain(arguments) {
+        command.arg(word);
     }
     command
 }

@@ -57,7 +57,7 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
 /// How many operations a quick script has at most.
 const QUICK: usize = 4;
 /// How many bytes the head of the arguments has, an operation's flags and its penalty.
-const HEAD: usize = 33;
+pub(super) const HEAD: usize = 33;
 const FLAGS: usize = 8;
 const PENALTY: usize = 40;
 const PENALTIES: u8 = 1 << 6;
@@ -103,7 +103,7 @@ impl Parts {
             Self::Quick(code) => {
                 let quick = Quick::new(code);
                 text.push_str(&format!("{QUICK_LOCALS}local bytes, behind, present = ARGV[1], 0\nrepeat\n"));
-                text.push_str(&format!("{}return {}\nuntil true\n", quick.body, quick.answer));
+                text.push_str(&format!("{}{}return {}\nuntil true\n", quick.terms, quick.body, quick.answer));
                 general(quick.parts, &mut text);
             }
         }
@@ -111,16 +111,17 @@ impl Parts {
     }
 }
 
-/// The quick script for many batches that are alike: each has an argument, and its keys behind those of the one before. An
-/// answer for each, up to the first with which something is wrong; an empty one says that nothing was done, and the batch
-/// is to be asked by itself.
+/// The quick script for many batches that ask for the same: the first argument is the first one's, and there are no others
+/// or the heads of the rest; each has its keys behind those of the one before. An answer for each, up to the first with
+/// which something is wrong; an empty one says that nothing was done, and the batch is to be asked by itself.
 fn together(code: u16) -> String {
-    let Quick { count, body, answer, .. } = Quick::new(code);
+    let Quick { count, terms, body, answer, .. } = Quick::new(code);
     let mut text = constants();
-    text.push_str(&format!("{QUICK_LOCALS}local behind, present, answers = 0, nil, {{}}\npcall(function()\n"));
-    text.push_str("for index = 1, #ARGV do\nlocal bytes, answer = ARGV[index], ''\nrepeat\n");
-    text.push_str(&format!("{body}answer = {answer}\nuntil true\n"));
-    text.push_str(&format!("answers[index], behind = answer, behind + {count}\nend\nend)\nreturn answers\n"));
+    text.push_str(&format!("{QUICK_LOCALS}local answers = {{}}\npcall(function()\n"));
+    text.push_str(&format!("local bytes, present = ARGV[1], nil\n{terms}for index = 1, #KEYS / {count} do\n"));
+    text.push_str(&format!("local behind, answer = (index - 1) * {count}, ''\nbytes = ARGV[index] or bytes\n"));
+    text.push_str(&format!("repeat\n{body}answer = {answer}\nuntil true\nanswers[index] = answer\n"));
+    text.push_str("end\nend)\nreturn answers\n");
     text
 }
 
@@ -194,6 +195,8 @@ const QUICK_WINDOW: QuickPart = QuickPart {
 /// What a quick script does for one batch, whose argument is `bytes` and whose keys come behind so many.
 struct Quick {
     count: u16,
+    /// What it asks for, from behind the head on.
+    terms: String,
     /// What leaves it by `break` is for the general script, which has these parts.
     body: String,
     parts: u8,
@@ -204,7 +207,8 @@ impl Quick {
     fn new(code: u16) -> Self {
         let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
         let mut parts = 0;
-        let (mut body, mut writes) = (include_str!("lua/quick/head.lua").to_owned(), String::new());
+        let (mut terms, mut writes) = (String::new(), String::new());
+        let mut body = include_str!("lua/quick/head.lua").to_owned();
         let (mut answers, mut formats) = (String::new(), "<d".to_owned());
         // Lua counts from 1; of the head only the moment and the slack matter, and of the flags the last.
         let mut place = 1 + HEAD;
@@ -215,7 +219,7 @@ impl Quick {
             parts |= if is_window { 1 } else { 2 };
             let numbered = |text: &str| text.replace('$', &number.to_string());
             let (arguments, format, never) = (part.arguments, part.formats, place + FLAGS);
-            body.push_str(&numbered(&format!(
+            terms.push_str(&numbered(&format!(
                 "local is_penalised$ = {is_penalised}\n\
                  local never$, cost$, {arguments} = unpack('<Bd{format}', bytes, {never})\n"
             )));
@@ -233,7 +237,7 @@ impl Quick {
         }
         body.push_str(include_str!("lua/quick/tail.lua"));
         body.push_str(&format!("if not is_refused then\n{writes}end\n"));
-        Self { count, body, parts, answer: format!("pack('{formats}', now{answers})") }
+        Self { count, terms, body, parts, answer: format!("pack('{formats}', now{answers})") }
     }
 }
 

@@ -1,8 +1,9 @@
 //! Decisions that come faster than the server answers are asked together, in one script: most of what a decision costs
 //! the server is to be asked at all.
 //!
-//! A few questions are on their way each by itself. Who comes while they are waits until one of them is answered, or
-//! briefly; then those who wait for the same script go as one.
+//! Who comes while no question is under way goes by itself. Who comes later goes with those who are about to ask in the
+//! same runtime; and while a few commands are under way, waits until one of them is answered, or briefly. Those who ask
+//! for the same, and differ by their keys alone, go as one.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,17 +13,19 @@ use std::time::Duration;
 use redis::{ErrorKind, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
 use tokio::time::timeout;
 
 use super::Shared;
 use super::link::LinkError;
-use super::question::{self, Parcel};
+use super::question::Parcel;
 use crate::StoreError;
 
 /// How many commands are on their way before others wait.
 const UNDER_WAY: usize = 8;
-/// How many decisions one command asks for at most: what they take in the server holds everybody else up.
-const TOGETHER: usize = 64;
+/// How many decisions go at a time: enough to share what a script costs, and few enough that the node can prepare some
+/// while the server decides others.
+const TOGETHER: usize = 32;
 /// How long they wait where no answer comes: the way there is long, and the server may well be idle.
 const BRIEFLY: Duration = Duration::from_millis(2);
 /// How many wait at most; more go by themselves, and wait for the connection.
@@ -68,8 +71,8 @@ enum Entry {
 /// One of the commands that may be on their way.
 pub(super) struct Place {
     shared: Arc<Shared>,
-    /// Whether it is a group's that has no answer yet.
-    sends: bool,
+    /// Whether it is a task's of ours that is dropped before it has ended: its runtime ends.
+    is_cut_off: bool,
 }
 
 impl Together {
@@ -78,30 +81,29 @@ impl Together {
     }
 }
 
-impl Queue {
-    fn enter(&mut self) -> bool {
-        let is_free = self.under_way < UNDER_WAY;
-        self.under_way += usize::from(is_free);
-        is_free
+impl Waiter {
+    fn asks_as(&self, other: &Self) -> bool {
+        self.code == other.code && self.parcel.asks() == other.parcel.asks()
     }
+}
 
-    /// Those who go next: who has waited longest, and others who need the same script. Who went away meanwhile isn't asked
-    /// for.
-    fn next(&mut self) -> Vec<Waiter> {
-        let (mut group, mut passed) = (Vec::<Waiter>::new(), Vec::new());
-        while group.len() < TOGETHER
+impl Queue {
+    /// Those who have waited longest; together those who ask for the same. Who went away meanwhile isn't asked for.
+    fn next(&mut self) -> Vec<Vec<Waiter>> {
+        let (mut groups, mut count) = (Vec::<Vec<Waiter>>::new(), 0);
+        while count < TOGETHER
             && let Some(waiter) = self.waiting.pop_front()
         {
             if waiter.tells.is_closed() {
                 continue;
             }
-            let fits = group.first().is_none_or(|first| first.code == waiter.code);
-            if fits { group.push(waiter) } else { passed.push(waiter) }
+            count += 1;
+            match groups.iter_mut().find(|group| group.first().is_some_and(|first| first.asks_as(&waiter))) {
+                Some(group) => group.push(waiter),
+                None => groups.push(vec![waiter]),
+            }
         }
-        for waiter in passed.into_iter().rev() {
-            self.waiting.push_front(waiter);
-        }
-        group
+        groups
     }
 }
 
@@ -133,53 +135,75 @@ impl Shared {
     }
 
     fn enter(self: &Arc<Self>, code: u16, parcel: impl FnOnce() -> Parcel) -> Entry {
-        let place = || Entry::Alone(Some(Place { shared: Arc::clone(self), sends: false }));
-        if self.together.queue().enter() {
-            return place();
+        let Ok(runtime) = Handle::try_current() else { return Entry::Alone(None) };
+        let mut queue = self.together.queue();
+        // Nobody else asks: there is nothing to wait for.
+        if queue.under_way == 0 {
+            queue.under_way = 1;
+            return Entry::Alone(Some(Place { shared: Arc::clone(self), is_cut_off: false }));
         }
+        drop(queue);
         let parcel = parcel();
         let (tells, told) = oneshot::channel();
         let mut queue = self.together.queue();
-        // Meanwhile the last may have been answered, and nobody would come by.
-        if queue.enter() {
-            return place();
-        }
         let count = queue.waiting.len();
         if count >= WAITING {
             return Entry::Alone(None);
         }
         queue.waiting.push_back(Waiter { code, parcel, tells });
+        if queue.under_way < UNDER_WAY {
+            queue.under_way += 1;
+            drop(queue);
+            runtime.spawn(Place { shared: Arc::clone(self), is_cut_off: true }.gather());
+        }
         Entry::Waits { told, is_first: count == 0 }
     }
 
     /// Lets all go who wait.
     fn hurry(self: &Arc<Self>) {
+        let Ok(runtime) = Handle::try_current() else { return };
         loop {
-            let mut queue = self.together.queue();
+            let queue = self.together.queue();
             if queue.waiting.is_empty() {
                 return;
             }
-            queue.under_way += 1;
-            drop(queue);
-            drop(Place { shared: Arc::clone(self), sends: false });
+            self.dispatch(queue, &runtime);
+        }
+    }
+
+    /// Sends those who go next on their way.
+    fn dispatch(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>, runtime: &Handle) {
+        let groups = queue.next();
+        queue.under_way += groups.len();
+        drop(queue);
+        for group in groups {
+            runtime.spawn(Place { shared: Arc::clone(self), is_cut_off: true }.send(group));
         }
     }
 
     async fn ask_together(&self, group: &[Waiter]) -> Result<Vec<Value>, LinkError> {
         let code = group.first().map_or(0, |waiter| waiter.code);
-        let parcels = group.iter().map(|waiter| &waiter.parcel);
-        let answer = self
-            .run(self.scripts.together(code), |verb, script| question::command(verb, script, parcels.clone()))
-            .await;
+        let names = group.iter().flat_map(|waiter| waiter.parcel.names());
+        let moments = group.iter().map(|waiter| waiter.parcel.moment());
+        let is_one = moments.clone().skip(1).zip(moments.clone()).all(|(one, other)| one == other);
+        let others = moments.skip(1).take(if is_one { 0 } else { group.len() });
+        let arguments = group.iter().take(1).map(|waiter| waiter.parcel.bytes()).chain(others);
+        let answer = self.run(self.scripts.together(code), names, arguments).await;
         answer.map(|answer| if let Value::Array(answers) = answer { answers } else { Vec::new() })
     }
 }
 
 impl Place {
+    /// Lets those come who are about to ask.
+    async fn gather(mut self) {
+        yield_now().await;
+        self.is_cut_off = false;
+    }
+
     async fn send(mut self, group: Vec<Waiter>) {
         let shared = Arc::clone(&self.shared);
         let answers = shared.ask_together(&group).await;
-        self.sends = false;
+        self.is_cut_off = false;
         drop(self);
         let answers = match answers {
             Ok(answers) => answers,
@@ -209,23 +233,21 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut queue = self.shared.together.queue();
-        // What a runtime drops unfinished it drops because it ends.
-        if let Ok(runtime) = Handle::try_current()
-            && !self.sends
-        {
-            let group = queue.next();
-            if !group.is_empty() {
-                drop(queue);
-                runtime.spawn(Self { shared: Arc::clone(&self.shared), sends: true }.send(group));
-                return;
-            }
-        }
         queue.under_way -= 1;
-        // Nobody would ask for them.
-        let stranded = std::mem::take(&mut queue.waiting);
-        drop(queue);
-        for waiter in stranded {
-            let _ = waiter.tells.send(Ok(Vec::new()));
+        match Handle::try_current() {
+            Ok(runtime) if !self.is_cut_off => {
+                if queue.under_way < UNDER_WAY {
+                    self.shared.dispatch(queue, &runtime);
+                }
+            }
+            _ => {
+                // Nobody would ask for them.
+                let stranded = std::mem::take(&mut queue.waiting);
+                drop(queue);
+                for waiter in stranded {
+                    let _ = waiter.tells.send(Ok(Vec::new()));
+                }
+            }
         }
     }
 }
