@@ -594,11 +594,15 @@ impl Call {
             Reach::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),
             Reach::Answered | Reach::Unknown => None,
         };
-        self.charged_at = sent.charged_at;
-        self.counted_at = if correction == Some(Verb::Settle) { now } else { sent.counted_at };
+        (self.charged_at, self.counted_at) = (sent.charged_at, sent.counted_at);
         if let Some(verb) = correction {
-            desk.lanes.poke();
             self.correct(rules, desk, sent.credential, verb, sent.charged_at, sent.counted_at);
+            if desk.orders.tell().is_some() {
+                desk.lanes.poke();
+                if verb == Verb::Settle {
+                    self.counted_at = now;
+                }
+            }
         }
         let cooldown = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
@@ -685,10 +689,11 @@ impl Call {
         if verb == Verb::Take {
             push(batch, Op::new(rules.cooldown, verb, own_key, 1));
         }
-        for ceiling in &rules.credential_ceilings {
+        let concerns = |ceiling: &&Ceiling| verb != Verb::Settle || ceiling.settles;
+        for ceiling in rules.credential_ceilings.iter().filter(concerns) {
             push(batch, Op::new(ceiling.limit, verb, own_key, cost(ceiling)));
         }
-        for ceiling in rules.ceilings.iter().chain(&rules.lane_ceilings[self.charged as usize]) {
+        for ceiling in rules.ceilings.iter().chain(&rules.lane_ceilings[self.charged as usize]).filter(concerns) {
             push(batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
         }
     }

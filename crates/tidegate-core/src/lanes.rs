@@ -214,9 +214,8 @@ impl Lanes {
 
     /// What to do next. To be called again until it says to sleep.
     pub fn poll(&mut self, now: Time) -> Turn {
-        if let Some((deadline, index)) = self.deadlines.first()
-            && deadline <= now
-        {
+        let Some((deadline, index)) = self.deadlines.first() else { return Turn::Sleep(Time::NEVER) };
+        if deadline <= now {
             let ticket = self.ticket(index);
             self.leave(ticket);
             return Turn::Expired(ticket);
@@ -225,7 +224,7 @@ impl Lanes {
             // Further off only if the clock has stepped back.
             queue.due_at = queue.due_at.min(now + self.window);
         }
-        let mut wake_at = self.next_deadline();
+        let mut wake_at = deadline;
         if self.asking.is_none() && self.all_in_flight() < u64::from(self.max_in_flight) {
             if let Some((lane, index, cost)) = self.next(now) {
                 if !self.told.holds(lane, cost, now) {
@@ -251,7 +250,7 @@ impl Lanes {
         // A call that costs nothing takes a turn all the same.
         let share = call.cost.max(1);
         for lane in Lane::ALL {
-            if self.is_ready(lane, now) {
+            if !self.deadlines.is_empty() && self.is_ready(lane, now) {
                 let earned = share * self.floor;
                 let queue = self.queue_mut(lane);
                 queue.credit = queue.credit.saturating_add(earned);
@@ -339,6 +338,11 @@ impl Lanes {
 
     /// The call that goes next if there is capacity: its lane, slot and cost.
     fn next(&self, now: Time) -> Option<(Lane, u32, u64)> {
+        // Who waits alone needn't be chosen.
+        if let (1, Some((_, index))) = (self.deadlines.len(), self.deadlines.first()) {
+            let Call { lane, cost, .. } = self.calls[index as usize];
+            return self.is_ready(lane, now).then_some((lane, index, cost));
+        }
         let ready: ArrayVec<Lane, 3> = Lane::ALL.into_iter().filter(|&lane| self.is_ready(lane, now)).collect();
         // Of two that are owed, the lower: its floor is a share of all that is granted, the other's floor included.
         let owed = ready.iter().copied().find(|&lane| self.is_owed(lane));
@@ -371,10 +375,6 @@ impl Lanes {
     /// The slot and cost of a lane's first call.
     fn first(&self, lane: Lane) -> Option<(u32, u64)> {
         self.queue(lane).order.first().map(|(_, index)| (index, self.calls[index as usize].cost))
-    }
-
-    fn next_deadline(&self) -> Time {
-        self.deadlines.first().map_or(Time::NEVER, |(deadline, _)| deadline)
     }
 
     fn all_in_flight(&self) -> u64 {

@@ -82,7 +82,8 @@ impl Window {
         if self.is_exact() { entries.max(2) } else { entries + entries / 2 + 2 }
     }
 
-    fn is_exact(&self) -> bool {
+    /// Whether all moments are kept, however many calls there are.
+    pub fn is_exact(&self) -> bool {
         self.limit <= u64::from(self.entries)
     }
 

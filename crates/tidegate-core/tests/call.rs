@@ -67,13 +67,14 @@ struct World {
 impl World {
     fn new(kind: Kind, lanes: LanesSpec, credentials: usize) -> Self {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
+        let settles = matches!(&kind, Kind::Window(_));
         let limits = Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap();
         let limits = Arc::new(limits);
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);
         let retry = Retry { max_attempts: 7, backoff, max_retry_after: Span::from_secs(3600), ..Retry::default() };
         let key = |number: u64| Key::new(1, number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let rules = Rules {
-            ceilings: [Ceiling { limit: LimitId::FIRST, measure: Measure::Calls }].into(),
+            ceilings: [Ceiling { limit: LimitId::FIRST, measure: Measure::Calls, settles }].into(),
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
             credential_in_flight: u32::MAX,
@@ -491,7 +492,7 @@ fn what_was_not_sent_is_not_counted() {
 #[test]
 fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
-    let ceiling = Ceiling { limit: LimitId::FIRST, measure: Measure::Calls };
+    let ceiling = Ceiling { limit: LimitId::FIRST, measure: Measure::Calls, settles: true };
     world.rules.ceilings = Box::default();
     world.rules.lane_ceilings[Lane::Webhook as usize] = [ceiling].into();
     world.call(Lane::Background);

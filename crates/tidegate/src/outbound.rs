@@ -372,7 +372,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let mut happened = Happened { attempts: 0, waited: Span::ZERO, credential: 0 };
         let mut waits_since = began_at;
         loop {
-            let (verdict, now) = live.turn(urgency).await;
+            let (verdict, now) = live.turn(urgency, Some(began_at).filter(|_| happened.attempts == 0)).await;
             happened.waited = happened.waited + now.since(waits_since);
             let credential = verdict.map_err(|broken| self.error(broken, None, happened))?;
             happened.attempts += 1;
@@ -438,8 +438,8 @@ struct Live<'a, S: Store, C: Clock> {
 
 impl<S: Store, C: Clock> Live<'_, S, C> {
     /// Waits until the call may be sent, or is over.
-    async fn turn(&mut self, urgency: Option<&Urgency>) -> (Verdict, Time) {
-        match self.hall.start(&mut self.place, urgency) {
+    async fn turn(&mut self, urgency: Option<&Urgency>, began_at: Option<Time>) -> (Verdict, Time) {
+        match self.hall.start(&mut self.place, urgency, began_at) {
             Entered::Decided(verdict, now) => (verdict, now),
             Entered::Parked(place) => {
                 let (call, verdict, now) = self.hall.verdict(place).await;

@@ -26,6 +26,9 @@ pub struct Ceiling {
     pub limit: LimitId,
     /// What it counts.
     pub measure: Measure,
+    /// Whether it is told when a call ends that it has counted ahead: it makes a difference to a window whose moments are
+    /// all kept ([`Window::is_exact`](crate::Window::is_exact)), and to nothing else.
+    pub settles: bool,
 }
 
 /// What a lane grants its calls.

@@ -94,7 +94,7 @@ impl World {
             Kind::Cooldown(cooldown),
         ];
         let limits = Arc::new(Limits::new(kinds.map(Limit::new).into()).unwrap());
-        let ceiling = |place, measure| Ceiling { limit: id(place), measure };
+        let ceiling = |place, measure| Ceiling { limit: id(place), measure, settles: place == PACE };
         let backoff = Backoff::exponential(Span::from_millis(20), Span::from_millis(200));
         let retry = Retry { max_attempts: 4, backoff, ..Retry::default() };
         let rules = Rules {

@@ -232,6 +232,7 @@ impl Reader<'_> {
                     return None;
                 }
             };
+            let settles = matches!(&kind, Kind::Window(window) if window.is_exact());
             let mut words = words::bound(&quantity);
             if measure == Measure::Cost {
                 words.push_str(", by what calls cost");
@@ -241,7 +242,7 @@ impl Reader<'_> {
                 self.too_many_limits(at);
                 return None;
             };
-            ceilings.push(Ceiling { limit, measure });
+            ceilings.push(Ceiling { limit, measure, settles });
         }
         Some(ceilings)
     }

@@ -176,8 +176,11 @@ impl<S: Store, C: Clock> Hall<S, C> {
 
     /// Enters to change something, at this moment.
     fn enter_now(&self) -> (MutexGuard<'_, Floor>, Time) {
-        let mut floor = self.enter();
-        let now = self.clock.now();
+        let floor = self.enter();
+        self.enter_at(floor, self.clock.now())
+    }
+
+    fn enter_at<'a>(&self, mut floor: MutexGuard<'a, Floor>, now: Time) -> (MutexGuard<'a, Floor>, Time) {
         if let Some(hours) = &self.plan().hours {
             floor.table.desk.lanes.pause(Lane::Background, hours.next(now));
         }
@@ -222,9 +225,16 @@ impl<S: Store, C: Clock> Hall<S, C> {
         }
     }
 
-    /// Lets a held call enter the queue, and decides about it at once where that is possible; else it is parked.
-    pub(super) fn start(self: &Arc<Self>, place: &mut Place, urgency: Option<&Urgency>) -> Entered {
-        let (mut floor, now) = self.enter_now();
+    /// Lets a held call enter the queue, and decides about it at once where that is possible; else it is parked. `began_at`
+    /// is when the caller looked at the clock, if that was just now: it still is where nobody has to be waited for.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        place: &mut Place,
+        urgency: Option<&Urgency>,
+        began_at: Option<Time>,
+    ) -> Entered {
+        let free = began_at.and_then(|at| Some(self.enter_at(self.floor.try_lock().ok()?, at)));
+        let (mut floor, now) = free.unwrap_or_else(|| self.enter_now());
         let floor = &mut *floor;
         let call = place.call();
         if let Some(urgency) = urgency {
@@ -419,8 +429,9 @@ impl<S: Store, C: Clock> Hall<S, C> {
                 Step::Finish(Err(failure)) => return Some(Err(Broken::Failed(failure))),
                 Step::Queue | Step::Renew { .. } | Step::Sleep(_) | Step::Finish(Ok(())) => return None,
             }
-            let outcomes = match self.store.apply(table.desk.orders.ask(), now) {
-                Answer::Ready(outcomes) => outcomes,
+            match self.store.apply(table.desk.orders.ask(), now) {
+                // Not moved out: answers are large.
+                Answer::Ready(ref outcomes) => step = self.decided(call, outcomes, table, now),
                 Answer::Later(answer) => {
                     let Some(runtime) = Handle::try_current().ok().or_else(|| table.runtime.clone()) else {
                         call.undecided(&mut table.desk);
@@ -432,8 +443,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
                     runtime.spawn(async move { hall.answered(ticket, &batch, answer.await) });
                     return None;
                 }
-            };
-            step = self.decided(call, &outcomes, table, now);
+            }
         }
     }
 

@@ -48,7 +48,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             let hedge = if twin.is_due() { self.0.hedge(live.place.call()) } else { None };
             let Some(hedge) = hedge else { return first.await };
             let mut beside = Live { hall: &self.0, place: Place::Held(hedge) };
-            let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(None))).await {
+            let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(None, None))).await {
                 Either::Left((ended, _)) => return ended,
                 Either::Right((turn, _)) => turn,
             };
