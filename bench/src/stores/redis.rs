@@ -69,21 +69,23 @@ impl Ask for Smallest {
 struct Ours {
     store: Arc<Redis>,
     ids: Arc<[LimitId]>,
+    /// Of how many costs, from 1 on, each call has one.
+    costs: u32,
 }
 
 impl Ask for Ours {
     async fn ask(&mut self, key: u32) -> bool {
-        let batch = batch(&self.ids, key);
+        let batch = batch(&self.ids, key, 1 + key % self.costs);
         admits(self.store.ask(&batch, Time::from_secs(1_700_000_000)).await.as_ref().ok())
     }
 }
 
-fn batch(limits: &[LimitId], key: u32) -> Batch {
+fn batch(limits: &[LimitId], key: u32, cost: u32) -> Batch {
     let mut batch = Batch::new(1);
-    let key = Key::new(0, u64::from(key).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let (key, cost) = (Key::new(0, u64::from(key).wrapping_mul(0x9e37_79b9_7f4a_7c15)), u64::from(cost));
     batch.set_affinity(key.lo() | 1);
     for limit in limits {
-        batch.push(Op::new(*limit, Verb::Take, key, 1)).expect("two limits");
+        batch.push(Op::new(*limit, Verb::Take, key, cost)).expect("two limits");
     }
     batch
 }
@@ -102,7 +104,7 @@ struct Leased {
 
 impl Ask for Leased {
     async fn ask(&mut self, key: u32) -> bool {
-        match self.fleet.apply(&batch(&[self.id], key), self.clock.now()) {
+        match self.fleet.apply(&batch(&[self.id], key, 1), self.clock.now()) {
             Answer::Ready(outcomes) => admits(Some(&outcomes)),
             Answer::Later(later) => admits(later.await.as_ref().ok()),
         }
@@ -124,10 +126,10 @@ impl Leased {
 }
 
 impl Ours {
-    fn new(url: &str, limits: Vec<Limit>) -> Self {
+    fn new(url: &str, limits: Vec<Limit>, costs: u32) -> Self {
         let limits = Arc::new(Limits::new(limits).expect("a few limits"));
         let ids = limits.iter().map(|(id, _)| id).collect();
-        Self { store: Arc::new(Redis::new(RedisOptions::new(url), limits).expect("a URL")), ids }
+        Self { store: Arc::new(Redis::new(RedisOptions::new(url), limits).expect("a URL")), ids, costs }
     }
 }
 
@@ -144,11 +146,13 @@ fn window() -> Limit {
 
 /// Measures every row that the options ask for, and hands each over as it is done.
 pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    for (name, limits) in
-        [("stores/redis/rate", vec![rate()]), ("stores/redis/two-limits-and-penalty", vec![rate(), window()])]
-    {
+    for (name, limits, costs) in [
+        ("stores/redis/rate", vec![rate()], 1),
+        ("stores/redis/costs", vec![rate()], 100),
+        ("stores/redis/two-limits-and-penalty", vec![rate(), window()], 1),
+    ] {
         if options.wants(name) {
-            let [row, _] = rows(name, CALLS, sequences, |url| Ours::new(url, limits), options);
+            let [row, _] = rows(name, CALLS, sequences, |url| Ours::new(url, limits, costs), options);
             done(row);
         }
     }

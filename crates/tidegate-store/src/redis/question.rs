@@ -25,7 +25,7 @@ const MOST: u64 = 1 << 53;
 const ROUNDED: u64 = 1;
 /// The same where time is the caller's, and may go on more slowly than the server's.
 const KEPT: u64 = 3_600_000;
-/// Bytes of the moment in a head.
+/// Bytes in a head of the moment and what is added where a key expires.
 const MOMENT: usize = 16;
 /// Bytes to begin with for an operation and its key.
 const ROOM: usize = 256;

@@ -112,7 +112,7 @@ impl Parts {
 }
 
 /// The quick script for many batches that ask for the same: the first argument is the first one's, and there are no others
-/// or the heads of the rest; each has its keys behind those of the one before. An answer for each, up to the first with
+/// or the moments of the rest; each has its keys behind those of the one before. An answer for each, up to the first with
 /// which something is wrong; an empty one says that nothing was done, and the batch is to be asked by itself.
 fn together(code: u16) -> String {
     let Quick { count, terms, body, answer, .. } = Quick::new(code);

@@ -2,14 +2,16 @@
 //! the server is to be asked at all.
 //!
 //! Who comes while no question is under way goes by itself. Who comes later goes with those who are about to ask in the
-//! same runtime; and while a few commands are under way, waits until one of them is answered, or briefly. Those who ask
-//! for the same, and differ by their keys alone, go as one.
+//! same runtime; and while a few convoys are under way, waits until one of them has its answers, or briefly. Of a convoy,
+//! those who ask for the same, and differ by their keys alone, are one command.
 
 use std::collections::VecDeque;
+use std::iter;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use redis::{ErrorKind, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -19,9 +21,10 @@ use tokio::time::timeout;
 use super::Shared;
 use super::link::LinkError;
 use super::question::Parcel;
+use super::script::Parts;
 use crate::StoreError;
 
-/// How many commands are on their way before others wait.
+/// How many convoys are under way before others wait.
 const UNDER_WAY: usize = 8;
 /// How many decisions go at a time: enough to share what a script costs, and few enough that the node can prepare some
 /// while the server decides others.
@@ -38,10 +41,14 @@ pub(super) struct Together {
     is_divided: AtomicBool,
 }
 
+/// While nothing is under way, nobody waits.
 #[derive(Default)]
 struct Queue {
     under_way: usize,
+    /// Somebody is about to send those on their way who wait.
+    is_gathered: bool,
     waiting: VecDeque<Waiter>,
+    arrivals: u64,
 }
 
 /// An empty answer: it is to go by itself.
@@ -51,6 +58,8 @@ struct Waiter {
     /// Of the script that it needs.
     code: u16,
     parcel: Parcel,
+    /// Of its arrival.
+    number: u64,
     tells: oneshot::Sender<Answer>,
 }
 
@@ -65,14 +74,26 @@ pub(super) enum Turn {
 /// What came of asking for a place.
 enum Entry {
     Alone(Option<Place>),
-    Waits { told: oneshot::Receiver<Answer>, is_first: bool },
+    Waits { told: oneshot::Receiver<Answer>, number: u64 },
 }
 
-/// One of the commands that may be on their way.
+/// Counts as under way.
 pub(super) struct Place {
     shared: Arc<Shared>,
-    /// Whether it is a task's of ours that is dropped before it has ended: its runtime ends.
-    is_cut_off: bool,
+    /// Otherwise a runtime that ends drops it.
+    has_ended: bool,
+}
+
+/// Those who are about to be sent on their way.
+struct Gathering {
+    shared: Arc<Shared>,
+    has_ended: bool,
+}
+
+/// Those who ask for the same.
+struct Group {
+    waiters: Vec<Waiter>,
+    is_asked: bool,
 }
 
 impl Together {
@@ -81,16 +102,61 @@ impl Together {
     }
 }
 
-impl Waiter {
-    fn asks_as(&self, other: &Self) -> bool {
-        self.code == other.code && self.parcel.asks() == other.parcel.asks()
+impl Group {
+    fn takes(&self, waiter: &Waiter) -> bool {
+        let is_alike = |one: &Waiter| one.code == waiter.code && one.parcel.asks() == waiter.parcel.asks();
+        self.waiters.first().is_some_and(is_alike)
+    }
+
+    fn tell(mut self, answers: Result<Vec<Value>, LinkError>, shared: &Shared) {
+        let is_one = self.waiters.len() == 1;
+        let waiters = std::mem::take(&mut self.waiters);
+        let answers = match answers {
+            Ok(answers) => answers,
+            // Each by itself is told what is wrong with its own.
+            Err(LinkError::Redis(error))
+                if !is_one && matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension) =>
+            {
+                let is_divided = error.kind() == ErrorKind::Server(ServerErrorKind::CrossSlot);
+                shared.together.is_divided.fetch_or(is_divided, Ordering::Relaxed);
+                Vec::new()
+            }
+            Err(error) => {
+                let error = shared.failed(error);
+                for waiter in waiters {
+                    // An error says that the caller has gone away.
+                    let _ = waiter.tells.send(Err(error.clone()));
+                }
+                return;
+            }
+        };
+        let mut answers = answers.into_iter();
+        for waiter in waiters {
+            let bytes = if let Some(Value::BulkString(bytes)) = answers.next() { bytes } else { Vec::new() };
+            let _ = waiter.tells.send(Ok(bytes));
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Its runtime ends, and theirs may not.
+        if !self.is_asked {
+            go_alone(self.waiters.drain(..));
+        }
+    }
+}
+
+fn go_alone(waiters: impl IntoIterator<Item = Waiter>) {
+    for waiter in waiters {
+        let _ = waiter.tells.send(Ok(Vec::new()));
     }
 }
 
 impl Queue {
-    /// Those who have waited longest; together those who ask for the same. Who went away meanwhile isn't asked for.
-    fn next(&mut self) -> Vec<Vec<Waiter>> {
-        let (mut groups, mut count) = (Vec::<Vec<Waiter>>::new(), 0);
+    /// Those who have waited longest. Who went away meanwhile isn't asked for.
+    fn next(&mut self) -> Vec<Group> {
+        let (mut groups, mut count) = (Vec::<Group>::new(), 0);
         while count < TOGETHER
             && let Some(waiter) = self.waiting.pop_front()
         {
@@ -98,9 +164,9 @@ impl Queue {
                 continue;
             }
             count += 1;
-            match groups.iter_mut().find(|group| group.first().is_some_and(|first| first.asks_as(&waiter))) {
-                Some(group) => group.push(waiter),
-                None => groups.push(vec![waiter]),
+            match groups.iter_mut().find(|group| group.takes(&waiter)) {
+                Some(group) => group.waiters.push(waiter),
+                None => groups.push(Group { waiters: vec![waiter], is_asked: false }),
             }
         }
         groups
@@ -114,118 +180,135 @@ impl Shared {
         if self.link.is_divided() || self.together.is_divided.load(Ordering::Relaxed) {
             return Ok(Turn::Alone(None));
         }
-        let (mut told, is_first) = match self.enter(code, parcel) {
+        let (mut told, number) = match self.enter(code, parcel) {
             Entry::Alone(place) => return Ok(Turn::Alone(place)),
-            Entry::Waits { told, is_first } => (told, is_first),
+            Entry::Waits { told, number } => (told, number),
         };
-        let answer = async {
-            if is_first {
-                if let Ok(answer) = timeout(BRIEFLY, &mut told).await {
-                    return answer;
-                }
-                self.hurry();
+        let answer = match timeout(BRIEFLY, &mut told).await {
+            Ok(answer) => answer,
+            Err(_) => {
+                self.hurry(number);
+                // It is in others' hands, and their runtime may stand still.
+                let patience = self.patience.connect + self.patience.answer;
+                timeout(patience, told).await.map_err(|_| StoreError::Timeout(patience))?
             }
-            told.await
         };
-        // It is in others' hands, and their runtime may stand still.
-        let patience = self.patience.connect + self.patience.answer;
-        let answer = timeout(patience, answer).await.map_err(|_| StoreError::Timeout(patience))?;
         let bytes = answer.map_err(|_| StoreError::Failed("the runtime that asked has ended".into()))??;
         Ok(if bytes.is_empty() { Turn::Alone(None) } else { Turn::Told(bytes) })
     }
 
     fn enter(self: &Arc<Self>, code: u16, parcel: impl FnOnce() -> Parcel) -> Entry {
         let Ok(runtime) = Handle::try_current() else { return Entry::Alone(None) };
+        let place = || Entry::Alone(Some(Place { shared: Arc::clone(self), has_ended: true }));
         let mut queue = self.together.queue();
-        // Nobody else asks: there is nothing to wait for.
         if queue.under_way == 0 {
             queue.under_way = 1;
-            return Entry::Alone(Some(Place { shared: Arc::clone(self), is_cut_off: false }));
+            return place();
         }
         drop(queue);
-        let parcel = parcel();
         let (tells, told) = oneshot::channel();
+        let parcel = parcel();
         let mut queue = self.together.queue();
-        let count = queue.waiting.len();
-        if count >= WAITING {
+        // Meanwhile all others may have been answered, and nobody would come by.
+        if queue.under_way == 0 {
+            queue.under_way = 1;
+            return place();
+        }
+        if queue.waiting.len() >= WAITING {
             return Entry::Alone(None);
         }
-        queue.waiting.push_back(Waiter { code, parcel, tells });
-        if queue.under_way < UNDER_WAY {
-            queue.under_way += 1;
+        let number = queue.arrivals;
+        queue.arrivals += 1;
+        queue.waiting.push_back(Waiter { code, parcel, number, tells });
+        if queue.under_way < UNDER_WAY && !queue.is_gathered {
+            queue.is_gathered = true;
             drop(queue);
-            runtime.spawn(Place { shared: Arc::clone(self), is_cut_off: true }.gather());
+            runtime.spawn(Gathering { shared: Arc::clone(self), has_ended: false }.run());
         }
-        Entry::Waits { told, is_first: count == 0 }
+        Entry::Waits { told, number }
     }
 
-    /// Lets all go who wait.
-    fn hurry(self: &Arc<Self>) {
+    /// Lets those go who have waited as long as this one.
+    fn hurry(self: &Arc<Self>, number: u64) {
         let Ok(runtime) = Handle::try_current() else { return };
         loop {
             let queue = self.together.queue();
-            if queue.waiting.is_empty() {
+            if queue.waiting.front().is_none_or(|waiter| waiter.number > number) {
                 return;
             }
             self.dispatch(queue, &runtime);
         }
     }
 
-    /// Sends those who go next on their way.
+    /// Sends a convoy on its way.
     fn dispatch(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>, runtime: &Handle) {
         let groups = queue.next();
-        queue.under_way += groups.len();
-        drop(queue);
-        for group in groups {
-            runtime.spawn(Place { shared: Arc::clone(self), is_cut_off: true }.send(group));
+        if !groups.is_empty() {
+            queue.under_way += 1;
+            drop(queue);
+            runtime.spawn(Place { shared: Arc::clone(self), has_ended: false }.send(groups));
         }
     }
 
-    async fn ask_together(&self, group: &[Waiter]) -> Result<Vec<Value>, LinkError> {
-        let code = group.first().map_or(0, |waiter| waiter.code);
-        let names = group.iter().flat_map(|waiter| waiter.parcel.names());
-        let moments = group.iter().map(|waiter| waiter.parcel.moment());
+    /// Sends others on their way where there is room now. Who hasn't ended is dropped by a runtime that ends.
+    fn go_on(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>, has_ended: bool) {
+        match Handle::try_current() {
+            Ok(runtime) if has_ended => {
+                if queue.under_way < UNDER_WAY {
+                    self.dispatch(queue, &runtime);
+                }
+            }
+            _ => {
+                // Nobody might come by for them.
+                let stranded = std::mem::take(&mut queue.waiting);
+                drop(queue);
+                go_alone(stranded);
+            }
+        }
+    }
+
+    async fn ask_together(&self, group: &mut Group) -> Result<Vec<Value>, LinkError> {
+        group.is_asked = true;
+        let Some(Waiter { code, parcel, .. }) = group.waiters.first() else { return Ok(Vec::new()) };
+        let names = group.waiters.iter().flat_map(|waiter| waiter.parcel.names());
+        let moments = group.waiters.iter().map(|waiter| waiter.parcel.moment());
         let is_one = moments.clone().skip(1).zip(moments.clone()).all(|(one, other)| one == other);
-        let others = moments.skip(1).take(if is_one { 0 } else { group.len() });
-        let arguments = group.iter().take(1).map(|waiter| waiter.parcel.bytes()).chain(others);
-        let answer = self.run(self.scripts.together(code), names, arguments).await;
+        let others = moments.skip(1).take(if is_one { 0 } else { group.waiters.len() });
+        let arguments = iter::once(parcel.bytes()).chain(others);
+        if group.waiters.len() == 1 {
+            // With the general script behind it.
+            return Ok(vec![self.run(self.scripts.get(Parts::Quick(*code)), names, arguments).await?]);
+        }
+        let answer = self.run(self.scripts.together(*code), names, arguments).await;
         answer.map(|answer| if let Value::Array(answers) = answer { answers } else { Vec::new() })
     }
 }
 
-impl Place {
+impl Gathering {
     /// Lets those come who are about to ask.
-    async fn gather(mut self) {
+    async fn run(mut self) {
         yield_now().await;
-        self.is_cut_off = false;
+        self.has_ended = true;
     }
+}
 
-    async fn send(mut self, group: Vec<Waiter>) {
+impl Drop for Gathering {
+    fn drop(&mut self) {
+        let mut queue = self.shared.together.queue();
+        queue.is_gathered = false;
+        self.shared.go_on(queue, self.has_ended);
+    }
+}
+
+impl Place {
+    async fn send(mut self, mut groups: Vec<Group>) {
         let shared = Arc::clone(&self.shared);
-        let answers = shared.ask_together(&group).await;
-        self.is_cut_off = false;
+        let answers = join_all(groups.iter_mut().map(|group| shared.ask_together(group))).await;
+        self.has_ended = true;
+        // Before those who are told ask anew.
         drop(self);
-        let answers = match answers {
-            Ok(answers) => answers,
-            // Each by itself is told what is wrong with its own.
-            Err(LinkError::Redis(error)) if matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension) => {
-                let is_divided = error.kind() == ErrorKind::Server(ServerErrorKind::CrossSlot);
-                shared.together.is_divided.fetch_or(is_divided, Ordering::Relaxed);
-                Vec::new()
-            }
-            Err(error) => {
-                let error = error.into_store_error(shared.patience);
-                for waiter in group {
-                    let _ = waiter.tells.send(Err(error.clone()));
-                }
-                return;
-            }
-        };
-        let mut answers = answers.into_iter();
-        for waiter in group {
-            let bytes = if let Some(Value::BulkString(bytes)) = answers.next() { bytes } else { Vec::new() };
-            // An error says that the caller has gone away.
-            let _ = waiter.tells.send(Ok(bytes));
+        for (group, answers) in groups.into_iter().zip(answers) {
+            group.tell(answers, &shared);
         }
     }
 }
@@ -234,20 +317,6 @@ impl Drop for Place {
     fn drop(&mut self) {
         let mut queue = self.shared.together.queue();
         queue.under_way -= 1;
-        match Handle::try_current() {
-            Ok(runtime) if !self.is_cut_off => {
-                if queue.under_way < UNDER_WAY {
-                    self.shared.dispatch(queue, &runtime);
-                }
-            }
-            _ => {
-                // Nobody would ask for them.
-                let stranded = std::mem::take(&mut queue.waiting);
-                drop(queue);
-                for waiter in stranded {
-                    let _ = waiter.tells.send(Ok(Vec::new()));
-                }
-            }
-        }
+        self.shared.go_on(queue, self.has_ended);
     }
 }

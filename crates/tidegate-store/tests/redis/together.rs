@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 
 use crate::common::Stores;
 
-/// As many commands as are on their way before decisions wait for each other.
+/// As many convoys as are under way before decisions wait for each other.
 const UNDER_WAY: usize = 8;
 const NOW: Time = Time::from_secs(1_700_000_000);
 
@@ -112,9 +112,9 @@ fn what_is_wrong_with_one_is_no_others_trouble() {
 
 #[test]
 fn who_goes_away_while_waiting_is_not_asked_for() {
-    let Some((server, stores, store, [window, _, rate])) = start("gone:") else { return };
+    let Some((server, _stores, store, [window, _, rate])) = start("gone:") else { return };
     let ask = take(&[window, rate], 7);
-    stores.runtime.block_on(async {
+    one_thread().block_on(async {
         store.ask(&ask, NOW).await.unwrap();
         server.freeze();
         let mut asked: Vec<_> = (0..UNDER_WAY + 20).map(|_| store.ask(&ask, NOW)).collect();
@@ -122,7 +122,7 @@ fn who_goes_away_while_waiting_is_not_asked_for() {
             assert!(is_pending(ask).await);
             // The first go each by itself, and the rest find no place.
             if place < UNDER_WAY {
-                tokio::time::sleep(Duration::from_millis(5)).await;
+                let_go().await;
             }
         }
         asked.truncate(UNDER_WAY + 5);
@@ -135,27 +135,64 @@ fn who_goes_away_while_waiting_is_not_asked_for() {
     });
 }
 
+fn one_thread() -> Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// Has those gather and be sent, in a runtime of one thread, who wait.
+async fn let_go() {
+    for _ in 0..4 {
+        tokio::task::yield_now().await;
+    }
+}
+
 /// Looks at an answer once.
 async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
     poll_fn(|context| Poll::Ready(ask.as_mut().poll(context).is_pending())).await
 }
 
-/// The server's answers are there, and those who asked don't look.
+/// The server's answers are there, and the runtime of those who asked, and of who waits first, stands still.
 #[test]
 fn who_does_not_go_on_holds_nobody_up() {
     let Some((_server, stores, store, [window, _, rate])) = start("held:") else { return };
     let ask = take(&[window, rate], 7);
-    stores.runtime.block_on(async {
-        store.ask(&ask, NOW).await.unwrap();
-        let mut held: Vec<_> = (0..UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
+    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    let still = one_thread();
+    let mut held: Vec<_> = (0..=UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
+    still.block_on(async {
         for ask in &mut held {
-            is_pending(ask).await;
+            assert!(is_pending(ask).await);
+            let_go().await;
         }
+    });
+    stores.runtime.block_on(async {
         for others in ask_all(&stores.runtime, &store, vec![ask.clone(); 20]) {
             let answer = tokio::time::timeout(Duration::from_millis(500), others).await;
             assert!(!answer.expect("nobody is held up").unwrap().unwrap().refuses());
         }
-        drop(held);
+    });
+}
+
+/// Those of one runtime are in the hands of another, which ends before it has asked.
+#[test]
+fn who_is_in_the_hands_of_a_runtime_that_ends_is_asked_all_the_same() {
+    let Some((_server, stores, store, [window, _, rate])) = start("ended:") else { return };
+    let ask = take(&[window, rate], 7);
+    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    let ends = one_thread();
+    let mut held: Vec<_> = (0..=UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
+    ends.block_on(async {
+        for ask in &mut held {
+            assert!(is_pending(ask).await);
+        }
+    });
+    let others = ask_all(&stores.runtime, &store, vec![ask; 20]);
+    drop(ends);
+    stores.runtime.block_on(async {
+        for other in others {
+            let answer = tokio::time::timeout(Duration::from_millis(500), other).await;
+            assert!(!answer.expect("nobody waits for ever").unwrap().unwrap().refuses());
+        }
     });
 }
 

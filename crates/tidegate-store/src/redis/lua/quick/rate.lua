@@ -7,7 +7,7 @@ if value$ then
 end
 do
   local tat, rest, edge = found$, found_rest$, now + refill$
-  if tat >= edge or edge > NEVER or cost$ == 0 then break end
+  if tat > edge or edge > NEVER or cost$ == 0 then break end
   if tat < now then
     tat, rest = now, 0
   end
