@@ -135,13 +135,14 @@ fn who_goes_away_while_waiting_is_not_asked_for() {
     });
 }
 
+/// A runtime that looks at what is waited for after each task that it has carried on.
 fn one_thread() -> Runtime {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+    tokio::runtime::Builder::new_current_thread().event_interval(1).enable_all().build().unwrap()
 }
 
 /// Has those gather and be sent, in a runtime of one thread, who wait.
 async fn let_go() {
-    for _ in 0..4 {
+    for _ in 0..8 {
         tokio::task::yield_now().await;
     }
 }
@@ -154,9 +155,10 @@ async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
 /// The server's answers are there, and the runtime of those who asked, and of who waits first, stands still.
 #[test]
 fn who_does_not_go_on_holds_nobody_up() {
-    let Some((_server, stores, store, [window, _, rate])) = start("held:") else { return };
+    let Some((server, stores, store, [window, _, rate])) = start("held:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    server.freeze();
     let still = one_thread();
     let mut held: Vec<_> = (0..=UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
     still.block_on(async {
@@ -165,6 +167,7 @@ fn who_does_not_go_on_holds_nobody_up() {
             let_go().await;
         }
     });
+    server.thaw();
     stores.runtime.block_on(async {
         for others in ask_all(&stores.runtime, &store, vec![ask.clone(); 20]) {
             let answer = tokio::time::timeout(Duration::from_millis(500), others).await;
@@ -179,21 +182,24 @@ fn who_is_in_the_hands_of_a_runtime_that_ends_is_asked_all_the_same() {
     let Some((_server, stores, store, [window, _, rate])) = start("ended:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
-    let ends = one_thread();
-    let mut held: Vec<_> = (0..=UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
+    let (ends, goes_on) = (one_thread(), one_thread());
+    let look = async |asks: &mut [Waiting<Outcomes>]| {
+        for ask in asks {
+            is_pending(ask).await;
+        }
+    };
+    let [mut first, mut others] = [2, 20].map(|count| (0..count).map(|_| store.ask(&ask, NOW)).collect::<Vec<_>>());
+    ends.block_on(look(&mut first));
+    goes_on.block_on(look(&mut others));
+    // They are gathered, and sent on their way, but that has not begun.
     ends.block_on(async {
-        for ask in &mut held {
-            assert!(is_pending(ask).await);
-        }
+        tokio::task::yield_now().await;
+        tokio::task::yield_now().await;
     });
-    let others = ask_all(&stores.runtime, &store, vec![ask; 20]);
     drop(ends);
-    stores.runtime.block_on(async {
-        for other in others {
-            let answer = tokio::time::timeout(Duration::from_millis(500), other).await;
-            assert!(!answer.expect("nobody waits for ever").unwrap().unwrap().refuses());
-        }
-    });
+    for answer in goes_on.block_on(join_all(others)) {
+        assert!(!answer.unwrap().refuses());
+    }
 }
 
 /// One store is asked call by call, another by many at once: by their callers' time each answer is the same.
