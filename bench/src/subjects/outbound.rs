@@ -45,7 +45,7 @@ pub fn breaker_layer() -> Box<dyn Subject> {
 /// Which limit a provider has, of those that no run reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
-    /// A strict window, whose calls are counted ahead and settled by their replies.
+    /// A strict window of more calls than it keeps one by one, which are counted ahead of their replies.
     Window,
     /// A rate.
     Rate,
