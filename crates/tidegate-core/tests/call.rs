@@ -67,7 +67,7 @@ struct World {
 impl World {
     fn new(kind: Kind, lanes: LanesSpec, credentials: usize) -> Self {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
-        let settles = matches!(&kind, Kind::Window(_));
+        let settles = matches!(&kind, Kind::Window(window) if window.is_exact());
         let limits = Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap();
         let limits = Arc::new(limits);
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);
@@ -486,6 +486,21 @@ fn what_was_not_sent_is_not_counted() {
     world.call(Lane::User);
     world.drive();
     assert_eq!(world.sent.len(), 2);
+}
+
+/// A window that merges its moments has none that a reply could move.
+#[test]
+fn only_an_exact_window_is_told_of_a_reply() {
+    for (entries, told) in [(10, true), (9, false)] {
+        let window = Window::new(10, Span::from_secs(1), entries).unwrap().with_lead(tidegate_core::call::MAX_LEAD);
+        let mut world = World::new(Kind::Window(window), LanesSpec::default(), 1);
+        let call = world.call(Lane::User);
+        world.drive();
+        assert_eq!(world.sent.len(), 1);
+        let World { rules, desk, calls, now, rng, .. } = &mut world;
+        calls[call].replied(rules, desk, &Reply::of(Class::Success, Reach::Answered), *now, rng);
+        assert_eq!(desk.orders.tell().is_some(), told);
+    }
 }
 
 /// A call that moves up while the store decides about it was charged as one of its old lane.

@@ -27,6 +27,17 @@ fn names(outbound: &Outbound, ceilings: &[Ceiling]) -> Vec<String> {
     ceilings.iter().map(|ceiling| outbound.info(ceiling.limit).name.clone()).collect()
 }
 
+/// Which of them are told when a call ends that they have counted ahead.
+#[test]
+fn only_windows_that_keep_each_call_are_told_of_replies() {
+    let limits = "[\"4096 per 10s\", \"4097 per 10s\", \"5 per 1s burst 5\", \"9000 per day in UTC\"]";
+    let text = format!("[outbound.provider.api]\nbase_url = \"http://localhost\"\nlimit = {limits}\n");
+    let outbound = outbound(&text);
+    let rules = rules(outbound.find("api").unwrap());
+    let settles: Vec<bool> = rules.ceilings.iter().map(|ceiling| ceiling.settles).collect();
+    assert_eq!(settles, [true, false, false, false]);
+}
+
 #[test]
 fn a_preset_and_credentials_are_enough() {
     let outbound =

@@ -80,6 +80,8 @@ struct Line {
     connection: Connection,
     /// Tells it from those before.
     number: u64,
+    /// Where it lives.
+    runtime: Handle,
 }
 
 #[derive(Clone)]
@@ -133,6 +135,11 @@ impl Link {
         if self.shared.is_deaf.load(Ordering::Relaxed) {
             self.shared.tell(None);
         }
+    }
+
+    /// The runtime that the connection lives in, if there is one: where that stands still, nobody gets an answer.
+    pub(super) fn runtime(&self) -> Option<Handle> {
+        if let State::Up(line) = &*self.shared.state.borrow() { Some(line.runtime.clone()) } else { None }
     }
 
     /// Sends a command and waits for its answer. Without a connection it waits for the attempt that is under way, unless
@@ -204,7 +211,7 @@ impl Drop for Pending<'_> {
             return;
         }
         let line = match &*self.shared.state.borrow() {
-            State::Up(line @ Line { connection: Connection::Server(_), number }) if *number == self.number => {
+            State::Up(line @ Line { connection: Connection::Server(_), number, .. }) if *number == self.number => {
                 line.clone()
             }
             _ => return,
@@ -370,7 +377,7 @@ impl Shared {
                 }
                 (PushKind::Disconnection, _) => {
                     let is_ours = |state: &State| match state {
-                        State::Up(Line { connection: Connection::Server(_), number: up }) => *up == number,
+                        State::Up(Line { connection: Connection::Server(_), number: up, .. }) => *up == number,
                         _ => false,
                     };
                     shared.connect_from(is_ours, None);
@@ -401,7 +408,7 @@ impl Attempts {
             let Some(shared) = self.shared.upgrade() else { return };
             let patience = shared.patience.connect + shared.patience.answer;
             let next = match tokio::time::timeout(patience, shared.open(self.number)).await {
-                Ok(Ok(connection)) => State::Up(Line { connection, number: self.number }),
+                Ok(Ok(connection)) => State::Up(Line { connection, number: self.number, runtime: Handle::current() }),
                 Ok(Err(error)) => State::Down(error.to_string().into()),
                 Err(_) => State::Down("connecting took too long".into()),
             };

@@ -90,73 +90,29 @@ struct Gathering {
     has_ended: bool,
 }
 
-/// Those who ask for the same.
-struct Group {
-    waiters: Vec<Waiter>,
-    is_asked: bool,
-}
-
 impl Together {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Group {
-    fn takes(&self, waiter: &Waiter) -> bool {
-        let is_alike = |one: &Waiter| one.code == waiter.code && one.parcel.asks() == waiter.parcel.asks();
-        self.waiters.first().is_some_and(is_alike)
-    }
-
-    fn tell(mut self, answers: Result<Vec<Value>, LinkError>, shared: &Shared) {
-        let is_one = self.waiters.len() == 1;
-        let waiters = std::mem::take(&mut self.waiters);
-        let answers = match answers {
-            Ok(answers) => answers,
-            // Each by itself is told what is wrong with its own.
-            Err(LinkError::Redis(error))
-                if !is_one && matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension) =>
-            {
-                let is_divided = error.kind() == ErrorKind::Server(ServerErrorKind::CrossSlot);
-                shared.together.is_divided.fetch_or(is_divided, Ordering::Relaxed);
-                Vec::new()
-            }
-            Err(error) => {
-                let error = shared.failed(error);
-                for waiter in waiters {
-                    // An error says that the caller has gone away.
-                    let _ = waiter.tells.send(Err(error.clone()));
-                }
-                return;
-            }
-        };
-        let mut answers = answers.into_iter();
-        for waiter in waiters {
-            let bytes = if let Some(Value::BulkString(bytes)) = answers.next() { bytes } else { Vec::new() };
-            let _ = waiter.tells.send(Ok(bytes));
-        }
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // Its runtime ends, and theirs may not.
-        if !self.is_asked {
-            go_alone(self.waiters.drain(..));
-        }
+impl Waiter {
+    fn asks_as(&self, other: &Self) -> bool {
+        self.code == other.code && self.parcel.asks() == other.parcel.asks()
     }
 }
 
 fn go_alone(waiters: impl IntoIterator<Item = Waiter>) {
     for waiter in waiters {
+        // An error says that the caller has gone away.
         let _ = waiter.tells.send(Ok(Vec::new()));
     }
 }
 
 impl Queue {
-    /// Those who have waited longest. Who went away meanwhile isn't asked for.
-    fn next(&mut self) -> Vec<Group> {
-        let (mut groups, mut count) = (Vec::<Group>::new(), 0);
+    /// Those who have waited longest, by what they ask for. Who went away meanwhile isn't asked for.
+    fn next(&mut self) -> Vec<Vec<Waiter>> {
+        let (mut groups, mut count) = (Vec::<Vec<Waiter>>::new(), 0);
         while count < TOGETHER
             && let Some(waiter) = self.waiting.pop_front()
         {
@@ -164,9 +120,9 @@ impl Queue {
                 continue;
             }
             count += 1;
-            match groups.iter_mut().find(|group| group.takes(&waiter)) {
-                Some(group) => group.waiters.push(waiter),
-                None => groups.push(Group { waiters: vec![waiter], is_asked: false }),
+            match groups.iter_mut().find(|group| group.first().is_some_and(|first| first.asks_as(&waiter))) {
+                Some(group) => group.push(waiter),
+                None => groups.push(vec![waiter]),
             }
         }
         groups
@@ -240,13 +196,14 @@ impl Shared {
         }
     }
 
-    /// Sends a convoy on its way.
-    fn dispatch(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>, runtime: &Handle) {
+    /// Sends a convoy on its way, whose members may live in other runtimes than this.
+    fn dispatch(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>, here: &Handle) {
         let groups = queue.next();
         if !groups.is_empty() {
             queue.under_way += 1;
             drop(queue);
-            runtime.spawn(Place { shared: Arc::clone(self), has_ended: false }.send(groups));
+            let runtime = self.link.runtime();
+            runtime.as_ref().unwrap_or(here).spawn(Place { shared: Arc::clone(self), has_ended: false }.send(groups));
         }
     }
 
@@ -267,20 +224,45 @@ impl Shared {
         }
     }
 
-    async fn ask_together(&self, group: &mut Group) -> Result<Vec<Value>, LinkError> {
-        group.is_asked = true;
-        let Some(Waiter { code, parcel, .. }) = group.waiters.first() else { return Ok(Vec::new()) };
-        let names = group.waiters.iter().flat_map(|waiter| waiter.parcel.names());
-        let moments = group.waiters.iter().map(|waiter| waiter.parcel.moment());
+    async fn ask_together(&self, group: &[Waiter]) -> Result<Vec<Value>, LinkError> {
+        let Some(Waiter { code, parcel, .. }) = group.first() else { return Ok(Vec::new()) };
+        let names = group.iter().flat_map(|waiter| waiter.parcel.names());
+        let moments = group.iter().map(|waiter| waiter.parcel.moment());
         let is_one = moments.clone().skip(1).zip(moments.clone()).all(|(one, other)| one == other);
-        let others = moments.skip(1).take(if is_one { 0 } else { group.waiters.len() });
+        let others = moments.skip(1).take(if is_one { 0 } else { group.len() });
         let arguments = iter::once(parcel.bytes()).chain(others);
-        if group.waiters.len() == 1 {
+        if group.len() == 1 {
             // With the general script behind it.
             return Ok(vec![self.run(self.scripts.get(Parts::Quick(*code)), names, arguments).await?]);
         }
         let answer = self.run(self.scripts.together(*code), names, arguments).await;
         answer.map(|answer| if let Value::Array(answers) = answer { answers } else { Vec::new() })
+    }
+
+    fn tell(&self, group: Vec<Waiter>, answers: Result<Vec<Value>, LinkError>) {
+        let answers = match answers {
+            Ok(answers) => answers,
+            // Each by itself is told what is wrong with its own.
+            Err(LinkError::Redis(error))
+                if group.len() > 1 && matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension) =>
+            {
+                let is_divided = error.kind() == ErrorKind::Server(ServerErrorKind::CrossSlot);
+                self.together.is_divided.fetch_or(is_divided, Ordering::Relaxed);
+                return go_alone(group);
+            }
+            Err(error) => {
+                let error = self.failed(error);
+                for waiter in group {
+                    let _ = waiter.tells.send(Err(error.clone()));
+                }
+                return;
+            }
+        };
+        let mut answers = answers.into_iter();
+        for waiter in group {
+            let bytes = if let Some(Value::BulkString(bytes)) = answers.next() { bytes } else { Vec::new() };
+            let _ = waiter.tells.send(Ok(bytes));
+        }
     }
 }
 
@@ -301,14 +283,14 @@ impl Drop for Gathering {
 }
 
 impl Place {
-    async fn send(mut self, mut groups: Vec<Group>) {
+    async fn send(mut self, groups: Vec<Vec<Waiter>>) {
         let shared = Arc::clone(&self.shared);
-        let answers = join_all(groups.iter_mut().map(|group| shared.ask_together(group))).await;
+        let answers = join_all(groups.iter().map(|group| shared.ask_together(group))).await;
         self.has_ended = true;
         // Before those who are told ask anew.
         drop(self);
         for (group, answers) in groups.into_iter().zip(answers) {
-            group.tell(answers, &shared);
+            shared.tell(group, answers);
         }
     }
 }

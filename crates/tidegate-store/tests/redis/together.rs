@@ -176,10 +176,34 @@ fn who_does_not_go_on_holds_nobody_up() {
     });
 }
 
-/// Those of one runtime are in the hands of another, which ends before it has asked.
+/// The others' convoy leaves when one is done, whose runtime does nothing more.
 #[test]
-fn who_is_in_the_hands_of_a_runtime_that_ends_is_asked_all_the_same() {
-    let Some((_server, stores, store, [window, _, rate])) = start("ended:") else { return };
+fn who_is_done_takes_nobody_along() {
+    let Some((server, stores, store, [window, _, rate])) = start("done:") else { return };
+    let ask = take(&[window, rate], 7);
+    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    let (still, goes_on) = (one_thread(), one_thread());
+    server.freeze();
+    let mut first = store.ask(&ask, NOW);
+    let mut others: Vec<_> = (0..20).map(|_| store.ask(&ask, NOW)).collect();
+    still.block_on(is_pending(&mut first));
+    goes_on.block_on(async {
+        for ask in &mut others {
+            is_pending(ask).await;
+        }
+    });
+    server.thaw();
+    still.block_on(first).unwrap();
+    let answers = goes_on.block_on(async { tokio::time::timeout(Duration::from_millis(500), join_all(others)).await });
+    for answer in answers.expect("nobody is held up") {
+        assert!(!answer.unwrap().refuses());
+    }
+}
+
+/// Their convoy leaves in the last moment of a runtime that ends.
+#[test]
+fn who_waits_beside_a_runtime_that_ends_is_asked_all_the_same() {
+    let Some((server, stores, store, [window, _, rate])) = start("ended:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
     let (ends, goes_on) = (one_thread(), one_thread());
@@ -188,6 +212,7 @@ fn who_is_in_the_hands_of_a_runtime_that_ends_is_asked_all_the_same() {
             is_pending(ask).await;
         }
     };
+    server.freeze();
     let [mut first, mut others] = [2, 20].map(|count| (0..count).map(|_| store.ask(&ask, NOW)).collect::<Vec<_>>());
     ends.block_on(look(&mut first));
     goes_on.block_on(look(&mut others));
@@ -197,6 +222,7 @@ fn who_is_in_the_hands_of_a_runtime_that_ends_is_asked_all_the_same() {
         tokio::task::yield_now().await;
     });
     drop(ends);
+    server.thaw();
     for answer in goes_on.block_on(join_all(others)) {
         assert!(!answer.unwrap().refuses());
     }

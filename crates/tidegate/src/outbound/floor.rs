@@ -67,6 +67,8 @@ struct Floor {
     places: Vec<Option<usize>>,
     /// When the timer wakes, if one runs.
     wakes_at: Time,
+    /// The moment of the last step.
+    entered_at: Time,
 }
 
 /// What a step of the machine needs besides its call.
@@ -156,7 +158,8 @@ impl<S: Store, C: Clock> Hall<S, C> {
         clock: C,
     ) -> Self {
         let table = Table { desk, rng: SmallRng::seed_from_u64(random_u64()), runtime: None };
-        let floor = Floor { table, parked: Slab::new(), places: Vec::new(), wakes_at: Time::NEVER };
+        let floor =
+            Floor { table, parked: Slab::new(), places: Vec::new(), wakes_at: Time::NEVER, entered_at: Time::ZERO };
         Self {
             whole,
             index,
@@ -181,6 +184,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
     }
 
     fn enter_at<'a>(&self, mut floor: MutexGuard<'a, Floor>, now: Time) -> (MutexGuard<'a, Floor>, Time) {
+        floor.entered_at = now;
         if let Some(hours) = &self.plan().hours {
             floor.table.desk.lanes.pause(Lane::Background, hours.next(now));
         }
@@ -233,8 +237,13 @@ impl<S: Store, C: Clock> Hall<S, C> {
         urgency: Option<&Urgency>,
         began_at: Option<Time>,
     ) -> Entered {
-        let free = began_at.and_then(|at| Some(self.enter_at(self.floor.try_lock().ok()?, at)));
-        let (mut floor, now) = free.unwrap_or_else(|| self.enter_now());
+        // And where nothing has happened since, or windows would count the call at another moment than it believes.
+        let free =
+            began_at.and_then(|at| Some((self.floor.try_lock().ok().filter(|floor| floor.entered_at <= at)?, at)));
+        let (mut floor, now) = match free {
+            Some((floor, at)) => self.enter_at(floor, at),
+            None => self.enter_now(),
+        };
         let floor = &mut *floor;
         let call = place.call();
         if let Some(urgency) = urgency {
