@@ -159,7 +159,8 @@ impl Window {
     }
 
     /// Makes room for another slot in an exact log. That is full only when paroles or debits have overfilled it: as many
-    /// of the oldest must expire before a slot is free as there are calls too many, so merging those delays nothing.
+    /// of the oldest must expire before a slot is free as there are calls too many, so merging those delays nothing, unless
+    /// something is given back meanwhile.
     fn make_room(&self, log: &mut Log) {
         while log.len() >= self.physical() {
             log.merge_oldest();

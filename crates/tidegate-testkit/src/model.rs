@@ -232,7 +232,7 @@ impl Cell {
             }
             kind => {
                 let look = |late| self.history.look(kind, cost, holder, now, late);
-                (look(Span::ZERO), look(lateness(kind)), 0)
+                (look(Span::ZERO), look(self.lateness(kind, now)), 0)
             }
         };
         let Some(penalty) = limit.penalty() else {
@@ -245,6 +245,16 @@ impl Cell {
             blocked: self.penalties.block(penalty, now),
             paroled: waives(limit.kind()) && self.penalties.paroles(cost),
             generation,
+        }
+    }
+
+    fn lateness(&self, kind: &Kind, now: Time) -> Span {
+        match kind {
+            Kind::Window(window) if !window.is_exact() => {
+                Span::from_micros(window.window().as_micros().div_ceil(u64::from(window.entries())))
+            }
+            Kind::Window(window) if self.history.is_blurred(window, now) => window.window(),
+            _ => Span::ZERO,
         }
     }
 
@@ -283,7 +293,7 @@ impl Cell {
         let own = outcome.verdict == Verdict::Admitted && limit.count() == Count::All && !in_flight;
         if op.verb == Verb::Take && !refuses && (!sides.refused || own) {
             // What the store has left decides whether the parole has lapsed: a bracket can't.
-            let room = if lateness(limit.kind()).is_zero() {
+            let room = if self.lateness(limit.kind(), now).is_zero() {
                 judged.soonest.remaining
             } else {
                 outcome.remaining.saturating_add(op.cost)
@@ -389,15 +399,6 @@ fn bracket(judged: &Judged) -> Bracket {
         block: judged.blocked.unwrap_or((Span::ZERO, Time::ZERO)),
         strikes: judged.strikes,
         generation: judged.generation,
-    }
-}
-
-fn lateness(kind: &Kind) -> Span {
-    match kind {
-        Kind::Window(window) if window.limit() > u64::from(window.entries()) => {
-            Span::from_micros(window.window().as_micros().div_ceil(u64::from(window.entries())))
-        }
-        _ => Span::ZERO,
     }
 }
 

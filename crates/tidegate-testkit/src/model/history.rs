@@ -65,7 +65,7 @@ impl History {
     /// ahead is when it ends, and unless a refund took them. A refund takes the call that was counted when it says, if
     /// calls are told apart; nothing if that one has left; and otherwise the oldest that count.
     fn counting(&self, window: &Window, life: Span, now: Time) -> Vec<(Time, u128)> {
-        let told_apart = window.limit() <= u64::from(window.entries());
+        let told_apart = window.is_exact();
         let mut calls: Vec<(Time, u128)> = Vec::new();
         for event in &self.0 {
             match *event {
@@ -93,6 +93,21 @@ impl History {
         calls.retain(|&(made, count)| made + life > now && count > 0);
         calls.sort_by_key(|&(made, _)| made);
         calls
+    }
+
+    /// Whether a window that keeps each call has held more than its limit within the last two of its lengths, and something
+    /// was given back. Of a log that is overfull the oldest calls are merged, so that what is given back may be one that
+    /// has left the window: a slot then comes free later than it might, up to when the youngest of the merged leaves.
+    pub(super) fn is_blurred(&self, window: &Window, now: Time) -> bool {
+        let overfull = |(index, event): (usize, &Event)| {
+            let Event::Taken { at, .. } = *event else { return false };
+            let until_then = Self(self.0[..=index].to_vec());
+            let counting = || until_then.counting(window, window.window(), at).into_iter().map(|(_, count)| count);
+            at + window.window() + window.window() > now && counting().sum::<u128>() > u128::from(window.limit())
+        };
+        window.is_exact()
+            && self.0.iter().any(|event| matches!(event, Event::Refunded { .. }))
+            && self.0.iter().enumerate().any(overfull)
     }
 
     fn window(&self, window: &Window, cost: u64, now: Time, life: Span) -> Look {
