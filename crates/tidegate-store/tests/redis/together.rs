@@ -1,9 +1,12 @@
 //! Decisions that are asked in one script.
 
 use std::future::poll_fn;
-use std::sync::Arc;
+use std::io::{self, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, mpsc};
 use std::task::Poll;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tidegate_core::{
@@ -72,7 +75,7 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
     let tasks = ask_all(&stores.runtime, &store, batches);
     for _ in 0..20 {
         server.command(&["SCRIPT", "FLUSH"]);
-        std::thread::sleep(Duration::from_millis(10));
+        thread::sleep(Duration::from_millis(10));
     }
     let mut passed = [0; 24];
     stores.runtime.block_on(async {
@@ -174,6 +177,54 @@ fn who_does_not_go_on_holds_nobody_up() {
             assert!(!answer.expect("nobody is held up").unwrap().unwrap().refuses());
         }
     });
+}
+
+/// A way to a server on which each answer takes this much longer.
+#[expect(clippy::disallowed_methods, reason = "a network of the test's own")]
+fn slow_way(to: String, delay: Duration) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut from_client, mut from_server) = (client.unwrap(), TcpStream::connect(&to).unwrap());
+            let (mut to_client, mut to_server) = (from_client.try_clone().unwrap(), from_server.try_clone().unwrap());
+            let (sends, comes) = mpsc::channel();
+            thread::spawn(move || io::copy(&mut from_client, &mut to_server));
+            thread::spawn(move || {
+                let mut bytes = vec![0; 1 << 16];
+                while let Ok(count @ 1..) = from_server.read(&mut bytes) {
+                    if sends.send((Instant::now() + delay, bytes[..count].to_vec())).is_err() {
+                        return;
+                    }
+                }
+            });
+            thread::spawn(move || {
+                for (due, bytes) in comes {
+                    thread::sleep(due.saturating_duration_since(Instant::now()));
+                    if to_client.write_all(&bytes).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+/// A hundred trips one behind the other would take ten seconds.
+#[test]
+fn where_the_way_is_long_nobody_waits_for_others_to_return() {
+    let Some(server) = RedisServer::start() else { return };
+    let address = slow_way(server.url().trim_start_matches("redis://").to_owned(), Duration::from_millis(100));
+    let stores = Stores::new(format!("redis://{address}"), TimeSource::Store);
+    let (limits, [window, _, rate]) = plan();
+    let store = Arc::new(stores.under("slow:", &limits));
+    stores.runtime.block_on(store.ask(&take(&[window, rate], 0), NOW)).unwrap();
+    let asked = ask_all(&stores.runtime, &store, (0..6_400).map(|key| take(&[window, rate], key)));
+    let all = async { tokio::time::timeout(Duration::from_secs(3), join_all(asked)).await };
+    for answer in stores.runtime.block_on(all).expect("nobody waits for others to return") {
+        assert!(!answer.unwrap().unwrap().refuses());
+    }
 }
 
 /// The others' convoy leaves when one is done, whose runtime does nothing more.
@@ -297,9 +348,9 @@ fn a_runtime_that_ends_leaves_nobody_waiting() {
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
     server.freeze();
     let _ended = ask_all(&stores.runtime, &store, vec![ask.clone(); 3 * UNDER_WAY]);
-    std::thread::sleep(Duration::from_millis(100));
+    thread::sleep(Duration::from_millis(100));
     stores.runtime.shutdown_background();
-    std::thread::sleep(Duration::from_millis(50));
+    thread::sleep(Duration::from_millis(50));
     server.thaw();
     let stores = Stores::new(server.url(), TimeSource::Store);
     let asked = ask_all(&stores.runtime, &store, vec![ask; 3 * UNDER_WAY]);
