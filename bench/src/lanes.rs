@@ -1,6 +1,6 @@
 //! The lanes in which calls wait, while many do.
 
-use crate::measure::{Spread, pin, preemptions};
+use crate::measure::{Spread, on, preemptions};
 use crate::options::Options;
 use crate::rows::{Row, Unit};
 use crate::subjects::OURS;
@@ -35,9 +35,7 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
     if !options.wants_subject(OURS) || !names.iter().chain([&growth]).any(|name| options.wants(name)) {
         return;
     }
-    // On a thread of its own, since whoever follows must not inherit the core.
-    let figures = std::thread::scope(|scope| scope.spawn(|| rounds(options.rounds())).join());
-    let rounds = figures.expect("the lanes do not panic");
+    let rounds = on(usize::MAX, || rounds(options.rounds()));
     for (place, name) in names.into_iter().enumerate() {
         let mut row = Row::new(name, Unit::Nanoseconds);
         row.push(OURS, rounds.iter().map(|round| round.many[place]).collect());
@@ -57,7 +55,6 @@ struct Round {
 }
 
 fn rounds(count: usize) -> Vec<Round> {
-    pin(usize::MAX);
     let (mut many, mut few) = (Queue::new(MANY), Queue::new(FEW));
     (0..count).map(|_| Round { many: many.round(), few: few.round() }).collect()
 }

@@ -52,7 +52,8 @@ pub fn pin(core: usize) {
     assert!(bound, "cannot bind a thread to core {core}");
 }
 
-/// Does it in a thread of its own, which is bound to that core, and with it whatever programs it starts.
+/// Does it in a thread of its own, which is bound to that core, and with it whatever programs it starts; whoever follows
+/// isn't.
 ///
 /// # Panics
 ///

@@ -110,6 +110,13 @@ fn go_alone(waiters: impl IntoIterator<Item = Waiter>) {
 }
 
 impl Queue {
+    /// Whether nothing was under way; now one question is.
+    fn begins(&mut self) -> bool {
+        let begins = self.under_way == 0;
+        self.under_way += usize::from(begins);
+        begins
+    }
+
     /// Those who have waited longest, by what they ask for. Who went away meanwhile isn't asked for.
     fn next(&mut self) -> Vec<Vec<Waiter>> {
         let (mut groups, mut count) = (Vec::<Vec<Waiter>>::new(), 0);
@@ -156,18 +163,14 @@ impl Shared {
     fn enter(self: &Arc<Self>, code: u16, parcel: impl FnOnce() -> Parcel) -> Entry {
         let Ok(runtime) = Handle::try_current() else { return Entry::Alone(None) };
         let place = || Entry::Alone(Some(Place { shared: Arc::clone(self), has_ended: true }));
-        let mut queue = self.together.queue();
-        if queue.under_way == 0 {
-            queue.under_way = 1;
+        if self.together.queue().begins() {
             return place();
         }
-        drop(queue);
         let (tells, told) = oneshot::channel();
         let parcel = parcel();
         let mut queue = self.together.queue();
         // Meanwhile all others may have been answered, and nobody would come by.
-        if queue.under_way == 0 {
-            queue.under_way = 1;
+        if queue.begins() {
             return place();
         }
         if queue.waiting.len() >= WAITING {
