@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use atomic_waker::AtomicWaker;
 use bytes::{Buf as _, Bytes};
-use http_body::{Body as _, Frame, SizeHint};
-use http_body_util::BodyExt as _;
+use http_body::{Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
+use pin_project_lite::pin_project;
 use tokio::time::Sleep;
 
 use crate::permit::Permit;
-use crate::upstream::Lease;
+use crate::upstream::Reply;
 use crate::watch::{Fault, Phase, Watch};
 
 /// The body of an answer to a client.
@@ -25,7 +25,7 @@ pub(crate) enum Body {
     /// The upstream's.
     Stream(Box<Download>),
     /// That of a reply to a call.
-    Reply(Box<Relay>),
+    Relay(UnsyncBoxBody<Bytes, BoxError>),
 }
 
 /// Why a body broke off.
@@ -40,8 +40,13 @@ impl Body {
         Self::Stream(Box::new(download))
     }
 
-    pub(crate) fn reply(relay: Relay) -> Self {
-        Self::Reply(Box::new(relay))
+    /// A provider's, of which something comes at least as often as `patience` says.
+    pub(crate) fn relay<B>(inner: B, watch: Arc<Watch>, patience: Duration) -> Self
+    where
+        B: http_body::Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<BoxError>,
+    {
+        Self::Relay(UnsyncBoxBody::new(Relay::new(inner, watch, patience)))
     }
 
     pub(crate) fn full(bytes: Bytes) -> Self {
@@ -57,7 +62,7 @@ impl http_body::Body for Body {
         match &mut *self {
             Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Self::Stream(download) => download.poll_frame(cx).map_err(Into::into),
-            Self::Reply(relay) => relay.poll_frame(cx),
+            Self::Relay(relay) => Pin::new(relay).poll_frame(cx),
         }
     }
 
@@ -65,7 +70,7 @@ impl http_body::Body for Body {
         match self {
             Self::Full(bytes) => bytes.is_none(),
             Self::Stream(download) => download.inner.is_end_stream(),
-            Self::Reply(relay) => relay.inner.is_end_stream(),
+            Self::Relay(relay) => relay.is_end_stream(),
         }
     }
 
@@ -73,56 +78,74 @@ impl http_body::Body for Body {
         match self {
             Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Self::Stream(download) => download.inner.size_hint(),
-            Self::Reply(relay) => relay.inner.size_hint(),
+            Self::Relay(relay) => relay.size_hint(),
         }
     }
 }
 
-/// The body of a provider's reply on its way to the client.
-pub(crate) struct Relay {
-    inner: UnsyncBoxBody<Bytes, BoxError>,
-    watch: Arc<Watch>,
+pin_project! {
+    /// The body of a provider's reply on its way to the client.
+    struct Relay<B> {
+        #[pin]
+        inner: B,
+        reading: Reading,
+    }
 }
 
-impl Relay {
-    /// A body of which something comes at least as often as `patience` says.
-    pub(crate) fn new<B>(inner: B, watch: Arc<Watch>, patience: Duration) -> Self
-    where
-        B: http_body::Body<Data = Bytes> + Send + 'static,
-        B::Error: Into<BoxError>,
-    {
+/// The reading of a provider's reply.
+struct Reading(Arc<Watch>);
+
+impl Drop for Reading {
+    /// Not every body is read: an answer to a HEAD has one all the same.
+    fn drop(&mut self) {
+        self.0.enter_from(Phase::Download, Phase::Idle);
+    }
+}
+
+impl<B: http_body::Body> Relay<B> {
+    fn new(inner: B, watch: Arc<Watch>, patience: Duration) -> Self {
         if inner.is_end_stream() {
             watch.enter(Phase::Idle);
         } else {
             watch.enter_download(patience);
         }
-        Self { inner: inner.map_err(Into::into).boxed_unsync(), watch }
+        Self { inner, reading: Reading(watch) }
     }
+}
 
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
+impl<B> http_body::Body for Relay<B>
+where
+    B: http_body::Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let mut this = self.project();
+        let watch = &this.reading.0;
+        let polled = this.inner.as_mut().poll_frame(cx);
         match &polled {
-            Poll::Ready(Some(Ok(_))) if !self.inner.is_end_stream() => self.watch.touch(),
-            Poll::Ready(Some(Ok(_)) | None) => self.watch.enter(Phase::Idle),
+            Poll::Ready(Some(Ok(frame))) if frame.is_data() && !this.inner.is_end_stream() => watch.touch(),
+            Poll::Ready(Some(Ok(_)) | None) => watch.enter(Phase::Idle),
             Poll::Ready(Some(Err(_))) | Poll::Pending => {}
         }
-        polled
+        polled.map_err(Into::into)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
     }
 }
 
-impl Drop for Relay {
-    /// Not every body is read: an answer to a HEAD has one all the same.
-    fn drop(&mut self) {
-        self.watch.enter_from(Phase::Download, Phase::Idle);
-    }
-}
-
-/// The upstream's body on its way to the client. Its end gives the upstream's connection back to the pool; dropped
-/// before, it takes the connection down with it, which tells the upstream that the client is gone.
+/// The upstream's body on its way to the client.
 pub(crate) struct Download {
-    inner: Incoming,
+    inner: Reply<Upload>,
     watch: Arc<Watch>,
-    lease: Option<Lease>,
     /// What the request holds of limits on calls in flight, until the last byte is through.
     permit: Option<Permit>,
     expectation: Option<Arc<Expectation>>,
@@ -130,13 +153,12 @@ pub(crate) struct Download {
 
 impl Download {
     pub(crate) fn new(
-        inner: Incoming,
+        inner: Reply<Upload>,
         watch: Arc<Watch>,
-        lease: Lease,
         permit: Option<Permit>,
         expectation: Option<Arc<Expectation>>,
     ) -> Self {
-        let mut download = Self { inner, watch, lease: Some(lease), permit, expectation };
+        let mut download = Self { inner, watch, permit, expectation };
         if http_body::Body::is_end_stream(&download.inner) {
             download.finish();
         } else {
@@ -148,26 +170,18 @@ impl Download {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
         match &polled {
-            Poll::Pending => {}
-            Poll::Ready(Some(Ok(_))) => {
-                if http_body::Body::is_end_stream(&self.inner) {
-                    self.finish();
-                } else {
-                    self.watch.touch();
-                }
+            Poll::Ready(Some(Ok(frame))) if frame.is_data() && !http_body::Body::is_end_stream(&self.inner) => {
+                self.watch.touch();
             }
-            Poll::Ready(None) => self.finish(),
-            Poll::Ready(Some(Err(_))) => self.lease = None,
+            Poll::Ready(Some(Ok(_)) | None) => self.finish(),
+            Poll::Ready(Some(Err(_))) | Poll::Pending => {}
         }
         polled
     }
 
     fn finish(&mut self) {
-        if let Some(lease) = self.lease.take() {
-            lease.give_back();
-            self.permit = None;
-            self.watch.enter(Phase::Idle);
-        }
+        self.permit = None;
+        self.watch.enter(Phase::Idle);
     }
 }
 
@@ -209,6 +223,7 @@ impl Upload {
     pub(crate) fn new(inner: Incoming, watch: Arc<Watch>, cap: u64, expectation: Option<Arc<Expectation>>) -> Self {
         let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_AFTER))));
         watch.set_uploading(true);
+        watch.set_waits_on_client(false);
         Self { inner, watch: Some(watch), left: cap, expectation }
     }
 }

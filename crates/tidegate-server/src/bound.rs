@@ -94,6 +94,10 @@ impl<S: Store, C: Clock + Clone> Bound<S, C> {
         }
         if let Some(Open { listener, service }) = self.outbound {
             sweeps.push(Arc::clone(&listener.sweep));
+            for upstream in service.ageing() {
+                let upstream = Arc::clone(upstream);
+                housekeeping.spawn(async move { upstream.age().await });
+            }
             let meet = move |client| service.meet(client);
             accepting.spawn(listener.run(meet, told(stopped.clone())));
         }

@@ -10,9 +10,7 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
@@ -22,7 +20,6 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::core::Clock;
-use tidegate::core::retry::Fault;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
     self, CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
@@ -30,18 +27,18 @@ use tidegate::outbound::{
 };
 use tidegate::store::Store;
 use tidegate_policy::Secret;
-use tidegate_policy::outbound::BaseUrl;
+use tidegate_policy::outbound::{BaseUrl, Provider as Plan};
 use tower_layer::Layer as _;
-use tower_service::Service as _;
 
 use self::connect::{Connections, Connector};
 use self::door::Door;
 use crate::answer::{self, error, json};
-use crate::body::{Body, BoxError, Relay, Upload};
+use crate::body::{Body, BoxError, Upload};
 use crate::hop;
 use crate::listener::Client;
-use crate::proxy::sound;
+use crate::proxy::{Answering, sound};
 use crate::refusals::{Failed, Refusals};
+use crate::upstream::Upstream;
 use crate::watch::{Phase, Watch};
 use crate::wire::http_api::{dismiss, last};
 
@@ -57,7 +54,7 @@ const X_FORWARDED: &str = "x-forwarded-";
 
 /// What all connections of the gateway share.
 pub(crate) struct Gateway<S: Store, C: Clock> {
-    mounts: HashMap<String, Mount<S, C>>,
+    mounts: HashMap<String, Arc<Mount<S, C>>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     door: Door,
@@ -68,6 +65,7 @@ pub(crate) struct Gateway<S: Store, C: Clock> {
 struct Mount<S: Store, C: Clock> {
     provider: Provider<S, C>,
     service: OutboundService<Connections<ReplayBody<Upload>>, S, C>,
+    connections: Connections<ReplayBody<Upload>>,
 }
 
 impl<S: Store, C: Clock + Clone> Gateway<S, C> {
@@ -86,13 +84,14 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         let mut mounts = HashMap::new();
         for provider in outbound.providers() {
             let plan = provider.plan();
-            if plan.base_url.is_none() {
-                continue;
-            }
+            let Some(base) = &plan.base_url else { continue };
             let told = |source| GatewayError::Credential { provider: plan.name.clone(), source };
-            let layer = OutboundLayer::with(provider.clone(), env).map_err(told)?.mounted(&plan.name).faults(fault_of);
-            let service = layer.layer(connector.client(plan));
-            mounts.insert(plan.name.clone(), Mount { provider: provider.clone(), service });
+            let layer =
+                OutboundLayer::with(provider.clone(), env).map_err(told)?.mounted(&plan.name).faults(connect::fault_of);
+            let connections = connector.connections(plan, base);
+            let service = layer.layer(connections.clone());
+            let mount = Mount { provider: provider.clone(), service, connections };
+            mounts.insert(plan.name.clone(), Arc::new(mount));
         }
         let door = Door::new(listens, &outbound.plan().hosts, token);
         Ok(Self { mounts, cache: Cache::of(outbound), door, refusals, outbound: outbound.clone() })
@@ -103,6 +102,9 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         Guest { gateway: Arc::clone(self), client: Arc::new(client) }
     }
 }
+
+/// Whom a request calls, and how.
+type Call<'a, S, C> = (&'a Arc<Mount<S, C>>, CallOptions);
 
 /// Why the gateway can't be opened.
 #[derive(Debug, thiserror::Error)]
@@ -122,35 +124,51 @@ pub(crate) struct Guest<S: Store, C: Clock> {
 impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+    type Future = Answering;
 
-    fn call(&self, request: Request<Incoming>) -> Self::Future {
+    fn call(&self, mut request: Request<Incoming>) -> Answering {
+        let watch = &self.client.watch;
+        let number = watch.count_request();
+        // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
+        watch.enter(Phase::Deciding);
+        let (mount, options) = match self.gateway.read(&mut request, number, watch) {
+            Ok((mount, options)) => (Arc::clone(mount), options),
+            Err(refusal) => return Answering::Now(Some(last(watch, dismiss(watch, request, refusal)))),
+        };
+        let has_body = !request.body().is_end_stream();
+        let request = request.map(|body| {
+            if has_body { Upload::new(body, Arc::clone(watch), MAX_BODY, None) } else { Upload::none(body) }
+        });
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.client));
-        let number = client.watch.count_request();
-        Box::pin(async move { Ok(gateway.serve(&client.watch, request, number).await) })
+        Answering::Later(Box::pin(async move {
+            let watch = &client.watch;
+            let (plan, service) = (mount.provider.plan(), &mount.service);
+            let called = match plan.cache {
+                None => service.send(options, request).await.map(|response| relay(response, watch, plan)),
+                Some(_) => {
+                    let send = |options, request| service.send(options, request);
+                    // Boxed, as calls of which nothing is kept would take the room for it too.
+                    let called = Box::pin(gateway.cache.call(service, options, request, send)).await;
+                    called.map(|response| relay(response, watch, plan))
+                }
+            };
+            let mut response = called.unwrap_or_else(|failed| {
+                gateway.note(&mount.provider, &failed);
+                refusal(&failed, plan)
+            });
+            if has_body && watch.is_uploading() {
+                watch.set_lingers();
+                answer::close(&mut response);
+            }
+            last(watch, response)
+        }))
     }
 }
 
 impl<S: Store, C: Clock + Clone> Gateway<S, C> {
-    async fn serve(&self, watch: &Arc<Watch>, mut request: Request<Incoming>, number: u32) -> Response<Body> {
-        // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
-        watch.enter(Phase::Deciding);
-        let sent = match self.read(&mut request, number, watch) {
-            Ok((mount, options)) => {
-                let has_body = !request.body().is_end_stream();
-                let request = request.map(|body| {
-                    if has_body { Upload::new(body, Arc::clone(watch), MAX_BODY, None) } else { Upload::none(body) }
-                });
-                let mut response = self.send(mount, options, request, watch).await;
-                if has_body && watch.is_uploading() {
-                    watch.set_lingers();
-                    answer::close(&mut response);
-                }
-                response
-            }
-            Err(refusal) => dismiss(watch, request, refusal),
-        };
-        last(watch, sent)
+    /// The servers whose idle connections have to be let go by [`Upstream::age`].
+    pub(crate) fn ageing(&self) -> impl Iterator<Item = &Arc<Upstream<ReplayBody<Upload>>>> {
+        self.mounts.values().filter_map(|mount| mount.connections.ageing())
     }
 
     /// Makes the client's request the provider's, as far as that doesn't depend on the credential.
@@ -160,7 +178,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         request: &mut Request<Incoming>,
         number: u32,
         watch: &Watch,
-    ) -> Result<(&Mount<S, C>, CallOptions), Response<Body>> {
+    ) -> Result<Call<'_, S, C>, Response<Body>> {
         sound(request, number, watch).map_err(|trouble| trouble.response())?;
         let target = request.uri().authority().cloned();
         self.door.admit(request.headers_mut(), target.as_ref()).map_err(door::Turned::response)?;
@@ -175,40 +193,11 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         let headers = request.headers_mut();
         let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
         let hop = hop::strip_request(headers);
-        for name in ORIGINS {
-            headers.remove(name);
-        }
-        remove_all(headers, X_FORWARDED);
-        headers.remove(EXPECT);
+        remove_all(headers, |name| name == EXPECT || ORIGINS.contains(name) || name.as_str().starts_with(X_FORWARDED));
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
         let over_tls = mount.provider.plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
         hop::arm_call(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
-    }
-
-    async fn send(
-        &self,
-        mount: &Mount<S, C>,
-        options: CallOptions,
-        request: Request<Upload>,
-        watch: &Arc<Watch>,
-    ) -> Response<Body> {
-        let mut service = mount.service.clone();
-        let called = self.cache.call(&mount.service, options, request, |options, mut request| {
-            request.extensions_mut().insert(options);
-            service.call(request)
-        });
-        let mut response = match called.await {
-            Ok(response) => relay(response, watch, mount.provider.plan().attempt_timeout),
-            Err(failed) => {
-                self.note(&mount.provider, &failed);
-                refusal(&failed)
-            }
-        };
-        if mount.provider.plan().credentials.is_empty() {
-            response.headers_mut().remove(CREDENTIAL);
-        }
-        response
     }
 
     /// Tells the log of a call that failed, unless by its caller's fault.
@@ -246,7 +235,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 const MAX_BODY: u64 = u64::MAX;
 
 /// A provider's reply as the client gets it.
-fn relay<B>(response: Response<B>, watch: &Arc<Watch>, patience: Duration) -> Response<Body>
+fn relay<B>(response: Response<B>, watch: &Arc<Watch>, plan: &Plan) -> Response<Body>
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
@@ -257,40 +246,46 @@ where
     let happened = parts.extensions.get::<Happened>().copied();
     let status = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<Why>().map(ToString::to_string);
-    tell(&mut parts.headers, happened, status);
+    tell(&mut parts.headers, plan, happened, status);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(ERROR, why);
     }
-    Response::from_parts(parts, Body::reply(Relay::new(body, Arc::clone(watch), patience)))
+    Response::from_parts(parts, Body::relay(body, Arc::clone(watch), plan.attempt_timeout))
 }
 
-/// Says what happened on the way.
-fn tell(headers: &mut HeaderMap, happened: Option<Happened>, cache: Option<CacheStatus>) {
-    remove_all(headers, "tidegate-");
+/// Says what happened on the way; which credential was shown only where there are any.
+fn tell(headers: &mut HeaderMap, plan: &Plan, happened: Option<Happened>, cache: Option<CacheStatus>) {
+    remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
     }
     let Some(happened) = happened else { return };
-    headers.insert(ATTEMPTS, HeaderValue::from(happened.attempts));
+    // Most calls are sent once and at once, and that needn't be written out for each.
+    let attempts = if happened.attempts == 1 { HeaderValue::from_static("1") } else { happened.attempts.into() };
+    headers.insert(ATTEMPTS, attempts);
     let millis = happened.waited.as_micros() / 1000;
-    if let Ok(waited) = HeaderValue::try_from(format!("{}.{:03}s", millis / 1000, millis % 1000)) {
+    let waited = match millis {
+        0 => Ok(HeaderValue::from_static("0.000s")),
+        millis => HeaderValue::try_from(format!("{}.{:03}s", millis / 1000, millis % 1000)),
+    };
+    if let Ok(waited) = waited {
         headers.insert(WAITED, waited);
     }
-    if happened.attempts > 0 {
+    if happened.attempts > 0 && !plan.credentials.is_empty() {
         headers.insert(CREDENTIAL, HeaderValue::from(happened.credential));
     }
 }
 
-/// Takes out the headers whose names begin like this.
-fn remove_all(headers: &mut HeaderMap, prefix: &str) {
-    let names: Vec<HeaderName> = headers.keys().filter(|name| name.as_str().starts_with(prefix)).cloned().collect();
+/// Takes out the headers whose names are such.
+fn remove_all(headers: &mut HeaderMap, such: impl Fn(&HeaderName) -> bool) {
+    let names: Vec<HeaderName> = headers.keys().filter(|name| such(name)).cloned().collect();
     for name in names {
         headers.remove(name);
     }
 }
 
 /// The answer where there is no reply.
-fn refusal(failed: &OutboundError) -> Response<Body> {
+fn refusal(failed: &OutboundError, plan: &Plan) -> Response<Body> {
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
     let OutboundError::Call(call) = failed else { return error(status, &in_full(failed)) };
     let mut problem = call.problem();
@@ -303,7 +298,7 @@ fn refusal(failed: &OutboundError) -> Response<Body> {
     if let Some(wait) = call.retry_after() {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
     }
-    tell(response.headers_mut(), Some(call.happened), None);
+    tell(response.headers_mut(), plan, Some(call.happened), None);
     response
 }
 
@@ -314,12 +309,4 @@ fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
         // Some tell their cause themselves.
         if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }
     })
-}
-
-/// What an error of the client means: one that couldn't connect never sent the request.
-fn fault_of(error: &(dyn std::error::Error + 'static)) -> Fault {
-    match error.downcast_ref::<hyper_util::client::legacy::Error>() {
-        Some(error) if error.is_connect() => Fault::Unsent,
-        _ => outbound::fault_of(error),
-    }
 }

@@ -2,10 +2,12 @@
 
 use std::cell::RefCell;
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::net::IpAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use http::header::{CONTENT_LENGTH, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::Authority;
@@ -27,15 +29,17 @@ use crate::listener::Client;
 use crate::permit::{Keeper, Permit};
 use crate::refusals::{Refusal, Refusals};
 use crate::upgrade;
-use crate::upstream::{Failure, Upstream};
+use crate::upstream::{Failure, Rules, Upstream};
 use crate::watch::{Entry, Fault, Phase, Watch};
+
+/// How long an idle connection to the upstream is kept: Node.js, the most hurried of common servers, closes after 5 s.
+const KEPT: Duration = Duration::from_secs(4);
 
 /// What all connections of the proxy share.
 pub(crate) struct Proxy<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
-    pub(crate) upstream: Arc<Upstream>,
-    pub(crate) host: HeaderValue,
+    pub(crate) upstream: Arc<Upstream<Upload>>,
     pub(crate) forwarding: Forwarding,
     pub(crate) body_cap: u64,
     pub(crate) keeper: Arc<Keeper>,
@@ -51,11 +55,12 @@ impl<S: Store, C: Clock> Proxy<S, C> {
         refusals: Arc<Refusals>,
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
+        let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
+        let rules = Rules { connect: inbound.timeouts.connect, kept: KEPT, cap: inbound.caps.pool_idle };
         Self {
             gate,
             replies,
-            upstream: Upstream::new(upstream.host(), upstream.port(), inbound.timeouts.connect, inbound.caps.pool_idle),
-            host: HeaderValue::try_from(upstream.authority()).unwrap_or_else(|_| HeaderValue::from_static("upstream")),
+            upstream: Upstream::new(&authority, rules),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
             keeper,
@@ -160,6 +165,17 @@ impl Future for Answering {
     }
 }
 
+/// Why there is no answer of the upstream's to pass on.
+#[derive(Debug, thiserror::Error)]
+enum Unanswered {
+    #[error(transparent)]
+    Upstream(Failure),
+    #[error("the upstream switched protocols unasked")]
+    Switched,
+    #[error("no progress in time")]
+    Overdue,
+}
+
 /// What a request was admitted by.
 struct Admitted {
     action: Option<ActionId>,
@@ -253,7 +269,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         hop::arm_request(request.headers_mut(), &hop, chunked);
         hop::tell_origin(request.headers_mut(), &self.peer, self.trusted);
         if !request.headers().contains_key(HOST) {
-            request.headers_mut().insert(HOST, proxy.host.clone());
+            request.headers_mut().insert(HOST, proxy.upstream.host().clone());
         }
         if request.uri().authority().is_some()
             && let Some(path) = request.uri().path_and_query().cloned()
@@ -270,8 +286,13 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
                 Upload::none(body)
             }
         });
-        let (mut response, lease) = match proxy.upstream.send(request, &self.watch).await {
-            Ok(answered) => answered,
+        let mut sending = pin!(Arc::clone(&proxy.upstream).send(request));
+        let sent = poll_fn(|cx| match self.watch.is_overdue() {
+            true => Poll::Ready(Err(Unanswered::Overdue)),
+            false => sending.as_mut().poll(cx).map_err(Unanswered::Upstream),
+        });
+        let mut response = match sent.await {
+            Ok(response) => response,
             Err(failure) => return self.fail(&failure, has_body),
         };
         let protocol = hop::strip_response(response.headers_mut());
@@ -279,7 +300,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         proxy.replies.annotate(action, &decision, response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let Some(client) = switching else {
-                return self.fail(&Failure::Switched, has_body);
+                return self.fail(&Unanswered::Switched, has_body);
             };
             hop::arm_switch(response.headers_mut(), protocol);
             let upstream = hyper::upgrade::on(&mut response);
@@ -291,7 +312,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
             // The client was never told to send its body, and nobody can say whether it will.
             answer::close(&mut response);
         }
-        response.map(|body| Body::stream(Download::new(body, Arc::clone(&self.watch), lease, permit, expectation)))
+        response.map(|body| Body::stream(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
     }
 
     /// Answers without having read the request's body: a small one is read away behind the answer so that the
@@ -312,15 +333,15 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         response
     }
 
-    fn fail(&self, failure: &Failure, has_body: bool) -> Response<Body> {
+    fn fail(&self, failure: &Unanswered, has_body: bool) -> Response<Body> {
         let trouble = match (failure, self.watch.fault()) {
-            (Failure::Broken(_), Fault::TooLarge) => Trouble::TooLarge,
-            (Failure::Broken(_), Fault::Broken) => Trouble::BrokenBody,
-            (Failure::Overdue, _) if self.watch.phase() == Phase::Upload && self.watch.waits_on_client() => {
+            (Unanswered::Upstream(Failure::Broken(_)), Fault::TooLarge) => Trouble::TooLarge,
+            (Unanswered::Upstream(Failure::Broken(_)), Fault::Broken) => Trouble::BrokenBody,
+            (Unanswered::Overdue, _) if self.watch.phase() == Phase::Upload && self.watch.waits_on_client() => {
                 Trouble::ClientTimeout
             }
-            (Failure::Overdue | Failure::ConnectTimeout, _) => Trouble::GatewayTimeout,
-            (Failure::Connect(_) | Failure::Broken(_) | Failure::Switched, _) => Trouble::BadGateway,
+            (Unanswered::Overdue | Unanswered::Upstream(Failure::ConnectTimeout), _) => Trouble::GatewayTimeout,
+            (Unanswered::Switched | Unanswered::Upstream(_), _) => Trouble::BadGateway,
         };
         if trouble.status().is_server_error() {
             self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), failure);

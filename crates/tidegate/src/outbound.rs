@@ -378,7 +378,11 @@ impl<S: Store, C: Clock> Provider<S, C> {
             happened.attempts += 1;
             happened.credential = credential;
             let attempt = self.attempt_of(live.place.call(), credential, happened, now);
-            let ended = self.attempt(upstream, attempt, &mut live, &mut happened).await;
+            let ended = match self.plan().hedge_after {
+                None => upstream.send(attempt).await,
+                // Two requests take more room than one, which calls without a hedge would pay for too.
+                Some(after) => Box::pin(self.race(upstream, after, attempt, &mut live, &mut happened)).await,
+            };
             let (after, now) = self.0.replied(live.place.call(), &ended.reply);
             waits_since = now;
             match after {

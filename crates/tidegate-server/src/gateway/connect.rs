@@ -1,16 +1,29 @@
-//! Connections to providers: pooled, over TLS where the base URL says so, HTTP/2 where it is offered.
+//! Connections to providers: in plain HTTP/1.1, or over TLS where the base URL says so, and then HTTP/2 where it is
+//! offered.
 
 use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::TryFutureExt as _;
+use http::header::HOST;
+use http::{Request, Response, Uri};
 use http_body::Body;
 use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use rustls::ClientConfig;
-use tidegate_policy::outbound::Provider;
+use tidegate::core::retry::Fault;
+use tidegate::outbound;
+use tidegate_policy::outbound::{BaseUrl, Provider};
+use tower_service::Service;
+
+use crate::body::BoxError;
+use crate::upstream::{Failure, Reply, Rules, Upstream};
 
 /// How long a connection is kept without a request: less than the minute after which many servers close theirs.
 const IDLE: Duration = Duration::from_secs(50);
@@ -19,10 +32,22 @@ const MAX_IDLE: usize = 128;
 /// How often a connection of HTTP/2 is asked whether it still lives while it is in use, and how long it has to answer.
 const PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
-/// A client that keeps its connections.
-pub(super) type Connections<B> = Client<HttpsConnector<HttpConnector>, B>;
+/// The connections to a provider, which are kept.
+pub(super) enum Connections<B> {
+    Plain(Arc<Upstream<B>>),
+    Tls(Arc<Client<HttpsConnector<HttpConnector>, B>>),
+}
 
-/// Makes the clients of all providers; reading the system's roots takes a while, so that is done once.
+impl<B> Clone for Connections<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Plain(upstream) => Self::Plain(Arc::clone(upstream)),
+            Self::Tls(client) => Self::Tls(Arc::clone(client)),
+        }
+    }
+}
+
+/// Makes the connections to all providers; reading the system's roots takes a while, so that is done once.
 pub(super) struct Connector(ClientConfig);
 
 impl Connector {
@@ -34,24 +59,74 @@ impl Connector {
         Ok(Self(ClientConfig::builder().with_native_roots()?.with_no_client_auth()))
     }
 
-    pub(super) fn client<B>(&self, provider: &Provider) -> Connections<B>
+    pub(super) fn connections<B>(&self, provider: &Provider, base: &BaseUrl) -> Connections<B>
     where
         B: Body<Data = Bytes> + Send + Unpin + 'static,
-        B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+        B::Error: Into<BoxError>,
     {
+        if !base.is_https() {
+            let rules = Rules { connect: provider.connect_timeout, kept: IDLE, cap: MAX_IDLE };
+            return Connections::Plain(Upstream::new(base.authority(), rules));
+        }
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         tcp.set_connect_timeout(Some(provider.connect_timeout));
         let tls = HttpsConnectorBuilder::new().with_tls_config(self.0.clone());
-        let connector = tls.https_or_http().enable_all_versions().wrap_connector(tcp);
-        Client::builder(TokioExecutor::new())
+        let connector = tls.https_only().enable_all_versions().wrap_connector(tcp);
+        let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .timer(TokioTimer::new())
             .pool_idle_timeout(IDLE)
             .pool_max_idle_per_host(MAX_IDLE)
             .http2_keep_alive_interval(PING.0)
             .http2_keep_alive_timeout(PING.1)
-            .build(connector)
+            .build(connector);
+        Connections::Tls(Arc::new(client))
     }
+}
+
+impl<B> Connections<B> {
+    /// The server whose idle connections are let go by [`Upstream::age`]; the other pool has timers of its own.
+    pub(super) fn ageing(&self) -> Option<&Arc<Upstream<B>>> {
+        if let Self::Plain(upstream) = self { Some(upstream) } else { None }
+    }
+}
+
+impl<B> Service<Request<B>> for Connections<B>
+where
+    B: Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<BoxError>,
+{
+    type Response = Response<Reply<B>>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, mut request: Request<B>) -> Self::Future {
+        match self {
+            Self::Plain(upstream) => {
+                request.headers_mut().insert(HOST, upstream.host().clone());
+                let path = request.uri().path_and_query().cloned();
+                *request.uri_mut() = path.map_or_else(Uri::default, Uri::from);
+                Box::pin(Arc::clone(upstream).send(request).err_into())
+            }
+            Self::Tls(client) => {
+                Box::pin(client.request(request).map_ok(|response| response.map(Reply::foreign)).err_into())
+            }
+        }
+    }
+}
+
+/// What an error of the connections means: without one the request wasn't sent.
+pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> Fault {
+    let unsent = match (error.downcast_ref(), error.downcast_ref::<hyper_util::client::legacy::Error>()) {
+        (Some(Failure::Connect(_) | Failure::ConnectTimeout | Failure::Unsent(_)), _) => true,
+        (_, Some(error)) => error.is_connect(),
+        _ => false,
+    };
+    if unsent { Fault::Unsent } else { outbound::fault_of(error) }
 }

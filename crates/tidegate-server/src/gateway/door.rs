@@ -22,6 +22,8 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 pub(super) struct Door {
     own: IpAddr,
     hosts: Vec<String>,
+    /// What nearly every request calls it: names that needn't be taken apart to be known.
+    usual: Vec<String>,
     token: Option<Secret>,
 }
 
@@ -61,7 +63,10 @@ impl Turned {
 impl Door {
     pub(super) fn new(listens: SocketAddr, hosts: &[String], token: Option<Secret>) -> Self {
         let hosts = hosts.iter().map(|host| host.to_ascii_lowercase()).collect();
-        Self { own: listens.ip().to_canonical(), hosts, token }
+        let usual = vec![listens.to_string(), format!("localhost:{}", listens.port())];
+        let mut door = Self { own: listens.ip().to_canonical(), hosts, usual: Vec::new(), token };
+        door.usual = usual.into_iter().filter(|name| door.is_ours(name)).collect();
+        door
     }
 
     /// Whether a request may pass; its token is taken off it.
@@ -83,6 +88,9 @@ impl Door {
     /// Whether `host` or `host:port` is a name that only the gateway has. Without any, as HTTP/1.0 may be, nobody can
     /// have been led astray by a name.
     fn is_ours(&self, name: &str) -> bool {
+        if self.usual.iter().any(|usual| usual == name) {
+            return true;
+        }
         let Ok(authority) = name.parse::<Authority>() else { return name.is_empty() };
         let host = authority.host().trim_end_matches('.').to_ascii_lowercase();
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host);

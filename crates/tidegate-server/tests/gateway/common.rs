@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -76,6 +77,7 @@ impl Answer {
 pub(crate) struct Api {
     pub(crate) address: SocketAddr,
     arrived: Arc<Mutex<Vec<Arrived>>>,
+    connections: Arc<AtomicUsize>,
 }
 
 impl Api {
@@ -87,11 +89,14 @@ impl Api {
         listener: TcpListener,
         script: impl Fn(usize, &Arrived) -> Answer + Send + Sync + 'static,
     ) -> Self {
-        let api = Self { address: listener.local_addr().unwrap(), arrived: Arc::default() };
+        let api =
+            Self { address: listener.local_addr().unwrap(), arrived: Arc::default(), connections: Arc::default() };
         let (arrived, script) = (Arc::clone(&api.arrived), Arc::new(script));
+        let connections = Arc::clone(&api.connections);
         tokio::spawn(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
+                connections.fetch_add(1, Ordering::Relaxed);
                 stream.set_nodelay(true).unwrap();
                 let (arrived, script) = (Arc::clone(&arrived), Arc::clone(&script));
                 let service = service_fn(move |request: Request<Incoming>| {
@@ -128,6 +133,11 @@ impl Api {
 
     pub(crate) fn arrived(&self) -> Vec<Arrived> {
         self.arrived.lock().unwrap().clone()
+    }
+
+    /// How many connections there were.
+    pub(crate) fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
     }
 
     pub(crate) fn count(&self) -> usize {

@@ -19,8 +19,7 @@ fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> S
 }
 
 /// What is told of a connection that ends without a reply.
-const BROKEN_OFF: &str =
-    "the request got no reply: client error (SendRequest): connection closed before message completed";
+const BROKEN_OFF: &str = "the request got no reply: the upstream broke off: connection closed before message completed";
 
 #[tokio::test]
 async fn an_open_breaker() {
@@ -98,7 +97,7 @@ async fn retries_exhausted_with_the_last_reply() {
 async fn retries_exhausted_without_a_reply() {
     let gateway = standing(&provider(nobody(), FREE));
     let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
-        the request got no reply: client error (Connect): tcp connect error: Connection refused (os error 111)\",\
+        the request got no reply: can't connect to the upstream: Connection refused (os error 111)\",\
         \"provider\":\"api\",\"attempts\":3}";
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("502 Bad Gateway", None, 3, body));

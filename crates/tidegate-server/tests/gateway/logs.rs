@@ -16,7 +16,7 @@ async fn a_call_that_fails_is_a_line_without_what_was_asked_for() {
     let line: serde_json::Value = serde_json::from_str(failed[0]).unwrap();
     assert_eq!((&line["provider"], &line["attempts"], &line["level"]), (&"api".into(), &1.into(), &"WARN".into()));
     let why = line["why"].as_str().unwrap();
-    let told = "none of 1 attempts succeeded: the request got no reply: client error (Connect): tcp connect error: \
+    let told = "none of 1 attempts succeeded: the request got no reply: can't connect to the upstream: \
         Connection refused (os error 111)";
     assert_eq!(why, told);
     for secret in [PLANTED, "qu3ry", "path?"] {

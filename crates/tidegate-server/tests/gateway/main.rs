@@ -3,6 +3,7 @@
 
 mod cache;
 mod common;
+mod connections;
 mod door;
 mod errors;
 mod headers;

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt::Write as _;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -127,7 +128,7 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
         body: Replay<Q>,
         judge: Judge,
     ) -> Result<Self, TargetError> {
-        manner.target.leads(&parts.uri)?;
+        manner.target.lead(&mut parts.uri)?;
         if manner.reads_replies() {
             parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
@@ -201,7 +202,7 @@ where
         }
         let shown = shown.as_deref();
         let mut parts = self.parts.clone();
-        if let Err(error) = manner.target.aim(&mut parts, shown) {
+        if let Err(error) = manner.target.aim_led(&mut parts, shown) {
             return self.refused(error.into());
         }
         let mut inner = self.inner.clone();
@@ -233,7 +234,8 @@ where
         let peeked = match rule {
             None => Peeked::unread(body),
             Some(rule) => {
-                let peeked = match Peeked::read(body, MAX_JUDGED).await {
+                // Boxed, as replies that aren't looked into would take the room for it too.
+                let peeked = match Box::pin(Peeked::read(body, MAX_JUDGED)).await {
                     Ok(peeked) => peeked,
                     Err(error) => return self.failed(told(error.into(), shown), Fault::Garbled),
                 };
@@ -266,7 +268,8 @@ where
         self.handed_over = false;
         self.deadline = self.manner.clock.now() + tidegate_core::Span::from_duration(attempt.time_left);
         let (body, patience) = (self.body.clone(), self.manner.attempt_timeout);
-        match within(self.exchange(attempt.credential), &body, patience, attempt.time_left).await {
+        let exchanged = within(pin!(self.exchange(attempt.credential)), &body, patience, attempt.time_left).await;
+        match exchanged {
             Ok(ended) => ended,
             Err(_) if self.handed_over && body.waits() => {
                 Ended { value: Err(Trouble::Stalled), reply: self.judge.cancelled() }

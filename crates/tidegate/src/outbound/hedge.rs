@@ -14,32 +14,17 @@ use tokio::time::timeout;
 use super::{Attempt, Ended, Happened, Live, Place, Provider, Upstream};
 
 impl<S: Store, C: Clock> Provider<S, C> {
-    /// Sends a request that a call has had its turn for and, if it is slow, another beside it. The call then holds the
-    /// request whose end this is; the other has given back what it held.
-    pub(super) async fn attempt<U: Upstream>(
+    /// Sends a request that a call has had its turn for and, if it has no reply after this time and does no harm twice,
+    /// another beside it. The call then holds the request whose end this is; the other has given back what it held.
+    pub(super) async fn race<U: Upstream>(
         &self,
         upstream: &mut U,
-        attempt: Attempt,
-        live: &mut Live<'_, S, C>,
-        happened: &mut Happened,
-    ) -> Ended<U::Reply> {
-        let hedge = self.plan().hedge_after.and_then(|after| Some((after, upstream.twin()?)));
-        match hedge {
-            None => upstream.send(attempt).await,
-            // Two requests take more room than one, which calls without a hedge would pay for too.
-            Some((after, twin)) => Box::pin(self.race(upstream, twin, after, attempt, live, happened)).await,
-        }
-    }
-
-    async fn race<U: Upstream>(
-        &self,
-        upstream: &mut U,
-        mut twin: U,
         after: Duration,
         attempt: Attempt,
         live: &mut Live<'_, S, C>,
         happened: &mut Happened,
     ) -> Ended<U::Reply> {
+        let Some(mut twin) = upstream.twin() else { return upstream.send(attempt).await };
         let (ended, credential) = {
             let mut first = pin!(upstream.send(attempt));
             if let Ok(ended) = timeout(after, first.as_mut()).await {

@@ -133,11 +133,10 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         let mut options = extensions.remove::<CallOptions>().unwrap_or_default();
         options.timeout = options.timeout.or_else(|| request.timeout().copied());
         let url = request.url().clone();
-        let mut request: Request<Body> = request.try_into()?;
-        request.extensions_mut().insert(options);
+        let request: Request<Body> = request.try_into()?;
         let has_followed = &self.has_followed;
         let client = Rest { next, extensions: Arc::new(Mutex::new(extensions)), has_followed };
-        let response = layer.0.call(client, request).await.map_err(reqwest_middleware::Error::middleware)?;
+        let response = layer.0.call(client, options, request).await.map_err(reqwest_middleware::Error::middleware)?;
         let mut response = response.map(Body::wrap);
         response.extensions_mut().extend(named(url));
         Ok(response.into())

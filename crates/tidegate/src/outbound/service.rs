@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use futures_util::future::{Either, ready};
 use http::{Request, Response};
 use http_body::Body;
 use tidegate_core::Clock;
@@ -173,6 +174,27 @@ impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
         &self.counter.provider
     }
 
+    /// Makes a request a call with these options, whatever its extensions say. As [`Service::call`] does, without a box, for
+    /// whoever can borrow the service until the response's head is there.
+    ///
+    /// # Errors
+    /// Why there is no response at all.
+    pub fn send<Q, B>(
+        &self,
+        options: CallOptions,
+        request: Request<Q>,
+    ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>> + Send
+    where
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
+        I::Error: Into<BoxError>,
+        I::Future: Send,
+        Q: Body<Data = Bytes> + Send,
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<BoxError>,
+    {
+        self.counter.call(self.inner.clone(), options, request)
+    }
+
     /// The secret of the first credential, as it would be sent now.
     pub(super) async fn secret(&self) -> Option<Arc<Secret>> {
         let manner = &self.counter.manner;
@@ -211,19 +233,23 @@ where
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Q>) -> Self::Future {
+    fn call(&mut self, mut request: Request<Q>) -> Self::Future {
         let (inner, counter) = (self.inner.clone(), Arc::clone(&self.counter));
-        Box::pin(async move { counter.call(inner, request).await })
+        let options = request.extensions_mut().remove().unwrap_or_default();
+        Box::pin(async move { counter.call(inner, options, request).await })
     }
 }
 
 impl<S: Store, C: Clock> Counter<S, C> {
     /// Makes one request a call, by an inner service that need not outlive it.
-    pub(super) async fn call<I, Q, B>(
+    ///
+    /// Not an `async fn`, which would hold the request beside the exchange that it becomes.
+    pub(super) fn call<I, Q, B>(
         &self,
         inner: I,
+        options: CallOptions,
         request: Request<Q>,
-    ) -> Result<Response<OutboundBody<B, S, C>>, OutboundError>
+    ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>>
     where
         I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
         I::Error: Into<BoxError>,
@@ -233,44 +259,65 @@ impl<S: Store, C: Clock> Counter<S, C> {
         B::Error: Into<BoxError>,
     {
         let (mut parts, body) = request.into_parts();
-        let mut options = parts.extensions.remove::<CallOptions>().unwrap_or_default();
+        parts.extensions.remove::<CallOptions>();
         let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
         let body = Replay::new(body, self.provider.plan().replay_bytes);
-        let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge)?;
-        let unsaid = options.cost == CallOptions::default().cost;
-        if let Some(rules) = self.manner.cost.as_ref().filter(|_| unsaid) {
-            let began_at = self.manner.clock.now();
-            let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
-            options.cost = exchange.expected_cost(rules, timeout).await?;
-            let took = self.manner.clock.now().since(began_at).as_duration();
-            options.timeout = Some(timeout.saturating_sub(took));
+        match Exchange::new(&self.manner, inner, parts, body, judge) {
+            Ok(exchange) => Either::Left(self.carry_out(exchange, options)),
+            Err(error) => Either::Right(ready(Err(error.into()))),
         }
-        let told = |happened: Happened, response: Response<_>| {
-            let mut response = response;
-            response.extensions_mut().insert(happened);
-            response
-        };
-        match self.provider.drive(options, &mut exchange).await {
-            Ok(done) => {
-                let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
-                let price = self.manner.cost.as_ref().and_then(|rules| Price::of(rules, response.headers()));
-                response.body_mut().hold(done.tail, price);
-                Ok(response)
+    }
+
+    #[expect(clippy::manual_async_fn, reason = "one would hold the exchange twice, as it came and as it goes on")]
+    fn carry_out<I, Q, B>(
+        &self,
+        mut exchange: Exchange<'_, I, Q, C>,
+        mut options: CallOptions,
+    ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>>
+    where
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
+        I::Error: Into<BoxError>,
+        I::Future: Send,
+        Q: Body<Data = Bytes> + Send,
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<BoxError>,
+    {
+        async move {
+            let unsaid = options.cost == CallOptions::default().cost;
+            if let Some(rules) = self.manner.cost.as_ref().filter(|_| unsaid) {
+                let began_at = self.manner.clock.now();
+                let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
+                options.cost = exchange.expected_cost(rules, timeout).await?;
+                let took = self.manner.clock.now().since(began_at).as_duration();
+                options.timeout = Some(timeout.saturating_sub(took));
             }
-            Err(Failed { error: CallError { provider, why, value, happened, at }, tail }) => {
-                let value = match value.transpose() {
-                    Ok(Some(response)) => {
-                        let mut response = told(happened, response.map(super::answer::Peeked::into_body));
-                        response.extensions_mut().insert(why);
-                        if let Some(tail) = tail {
-                            response.body_mut().hold(tail, None);
+            let told = |happened: Happened, response: Response<_>| {
+                let mut response = response;
+                response.extensions_mut().insert(happened);
+                response
+            };
+            match self.provider.drive(options, &mut exchange).await {
+                Ok(done) => {
+                    let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
+                    let price = self.manner.cost.as_ref().and_then(|rules| Price::of(rules, response.headers()));
+                    response.body_mut().hold(done.tail, price);
+                    Ok(response)
+                }
+                Err(Failed { error: CallError { provider, why, value, happened, at }, tail }) => {
+                    let value = match value.transpose() {
+                        Ok(Some(response)) => {
+                            let mut response = told(happened, response.map(super::answer::Peeked::into_body));
+                            response.extensions_mut().insert(why);
+                            if let Some(tail) = tail {
+                                response.body_mut().hold(tail, None);
+                            }
+                            return Ok(response);
                         }
-                        return Ok(response);
-                    }
-                    Ok(None) => None,
-                    Err(trouble) => Some(trouble),
-                };
-                Err(OutboundError::Call(CallError { provider, why, value, happened, at }))
+                        Ok(None) => None,
+                        Err(trouble) => Some(trouble),
+                    };
+                    Err(OutboundError::Call(CallError { provider, why, value, happened, at }))
+                }
             }
         }
     }

@@ -84,9 +84,23 @@ impl Target {
         Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
     }
 
-    /// Whether this leads to the provider, as far as the credential has no part in it.
-    pub(super) fn leads(&self, uri: &Uri) -> Result<(), TargetError> {
-        self.uri(uri, None).map(drop)
+    /// Puts a request's path behind the base URL, once for all attempts. Where the credential stands in the URL each
+    /// attempt does so for itself, and this only says whether it could.
+    pub(super) fn lead(&self, uri: &mut Uri) -> Result<(), TargetError> {
+        let led = self.uri(uri, None)?;
+        if !self.shows_in_url() {
+            *uri = led;
+        }
+        Ok(())
+    }
+
+    /// What is left of [`aim`](Self::aim) for one attempt of a request that was [led](Self::lead) to the provider.
+    pub(super) fn aim_led(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
+        if self.shows_in_url() { self.aim(parts, secret) } else { self.arm(parts, secret) }
+    }
+
+    fn shows_in_url(&self) -> bool {
+        matches!(self.auth, Auth::Query { .. } | Auth::Path)
     }
 
     /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
@@ -100,8 +114,14 @@ impl Target {
     /// Why the request isn't sent; `parts` are unchanged then.
     pub fn aim(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
         let uri = self.uri(&parts.uri, secret)?;
-        let header = secret.map(|secret| self.header(secret)).transpose()?.flatten();
+        self.arm(parts, secret)?;
         parts.uri = uri;
+        Ok(())
+    }
+
+    /// Makes the headers of the caller's request those of the provider's.
+    fn arm(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
+        let header = secret.map(|secret| self.header(secret)).transpose()?.flatten();
         // The client of the next hop settles on the version, and names the host by the URL.
         parts.version = Version::HTTP_11;
         parts.headers.remove(HOST);
@@ -274,6 +294,33 @@ mod tests {
         }
         assert_eq!(uri(&deep, "//evil.example/x").unwrap(), "https://api.example/3//evil.example/x");
         assert_eq!(uri(&flat, "//evil.example/x"), Err(TargetError::TwoSlashes));
+    }
+
+    #[test]
+    fn a_request_that_was_led_is_aimed_as_any_other_at_each_attempt() {
+        let header = Auth::Header { name: HeaderName::from_static("x-api-key"), prefix: String::new() };
+        for auth in [Auth::None, Auth::Bearer, header, Auth::Query { name: "key".to_owned() }] {
+            let deep = target("https://api.example/3", auth.clone());
+            for uri in
+                ["/movie?a=b", "/movie?key=mine", "https://api.example/3/movie?a=b", "/../4", "https://evil.example"]
+            {
+                let parts = || Request::get(uri).header("host", "localhost").body(()).unwrap().into_parts().0;
+                let mut led = parts();
+                let leads = deep.lead(&mut led.uri);
+                for secret in [TOKEN, "another-token"].map(Secret::new) {
+                    let (mut aimed, mut attempt) = (parts(), led.clone());
+                    let expected = deep.aim(&mut aimed, Some(&secret));
+                    assert_eq!(
+                        leads.and_then(|()| deep.aim_led(&mut attempt, Some(&secret))),
+                        expected,
+                        "{auth:?} {uri}"
+                    );
+                    if expected.is_ok() {
+                        assert_eq!((attempt.uri, attempt.headers), (aimed.uri, aimed.headers), "{auth:?} {uri}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

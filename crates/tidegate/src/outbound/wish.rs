@@ -32,6 +32,10 @@ pub struct WishError {
 /// The first header that can't be understood, or is there twice.
 pub fn take_wishes(headers: &mut HeaderMap) -> Result<CallOptions, WishError> {
     let mut options = CallOptions::default();
+    let own: Vec<HeaderName> = headers.keys().filter(|name| name.as_str().starts_with(OWN)).cloned().collect();
+    if own.is_empty() {
+        return Ok(options);
+    }
     let lane = |text: &str| Lane::ALL.into_iter().find(|lane| lane.name().eq_ignore_ascii_case(text));
     if let Some(lane) = wish(headers, PRIORITY, "background, user or webhook", lane)? {
         options.lane = lane;
@@ -39,8 +43,7 @@ pub fn take_wishes(headers: &mut HeaderMap) -> Result<CallOptions, WishError> {
     let duration = |text: &str| parse_duration(text).ok().filter(|span| !span.is_zero());
     let timeout = wish(headers, TIMEOUT, "a duration such as 5s, 500ms or 1m30s", duration)?;
     options.timeout = timeout.map(tidegate_core::Span::as_duration);
-    let own = headers.keys().filter(|name| name.as_str().starts_with(OWN)).cloned();
-    for name in own.collect::<Vec<_>>() {
+    for name in own {
         headers.remove(name);
     }
     Ok(options)

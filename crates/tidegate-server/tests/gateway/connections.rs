@@ -1,0 +1,56 @@
+//! Connections to a provider without TLS: kept, given back, and made anew.
+
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+
+use crate::common::{Answer, Api, FREE, provider, request, running};
+use crate::wire::{Peer, header, status};
+
+#[tokio::test]
+async fn one_serves_the_next_call_and_the_next_attempt() {
+    let api = Api::start(|number, _| match number % 2 {
+        0 => Answer::new(503, "a body that nobody reads"),
+        _ => Answer::new(200, "done"),
+    });
+    let api = api.await;
+    let retry = "limit = \"1000/s burst 1000\"\nretry = { base = \"30ms\", cap = \"30ms\", jitter = \"none\" }\n";
+    let gateway = running(&api.policy(retry));
+    for _ in 0..3 {
+        assert_eq!(status(&gateway.ask(request("PUT", "/api/x", "", "body")).await), 200);
+    }
+    assert_eq!((api.count(), api.connections()), (6, 1));
+}
+
+#[tokio::test]
+async fn one_that_the_provider_has_closed_is_replaced_before_anything_is_sent() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gateway = running(&provider(listener.local_addr().unwrap(), FREE));
+    tokio::spawn(async move {
+        loop {
+            let mut peer = Peer::over(listener.accept().await.unwrap().0);
+            peer.message().await;
+            peer.send("HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
+        }
+    });
+    for _ in 0..3 {
+        let answer = gateway.ask(request("POST", "/api/x", "", "order")).await;
+        assert_eq!((status(&answer), header(&answer, "tidegate-attempts")), (200, Some("1")), "{answer}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn one_whose_reply_goes_on_for_ever_is_closed_with_it() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gateway = running(&provider(listener.local_addr().unwrap(), FREE));
+    let mut client = Peer::connect(gateway.address).await;
+    client.send("GET /api/x HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    let mut peer = Peer::over(listener.accept().await.unwrap().0);
+    peer.message().await;
+    peer.send("HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\nbegun").await;
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    drop(client);
+    let ended = tokio::time::timeout(Duration::from_secs(5), peer.ends()).await;
+    assert_eq!(ended, Ok(true), "nobody reads on, and the provider isn't told");
+}
