@@ -64,6 +64,12 @@ impl Kind {
         matches!(self, Self::Window(_) | Self::Rate(_))
     }
 
+    /// Whether [`Verb::Settle`](crate::Verb::Settle) makes a difference: to a window whose moments are all kept, and to
+    /// nothing else.
+    pub fn settles(&self) -> bool {
+        matches!(self, Self::Window(window) if window.is_exact())
+    }
+
     /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down and a
     /// pace count no costs and take any.
     pub fn capacity(&self) -> u64 {

@@ -67,7 +67,7 @@ struct World {
 impl World {
     fn new(kind: Kind, lanes: LanesSpec, credentials: usize) -> Self {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
-        let settles = matches!(&kind, Kind::Window(window) if window.is_exact());
+        let settles = kind.settles();
         let limits = Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap();
         let limits = Arc::new(limits);
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);

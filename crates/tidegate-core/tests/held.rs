@@ -38,7 +38,7 @@ struct Provider {
 impl Provider {
     fn new(kind: Kind, of: Of, measure: Measure, credentials: u64) -> Self {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
-        let settles = matches!(&kind, Kind::Window(window) if window.is_exact());
+        let settles = kind.settles();
         let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap());
         let ceilings = || [Ceiling { limit: LimitId::FIRST, measure, settles }].into();
         let mut rules = Rules {

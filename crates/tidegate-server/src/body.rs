@@ -83,6 +83,26 @@ impl http_body::Body for Body {
     }
 }
 
+/// Whether nothing of a body comes after this frame, as nothing does after trailers (RFC 9110 §6.5).
+pub(crate) fn is_last(frame: &Frame<Bytes>, body: &impl http_body::Body) -> bool {
+    frame.is_trailers() || body.is_end_stream()
+}
+
+/// Notes what polling an answer's body came to; true if it has ended.
+fn follow<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>, body: &impl http_body::Body, watch: &Watch) -> bool {
+    let ended = match polled {
+        Poll::Ready(Some(Ok(frame))) => is_last(frame, body),
+        Poll::Ready(None) => true,
+        Poll::Ready(Some(Err(_))) | Poll::Pending => return false,
+    };
+    if ended {
+        watch.enter(Phase::Idle)
+    } else {
+        watch.touch()
+    }
+    ended
+}
+
 pin_project! {
     /// The body of a provider's reply on its way to the client.
     struct Relay<B> {
@@ -123,13 +143,8 @@ where
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut this = self.project();
-        let watch = &this.reading.0;
         let polled = this.inner.as_mut().poll_frame(cx);
-        match &polled {
-            Poll::Ready(Some(Ok(frame))) if frame.is_data() && !this.inner.is_end_stream() => watch.touch(),
-            Poll::Ready(Some(Ok(_)) | None) => watch.enter(Phase::Idle),
-            Poll::Ready(Some(Err(_))) | Poll::Pending => {}
-        }
+        follow(&polled, &*this.inner, &this.reading.0);
         polled.map_err(Into::into)
     }
 
@@ -160,7 +175,8 @@ impl Download {
     ) -> Self {
         let mut download = Self { inner, watch, permit, expectation };
         if http_body::Body::is_end_stream(&download.inner) {
-            download.finish();
+            download.permit = None;
+            download.watch.enter(Phase::Idle);
         } else {
             download.watch.enter(Phase::Download);
         }
@@ -169,19 +185,10 @@ impl Download {
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
-        match &polled {
-            Poll::Ready(Some(Ok(frame))) if frame.is_data() && !http_body::Body::is_end_stream(&self.inner) => {
-                self.watch.touch();
-            }
-            Poll::Ready(Some(Ok(_)) | None) => self.finish(),
-            Poll::Ready(Some(Err(_))) | Poll::Pending => {}
+        if follow(&polled, &self.inner, &self.watch) {
+            self.permit = None;
         }
         polled
-    }
-
-    fn finish(&mut self) {
-        self.permit = None;
-        self.watch.enter(Phase::Idle);
     }
 }
 

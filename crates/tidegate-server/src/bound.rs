@@ -94,7 +94,7 @@ impl<S: Store, C: Clock + Clone> Bound<S, C> {
         }
         if let Some(Open { listener, service }) = self.outbound {
             sweeps.push(Arc::clone(&listener.sweep));
-            for upstream in service.ageing() {
+            for upstream in &service.upstreams {
                 let upstream = Arc::clone(upstream);
                 housekeeping.spawn(async move { upstream.age().await });
             }

@@ -54,7 +54,9 @@ const X_FORWARDED: &str = "x-forwarded-";
 
 /// What all connections of the gateway share.
 pub(crate) struct Gateway<S: Store, C: Clock> {
-    mounts: HashMap<String, Arc<Mount<S, C>>>,
+    mounts: HashMap<String, Mount<S, C>>,
+    /// The servers behind those without TLS, whose idle connections have to be let go by [`Upstream::age`].
+    pub(crate) upstreams: Vec<Arc<Upstream<ReplayBody<Upload>>>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     door: Door,
@@ -62,11 +64,7 @@ pub(crate) struct Gateway<S: Store, C: Clock> {
 }
 
 /// A provider as the gateway calls it.
-struct Mount<S: Store, C: Clock> {
-    provider: Provider<S, C>,
-    service: OutboundService<Connections<ReplayBody<Upload>>, S, C>,
-    connections: Connections<ReplayBody<Upload>>,
-}
+type Mount<S, C> = OutboundService<Connections<ReplayBody<Upload>>, S, C>;
 
 impl<S: Store, C: Clock + Clone> Gateway<S, C> {
     /// A gateway to these providers, those without a base URL left out.
@@ -81,7 +79,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, GatewayError> {
         let connector = Connector::new().map_err(GatewayError::Roots)?;
-        let mut mounts = HashMap::new();
+        let (mut mounts, mut upstreams) = (HashMap::new(), Vec::new());
         for provider in outbound.providers() {
             let plan = provider.plan();
             let Some(base) = &plan.base_url else { continue };
@@ -89,12 +87,13 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             let layer =
                 OutboundLayer::with(provider.clone(), env).map_err(told)?.mounted(&plan.name).faults(connect::fault_of);
             let connections = connector.connections(plan, base);
-            let service = layer.layer(connections.clone());
-            let mount = Mount { provider: provider.clone(), service, connections };
-            mounts.insert(plan.name.clone(), Arc::new(mount));
+            if let Connections::Plain(upstream) = &connections {
+                upstreams.push(Arc::clone(upstream));
+            }
+            mounts.insert(plan.name.clone(), layer.layer(connections));
         }
         let door = Door::new(listens, &outbound.plan().hosts, token);
-        Ok(Self { mounts, cache: Cache::of(outbound), door, refusals, outbound: outbound.clone() })
+        Ok(Self { mounts, upstreams, cache: Cache::of(outbound), door, refusals, outbound: outbound.clone() })
     }
 
     /// What serves a connection's requests.
@@ -102,9 +101,6 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         Guest { gateway: Arc::clone(self), client: Arc::new(client) }
     }
 }
-
-/// Whom a request calls, and how.
-type Call<'a, S, C> = (&'a Arc<Mount<S, C>>, CallOptions);
 
 /// Why the gateway can't be opened.
 #[derive(Debug, thiserror::Error)]
@@ -132,7 +128,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
         // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
         watch.enter(Phase::Deciding);
         let (mount, options) = match self.gateway.read(&mut request, number, watch) {
-            Ok((mount, options)) => (Arc::clone(mount), options),
+            Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => return Answering::Now(Some(last(watch, dismiss(watch, request, refusal)))),
         };
         let has_body = !request.body().is_end_stream();
@@ -142,18 +138,18 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.client));
         Answering::Later(Box::pin(async move {
             let watch = &client.watch;
-            let (plan, service) = (mount.provider.plan(), &mount.service);
+            let plan = mount.provider().plan();
             let called = match plan.cache {
-                None => service.send(options, request).await.map(|response| relay(response, watch, plan)),
+                None => mount.send(options, request).await.map(|response| relay(response, watch, plan)),
                 Some(_) => {
-                    let send = |options, request| service.send(options, request);
+                    let send = |options, request| mount.send(options, request);
                     // Boxed, as calls of which nothing is kept would take the room for it too.
-                    let called = Box::pin(gateway.cache.call(service, options, request, send)).await;
+                    let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
                     called.map(|response| relay(response, watch, plan))
                 }
             };
             let mut response = called.unwrap_or_else(|failed| {
-                gateway.note(&mount.provider, &failed);
+                gateway.note(mount.provider(), &failed);
                 refusal(&failed, plan)
             });
             if has_body && watch.is_uploading() {
@@ -166,11 +162,6 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
 }
 
 impl<S: Store, C: Clock + Clone> Gateway<S, C> {
-    /// The servers whose idle connections have to be let go by [`Upstream::age`].
-    pub(crate) fn ageing(&self) -> impl Iterator<Item = &Arc<Upstream<ReplayBody<Upload>>>> {
-        self.mounts.values().filter_map(|mount| mount.connections.ageing())
-    }
-
     /// Makes the client's request the provider's, as far as that doesn't depend on the credential.
     #[expect(clippy::result_large_err, reason = "a refusal is small beside the call that it spares")]
     fn read(
@@ -178,7 +169,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         request: &mut Request<Incoming>,
         number: u32,
         watch: &Watch,
-    ) -> Result<Call<'_, S, C>, Response<Body>> {
+    ) -> Result<(&Mount<S, C>, CallOptions), Response<Body>> {
         sound(request, number, watch).map_err(|trouble| trouble.response())?;
         let target = request.uri().authority().cloned();
         self.door.admit(request.headers_mut(), target.as_ref()).map_err(door::Turned::response)?;
@@ -195,7 +186,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         let hop = hop::strip_request(headers);
         remove_all(headers, |name| name == EXPECT || ORIGINS.contains(name) || name.as_str().starts_with(X_FORWARDED));
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
-        let over_tls = mount.provider.plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
+        let over_tls = mount.provider().plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
         hop::arm_call(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
     }

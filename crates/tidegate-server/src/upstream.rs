@@ -23,7 +23,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tower_service::Service as _;
 
-use crate::body::BoxError;
+use crate::body::{BoxError, is_last};
 use crate::watch::lock;
 
 /// In how many steps an idle connection ages.
@@ -43,7 +43,7 @@ pub(crate) struct Upstream<B> {
 /// How connections to a server are made and kept.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
-    /// How long making one may take, the look-up of the name included; each of its addresses has its share.
+    /// How long making one may take, the look-up of the name included.
     pub(crate) connect: Duration,
     /// How long one is kept without a request.
     pub(crate) kept: Duration,
@@ -88,13 +88,10 @@ where
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(rules.connect));
         Arc::new(Self {
             place,
             host,
-            connector,
+            connector: tcp(rules.connect),
             rules,
             http: http1::Builder::new(),
             idle: Mutex::default(),
@@ -192,6 +189,14 @@ impl<B> Upstream<B> {
     }
 }
 
+/// Makes connections, each in this time, of which each of a name's addresses has its share.
+pub(crate) fn tcp(connect: Duration) -> HttpConnector {
+    let mut connector = HttpConnector::new();
+    connector.set_nodelay(true);
+    connector.set_connect_timeout(Some(connect));
+    connector
+}
+
 /// Why no connection came about, by what the system says.
 fn unconnected(error: &(dyn Error + 'static)) -> Failure {
     let cause = causes(error).find_map(|cause| cause.downcast_ref::<io::Error>());
@@ -275,8 +280,7 @@ impl<B: Send + 'static> Body for Reply<B> {
         let Some(inner) = &mut self.inner else { return Poll::Ready(None) };
         let polled = Pin::new(inner).poll_frame(cx);
         match &polled {
-            // Nothing comes after trailers (RFC 9110 §6.5).
-            Poll::Ready(Some(Ok(frame))) if frame.is_trailers() || self.is_end_stream() => self.give_back(),
+            Poll::Ready(Some(Ok(frame))) if is_last(frame, &*self) => self.give_back(),
             Poll::Ready(None) => self.give_back(),
             Poll::Ready(Some(Err(_))) => self.lease = None,
             Poll::Ready(Some(Ok(_))) | Poll::Pending => {}

@@ -26,8 +26,7 @@ pub struct Ceiling {
     pub limit: LimitId,
     /// What it counts.
     pub measure: Measure,
-    /// Whether it is told when a call ends that it has counted ahead: it makes a difference to a window whose moments are
-    /// all kept ([`Window::is_exact`](crate::Window::is_exact)), and to nothing else.
+    /// Whether it is told when a call ends that it has counted ahead, as its kind [`settles`](crate::Kind::settles).
     pub settles: bool,
 }
 

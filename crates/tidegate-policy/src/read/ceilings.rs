@@ -232,7 +232,7 @@ impl Reader<'_> {
                     return None;
                 }
             };
-            let settles = matches!(&kind, Kind::Window(window) if window.is_exact());
+            let settles = kind.settles();
             let mut words = words::bound(&quantity);
             if measure == Measure::Cost {
                 words.push_str(", by what calls cost");

@@ -23,7 +23,7 @@ use tidegate_policy::outbound::{BaseUrl, Provider};
 use tower_service::Service;
 
 use crate::body::BoxError;
-use crate::upstream::{Failure, Reply, Rules, Upstream};
+use crate::upstream::{self, Failure, Reply, Rules, Upstream};
 
 /// How long a connection is kept without a request: less than the minute after which many servers close theirs.
 const IDLE: Duration = Duration::from_secs(50);
@@ -34,7 +34,9 @@ const PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs
 
 /// The connections to a provider, which are kept.
 pub(super) enum Connections<B> {
+    /// Whose [`Upstream::age`] must run.
     Plain(Arc<Upstream<B>>),
+    /// With timers of its own.
     Tls(Arc<Client<HttpsConnector<HttpConnector>, B>>),
 }
 
@@ -68,10 +70,8 @@ impl Connector {
             let rules = Rules { connect: provider.connect_timeout, kept: IDLE, cap: MAX_IDLE };
             return Connections::Plain(Upstream::new(base.authority(), rules));
         }
-        let mut tcp = HttpConnector::new();
+        let mut tcp = upstream::tcp(provider.connect_timeout);
         tcp.enforce_http(false);
-        tcp.set_nodelay(true);
-        tcp.set_connect_timeout(Some(provider.connect_timeout));
         let tls = HttpsConnectorBuilder::new().with_tls_config(self.0.clone());
         let connector = tls.https_only().enable_all_versions().wrap_connector(tcp);
         let client = Client::builder(TokioExecutor::new())
@@ -83,13 +83,6 @@ impl Connector {
             .http2_keep_alive_timeout(PING.1)
             .build(connector);
         Connections::Tls(Arc::new(client))
-    }
-}
-
-impl<B> Connections<B> {
-    /// The server whose idle connections are let go by [`Upstream::age`]; the other pool has timers of its own.
-    pub(super) fn ageing(&self) -> Option<&Arc<Upstream<B>>> {
-        if let Self::Plain(upstream) = self { Some(upstream) } else { None }
     }
 }
 

@@ -209,6 +209,20 @@ fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
     Gateway { address, clock, stop, ended }
 }
 
+/// A provider that reads one request a connection, answers it with these bytes and closes.
+pub(crate) async fn closing(answer: &'static str) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let mut peer = Peer::over(listener.accept().await.unwrap().0);
+            peer.message().await;
+            peer.send(answer).await;
+        }
+    });
+    address
+}
+
 /// A request with these header lines, each with its end, and this body.
 pub(crate) fn request(method: &str, path: &str, lines: &str, body: &str) -> String {
     let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };

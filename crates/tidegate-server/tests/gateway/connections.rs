@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use crate::common::{Answer, Api, FREE, provider, request, running};
+use crate::common::{Answer, Api, FREE, closing, provider, request, running};
 use crate::wire::{Peer, header, status};
 
 #[tokio::test]
@@ -12,8 +12,8 @@ async fn one_serves_the_next_call_and_the_next_attempt() {
     let api = Api::start(|number, _| match number % 2 {
         0 => Answer::new(503, "a body that nobody reads"),
         _ => Answer::new(200, "done"),
-    });
-    let api = api.await;
+    })
+    .await;
     let retry = "limit = \"1000/s burst 1000\"\nretry = { base = \"30ms\", cap = \"30ms\", jitter = \"none\" }\n";
     let gateway = running(&api.policy(retry));
     for _ in 0..3 {
@@ -24,15 +24,7 @@ async fn one_serves_the_next_call_and_the_next_attempt() {
 
 #[tokio::test]
 async fn one_that_the_provider_has_closed_is_replaced_before_anything_is_sent() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let gateway = running(&provider(listener.local_addr().unwrap(), FREE));
-    tokio::spawn(async move {
-        loop {
-            let mut peer = Peer::over(listener.accept().await.unwrap().0);
-            peer.message().await;
-            peer.send("HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
-        }
-    });
+    let gateway = running(&provider(closing("HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await, FREE));
     for _ in 0..3 {
         let answer = gateway.ask(request("POST", "/api/x", "", "order")).await;
         assert_eq!((status(&answer), header(&answer, "tidegate-attempts")), (200, Some("1")), "{answer}");

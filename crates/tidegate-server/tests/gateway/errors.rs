@@ -5,7 +5,7 @@ use std::time::Duration;
 use tidegate::Span;
 use tokio::net::TcpListener;
 
-use crate::common::{Answer, Api, FREE, ONCE, get, provider, request, running, standing};
+use crate::common::{Answer, Api, FREE, ONCE, closing, get, provider, request, running, standing};
 use crate::wire::{Peer, body, header, json, nobody, status, undated};
 
 /// An error as it is on the wire.
@@ -187,13 +187,7 @@ async fn a_body_that_cannot_be_sent_again() {
 
 #[tokio::test]
 async fn a_request_that_must_not_be_sent_again() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let gateway = standing(&provider(listener.local_addr().unwrap(), FREE));
-    tokio::spawn(async move {
-        loop {
-            Peer::over(listener.accept().await.unwrap().0).message().await;
-        }
-    });
+    let gateway = standing(&provider(closing("").await, FREE));
     let why = "the request isn't idempotent and has no idempotency key, so it isn't sent again";
     let body = format!(
         "{{\"error\":\"NotIdempotentError\",\"message\":\"api: {why}: {BROKEN_OFF}\",\

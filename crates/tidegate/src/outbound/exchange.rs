@@ -175,12 +175,9 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
 
 impl<I, Q, B, C> Exchange<'_, I, Q, C>
 where
-    I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
-    I::Error: Into<BoxError>,
-    I::Future: Send,
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
     Q: Body<Data = Bytes> + Send,
-    B: Body<Data = Bytes> + Send,
-    B::Error: Into<BoxError>,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
     C: Clock,
 {
     async fn exchange(&mut self, credential: usize) -> Ended<Outcome<B>> {
@@ -254,12 +251,9 @@ where
 
 impl<I, Q, B, C> Upstream for Exchange<'_, I, Q, C>
 where
-    I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
-    I::Error: Into<BoxError>,
-    I::Future: Send,
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
     Q: Body<Data = Bytes> + Send,
-    B: Body<Data = Bytes> + Send,
-    B::Error: Into<BoxError>,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
     C: Clock,
 {
     type Reply = Outcome<B>;

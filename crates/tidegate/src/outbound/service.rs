@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use futures_util::future::{Either, ready};
 use http::{Request, Response};
 use http_body::Body;
 use tidegate_core::Clock;
@@ -185,12 +184,9 @@ impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
         request: Request<Q>,
     ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>> + Send
     where
-        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
-        I::Error: Into<BoxError>,
-        I::Future: Send,
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
         Q: Body<Data = Bytes> + Send,
-        B: Body<Data = Bytes> + Send,
-        B::Error: Into<BoxError>,
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
     {
         self.counter.call(self.inner.clone(), options, request)
     }
@@ -216,12 +212,12 @@ impl<I, S: Store, C: Clock> fmt::Debug for OutboundService<I, S, C> {
 
 impl<I, Q, B, S, C> Service<Request<Q>> for OutboundService<I, S, C>
 where
-    I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send + 'static,
-    I::Error: Into<BoxError>,
-    I::Future: Send,
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send>
+        + Clone
+        + Send
+        + 'static,
     Q: Body<Data = Bytes> + Send + 'static,
-    B: Body<Data = Bytes> + Send + 'static,
-    B::Error: Into<BoxError>,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
     S: Store,
     C: Clock,
 {
@@ -243,46 +239,25 @@ where
 impl<S: Store, C: Clock> Counter<S, C> {
     /// Makes one request a call, by an inner service that need not outlive it.
     ///
-    /// Not an `async fn`, which would hold the request beside the exchange that it becomes.
+    /// Not an `async fn`, which would hold the request beside the exchange that it becomes, and that one twice.
     pub(super) fn call<I, Q, B>(
         &self,
         inner: I,
-        options: CallOptions,
+        mut options: CallOptions,
         request: Request<Q>,
     ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>>
     where
-        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
-        I::Error: Into<BoxError>,
-        I::Future: Send,
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
         Q: Body<Data = Bytes> + Send,
-        B: Body<Data = Bytes> + Send,
-        B::Error: Into<BoxError>,
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
     {
         let (mut parts, body) = request.into_parts();
         parts.extensions.remove::<CallOptions>();
         let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
         let body = Replay::new(body, self.provider.plan().replay_bytes);
-        match Exchange::new(&self.manner, inner, parts, body, judge) {
-            Ok(exchange) => Either::Left(self.carry_out(exchange, options)),
-            Err(error) => Either::Right(ready(Err(error.into()))),
-        }
-    }
-
-    #[expect(clippy::manual_async_fn, reason = "one would hold the exchange twice, as it came and as it goes on")]
-    fn carry_out<I, Q, B>(
-        &self,
-        mut exchange: Exchange<'_, I, Q, C>,
-        mut options: CallOptions,
-    ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>>
-    where
-        I: Service<Request<ReplayBody<Q>>, Response = Response<B>> + Clone + Send,
-        I::Error: Into<BoxError>,
-        I::Future: Send,
-        Q: Body<Data = Bytes> + Send,
-        B: Body<Data = Bytes> + Send,
-        B::Error: Into<BoxError>,
-    {
+        let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge);
         async move {
+            let exchange = exchange.as_mut().map_err(|error| *error)?;
             let unsaid = options.cost == CallOptions::default().cost;
             if let Some(rules) = self.manner.cost.as_ref().filter(|_| unsaid) {
                 let began_at = self.manner.clock.now();
@@ -296,7 +271,7 @@ impl<S: Store, C: Clock> Counter<S, C> {
                 response.extensions_mut().insert(happened);
                 response
             };
-            match self.provider.drive(options, &mut exchange).await {
+            match self.provider.drive(options, exchange).await {
                 Ok(done) => {
                     let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
                     let price = self.manner.cost.as_ref().and_then(|rules| Price::of(rules, response.headers()));
