@@ -13,6 +13,9 @@ use core::fmt;
 
 use crate::{Class, Span, Time};
 
+/// A shorter round trip counts as this long: a queue that stands for less than 5 ms harms nobody (RFC 8289 §4.3), while to
+/// hold calls back costs the provider's throughput, and for such a queue more than it gains.
+const SHORTEST: Span = Span::from_millis(5);
 /// Replies that are judged together.
 const WINDOW: u32 = 32;
 /// For how many round trips without load replies aren't counted after a judgement: they belong to calls that were sent
@@ -60,7 +63,7 @@ impl core::error::Error for InflightError {}
 
 /// A provider's cap on calls in flight.
 ///
-/// Replies are judged 32 at a time; after each judgement those of the next two round trips are left out, for they tell
+/// Round trips of less than 5 ms count as 5 ms. Replies are judged 32 at a time; after each judgement those of the next two round trips are left out, for they tell
 /// of the cap that held before. A call that failed (throttled, timed out or transient otherwise) counts as one that
 /// took twice as long as usual. Where most calls were sent with more than half of the cap in flight, an average of
 ///
@@ -163,8 +166,7 @@ impl Inflight {
         } else {
             let most = self.unloaded.map_or(Span::MAX, |unloaded| unloaded.times(2));
             window.answered += 1;
-            // A round trip of no length would stay the usual one for ever.
-            window.round_trips = window.round_trips + round_trip.min(most).max(Span::from_micros(1));
+            window.round_trips = window.round_trips + round_trip.max(SHORTEST).min(most);
         }
         if window.answered + window.failed >= WINDOW {
             self.judge(now);

@@ -136,7 +136,9 @@ fn it_finds_any_number_of_workers_though_service_times_are_random() {
             let share = f64::from(seen.replies) / (workers as f64 * 3_000.0);
             assert!(share >= 0.9, "{workers} × {millis} ms, seed {seed}: {share}");
             // The mean of 32 random times is a fifth off now and then, and so is what it is compared with.
-            let most = workers as u32 * 9 / 4 + 8;
+            // As many calls as have a queue before them that holds each up for 5 ms don't matter.
+            let unnoticed = workers as u32 * 5 / millis.clamp(1, 5) as u32;
+            let most = unnoticed * 9 / 4 + 8;
             assert!(seen.highest() <= most, "{workers} × {millis} ms, seed {seed}: {}", seen.highest());
         }
     }
@@ -286,16 +288,27 @@ fn calls_that_time_out_count_however_long_they_took() {
 }
 
 #[test]
-fn round_trips_too_short_to_measure_are_outgrown() {
-    let mut inflight = Inflight::new(InflightSpec::default()).unwrap();
-    let mut now = at(0);
-    for round_trip in [Span::ZERO, Span::from_millis(1)] {
-        for _ in 0..10_000 {
-            now = now + Span::from_millis(1);
-            inflight.sample(round_trip, inflight.limit(), Class::Success, now);
-        }
+fn a_queue_too_short_to_matter_holds_nobody_back() {
+    for (workers, micros, demand) in [(20, 1_000, 80), (2, 50, 100), (1, 20, 200)] {
+        let mut world =
+            World::new(InflightSpec::default(), workers, Service::Always(Span::from_micros(micros)), demand);
+        world.run(1);
+        let seen = world.run(1);
+        assert!(seen.lowest() >= demand, "{workers} × {micros} µs: {:?}", world.inflight);
+        // A share of failures counts all the same, once it binds.
+        world.demand = u32::MAX;
+        let mut turn = 0;
+        world.run_as(2, |_| {
+            turn += 1;
+            if turn % 2 == 0 { Class::Success } else { Class::Throttled }
+        });
+        assert_eq!(world.inflight.limit(), 4, "{workers} × {micros} µs: {:?}", world.inflight);
     }
-    assert!(inflight.limit() >= 20 && inflight.unloaded() > Some(Span::from_micros(800)), "{inflight:?}");
+    // A longer one does.
+    let mut world = World::new(InflightSpec::default(), 20, Service::Always(Span::from_millis(1)), 400);
+    world.run(60);
+    let seen = world.run(60);
+    assert!(seen.highest() <= 20 * 5 * 3 / 2 && seen.replies >= 20_000 * 60 * 9 / 10, "{seen:?}");
 }
 
 #[test]
