@@ -80,9 +80,14 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// Whether it concerns a key that nothing is remembered of, too.
-    fn makes(self) -> bool {
-        matches!(self, Self::Debit | Self::Throttle { .. } | Self::Disable | Self::Pace { failed: true, .. })
+    /// Whether under a limit of this kind it concerns a key that nothing is remembered of, too.
+    fn makes(self, kind: &Kind) -> bool {
+        match self {
+            Self::Debit => !matches!(kind, Kind::Cooldown(_)),
+            Self::Throttle { .. } | Self::Disable => matches!(kind, Kind::Cooldown(_)),
+            Self::Pace { failed, .. } => failed && matches!(kind, Kind::Pace(_)),
+            _ => false,
+        }
     }
 }
 
@@ -539,7 +544,7 @@ fn change(
             _ => {
                 // What isn't remembered can be given back, but not be held.
                 let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
-                cells.alter(index, &ask, op.verb.makes(), &mut |state| done = state.tell(&ask, outcome));
+                cells.alter(index, &ask, op.verb.makes(limit.kind()), &mut |state| done = state.tell(&ask, outcome));
                 outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
             }
         }

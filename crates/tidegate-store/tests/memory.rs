@@ -99,6 +99,27 @@ fn a_refund_forgets_nobody_else() {
     assert_eq!((wrong, store.stats().losses.evicted()), (0, 0));
 }
 
+/// Nor does what is told of a limit of another kind.
+#[test]
+fn what_makes_no_sense_of_a_rate_forgets_nobody() {
+    let rate = Rate::new(5, Span::from_secs(3600), 5).unwrap();
+    let store = Memory::reproducible(Arc::new(Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap()), 1 << 20);
+    let one = |verb, client| {
+        let mut batch = Batch::new(0);
+        batch.push(Op::new(desk::id(0), verb, desk::key(client), 1)).unwrap();
+        store.apply_now(&batch, desk::at(0)).list()[0].used
+    };
+    for verb in [Verb::Throttle { generation: 0 }, Verb::Disable, Verb::Pace { failed: true, draw: 0 }] {
+        for client in 0..100 {
+            one(verb, client);
+            one(Verb::Take, client);
+            one(verb, client + 1_000);
+        }
+    }
+    let wrong = (0..100).filter(|&client| one(Verb::Peek, client) != 3).count();
+    assert_eq!((wrong, store.stats().entries, store.stats().losses.evicted()), (0, 100, 0));
+}
+
 /// Of keys in one shard of a store for plain rates alone, which keeps no room for other states.
 #[test]
 fn what_calls_cost_beyond_what_was_reserved_is_remembered_of_each() {
