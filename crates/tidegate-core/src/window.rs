@@ -107,7 +107,7 @@ impl Window {
             log.pop_front();
         }
         // Few enough to be kept one by one again.
-        log.coarse &= log.total > u64::from(self.entries);
+        log.coarse &= log.total() > u64::from(self.entries);
         now
     }
 
@@ -188,10 +188,11 @@ impl Window {
         }
         let mut rest = cost;
         while rest > 0 {
-            let Some(oldest) = log.front_mut() else { return };
+            let Some(oldest) = log.front() else { return };
             if oldest.count > rest {
-                oldest.count -= rest;
-                log.total = log.total.saturating_sub(rest);
+                let total = log.total().saturating_sub(rest);
+                log.set(0, Slot { count: oldest.count - rest, ..oldest });
+                log.set_total(total);
                 return;
             }
             rest -= oldest.count;
@@ -202,22 +203,19 @@ impl Window {
     /// Merges entries that lie in the same cell of the grid. From then on, and until few calls are left, new ones are
     /// merged as they come: a key in constant use then needs a slot a cell, and mostly touches one.
     fn merge(&self, log: &mut Log) {
-        let mut kept = 0;
+        let (total, mut kept) = (log.total(), 0);
         for index in 1..log.len() {
-            let slot = log.slots()[log.place(index)];
-            let last = log.place(kept);
-            let into = &mut log.slots_mut()[last];
+            let (slot, into) = (log.get(index), log.get(kept));
             if self.cell_of(into.at) == self.cell_of(slot.at) {
-                *into = Slot { at: slot.at, count: into.count.saturating_add(slot.count) };
+                log.set(kept, Slot { at: slot.at, count: into.count.saturating_add(slot.count) });
             } else {
                 kept += 1;
-                let place = log.place(kept);
-                log.slots_mut()[place] = slot;
+                log.set(kept, slot);
             }
         }
-        log.len = log.len.min(kept as u16 + 1);
+        log.truncate(kept + 1);
+        log.set_total(total);
         log.coarse = true;
-        log.note_ends();
         log.fit();
     }
 
@@ -231,6 +229,9 @@ impl Window {
     }
 }
 
+/// How many bits of a packed slot tell how much.
+const COUNT_BITS: u32 = 12;
+
 /// What was admitted at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slot {
@@ -240,57 +241,73 @@ pub struct Slot {
     pub count: u64,
 }
 
-/// How many slots a log holds before it takes memory of its own.
-const INLINE: usize = 2;
+impl Slot {
+    /// In eight bytes, as nearly all are: 52 bits for when, and 12 for how much.
+    fn pack(self) -> Option<u64> {
+        (self.count >> COUNT_BITS == 0).then_some(self.at.as_micros() << COUNT_BITS | self.count)
+    }
 
+    fn unpack(word: u64) -> Self {
+        Self { at: Time::from_micros(word >> COUNT_BITS), count: word & ((1 << COUNT_BITS) - 1) }
+    }
+
+    #[inline]
+    fn write(self, words: &mut [u64], place: usize, wide: bool) {
+        match self.pack() {
+            Some(word) if !wide => words[place] = word,
+            _ => words[place..place + 2].copy_from_slice(&[self.at.as_micros(), self.count]),
+        }
+    }
+}
+
+/// How many slots a log holds before it takes memory of its own.
+const INLINE: usize = 5;
+
+/// A ring's words: a slot each, or two where one doesn't fit.
 #[derive(Clone, Debug)]
 enum Ring {
-    Inline([Slot; INLINE]),
-    /// With the moments of both ends, so that judging needn't fetch the slots: they are rarely at hand, and in the space
-    /// of the inline ones there is room for the ends.
-    Heap {
-        slots: Box<[Slot]>,
-        oldest: Time,
-        newest: Time,
-    },
+    /// Packed slots; what isn't one is zero.
+    Inline([u64; INLINE]),
+    /// All slots but the newest. What most calls need is beside them, since they are rarely at hand; it takes the
+    /// space of the inline ones.
+    Heap { words: Box<[u64]>, total: u64, oldest: Time, newest: Slot },
 }
 
 /// When calls were admitted, oldest first: a ring that grows with use.
 #[derive(Clone, Debug)]
 pub struct Log {
-    total: u64,
     head: u16,
     len: u16,
     /// Entries have been merged, and new ones are.
     coarse: bool,
+    /// A slot takes two words: its moment and its count.
+    wide: bool,
     ring: Ring,
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Self { total: 0, head: 0, len: 0, coarse: false, ring: Ring::Inline([Slot::default(); INLINE]) }
+        Self { head: 0, len: 0, coarse: false, wide: false, ring: Ring::Inline([0; INLINE]) }
     }
 }
 
 impl Log {
     /// A log of one admitted call.
     pub fn once(at: Time, count: u64) -> Self {
-        let mut slots = [Slot::default(); INLINE];
-        slots[0] = Slot { at, count };
-        Self { total: count, head: 0, len: 1, coarse: false, ring: Ring::Inline(slots) }
+        let mut log = Self::default();
+        log.push_back(Slot { at, count }, 1);
+        log
     }
 
     /// A log of these slots, oldest first; `coarse` says that some were merged. Slots out of order or beyond what a
     /// log holds are `None`.
     pub fn of(slots: &[Slot], coarse: bool) -> Option<Self> {
-        let mut log = Self { coarse, ..Self::default() };
         let ordered = slots.is_sorted_by_key(|slot| slot.at);
         if !ordered || slots.len() > 2 * MAX_ENTRIES as usize - 1 || slots.iter().any(|slot| slot.count == 0) {
             return None;
         }
-        if slots.len() > INLINE {
-            log.resize(slots.len());
-        }
+        let mut log = Self { coarse, ..Self::default() };
+        log.lay_out(slots.len(), false);
         for slot in slots {
             log.push_back(*slot, slots.len());
         }
@@ -304,7 +321,10 @@ impl Log {
 
     /// The sum of all counts.
     pub fn total(&self) -> u64 {
-        self.total
+        match &self.ring {
+            Ring::Inline(words) => words.iter().map(|word| Slot::unpack(*word).count).sum(),
+            Ring::Heap { total, .. } => *total,
+        }
     }
 
     /// How many slots are in use.
@@ -318,228 +338,270 @@ impl Log {
     }
 
     /// The slots, oldest first.
-    pub fn iter(&self) -> impl Iterator<Item = &Slot> {
-        let slots = self.slots();
-        (0..self.len()).map(move |index| &slots[self.place(index)])
+    pub fn iter(&self) -> impl Iterator<Item = Slot> {
+        (0..self.len()).map(|index| self.get(index))
     }
 
     /// Bytes held outside the log itself.
     pub fn heap_bytes(&self) -> usize {
         match &self.ring {
             Ring::Inline(_) => 0,
-            Ring::Heap { slots, .. } => size_of_val::<[Slot]>(slots),
+            Ring::Heap { words, .. } => size_of_val::<[u64]>(words),
         }
     }
 
-    fn slots(&self) -> &[Slot] {
+    /// How many slots there is room for.
+    fn capacity(&self) -> usize {
         match &self.ring {
-            Ring::Inline(slots) => slots,
-            Ring::Heap { slots, .. } => slots,
+            Ring::Inline(_) => INLINE,
+            Ring::Heap { words, .. } => words.len() / self.width() + 1,
         }
     }
 
-    fn slots_mut(&mut self) -> &mut [Slot] {
-        match &mut self.ring {
-            Ring::Inline(slots) => slots,
-            Ring::Heap { slots, .. } => slots,
+    /// How many words a slot takes.
+    fn width(&self) -> usize {
+        1 + usize::from(self.wide)
+    }
+
+    fn get(&self, index: usize) -> Slot {
+        match &self.ring {
+            Ring::Inline(words) => Slot::unpack(words[index]),
+            Ring::Heap { newest, .. } if index + 1 == self.len() => *newest,
+            Ring::Heap { words, .. } => match &words[self.place(index)..] {
+                [at, count, ..] if self.wide => Slot { at: Time::from_micros(*at), count: *count },
+                words => Slot::unpack(words[0]),
+            },
         }
     }
 
+    /// Where in the ring a slot begins.
     fn place(&self, index: usize) -> usize {
-        let place = self.head as usize + index;
-        let capacity = self.slots().len();
-        if place >= capacity { place - capacity } else { place }
+        let place = (self.head as usize + index) * self.width();
+        match &self.ring {
+            Ring::Heap { words, .. } if place >= words.len() => place - words.len(),
+            _ => place,
+        }
     }
 
-    fn front(&self) -> Option<&Slot> {
-        (self.len > 0).then(|| &self.slots()[self.place(0)])
+    /// Puts a slot in the place of another, and leaves the total to the caller.
+    fn set(&mut self, index: usize, slot: Slot) {
+        let (last, wide) = (index + 1 == self.len(), self.wide);
+        let place = self.place(index);
+        match (&mut self.ring, slot.pack()) {
+            (Ring::Inline(words), Some(word)) => words[index] = word,
+            (Ring::Heap { words, oldest, newest, .. }, packed) if last || wide || packed.is_some() => {
+                if index == 0 {
+                    *oldest = slot.at;
+                }
+                if last {
+                    *newest = slot;
+                } else {
+                    slot.write(words, place, wide);
+                }
+            }
+            _ => {
+                self.lay_out(self.capacity(), true);
+                self.set(index, slot);
+            }
+        }
     }
 
-    fn back(&self) -> Option<&Slot> {
-        (self.len > 0).then(|| &self.slots()[self.place(self.len() - 1)])
+    /// Notes the sum of all counts, where it isn't found by adding them.
+    fn set_total(&mut self, sum: u64) {
+        if let Ring::Heap { total, .. } = &mut self.ring {
+            *total = sum;
+        }
+    }
+
+    fn front(&self) -> Option<Slot> {
+        (self.len > 0).then(|| self.get(0))
+    }
+
+    #[inline]
+    fn back(&self) -> Option<Slot> {
+        let last = self.len().checked_sub(1)?;
+        Some(match &self.ring {
+            Ring::Inline(words) => Slot::unpack(words[last]),
+            Ring::Heap { newest, .. } => *newest,
+        })
     }
 
     /// When the oldest entry was made.
     fn oldest(&self) -> Option<Time> {
         match &self.ring {
             _ if self.len == 0 => None,
-            Ring::Inline(_) => self.front().map(|slot| slot.at),
+            Ring::Inline(words) => Some(Slot::unpack(words[0]).at),
             Ring::Heap { oldest, .. } => Some(*oldest),
         }
     }
 
     /// When the newest entry was made.
     fn newest(&self) -> Option<Time> {
-        match &self.ring {
-            _ if self.len == 0 => None,
-            Ring::Inline(_) => self.back().map(|slot| slot.at),
-            Ring::Heap { newest, .. } => Some(*newest),
-        }
-    }
-
-    /// Notes the ends after a change of any slots' moments.
-    fn note_ends(&mut self) {
-        let ends = (self.front().map(|slot| slot.at), self.back().map(|slot| slot.at));
-        if let (Ring::Heap { oldest, newest, .. }, (Some(first), Some(last))) = (&mut self.ring, ends) {
-            (*oldest, *newest) = (first, last);
-        }
-    }
-
-    fn front_mut(&mut self) -> Option<&mut Slot> {
-        let place = self.place(0);
-        (self.len > 0).then(|| &mut self.slots_mut()[place])
-    }
-
-    fn back_mut(&mut self) -> Option<&mut Slot> {
-        if self.len == 0 {
-            return None;
-        }
-        let place = self.place(self.len() - 1);
-        Some(&mut self.slots_mut()[place])
+        self.back().map(|slot| slot.at)
     }
 
     /// Counts more at the newest entry, which is then made at `more.at`.
     fn add_to_newest(&mut self, more: Slot) {
-        self.total = self.total.saturating_add(more.count);
-        if let Some(newest) = self.back_mut() {
-            *newest = Slot { at: more.at, count: newest.count.saturating_add(more.count) };
-        }
-        let alone = self.len == 1;
-        if let Ring::Heap { oldest, newest, .. } = &mut self.ring {
-            *newest = more.at;
-            if alone {
-                *oldest = more.at;
+        let Some(newest) = self.back() else { return };
+        let last = self.len() - 1;
+        let merged = Slot { at: more.at, count: newest.count.saturating_add(more.count) };
+        match (&mut self.ring, merged.pack()) {
+            (Ring::Inline(words), Some(word)) => words[last] = word,
+            (Ring::Inline(_), None) => {
+                self.lay_out(INLINE, true);
+                self.add_to_newest(more);
+            }
+            (Ring::Heap { total, oldest, newest, .. }, _) => {
+                *total = total.saturating_add(more.count);
+                *newest = merged;
+                if last == 0 {
+                    *oldest = merged.at;
+                }
             }
         }
     }
 
     fn pop_front(&mut self) {
-        if let Some(slot) = self.front() {
-            self.total = self.total.saturating_sub(slot.count);
-            let next = self.place(1);
-            self.head = if next == self.slots().len() { 0 } else { next as u16 };
-            self.len -= 1;
+        let Some(slot) = self.front() else { return };
+        self.len -= 1;
+        if let Ring::Inline(words) = &mut self.ring {
+            words.copy_within(1.., 0);
+            words[INLINE - 1] = 0;
+            return;
         }
-        if self.len == 0 {
-            self.head = 0;
+        self.head = if self.len == 0 || self.place(1) == 0 { 0 } else { self.head + 1 };
+        let front = self.front();
+        if let Ring::Heap { total, oldest, .. } = &mut self.ring {
+            *total = total.saturating_sub(slot.count);
+            *oldest = front.map_or(Time::ZERO, |front| front.at);
         }
-        self.note_ends();
     }
 
     fn push_back(&mut self, slot: Slot, most: usize) {
-        let capacity = self.slots().len();
-        if self.len() == capacity {
-            self.resize((capacity * 2).min(most.max(capacity + 1)));
+        let len = self.len();
+        if let (Ring::Inline(words), Some(word)) = (&mut self.ring, slot.pack())
+            && len < INLINE
+        {
+            words[len] = word;
+            self.len += 1;
+            return;
         }
-        let place = self.place(self.len());
-        self.slots_mut()[place] = slot;
+        // What was the newest joins the others.
+        let (capacity, before) = (self.capacity(), self.back());
+        let wide = self.wide || slot.pack().is_none() || before.is_some_and(|before| before.pack().is_none());
+        if len == capacity {
+            self.lay_out((capacity * 2 - 1).min(most.max(capacity + 1)), wide);
+        } else if wide != self.wide {
+            self.lay_out(capacity, wide);
+        }
+        let place = before.map(|before| (self.place(len - 1), before));
         self.len += 1;
-        self.total = self.total.saturating_add(slot.count);
-        if let Ring::Heap { oldest, newest, .. } = &mut self.ring {
-            *newest = slot.at;
-            if self.len == 1 {
-                *oldest = slot.at;
-            }
+        let Ring::Heap { words, total, oldest, newest } = &mut self.ring else {
+            unreachable!("invariant: what fits into the log itself is there by now");
+        };
+        match place {
+            Some((place, before)) => before.write(words, place, wide),
+            None => *oldest = slot.at,
         }
+        *newest = slot;
+        *total = total.saturating_add(slot.count);
     }
 
     /// Takes `cost` from the entry made at this moment; false if there is none, or it holds less.
     fn take_at(&mut self, at: Time, cost: u64) -> bool {
-        let Some(index) = (0..self.len()).rev().find(|index| self.slots()[self.place(*index)].at <= at) else {
+        let Some(index) = (0..self.len()).rev().find(|index| self.get(*index).at <= at) else {
             return false;
         };
-        let place = self.place(index);
-        let slot = &mut self.slots_mut()[place];
+        let slot = self.get(index);
         if slot.at != at || slot.count < cost {
             return false;
         }
-        slot.count -= cost;
-        let empty = slot.count == 0;
-        self.total = self.total.saturating_sub(cost);
-        if empty {
+        let total = self.total().saturating_sub(cost);
+        self.set(index, Slot { at, count: slot.count - cost });
+        if slot.count == cost {
             for index in index..self.len() - 1 {
-                let (to, from) = (self.place(index), self.place(index + 1));
-                self.slots_mut()[to] = self.slots()[from];
+                self.set(index, self.get(index + 1));
             }
-            self.len -= 1;
-            self.note_ends();
+            self.truncate(self.len() - 1);
         }
+        self.set_total(total);
         true
     }
 
     /// Puts an entry where its moment belongs: behind those that are as old.
     fn put_at(&mut self, slot: Slot, most: usize) {
-        let behind = (0..self.len()).rev().find(|index| self.slots()[self.place(*index)].at <= slot.at);
+        let behind = (0..self.len()).rev().find(|index| self.get(*index).at <= slot.at);
         if let Some(behind) = behind {
-            let place = self.place(behind);
-            let same = &mut self.slots_mut()[place];
+            let same = self.get(behind);
             if same.at == slot.at {
-                same.count = same.count.saturating_add(slot.count);
-                self.total = self.total.saturating_add(slot.count);
+                let total = self.total().saturating_add(slot.count);
+                self.set(behind, Slot { count: same.count.saturating_add(slot.count), ..same });
+                self.set_total(total);
                 return;
             }
         }
         self.push_back(slot, most);
         let target = behind.map_or(0, |behind| behind + 1);
         for index in (target + 1..self.len()).rev() {
-            let (to, from) = (self.place(index), self.place(index - 1));
-            self.slots_mut()[to] = self.slots()[from];
+            self.set(index, self.get(index - 1));
         }
-        let place = self.place(target);
-        self.slots_mut()[place] = slot;
-        self.note_ends();
+        self.set(target, slot);
     }
 
-    fn resize(&mut self, capacity: usize) {
-        let mut ring = if capacity <= INLINE {
-            Ring::Inline([Slot::default(); INLINE])
-        } else {
-            let slots = vec![Slot::default(); capacity].into_boxed_slice();
-            Ring::Heap { slots, oldest: Time::ZERO, newest: Time::ZERO }
-        };
-        let slots = match &mut ring {
-            Ring::Inline(slots) => slots.as_mut_slice(),
-            Ring::Heap { slots, .. } => slots,
-        };
-        for (to, from) in slots.iter_mut().zip(self.iter()) {
-            *to = *from;
+    /// Keeps only the `len` oldest slots, and leaves the total to the caller.
+    fn truncate(&mut self, len: usize) {
+        let newest = len.checked_sub(1).map(|last| self.get(last));
+        for index in len..self.len() {
+            self.set(index, Slot::default());
         }
-        self.head = 0;
-        self.ring = ring;
-        self.note_ends();
+        self.len = self.len.min(len as u16);
+        if let Some(newest) = newest {
+            self.set(len - 1, newest);
+        }
+    }
+
+    /// Moves to a ring of so many slots.
+    fn lay_out(&mut self, capacity: usize, wide: bool) {
+        let ring = if capacity <= INLINE && !wide {
+            Ring::Inline([0; INLINE])
+        } else {
+            let words = vec![0; capacity.saturating_sub(1).max(1) * (1 + usize::from(wide))].into_boxed_slice();
+            Ring::Heap { words, total: 0, oldest: Time::ZERO, newest: Slot::default() }
+        };
+        let mut log = Self { head: 0, wide, ring, ..*self };
+        for (index, slot) in self.iter().enumerate() {
+            log.set(index, slot);
+        }
+        log.set_total(self.total());
+        *self = log;
     }
 
     /// Gives memory back when most of it is unused.
     fn fit(&mut self) {
-        if self.len() * 4 <= self.slots().len() {
-            self.resize(self.len().next_power_of_two());
+        if self.len() * 4 <= self.capacity() {
+            self.lay_out(self.len().next_power_of_two() + 1, false);
         }
     }
 
     /// Brings entries of the future to `now`: a clock stepped back, and who waited for it would be locked out.
     fn pull_back(&mut self, now: Time) {
         for index in (0..self.len()).rev() {
-            let place = self.place(index);
-            let slot = &mut self.slots_mut()[place];
+            let slot = self.get(index);
             if slot.at <= now {
                 break;
             }
-            slot.at = now;
+            self.set(index, Slot { at: now, ..slot });
         }
-        self.note_ends();
     }
 
     fn merge_oldest(&mut self) {
         if self.len < 2 {
             return;
         }
-        let oldest = self.slots()[self.place(0)];
-        let total = self.total;
+        let (total, oldest, next) = (self.total(), self.get(0), self.get(1));
         self.pop_front();
-        self.total = total;
-        if let Some(next) = self.front_mut() {
-            next.count = next.count.saturating_add(oldest.count);
-        }
+        self.set(0, Slot { count: next.count.saturating_add(oldest.count), ..next });
+        self.set_total(total);
     }
 }
 
@@ -590,13 +652,25 @@ mod tests {
     }
 
     #[test]
+    fn five_calls_take_no_memory_of_their_own() {
+        let window = Window::new(5, Span::from_secs(60), 64).unwrap();
+        let mut log = Log::default();
+        for second in 0..200 {
+            take(&window, &mut log, 1, at(second * 7));
+            assert_eq!(log.heap_bytes(), 0);
+        }
+        assert!(size_of::<Log>() <= 56, "{}", size_of::<Log>());
+        assert!(size_of::<crate::State>() <= 80, "{}", size_of::<crate::State>());
+    }
+
+    #[test]
     fn refunds_give_back_the_oldest_first() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
         let mut log = Log::default();
         take(&window, &mut log, 3, at(0));
         take(&window, &mut log, 2, at(30));
         window.refund(&mut log, 4, Time::ZERO, at(30));
-        assert_eq!(log.iter().copied().collect::<Vec<_>>(), [Slot { at: at(30), count: 1 }]);
+        assert_eq!(log.iter().collect::<Vec<_>>(), [Slot { at: at(30), count: 1 }]);
         window.refund(&mut log, u64::MAX, Time::ZERO, at(30));
         assert_eq!((log.total(), log.len()), (0, 0));
     }
