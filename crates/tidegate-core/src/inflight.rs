@@ -13,8 +13,8 @@ use core::fmt;
 
 use crate::{Class, Span, Time};
 
-/// A shorter round trip counts as this long: a queue that stands for less than 5 ms harms nobody (RFC 8289 §4.3), while to
-/// hold calls back costs the provider's throughput, and for such a queue more than it gains.
+/// A shorter round trip counts as this long, which is what CoDel lets a queue stand for (RFC 8289): nobody notices it, and
+/// holding calls back for less costs more than it gains.
 const SHORTEST: Span = Span::from_millis(5);
 /// Replies that are judged together.
 const WINDOW: u32 = 32;
@@ -63,9 +63,9 @@ impl core::error::Error for InflightError {}
 
 /// A provider's cap on calls in flight.
 ///
-/// Round trips of less than 5 ms count as 5 ms. Replies are judged 32 at a time; after each judgement those of the next two round trips are left out, for they tell
-/// of the cap that held before. A call that failed (throttled, timed out or transient otherwise) counts as one that
-/// took twice as long as usual. Where most calls were sent with more than half of the cap in flight, an average of
+/// Round trips of less than 5 ms count as 5 ms. Replies are judged 32 at a time; after each judgement those of the next
+/// two round trips are left out, for they tell of the cap that held before. A call that failed (throttled, timed out or
+/// transient otherwise) counts as one that took twice as long as usual. Where most calls were sent with more than half of the cap in flight, an average of
 ///
 /// - up to 5/4 of the round trip without load raises the cap by an eighth, unless more than an eighth of the calls failed;
 ///   at the start less than 4/3 doubles it, until it first doesn't rise;
@@ -140,7 +140,7 @@ impl Inflight {
         if self.draining { (self.cap / 2).max(self.spec.min) } else { self.cap }
     }
 
-    /// The round trip without load, as far as it is known.
+    /// The round trip without load, as far as it is known: 5 ms where it is shorter.
     pub fn unloaded(&self) -> Option<Span> {
         self.unloaded
     }
@@ -236,12 +236,11 @@ impl Inflight {
         }
         self.cap = self.cap.saturating_mul(2).min(self.spec.max);
         self.learnt_cap = self.cap;
-        self.unloaded = Some(Span::from_micros(average.max(1)));
+        self.unloaded = Some(Span::from_micros(average));
     }
 
     fn learn(&mut self, average: u64) {
         let usual = self.unloaded.map_or(average, Span::as_micros);
-        // Rounded up, or one microsecond could never become two.
-        self.unloaded = Some(Span::from_micros((usual + average).div_ceil(2)));
+        self.unloaded = Some(Span::from_micros((usual + average) / 2));
     }
 }

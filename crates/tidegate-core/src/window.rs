@@ -260,7 +260,7 @@ impl Slot {
     }
 }
 
-/// How many slots a log holds before it takes memory of its own.
+/// How many packed slots a log holds before it takes memory of its own.
 const INLINE: usize = 5;
 
 /// A ring's words: a slot each, or two where one doesn't fit.

@@ -142,9 +142,9 @@ fn a_million_blocked_keys() {
 #[test]
 fn blocks_with_long_logs_are_kept_too() {
     let _alone = alone();
-    for limit in [5, 60] {
+    for limit in [6, 60] {
         let store = store(limit, 8 * MIB);
-        let clients = 200_000 / limit;
+        let clients = 400_000 / limit;
         let blocked: Vec<u64> = (0..clients)
             .filter(|client| {
                 let calls = (0..=limit).map(|call| take(&store, *client, at(client * (limit + 1) + call)));
