@@ -13,10 +13,12 @@
 
 mod desk;
 mod hedge;
+mod remainder;
 mod rules;
 
 pub use desk::{Desk, Orders};
 use rand_core::Rng;
+pub use remainder::Remainder;
 pub use rules::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
 
 use crate::allowance::Rests;
@@ -353,9 +355,9 @@ impl Call {
             _ => false,
         };
         // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
-        let (op, outcome) = match (last(true), last(false)) {
-            (Some(shared), _) => shared,
-            (None, Some((op, outcome))) => {
+        let (op, outcome) = match outcomes.refuses().then(|| (last(true), last(false))) {
+            Some((Some(shared), _)) => shared,
+            Some((None, Some((op, outcome)))) => {
                 // At least a little, so that a store whose clock is behind isn't asked again and again.
                 let until = (outcome.retry_at + desk.apart(rules, kind(op))).max(now + ASKED_AGAIN);
                 if certain(op, outcome) {
@@ -369,7 +371,7 @@ impl Call {
                 self.stage = Stage::Queued(ticket);
                 return self.turn(rules, desk, now, rng);
             }
-            (None, None) => return self.granted(ticket, credential, rules, desk, outcomes, now),
+            None | Some((None, None)) => return self.granted(ticket, credential, rules, desk, outcomes, now),
         };
         let until = outcome.retry_at + desk.apart(rules, kind(op));
         let own = rules.lane_ceilings[self.charged as usize].iter().any(|ceiling| ceiling.limit == op.limit);
@@ -491,27 +493,11 @@ impl Call {
         disable(rules, desk, credential, now);
     }
 
-    /// The last reply's body has ended, or nobody reads on.
-    pub fn ended(&mut self, desk: &mut Desk) {
+    /// Nobody reads its last reply on.
+    fn ended(&mut self, desk: &mut Desk) {
         if let Stage::Streaming(lane, credential) = self.stage {
             desk.ended(lane, credential);
             self.stage = Stage::Idle;
-        }
-    }
-
-    /// It turned out to cost this much, where its measure is its cost.
-    pub fn cost_was(&mut self, rules: &Rules, desk: &mut Desk, credential: usize, cost: u64) {
-        desk.orders.begin();
-        desk.orders.tell.set_charged(self.charged_at, self.counted_at);
-        let (verb, rest) =
-            if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
-        let measured = |ceiling: &&Ceiling| ceiling.measure == Measure::Cost;
-        let own = rules.lane_ceilings[self.charged as usize].iter();
-        let shared = rules.ceilings.iter().chain(own).filter(measured).map(|ceiling| (ceiling, rules.key));
-        let key = rules.credential_keys[credential];
-        let of_credential = rules.credential_ceilings.iter().filter(measured).map(|ceiling| (ceiling, key));
-        for (ceiling, key) in shared.chain(of_credential).filter(|_| rest > 0) {
-            push(&mut desk.orders.tell, Op::new(ceiling.limit, verb, key, rest));
         }
     }
 

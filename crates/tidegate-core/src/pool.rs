@@ -164,8 +164,11 @@ impl Pool {
         self.used[credential] = self.count;
         self.in_flight[credential] = self.in_flight[credential].saturating_add(1);
         // It waits for its next turn, if it stays good.
-        self.good.remove(index);
-        self.sort(index);
+        if self.is_good(index) {
+            self.good.set(index, self.rank(index));
+        } else {
+            self.good.remove(index);
+        }
     }
 
     /// A call with this credential is no longer in flight. Whether [`Pool::next`] named nobody before, and now may.
@@ -229,12 +232,15 @@ impl Pool {
 
     /// Puts it among the good ones, where it keeps the place that it may have, or out of them.
     fn sort(&mut self, index: u32) {
-        let is_good = self.cooling.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight;
-        if !is_good {
+        if !self.is_good(index) {
             self.good.remove(index);
         } else if self.good.key(index).is_none() {
             self.good.set(index, self.rank(index));
         }
+    }
+
+    fn is_good(&self, index: u32) -> bool {
+        self.cooling.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
     }
 
     /// Lets those rejoin whose moment has come. A clock that has stepped back makes all notes void: their moments may
@@ -262,8 +268,9 @@ impl Pool {
 
     /// The credential's first turn that hasn't been had.
     fn turn(&self, index: u32) -> u64 {
-        let size = self.used.len() as u64;
-        self.count + (u64::from(index) + size - self.count % size) % size
+        let (size, index) = (self.used.len() as u64, u64::from(index));
+        let had = self.count % size;
+        self.count + if index < had { index + size - had } else { index - had }
     }
 }
 

@@ -53,7 +53,7 @@ pub use replay::{Replay, ReplayBody, ReplayError};
 pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use target::{Target, TargetError};
-use tidegate_core::call::{Call, Desk, Reply};
+use tidegate_core::call::{Call, Desk, Remainder, Reply};
 use tidegate_core::{Class, Clock, Lane, Span, Time};
 use tidegate_policy::outbound::{self, UnknownProvider};
 use tidegate_policy::{KeySeed, Policy};
@@ -290,30 +290,28 @@ impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for Done<T, S, C> {
 #[must_use = "dropping it ends the call"]
 pub struct Tail<S: Store = Memory, C: Clock = SystemClock> {
     hall: Option<Arc<Hall<S, C>>>,
-    call: Call,
-    credential: usize,
-    streams: bool,
+    remainder: Remainder,
 }
 
 impl<S: Store, C: Clock> Tail<S, C> {
     /// Tells what it cost, where a limit counts more than calls and the reply says so.
     pub fn cost_was(mut self, cost: u64) {
         if let Some(hall) = self.hall.take() {
-            hall.ended(&mut self.call, self.credential, Some(cost));
+            hall.ended(&mut self.remainder, Some(cost));
         }
     }
 }
 
 impl<S: Store, C: Clock> fmt::Debug for Tail<S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tail").field("streams", &self.streams).finish_non_exhaustive()
+        f.debug_struct("Tail").field("in_flight", &self.remainder.is_in_flight()).finish_non_exhaustive()
     }
 }
 
 impl<S: Store, C: Clock> Drop for Tail<S, C> {
     fn drop(&mut self) {
-        if let Some(hall) = self.hall.take().filter(|_| self.streams) {
-            hall.ended(&mut self.call, self.credential, None);
+        if let Some(hall) = self.hall.take().filter(|_| self.remainder.is_in_flight()) {
+            hall.ended(&mut self.remainder, None);
         }
     }
 }
@@ -454,12 +452,9 @@ impl<S: Store, C: Clock> Live<'_, S, C> {
     }
 
     fn done<T>(&mut self, ended: Ended<T>, happened: Happened) -> Done<T, S, C> {
-        let tail = Tail {
-            hall: Some(Arc::clone(self.hall)),
-            call: self.place.take(),
-            credential: happened.credential,
-            streams: ended.reply.streams,
-        };
+        let remainder = self.place.call().remainder(happened.credential);
+        self.place = Place::Gone;
+        let tail = Tail { hall: Some(Arc::clone(self.hall)), remainder };
         Done { value: ended.value, happened, tail }
     }
 }

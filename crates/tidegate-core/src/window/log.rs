@@ -219,8 +219,14 @@ impl Log {
 
     /// Counts more at the newest entry, which is then made at `more.at`.
     pub(super) fn add_to_newest(&mut self, more: Slot) {
-        if let Some(newest) = self.back() {
-            self.set(self.len() - 1, Slot { at: more.at, count: newest.count.saturating_add(more.count) });
+        let Some(newest) = self.back() else { return };
+        let merged = Slot { at: more.at, count: newest.count.saturating_add(more.count) };
+        match &mut self.ring {
+            Ring::Heap { total, newest, .. } if self.len > 1 => {
+                *total = total.saturating_add(more.count);
+                *newest = merged;
+            }
+            _ => self.set(self.len() - 1, merged),
         }
     }
 

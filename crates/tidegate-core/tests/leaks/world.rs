@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::breaker::State;
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
+use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Remainder, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::quota::Every;
 use tidegate_core::retry::Reach;
@@ -32,7 +32,7 @@ pub(crate) enum Stage {
     /// The store was asked, and what it answered is still on its way.
     Asking(Ticket, Box<(Batch, Outcomes)>),
     Sent(usize),
-    Streaming(usize),
+    Streaming(usize, Remainder),
     Renewing,
     /// Until its retry, which came out of the budget or not.
     Sleeping(Time, bool),
@@ -314,20 +314,23 @@ impl World {
             return self.beaten(known, &reply, streams);
         }
         let next = known.call.replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
-        if let Some(cost) = cost {
-            self.tell(self.desk.orders.tell());
-            known.call.cost_was(&self.rules, &mut self.desk, credential, cost);
-            self.charged.1 = self.charged.1 + cost - known.cost;
-        }
         let goes_on = !matches!(next, Step::Finish(_));
         let from_budget = class == Class::Transient && matches!(next, Step::Sleep(_));
         if from_budget {
             self.budget -= 1_000;
         }
-        if streams && !goes_on {
-            self.tell(self.desk.orders.tell());
-            known.stage = Stage::Streaming(credential);
-            return self.keep(id, known);
+        if !goes_on {
+            let remainder = known.call.remainder(credential);
+            if let Some(cost) = cost {
+                self.tell(self.desk.orders.tell());
+                remainder.cost_was(&self.rules, &mut self.desk, cost);
+                self.charged.1 = self.charged.1 + cost - known.cost;
+            }
+            if remainder.is_in_flight() {
+                self.tell(self.desk.orders.tell());
+                known.stage = Stage::Streaming(credential, remainder);
+                return self.keep(id, known);
+            }
         }
         self.step(id, known, next);
         if let Some(Known { stage: Stage::Sleeping(_, budgeted), .. }) = self.calls.get_mut(&id) {
@@ -336,8 +339,8 @@ impl World {
     }
 
     fn end(&mut self, id: usize) {
-        let mut known = self.take(id);
-        known.call.ended(&mut self.desk);
+        let Stage::Streaming(_, mut remainder) = self.take(id).stage else { panic!("no reply is being read") };
+        remainder.ended(&mut self.desk);
         self.finished.push((id, Ok(())));
     }
 
@@ -360,6 +363,9 @@ impl World {
     /// Its caller goes away.
     pub(crate) fn abandon(&mut self, id: usize) {
         let mut known = self.take(id);
+        if let Stage::Streaming(_, remainder) = &mut known.stage {
+            remainder.ended(&mut self.desk);
+        }
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
         self.orphan(&mut known);
         known.call.abandoned(&self.rules, &mut self.desk, Reach::Unknown, self.now, &mut self.rng);
@@ -397,12 +403,12 @@ impl World {
         for lane in Lane::ALL {
             same("waiting", self.desk.lanes.waiting(lane), self.waiting(lane))?;
             let flies =
-                |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming(_));
+                |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming(..));
             let in_flight = self.calls.values().filter(flies).count();
             same("in flight", self.desk.lanes.in_flight(lane) as usize, in_flight)?;
         }
         for credential in 0..self.rules.credential_keys.len() {
-            let sent = |known: &&Known| matches!(known.stage, Stage::Sent(with) | Stage::Streaming(with) if with == credential);
+            let sent = |known: &&Known| matches!(known.stage, Stage::Sent(with) | Stage::Streaming(with, _) if with == credential);
             let in_flight = self.calls.values().filter(sent).count() as u32;
             same("in flight with a credential", self.desk.pool.in_flight(credential), in_flight)?;
             same("more than its permits", in_flight > self.rules.credential_in_flight, false)?;
@@ -461,7 +467,7 @@ impl World {
                 }
             }
             21 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Streaming(_))) {
+                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Streaming(..))) {
                     self.end(id);
                 }
             }

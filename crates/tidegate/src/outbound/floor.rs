@@ -15,7 +15,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
 use tidegate_core::breaker::State;
-use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
+use tidegate_core::call::{Call, Desk, Failure, Remainder, Reply, Rules, Step};
 use tidegate_core::retry::Reach;
 use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, Span, Ticket, Time, Turn};
 use tidegate_policy::outbound;
@@ -325,13 +325,13 @@ impl<S: Store, C: Clock> Hall<S, C> {
     }
 
     /// The reply's body has ended; it cost this much, if that is known now.
-    pub(super) fn ended(self: &Arc<Self>, call: &mut Call, credential: usize, cost: Option<u64>) {
+    pub(super) fn ended(self: &Arc<Self>, remainder: &mut Remainder, cost: Option<u64>) {
         let (mut floor, now) = self.enter_now();
         let floor = &mut *floor;
         let desk = &mut floor.table.desk;
-        call.ended(desk);
+        remainder.ended(desk);
         if let Some(cost) = cost {
-            call.cost_was(&self.rules, desk, credential, cost);
+            remainder.cost_was(&self.rules, desk, cost);
             self.tell(desk, now);
             desk.lanes.poke();
         }
