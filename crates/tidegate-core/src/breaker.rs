@@ -204,6 +204,7 @@ impl Breaker {
     ///
     /// # Errors
     /// Why it is refused.
+    #[inline]
     pub fn take(&mut self, now: Time) -> Result<Permit, Refusal> {
         self.settle(now);
         self.peek(now)?;

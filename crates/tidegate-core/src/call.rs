@@ -316,10 +316,10 @@ impl Call {
     /// more is asked for than a provider grants, all its capacity would go to calls that time out. Half of its time is
     /// enough for any call.
     fn comes_too_late(&self, desk: &Desk, now: Time) -> bool {
-        let needed = desk.transit.ample().min(Span::from_micros(self.deadline.since(self.began_at).as_micros() / 2));
         let waited = now > self.queued_at;
+        let needed = || desk.transit.ample().min(Span::from_micros(self.deadline.since(self.began_at).as_micros() / 2));
         waited
-            && now + needed > self.deadline
+            && now + needed() > self.deadline
             && Lane::ALL.iter().map(|lane| desk.lanes.waiting(*lane)).sum::<usize>() > 1
     }
 

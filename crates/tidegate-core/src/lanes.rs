@@ -169,6 +169,7 @@ impl Lanes {
     ///
     /// # Errors
     /// [`QueueFull`] if as many wait as may.
+    #[inline]
     pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFull> {
         self.room(lane)?;
         let arrival = self.arrivals;

@@ -107,6 +107,7 @@ impl State {
     }
 
     /// What a call of `cost` would meet in the limit itself. Forgets what no longer counts, which changes no answer.
+    #[inline]
     fn look(&mut self, kind: &Kind, cost: u64, now: Time) -> Look {
         match kind {
             Kind::Window(window) => match &mut self.usage {

@@ -404,6 +404,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
     }
 
     /// A named call's turn, or its end; `None` if it waits on.
+    #[inline]
     fn carry_on(
         self: &Arc<Self>,
         call: &mut Call,
