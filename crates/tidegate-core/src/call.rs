@@ -52,8 +52,8 @@ pub struct Reply {
     pub rests: Rests,
     /// How far the request came.
     pub reach: Reach,
-    /// Whether its body is still to come: if the reply is the call's last, it stays among those in flight until
-    /// [`Call::ended`].
+    /// Whether its body is still to come: if the reply is the call's last, the call stays among those in flight until
+    /// [`Remainder::ended`].
     pub streams: bool,
 }
 
@@ -147,7 +147,7 @@ enum Stage {
     /// The store was asked for this credential.
     Asking(Ticket, usize),
     Sent(Sent),
-    /// The last reply, to a request with this credential, has begun and not ended.
+    /// Its last reply is there, to a request with this credential, and still to be read.
     Streaming(Lane, usize),
 }
 

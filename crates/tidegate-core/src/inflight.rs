@@ -65,8 +65,8 @@ impl core::error::Error for InflightError {}
 ///
 /// Round trips of less than 5 ms count as 5 ms. Replies are judged 32 at a time; after each judgement those of the next
 /// two round trips are left out, for they tell of the cap that held before. A call that failed (throttled, timed out or
-/// transient otherwise) counts as one that took twice as long as usual. Where most calls were sent with more than half of
-/// the cap in flight, an average of
+/// transient otherwise) counts as one that took twice as long as usual. Where most calls were sent with more than half
+/// of the cap in flight, an average of
 ///
 /// - up to 5/4 of the round trip without load raises the cap by an eighth, unless more than an eighth of the calls failed;
 ///   at the start less than 4/3 doubles it, until it first doesn't rise;

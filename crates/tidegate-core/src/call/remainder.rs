@@ -3,9 +3,10 @@
 use super::{Call, Ceiling, Desk, Measure, Rules, Stage, push};
 use crate::{Lane, Op, Time, Verb};
 
-/// What is left to be told of a call that has its last reply: when that has been read, and what it cost. Small, since it
-/// goes with the reply.
+/// What is left to be told of a call that has its last reply: when that has been read, and what it cost. Small, since
+/// it goes with the reply.
 #[derive(Debug)]
+#[must_use = "the call is in flight until its reply has ended"]
 pub struct Remainder {
     /// The lane that it is in flight for, until its reply has been read.
     in_flight: Option<Lane>,
@@ -18,13 +19,16 @@ pub struct Remainder {
 }
 
 impl Call {
-    /// What is left of it after [`Step::Finish`](super::Step::Finish) with a reply to a request with this credential. The
-    /// call itself holds nothing any more.
+    /// What is left of it after [`Step::Finish`](super::Step::Finish) with a reply to a request with this credential.
+    /// The call itself holds nothing any more.
     pub fn remainder(&mut self, credential: usize) -> Remainder {
-        let in_flight = if let Stage::Streaming(lane, _) = self.stage { Some(lane) } else { None };
-        if in_flight.is_some() {
+        let in_flight = if let Stage::Streaming(lane, its) = self.stage {
+            debug_assert_eq!(its, credential);
             self.stage = Stage::Idle;
-        }
+            Some(lane)
+        } else {
+            None
+        };
         let Self { charged, cost, charged_at, counted_at, .. } = *self;
         Remainder { in_flight, charged, credential, cost, charged_at, counted_at }
     }

@@ -322,10 +322,10 @@ impl Log {
             self.set(index, Slot::default());
         }
         // The last that is kept is the newest now.
-        let newest = len.checked_sub(1).map_or(Slot::default(), |last| self.get(last));
+        let last = len.checked_sub(1).map_or(Slot::default(), |last| self.get(last));
         self.len = len as u16;
-        if let Ring::Heap { newest: place, .. } = &mut self.ring {
-            *place = newest;
+        if let Ring::Heap { newest, .. } = &mut self.ring {
+            *newest = last;
         }
     }
 

@@ -326,7 +326,8 @@ impl World {
                 remainder.cost_was(&self.rules, &mut self.desk, cost);
                 self.charged.1 = self.charged.1 + cost - known.cost;
             }
-            if remainder.is_in_flight() {
+            assert_eq!(remainder.is_in_flight(), streams);
+            if streams {
                 self.tell(self.desk.orders.tell());
                 known.stage = Stage::Streaming(credential, remainder);
                 return self.keep(id, known);
