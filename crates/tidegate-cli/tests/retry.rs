@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use tidegate_testkit::servers::Scratch;
 
-/// A shell that runs the tests in the background ignores INT and QUIT, and so would what it starts.
+/// What ignores signals passes that on: a shell that runs the tests in the background INT and QUIT, `nohup` HUP.
 fn retry(folder: &Scratch, words: &[&str]) -> Command {
     let mut command = Command::new("env");
     command
-        .args(["--default-signal=INT,QUIT", env!("CARGO_BIN_EXE_tidegate"), "retry"])
+        .args(["--default-signal", env!("CARGO_BIN_EXE_tidegate"), "retry"])
         .args(words)
         .current_dir(folder.path())
         .stdin(Stdio::null());
