@@ -316,11 +316,11 @@ impl Call {
     /// more is asked for than a provider grants, all its capacity would go to calls that time out. Half of its time is
     /// enough for any call.
     fn comes_too_late(&self, desk: &Desk, now: Time) -> bool {
-        let waited = now > self.queued_at;
-        let needed = || desk.transit.ample().min(Span::from_micros(self.deadline.since(self.began_at).as_micros() / 2));
-        waited
-            && now + needed() > self.deadline
-            && Lane::ALL.iter().map(|lane| desk.lanes.waiting(*lane)).sum::<usize>() > 1
+        if now <= self.queued_at {
+            return false;
+        }
+        let needed = desk.transit.ample().min(Span::from_micros(self.deadline.since(self.began_at).as_micros() / 2));
+        now + needed > self.deadline && Lane::ALL.iter().map(|lane| desk.lanes.waiting(*lane)).sum::<usize>() > 1
     }
 
     /// The lanes say that its deadline has passed, and it has left them.
@@ -344,9 +344,10 @@ impl Call {
         let Stage::Asking(ticket, credential) = self.stage else { return Step::Queue };
         let refused =
             desk.orders.ask.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
-        let last = |shared: bool| {
-            let refused = refused.clone().filter(move |(op, _)| (op.key == rules.key) == shared);
-            refused.max_by_key(|(_, outcome)| outcome.retry_at)
+        // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
+        let is_shared = |op: &Op| op.key == rules.key;
+        let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
+            return self.granted(ticket, credential, rules, desk, outcomes, now);
         };
         let kind = |op: &Op| limits.get(op.limit).map(crate::Limit::kind);
         let certain = |op: &Op, outcome: &Outcome| match kind(op) {
@@ -354,26 +355,21 @@ impl Call {
             Some(Kind::Quota(_)) => rules.measure(op.limit) == Some(Measure::Calls),
             _ => false,
         };
-        // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
-        let (op, outcome) = match outcomes.refuses().then(|| (last(true), last(false))) {
-            Some((Some(shared), _)) => shared,
-            Some((None, Some((op, outcome)))) => {
-                // At least a little, so that a store whose clock is behind isn't asked again and again.
-                let until = (outcome.retry_at + desk.apart(rules, kind(op))).max(now + ASKED_AGAIN);
-                if certain(op, outcome) {
-                    desk.pool.closed_until(credential, until, now);
-                } else {
-                    desk.pool.not_before(credential, until, now);
-                }
-                if let Some(Kind::Quota(_)) = kind(op) {
-                    desk.pool.spent_until(credential, op.limit, until);
-                }
-                self.stage = Stage::Queued(ticket);
-                return self.turn(rules, desk, now, rng);
-            }
-            None | Some((None, None)) => return self.granted(ticket, credential, rules, desk, outcomes, now),
-        };
         let until = outcome.retry_at + desk.apart(rules, kind(op));
+        if !is_shared(op) {
+            // At least a little, so that a store whose clock is behind isn't asked again and again.
+            let until = until.max(now + ASKED_AGAIN);
+            if certain(op, outcome) {
+                desk.pool.closed_until(credential, until, now);
+            } else {
+                desk.pool.not_before(credential, until, now);
+            }
+            if let Some(Kind::Quota(_)) = kind(op) {
+                desk.pool.spent_until(credential, op.limit, until);
+            }
+            self.stage = Stage::Queued(ticket);
+            return self.turn(rules, desk, now, rng);
+        }
         let own = rules.lane_ceilings[self.charged as usize].iter().any(|ceiling| ceiling.limit == op.limit);
         let failure = match kind(op) {
             Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },

@@ -222,6 +222,7 @@ impl Log {
         let Some(newest) = self.back() else { return };
         let merged = Slot { at: more.at, count: newest.count.saturating_add(more.count) };
         match &mut self.ring {
+            // Where a key in constant use comes with most of its calls.
             Ring::Heap { total, newest, .. } if self.len > 1 => {
                 *total = total.saturating_add(more.count);
                 *newest = merged;
