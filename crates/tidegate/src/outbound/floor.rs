@@ -4,28 +4,28 @@
 //! and then lets the lanes name calls until they say to sleep. A named call is carried on by whoever holds the lock,
 //! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
 
+mod timer;
+
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-use futures_util::future::select;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
 use tidegate_core::breaker::State;
 use tidegate_core::call::{Call, Desk, Failure, Remainder, Reply, Rules, Step};
 use tidegate_core::retry::Reach;
-use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, Span, Ticket, Time, Turn};
+use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, Ticket, Time, Turn};
 use tidegate_policy::outbound;
 use tidegate_store::{Answer, Store, StoreError};
 use tokio::runtime::Handle;
-use tokio::sync::Notify;
 
 use super::Urgency;
-use crate::clock::alarm;
 use crate::random::random_u64;
+use timer::{Timer, Timing};
 
 /// What all calls to one provider share.
 pub(super) struct Hall<S, C> {
@@ -46,17 +46,6 @@ struct Verdicts {
     carried: AtomicBool,
     /// The breaker's generation since it was opened for that; 0 before.
     tripped: AtomicU64,
-}
-
-/// What the floor and its timer tell each other without a lock.
-#[derive(Default)]
-struct Timing {
-    /// There is an earlier moment to wake at, or nobody to wake any more.
-    earlier: Notify,
-    /// Whether a timer runs.
-    runs: AtomicBool,
-    /// The timer has gone with its runtime.
-    gone: Notify,
 }
 
 struct Floor {
@@ -503,7 +492,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
         } else if let Some(runtime) = Handle::try_current().ok().or_else(|| floor.table.runtime.clone()) {
             self.timing.runs.store(true, Ordering::Release);
             // Dropped at once if the runtime is shutting down, which this lock must not be in the way of.
-            runtime.spawn(Timer { hall: Arc::downgrade(self), timing: Arc::clone(&self.timing) }.run());
+            runtime.spawn(Timer::new(self).run());
         }
     }
 }
@@ -513,55 +502,6 @@ impl<S, C> Drop for Hall<S, C> {
         self.timing.earlier.notify_one();
     }
 }
-
-/// Enters the floor whenever time alone changes something. Ends when there is nothing to wait for.
-struct Timer<S, C> {
-    hall: Weak<Hall<S, C>>,
-    timing: Arc<Timing>,
-}
-
-impl<S: Store, C: Clock> Timer<S, C> {
-    async fn run(mut self) {
-        while let Some((wait, by_system)) = self.next() {
-            let wait = wait.as_duration();
-            let slept = async move {
-                match by_system {
-                    true => alarm::sleep(wait).await,
-                    false => tokio::time::sleep(wait).await,
-                }
-            };
-            // Whether it is time or there is an earlier moment: the floor says what is next.
-            select(pin!(slept), pin!(self.timing.earlier.notified())).await;
-        }
-    }
-
-    /// How long to sleep, and whether by the system's time.
-    fn next(&mut self) -> Option<(Span, bool)> {
-        let hall = self.hall.upgrade()?;
-        let (mut floor, now) = hall.enter_now();
-        let floor = &mut *floor;
-        floor.wakes_at = hall.name(floor, None, now);
-        if floor.wakes_at.is_never() {
-            // Said under the lock, and only once: after it there may be another timer.
-            self.timing.runs.store(false, Ordering::Release);
-            self.timing = Arc::default();
-            return None;
-        }
-        Some((floor.wakes_at.since(now).max(SHORTEST), hall.clock.is_system()))
-    }
-}
-
-impl<S, C> Drop for Timer<S, C> {
-    /// The runtime may end before the provider does: then whoever waits in another starts one there. This may be within
-    /// the floor's lock.
-    fn drop(&mut self) {
-        self.timing.runs.store(false, Ordering::Release);
-        self.timing.gone.notify_waiters();
-    }
-}
-
-/// Less than this isn't waited for, or a clock that is behind the runtime's would make the timer spin.
-const SHORTEST: Span = Span::from_micros(100);
 
 /// Where a call under way is.
 pub(super) enum Place {
