@@ -3,6 +3,9 @@
 mod client;
 mod server;
 
+use tidegate_testkit::servers::RedisServer;
+
+use crate::measure::on;
 use crate::options::Options;
 use crate::programs::{Failure, product, sibling};
 use crate::rows::{Row, Unit};
@@ -48,6 +51,8 @@ type Start = fn(&Folder, Work, u16) -> Result<Server, Failure>;
 const PROXY_CORE: &str = "0";
 /// The core of the client and the upstream.
 const CLIENT_CORE: &str = "1";
+/// Connections at a time.
+const CONNECTIONS: u32 = 50;
 
 /// Measures the rows of the gate that the options ask for.
 pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
@@ -65,11 +70,45 @@ pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         done(cpu);
         done(requests);
     }
+    let name = "gate/one-client-of-redis";
+    if options.wants(name) {
+        let mut row = Row::new(name, Unit::Nanoseconds);
+        if let Err(failure) = one_client(options, &mut row) {
+            row.skipped.push(failure.to_string());
+        }
+        done(row);
+    }
+}
+
+/// A decision that one client asks for at a time: its length over Redis less its length in memory.
+fn one_client(options: &Options, row: &mut Row) -> Result<(), Failure> {
+    let folder = Folder::new()?;
+    let client = Client::new(&folder, CLIENT_CORE, 1, Work::DecisionApi.load())?;
+    let redis = on(1, RedisServer::start).ok_or_else(|| Failure::new("redis-server", "is not installed"))?;
+    let on_redis = format!("[store]\nurl = \"{}\"\n{POLICY}", redis.url());
+    let mut servers = Vec::new();
+    for policy in [&on_redis, POLICY] {
+        let server = serve(&folder, Work::DecisionApi, 0, policy)?;
+        client.run(server.port, 1)?;
+        servers.push(server);
+    }
+    let (rounds, seconds) = if options.quick { (3, 1) } else { (9, 3) };
+    let mut longer = Vec::new();
+    for _ in 0..rounds {
+        let mut lengths = Vec::new();
+        for server in &servers {
+            let answered = client.run(server.port, seconds)?;
+            lengths.push(answered.seconds * 1e9 / answered.requests);
+        }
+        longer.push(lengths[0] - lengths[1]);
+    }
+    row.push(OURS, longer);
+    Ok(())
 }
 
 fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Result<(), Failure> {
     let folder = Folder::new()?;
-    let client = Client::new(&folder, CLIENT_CORE, work.load())?;
+    let client = Client::new(&folder, CLIENT_CORE, CONNECTIONS, work.load())?;
     let upstream = Server::nginx(&folder, CLIENT_CORE, "upstream", UPSTREAM)?;
     let subjects: Vec<(&str, Start)> = match work {
         Work::Admitted => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper-util proxy", bare)],
@@ -126,9 +165,12 @@ fn limit_req(folder: &Folder, _: Work, upstream: u16) -> Result<Server, Failure>
 }
 
 fn ours(folder: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
+    serve(folder, work, upstream, if work == Work::Outbound { OUTBOUND_POLICY } else { POLICY })
+}
+
+fn serve(folder: &Folder, work: Work, upstream: u16, policy: &str) -> Result<Server, Failure> {
     let program = product()?;
     let (proxy, api, admin) = (free_port()?, free_port()?, free_port()?);
-    let policy = if work == Work::Outbound { OUTBOUND_POLICY } else { POLICY };
     let text = policy
         .replace("{proxy}", &proxy.to_string())
         .replace("{upstream}", &upstream.to_string())

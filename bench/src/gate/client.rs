@@ -1,4 +1,4 @@
-//! wrk: fifty connections, one thread, and a script that tells the counts.
+//! wrk: one thread, and a script that tells the counts.
 
 use super::server::Folder;
 use crate::programs::{Failure, system};
@@ -21,9 +21,6 @@ pub(super) struct Answered {
     pub(super) seconds: f64,
 }
 
-/// Connections at a time.
-const CONNECTIONS: &str = "50";
-
 const REPORT: &str = r#"
 done = function(summary)
   local errors = summary.errors
@@ -39,12 +36,14 @@ pub(super) struct Client {
     taskset: PathBuf,
     wrk: PathBuf,
     core: &'static str,
+    connections: u32,
     script: PathBuf,
     load: Load,
 }
 
 impl Client {
-    pub(super) fn new(folder: &Folder, core: &'static str, load: Load) -> Result<Self, Failure> {
+    /// A client of so many connections, each of which asks again once it is answered.
+    pub(super) fn new(folder: &Folder, core: &'static str, connections: u32, load: Load) -> Result<Self, Failure> {
         let script = match load {
             Load::Get { .. } => REPORT.to_owned(),
             Load::Post { body, .. } => format!(
@@ -55,6 +54,7 @@ impl Client {
             taskset: system("taskset")?,
             wrk: system("wrk")?,
             core,
+            connections,
             script: folder.write("client.lua", &script)?,
             load,
         })
@@ -70,7 +70,7 @@ impl Client {
         let output = Command::new(&self.taskset)
             .args(["-c", self.core])
             .arg(&self.wrk)
-            .args(["-t", "1", "-c", CONNECTIONS, "-d", &format!("{seconds}s"), "-s"])
+            .args(["-t", "1", "-c", &self.connections.to_string(), "-d", &format!("{seconds}s"), "-s"])
             .arg(&self.script)
             .arg(format!("http://127.0.0.1:{port}{path}"))
             .output()

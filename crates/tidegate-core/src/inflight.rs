@@ -161,7 +161,9 @@ impl Inflight {
             return;
         }
         let window = &mut self.window;
-        window.loaded += u32::from(in_flight > self.cap / 2);
+        if in_flight > self.cap / 2 {
+            window.loaded += 1;
+        }
         if failed {
             window.failed += 1;
         } else {

@@ -166,8 +166,12 @@ impl Metrics {
     /// there was one.
     pub fn told(&mut self, failed: bool, stepped_down: bool, wait: Option<Duration>) {
         self.invocations += 1;
-        self.up += u64::from(failed);
-        self.down += u64::from(stepped_down);
+        if failed {
+            self.up += 1;
+        }
+        if stepped_down {
+            self.down += 1;
+        }
         if let Some(wait) = wait {
             self.slept += 1;
             self.total = self.total.saturating_add(wait);

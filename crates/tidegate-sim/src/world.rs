@@ -374,8 +374,9 @@ impl<'s> World<'s> {
         self.renew_later();
         match self.service.arrive(request, asks, now) {
             Taken::Answered(answer) => {
-                let throttled = answer != Answer::Refused;
-                self.tally.note(now, |bucket| bucket.throttled += u64::from(throttled));
+                if answer != Answer::Refused {
+                    self.tally.note(now, |bucket| bucket.throttled += 1);
+                }
                 self.release(request);
                 self.answer(request, answer);
             }

@@ -39,8 +39,12 @@ impl Calls {
         self.advance(now);
         for tally in [&mut self.tallies[self.head], &mut self.sum] {
             tally.calls += 1;
-            tally.failures += u64::from(failed);
-            tally.slow += u64::from(slow);
+            if failed {
+                tally.failures += 1;
+            }
+            if slow {
+                tally.slow += 1;
+            }
         }
     }
 

@@ -327,7 +327,9 @@ mod tests {
         let mut second = 0;
         (0..count)
             .map(|_| {
-                second += u64::from(random.random_range(0..4_u32) == 0);
+                if random.random_range(0..4_u32) == 0 {
+                    second += 1;
+                }
                 let key = (random.random::<f64>().powi(3) * keys as f64) as u64;
                 (key, second)
             })

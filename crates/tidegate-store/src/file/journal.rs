@@ -157,7 +157,11 @@ impl Journal {
         }
         for tag in plan.tags() {
             if let Some(id) = plan.limit(tag) {
-                disk.read(tag, |of_key, state| unread += u64::from(!plan.restore(id, of_key, state, now)))?;
+                disk.read(tag, |of_key, state| {
+                    if !plan.restore(id, of_key, state, now) {
+                        unread += 1;
+                    }
+                })?;
             }
         }
         if unread > 0 {

@@ -184,7 +184,9 @@ impl Shard {
         match found {
             None => {
                 if !op.must_fit && self.is_crowded(now, about) {
-                    self.losses.shared += u64::from(op.verb == Verb::Take);
+                    if op.verb == Verb::Take {
+                        self.losses.shared += 1;
+                    }
                     return Outcome::plain(Verdict::NoRoom, now);
                 }
                 match limit.kind() {

@@ -112,9 +112,11 @@ fn go_alone(waiters: impl IntoIterator<Item = Waiter>) {
 impl Queue {
     /// Whether nothing was under way; now one question is.
     fn begins(&mut self) -> bool {
-        let begins = self.under_way == 0;
-        self.under_way += usize::from(begins);
-        begins
+        if self.under_way > 0 {
+            return false;
+        }
+        self.under_way = 1;
+        true
     }
 
     /// Those who have waited longest, by what they ask for. Who went away meanwhile isn't asked for.

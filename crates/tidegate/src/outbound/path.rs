@@ -24,8 +24,9 @@ pub(super) fn check(path: &str) -> Result<(), TargetError> {
         let mut parts = decoded.split(|byte| matches!(byte, b'/' | b'\\')).map(name);
         let climbs = parts.clone().filter(|name| *name == b"..").count();
         depth = depth.checked_sub(climbs).ok_or(TargetError::Climbs)?;
-        let descends = climbs == 0 && parts.any(|name| !matches!(name, b"" | b"."));
-        depth += usize::from(descends);
+        if climbs == 0 && parts.any(|name| !matches!(name, b"" | b".")) {
+            depth += 1;
+        }
     }
     Ok(())
 }

@@ -136,7 +136,9 @@ async fn ten_thousand_large_replies_stay_within_the_bound() {
     let mut kept = 0;
     for index in 0..10_000 {
         let asked = request("GET", &format!("/{index}"), &[("cache-control", "only-if-cached")]);
-        kept += u64::from(call(&cache, &api, asked).await.unwrap().by == Hit);
+        if call(&cache, &api, asked).await.unwrap().by == Hit {
+            kept += 1;
+        }
     }
     let most = 4 * MIB / BODY as u64;
     assert!(kept <= most && kept >= most * 9 / 10, "{kept} of {most} are kept");
