@@ -15,7 +15,7 @@ use tidegate::{Explanation, LimitState, Report};
 use tidegate_policy::{Api, Secret, TokenSource};
 use tokio::net::TcpStream;
 
-use crate::policy::{self, Env, print};
+use crate::policy::{self, Env, print, print_json, tell};
 use crate::{Outcome, Question};
 
 /// What a command line without a token is told by a gate that wants one.
@@ -96,7 +96,7 @@ fn url_of(api: &Api) -> Result<String, Outcome> {
 }
 
 fn wrong_words(message: &str) -> Outcome {
-    eprintln!("error: {message}");
+    tell(&format!("error: {message}\n"));
     Outcome::WrongWords
 }
 
@@ -129,24 +129,21 @@ fn ask(
     };
     if status.is_success() {
         return match in_words(&text) {
-            Some((words, outcome)) => {
-                let raw = format!("{text}\n");
-                match print(if question.json { &raw } else { &words }) {
-                    Outcome::Done => outcome,
-                    other => other,
-                }
-            }
-            None => print(&format!("{text}\n")),
+            Some((words, outcome)) => match if question.json { print_json(&text) } else { print(&words) } {
+                Outcome::Done => outcome,
+                other => other,
+            },
+            None => print_json(&text),
         };
     }
     if question.json {
-        print(&format!("{text}\n"));
+        print_json(&text);
     } else {
         let message =
             serde_json::from_str::<Value>(&text).ok().and_then(|body| Some(body["message"].as_str()?.to_owned()));
-        eprintln!("error: {}", message.unwrap_or_else(|| format!("{} answered {status}", target.url)));
+        tell(&format!("error: {}\n", message.unwrap_or_else(|| format!("{} answered {status}", target.url))));
         if status == StatusCode::UNAUTHORIZED {
-            eprintln!("{TOKEN_HELP}");
+            tell(&format!("{TOKEN_HELP}\n"));
         }
     }
     match status {
@@ -156,7 +153,7 @@ fn ask(
 }
 
 fn broke(message: &str) -> Outcome {
-    eprintln!("error: {message}");
+    tell(&format!("error: {message}\n"));
     Outcome::Broke
 }
 

@@ -174,10 +174,16 @@ impl From<Outcome> for ExitCode {
     }
 }
 
+/// The status for what is wrong with a command line, which is printed; or for the help.
+fn usage(error: &clap::Error) -> ExitCode {
+    policy::tell_usage(error);
+    if error.use_stderr() { Outcome::WrongWords.into() } else { Outcome::Done.into() }
+}
+
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return retry::usage(&error).unwrap_or_else(|| error.exit()),
+        Err(error) => return retry::usage(&error).unwrap_or_else(|| usage(&error)),
     };
     let outcome = match cli.command {
         Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),

@@ -1,11 +1,12 @@
 //! Policies: reading them, and saying in words what they limit.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use tidegate::policy::{Action, Plan};
-use tidegate_policy::{Policy, Sources, settings};
+use tidegate_policy::{Policy, Sources, printable, printable_json, printable_lines, settings};
 
 use crate::Outcome;
 
@@ -36,7 +37,7 @@ pub(crate) fn read(file: Option<&Path>, env: Env<'_>) -> Result<Read, Outcome> {
     let from = match &file {
         None => "the built-in default policy".to_owned(),
         Some(file) => {
-            let name = if file.as_os_str() == "-" { "standard input".to_owned() } else { file.display().to_string() };
+            let name = name_of(file);
             let bytes = bytes_of(file).map_err(|error| {
                 tell(&format!("error: can't read {name}: {error}\n"));
                 Outcome::Broke
@@ -62,6 +63,11 @@ pub(crate) fn read(file: Option<&Path>, env: Env<'_>) -> Result<Read, Outcome> {
     }
 }
 
+/// A file's name as it is shown; `-` is standard input.
+pub(crate) fn name_of(file: &Path) -> String {
+    if file.as_os_str() == "-" { "standard input".to_owned() } else { printable(&file.to_string_lossy()).into_owned() }
+}
+
 /// What a file holds; `-` is standard input.
 pub(crate) fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
     if file.as_os_str() == "-" {
@@ -72,10 +78,20 @@ pub(crate) fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
     std::fs::read(file)
 }
 
-/// Writes to standard error.
+/// Writes to standard error, with nothing in it that would steer a terminal.
 pub(crate) fn tell(text: &str) {
     // Standard error that is closed has nobody to tell.
-    let _ = io::stderr().write_all(text.as_bytes());
+    let _ = io::stderr().write_all(printable_lines(text).as_bytes());
+}
+
+/// Prints what is wrong with a command line, which may repeat a file's name that a shell has put there; or the help.
+pub(crate) fn tell_usage(error: &clap::Error) {
+    let plain = error.render().to_string();
+    match printable_lines(&plain) {
+        // As it is, it has colours.
+        Cow::Borrowed(_) => drop(error.print()),
+        Cow::Owned(safe) => tell(&safe),
+    }
 }
 
 /// The form that a file's ending asks for.
@@ -97,8 +113,18 @@ pub(crate) fn env() -> Outcome {
     print(&settings::env_example())
 }
 
-/// Writes to standard output; a reader that has gone away (`| head`) is no error.
+/// Writes to standard output, with nothing in it that would steer a terminal.
 pub(crate) fn print(text: &str) -> Outcome {
+    write(&printable_lines(text))
+}
+
+/// [`print`] for JSON, which reads back as it was.
+pub(crate) fn print_json(text: &str) -> Outcome {
+    write(&format!("{}\n", printable_json(text)))
+}
+
+/// A reader that has gone away (`| head`) is no error.
+fn write(text: &str) -> Outcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Outcome::Done,

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate_sim::replay::{Findings, Names, Replay};
 
 use crate::Outcome;
-use crate::policy::{self, Env, Read as PolicyRead, form_of, print, tell};
+use crate::policy::{self, Env, Read as PolicyRead, form_of, name_of, print, tell};
 
 /// What the command's help ends with.
 pub(crate) const HELP: &str = "\
@@ -54,7 +54,7 @@ fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
         let form = form_of(file, &Form::ALL);
         forms.push((
             file,
-            form.ok_or_else(|| wrong(format!("{}: findings end with .html, .svg or .json", file.display())))?,
+            form.ok_or_else(|| wrong(format!("{}: findings end with .html, .svg or .json", name_of(file))))?,
         ));
     }
     let mut names = Names::default();
@@ -133,8 +133,7 @@ fn wrong(what: String) -> Outcome {
 }
 
 fn broke(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> Outcome {
-    let name = if is_stdin(file) { "standard input".to_owned() } else { file.display().to_string() };
-    tell(&format!("error: can't {what} {name}: {error}\n"));
+    tell(&format!("error: can't {what} {}: {error}\n", name_of(file)));
     Outcome::Broke
 }
 

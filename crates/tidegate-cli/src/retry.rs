@@ -6,7 +6,7 @@ mod output;
 mod signals;
 
 use std::ffi::OsString;
-use std::io::IsTerminal as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
@@ -18,7 +18,7 @@ use tidegate::core::retry::Tries;
 use tidegate::core::{Attempt, Backoff, Class, Clock as _, GiveUp, Jitter, Retry, Span, Time};
 use tidegate_policy::parse_duration;
 
-use crate::policy::tell;
+use crate::policy::{tell, tell_usage};
 use attempt::{End, Failed, Launch};
 use input::Input;
 use output::{Patterns, Seen};
@@ -107,7 +107,7 @@ pub(crate) fn usage(error: &clap::Error) -> Option<ExitCode> {
     let is_ours = std::env::args_os().nth(1).is_some_and(|word| word == "retry");
     let is_wrong = !matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
     (is_ours && is_wrong).then(|| {
-        let _ = error.print();
+        tell_usage(error);
         WRONG_WORDS.into()
     })
 }
@@ -246,8 +246,10 @@ impl<'a> Runner<'a> {
     fn say(&self, what: &str) {
         if !self.arguments.quiet {
             // A progress bar of the command's may have left the cursor within a line.
-            let fresh = if std::io::stderr().is_terminal() { "\r" } else { "" };
-            tell(&format!("{fresh}tidegate retry: {what}\n"));
+            if std::io::stderr().is_terminal() {
+                let _ = std::io::stderr().write_all(b"\r");
+            }
+            tell(&format!("tidegate retry: {what}\n"));
         }
     }
 }

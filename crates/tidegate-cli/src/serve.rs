@@ -8,7 +8,7 @@ use tidegate_policy::Policy;
 use tidegate_server::{Bound, Server, log, signals};
 
 use crate::Outcome;
-use crate::policy::{self, Env, Read};
+use crate::policy::{self, Env, Read, tell};
 
 /// Runs the gate until it is told to stop.
 pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
@@ -18,7 +18,7 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
     };
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
     if let Err(error) = log::start(policy.log(), filter.as_deref()) {
-        eprintln!("error: {error}");
+        tell(&format!("error: {error}\n"));
         return Outcome::WrongWords;
     }
     // With one processor there is nobody to share work with, and sharing it costs.
@@ -28,7 +28,7 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
     match runtime.enable_all().build() {
         Ok(runtime) => runtime.block_on(serve(&policy, &from)),
         Err(error) => {
-            eprintln!("error: can't start: {error}");
+            tell(&format!("error: can't start: {error}\n"));
             Outcome::Broke
         }
     }
@@ -38,21 +38,21 @@ async fn serve(policy: &Policy, from: &str) -> Outcome {
     let stop = match signals::stop() {
         Ok(stop) => stop,
         Err(error) => {
-            eprintln!("error: can't listen for signals: {error}");
+            tell(&format!("error: can't listen for signals: {error}\n"));
             return Outcome::Broke;
         }
     };
     let server = match Server::open(policy).await {
         Ok(server) => server,
         Err(error) => {
-            eprintln!("error: {error}");
+            tell(&format!("error: {error}\n"));
             return Outcome::Broke;
         }
     };
     let bound = match server.bind() {
         Ok(bound) => bound,
         Err(error) => {
-            eprintln!("error: {error}");
+            tell(&format!("error: {error}\n"));
             return Outcome::Broke;
         }
     };

@@ -9,7 +9,7 @@ use tidegate::core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 
 use crate::Outcome;
-use crate::policy::{bytes_of, form_of, print, tell};
+use crate::policy::{bytes_of, form_of, name_of, print, tell};
 
 /// A run that takes longer than this shows how far it is.
 const LONG: Span = Span::from_millis(700);
@@ -43,7 +43,7 @@ pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf]
     let mut forms = Vec::with_capacity(out.len());
     for file in out {
         let Some(form) = form_of(file, &Form::ALL) else {
-            return wrong(&format!("error: {}: a report ends with .html, .svg, .png or .json", file.display()));
+            return wrong(&format!("error: {}: a report ends with .html, .svg, .png or .json", name_of(file)));
         };
         forms.push((file, form));
     }
@@ -55,7 +55,7 @@ pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf]
     for (file, form) in forms {
         let written = form.render(&report).and_then(|bytes| Ok(std::fs::write(file, bytes)?));
         if let Err(error) = written {
-            tell(&format!("error: can't write {}: {error}\n", file.display()));
+            tell(&format!("error: can't write {}: {error}\n", name_of(file)));
             return Outcome::Broke;
         }
     }
@@ -73,7 +73,7 @@ fn wrong(what: &dyn std::fmt::Display) -> Outcome {
 /// A file goes before a scenario of the same name that comes with Tidegate.
 fn read(scenario: &Path) -> Result<Scenario, Outcome> {
     let is_input = scenario.as_os_str() == "-";
-    let name = if is_input { "standard input".to_owned() } else { scenario.display().to_string() };
+    let name = name_of(scenario);
     let body = match bytes_of(scenario) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && !is_input => match shipped::find(&name) {

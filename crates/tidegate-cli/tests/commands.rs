@@ -2,8 +2,11 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::ffi::OsStr;
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Output};
+use std::thread;
 
 use tidegate_testkit::servers::{Running, Scratch, free_port};
 
@@ -280,5 +283,92 @@ fn variables_that_are_not_text_matter_only_where_they_are_ours() {
         let (status, err) = check(name);
         assert_eq!(status, 2, "{err}");
         assert!(err.contains(&*String::from_utf8_lossy(name)), "{err}");
+    }
+}
+
+/// What a terminal obeys, and what makes a line read otherwise than it is.
+fn steers(letter: char) -> bool {
+    letter.is_control() && letter != '\n' && letter != '\t'
+        || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')
+}
+
+/// Runs a command, of whose output nothing steers a terminal.
+fn run_safely(arguments: &[&str]) -> (i32, String, String) {
+    let (status, out, err) = run(arguments);
+    assert!(!out.contains(steers) && !err.contains(steers), "{arguments:?}: {out:?} {err:?}");
+    (status, out, err)
+}
+
+#[test]
+fn nothing_from_outside_steers_the_terminal() {
+    const HOSTILE: &str = "\u{1b}[2J\u{202e}\u{9b}31m\u{200b}";
+    const ESCAPED: &str = "\\u001b[2J\\u202e\\u009b31m\\u200b";
+    let scratch = Scratch::new();
+    let path = |name: &str, text: &str| scratch.write(&format!("{HOSTILE}\n{name}"), text).to_str().unwrap().to_owned();
+
+    // What a file is called and says.
+    let policy = "[inbound.action.all]\nmatch = { path = \"/*\" }\nkey = [\"path\", \"key\"]\nlimit = \"1 per 60s\"\n";
+    let good = path("good.toml", policy);
+    let (status, out, _) = run_safely(&["check", &good]);
+    assert_eq!(status, 0);
+    assert!(out.contains("\u{fffd}good.toml: good\n"), "{out}");
+    let wrong = format!("[inbound.action.all]\nmatch = \"/x{ESCAPED}\"\nlimit = \"5 {ESCAPED}\"\n[\"{ESCAPED}\"]\n");
+    let (status, _, err) = run_safely(&["check", &path("wrong.toml", &wrong)]);
+    assert_eq!(status, 2);
+    assert!(err.contains("= help: did you mean { path = \"/x\u{fffd}"), "{err}");
+    assert_eq!(run_safely(&["check", &format!("/nowhere/{HOSTILE}")]).0, 1);
+    assert_eq!(run_safely(&["simulate", &good]).0, 2);
+    assert_eq!(run_safely(&["simulate", "steady", "--out", &path("report", "")]).0, 2);
+    let scenario = format!(
+        "title = \"{ESCAPED}\"\nabout = \"a\\n{ESCAPED}\"\nduration = \"1s\"\n[service]\nlatency = \"1ms\"\n\
+         [load.a]\nrate = \"5/s\"\n[case.one]\ntitle = \"{ESCAPED}\"\n[strategy.two]\ntitle = \"{ESCAPED}\"\n"
+    );
+    let (status, out, err) = run_safely(&["simulate", &path("scenario.toml", &scenario)]);
+    assert_eq!((status, out.matches("\u{fffd}[2J").count()), (0, 4), "{out}{err}");
+    run_safely(&["simulate", "--check", &path("scenario.toml", &scenario)]);
+
+    // A log.
+    let json = serde_json::json!({ "time": 1_800_000_000, "ip": "203.0.113.7", "method": "GET", "path": format!("/a{HOSTILE}"), "user": HOSTILE });
+    let log = path("access.log", &format!("{json}\n{json}\n{json}\n{HOSTILE}\n"));
+    for more in [&[][..], &["--diff", &good]] {
+        let (status, out, err) = run_safely(&[&["replay", "-c", &good, "--field", "user=user", &log], more].concat());
+        assert_eq!(status, 0, "{err}");
+        assert!(out.contains("/a\u{fffd}") && out.contains("access.log:4"), "{out}");
+    }
+    assert_eq!(run_safely(&["replay", "-c", &good, &format!("/nowhere/{HOSTILE}")]).0, 1);
+
+    // A command line, whose words may be files' names.
+    assert_eq!(run_safely(&["check", &format!("--{HOSTILE}")]).0, 2);
+    assert_eq!(run_safely(&["retry", &format!("--{HOSTILE}")]).0, 125);
+    assert_eq!(run_safely(&["retry", "--attempts", "1", &format!("/nowhere/{HOSTILE}")]).0, 127);
+    assert_eq!(run_safely(&["explain", "login", "--url", &format!("http://{HOSTILE}")]).0, 2);
+}
+
+#[test]
+fn what_a_gate_answers_does_not_steer_the_terminal() {
+    for (code, body) in [
+        (200, "{\"x\":\"\u{1b}[2J\u{202e}\u{9b}\"}"),
+        (200, "\u{1b}[2J\u{202e}"),
+        (400, "{\"message\":\"\\u001b[2J\\u202e\"}"),
+        (503, "\u{1b}[2J\u{202e}"),
+    ] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let gate = thread::spawn(move || {
+            for _ in 0..2 {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.read(&mut [0; 4096]).unwrap();
+                write!(stream, "HTTP/1.1 {code} OK\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
+            }
+        });
+        for json in [&[][..], &["--json"]] {
+            let (status, out, err) = run_safely(&[&["explain", "login", "--url", &url], json].concat());
+            assert!(!out.is_empty() || !err.is_empty());
+            assert_eq!(status == 0, code == 200);
+            if code == 200 && body.starts_with('{') {
+                assert_eq!(out, "{\"x\":\"\\u001b[2J\\u202e\\u009b\"}\n");
+            }
+        }
+        gate.join().unwrap();
     }
 }

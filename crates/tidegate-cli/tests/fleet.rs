@@ -82,7 +82,7 @@ impl Gate {
 
 fn question(action: &str, key: &str, cost: u64) -> String {
     let body = format!("{{\"action\":\"{action}\",\"key\":\"{key}\",\"cost\":{cost}}}");
-    format!("POST /v1/check HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+    format!("POST /v1/check HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
 /// A decision: when it was asked for, how long it took, what it was.

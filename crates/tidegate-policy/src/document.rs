@@ -462,7 +462,7 @@ fn explain(texts: &Texts, at: At, message: &str) -> Error {
         // What may be a secret isn't said again.
         return match crate::error::may_be_secret(line) {
             true => error.help("a secret doesn't belong in a policy; write where it is, such as \"env:NAME\""),
-            false => error.help(format!("write {name} = \"{}\"", crate::error::printable(value))),
+            false => error.help(format!("write {name} = \"{value}\"")),
         };
     }
     made

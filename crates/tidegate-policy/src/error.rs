@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::document::{At, TextKind, Texts};
 use crate::nearest::similar;
+use crate::printable::{printable, printable_lines};
 use crate::settings;
 
 /// How many errors are told at once.
@@ -102,15 +103,15 @@ impl Error {
         };
         Self(Box::new(Told {
             place,
-            message,
-            expected,
+            message: printable(&message).into_owned(),
+            expected: printable(&expected).into_owned(),
             help: Vec::new(),
             excerpt: Excerpt::new(number, &prefix, line, start, end, hidden),
         }))
     }
 
     pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
-        self.0.help.push(help.into());
+        self.0.help.push(printable(&help.into()).into_owned());
         self
     }
 
@@ -156,12 +157,11 @@ impl Excerpt {
         let carets = shown.get(start..end).map_or(1, |marked| marked.chars().count()).max(1);
         let skipped = before.saturating_sub(BEFORE.max(prefix.chars().count() + 20));
         let window: Vec<char> =
-            shown.chars().skip(skipped).take(before - skipped + carets.min(AFTER) + AFTER).collect();
+            printable_lines(&shown).chars().skip(skipped).take(before - skipped + carets.min(AFTER) + AFTER).collect();
         let cut = shown.chars().count() > skipped + window.len();
         let mut line: String = if skipped > 0 { "…".to_owned() } else { String::new() };
         let mut indent = line.replace('…', " ");
         for (index, letter) in window.into_iter().enumerate() {
-            let letter = if letter.is_control() && letter != '\t' { '\u{fffd}' } else { letter };
             line.push(letter);
             if index < before - skipped {
                 indent.push(if letter == '\t' { '\t' } else { ' ' });
@@ -280,12 +280,7 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
     (shown, new_start, new_end.max(new_start))
 }
 
-/// A text without characters that would steer a terminal.
-pub(crate) fn printable(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
-}
-
-/// Something that was found, for quoting in a message: without control characters, and cut to 60 characters.
+/// Something that was found, for quoting in a message: [`printable`], and cut to 60 characters.
 pub(crate) fn quoted(text: &str) -> String {
     let shown = hide_passwords(text, 0, 0).0;
     let mut cut: String = printable(&shown).chars().take(60).collect();

@@ -155,6 +155,9 @@ pub struct Api {
     pub listen: Option<SocketAddr>,
     /// The bearer token callers must show. Required beyond loopback.
     pub token: Option<TokenSource>,
+    /// Names that a request's `Host` may have besides loopback's and the listener's own address, and whose web pages may
+    /// ask. Any other is refused, unless the request shows the token or is forward-auth's.
+    pub hosts: Vec<String>,
     /// Whether forward-auth is answered. Default true, unless a request can meet a limit on calls in flight
     /// ([`Plan::requests_meet_concurrency`](crate::Plan::requests_meet_concurrency)), which forward-auth can't keep.
     pub forward_auth: bool,
@@ -164,7 +167,7 @@ pub struct Api {
 
 impl Default for Api {
     fn default() -> Self {
-        Self { listen: Some(loopback(8082)), token: None, forward_auth: true, deny_status: 429 }
+        Self { listen: Some(loopback(8082)), token: None, hosts: Vec::new(), forward_auth: true, deny_status: 429 }
     }
 }
 
@@ -176,11 +179,13 @@ pub struct Admin {
     pub listen: Option<SocketAddr>,
     /// The bearer token callers must show. Required beyond loopback.
     pub token: Option<TokenSource>,
+    /// As [`Api::hosts`].
+    pub hosts: Vec<String>,
 }
 
 impl Default for Admin {
     fn default() -> Self {
-        Self { listen: Some(loopback(8083)), token: None }
+        Self { listen: Some(loopback(8083)), token: None, hosts: Vec::new() }
     }
 }
 

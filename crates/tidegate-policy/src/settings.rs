@@ -214,6 +214,12 @@ static SETTINGS: &[Setting] = &[
     setting("api.listen", Text, "127.0.0.1:8082", "where the decision API and forward-auth listen, or off"),
     setting("api.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
     setting(
+        "api.hosts",
+        Words,
+        "",
+        "names that a request's Host may have besides loopback's, unless it is forward-auth's or shows the token",
+    ),
+    setting(
         "api.forward_auth",
         Flag,
         "",
@@ -222,6 +228,12 @@ static SETTINGS: &[Setting] = &[
     setting("api.deny_status", Count, "429", "the status with which forward-auth refuses; nginx wants 401 or 403"),
     setting("admin.listen", Text, "127.0.0.1:8083", "where health and readiness listen, or off"),
     setting("admin.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
+    setting(
+        "admin.hosts",
+        Words,
+        "",
+        "names that a request's Host may have besides loopback's, unless it shows the token",
+    ),
     setting("log.format", Text, "text", "text or json"),
     setting("log.level", Text, "info", "the least important level written: error, warn, info, debug or trace"),
     setting("log.refusals_per_second", Count, "10", "the most lines about refusals in a second"),

@@ -60,3 +60,34 @@ fn no_secret_is_ever_told() {
         assert!(!told(&path).contains("hunter2"), "{}", path.display());
     }
 }
+
+/// What a terminal obeys or a reader is misled by.
+fn steers(letter: char) -> bool {
+    letter.is_control() && letter != '\n' && letter != '\t'
+        || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')
+}
+
+#[test]
+fn nothing_that_a_policy_says_steers_the_terminal_that_its_errors_are_printed_on() {
+    let mut helped = 0;
+    for path in broken_files() {
+        let name = format!("{}\u{1b}[2J\u{202e}", path.file_name().unwrap().to_str().unwrap());
+        let Ok(whole) = fs::read_to_string(&path) else { continue };
+        let planted = ["\u{202e}", "\\u001b[2J\\u202e", "\\n\\u009b"].iter().cycle();
+        for ((at, _), planted) in whole.char_indices().zip(planted) {
+            let (before, after) = whole.split_at(at);
+            let text = [before, planted, after].concat();
+            let Err(errors) = Policy::load(Sources::new().file(&name, &text)) else { continue };
+            let told = errors.to_string();
+            assert!(!told.contains(steers), "{at} of {}: {told:?}", path.display());
+            for error in errors.iter() {
+                let parts = [error.message(), error.expected()];
+                for part in parts.into_iter().chain(error.help_texts().iter().map(String::as_str)) {
+                    assert!(!part.contains(steers) && !part.contains('\n'), "{at} of {}: {part:?}", path.display());
+                }
+                helped += usize::from(error.help_texts().iter().any(|help| help.contains('\u{fffd}')));
+            }
+        }
+    }
+    assert!(helped > 0, "no help repeated what was planted");
+}

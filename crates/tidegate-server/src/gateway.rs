@@ -4,7 +4,6 @@
 //! reply: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`.
 
 mod connect;
-mod door;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -31,7 +30,7 @@ use tidegate_policy::outbound::{BaseUrl, Provider as Plan};
 use tower_layer::Layer as _;
 
 use self::connect::{Connections, Connector};
-use self::door::Door;
+use crate::access::{Access, Listener};
 use crate::answer::{self, error, json};
 use crate::body::{Body, BoxError, Upload};
 use crate::hop;
@@ -59,7 +58,7 @@ pub(crate) struct Gateway<S: Store, C: Clock> {
     pub(crate) upstreams: Vec<Arc<Upstream<ReplayBody<Upload>>>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
-    door: Door,
+    access: Access,
     refusals: Arc<Refusals>,
 }
 
@@ -92,8 +91,8 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             }
             mounts.insert(plan.name.clone(), layer.layer(connections));
         }
-        let door = Door::new(listens, &outbound.plan().hosts, token);
-        Ok(Self { mounts, upstreams, cache: Cache::of(outbound), door, refusals, outbound: outbound.clone() })
+        let access = Access::new(Listener::Gateway, listens, &outbound.plan().hosts, token);
+        Ok(Self { mounts, upstreams, cache: Cache::of(outbound), access, refusals, outbound: outbound.clone() })
     }
 
     /// What serves a connection's requests.
@@ -171,8 +170,10 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         watch: &Watch,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<Body>> {
         sound(request, number, watch).map_err(|trouble| trouble.response())?;
-        let target = request.uri().authority().cloned();
-        self.door.admit(request.headers_mut(), target.as_ref()).map_err(door::Turned::response)?;
+        self.access.check(request).map_err(|denied| self.access.refusal(denied))?;
+        for name in Listener::Gateway.token_headers() {
+            request.headers_mut().remove(name);
+        }
         let path = request.uri().path_and_query().map_or("/", PathAndQuery::as_str);
         let whole = path.strip_prefix('/').unwrap_or(path);
         let (name, rest) = whole.split_at(whole.find(['/', '?']).unwrap_or(whole.len()));
@@ -237,6 +238,8 @@ where
     let happened = parts.extensions.get::<Happened>().copied();
     let status = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<Why>().map(ToString::to_string);
+    // The HTTP machinery keeps the provider's reason phrase there, which may repeat the credential.
+    parts.extensions.clear();
     tell(&mut parts.headers, plan, happened, status);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(ERROR, why);

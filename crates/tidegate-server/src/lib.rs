@@ -20,6 +20,12 @@
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB a question |
 //! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
 //!
+//! # Who may ask
+//! The listeners but inbound ask for their token, if they have one; beyond loopback they must have one. Without, they
+//! answer programs of this machine and no web pages: `Host` is loopback, the listener's own address or one of the
+//! section's `hosts` (else 421), and `Origin` and `Sec-Fetch-Site`, where there are any, tell of no page but the
+//! listener's own and those of `hosts` (else 403). Forward-auth is left out, as front servers pass on what browsers say.
+//!
 //! # What the proxy speaks
 //! HTTP/1.1 and 1.0, both ways. Bodies stream through; nothing is collected. A client that goes away takes its
 //! upstream request with it. HTTP/2 is not spoken: a gRPC service is guarded by the tower layer of the crate
@@ -32,6 +38,7 @@
 //! - **Shutdown** stops accepting, lets every request in flight end, each answer with `Connection: close`, closes
 //!   idle connections after two ticks, and ends what is left when `timeouts.shutdown` is over.
 
+mod access;
 mod answer;
 mod body;
 mod bound;
@@ -66,6 +73,7 @@ use tidegate::store::Store;
 use tidegate::{AnyStore, Gate, Memory, OpenError, Stores, SystemClock};
 use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
 
+use crate::access::Access;
 use crate::bound::Open;
 pub use crate::bound::{Bound, Ended};
 use crate::gateway::{Gateway, GatewayError};
@@ -274,7 +282,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 service: Arc::new(Api {
                     gate: self.gate.clone(),
                     replies: Replies::new(self.gate.plan(), settings.headers, settings.x_ratelimit),
-                    token: api_token,
+                    access: Access::new(access::Listener::Api, address, &api.hosts, api_token),
                     forwarding: settings.forwarding.clone(),
                     forward_auth: api.forward_auth,
                     deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
@@ -289,7 +297,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 listener: open("admin", address, own(ADMIN_CONNECTIONS))?,
                 service: Arc::new(Admin {
                     gate: self.gate.clone(),
-                    token: admin_token,
+                    access: Access::new(access::Listener::Admin, address, &admin.hosts, admin_token),
                     draining: Arc::clone(&draining),
                 }),
             }),

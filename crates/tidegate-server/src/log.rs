@@ -1,6 +1,8 @@
 //! What the gate writes down, and how it keeps hostile clients from writing in it.
 
+use std::borrow::Cow;
 use std::fmt;
+use std::io;
 use std::slice;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +11,7 @@ use tidegate::Span;
 use tidegate::core::batch::take;
 use tidegate::core::{Key, Kind, Limit, LimitId, Op, State, Time, Verb, Verdict, Window};
 use tidegate_policy::sections;
-use tidegate_policy::{LogFormat, LogLevel};
+use tidegate_policy::{LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -52,13 +54,44 @@ where
         LogLevel::Trace => "trace",
     };
     let filter = EnvFilter::try_new(filter.unwrap_or(level)).map_err(|error| StartError::Filter(error.to_string()))?;
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer).with_ansi(false);
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
     Ok(match settings.format {
-        LogFormat::Text => lines.finish().into(),
+        LogFormat::Text => lines.with_writer(Safe { inner: writer, safe: printable_lines }).finish().into(),
         LogFormat::Json => {
+            let lines = lines.with_writer(Safe { inner: writer, safe: printable_json });
             lines.json().flatten_event(true).with_current_span(false).with_span_list(false).finish().into()
         }
     })
+}
+
+/// Makes writers, or is one, that make lines safe to print: what an error of a store says comes from outside as well.
+struct Safe<W> {
+    inner: W,
+    safe: fn(&str) -> Cow<'_, str>,
+}
+
+impl<'w, W: MakeWriter<'w>> MakeWriter<'w> for Safe<W> {
+    type Writer = Safe<W::Writer>;
+
+    fn make_writer(&'w self) -> Self::Writer {
+        Safe { inner: self.inner.make_writer(), safe: self.safe }
+    }
+
+    fn make_writer_for(&'w self, meta: &tracing::Metadata<'_>) -> Self::Writer {
+        Safe { inner: self.inner.make_writer_for(meta), safe: self.safe }
+    }
+}
+
+impl<W: io::Write> io::Write for Safe<W> {
+    /// Writes all of it; an event comes in one piece.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.inner.write_all((self.safe)(&String::from_utf8_lossy(bytes)).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
 }
 
 /// Why logging can't begin.
@@ -177,6 +210,8 @@ impl Throttle {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     #[test]
@@ -192,6 +227,38 @@ mod tests {
         }
         let long = Escaped(&"x".repeat(1 << 20)).to_string();
         assert_eq!((long.chars().count(), long.chars().last()), (SHOWN + 1, Some('…')));
+    }
+
+    #[test]
+    fn no_line_steers_the_terminal_that_it_is_printed_on_whatever_it_tells() {
+        for (format, shown) in [(LogFormat::Text, "a store\u{fffd} is"), (LogFormat::Json, "a store\\u2066 is")] {
+            let lines = Arc::new(Mutex::new(Vec::new()));
+            let mut settings = sections::Log::default();
+            settings.format = format;
+            let writer = Arc::clone(&lines);
+            let dispatch = subscriber(&settings, None, move || Shared(Arc::clone(&writer))).unwrap();
+            tracing::dispatcher::with_default(&dispatch, || {
+                tracing::warn!(error = "\u{1b}[2J\u{202e}nwod\u{9b}1m", "{}", "a store\u{2066} is down\u{7f}");
+            });
+            let text = String::from_utf8(lock(&lines).clone()).unwrap();
+            assert!(text.ends_with('\n') && text.contains(shown), "{text:?}");
+            let steers = |letter: char| {
+                letter.is_control() || matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+            };
+            assert!(!text.trim_end().contains(steers), "{text:?}");
+        }
+    }
+
+    struct Shared(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Shared {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            lock(&self.0).extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Real servers for end-to-end tests: nginx, Caddy, wrk and databases, each on free ports and in a directory of its own.
+//! Real servers for end-to-end tests: nginx, Caddy, wrk, databases and a browser, each on free ports and in a directory
+//! of its own.
 //!
 //! A program that isn't installed is told by name on standard error and its test is skipped; where `CI=true` or
 //! `TIDEGATE_REQUIRE_ALL=1`, it fails instead.
@@ -126,16 +127,7 @@ impl Running {
     /// # Panics
     /// If it doesn't start; what it wrote is told.
     pub fn start(mut command: Command, scratch: Scratch, port: u16) -> Self {
-        let out = fs::File::create(scratch.path().join("stdout")).expect("a file for the output");
-        let err = fs::File::create(scratch.path().join("stderr")).expect("a file for the errors");
-        let child = command
-            .current_dir(scratch.path())
-            .stdin(Stdio::null())
-            .stdout(out)
-            .stderr(err)
-            .spawn()
-            .unwrap_or_else(|error| panic!("{command:?} can't be started: {error}"));
-        let mut running = Self { child, scratch };
+        let mut running = Self::spawn(&mut command, scratch);
         for _ in 0..LOOKS {
             if TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).is_ok() {
                 return running;
@@ -146,6 +138,19 @@ impl Running {
             sleep(LOOK_EVERY);
         }
         panic!("{command:?} doesn't listen on {port}: {}", running.read("stderr"));
+    }
+
+    fn spawn(command: &mut Command, scratch: Scratch) -> Self {
+        let out = fs::File::create(scratch.path().join("stdout")).expect("a file for the output");
+        let err = fs::File::create(scratch.path().join("stderr")).expect("a file for the errors");
+        let child = command
+            .current_dir(scratch.path())
+            .stdin(Stdio::null())
+            .stdout(out)
+            .stderr(err)
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?} can't be started: {error}"));
+        Self { child, scratch }
     }
 
     /// Its process id.
@@ -236,6 +241,31 @@ pub fn caddy(caddyfile: &str, port: u16) -> Option<Running> {
         .env("XDG_DATA_HOME", scratch.path())
         .env("XDG_CONFIG_HOME", scratch.path());
     Some(Running::start(command, scratch, port))
+}
+
+/// Opens a page in a headless Chromium, for which `name` resolves to 127.0.0.1, and gives the document that there is
+/// when all of the page has been loaded. `None` if Chromium isn't installed.
+///
+/// # Panics
+/// If it doesn't end well in time.
+pub fn chromium(url: &str, name: &str) -> Option<String> {
+    let program = require("chromium")?;
+    let scratch = Scratch::new();
+    let mut command = Command::new(program);
+    command
+        // Its sandbox can't be made by root, and the pages are our own.
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"])
+        .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
+        .arg(format!("--user-data-dir={}", scratch.path().join("profile").display()))
+        .arg(format!("--host-resolver-rules=MAP {name} 127.0.0.1"))
+        .args(["--dump-dom", url])
+        .env("HOME", scratch.path());
+    let mut running = Running::spawn(&mut command, scratch);
+    // A machine that is busy with other tests may take long to start it.
+    let ended = (0..6).find_map(|_| running.wait());
+    let is_good = ended.is_some_and(|status| status.success());
+    assert!(is_good, "Chromium ended with {ended:?}: {}", running.read("stderr"));
+    Some(running.read("stdout"))
 }
 
 fn is_root() -> bool {

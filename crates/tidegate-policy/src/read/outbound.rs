@@ -17,8 +17,6 @@ use crate::outbound::{Outbound, Provider};
 
 /// The most providers in a policy.
 const MAX_PROVIDERS: usize = 256;
-/// The most names that a request's `Host` may have.
-const MAX_HOSTS: usize = 256;
 /// The most connections of callers, unless said.
 const CONNECTIONS: usize = 1024;
 /// The most bytes of cached replies, unless said.
@@ -73,35 +71,6 @@ impl Reader<'_> {
             }
             path => Some(Some(PathBuf::from(path))),
         }
-    }
-
-    fn hosts(&mut self, node: &Node) -> Option<Vec<String>> {
-        const EXPECTED: &str = "a host's name, such as \"gateway.internal\"";
-        let words = self.words(node, "hosts", EXPECTED)?;
-        if words.len() > MAX_HOSTS {
-            self.wrong(node.at, format!("`hosts` has {} items", words.len()), format!("at most {MAX_HOSTS}"));
-            return None;
-        }
-        let mut hosts = Vec::new();
-        let mut fine = true;
-        for (text, item) in words {
-            let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
-            if !text.is_empty() && text.len() <= 253 && text.bytes().all(fits) {
-                hosts.push(text.trim_end_matches('.').to_ascii_lowercase());
-                continue;
-            }
-            fine = false;
-            let error =
-                Error::new(self.texts, item.at, format!("`hosts`: {} is no host's name", quoted(text)), EXPECTED);
-            let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
-            let bare = bare.split([':', '/']).next().unwrap_or(bare);
-            self.push(match text {
-                _ if text.contains('*') => error.help("names have no wildcards: write each"),
-                _ if text.contains([':', '/']) => error.help(format!("write the name alone: \"{bare}\"")),
-                _ => error,
-            });
-        }
-        fine.then_some(hosts)
     }
 
     fn providers(&mut self, outbound: &Table, at: At, collected: &mut Collected) -> Option<Vec<Provider>> {

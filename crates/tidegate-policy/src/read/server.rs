@@ -13,6 +13,9 @@ use crate::path::PathQuirks;
 use crate::secret::TokenSource;
 use crate::sections::{Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, Timeouts};
 
+/// The most names that a request's `Host` may have.
+const MAX_HOSTS: usize = 256;
+
 impl Reader<'_> {
     pub(super) fn inbound(&mut self, root: &Table) -> Option<Inbound> {
         let table = self.section(root, "inbound", "inbound");
@@ -152,12 +155,19 @@ impl Reader<'_> {
         let table = self.section(root, "api", "api");
         let default = Api::default();
         let (listen, token) = self.guarded(table, default.listen, "the decision API");
+        let hosts = self.or_default(table, "hosts", Vec::new(), Self::hosts);
         let forward_auth = self
             .or_default(table, "forward_auth", default.forward_auth, |reader, node| reader.flag(node, "forward_auth"));
         let deny_status = self.or_default(table, "deny_status", default.deny_status, |reader, node| {
             reader.count(node, "deny_status", 400..=599).and_then(|status| u16::try_from(status).ok())
         });
-        Some(Api { listen: listen?, token: token?, forward_auth: forward_auth?, deny_status: deny_status? })
+        Some(Api {
+            listen: listen?,
+            token: token?,
+            hosts: hosts?,
+            forward_auth: forward_auth?,
+            deny_status: deny_status?,
+        })
     }
 
     /// Where the policy says that forward-auth is to be answered: by `forward_auth`, or by the status that only
@@ -177,7 +187,8 @@ impl Reader<'_> {
     pub(super) fn admin(&mut self, root: &Table) -> Option<Admin> {
         let table = self.section(root, "admin", "admin");
         let (listen, token) = self.guarded(table, Admin::default().listen, "admin");
-        Some(Admin { listen: listen?, token: token? })
+        let hosts = self.or_default(table, "hosts", Vec::new(), Self::hosts);
+        Some(Admin { listen: listen?, token: token?, hosts: hosts? })
     }
 
     /// A listener that may be off, and that needs a token beyond loopback.
@@ -210,6 +221,36 @@ impl Reader<'_> {
             Some(Some(listen))
         });
         (listen, token)
+    }
+
+    /// Names that a request's `Host` may have.
+    pub(super) fn hosts(&mut self, node: &Node) -> Option<Vec<String>> {
+        const EXPECTED: &str = "a host's name, such as \"gateway.internal\"";
+        let words = self.words(node, "hosts", EXPECTED)?;
+        if words.len() > MAX_HOSTS {
+            self.wrong(node.at, format!("`hosts` has {} items", words.len()), format!("at most {MAX_HOSTS}"));
+            return None;
+        }
+        let mut hosts = Vec::new();
+        let mut fine = true;
+        for (text, item) in words {
+            let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
+            if !text.is_empty() && text.len() <= 253 && text.bytes().all(fits) {
+                hosts.push(text.trim_end_matches('.').to_ascii_lowercase());
+                continue;
+            }
+            fine = false;
+            let error =
+                Error::new(self.texts, item.at, format!("`hosts`: {} is no host's name", quoted(text)), EXPECTED);
+            let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
+            let bare = bare.split([':', '/']).next().unwrap_or(bare);
+            self.push(match text {
+                _ if text.contains('*') => error.help("names have no wildcards: write each"),
+                _ if text.contains([':', '/']) => error.help(format!("write the name alone: \"{bare}\"")),
+                _ => error,
+            });
+        }
+        fine.then_some(hosts)
     }
 
     pub(super) fn log(&mut self, root: &Table) -> Option<Log> {

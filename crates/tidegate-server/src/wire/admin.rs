@@ -10,14 +10,14 @@ use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tidegate::Gate;
 use tidegate::core::{Batch, Clock};
-use tidegate::policy::Secret;
 use tidegate::store::{Answer, Store};
 
+use crate::access::Access;
 use crate::answer::{self, error, json};
 use crate::body::Body;
 use crate::listener::Client;
 use crate::watch::Phase;
-use crate::wire::http_api::{authorised, dismiss, unauthorised};
+use crate::wire::http_api::dismiss;
 
 /// How long the store may take to answer before the gate counts as not ready.
 const STORE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
@@ -25,7 +25,7 @@ const STORE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 /// What all connections of the admin listener share.
 pub(crate) struct Admin<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
-    pub(crate) token: Option<Secret>,
+    pub(crate) access: Access,
     pub(crate) draining: Arc<AtomicBool>,
 }
 
@@ -37,8 +37,8 @@ pub(crate) async fn serve<S: Store, C: Clock>(
 ) -> Result<Response<Body>, Infallible> {
     let watch = &*client.watch;
     watch.enter(Phase::Deciding);
-    let response = if !authorised(request.headers(), admin.token.as_ref()) {
-        unauthorised()
+    let response = if let Err(denied) = admin.access.check(&request) {
+        admin.access.refusal(denied)
     } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, "this listener takes GET and HEAD");
         response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));

@@ -26,7 +26,7 @@ use crate::refusals::Refusal;
 use crate::wire::http_api::{Api, refused_to_decide};
 
 /// The path of forward-auth, or the beginning of it.
-pub(crate) const PATH: &str = "/v1/auth";
+const PATH: &str = "/v1/auth";
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
@@ -34,6 +34,11 @@ const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host")
 const X_ORIGINAL_METHOD: HeaderName = HeaderName::from_static("x-original-method");
 const X_ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
 const X_ORIGINAL_URL: HeaderName = HeaderName::from_static("x-original-url");
+
+/// Whether a request to this path is forward-auth's.
+pub(crate) fn is_asked(path: &str) -> bool {
+    path.strip_prefix(PATH).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
 
 /// Answers whether a front server may serve a request of its own: 200, or the configured status for a refusal (403
 /// for a client on the deny list), with all headers that a refusal has, for the front server to copy.

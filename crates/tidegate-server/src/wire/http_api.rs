@@ -13,17 +13,18 @@ use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
-use http::header::{ALLOW, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, WWW_AUTHENTICATE};
+use http::header::{ALLOW, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::core::Clock;
-use tidegate::policy::{Forwarding, KeyError, Secret};
+use tidegate::policy::{Forwarding, KeyError};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{ActionId, Begun, CheckError, Deciding, Decision, Gate, Query};
 
+use crate::access::{Access, Denied};
 use crate::answer::{self, error, json};
 use crate::body::Body;
 use crate::connection::DRAINED;
@@ -39,14 +40,11 @@ const MAX_QUESTION: usize = 16 << 10;
 const PATHS: [&str; 8] =
     ["/v1/check", "/v1/status", "/v1/explain", "/v1/reset", "/v1/refund", "/v1/release", "/v1/renew", "/v1/auth"];
 
-/// What carries the token besides `Authorization`, which forward-auth passes on from the client.
-const X_TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("x-tidegate-token");
-
 /// What all connections of the API share.
 pub(crate) struct Api<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
-    pub(crate) token: Option<Secret>,
+    pub(crate) access: Access,
     pub(crate) forwarding: Forwarding,
     /// Whether forward-auth is answered.
     pub(crate) forward_auth: bool,
@@ -78,9 +76,12 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let Call { api, client } = &*self.0;
-        if !authorised(request.headers(), api.token.as_ref()) {
+        // Front servers pass on what their clients' browsers say.
+        if let Err(denied) = api.access.check(&request)
+            && (denied == Denied::Token || !forward_auth::is_asked(request.uri().path()))
+        {
             client.watch.enter(Phase::Deciding);
-            let response = dismiss(&client.watch, request, unauthorised());
+            let response = dismiss(&client.watch, request, api.access.refusal(denied));
             return Answering::Now(Some(last(&client.watch, response)));
         }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
@@ -153,24 +154,6 @@ pub(crate) fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body
     response
 }
 
-/// Whether a request shows the token, if one is asked for. The comparison takes the same time wherever they differ.
-pub(crate) fn authorised(headers: &HeaderMap, token: Option<&Secret>) -> bool {
-    let Some(token) = token else { return true };
-    let bearer = headers.get(AUTHORIZATION).and_then(|value| {
-        let (scheme, token) = value.as_bytes().split_at_checked(7)?;
-        scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
-    });
-    let own = headers.get(X_TIDEGATE_TOKEN).map(HeaderValue::as_bytes);
-    [bearer, own].into_iter().flatten().any(|shown| token.matches(shown))
-}
-
-pub(crate) fn unauthorised() -> Response<Body> {
-    const BEARER: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
-    let mut response = error(StatusCode::UNAUTHORIZED, "a bearer token is needed");
-    response.headers_mut().insert(WWW_AUTHENTICATE, BEARER);
-    response
-}
-
 /// Gives an answer to a request whose body is of no interest. A small one is read away behind the answer.
 pub(crate) fn dismiss(watch: &Watch, request: Request<Incoming>, mut response: Response<Body>) -> Response<Body> {
     let body = request.into_body();
@@ -193,7 +176,7 @@ async fn route<S: Store, C: Clock>(api: &Api<S, C>, client: &Client, request: Re
     let (method, allow) = match path {
         "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => (Method::POST, "POST"),
         "/v1/status" | "/v1/explain" => (Method::GET, "GET"),
-        _ if path.strip_prefix(forward_auth::PATH).is_some_and(|rest| rest.is_empty() || rest.starts_with('/')) => {
+        _ if forward_auth::is_asked(path) => {
             let response = forward_auth::answer(api, client, &request).await;
             return dismiss(watch, request, response);
         }

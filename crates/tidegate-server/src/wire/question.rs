@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
-use serde::de::{self, DeserializeSeed, MapAccess, Visitor};
+use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use tidegate::core::MAX_COST;
 use tidegate::{Permit, Query};
 
@@ -335,6 +335,8 @@ impl<'de> Deserialize<'de> for Headers {
                         break;
                     }
                 }
+                // What ends before the object does is no JSON, and would be told so.
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
                 Ok(headers)
             }
         }
@@ -366,6 +368,28 @@ mod tests {
         let query = question.query();
         assert_eq!((query.action, query.key, query.cost), (Some("login"), Some("a b&"), Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t 1");
+    }
+
+    #[test]
+    fn too_many_headers_are_told_as_such_in_json_and_in_a_query() {
+        let told = "there are more than 64 headers";
+        for count in [MAX_HEADERS, MAX_HEADERS + 1, MAX_HEADERS + 2, 300] {
+            let members: Vec<String> = (0..count).map(|number| format!(r#""x-{number}":"v""#)).collect();
+            let json = format!(r#"{{"action":"login","headers":{{"none":null,{}}},"ip":"::1"}}"#, members.join(","));
+            let pairs: String = (0..count).map(|number| format!("&header:x-{number}=v")).collect();
+            let query = format!("action=login{pairs}");
+            for read in [Question::from_json(json.as_bytes()), Question::from_query(&query)] {
+                match read {
+                    Ok(question) => assert!(count <= MAX_HEADERS && question.headers.unwrap().len() == count),
+                    Err(wrong) => {
+                        assert!(count > MAX_HEADERS, "{wrong:?}");
+                        assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), told));
+                    }
+                }
+            }
+        }
+        let broken = format!(r#"{{"headers":{{{}"a":"b",}}}}"#, r#""x":"v","#.repeat(MAX_HEADERS + 1));
+        assert!(wrong(&broken).1.contains("no JSON"), "what is broken stays so");
     }
 
     #[test]

@@ -38,7 +38,9 @@ impl Running {
 /// Reads a policy in which every port is the system's choice.
 pub(crate) fn policy(upstream: SocketAddr, rest: &str) -> Policy {
     let ports = [("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"), ("TIDEGATE__API__LISTEN", "127.0.0.1:0")];
-    let more = [("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")];
+    // The names by which the tests' requests call them.
+    let hosts = [("TIDEGATE__API__HOSTS", "gate.test,a"), ("TIDEGATE__ADMIN__HOSTS", "gate.test")];
+    let more = [("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")].into_iter().chain(hosts);
     let upstream = [("TIDEGATE__INBOUND__UPSTREAM".to_owned(), format!("http://{upstream}"))];
     let sources = Sources::new().file("test.toml", rest).env(ports).env(more).env(upstream);
     Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"))

@@ -1,7 +1,9 @@
 //! The gate over real sockets.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
+mod access;
 mod api;
+mod browser;
 mod caps;
 mod common;
 mod flow;

@@ -55,6 +55,35 @@ async fn the_path_cannot_change_the_authority() {
 }
 
 #[tokio::test]
+async fn a_path_that_any_server_could_read_as_leading_up_is_refused() {
+    let api = Api::start(hello).await;
+    let gateway = running(&api.policy(&format!("{FREE}{BEARER}")));
+    for path in [
+        "/api/..%00/x",
+        "/api/..%20/x",
+        "/api/%2e%2e%23/x",
+        "/api/%2e%2e%3f/x",
+        "/api/..%3bx/y",
+        "/api/.%09./x",
+        "/api/..%0a/x",
+        "/api/.../x",
+        "/api/%252e%252e/x",
+        "/api/a/..%252f..%252fx",
+        "/api/%c0%ae%c0%ae/x",
+        "/api/%u002e%u002e/x",
+        "/api/%00/../x",
+    ] {
+        let answer = gateway.ask(get(path)).await;
+        assert_eq!(
+            (status(&answer), json(&answer)["message"].as_str()),
+            (400, Some("the path must not lead beyond the base URL")),
+            "{path}"
+        );
+    }
+    assert_eq!(api.count(), 0);
+}
+
+#[tokio::test]
 async fn paths_and_queries_arrive_as_they_are() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));
@@ -85,10 +114,13 @@ async fn names_of_somebody_elses_and_web_pages_are_turned_away() {
         ("host: 169.254.169.254\r\n", 421),
         ("host: localhost\r\nhost: rebound.example\r\n", 400),
         ("", 400),
-        ("host: localhost\r\norigin: http://localhost:3000\r\n", 200),
+        ("host: localhost:8081\r\norigin: http://localhost:8081\r\n", 200),
+        ("host: localhost:8081\r\norigin: https://gate.internal\r\nsec-fetch-site: cross-site\r\n", 200),
+        ("host: localhost:8081\r\norigin: http://localhost:3000\r\n", 403),
         ("host: localhost\r\norigin: https://page.example\r\n", 403),
         ("host: localhost\r\norigin: null\r\n", 403),
         ("host: localhost\r\nsec-fetch-site: cross-site\r\n", 403),
+        ("host: localhost\r\nsec-fetch-site: same-site\r\n", 403),
     ] {
         let before = api.count();
         let answer = gateway.ask(format!("GET /api/x HTTP/1.1\r\n{lines}\r\n")).await;

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::common::{Answer, Api, Arrived, BEARER, FREE, ONCE, PLANTED, get, request, running, standing};
+use crate::common::{
+    Answer, Api, Arrived, BEARER, FREE, ONCE, PLANTED, closing, get, provider, request, running, standing,
+};
 use crate::wire::{Peer, body, header, json, status, undated};
 
 fn hello(_: usize, _: &Arrived) -> Answer {
@@ -187,4 +189,27 @@ async fn redirects_are_the_callers_and_hold_no_credential() {
     }
     assert!(api.arrived().iter().all(|arrived| arrived.target.contains(PLANTED)));
     assert_eq!(elsewhere.count(), 0, "the gateway follows nobody");
+}
+
+#[tokio::test]
+async fn a_credential_that_a_provider_repeats_before_or_behind_the_body_is_not_told() {
+    const REPEATS: &str = "key pl4nted-s3cr3t-a is unknown\r\nconnection: close\r\nx-pl4nted-s3cr3t-a: unknown\r\n\
+        x-told: Bearer pl4nted-s3cr3t-a\r\ntransfer-encoding: chunked\r\ntrailer: x-told, grpc-message, x-kept\r\n\r\n\
+        5\r\nhello\r\n0\r\nx-told: pl4nted-s3cr3t-a\r\ngrpc-message: key pl4nted%2Ds3cr3t%2Da\r\nx-kept: yes\r\n\r\n";
+    for (status, line) in [
+        (200, "HTTP/1.1 200 OK"),
+        (401, "HTTP/1.1 401 Unauthorized"),
+        (404, "HTTP/1.1 404 Not Found"),
+        (429, "HTTP/1.1 429 Too Many Requests"),
+        (503, "HTTP/1.1 503 Service Unavailable"),
+    ] {
+        let answer = format!("HTTP/1.1 {status} {REPEATS}").leak();
+        for cache in ["", "cache = { ttl = \"1h\" }\n"] {
+            let gateway = running(&provider(closing(answer).await, &format!("{ONCE}{BEARER}{cache}")));
+            let told = gateway.ask(request("GET", "/api/x", "te: trailers\r\nconnection: te\r\n", "")).await;
+            assert!(told.starts_with(&format!("{line}\r\n")), "{told}");
+            assert!(told.contains("hello") && told.ends_with("0\r\nx-kept: yes\r\n\r\n"), "{told}");
+            assert!(!told.contains("pl4nted"), "{told}");
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tidegate_core::{LimitId, Time};
-use tidegate_policy::{KeyPart, Query, canonical};
+use tidegate_policy::{KeyPart, Query, canonical, printable};
 
 use super::heaviest::Weight;
 
@@ -102,7 +102,7 @@ pub(super) fn label(parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
         };
         words.push(value.unwrap_or_else(|| format!("no {part}")));
     }
-    let mut label: String = words.join(" + ").chars().filter(|letter| !letter.is_control()).take(MAX_LABEL).collect();
+    let mut label: String = printable(&words.join(" + ")).chars().take(MAX_LABEL).collect();
     if hidden {
         label.push_str(&format!(" #{:08x}", hash >> 32));
     }

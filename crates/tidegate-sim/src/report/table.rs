@@ -1,5 +1,9 @@
 //! A report as a table of words and numbers.
 
+use std::borrow::Cow;
+
+use tidegate_policy::{printable, printable_lines};
+
 use super::{Report, Run};
 use crate::tally::PerLoad;
 
@@ -58,7 +62,7 @@ pub(super) const COLUMNS: [Column; 10] = [
 pub(super) fn table(report: &Report) -> String {
     let mut text = String::new();
     for line in [&report.title, &report.about].into_iter().filter(|line| !line.is_empty()) {
-        text.push_str(line);
+        text.push_str(&printable_lines(line));
         text.push('\n');
     }
     let rows: Vec<[String; COLUMNS.len()]> =
@@ -67,8 +71,7 @@ pub(super) fn table(report: &Report) -> String {
         let cells = rows.iter().map(|row| row[index].chars().count());
         cells.chain([COLUMNS[index].head.len()]).max().unwrap_or(0)
     });
-    let head = |run: &Run| if run.case.is_empty() { "strategy".to_owned() } else { run.case.clone() };
-    let names = report.runs.iter().flat_map(|run| [head(run), run.strategy.clone()]);
+    let names = report.runs.iter().flat_map(|run| [head(run), printable(&run.strategy)]);
     let names = names.map(|name| name.chars().count()).max().unwrap_or(0);
     let mut case = None;
     for (run, row) in report.runs.iter().zip(&rows) {
@@ -80,7 +83,7 @@ pub(super) fn table(report: &Report) -> String {
             }
             text.push('\n');
         }
-        text.push_str(&format!("{:names$}", run.strategy));
+        text.push_str(&format!("{:names$}", printable(&run.strategy)));
         for (cell, width) in row.iter().zip(widths) {
             text.push_str(&format!("  {cell:>width$}"));
         }
@@ -97,6 +100,10 @@ pub(super) fn table(report: &Report) -> String {
     text
 }
 
+fn head(run: &Run) -> Cow<'_, str> {
+    if run.case.is_empty() { Cow::Borrowed("strategy") } else { printable(&run.case) }
+}
+
 /// What became of each load's calls in the first trial, where there are several.
 pub(super) fn loads(run: &Run) -> Vec<String> {
     let several = run.loads.len() > 1;
@@ -104,7 +111,8 @@ pub(super) fn loads(run: &Run) -> Vec<String> {
     let line = |(name, seen): (&String, &PerLoad)| {
         let share = seen.succeeded as f64 / seen.offered.max(1) as f64 * 100.0;
         format!(
-            "{name}: {} of {} calls succeeded, {share:.1} %",
+            "{}: {} of {} calls succeeded, {share:.1} %",
+            printable(name),
             count(seen.succeeded as f64),
             count(seen.offered as f64)
         )

@@ -2,21 +2,26 @@
 
 use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
+use tidegate_policy::Secret;
 use tidegate_store::{Memory, Store};
 
 use super::Tail;
 use super::cost::Price;
+use super::location::drop_telling;
 use crate::{Clock, SystemClock};
 
-/// The body of a provider's reply. Until it has ended or is dropped, its call is in flight.
+/// The body of a provider's reply. Until it has ended or is dropped, its call is in flight. Trailers that repeat the
+/// credential are dropped.
 pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
     head: Option<Frame<Bytes>>,
     trailers: Option<Frame<Bytes>>,
     rest: Option<Pin<Box<B>>>,
+    secret: Option<Arc<Secret>>,
     tail: Option<Tail<S, C>>,
     price: Option<Price>,
 }
@@ -26,13 +31,15 @@ pub(super) struct Peeked<B> {
     pub head: Bytes,
     trailers: Option<Frame<Bytes>>,
     rest: Option<Pin<Box<B>>>,
+    /// The credential that its request showed.
+    pub secret: Option<Arc<Secret>>,
 }
 
 impl<B: Body<Data = Bytes>> Peeked<B> {
     /// Reads nothing ahead.
     pub(super) fn unread(body: B) -> Self {
         let rest = (!body.is_end_stream()).then(|| Box::pin(body));
-        Self { head: Bytes::new(), trailers: None, rest }
+        Self { head: Bytes::new(), trailers: None, rest, secret: None }
     }
 
     /// Reads a body ahead until it ends, or until more than `limit` bytes of it are there.
@@ -64,7 +71,7 @@ impl<B: Body<Data = Bytes>> Peeked<B> {
 
     pub(super) fn into_body<S: Store, C: Clock>(self) -> OutboundBody<B, S, C> {
         let head = (!self.head.is_empty()).then(|| Frame::data(self.head));
-        OutboundBody { head, trailers: self.trailers, rest: self.rest, tail: None, price: None }
+        OutboundBody { head, trailers: self.trailers, rest: self.rest, secret: self.secret, tail: None, price: None }
     }
 }
 
@@ -91,7 +98,7 @@ impl<B: Body<Data = Bytes>, S: Store, C: Clock> Body for OutboundBody<B, S, C> {
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let this = &mut *self;
-        let polled = match (this.head.take(), &mut this.rest) {
+        let mut polled = match (this.head.take(), &mut this.rest) {
             (Some(head), _) => Some(Ok(head)),
             (None, Some(rest)) => match rest.as_mut().poll_frame(context) {
                 Poll::Pending => return Poll::Pending,
@@ -99,10 +106,13 @@ impl<B: Body<Data = Bytes>, S: Store, C: Clock> Body for OutboundBody<B, S, C> {
             },
             (None, None) => this.trailers.take().map(Ok),
         };
-        match &polled {
+        match &mut polled {
             Some(Ok(frame)) => {
                 if let (Some(price), Some(data)) = (&mut this.price, frame.data_ref()) {
                     price.read(data);
+                }
+                if let (Some(secret), Some(trailers)) = (&this.secret, frame.trailers_mut()) {
+                    drop_telling(trailers, secret);
                 }
             }
             Some(Err(_)) => this.price = None,

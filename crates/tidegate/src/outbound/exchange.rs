@@ -197,14 +197,14 @@ where
                 }
             }
         }
-        let shown = shown.as_deref();
+        let secret = shown.as_deref();
         let mut parts = self.parts.clone();
-        if let Err(error) = manner.target.aim_led(&mut parts, shown) {
+        if let Err(error) = manner.target.aim_led(&mut parts, secret) {
             return self.refused(error.into());
         }
         let mut inner = self.inner.clone();
         if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
-            return self.failed(told(error.into(), shown), Fault::Unsent);
+            return self.failed(told(error.into(), secret), Fault::Unsent);
         }
         let Ok(body) = self.body.attempt() else { return self.refused(Trouble::Body) };
         self.handed_over = true;
@@ -215,12 +215,12 @@ where
             Err(error) if matches!(error.downcast_ref(), Some(Trouble::Followed)) => self.refused(Trouble::Followed),
             Err(error) => {
                 let fault = (manner.fault_of)(&*error);
-                self.failed(told(error, shown), fault)
+                self.failed(told(error, secret), fault)
             }
         }
     }
 
-    async fn judged(&mut self, response: Response<B>, shown: Option<&Secret>) -> Ended<Outcome<B>> {
+    async fn judged(&mut self, response: Response<B>, shown: Option<Arc<Secret>>) -> Ended<Outcome<B>> {
         let manner = self.manner;
         let now = manner.clock.now();
         let (mut head, body) = response.into_parts();
@@ -228,13 +228,13 @@ where
         // A stream of events is no document, and waiting for its beginning would hold it up.
         let may_say = |rule: &&BodyRule| rule.concerns(head.status) && !is_event_stream(&head.headers);
         let rule = manner.throttled_when.as_ref().filter(may_say);
-        let peeked = match rule {
+        let mut peeked = match rule {
             None => Peeked::unread(body),
             Some(rule) => {
                 // Boxed, as replies that aren't looked into would take the room for it too.
                 let peeked = match Box::pin(Peeked::read(body, MAX_JUDGED)).await {
                     Ok(peeked) => peeked,
-                    Err(error) => return self.failed(told(error.into(), shown), Fault::Garbled),
+                    Err(error) => return self.failed(told(error.into(), shown.as_deref()), Fault::Garbled),
                 };
                 if peeked.is_whole() && says_throttled(rule, &peeked.head) {
                     let ends = if rule.spends_quota { (manner.quota_ends)(now) } else { None };
@@ -244,7 +244,8 @@ where
             }
         };
         reply.streams = !peeked.is_whole();
-        manner.target.tidy(&mut head.headers, shown, manner.mount.as_deref());
+        manner.target.tidy(&mut head.headers, shown.as_deref(), manner.mount.as_deref());
+        peeked.secret = shown;
         Ended { value: Ok(Response::from_parts(head, peeked)), reply }
     }
 }

@@ -38,6 +38,9 @@ use crate::SystemClock;
 /// [`Happened`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
 /// [`Why`](super::Why) of that besides.
 ///
+/// Headers and trailers of a reply don't tell the credential, even if the provider repeats it. The body passes as it is,
+/// and so do extensions of the inner service's, such as the reason phrase that hyper keeps there.
+///
 /// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
 pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<Counter<S, C>>);
 

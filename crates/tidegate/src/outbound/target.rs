@@ -250,7 +250,7 @@ fn below<'a>(base: &BaseUrl, asked: &'a Uri) -> Result<&'a str, TargetError> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::path::tests::worst_reading;
+    use super::super::path::tests::readings;
     use super::*;
     use http::header::HeaderName;
     use http::{HeaderMap, Request};
@@ -493,7 +493,7 @@ mod tests {
             };
             let host = (sent.scheme_str(), sent.authority().map(Authority::as_str));
             let stays = host == (Some("https"), Some("api.example"))
-                && worst_reading(sent.path()).starts_with(&["v1".to_owned(), "x".to_owned()]);
+                && readings(sent.path()).all(|stack| stack.starts_with(&["v1".to_owned(), "x".to_owned()]));
             let keys = sent.query().into_iter().flat_map(|query| query.split('&')).filter(|pair| is_named(pair, "key"));
             if stays && keys.count() == 1 { Ok(()) } else { Err(format!("{asked} leads to {sent}")) }
         });

@@ -1,6 +1,7 @@
 //! Findings as tables, for a terminal and for a page.
 
 use tidegate_core::Time;
+use tidegate_policy::printable;
 
 use crate::replay::{Client, ClientFindings, Count, Findings, Interval, PolicyFindings, SHARES, Timeline, shown};
 use crate::report::picture::escaped;
@@ -23,12 +24,13 @@ pub(super) struct Grid {
 
 impl Grid {
     fn new(title: impl Into<String>, words: usize, heads: &[&str]) -> Self {
-        let heads = heads.iter().map(|head| (*head).to_owned()).collect();
-        Self { title: title.into(), heads, rows: Vec::new(), words }
+        let heads = heads.iter().map(|head| printable(head).into_owned()).collect();
+        Self { title: printable(&title.into()).into_owned(), heads, rows: Vec::new(), words }
     }
 
+    /// Adds a row. Cells may hold what the log or a file's name says, so they are made [`printable`] here.
     fn row(&mut self, cells: Vec<String>) {
-        self.rows.push(cells);
+        self.rows.push(cells.iter().map(|cell| printable(cell).into_owned()).collect());
     }
 
     pub(super) fn text(&self) -> String {
@@ -94,7 +96,7 @@ pub(super) fn summary(findings: &Findings) -> Vec<String> {
     for policy in &findings.policies {
         lines.push(format!(
             "{}: refuses {} of {} ({}), from {} of {}",
-            policy.name,
+            printable(&policy.name),
             number_of(policy.total.refused),
             several(policy.total.requests, "request"),
             share(policy.total.refused, policy.total.requests),

@@ -1,0 +1,355 @@
+//! The access check in front of the gateway, the decision API and the admin listener.
+//!
+//! Beyond loopback these listeners ask for a token. On loopback the danger is a web page in a browser on the same
+//! machine, which may be any site's. Its requests can reach a listener by an address, when the browser says in `Origin`
+//! or `Sec-Fetch-Site` that they are another page's; or by a name of the page's own that it makes resolve to loopback
+//! (DNS rebinding), when that name stands in `Host`. A page from another port of this machine is another page, too: it
+//! may be one that an upstream or a provider wrote. A request that shows the token is a page's in no case, since pages
+//! don't know it.
+
+use std::net::{IpAddr, SocketAddr};
+
+use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION};
+use http::header::{HeaderValue, WWW_AUTHENTICATE};
+use http::uri::Authority;
+use http::{Request, Response, StatusCode};
+use tidegate_policy::Secret;
+
+use crate::answer::error;
+use crate::body::Body;
+
+const TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("tidegate-token");
+const X_TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("x-tidegate-token");
+const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+
+/// The listener that a check stands in front of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Listener {
+    Gateway,
+    Api,
+    Admin,
+}
+
+impl Listener {
+    /// The headers that carry the token: one behind `Bearer`, and one alone. The gateway leaves `Authorization` to the
+    /// provider; forward-auth passes on what the client has there.
+    pub(crate) fn token_headers(self) -> [HeaderName; 2] {
+        match self {
+            Self::Gateway => [PROXY_AUTHORIZATION, TIDEGATE_TOKEN],
+            Self::Api | Self::Admin => [AUTHORIZATION, X_TIDEGATE_TOKEN],
+        }
+    }
+
+    /// The policy's section about it.
+    fn section(self) -> &'static str {
+        match self {
+            Self::Gateway => "outbound",
+            Self::Api => "api",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+/// Lets requests in, or tells why not.
+pub(crate) struct Access {
+    listener: Listener,
+    own: IpAddr,
+    hosts: Vec<String>,
+    /// What nearly every request calls it: names that needn't be taken apart to be known.
+    usual: [String; 2],
+    token: Option<Secret>,
+}
+
+/// Why a request isn't let in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Denied {
+    /// By a name that isn't the listener's.
+    Host,
+    /// On behalf of a web page.
+    Origin,
+    /// Without the token.
+    Token,
+}
+
+impl Access {
+    pub(crate) fn new(listener: Listener, listens: SocketAddr, hosts: &[String], token: Option<Secret>) -> Self {
+        let usual = [listens.to_string(), format!("localhost:{}", listens.port())];
+        Self { listener, own: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual, token }
+    }
+
+    /// Whether a request may pass: where there is a token, it shows it; otherwise it is no web page's.
+    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), Denied> {
+        self.check_head(request.headers(), request.uri().authority())
+    }
+
+    fn check_head(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), Denied> {
+        match &self.token {
+            Some(token) if self.shows(token, headers) => Ok(()),
+            Some(_) => Err(Denied::Token),
+            None => self.check_page(headers, target),
+        }
+    }
+
+    fn shows(&self, token: &Secret, headers: &HeaderMap) -> bool {
+        let [bearer, alone] = self.listener.token_headers().map(|name| headers.get(name).map(HeaderValue::as_bytes));
+        let bearer = bearer.and_then(|value| {
+            let (scheme, token) = value.split_at_checked(7)?;
+            scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
+        });
+        [bearer, alone].into_iter().flatten().any(|shown| token.matches(shown))
+    }
+
+    fn check_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), Denied> {
+        let (mut host, mut is_browsers) = (None, false);
+        // One look over all lines costs less than finding each of these.
+        for (name, value) in headers {
+            if name == HOST {
+                if !self.is_ours(value.as_bytes()) {
+                    return Err(Denied::Host);
+                }
+                host = Some(value.as_bytes());
+            } else {
+                is_browsers |= name == ORIGIN || name == SEC_FETCH_SITE;
+            }
+        }
+        if target.is_some_and(|target| !self.is_ours(target.as_str().as_bytes())) {
+            return Err(Denied::Host);
+        }
+        if is_browsers && self.is_of_another_page(headers, host) { Err(Denied::Origin) } else { Ok(()) }
+    }
+
+    /// Whether `host` or `host:port` is a name that only the listener has. Without any, as HTTP/1.0 may be, no name can
+    /// have led the client astray.
+    fn is_ours(&self, name: &[u8]) -> bool {
+        if name.is_empty() || self.usual.iter().any(|usual| usual.as_bytes() == name) {
+            return true;
+        }
+        let Some(host) = str::from_utf8(name).ok().and_then(host_of) else { return false };
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        let is_own = match bare.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+            Ok(ip) => ip.is_loopback() || ip == self.own,
+            // By RFC 6761 §6.3 these names resolve to loopback and nowhere else.
+            Err(_) => host.rsplit('.').next().is_some_and(|last| last.eq_ignore_ascii_case("localhost")),
+        };
+        is_own || self.is_named(host)
+    }
+
+    fn is_named(&self, host: &str) -> bool {
+        self.hosts.iter().any(|name| name.eq_ignore_ascii_case(host))
+    }
+
+    #[cold]
+    fn is_of_another_page(&self, headers: &HeaderMap, host: Option<&[u8]>) -> bool {
+        let mut origins = headers.get_all(ORIGIN).iter().peekable();
+        // Where a browser tells the page, nothing else has to tell how far it is from here.
+        if origins.peek().is_none() {
+            return headers.get_all(SEC_FETCH_SITE).iter().any(|site| site != "same-origin" && site != "none");
+        }
+        !origins.all(|origin| {
+            let origin = origin.to_str().unwrap_or_default();
+            let page = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://")).unwrap_or_default();
+            host.is_some_and(|host| !page.is_empty() && page.as_bytes().eq_ignore_ascii_case(host))
+                || host_of(page).is_some_and(|host| self.is_named(host))
+        })
+    }
+
+    /// The answer to a request that isn't let in.
+    #[cold]
+    pub(crate) fn refusal(&self, denied: Denied) -> Response<Body> {
+        const ASK: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
+        let section = self.listener.section();
+        let (status, ask, message) = match (denied, self.listener) {
+            (Denied::Host, _) => {
+                let message =
+                    format!("the Host is neither loopback nor this listener's address; {section}.hosts names others");
+                return error(StatusCode::MISDIRECTED_REQUEST, &message);
+            }
+            (Denied::Origin, _) => {
+                let message = format!(
+                    "requests of web pages are not served; {section}.hosts names the hosts whose pages may call"
+                );
+                return error(StatusCode::FORBIDDEN, &message);
+            }
+            (Denied::Token, Listener::Gateway) => (
+                StatusCode::PROXY_AUTHENTICATION_REQUIRED,
+                PROXY_AUTHENTICATE,
+                "a token is needed, in Proxy-Authorization: Bearer or in Tidegate-Token",
+            ),
+            (Denied::Token, _) => (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed"),
+        };
+        let mut response = error(status, message);
+        response.headers_mut().insert(ask, ASK);
+        response
+    }
+}
+
+/// The host of `host` or `host:port`, without the dot of a whole name; IPv6 in its brackets.
+fn host_of(name: &str) -> Option<&str> {
+    let end = if name.starts_with('[') { name.find(']')? + 1 } else { name.find(':').unwrap_or(name.len()) };
+    let (host, port) = name.split_at(end);
+    let is_port = match port.strip_prefix(':') {
+        Some(digits) => digits.bytes().all(|digit| digit.is_ascii_digit()),
+        None => port.is_empty(),
+    };
+    is_port.then(|| host.strip_suffix('.').unwrap_or(host))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(HeaderName::from_static(name), HeaderValue::from_bytes(value.as_bytes()).unwrap());
+        }
+        headers
+    }
+
+    fn open(listens: &str, hosts: &[&str]) -> Access {
+        let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
+        Access::new(Listener::Api, listens.parse().unwrap(), &hosts, None)
+    }
+
+    #[test]
+    fn only_names_of_the_listeners_own_are_answered() {
+        let access = open("127.0.0.1:8082", &["gate.internal", "10.1.2.3"]);
+        for host in [
+            "127.0.0.1:8082",
+            "127.0.0.1",
+            "127.0.0.1.",
+            "127.8.9.10:1",
+            "localhost:8082",
+            "localhost:",
+            "LOCALHOST.",
+            "Api.LocalHost:80",
+            "[::1]:8082",
+            "[::1]",
+            "[0:0:0:0:0:0:0:1]",
+            "[::ffff:127.0.0.1]:8082",
+            "[::ffff:7f00:1]",
+            "Gate.Internal:80",
+            "gate.internal.",
+            "10.1.2.3:8082",
+            "",
+        ] {
+            assert_eq!(access.check_head(&headers(&[("host", host)]), None), Ok(()), "{host}");
+        }
+        assert_eq!(access.check_head(&headers(&[]), None), Ok(()), "HTTP/1.0 may name none");
+        for host in [
+            "evil.example",
+            "evil.example:8082",
+            "localhost.evil.example",
+            "evil-localhost",
+            "127.0.0.1.evil.example",
+            "127.0.0.1:8082.evil.example",
+            "user@127.0.0.1",
+            "127.0.0.1@evil.example",
+            "10.0.0.1",
+            "169.254.169.254",
+            "0.0.0.0:8082",
+            "[::]:8082",
+            "[::1]x",
+            "[::1%lo]",
+            "[fe80::1]",
+            "[::ffff:10.0.0.1]",
+            "::1",
+            "[::1",
+            "127.1",
+            "0x7f000001",
+            "localhost:80:80",
+            "localhost:x",
+            "localhost, evil.example",
+            "localhöst",
+            "gate.internal.evil.example",
+            ":8082",
+            ".",
+            "a b",
+        ] {
+            assert_eq!(access.check_head(&headers(&[("host", host)]), None), Err(Denied::Host), "{host}");
+        }
+        for lines in
+            [[("host", "localhost"), ("host", "evil.example")], [("host", "evil.example"), ("host", "localhost")]]
+        {
+            assert_eq!(access.check_head(&headers(&lines), None), Err(Denied::Host), "{lines:?}");
+        }
+        let whole: Authority = "evil.example".parse().unwrap();
+        assert_eq!(access.check_head(&headers(&[("host", "localhost")]), Some(&whole)), Err(Denied::Host));
+        let public = open("192.0.2.7:8082", &[]);
+        assert_eq!(public.check_head(&headers(&[("host", "192.0.2.7:8082")]), None), Ok(()));
+        assert_eq!(public.check_head(&headers(&[("host", "192.0.2.8")]), None), Err(Denied::Host));
+    }
+
+    #[test]
+    fn pages_of_other_origins_are_turned_away() {
+        let access = open("127.0.0.1:8082", &["app.internal"]);
+        let check = |lines: &[(&'static str, &'static str)]| {
+            access.check_head(&headers(&[&[("host", "127.0.0.1:8082")], lines].concat()), None)
+        };
+        for lines in [
+            &[("origin", "https://evil.example")][..],
+            &[("origin", "null")],
+            &[("origin", "")],
+            &[("origin", "file://")],
+            &[("origin", "http://")],
+            &[("origin", "http://127.0.0.1:3000")],
+            &[("origin", "http://127.0.0.1")],
+            &[("origin", "http://127.0.0.2:8082")],
+            &[("origin", "http://localhost:8082")],
+            &[("origin", "http://[::1]:8082")],
+            &[("origin", "http://app.internal.evil.example")],
+            &[("origin", "http://app.internal@evil.example")],
+            &[("origin", "chrome-extension://127.0.0.1:8082")],
+            &[("origin", "http://127.0.0.1:8082"), ("origin", "http://evil.example")],
+            &[("origin", "http://127.0.0.1:8082, http://evil.example")],
+            &[("origin", "https://evil.example"), ("sec-fetch-site", "same-origin")],
+            &[("sec-fetch-site", "cross-site")],
+            &[("sec-fetch-site", "same-site")],
+            &[("sec-fetch-site", "Same-Origin")],
+            &[("sec-fetch-site", "none"), ("sec-fetch-site", "cross-site")],
+        ] {
+            assert_eq!(check(lines), Err(Denied::Origin), "{lines:?}");
+        }
+        for lines in [
+            &[("origin", "http://127.0.0.1:8082")][..],
+            &[("origin", "http://127.0.0.1:8082"), ("sec-fetch-site", "same-origin")],
+            &[("origin", "https://app.internal:8443"), ("sec-fetch-site", "cross-site")],
+            &[("origin", "http://App.Internal")],
+            &[("sec-fetch-site", "none")],
+            &[("sec-fetch-site", "same-origin")],
+        ] {
+            assert_eq!(check(lines), Ok(()), "{lines:?}");
+        }
+        assert_eq!(
+            access.check_head(&headers(&[("origin", "http://127.0.0.1:8082")]), None),
+            Err(Denied::Origin),
+            "no Host"
+        );
+    }
+
+    #[test]
+    fn a_token_stands_in_two_headers_and_is_all_that_is_asked_for() {
+        let with = |listener| Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], Some(Secret::new("s3cret")));
+        let (gateway, api) = (with(Listener::Gateway), with(Listener::Api));
+        for (name, value, passes_gateway, passes_api) in [
+            ("proxy-authorization", "Bearer s3cret", true, false),
+            ("proxy-authorization", "bearer s3cret", true, false),
+            ("tidegate-token", "s3cret", true, false),
+            ("authorization", "Bearer s3cret", false, true),
+            ("authorization", "BEARER s3cret", false, true),
+            ("x-tidegate-token", "s3cret", false, true),
+            ("proxy-authorization", "Basic s3cret", false, false),
+            ("proxy-authorization", "s3cret", false, false),
+            ("authorization", "Bearer s3cret2", false, false),
+            ("tidegate-token", "s3cre", false, false),
+            ("x-tidegate-token", "", false, false),
+        ] {
+            let lines = headers(&[(name, value), ("host", "evil.example"), ("origin", "http://evil.example")]);
+            for (access, passes) in [(&gateway, passes_gateway), (&api, passes_api)] {
+                let expected = if passes { Ok(()) } else { Err(Denied::Token) };
+                assert_eq!(access.check_head(&lines, None), expected, "{name}: {value}");
+            }
+        }
+        assert_eq!(api.check_head(&headers(&[("host", "10.1.2.3")]), None), Err(Denied::Token));
+    }
+}
