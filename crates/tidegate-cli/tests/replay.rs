@@ -149,9 +149,9 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
             headers: Some(&headers),
             ..Query::default()
         };
-        let action = gate.action(&query).unwrap();
+        let actions = gate.actions(&query).unwrap();
         let decision = gate.check_now(&query).unwrap();
-        drop(gate.hold(action, &query, &decision).unwrap());
+        drop(gate.hold(actions, &query, &decision).unwrap());
         if decision.allowed {
             continue;
         }
@@ -162,7 +162,7 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
             Reason::DenyList => "deny list",
             _ => "limit",
         };
-        let action = action.map_or("-", |action| gate.plan().action(action).name());
+        let action = gate.plan().names(actions).unwrap_or_else(|| "-".to_owned());
         let limit = decision.bound_by.map_or("-", |limit| gate.plan().info(limit).name());
         refused.push(format!("{log}\t{line}\t{action}\t{limit}\t{wait}\t{why}"));
     }

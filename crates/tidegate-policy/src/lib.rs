@@ -14,9 +14,9 @@
 //!     limit = "5 per 60s"
 //!     penalty = { base = "2s", cap = "1h" }
 //! "#))?;
-//! let login = policy.plan().matching(&Query { method: Some("POST"), path: Some("/login"), ..Query::default() });
-//! assert_eq!(login.map(|id| policy.plan().action(id).name()), Some("login"));
-//! # Ok::<(), tidegate_policy::Errors>(())
+//! let login = policy.plan().matching(&Query { method: Some("POST"), path: Some("/login"), ..Query::default() })?;
+//! assert_eq!(login.first().map(|id| policy.plan().action(id).name()), Some("login"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! | to find | look in |
@@ -51,10 +51,12 @@ mod printable;
 mod quantity;
 mod query;
 mod read;
+mod readings;
 mod router;
 mod secret;
 pub mod sections;
 pub mod settings;
+mod several;
 pub mod store;
 mod units;
 mod words;
@@ -64,10 +66,10 @@ pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, 
 pub use error::{Error, Errors, Place};
 pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
 pub use hints::Hints;
-pub use key::{KeyError, KeyPart, KeySeed, MissingPart, PLATFORMS, UnknownPlatform, limit_tag};
+pub use key::{KeyError, KeyPart, KeySeed, MissingPart, PLATFORMS, UnknownPlatform, is_host, limit_tag};
 pub use matcher::Matcher;
 pub use outbound::Outbound;
-pub use path::PathQuirks;
+pub use path::{AmbiguousPaths, PathQuirks};
 pub use plan::{Action, ActionId, LimitInfo, Plan, PolicyItem, Source, UnknownAction};
 pub use policy::{Policy, Sources};
 pub use preset::Preset;
@@ -76,6 +78,7 @@ pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
 pub use secret::{Secret, TokenError, TokenSource};
 pub use sections::{Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, Timeouts, Upstream};
+pub use several::{Actions, MAX_ACTIONS, PathError};
 pub use store::{Store, StoreUrl};
 pub use tidegate_core::OnOutage;
 pub use units::{parse_bytes, parse_duration};

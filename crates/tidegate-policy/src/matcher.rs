@@ -1,11 +1,12 @@
 //! Which requests an action matches.
 
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::ops::Range;
 
 use http::Method;
 
-use crate::key::bare_host;
+use crate::key::{bare_host, is_host};
 use crate::path::{Normalised, PathQuirks, escape};
 
 /// The most segments in a path pattern.
@@ -16,15 +17,17 @@ const MAX_PATTERN: usize = 1024;
 /// Which requests an action matches: by method, path and host; what isn't said matches anything.
 ///
 /// A path pattern is exact (`/login`), ends in `/*` for everything from there down (`/api/*` matches `/api`, `/api/`
-/// and `/api/v1/users`, not `/apis`), or has `*` within a segment for any run of characters there (`/users/*/avatar`).
+/// and `/api/v1/users`, not `/apis`), ends in `*` for everything that begins so (`/login*` matches `/login`, `/loginx` and
+/// `/login/x`, as prefix routers do), or has `*` within a segment for any run of characters there (`/users/*/avatar`).
 ///
-/// Other spellings of a path match too, so that no limit is evaded by them: escapes are decoded (`/%6Cogin`), empty
-/// and `.` segments are dropped and `..` resolved (`//x/../login`), and a slash at the end makes no difference. `%2F`,
-/// `%5C` and `\` separate segments like `/`, as nginx reads them; for an upstream to which they are data, as RFC 3986
-/// has it, write `inbound.path_quirks = []`. Letters of different case differ, and what follows `;` belongs to a
-/// segment, unless `inbound.path_quirks` has `case` or `parameters`; it lists every quirk, so one that keeps
-/// `encoded_slash` names it too. Hosts match in any case and whatever the port. The request itself is passed on as
-/// it came.
+/// Other spellings of a path match too, so that no limit is evaded by them. Servers differ in how they read those, so every
+/// reading is looked at: escapes undone never, once or twice (`/%6Cogin`); `.` and `..` resolved or kept
+/// (`/x/../login`); empty segments merged or kept (`//login`); what follows `;` in a segment dropped or kept. `%2F`,
+/// `%5C` and `\` separate segments or are data; for an upstream to which they are always data, as RFC 3986 has it, write
+/// `inbound.path_quirks = []`. A slash at the end makes no difference. A call whose readings match different actions is
+/// charged to all of them; `inbound.ambiguous_paths` says what else may be done. Letters of different case differ unless
+/// `inbound.path_quirks` has `case`; it lists every quirk, so one that keeps `encoded_slash` names it too. Hosts match in
+/// any case and whatever the port. The request itself is passed on as it came, unless `ambiguous_paths` is `normalise`.
 ///
 /// `GET` covers `HEAD` as well, for which an upstream runs the same handler. An action for `HEAD` alone goes above it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,7 +155,7 @@ impl fmt::Display for Matcher {
 pub(crate) struct Pattern {
     text: String,
     pub(crate) segments: Vec<Segment>,
-    /// Whether it ends in `/*`.
+    /// Whether it ends in `*`, and so matches everything below, too.
     pub(crate) open: bool,
 }
 
@@ -206,10 +209,11 @@ impl Pattern {
                 at: Some(at..text.len().min(at + 3)),
             });
         }
-        let (head, open) = match text.strip_suffix("/*") {
-            Some(head) => (if head.is_empty() { "/" } else { head }, true),
-            None => (text, false),
+        let (head, below) = match text.strip_suffix("/*") {
+            Some(head) => (if head.is_empty() { "/" } else { head }, "/*"),
+            None => (text, ""),
         };
+        let open = text.ends_with('*');
         let normal = Normalised::new(head, quirks);
         let normal = String::from_utf8_lossy(normal.as_bytes());
         let same = if quirks.case { normal.eq_ignore_ascii_case(head) } else { normal == head };
@@ -220,7 +224,6 @@ impl Pattern {
         }
         if !same {
             let message = "paths are matched in their plain form, and this one isn't in it";
-            let below = if open { "/*" } else { "" };
             return wrong(message, "the plain form", Some(format!("{}{below}", normal.trim_end_matches('/'))));
         }
         let segments: Vec<Segment> = split(normal.as_bytes())
@@ -309,14 +312,13 @@ pub(crate) fn glob(pattern: &[u8], text: &[u8]) -> bool {
 /// A host of a match in the form that is compared, or why it can't be one.
 pub(crate) fn host(text: &str) -> Result<String, &'static str> {
     let bare = bare_host(text).to_ascii_lowercase();
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_[]:".contains(&byte);
     if bare.is_empty() {
         Err("the host is empty")
     } else if text.contains('/') {
         Err("a host is no URL")
     } else if text.contains('*') {
         Err("hosts have no wildcards")
-    } else if !bare.bytes().all(fits) {
+    } else if !is_host(text.as_bytes()) && text.parse::<Ipv6Addr>().is_err() {
         Err("a host has letters, digits, dots and dashes only")
     } else {
         Ok(bare)
@@ -377,6 +379,10 @@ mod tests {
             ("/users/a*/avatar", "/users/*/avatar", false),
             ("/a", "/a", true),
             ("/a/*", "/b/*", false),
+            ("/login*", "/login", true),
+            ("/login*", "/loginx/y", true),
+            ("/login*", "/log", false),
+            ("/login", "/login*", false),
         ] {
             assert_eq!(pattern(own).covers(&pattern(theirs)), covers, "{own} {theirs}");
         }
@@ -424,7 +430,7 @@ mod tests {
 
         #[test]
         fn any_pattern_is_read_without_panic(text in "\\PC*|/[a-z*/%.;?]{0,20}") {
-            let _ = Pattern::new(&text, PathQuirks { encoded_slash: true, parameters: true, case: true });
+            let _ = Pattern::new(&text, PathQuirks { encoded_slash: true, parameters: true, case: true, caddy: true, windows: true });
         }
     }
 }

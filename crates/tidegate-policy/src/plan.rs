@@ -10,11 +10,12 @@ use crate::address::{AddressLists, Listed};
 use crate::key::{KeyError, KeyPart, KeySeed, Lacking, MissingPart, Recipe, UnknownPlatform};
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
-use crate::path::PathQuirks;
+use crate::path::{AmbiguousPaths, PathQuirks, forwarded};
 use crate::preset::Preset;
 use crate::quantity::Quantity;
 use crate::query::Query;
 use crate::router::Router;
+use crate::several::{Actions, PathError};
 
 /// Names an action within its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -211,6 +212,9 @@ pub struct Plan {
     pub(crate) global_has_concurrency: bool,
     pub(crate) unmatched: Program,
     pub(crate) path_quirks: PathQuirks,
+    pub(crate) ambiguous_paths: AmbiguousPaths,
+    /// Whether any limit counts by path.
+    pub(crate) counts_by_path: bool,
 }
 
 impl fmt::Debug for Plan {
@@ -224,6 +228,7 @@ impl fmt::Debug for Plan {
             .field("listed", &self.listed_networks)
             .field("global", &self.global)
             .field("path_quirks", &self.path_quirks)
+            .field("ambiguous_paths", &self.ambiguous_paths)
             .finish_non_exhaustive()
     }
 }
@@ -291,10 +296,23 @@ impl Plan {
         })
     }
 
-    /// The first action in file order whose match fits the query's method, host and path. The query's `action` isn't
-    /// looked at. `None` means that the call meets only `inbound.global`.
-    pub fn matching(&self, query: &Query<'_>) -> Option<ActionId> {
+    /// The first action in file order whose match fits the query's method, host and path, in each way in which the path
+    /// can be read; a path in its plain form has one. The query's `action` isn't looked at. No action means that the call
+    /// meets only `inbound.global`.
+    ///
+    /// # Errors
+    /// The path can be read in too many ways, or `inbound.ambiguous_paths` refuses it.
+    #[inline]
+    pub fn matching(&self, query: &Query<'_>) -> Result<Actions, PathError> {
         self.router.find(query)
+    }
+
+    /// The path and query with which a request is to be forwarded, if that isn't as it came: where `ambiguous_paths` is
+    /// `normalise`, dot segments are resolved, empty segments dropped, escapes that need not be there undone and all others
+    /// written in capitals. `%2F` and what follows `;` or `?` stay.
+    #[inline]
+    pub fn forwarded_path(&self, path_and_query: &str) -> Option<String> {
+        if self.ambiguous_paths == AmbiguousPaths::Normalise { forwarded(path_and_query) } else { None }
     }
 
     /// Whether the address is on the allow list (never limited) or the deny list (always refused). Of several
@@ -318,27 +336,28 @@ impl Plan {
         query.cost.unwrap_or_else(|| action.map_or(1, |id| self.action(id).cost))
     }
 
-    /// The operations that a call asks of the store: its action's limits, then `inbound.global`.
+    /// The operations that a call asks of the store: its action's limits, then `inbound.global`. Of several actions each
+    /// is charged at its own cost, and `inbound.global` once, at the largest.
     ///
     /// `verb` decides which limits take part: `Take` and `Peek` all of them; `Refund` all but calls in flight;
     /// `Release` and `Renew` only calls in flight; `Reset` only the action's own (with no action, the global ones).
     /// A call in flight is one call, whatever it weighs. `holder` is the batch's id, under which permits are held.
     ///
-    /// Allocates nothing, but for the error and for paths over 255 bytes that need normalising.
+    /// Allocates nothing, but for the error, for several actions, and for paths that limits count by and that aren't plain.
     ///
     /// # Errors
-    /// [`KeyError`] if the query lacks a part that one of those limits counts by.
+    /// [`KeyError`] if the query lacks a part that one of those limits counts by, or meets more limits than a batch holds.
     #[inline]
     pub fn ops(
         &self,
-        action: Option<ActionId>,
+        actions: impl Into<Actions>,
         query: &Query<'_>,
         seed: &KeySeed,
         verb: Verb,
         holder: u64,
     ) -> Result<Batch, KeyError> {
         let mut batch = Batch::new(holder);
-        self.fill(&mut batch, action, query, seed, verb)?;
+        self.fill(&mut batch, actions, query, seed, verb)?;
         Ok(batch)
     }
 
@@ -350,12 +369,28 @@ impl Plan {
     pub fn fill(
         &self,
         batch: &mut Batch,
+        actions: impl Into<Actions>,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) -> Result<(), KeyError> {
+        let actions = actions.into();
+        if actions.is_several() || self.counts_spelled_path(query) {
+            return self.fill_several(batch, actions, query, seed, verb);
+        }
+        self.fill_one(batch, actions.first(), query, seed, verb)
+    }
+
+    #[inline]
+    pub(crate) fn fill_one(
+        &self,
+        batch: &mut Batch,
         action: Option<ActionId>,
         query: &Query<'_>,
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
-        let program = action.map_or(&self.unmatched, |id| &self.action(id).program);
+        let program = self.program(action);
         let cost = self.cost(action, query);
         if let Some(recipe) = program.affinity
             && let Some(step) = program.steps.first()
@@ -406,11 +441,16 @@ impl Plan {
     /// The first part that the action (or `inbound.global`) counts by and that no plain HTTP request carries, with
     /// the limit that wants it; such an action can't be served by a proxy or by forward-auth.
     pub fn part_outside_requests(&self, action: Option<ActionId>) -> Option<(LimitId, &KeyPart)> {
-        let program = action.map_or(&self.unmatched, |id| &self.action(id).program);
+        let program = self.program(action);
         program.steps.iter().find_map(|step| {
             let part = self.key_parts(step.limit).iter().find(|part| !part.is_in_requests())?;
             Some((step.limit, part))
         })
+    }
+
+    #[inline]
+    pub(crate) fn program(&self, action: Option<ActionId>) -> &Program {
+        action.map_or(&self.unmatched, |id| &self.action(id).program)
     }
 
     fn recipe(&self, limit: LimitId) -> &Recipe {

@@ -1,14 +1,14 @@
-//! Finds the first action in file order that matches a request.
+//! Finds the first action in file order that matches a request, in each reading of its path.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-#[cfg(test)]
-use crate::matcher::split;
 use crate::matcher::{Matcher, MethodSet, Segment, glob};
-use crate::path::{Normalised, PathQuirks};
+use crate::path::{AmbiguousPaths, Normalised, PathQuirks};
 use crate::plan::ActionId;
 use crate::query::Query;
+use crate::readings;
+use crate::several::{Actions, PathError};
 
 /// A map by path or by segment. Its hash isn't keyed: only the policy puts anything in, so nobody can make it collide.
 type Paths<T> = HashMap<Vec<u8>, T, BuildHasherDefault<Mix>>;
@@ -68,6 +68,7 @@ struct Rule {
 #[derive(Clone, Debug)]
 pub(crate) struct Router {
     quirks: PathQuirks,
+    ambiguous: AmbiguousPaths,
     rules: Vec<Rule>,
     /// By path, the rules that name it exactly.
     exact: Paths<Vec<u16>>,
@@ -106,10 +107,20 @@ struct Asked<'q> {
 }
 
 impl Router {
-    pub(crate) fn new(matchers: impl IntoIterator<Item = (ActionId, Matcher)>, quirks: PathQuirks) -> Self {
+    pub(crate) fn new(
+        matchers: impl IntoIterator<Item = (ActionId, Matcher)>,
+        quirks: PathQuirks,
+        ambiguous: AmbiguousPaths,
+    ) -> Self {
         let root = Node { best: u16::MAX, ..Node::default() };
-        let mut router =
-            Self { quirks, rules: Vec::new(), exact: Paths::default(), any_path: Vec::new(), nodes: vec![root] };
+        let mut router = Self {
+            quirks,
+            ambiguous,
+            rules: Vec::new(),
+            exact: Paths::default(),
+            any_path: Vec::new(),
+            nodes: vec![root],
+        };
         for (rule, (action, matcher)) in (0_u16..).zip(matchers) {
             if matcher.paths.is_empty() {
                 router.any_path.push(rule);
@@ -153,22 +164,34 @@ impl Router {
         if open { self.nodes[at].below.push(rule) } else { self.nodes[at].here.push(rule) }
     }
 
-    /// The first rule that fits. Where a path has an escaped slash and nothing matches it as nginx reads it, it is read
-    /// once more as RFC 3986 does, so that a pattern with a `*` in that place still matches.
+    /// The first rule that fits, in each reading of the path.
     #[inline]
-    pub(crate) fn find(&self, query: &Query<'_>) -> Option<ActionId> {
+    pub(crate) fn find(&self, query: &Query<'_>) -> Result<Actions, PathError> {
         if self.rules.is_empty() {
-            return None;
+            return Ok(Actions::NONE);
         }
         let asked = Asked { method: MethodSet::of(query.method), query };
-        let Some(text) = query.path else { return self.best(&asked, None) };
+        let Some(text) = query.path else { return Ok(self.best(&asked, None).into()) };
         let path = Normalised::new(text, self.quirks);
         let found = self.best(&asked, Some(path.as_bytes()));
-        if found.is_some() || path.is_borrowed() || !self.quirks.encoded_slash {
-            return found;
+        if path.is_borrowed() { Ok(found.into()) } else { self.find_all(text, &asked, found) }
+    }
+
+    /// Looks at every reading of a path whose normal form has found this.
+    #[cold]
+    fn find_all(&self, text: &str, asked: &Asked<'_>, found: Option<ActionId>) -> Result<Actions, PathError> {
+        let mut actions = Actions::from(found);
+        if self.exact.is_empty() && self.nodes[0].best == u16::MAX {
+            return Ok(actions);
         }
-        let plain = Normalised::new(text, PathQuirks { encoded_slash: false, ..self.quirks });
-        self.best(&asked, Some(plain.as_bytes()))
+        readings::each(text, self.quirks, &mut |path| {
+            let other = self.best(asked, Some(path));
+            if other != found && self.ambiguous == AmbiguousPaths::Refuse {
+                return Err(PathError::Ambiguous);
+            }
+            other.map_or(Ok(()), |action| actions.add(action))
+        })?;
+        Ok(actions)
     }
 
     #[inline]
@@ -228,16 +251,23 @@ impl Router {
 
 /// What [`Router::find`] must answer, by asking every rule in turn.
 #[cfg(test)]
-fn find_slowly(router: &Router, query: &Query<'_>) -> Option<ActionId> {
-    let encoded = find_slowly_as(router, query, router.quirks);
-    encoded.or_else(|| find_slowly_as(router, query, PathQuirks { encoded_slash: false, ..router.quirks }))
+fn find_slowly(router: &Router, query: &Query<'_>) -> Result<Actions, PathError> {
+    let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
+    let mut actions = Actions::NONE;
+    let normal = Normalised::new(text, router.quirks);
+    let mut see = |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.add(action));
+    see(normal.as_bytes())?;
+    if normal.as_bytes() != b"*" {
+        readings::each(text, router.quirks, &mut see)?;
+    }
+    Ok(actions)
 }
 
 #[cfg(test)]
-fn find_slowly_as(router: &Router, query: &Query<'_>, quirks: PathQuirks) -> Option<ActionId> {
-    let path = query.path.map(|path| Normalised::new(path, quirks));
+fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
     let fits = |segments: &[Segment], open: bool, path: &[u8]| {
-        let found: Vec<&[u8]> = split(path).collect();
+        // An empty segment is one, where it isn't merged; but `/` has none.
+        let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
         path.first() == Some(&b'/')
             && (found.len() == segments.len() || open && found.len() > segments.len())
             && segments.iter().zip(found).all(|(segment, found)| match segment {
@@ -250,9 +280,7 @@ fn find_slowly_as(router: &Router, query: &Query<'_>, quirks: PathQuirks) -> Opt
         rule.matcher.takes_method(query.method)
             && rule.matcher.takes_host(query.host)
             && (patterns.is_empty()
-                || path.as_ref().is_some_and(|path| {
-                    patterns.iter().any(|pattern| fits(&pattern.segments, pattern.open, path.as_bytes()))
-                }))
+                || path.is_some_and(|path| patterns.iter().any(|pattern| fits(&pattern.segments, pattern.open, path))))
     });
     rule.map(|rule| rule.action)
 }
@@ -271,7 +299,7 @@ mod tests {
             let paths = words(paths).iter().map(|path| Pattern::new(path, PathQuirks::default()).unwrap()).collect();
             (ActionId::from_index(index), Matcher { methods, paths, hosts: words(hosts) })
         });
-        Router::new(matchers, PathQuirks::default())
+        Router::new(matchers, PathQuirks::default(), AmbiguousPaths::default())
     }
 
     #[test]
@@ -285,33 +313,66 @@ mod tests {
             ("", "", "admin.example"),
             ("", "/login", ""),
             ("OPTIONS", "", ""),
+            ("", "/prefix*", ""),
         ]);
-        for (method, host, path, index) in [
-            ("POST", "x", "/login", Some(0)),
-            ("POST", "x", "//x/../%6cogin/?a", Some(0)),
-            ("post", "x", "/login", Some(6)),
-            ("GET", "x", "/login", Some(6)),
-            ("GET", "ADMIN.example:80", "/login", Some(5)),
-            ("POST", "x", "/api/v1", Some(1)),
-            ("GET", "x", "/api/v2/x/y", Some(2)),
-            ("POST", "x", "/api/v2", None),
-            ("GET", "x", "/apis", None),
-            ("GET", "x", "/users/7/avatar", Some(3)),
-            ("GET", "x", "/users/7/avatar/x", None),
-            ("GET", "x", "/users/7.png", Some(3)),
-            ("GET", "x", "/", Some(4)),
-            ("GET", "x", "/nothing", None),
-            ("OPTIONS", "x", "*", Some(7)),
-            ("GET", "x", "/users/a%2Fb/avatar", Some(3)),
-            ("POST", "x", "/x/..%2Flogin", Some(0)),
-            ("PURGE", "x", "/api/v1/x", Some(1)),
-            ("PURGE", "x", "/login", Some(6)),
+        for (method, host, path, indexes) in [
+            ("POST", "x", "/login", &[0][..]),
+            ("POST", "x", "//x/../%6cogin/?a", &[0]),
+            ("post", "x", "/login", &[6]),
+            ("GET", "x", "/login", &[6]),
+            ("GET", "ADMIN.example:80", "/login", &[5]),
+            ("POST", "x", "/api/v1", &[1]),
+            ("GET", "x", "/api/v2/x/y", &[2]),
+            ("POST", "x", "/api/v2", &[]),
+            ("GET", "x", "/apis", &[]),
+            ("GET", "x", "/users/7/avatar", &[3]),
+            ("GET", "x", "/users/7/avatar/x", &[]),
+            ("GET", "x", "/users/7.png", &[3]),
+            ("GET", "x", "/", &[4]),
+            ("GET", "x", "/nothing", &[]),
+            ("OPTIONS", "x", "*", &[7]),
+            ("GET", "x", "/users/a%2Fb/avatar", &[3]),
+            ("POST", "x", "/x/..%2Flogin", &[0]),
+            ("PURGE", "x", "/api/v1/x", &[1]),
+            ("PURGE", "x", "/login", &[6]),
+            ("GET", "x", "/api/../login", &[6, 2]),
+            ("GET", "x", "/api/v1/../users/7.png", &[2, 1]),
+            ("GET", "x", "/api/..", &[4, 2]),
+            ("GET", "x", "/prefixed", &[8]),
+            ("GET", "x", "/prefix/x/y", &[8]),
+            ("GET", "x", "/prefi", &[]),
         ] {
             let query = Query { method: Some(method), host: Some(host), path: Some(path), ..Query::default() };
-            assert_eq!(router.find(&query).map(ActionId::index), index, "{method} {host} {path}");
-            assert_eq!(find_slowly(&router, &query).map(ActionId::index), index, "{method} {host} {path}");
+            let indices =
+                |found: Result<Actions, PathError>| found.unwrap().iter().map(ActionId::index).collect::<Vec<_>>();
+            assert_eq!(indices(router.find(&query)), indexes, "{method} {host} {path}");
+            assert_eq!(indices(find_slowly(&router, &query)), indexes, "{method} {host} {path}");
         }
-        assert_eq!(router.find(&Query::default()), None);
+        assert_eq!(router.find(&Query::default()), Ok(Actions::NONE));
+    }
+
+    #[test]
+    fn ambiguous_paths_are_refused_where_the_policy_says_so() {
+        let mut router =
+            router(&[("", "/static/*", ""), ("", "/login", ""), ("", "/a", ""), ("", "/b", ""), ("", "/c", "")]);
+        let find = |router: &Router, path| router.find(&Query { path: Some(path), ..Query::default() });
+        let five = "/static/../a%2f../b%2f../c%2f../login";
+        assert_eq!(find(&router, five).map(|actions| actions.is_several()), Ok(true));
+        router.ambiguous = AmbiguousPaths::Refuse;
+        for path in ["/static/../login", "/login;x", "/login//..", five] {
+            assert_eq!(find(&router, path), Err(PathError::Ambiguous), "{path}");
+        }
+        for path in ["/static/a%20b", "/static/a;x/../b", "/login/", "/%6cogi", "/static/x%2fy"] {
+            assert!(find(&router, path).is_ok(), "{path}");
+        }
+    }
+
+    #[test]
+    fn more_actions_than_a_call_can_meet_are_an_error() {
+        let router =
+            router(&[("", "/a/*", ""), ("", "/b/*", ""), ("", "/c/*", ""), ("", "/d/*", ""), ("", "/e/*", "")]);
+        let query = Query { path: Some("/a/../b/x%2f../../c/x\\../../d/x%5c../../e"), ..Query::default() };
+        assert_eq!(router.find(&query), Err(PathError::TooMany));
     }
 
     proptest! {
@@ -319,7 +380,7 @@ mod tests {
         fn agrees_with_asking_every_rule(
             rules in prop::collection::vec(
                 ("(GET|POST|PURGE|GET PURGE|)", prop::collection::vec("(/(a|b|\\*|a\\*)){0,3}", 0..3), "(h|)"), 0..12),
-            requests in prop::collection::vec(("(GET|HEAD|POST|PURGE)", "((/|%2F)(a|b|ab|)){0,4}", "(h|i)"), 1..20),
+            requests in prop::collection::vec(("(GET|HEAD|POST|PURGE)", "((/|%2F)(a|b|ab|\\.\\.|)){0,4}", "(h|i)"), 1..20),
         ) {
             let rules: Vec<(String, String, String)> = rules
                 .into_iter()

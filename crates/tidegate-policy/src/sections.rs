@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use crate::forwarding::Forwarding;
-use crate::path::PathQuirks;
+use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::TokenSource;
 
 const fn loopback(port: u16) -> SocketAddr {
@@ -26,6 +26,8 @@ pub struct Inbound {
     /// What the upstream takes for the same path beyond RFC 3986. By default that `%2F` is a slash; see
     /// [`Matcher`](crate::Matcher).
     pub path_quirks: PathQuirks,
+    /// What is done with paths that can be read in several ways. Default [`AmbiguousPaths::Union`].
+    pub ambiguous_paths: AmbiguousPaths,
     /// Which rate-limit headers answers carry. Default [`HeaderDialect::Draft10`].
     pub headers: HeaderDialect,
     /// Whether answers also carry `X-RateLimit-Limit`, `-Remaining` and `-Reset`. Default false.
@@ -43,6 +45,7 @@ impl Default for Inbound {
             upstream: None,
             forwarding: Forwarding::default(),
             path_quirks: PathQuirks::default(),
+            ambiguous_paths: AmbiguousPaths::Union,
             headers: HeaderDialect::Draft10,
             x_ratelimit: false,
             timeouts: Timeouts::default(),

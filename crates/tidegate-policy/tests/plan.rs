@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use http::HeaderMap;
 use proptest::prelude::*;
 use tidegate_core::{Key, Op, Verb};
-use tidegate_policy::{ActionSpec, KeyError, KeySeed, LimitSpec, Listed, Plan, Policy, Query, Sources};
+use tidegate_policy::{ActionSpec, KeyError, KeySeed, LimitSpec, Listed, PathError, Plan, Policy, Query, Sources};
 
 fn policy(file: &str) -> Policy {
     Policy::load(Sources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"))
@@ -193,6 +193,68 @@ fn which_limits_take_part() {
 }
 
 #[test]
+fn several_actions_are_asked_together_and_each_limit_once() {
+    let plan = plan(
+        r#"
+        [inbound.global]
+        limit = "1000 per 1h"
+        [inbound.action.static]
+        match = { path = "/static/*" }
+        limit = "500 per 1h"
+        cost = 3
+        mode = "shadow"
+        [inbound.action.login]
+        match = { path = "/login" }
+        limits = [{ limit = "5 per 60s" }, { key = ["path"], limit = "9 per 60s" }]
+        "#,
+    );
+    let asked = |path: &str, verb| -> Vec<(String, u64)> {
+        let query = Query { ip: ip("1.2.3.4"), path: Some(path), ..Query::default() };
+        let actions = plan.matching(&query).unwrap();
+        let batch = plan.ops(actions, &query, &seed(), verb, 7).unwrap();
+        batch.ops().iter().map(|op| (plan.info(op.limit).name().to_owned(), op.cost)).collect()
+    };
+    let all = |names: &[(&str, u64)]| names.iter().map(|(name, cost)| ((*name).to_owned(), *cost)).collect::<Vec<_>>();
+    let both = "/static/../login";
+    assert_eq!(asked(both, Verb::Take), all(&[("login.1", 1), ("login.2", 1), ("global", 3), ("static", 3)]));
+    assert_eq!(asked(both, Verb::Reset), all(&[("login.1", 1), ("login.2", 1), ("static", 3)]));
+    assert_eq!(asked("/login", Verb::Take), all(&[("login.1", 1), ("login.2", 1), ("global", 1)]));
+    // A path that is two counts as each.
+    let twice = asked("/a%2fb/../login", Verb::Take);
+    assert_eq!(twice, all(&[("login.1", 1), ("login.2", 1), ("global", 1), ("login.2", 1)]));
+}
+
+#[test]
+fn more_limits_than_a_decision_holds_are_an_error() {
+    let limits = |name: &str, path: &str| {
+        let limits: String = (2..7).map(|n| format!("\"{n} per 60s\", ")).collect();
+        format!("[inbound.action.{name}]\nmatch = {{ path = \"{path}\" }}\nlimit = [{limits}]\n")
+    };
+    let plan = plan(&format!("{}{}", limits("a", "/a/*"), limits("b", "/b")));
+    let query = Query { ip: ip("1.2.3.4"), path: Some("/a/../b"), ..Query::default() };
+    let actions = plan.matching(&query).unwrap();
+    assert_eq!(plan.names(actions).as_deref(), Some("b+a"));
+    assert_eq!(plan.ops(actions, &query, &seed(), Verb::Take, 7).unwrap_err(), KeyError::Path(PathError::TooMany));
+}
+
+#[test]
+fn a_cluster_is_asked_for_several_actions_only_where_their_keys_are_together() {
+    let plan = |global: &str| {
+        plan(&format!(
+            "[store]\nurl = \"redis-cluster://127.0.0.1\"\n{global}\
+             [inbound.action.a]\nmatch = {{ path = \"/a/*\" }}\nkey = [\"client_ip\", \"method\"]\nlimit = \"5 per 60s\"\n\
+             [inbound.action.b]\nmatch = {{ path = \"/b\" }}\nkey = \"client_ip\"\nlimit = \"5 per 60s\"\n"
+        ))
+    };
+    let query = Query { ip: ip("1.2.3.4"), method: Some("GET"), path: Some("/a/../b"), ..Query::default() };
+    for (global, together) in [("[inbound.global]\nlimit = \"9 per 60s\"\n", true), ("", false)] {
+        let plan = plan(global);
+        let asked = plan.ops(plan.matching(&query).unwrap(), &query, &seed(), Verb::Take, 7);
+        assert_eq!(asked.is_ok(), together, "{asked:?}");
+    }
+}
+
+#[test]
 fn overflow_is_by_neighbourhood() {
     let plan = plan(
         r#"
@@ -343,8 +405,9 @@ proptest! {
             headers.insert("cookie", value);
         }
         let query = Query { path: Some(&path), host: Some(&host), key: Some(&key), headers: Some(&headers), ..Query::default() };
-        policy.plan().matching(&query);
-        prop_assert!(ops(policy.plan(), "a", &query, Verb::Take).is_ok());
+        let _ = policy.plan().matching(&query);
+        let asked = ops(policy.plan(), "a", &query, Verb::Take);
+        prop_assert!(matches!(asked, Ok(_) | Err(KeyError::Path(PathError::TooMany))), "{asked:?}");
     }
 }
 
@@ -368,7 +431,7 @@ fn the_most_actions_are_read() {
         .collect();
     let plan = plan(&many);
     let query = Query { path: Some("/x3999/y"), ..Query::default() };
-    assert_eq!(plan.matching(&query).map(|id| plan.action(id).name().to_owned()).as_deref(), Some("a3999"));
+    assert_eq!(plan.matching(&query).unwrap().first().map(|id| plan.action(id).name()), Some("a3999"));
 }
 
 #[test]
@@ -396,9 +459,22 @@ fn an_encoded_slash_evades_no_match_unless_switched_off() {
         (policy(""), policy("path_quirks = []"), policy("path_quirks = [\"case\", \"encoded_slash\"]"));
     for path in ["/%2flogin", "/%2Flogin", "/x%2f..%2flogin", "/login%2f", "/x/..%5Clogin"] {
         let query = Query { method: Some("POST"), path: Some(path), ..Query::default() };
-        assert!(default.matching(&query).is_some(), "{path}");
-        assert!(case.matching(&query).is_some(), "{path}");
-        assert!(off.matching(&query).is_none(), "{path}");
+        let meets = |plan: &Plan| plan.matching(&query).unwrap().first().is_some();
+        assert!(meets(&default) && meets(&case) && !meets(&off), "{path}");
+    }
+}
+
+#[test]
+fn caddy_and_windows_bring_what_belongs_to_them_along() {
+    for quirk in ["caddy", "windows"] {
+        let plan = plan(&format!(
+            "[inbound]\npath_quirks = [\"{quirk}\"]\n[inbound.action.login]\nlimit = \"5 per 60s\"\n\
+             match = {{ path = \"/login\" }}\n"
+        ));
+        for path in ["/LOGIN", "/login.", "/login%20", "/Login%2e", "/x%2f..%2flogin. ", "/lOg%C4%B0n", "/login"] {
+            let query = Query { path: Some(path), ..Query::default() };
+            assert!(plan.matching(&query).unwrap().first().is_some(), "{quirk}: {path}");
+        }
     }
 }
 

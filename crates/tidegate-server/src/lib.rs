@@ -52,6 +52,7 @@ pub mod log;
 mod permit;
 mod proxy;
 mod refusals;
+mod rejections;
 pub mod signals;
 mod snapshots;
 mod socket;

@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::header::{CONTENT_LENGTH, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
-use http::uri::Authority;
+use http::uri::{Authority, PathAndQuery};
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
@@ -18,8 +18,8 @@ use hyper::service::Service;
 use tidegate::core::Clock;
 use tidegate::reply::{LastRefusal, Replies};
 use tidegate::store::Store;
-use tidegate::{ActionId, Begun, CheckError, Decision, Gate, Query};
-use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical};
+use tidegate::{Actions, Begun, CheckError, Decision, Gate, Query};
+use tidegate_policy::{Forwarding, Inbound, KeyError, Upstream as UpstreamAddress, canonical, is_host};
 
 use crate::answer::{self, Trouble};
 use crate::body::{Body, Download, Expectation, Expected, Upload};
@@ -28,6 +28,7 @@ use crate::hop;
 use crate::listener::Client;
 use crate::permit::{Keeper, Permit};
 use crate::refusals::{Refusal, Refusals};
+use crate::rejections::Rejected;
 use crate::upgrade;
 use crate::upstream::{Failure, Rules, Upstream};
 use crate::watch::{Entry, Fault, Phase, Watch};
@@ -100,22 +101,32 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
     type Error = Infallible;
     type Future = Answering;
 
-    fn call(&self, request: Request<Incoming>) -> Answering {
+    fn call(&self, mut request: Request<Incoming>) -> Answering {
         let visit = &self.visit;
         let number = visit.watch.count_request();
         if let Err(trouble) = sound(&request, number, &visit.watch) {
+            if trouble == Trouble::Host {
+                visit.reject(Rejected::Host, &visit.query(&request));
+            }
             return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
         }
+        visit.normalise(&mut request);
         let query = visit.query(&request);
-        let action = visit.proxy.gate.plan().matching(&query);
-        match visit.proxy.gate.begin(action, &query) {
+        let actions = match visit.proxy.gate.actions(&query) {
+            Ok(actions) => actions,
             Err(error) => {
-                let trouble = visit.undecided(&error);
+                let trouble = visit.undecided(&query, &error);
+                return visit.now(visit.turn_away(request, trouble));
+            }
+        };
+        match visit.proxy.gate.begin(actions, &query) {
+            Err(error) => {
+                let trouble = visit.undecided(&query, &error);
                 visit.now(visit.turn_away(request, trouble))
             }
             Ok(Begun::Decided(decision)) => {
                 let mut last = self.last_refusal.borrow_mut();
-                match visit.conclude(&query, &mut last, action, decision) {
+                match visit.conclude(&query, &mut last, actions, decision) {
                     Err(refusal) => visit.now(visit.turn_away(request, refusal)),
                     Ok(admitted) => {
                         let visit = Arc::clone(visit);
@@ -129,11 +140,11 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
             Ok(Begun::Later(deciding)) => {
                 let visit = Arc::clone(visit);
                 Answering::Later(Box::pin(async move {
-                    let concluded = match deciding.decision().await {
-                        Ok(decision) => {
-                            visit.conclude(&visit.query(&request), &mut LastRefusal::default(), action, decision)
-                        }
-                        Err(error) => Err(visit.undecided(&error)),
+                    let decided = deciding.decision().await;
+                    let query = visit.query(&request);
+                    let concluded = match decided {
+                        Ok(decision) => visit.conclude(&query, &mut LastRefusal::default(), actions, decision),
+                        Err(error) => Err(visit.undecided(&query, &error)),
                     };
                     let response = match concluded {
                         Ok(admitted) => visit.forward(request, admitted).await,
@@ -178,7 +189,7 @@ enum Unanswered {
 
 /// What a request was admitted by.
 struct Admitted {
-    action: Option<ActionId>,
+    actions: Actions,
     decision: Decision,
     permit: Option<Permit>,
 }
@@ -196,13 +207,14 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         response
     }
 
-    fn query<'r>(&self, request: &'r Request<Incoming>) -> Query<'r> {
+    fn query<'r>(&'r self, request: &'r Request<Incoming>) -> Query<'r> {
         let headers = request.headers();
         Query {
             ip: Some(if self.trusted { self.proxy.forwarding.client(self.ip, headers) } else { self.ip }),
             method: Some(request.method().as_str()),
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
-            host: headers.get(HOST).and_then(|host| host.to_str().ok()),
+            // What HTTP/1.0 leaves out is what the upstream is told.
+            host: headers.get(HOST).unwrap_or(self.proxy.upstream.host()).to_str().ok(),
             headers: Some(headers),
             ..Query::default()
         }
@@ -214,22 +226,22 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         &self,
         query: &Query<'_>,
         last: &mut LastRefusal,
-        action: Option<ActionId>,
+        actions: Actions,
         decision: Decision,
     ) -> Result<Admitted, Response<Body>> {
         let proxy = &*self.proxy;
         if !decision.allowed || decision.shadow {
-            proxy.refusals.note(proxy.gate.plan(), &Refusal { action, query, decision: &decision });
+            proxy.refusals.note(proxy.gate.plan(), &Refusal { actions, query, decision: &decision });
         }
         if !decision.allowed {
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
-            return Err(proxy.replies.refusal_after(last, action, &decision, headers).map(Body::full));
+            return Err(proxy.replies.refusal_after(last, actions, &decision, headers).map(Body::full));
         }
         let hold = match decision.permit {
             None => None,
-            Some(_) => proxy.gate.hold(action, query, &decision).map_err(|error| self.undecided(&error))?,
+            Some(_) => proxy.gate.hold(actions, query, &decision).map_err(|error| self.undecided(query, &error))?,
         };
-        Ok(Admitted { action, decision, permit: hold.map(|hold| proxy.keeper.keep(hold)) })
+        Ok(Admitted { actions, decision, permit: hold.map(|hold| proxy.keeper.keep(hold)) })
     }
 
     /// Answers a request that isn't forwarded.
@@ -239,15 +251,34 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
     }
 
     #[cold]
-    fn undecided(&self, error: &CheckError) -> Response<Body> {
+    fn undecided(&self, query: &Query<'_>, error: &CheckError) -> Response<Body> {
+        if let CheckError::Key(KeyError::Path(error)) = error {
+            self.reject((*error).into(), query);
+            return Trouble::Path(*error).response();
+        }
         self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), error);
         Trouble::Unavailable.response()
+    }
+
+    #[cold]
+    fn reject(&self, why: Rejected, query: &Query<'_>) {
+        self.proxy.refusals.note_rejected(self.proxy.gate.clock().now(), why, query);
+    }
+
+    /// Gives a path its normal form, where the policy says so.
+    fn normalise(&self, request: &mut Request<Incoming>) {
+        let path = request.uri().path_and_query();
+        if let Some(path) = path.and_then(|path| self.proxy.gate.plan().forwarded_path(path.as_str()))
+            && let Ok(path) = path.parse::<PathAndQuery>()
+        {
+            *request.uri_mut() = Uri::from(path);
+        }
     }
 
     async fn forward(
         &self,
         mut request: Request<Incoming>,
-        Admitted { action, decision, permit }: Admitted,
+        Admitted { actions, decision, permit }: Admitted,
     ) -> Response<Body> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
@@ -297,7 +328,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         };
         let protocol = hop::strip_response(response.headers_mut());
         *response.version_mut() = Version::HTTP_11;
-        proxy.replies.annotate(action, &decision, response.headers_mut());
+        proxy.replies.annotate(actions, &decision, response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let Some(client) = switching else {
                 return self.fail(&Unanswered::Switched, has_body);
@@ -398,26 +429,9 @@ pub(crate) fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> 
     }
 }
 
-/// Whether this could be a host and port (RFC 3986 §3.2.2). An empty one is allowed: it says that the client has no
-/// name for the server.
-fn is_host(host: &[u8]) -> bool {
-    host.iter().all(|byte| IN_HOST[usize::from(*byte)])
-}
-
-const IN_HOST: [bool; 256] = {
-    let mut table = [false; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        table[byte] = matches!(byte as u8, b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' | b'-' | b'.' | b'_' | b'~' | b'%'
-            | b'!' | b'$' | b'&' | b'\'' | b'(' | b')' | b'*' | b'+' | b';' | b'=' | b':' | b'[' | b']');
-        byte += 1;
-    }
-    table
-};
-
 fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<(), Trouble> {
     let named = authority.as_str();
-    if named.contains('@') || !matches!(uri.scheme_str(), Some("http" | "https")) {
+    if !is_host(named.as_bytes()) || !matches!(uri.scheme_str(), Some("http" | "https")) {
         return Err(Trouble::Target);
     }
     match host {
@@ -428,9 +442,9 @@ fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<()
     }
 }
 
-/// `host:80` and `host` are the same server.
+/// `host:80`, `host:` and `host` are the same server.
 fn without_port(host: &[u8]) -> &[u8] {
-    host.strip_suffix(b":80").unwrap_or(host)
+    host.strip_suffix(b":80").or(host.strip_suffix(b":")).unwrap_or(host)
 }
 
 fn expects_continue(request: &Request<Incoming>) -> bool {

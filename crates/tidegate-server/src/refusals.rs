@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use tidegate::core::Time;
 use tidegate::outbound::Happened;
-use tidegate::{ActionId, Decision, Plan, Query};
+use tidegate::{Actions, Decision, Plan, Query};
 
 use crate::log::{Escaped, Masked, Throttle, Told};
+use crate::rejections::{Rejected, Rejections};
 
 /// How often suppressed lines are summed up, when no line came after them.
 const SUM_UP_EVERY: Duration = Duration::from_secs(5);
@@ -16,11 +17,13 @@ const SUM_UP_EVERY: Duration = Duration::from_secs(5);
 pub(crate) struct Refusals {
     throttle: Throttle,
     failures: Throttle,
+    rejected: Throttle,
+    rejections: Rejections,
 }
 
 /// A refusal (or one that shadow mode let pass).
 pub(crate) struct Refusal<'a> {
-    pub(crate) action: Option<ActionId>,
+    pub(crate) actions: Actions,
     pub(crate) query: &'a Query<'a>,
     pub(crate) decision: &'a Decision,
 }
@@ -34,9 +37,14 @@ pub(crate) struct Failed<'a> {
 }
 
 impl Refusals {
-    /// At most `lines` of either kind in any second.
+    /// At most `lines` of each kind in any second.
     pub(crate) fn new(lines: u32) -> Self {
-        Self { throttle: Throttle::new(lines), failures: Throttle::new(lines) }
+        Self {
+            throttle: Throttle::new(lines),
+            failures: Throttle::new(lines),
+            rejected: Throttle::new(lines),
+            rejections: Rejections::default(),
+        }
     }
 
     /// Writes a line, if there is room for one.
@@ -44,6 +52,24 @@ impl Refusals {
         if let Some(suppressed) = self.throttle.admit(refusal.decision.now) {
             write(plan, refusal, suppressed);
         }
+    }
+
+    /// Counts a request that nothing is decided about, and writes a line if there is room for one.
+    #[cold]
+    pub(crate) fn note_rejected(&self, now: Time, why: Rejected, query: &Query<'_>) {
+        let total = self.rejections.count(why);
+        let Some(suppressed) = self.rejected.admit(now) else { return };
+        let host = query.host.map(Escaped);
+        let path = query.path.map(|path| Escaped(path.split('?').next().unwrap_or(path)));
+        tracing::info!(
+            reason = why.as_str(),
+            total,
+            ip = query.ip.map(tracing::field::display),
+            host = host.map(tracing::field::display),
+            path = path.map(tracing::field::display),
+            suppressed,
+            "rejected"
+        );
     }
 
     /// Writes a line about something that broke, if there is room for one.
@@ -73,14 +99,18 @@ impl Refusals {
             if suppressed > 0 {
                 tracing::warn!(suppressed, "failures not logged one by one");
             }
+            let suppressed = self.rejected.take_suppressed();
+            if suppressed > 0 {
+                tracing::info!(suppressed, "rejected requests not logged one by one");
+            }
         }
     }
 }
 
 #[cold]
 fn write(plan: &Plan, refusal: &Refusal<'_>, suppressed: u64) {
-    let Refusal { action, query, decision } = refusal;
-    let action = action.map(|id| plan.action(id).name());
+    let Refusal { actions, query, decision } = refusal;
+    let action = plan.names(*actions);
     let limit = decision.bound_by.map(|id| plan.info(id).name());
     let path = query.path.map(|path| Escaped(path.split('?').next().unwrap_or(path)));
     let method = query.method.map(Escaped);

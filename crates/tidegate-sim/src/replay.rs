@@ -328,9 +328,9 @@ impl Changed {
 }
 
 fn refusal(to: &mut dyn Write, (log, line): (&str, u64), plan: &Plan, judged: &Judged) -> io::Result<()> {
-    let Judged { action, decision, .. } = judged;
+    let Judged { actions, decision, .. } = judged;
     let Decision { bound_by, retry_after, reason, .. } = decision;
-    let action = action.map_or("-", |action| plan.action(action).name());
+    let action = plan.names(*actions).unwrap_or_else(|| "-".to_owned());
     let limit = bound_by.map_or("-", |limit| plan.info(limit).name());
     let wait = retry_after.map_or_else(|| "-".to_owned(), |wait| wait.as_secs_ceil().to_string());
     writeln!(to, "{log}\t{line}\t{action}\t{limit}\t{wait}\t{}", findings::reason(*reason))

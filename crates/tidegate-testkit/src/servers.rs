@@ -19,6 +19,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
+use crate::dice;
+
 pub use redis::{RedisCluster, RedisPair, RedisServer, RedisSetup};
 
 /// How often and how many times to look whether something has started.
@@ -35,6 +37,36 @@ pub fn require(name: &str) -> Option<PathBuf> {
         skip(&format!("{name} not found"));
     }
     found
+}
+
+/// [`require`] for a program that only the full run demands.
+///
+/// # Panics
+/// If it isn't installed, in a full run whose environment requires everything.
+pub fn wanted(name: &str) -> Option<PathBuf> {
+    let found = find(name, &[]);
+    if found.is_none() {
+        want(&format!("{name} not found"));
+    }
+    found
+}
+
+/// Python, if it has this module: [`wanted`] for what is no program.
+///
+/// # Panics
+/// As [`wanted`].
+pub fn wanted_module(name: &str) -> Option<PathBuf> {
+    let python = wanted("python3")?;
+    let found = Command::new(&python).args(["-c", &format!("import {name}")]).stderr(Stdio::null()).status();
+    if found.is_ok_and(|status| status.success()) {
+        return Some(python);
+    }
+    want(&format!("{name} not found"));
+    None
+}
+
+fn want(why: &str) {
+    if dice::full() { skip(why) } else { tell(&format!("skipped: {why}")) }
 }
 
 /// The path of a program, in one of these directories or where programs are.

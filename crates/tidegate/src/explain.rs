@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::{Batch, Clock, Decision, Outcomes, Span};
-use tidegate_policy::ActionId;
+use tidegate_policy::Actions;
 use tidegate_store::Store;
 
 use crate::{Gate, Report};
@@ -12,6 +12,9 @@ use crate::{Gate, Report};
 pub struct Explanation {
     /// The action, or null if only the global limit applies.
     pub action: Option<String>,
+    /// Further actions that are asked, since servers may read the path in other ways; left out if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub also: Vec<String>,
     /// What a check would answer.
     pub decision: Report,
     /// Every limit, in the order in which it is asked.
@@ -54,7 +57,7 @@ pub struct LimitState {
 impl Explanation {
     pub(crate) fn new<S: Store, C: Clock>(
         gate: &Gate<S, C>,
-        action: Option<ActionId>,
+        actions: Actions,
         decision: &Decision,
         batch: &Batch,
         outcomes: &Outcomes,
@@ -83,10 +86,7 @@ impl Explanation {
                 shadow: plan.limits().get(op.limit).is_some_and(tidegate_core::Limit::is_shadow),
             }
         });
-        Self {
-            action: action.map(|id| plan.action(id).name().to_owned()),
-            decision: gate.report(decision),
-            limits: limits.collect(),
-        }
+        let mut names = actions.iter().map(|id| plan.action(id).name().to_owned());
+        Self { action: names.next(), also: names.collect(), decision: gate.report(decision), limits: limits.collect() }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::admit::{decide, share};
 use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Time, Verb, Verdict};
-use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Policy, Query, UnknownAction};
+use tidegate_policy::{Actions, KeyError, KeySeed, Plan, Policy, Query, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
 use crate::SystemClock;
@@ -47,7 +47,7 @@ pub enum CheckError {
     /// The plan has no such action, and none named `default`.
     #[error(transparent)]
     UnknownAction(#[from] UnknownAction),
-    /// The call lacks a part that one of its limits counts by, or has it wrong.
+    /// The call lacks a part that one of its limits counts by, or has it wrong; or its path can't be decided about.
     #[error(transparent)]
     Key(#[from] KeyError),
     /// The cost is above 2^40.
@@ -99,15 +99,15 @@ impl<S: Store, C: Clock> Gate<S, C> {
         &self.0.clock
     }
 
-    /// Which action a query means: the one it names, else the first that matches its method, host and path. `None`
-    /// meets only `inbound.global`.
+    /// Which actions a query means: the one it names, else the first that matches its method, host and path, in each way
+    /// in which the path can be read. A call without any meets only `inbound.global`.
     ///
     /// # Errors
-    /// It names one that the plan doesn't have.
-    pub fn action(&self, query: &Query<'_>) -> Result<Option<ActionId>, CheckError> {
+    /// It names one that the plan doesn't have, or its path can't be decided about.
+    pub fn actions(&self, query: &Query<'_>) -> Result<Actions, CheckError> {
         match query.action {
-            Some(name) => Ok(Some(self.0.plan.find(name)?)),
-            None => Ok(self.0.plan.matching(query)),
+            Some(name) => Ok(self.0.plan.find(name)?.into()),
+            None => Ok(self.0.plan.matching(query).map_err(KeyError::from)?),
         }
     }
 
@@ -116,15 +116,15 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// The query is not one that the plan can decide about, or the store broke.
     pub async fn check(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.check_as(self.action(query)?, query).await
+        self.check_as(self.actions(query)?, query).await
     }
 
-    /// [`Gate::check`] for an action that is already known.
+    /// [`Gate::check`] for an action that is already known, or several.
     ///
     /// # Errors
     /// As [`Gate::check`].
-    pub async fn check_as(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.decide(action, query, Verb::Take).await
+    pub async fn check_as(&self, actions: impl Into<Actions>, query: &Query<'_>) -> Result<Decision, CheckError> {
+        self.decide(actions.into(), query, Verb::Take).await
     }
 
     /// Begins a [`Gate::check_as`]: decides in place where the store can, without building a future.
@@ -132,8 +132,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     #[inline]
-    pub fn begin(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Begun<S, C>, CheckError> {
-        self.begin_with(action, query, Verb::Take)
+    pub fn begin(&self, actions: impl Into<Actions>, query: &Query<'_>) -> Result<Begun<S, C>, CheckError> {
+        self.begin_with(actions.into(), query, Verb::Take)
     }
 
     /// What a check would answer. Changes nothing.
@@ -141,7 +141,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn status(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.decide(self.action(query)?, query, Verb::Peek).await
+        self.decide(self.actions(query)?, query, Verb::Peek).await
     }
 
     /// Every limit that a check would ask, with what is used, when it is free and what blocks it. Changes nothing.
@@ -149,11 +149,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
-        let action = self.action(query)?;
-        let mut batch = self.batch(action, query, Verb::Peek, 0)?;
+        let actions = self.actions(query)?;
+        let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
         let outcomes = self.ask(query, &mut batch).await?;
         let decision = self.listed(query).unwrap_or_else(|| decide(&batch, self.0.plan.limits(), &outcomes));
-        Ok(Explanation::new(self, action, &decision, &batch, &outcomes))
+        Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
 
     /// Forgets the caller under the action's own limits: usage, block and strikes. Other actions and the global limit
@@ -163,17 +163,17 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn reset(&self, query: &Query<'_>) -> Result<(), CheckError> {
-        let action = match query.action {
-            Some(GLOBAL) => None,
-            _ => self.action(query)?,
+        let actions = match query.action {
+            Some(GLOBAL) => Actions::NONE,
+            _ => self.actions(query)?,
         };
         // An action called `default` answers for all that the policy doesn't know, but isn't what was to be reset.
-        if let (Some(id), Some(found)) = (action, query.action)
+        if let (Some(id), Some(found)) = (actions.first(), query.action)
             && self.0.plan.action(id).name() != found
         {
             return Err(UnknownAction { found: found.chars().take(128).collect(), nearest: None }.into());
         }
-        let batch = self.batch(action, query, Verb::Reset, 0)?;
+        let batch = self.batch(actions, query, Verb::Reset, 0)?;
         self.apply(&batch).await?;
         Ok(())
     }
@@ -211,13 +211,14 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// As [`Gate::check`].
     pub fn hold(
         &self,
-        action: Option<ActionId>,
+        actions: impl Into<Actions>,
         query: &Query<'_>,
         decision: &Decision,
     ) -> Result<Option<Hold<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
+        let actions = actions.into();
         let everywhere = |verb| {
-            let own = self.batch(action, query, verb, permit)?;
+            let own = self.batch(actions, query, verb, permit)?;
             let mut shared = self.under_parents(query, &own);
             // Only what the caller's own key has lost is taken again.
             shared.ops_mut().iter_mut().for_each(|op| op.cost = 0);
@@ -231,26 +232,20 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Report::new(&self.0.plan, decision)
     }
 
-    fn batch(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb, holder: u64) -> Result<Batch, CheckError> {
+    fn batch(&self, actions: Actions, query: &Query<'_>, verb: Verb, holder: u64) -> Result<Batch, CheckError> {
         let mut batch = Batch::new(holder);
-        self.fill(&mut batch, action, query, verb)?;
+        self.fill(&mut batch, actions, query, verb)?;
         Ok(batch)
     }
 
     #[inline]
-    fn fill(
-        &self,
-        batch: &mut Batch,
-        action: Option<ActionId>,
-        query: &Query<'_>,
-        verb: Verb,
-    ) -> Result<(), CheckError> {
+    fn fill(&self, batch: &mut Batch, actions: Actions, query: &Query<'_>, verb: Verb) -> Result<(), CheckError> {
         if let Some(found) = query.cost
             && found > MAX_COST
         {
             return Err(CheckError::Cost { found });
         }
-        Ok(self.0.plan.fill(batch, action, query, &self.0.seed, verb)?)
+        Ok(self.0.plan.fill(batch, actions, query, &self.0.seed, verb)?)
     }
 
     /// The decision for a client that is on a list.
@@ -260,12 +255,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     #[inline]
-    fn begin_with(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb) -> Result<Begun<S, C>, CheckError> {
+    fn begin_with(&self, actions: Actions, query: &Query<'_>, verb: Verb) -> Result<Begun<S, C>, CheckError> {
         if let Some(decision) = self.listed(query) {
             return Ok(Begun::Decided(decision));
         }
         let mut batch = Batch::new(self.0.holders.next());
-        self.fill(&mut batch, action, query, verb)?;
+        self.fill(&mut batch, actions, query, verb)?;
         loop {
             match self.0.store.apply(&batch, self.0.clock.now()) {
                 Answer::Ready(outcomes) => {
@@ -281,8 +276,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    async fn decide(&self, action: Option<ActionId>, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
-        match self.begin_with(action, query, verb)? {
+    async fn decide(&self, actions: Actions, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
+        match self.begin_with(actions, query, verb)? {
             Begun::Decided(decision) => Ok(decision),
             Begun::Later(deciding) => deciding.decision().await,
         }
@@ -299,8 +294,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     async fn settle(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
-        let action = self.action(query)?;
-        let batch = self.batch(action, query, verb, holder)?.charged_at(Time::NEVER);
+        let batch = self.batch(self.actions(query)?, query, verb, holder)?.charged_at(Time::NEVER);
         let outcomes = self.apply(&batch).await?;
         let mut done = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {
@@ -347,19 +341,19 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
     /// # Errors
     /// The query is not one that the plan can decide about.
     pub fn check_now(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.check_as_now(self.action(query)?, query)
+        self.check_as_now(self.actions(query)?, query)
     }
 
-    /// [`Gate::check_now`] for an action that is already known.
+    /// [`Gate::check_now`] for an action that is already known, or several.
     ///
     /// # Errors
     /// As [`Gate::check_now`].
-    pub fn check_as_now(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<Decision, CheckError> {
+    pub fn check_as_now(&self, actions: impl Into<Actions>, query: &Query<'_>) -> Result<Decision, CheckError> {
         if let Some(decision) = self.listed(query) {
             return Ok(decision);
         }
         let mut batch = Batch::new(self.0.holders.next());
-        self.fill(&mut batch, action, query, Verb::Take)?;
+        self.fill(&mut batch, actions.into(), query, Verb::Take)?;
         loop {
             let outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
             if !share(&mut batch, &outcomes, |op| self.parent_key(op, query)) {

@@ -10,11 +10,11 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HOST};
 use http::request::Parts;
-use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
+use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tidegate_core::{Clock, Decision};
-use tidegate_policy::{ActionId, Forwarding, HeaderDialect, Policy, Query, UnknownAction};
+use tidegate_policy::{ActionId, Actions, Forwarding, HeaderDialect, KeyError, Policy, Query, UnknownAction};
 use tidegate_store::{Memory, Store};
 use tokio::task::AbortHandle;
 use tower_layer::Layer;
@@ -27,7 +27,9 @@ use crate::{CheckError, Gate, Hold, SystemClock};
 /// `PERMISSION_DENIED` where no wait helps) without reaching the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension
 /// of the request.
 ///
-/// The action is the first of the policy that matches the request, or the one named by [`GateLayer::action`]. The
+/// The action is the first of the policy that matches the request, or the one named by [`GateLayer::action`]. A path that
+/// servers may read in several ways meets what each reading matches; 400 where the policy refuses such paths or they can't
+/// be decided about. The
 /// client's address is the peer's, seen through the policy's trusted proxies; the peer is taken from the request's
 /// extensions: a [`SocketAddr`] or, with the features of those names, what axum's
 /// `into_make_service_with_connect_info::<SocketAddr>()` and tonic's server put there. [`GateLayer::peer`] takes it
@@ -175,6 +177,7 @@ where
         let guard = Arc::clone(&self.guard);
         Box::pin(async move {
             let (mut parts, body) = request.into_parts();
+            guard.normalise(&mut parts);
             let admitted = match guard.admit(&parts).await {
                 Ok(admitted) => admitted,
                 Err(refusal) => return Ok(refusal.map(GateBody::refused)),
@@ -182,19 +185,32 @@ where
             parts.extensions.insert(admitted.decision);
             let response = inner.call(Request::from_parts(parts, body)).await?;
             let (mut parts, body) = response.into_parts();
-            guard.replies.annotate(admitted.action, &admitted.decision, &mut parts.headers);
+            guard.replies.annotate(admitted.actions, &admitted.decision, &mut parts.headers);
             Ok(Response::from_parts(parts, GateBody { inner: Inner::Passed { body }, lease: admitted.lease }))
         })
     }
 }
 
 struct Admitted {
-    action: Option<ActionId>,
+    actions: Actions,
     decision: Decision,
     lease: Option<Lease>,
 }
 
 impl<S: Store, C: Clock> Guard<S, C> {
+    /// Gives a path its normal form, where the policy says so.
+    fn normalise(&self, parts: &mut Parts) {
+        let Some(path) = parts.uri.path_and_query().and_then(|path| self.gate.plan().forwarded_path(path.as_str()))
+        else {
+            return;
+        };
+        if let Ok(path) = path.parse() {
+            let mut uri = std::mem::take(&mut parts.uri).into_parts();
+            uri.path_and_query = Some(path);
+            parts.uri = Uri::from_parts(uri).unwrap_or_default();
+        }
+    }
+
     async fn admit(&self, parts: &Parts) -> Result<Admitted, Response<Bytes>> {
         let peer = (self.peer)(&parts.extensions);
         let host = parts.uri.host().or_else(|| parts.headers.get(HOST)?.to_str().ok());
@@ -206,20 +222,22 @@ impl<S: Store, C: Clock> Guard<S, C> {
             headers: Some(&parts.headers),
             ..Query::default()
         };
-        let action = self.action.or_else(|| self.gate.plan().matching(&query));
-        let decision = self.gate.check_as(action, &query).await.map_err(|error| broken(&error, &parts.headers))?;
+        let matching = || self.gate.plan().matching(&query).map_err(|error| CheckError::from(KeyError::from(error)));
+        let actions = self.action.map_or_else(matching, |action| Ok(action.into()));
+        let actions = actions.map_err(|error| broken(&error, &parts.headers))?;
+        let decision = self.gate.check_as(actions, &query).await.map_err(|error| broken(&error, &parts.headers))?;
         if !decision.allowed {
             return Err(match grpc_type(&parts.headers) {
                 Some(kind) => exhausted(&decision, kind),
-                None => self.replies.refusal(action, &decision, &parts.headers),
+                None => self.replies.refusal(actions, &decision, &parts.headers),
             });
         }
         if decision.shadow {
             let limit = decision.bound_by.map_or("", |id| self.gate.plan().info(id).name());
             tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
         }
-        let hold = self.gate.hold(action, &query, &decision).map_err(|error| broken(&error, &parts.headers))?;
-        Ok(Admitted { action, decision, lease: hold.map(Lease::of) })
+        let hold = self.gate.hold(actions, &query, &decision).map_err(|error| broken(&error, &parts.headers))?;
+        Ok(Admitted { actions, decision, lease: hold.map(Lease::of) })
     }
 }
 
@@ -254,8 +272,19 @@ fn grpc(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Byt
     response
 }
 
-/// The layer was put where it can't decide: an error of the program, which the client learns nothing more about.
+/// The layer was put where it can't decide: an error of the program, which the client learns nothing more about. Or the
+/// path is one that can't be decided about, which is the client's fault.
 fn broken(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
+    if let CheckError::Key(KeyError::Path(error)) = error {
+        tracing::warn!(%error, "a path is refused");
+        if let Some(kind) = grpc_type(request) {
+            return grpc("3", &error.to_string(), kind);
+        }
+        let mut response = Response::new(Bytes::from(format!(r#"{{"error":"Bad Request","message":"{error}"}}"#)));
+        *response.status_mut() = StatusCode::BAD_REQUEST;
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        return response;
+    }
     tracing::error!(%error, "a request could not be decided about");
     if let Some(kind) = grpc_type(request) {
         return grpc("13", "the request could not be decided about", kind);

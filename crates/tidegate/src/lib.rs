@@ -74,7 +74,7 @@ pub use stores::{OpenError, Stores};
 pub use tidegate_core as core;
 pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, Time};
 pub use tidegate_policy as policy;
-pub use tidegate_policy::{ActionId, Plan, Policy, Query};
+pub use tidegate_policy::{ActionId, Actions, Plan, Policy, Query};
 pub use tidegate_store as store;
 pub use tidegate_store::{AnyStore, Memory, Store};
 

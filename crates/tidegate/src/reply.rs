@@ -8,7 +8,8 @@
 //! | [`Draft10`](HeaderDialect::Draft10) | `RateLimit-Policy: "login";q=5;w=60` | `RateLimit: "login";r=4;t=60` |
 //! | [`Draft7`](HeaderDialect::Draft7) | `RateLimit-Policy: 5;w=60` | `RateLimit: limit=5, remaining=4, reset=60` |
 //!
-//! The policy names every limit that the action meets, the state only the one that bound the decision. All times are
+//! The policy names every limit that the action meets, the state only the one that bound the decision. Of several actions
+//! ([`Actions`]) the policy is that of the one whose limit it was, or else the first one's. All times are
 //! whole seconds from now, rounded up. On admission `t` is when that limit is whole again; on refusal it is the same
 //! as `Retry-After`, since the draft wants `Retry-After` to be no earlier than `t`. `X-RateLimit-Reset` follows `t`.
 
@@ -20,7 +21,7 @@ use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
 use tidegate_core::{Decision, Limit, LimitId, Reason, Span, Time};
-use tidegate_policy::{ActionId, HeaderDialect, Plan, PolicyItem};
+use tidegate_policy::{ActionId, Actions, HeaderDialect, Plan, PolicyItem};
 
 use self::sheet::{Digits, JsonText, Quoted, Sheet, Stamp};
 use crate::Permit;
@@ -82,6 +83,7 @@ struct Named {
     bound_by: Box<str>,
     /// Whose it is: what a report says in `source`.
     source: &'static str,
+    action: Option<ActionId>,
     /// The limit's capacity.
     capacity: u64,
     /// Whether it only watches.
@@ -142,6 +144,7 @@ impl Replies {
                 json: JsonText(name).to_string().into(),
                 bound_by: bound_by.into(),
                 source,
+                action: plan.info(id).action(),
                 capacity,
                 shadow: limit.is_shadow(),
                 plain: (before.into(), behind.into()),
@@ -159,7 +162,7 @@ impl Replies {
     /// Adds what every answer of a limited action carries. A decision that no limit had a part in (an allow list,
     /// `unlimited`) adds nothing, nor does one that only a limit in shadow mode bound. `RateLimit` fields that are there already, from a server behind the gate, stay:
     /// both are lists.
-    pub fn annotate(&self, action: Option<ActionId>, decision: &Decision, headers: &mut HeaderMap) {
+    pub fn annotate(&self, actions: impl Into<Actions>, decision: &Decision, headers: &mut HeaderMap) {
         let (Some(id), Some(limit), Some(remaining)) = (decision.bound_by, decision.limit, decision.remaining) else {
             return;
         };
@@ -167,7 +170,7 @@ impl Replies {
             return;
         }
         if self.dialect != HeaderDialect::None {
-            if let Some(policy) = &self.fixed(action).policy {
+            if let Some(policy) = &self.fixed(actions.into(), id).policy {
                 headers.append(RATELIMIT_POLICY, policy.clone());
             }
             if let Some(state) = self.state(id, limit, remaining, reset(decision)) {
@@ -183,7 +186,13 @@ impl Replies {
         }
     }
 
-    fn fixed(&self, action: Option<ActionId>) -> &Fixed {
+    fn fixed(&self, actions: Actions, bound_by: LimitId) -> &Fixed {
+        let action = if actions.is_several() {
+            let owner = self.limits.get(bound_by.index()).and_then(|named| named.action);
+            owner.filter(|owner| actions.contains(*owner)).or(actions.first())
+        } else {
+            actions.first()
+        };
         action.and_then(|id| self.actions.get(id.index())).unwrap_or(&self.unmatched)
     }
 
@@ -222,9 +231,10 @@ impl Replies {
     /// (`next_allowed_at` is null unless a penalty lives, `retry_after` is null if no wait will do), or, if
     /// `request` has an `Accept` that names `application/problem+json`, a problem of RFC 9457 of the draft's type
     /// *quota exceeded*.
-    pub fn refusal(&self, action: Option<ActionId>, decision: &Decision, request: &HeaderMap) -> Response<Bytes> {
+    pub fn refusal(&self, actions: impl Into<Actions>, decision: &Decision, request: &HeaderMap) -> Response<Bytes> {
+        let actions = actions.into();
         let problem = wants_problem(request);
-        let headers = match self.filled(action, decision) {
+        let headers = match self.filled(actions, decision) {
             Some(headers) if !problem => headers,
             _ => {
                 let mut headers = HeaderMap::with_capacity(8);
@@ -232,7 +242,7 @@ impl Replies {
                 if let Some(wait) = decision.retry_after {
                     headers.insert(RETRY_AFTER, number(wait.as_secs_ceil()));
                 }
-                self.annotate(action, decision, &mut headers);
+                self.annotate(actions, decision, &mut headers);
                 headers
             }
         };
@@ -247,14 +257,15 @@ impl Replies {
     pub fn refusal_after(
         &self,
         last: &mut LastRefusal,
-        action: Option<ActionId>,
+        actions: impl Into<Actions>,
         decision: &Decision,
         request: &HeaderMap,
     ) -> Response<Bytes> {
+        let actions = actions.into();
         if wants_problem(request) {
-            return self.refusal(action, decision, request);
+            return self.refusal(actions, decision, request);
         }
-        let telling = Telling::of(action, decision);
+        let telling = Telling::of(actions, decision);
         if let Some((told, response)) = &last.0
             && *told == telling
         {
@@ -263,7 +274,7 @@ impl Replies {
             *again.headers_mut() = response.headers().clone();
             return again;
         }
-        let response = self.refusal(action, decision, request);
+        let response = self.refusal(actions, decision, request);
         last.0 = Some((telling, response.clone()));
         response
     }
@@ -329,11 +340,12 @@ impl Replies {
 
     /// A decision as the decision API answers it: 200 or 429, its [report](Self::report), `Retry-After` and the
     /// rate-limit headers.
-    pub fn decision(&self, action: Option<ActionId>, decision: &Decision) -> Response<Bytes> {
-        let headers = self.filled(action, decision).unwrap_or_else(|| {
+    pub fn decision(&self, actions: impl Into<Actions>, decision: &Decision) -> Response<Bytes> {
+        let actions = actions.into();
+        let headers = self.filled(actions, decision).unwrap_or_else(|| {
             let mut headers = HeaderMap::with_capacity(8);
             headers.insert(CONTENT_TYPE, JSON);
-            self.annotate(action, decision, &mut headers);
+            self.annotate(actions, decision, &mut headers);
             headers
         });
         let mut response = Response::new(self.report(decision));
@@ -346,10 +358,10 @@ impl Replies {
 
     /// The action's fixed headers, filled in; `None` for an admission that no limit had a part in, and for a refusal
     /// that lacks one of them.
-    fn filled(&self, action: Option<ActionId>, decision: &Decision) -> Option<HeaderMap> {
+    fn filled(&self, actions: Actions, decision: &Decision) -> Option<HeaderMap> {
         let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
         let reset = reset(decision)?;
-        let fixed = self.fixed(action);
+        let fixed = self.fixed(actions, id);
         let mut headers = if decision.allowed { fixed.admission.clone() } else { fixed.refusal.clone() };
         for (name, value) in &mut headers {
             if *name == RETRY_AFTER || *name == X_RATELIMIT_RESET {
@@ -416,7 +428,7 @@ pub struct LastRefusal(Option<(Telling, Response<Bytes>)>);
 /// All that a refusal says, and so all that it depends on.
 #[derive(Debug, PartialEq, Eq)]
 struct Telling {
-    action: Option<ActionId>,
+    actions: Actions,
     bound_by: Option<LimitId>,
     limit: Option<u64>,
     remaining: Option<u64>,
@@ -426,9 +438,9 @@ struct Telling {
 }
 
 impl Telling {
-    fn of(action: Option<ActionId>, decision: &Decision) -> Self {
+    fn of(actions: Actions, decision: &Decision) -> Self {
         Self {
-            action,
+            actions,
             bound_by: decision.bound_by,
             limit: decision.limit,
             remaining: decision.remaining,

@@ -217,7 +217,7 @@ fn lists_come_first_and_shadow_lets_pass() {
 fn permits_are_held_and_given_back() {
     let (gate, clock) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");
     let export = call("export", "203.0.113.7");
-    let action = gate.action(&export).unwrap();
+    let action = gate.actions(&export).unwrap();
     let first = gate.check_now(&export).unwrap();
     let second = gate.check_now(&export).unwrap();
     assert!(!gate.check_now(&export).unwrap().allowed);

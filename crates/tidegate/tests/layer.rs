@@ -85,6 +85,37 @@ async fn axum_is_limited() {
 }
 
 #[tokio::test]
+async fn paths_that_servers_read_differently_are_counted_refused_or_given_one_form() {
+    for (word, refused) in [("union", None), ("refuse", Some(StatusCode::BAD_REQUEST)), ("normalise", None)] {
+        let policy = Policy::builder()
+            .setting("inbound.ambiguous_paths", word)
+            .action("page", ActionSpec::new("1 per 60s").path("/page"))
+            .build()
+            .unwrap();
+        let layer = GateLayer::with(Gate::in_memory(&policy, ManualClock::default()), &policy);
+        let seen = move |request: Request<axum::body::Body>| async move { request.uri().to_string() };
+        let app = Router::new().fallback(seen).layer(layer);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await.unwrap();
+        });
+        let (status, _, body) = ask(address, "/x%2e/%2e%2e/page;v?a=/../b", &[]).await;
+        assert_eq!(status, refused.unwrap_or(StatusCode::OK), "{word}: {body}");
+        match word {
+            "union" => assert_eq!(body, "/x%2e/%2e%2e/page;v?a=/../b"),
+            "refuse" => assert!(body.contains("Bad Request"), "{body}"),
+            _ => assert_eq!(body, "/page;v?a=/../b"),
+        }
+        let (status, ..) = ask(address, "/page", &[]).await;
+        let charged = if refused.is_some() { StatusCode::OK } else { StatusCode::TOO_MANY_REQUESTS };
+        assert_eq!(status, charged, "{word}");
+        let (status, _, body) = ask(address, "/page;v", &[("content-type", "application/grpc")]).await;
+        assert_eq!((status, body.as_str()), (StatusCode::OK, ""), "gRPC has no other status: {word}");
+    }
+}
+
+#[tokio::test]
 async fn a_stranger_cannot_choose_an_address() {
     let (layer, _) = layer();
     let address = serve_axum(layer, Arc::default()).await;

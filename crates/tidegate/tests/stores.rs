@@ -87,7 +87,7 @@ async fn permits_are_held_for_all_and_come_back() {
     let (_, [one, two]) = nodes();
     sleep(Duration::from_millis(1)).await;
     let query = ask("slots", "k");
-    let action = one.action(&query).unwrap();
+    let action = one.actions(&query).unwrap();
     let held = one.check(&query).await.unwrap();
     let hold = one.hold(action, &query, &held).unwrap();
     assert!(hold.is_some() && !two.check(&query).await.unwrap().allowed);
@@ -102,7 +102,7 @@ async fn what_waits_is_begun_and_what_does_not_is_decided() {
     sleep(Duration::from_millis(1)).await;
     let begin = |key| {
         let query = ask("login", key);
-        let action = one.action(&query).unwrap();
+        let action = one.actions(&query).unwrap();
         one.begin(action, &query).unwrap()
     };
     let Begun::Later(deciding) = begin("a") else { panic!("a store far away has to be waited for") };
@@ -190,7 +190,7 @@ async fn permits_whose_answer_was_lost_come_back() {
     let (store, [one, two]) = nodes();
     sleep(Duration::from_secs(3)).await;
     let query = ask("pairs", "k");
-    let action = one.action(&query).unwrap();
+    let action = one.actions(&query).unwrap();
     store.set_mood(Mood::Mute);
     let (first, second) = tokio::join!(one.check(&query), one.check(&query));
     let (admitted, refused): (Vec<_>, Vec<_>) =

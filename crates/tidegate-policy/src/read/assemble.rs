@@ -11,7 +11,7 @@ use crate::calendar::PeriodUnit;
 use crate::document::{At, Table};
 use crate::error::{Error, quoted};
 use crate::key::{KeyPart, Recipe, limit_tag};
-use crate::path::PathQuirks;
+use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::plan::{Action, ActionId, LimitInfo, Plan, Program, Source, Step};
 use crate::quantity::Quantity;
 use crate::router::Router;
@@ -53,7 +53,7 @@ impl Reader<'_> {
     pub(super) fn plan(
         &mut self,
         root: &Table,
-        path_quirks: PathQuirks,
+        (path_quirks, ambiguous_paths): (PathQuirks, AmbiguousPaths),
         store: Option<&Store>,
         whole: At,
     ) -> Option<Plan> {
@@ -71,7 +71,7 @@ impl Reader<'_> {
         }
         let actions = self.actions(inbound, path_quirks, taken, forward_auth);
         let (lists, global, actions) = (lists?, global?, actions?);
-        self.assemble(global, actions, lists, path_quirks, together, whole)
+        self.assemble(global, actions, lists, (path_quirks, ambiguous_paths), together, whole)
     }
 
     fn lists(&mut self, inbound: Option<&Table>) -> Option<Vec<(ipnet::IpNet, Listed)>> {
@@ -105,7 +105,7 @@ impl Reader<'_> {
         global: GlobalRead,
         read: Vec<ActionRead>,
         lists: Vec<(ipnet::IpNet, Listed)>,
-        path_quirks: PathQuirks,
+        (path_quirks, ambiguous_paths): (PathQuirks, AmbiguousPaths),
         together: bool,
         whole: At,
     ) -> Option<Plan> {
@@ -188,6 +188,7 @@ impl Reader<'_> {
                 return None;
             }
         };
+        let counts_by_path = all.recipes.iter().any(|recipe| recipe.parts().contains(&KeyPart::Path));
         Some(Plan {
             limits,
             infos: all.infos,
@@ -195,13 +196,15 @@ impl Reader<'_> {
             fallback: names.get("default").copied(),
             names,
             actions,
-            router: Router::new(matchers, path_quirks),
+            router: Router::new(matchers, path_quirks, ambiguous_paths),
             lists: AddressLists::new(of(Listed::Allow), of(Listed::Deny)),
             listed_networks: lists.iter().map(|(network, listed)| (shown(*network), *listed)).collect(),
             global: global_ids,
             global_has_concurrency,
             unmatched,
             path_quirks,
+            ambiguous_paths,
+            counts_by_path,
         })
     }
 

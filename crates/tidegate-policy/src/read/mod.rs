@@ -125,8 +125,8 @@ impl Reader<'_> {
         let log = self.log(root);
         let outbound = self.outbound(root, whole);
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
-        let quirks = inbound.as_ref().map(|inbound| inbound.path_quirks).unwrap_or_default();
-        let plan = self.plan(root, quirks, store.as_ref(), whole);
+        let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
+        let plan = self.plan(root, paths, store.as_ref(), whole);
         let (mut api, plan) = (api?, plan?);
         api.forward_auth &= !plan.requests_meet_concurrency();
         Some(Policy {

@@ -9,7 +9,7 @@ use crate::error::{Error, quoted};
 use crate::forwarding::{ForwardedBy, Forwarding};
 use crate::nearest::nearest;
 use crate::outbound::Outbound;
-use crate::path::PathQuirks;
+use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::TokenSource;
 use crate::sections::{Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, Timeouts};
 
@@ -29,6 +29,14 @@ impl Reader<'_> {
             reader.choice(node, "forwarded", &words)
         });
         let path_quirks = self.or_default(table, "path_quirks", PathQuirks::default(), Self::path_quirks);
+        let ambiguous_paths = self.or_default(table, "ambiguous_paths", default.ambiguous_paths, |reader, node| {
+            let words = [
+                ("union", AmbiguousPaths::Union),
+                ("refuse", AmbiguousPaths::Refuse),
+                ("normalise", AmbiguousPaths::Normalise),
+            ];
+            reader.choice(node, "ambiguous_paths", &words)
+        });
         let headers = self.or_default(table, "headers", default.headers, |reader, node| {
             let words = [
                 ("draft-10", HeaderDialect::Draft10),
@@ -58,6 +66,7 @@ impl Reader<'_> {
             upstream: upstream?,
             forwarding: Forwarding { trusted: trusted?, header: header? },
             path_quirks: path_quirks?,
+            ambiguous_paths: ambiguous_paths?,
             headers: headers?,
             x_ratelimit: x_ratelimit?,
             timeouts: timeouts?,
@@ -81,8 +90,8 @@ impl Reader<'_> {
     }
 
     fn path_quirks(&mut self, node: &Node) -> Option<PathQuirks> {
-        const WORDS: [&str; 3] = ["encoded_slash", "parameters", "case"];
-        let expected = "`encoded_slash`, `parameters` or `case`";
+        const WORDS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
+        let expected = "`encoded_slash`, `parameters`, `case`, `caddy` or `windows`";
         // A list says all of them: an empty one turns the default off.
         let mut quirks = PathQuirks::NONE;
         let mut fine = true;
@@ -91,6 +100,8 @@ impl Reader<'_> {
                 "encoded_slash" => quirks.encoded_slash = true,
                 "parameters" => quirks.parameters = true,
                 "case" => quirks.case = true,
+                "caddy" => quirks = PathQuirks { encoded_slash: true, case: true, caddy: true, ..quirks },
+                "windows" => quirks = PathQuirks { encoded_slash: true, case: true, windows: true, ..quirks },
                 other => {
                     let error = Error::new(self.texts, item.at, format!("unknown quirk {}", quoted(other)), expected);
                     self.push(error.hint(nearest(other, WORDS)));

@@ -14,15 +14,16 @@ use std::sync::atomic::Ordering;
 use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use tidegate::Query;
 use tidegate::core::{Clock, Reason};
-use tidegate::policy::canonical;
+use tidegate::policy::{KeyError, canonical, is_host};
 use tidegate::store::Store;
+use tidegate::{CheckError, Query};
 
 use crate::answer::error;
 use crate::body::Body;
 use crate::listener::Client;
 use crate::refusals::Refusal;
+use crate::rejections::Rejected;
 use crate::wire::http_api::{Api, refused_to_decide};
 
 /// The path of forward-auth, or the beginning of it.
@@ -80,31 +81,45 @@ pub(crate) async fn answer<S: Store, C: Clock>(
         headers: Some(headers),
         ..Query::default()
     };
-    let action = match api.gate.action(&query) {
-        Ok(action) => action,
-        Err(error) => return refused_to_decide(api, &error),
+    if described.host.is_some_and(|host| !is_host(host.as_bytes())) {
+        return reject(api, Rejected::Host, &query, "the host is no name or address with at most a port");
+    }
+    let undecided = |error: &CheckError| match error {
+        CheckError::Key(KeyError::Path(path)) => reject(api, (*path).into(), &query, &path.to_string()),
+        _ => refused_to_decide(api, error),
     };
-    if action.is_some_and(|id| api.gate.plan().action(id).has_concurrency()) {
+    let actions = match api.gate.actions(&query) {
+        Ok(actions) => actions,
+        Err(error) => return undecided(&error),
+    };
+    if actions.iter().any(|id| api.gate.plan().action(id).has_concurrency()) {
         let message = "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
         return error(StatusCode::BAD_REQUEST, message);
     }
-    let decision = match api.gate.check_as(action, &query).await {
+    let decision = match api.gate.check_as(actions, &query).await {
         Ok(decision) => decision,
-        Err(error) => return refused_to_decide(api, &error),
+        Err(error) => return undecided(&error),
     };
     if !decision.allowed || decision.shadow {
-        api.refusals.note(api.gate.plan(), &Refusal { action, query: &query, decision: &decision });
+        api.refusals.note(api.gate.plan(), &Refusal { actions, query: &query, decision: &decision });
     }
     if decision.allowed {
         let mut response = Response::new(Body::empty());
-        api.replies.annotate(action, &decision, response.headers_mut());
+        api.replies.annotate(actions, &decision, response.headers_mut());
         return response;
     }
-    let mut response = api.replies.refusal(action, &decision, headers).map(Body::full);
+    let mut response = api.replies.refusal(actions, &decision, headers).map(Body::full);
     if decision.reason != Reason::DenyList {
         *response.status_mut() = api.deny_status;
     }
     response
+}
+
+/// Refuses a request that the proxy answers 400. *Why the status of a refusal:* it is the client's request that is wrong
+/// and not the front server's question, and nginx makes a 500 of a 400.
+fn reject<S: Store, C: Clock>(api: &Api<S, C>, why: Rejected, query: &Query<'_>, message: &str) -> Response<Body> {
+    api.refusals.note_rejected(api.gate.clock().now(), why, query);
+    error(api.deny_status, message)
 }
 
 /// What the front server says of its request.

@@ -19,10 +19,10 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::core::Clock;
-use tidegate::policy::{Forwarding, KeyError};
+use tidegate::policy::{Forwarding, KeyError, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{ActionId, Begun, CheckError, Deciding, Decision, Gate, Query};
+use tidegate::{Actions, Begun, CheckError, Deciding, Decision, Gate, Query};
 
 use crate::access::{Access, Denied};
 use crate::answer::{self, error, json};
@@ -118,12 +118,12 @@ impl<S: Store, C: Clock> Future for Answering<S, C> {
                 let response = match ready!(collecting.poll(watch, cx)) {
                     Ok(bytes) => match Question::from_json(&bytes).and_then(|question| check(&call.api, &question)) {
                         Ok(Checked::Answered(response)) => response,
-                        Ok(Checked::Later(action, deciding)) => {
+                        Ok(Checked::Later(actions, deciding)) => {
                             let call = Arc::clone(call);
                             *self = Self::Later(Box::pin(async move {
                                 let response = match (deciding.decision().await, Question::from_json(&bytes)) {
                                     (Ok(decision), Ok(question)) => {
-                                        decided(&call.api, action, &question.query(), &decision)
+                                        decided(&call.api, actions, &question.query(), &decision)
                                     }
                                     (Ok(_), Err(wrong)) => bad(&wrong),
                                     (Err(error), _) => refused_to_decide(&call.api, &error),
@@ -288,14 +288,14 @@ async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questi
             Err(error) => refused_to_decide(api, &error),
         };
     }
-    let action = match api.gate.action(&query) {
-        Ok(action) => action,
+    let actions = match api.gate.actions(&query) {
+        Ok(actions) => actions,
         Err(error) => return refused_to_decide(api, &error),
     };
     match api.gate.status(&query).await {
         Ok(decision) => {
             let mut response = json(StatusCode::OK, api.replies.report(&decision));
-            api.replies.annotate(action, &decision, response.headers_mut());
+            api.replies.annotate(actions, &decision, response.headers_mut());
             response
         }
         Err(error) => refused_to_decide(api, &error),
@@ -335,7 +335,7 @@ fn stray_permit(path: &str) -> Wrong {
 /// The question that counts, answered or begun.
 enum Checked<S: Store, C: Clock> {
     Answered(Response<Body>),
-    Later(Option<ActionId>, Box<Deciding<S, C>>),
+    Later(Actions, Box<Deciding<S, C>>),
 }
 
 fn check<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result<Checked<S, C>, Wrong> {
@@ -344,28 +344,31 @@ fn check<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result
         return Err(stray_permit("/v1/check"));
     }
     let query = &question.query();
-    let begun = api.gate.action(query).and_then(|action| Ok((action, api.gate.begin(action, query)?)));
+    let begun = api.gate.actions(query).and_then(|actions| Ok((actions, api.gate.begin(actions, query)?)));
     Ok(match begun {
-        Ok((action, Begun::Decided(decision))) => Checked::Answered(decided(api, action, query, &decision)),
-        Ok((action, Begun::Later(deciding))) => Checked::Later(action, Box::new(deciding)),
+        Ok((actions, Begun::Decided(decision))) => Checked::Answered(decided(api, actions, query, &decision)),
+        Ok((actions, Begun::Later(deciding))) => Checked::Later(actions, Box::new(deciding)),
         Err(error) => Checked::Answered(refused_to_decide(api, &error)),
     })
 }
 
 fn decided<S: Store, C: Clock>(
     api: &Api<S, C>,
-    action: Option<ActionId>,
+    actions: Actions,
     query: &Query<'_>,
     decision: &Decision,
 ) -> Response<Body> {
     if !decision.allowed || decision.shadow {
-        api.refusals.note(api.gate.plan(), &Refusal { action, query, decision });
+        api.refusals.note(api.gate.plan(), &Refusal { actions, query, decision });
     }
-    api.replies.decision(action, decision).map(Body::full)
+    api.replies.decision(actions, decision).map(Body::full)
 }
 
 /// A question is about an action, or about a request whose path may find one.
 fn addressed(question: &Question<'_>) -> Result<(), Wrong> {
+    if question.query().host.is_some_and(|host| !is_host(host.as_bytes())) {
+        return Err(Wrong::with("host", "a `host` is a name or an address (IPv6 in brackets) and at most a port"));
+    }
     if question.action.is_some() || question.path.is_some() {
         return Ok(());
     }
@@ -386,6 +389,7 @@ pub(crate) fn refused_to_decide<S: Store, C: Clock>(api: &Api<S, C>, error: &Che
         }
         CheckError::Key(KeyError::Missing(missing)) => bad(&Wrong::with(&missing.part, error.to_string())),
         CheckError::Key(KeyError::Platform(_)) => bad(&Wrong::with("platform", error.to_string())),
+        CheckError::Key(KeyError::Path(_)) => bad(&Wrong::with("path", error.to_string())),
         CheckError::Cost { .. } => bad(&Wrong::with("cost", error.to_string())),
         CheckError::Store(_) => {
             api.refusals.note_failure(api.gate.clock().now(), error);

@@ -10,6 +10,7 @@ mod flow;
 mod forward_auth;
 mod hop;
 mod logs;
+mod paths;
 mod permits;
 mod shutdown;
 mod smuggling;

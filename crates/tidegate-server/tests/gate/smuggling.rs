@@ -48,6 +48,17 @@ const REFUSED: &[(&str, &str, u16)] = &[
     ("two hosts", "GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),
     ("a host with a path", "GET / HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
     ("a host with a user", "GET / HTTP/1.1\r\nHost: u@a\r\n\r\n", 400),
+    ("a host with two ports", "GET / HTTP/1.1\r\nHost: example.org:80:80\r\n\r\n", 400),
+    ("a host with two colons", "GET / HTTP/1.1\r\nHost: example.org::\r\n\r\n", 400),
+    ("a host with a port and more", "GET / HTTP/1.1\r\nHost: example.org:80:x\r\n\r\n", 400),
+    ("a host with a port and a colon", "GET / HTTP/1.1\r\nHost: example.org:80:\r\n\r\n", 400),
+    ("a port without a host", "GET / HTTP/1.1\r\nHost: :80\r\n\r\n", 400),
+    ("a port of letters", "GET / HTTP/1.1\r\nHost: example.org:http\r\n\r\n", 400),
+    ("an IPv6 address without brackets", "GET / HTTP/1.1\r\nHost: ::1\r\n\r\n", 400),
+    ("brackets that don't close", "GET / HTTP/1.1\r\nHost: [::1\r\n\r\n", 400),
+    ("brackets and more", "GET / HTTP/1.1\r\nHost: [::1]x:80\r\n\r\n", 400),
+    ("an escaped host", "GET / HTTP/1.1\r\nHost: ex%61mple.org\r\n\r\n", 400),
+    ("a host of one target and two ports", "GET http://example.org:80:80/ HTTP/1.0\r\n\r\n", 400),
     ("two hosts in one", "GET / HTTP/1.1\r\nHost: a, b\r\n\r\n", 400),
     ("another host in the target", "GET http://b/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
     ("a user in the target", "GET http://u@a/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
@@ -118,11 +129,14 @@ async fn forwarded_in_one_reading() {
         "POST /2 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: CHUNKED\r\n\r\n3;ext=1\r\nabc\r\n0\r\n\r\n",
         "\r\nGET /3 HTTP/1.1\nHost: a\n\n",
         "GET HTTP://A:80/4 HTTP/1.1\r\nHost: a\r\n\r\n",
+        "GET /5 HTTP/1.1\r\nHost: example.org:\r\n\r\n",
+        "GET /6 HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
+        "GET /7 HTTP/1.1\r\nHost:\r\n\r\n",
     ] {
         assert_eq!(status(&client.ask(bytes).await), 200, "{bytes}");
     }
     let seen = upstream.seen();
-    assert_eq!(seen.len(), 4);
+    assert_eq!(seen.len(), 7);
     assert_eq!(seen[0].matches("content-length: 3\r\n").count(), 1, "{}", seen[0]);
     assert!(seen[1].contains("transfer-encoding: chunked\r\n") && seen[1].ends_with("\r\n\r\n3\r\nabc\r\n0\r\n\r\n"));
     assert!(seen[2].starts_with("GET /3 HTTP/1.1\r\nhost: a\r\n"));

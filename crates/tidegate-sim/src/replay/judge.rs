@@ -6,7 +6,7 @@ use std::sync::Arc;
 use http::header::HeaderMap;
 use tidegate_core::admit::{decide, share};
 use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
-use tidegate_policy::{ActionId, Forwarding, KeyPart, KeySeed, Plan, Policy, Query, canonical};
+use tidegate_policy::{ActionId, Actions, Forwarding, KeyError, KeyPart, KeySeed, Plan, Policy, Query, canonical};
 use tidegate_store::{Immediate, Memory};
 
 use super::client::{Client, Fate, KeyFate, label};
@@ -84,7 +84,7 @@ struct Met {
 /// A request on its way to be decided about.
 #[derive(Debug)]
 struct Turn {
-    action: Option<ActionId>,
+    actions: Actions,
     client: Option<IpAddr>,
     /// What a list has decided already.
     listed: Result<Option<Decision>, Undecidable>,
@@ -95,7 +95,7 @@ struct Turn {
 /// What was decided about a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Judged {
-    pub(super) action: Option<ActionId>,
+    pub(super) actions: Actions,
     pub(super) client: Option<Client>,
     pub(super) decision: Decision,
 }
@@ -184,7 +184,7 @@ impl Judge {
         now: Time,
     ) -> Option<Judged> {
         let turn = &mut self.turns[place];
-        let (action, client) = (turn.action, turn.client);
+        let (actions, client) = (turn.actions, turn.client);
         let decision = match std::mem::replace(&mut turn.listed, Ok(None)) {
             Ok(Some(decision)) => decision,
             Ok(None) => self.decide(place, &query(request, client, headers), now),
@@ -194,7 +194,7 @@ impl Judge {
                 return None;
             }
         };
-        let judged = Judged { action, client: client.map(Client::from), decision };
+        let judged = Judged { actions, client: client.map(Client::from), decision };
         self.count(&judged, now);
         Some(judged)
     }
@@ -239,7 +239,7 @@ impl Judge {
 
     #[inline]
     fn count(&mut self, judged: &Judged, now: Time) {
-        let Judged { action, client, decision } = judged;
+        let Judged { actions, client, decision } = judged;
         let unmatched = self.actions.len() - 1;
         let interval = self.timeline.at(now);
         if let Some(client) = *client {
@@ -248,9 +248,15 @@ impl Judge {
             }
             self.met.push(Met { client, allowed: decision.allowed, limit: decision.bound_by, at: now });
         }
-        let action = &mut self.actions[action.map_or(unmatched, ActionId::index)];
+        // A request that meets several counts for each.
+        let unnamed = actions.first().is_none().then_some(unmatched);
+        for action in unnamed.into_iter().chain(actions.iter().map(ActionId::index)) {
+            self.actions[action].requests += 1;
+            if !decision.allowed {
+                self.actions[action].refused += 1;
+            }
+        }
         self.total.requests += 1;
-        action.requests += 1;
         if decision.allowed {
             interval.admitted += 1;
             if decision.shadow {
@@ -262,7 +268,6 @@ impl Judge {
             return;
         }
         self.total.refused += 1;
-        action.refused += 1;
         let refusals = decision.bound_by.map(|limit| &mut self.limits[limit.index()]);
         match (refusals, decision.reason) {
             (Some(refusals), Reason::Penalty) => {
@@ -296,12 +301,12 @@ impl Judge {
 
 impl Default for Turn {
     fn default() -> Self {
-        Self { action: None, client: None, listed: Ok(None), batch: Batch::new(0) }
+        Self { actions: Actions::NONE, client: None, listed: Ok(None), batch: Batch::new(0) }
     }
 }
 
 impl Turn {
-    /// Finds the action, and what a list says or the store is to be asked.
+    /// Finds the actions, and what a list says or the store is to be asked.
     #[inline]
     fn ask(
         &mut self,
@@ -310,14 +315,14 @@ impl Turn {
         seed: &KeySeed,
         now: Time,
     ) -> Result<Option<Decision>, Undecidable> {
-        self.action = match query.action {
-            Some(name) => Some(plan.find(name)?),
-            None => plan.matching(query),
+        self.actions = match query.action {
+            Some(name) => plan.find(name)?.into(),
+            None => plan.matching(query).map_err(KeyError::from)?,
         };
         if let Some(decision) = plan.by_list(query.ip, || now) {
             return Ok(Some(decision));
         }
-        plan.fill(&mut self.batch, self.action, query, seed, Verb::Take)?;
+        plan.fill(&mut self.batch, self.actions, query, seed, Verb::Take)?;
         Ok(None)
     }
 }

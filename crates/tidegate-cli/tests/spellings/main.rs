@@ -1,0 +1,293 @@
+//! Whatever a real server routes to a limited handler is counted by the gate before it, however the path is spelled.
+//!
+//! A request goes through the gate, whose answer says by its `RateLimit` header what was counted, to a server whose answer
+//! says by its body what it was routed to. A server that isn't installed is told by name; the full run wants all of them.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+mod upstreams;
+
+use std::process::Command;
+
+use tidegate_testkit::client::{Client, get};
+use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx};
+
+use crate::upstreams::{LIMITED, caddy_routes, flask, go_mux, java, nginx_routes, node};
+
+/// Spellings of a run and of the full one, of each server.
+const SPELLINGS: (u32, u32) = (1_500, 5_000);
+
+/// One in so many spellings is routed to the limited handler at least; otherwise nothing is shown.
+const SHARE: usize = 40;
+
+/// Runs `tidegate serve` before a server with these quirks and patterns; gives its ports: the proxy's and the API's.
+fn gate(quirks: &str, paths: &str, upstream: u16) -> (Running, u16, u16) {
+    let (port, api) = (free_port(), free_port());
+    let policy = format!(
+        "[inbound]\npath_quirks = {quirks}\n[api]\ndeny_status = 403\n\
+         [inbound.action.static]\nmatch = {{ path = \"/static/*\" }}\nlimit = \"2000000000 per 1h\"\n\
+         [inbound.action.limited]\nmatch = {{ path = {paths} }}\nlimit = \"1000000000 per 1h\"\n"
+    );
+    let scratch = Scratch::new();
+    let file = scratch.write("tidegate.toml", &policy);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command
+        .args(["serve", "--config"])
+        .arg(file)
+        .env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{port}"))
+        .env("TIDEGATE__INBOUND__UPSTREAM", format!("http://127.0.0.1:{upstream}"))
+        .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{api}"))
+        .env("TIDEGATE__ADMIN__LISTEN", "off");
+    (Running::start(command, scratch, port), port, api)
+}
+
+/// Asks whoever listens on `port` for spellings of limited paths; each that is routed to the limited handler must have
+/// been counted.
+fn assert_counted(what: &str, port: u16) {
+    let seed = dice::seed();
+    let mut dice = Dice::seeded(seed ^ u64::from(what.len() as u32) << 32);
+    let spellings = dice::count(SPELLINGS.0, SPELLINGS.1);
+    let mut client = Client::connect(port).unwrap();
+    let (mut routed, mut counted, mut uncounted) = (0, 0, Vec::new());
+    for _ in 0..spellings {
+        let spelling = spelled(&mut dice);
+        let answer = client.ask(get(&spelling));
+        if answer.last {
+            client = Client::connect(port).unwrap();
+        }
+        let is_routed = answer.status == 200 && answer.body.contains(LIMITED);
+        // A front server that asks by forward-auth has its backend tell.
+        let is_counted = format!("{}{}", answer.head, answer.body).contains("\"limited\";r=");
+        routed += usize::from(is_routed);
+        counted += usize::from(is_counted);
+        if is_routed && !is_counted {
+            uncounted.push(spelling);
+        }
+    }
+    println!("{what}: {routed} of {spellings} spellings routed, {counted} counted");
+    assert!(
+        uncounted.is_empty(),
+        "{what}, seed {seed}: {} evade: {:#?}",
+        uncounted.len(),
+        &uncounted[..uncounted.len().min(40)]
+    );
+    assert!(routed > spellings as usize / SHARE, "{what}: only {routed} of {spellings} were routed");
+}
+
+/// A spelling of a limited path, or something like it.
+fn spelled(dice: &mut Dice) -> String {
+    const PIECES: [&str; 34] = [
+        "/",
+        "/",
+        "//",
+        "/.",
+        "/..",
+        "/../",
+        "/x/../",
+        "%2f",
+        "%2F",
+        "%5c",
+        "\\",
+        "%252f",
+        "%2e",
+        "%2e%2e",
+        "%252e%252e",
+        ";",
+        ";v=1",
+        "%3b",
+        "..;",
+        "login",
+        "login",
+        "api",
+        "api/",
+        "LOGIN",
+        "l%6fgin",
+        "static",
+        "x",
+        ".",
+        "%20",
+        "#",
+        "?",
+        "%23",
+        "%3f",
+        "%25",
+    ];
+    const INSIDE: [&str; 24] = [
+        "/",
+        "/.",
+        "/..",
+        "/x/..",
+        "//..",
+        "/y//..",
+        "/%2e",
+        "/%2e%2e",
+        "/x/%2e%2e",
+        "/x/%252e%252e",
+        "/.%2e",
+        "%2f..",
+        "%2f",
+        "%5c..",
+        "\\..",
+        "\\x\\..",
+        ";v=1",
+        ";",
+        "/;x",
+        "/..;",
+        "/x/..;/",
+        "/static/..",
+        "/static%2fx/..",
+        "/a%2fb/..",
+    ];
+    const BEHIND: [&str; 26] = [
+        ".", "..", "%20", "%2e", "%20.", "/", "/.", "/..", "//..", "/x/..", "/x%2f..", ";x", ";x/..", "/;/..", "%3b",
+        "%3fx", "%253fx", "?q=/x", "#f", "#/../x", "%23f", "/x", "x", "%2f", "%00", "%5c",
+    ];
+    const BEFORE: [&str; 16] = [
+        "//host",
+        "/\\host",
+        "\\/host",
+        "///host",
+        "/static/..",
+        "/static%2f..",
+        "/static/%2e%2e",
+        "/x/..",
+        "/x#/..",
+        "/.",
+        "/",
+        "/%2e%2e",
+        "/..",
+        "/%2f",
+        "/;x",
+        "/static/..%2f",
+    ];
+    if dice.percent(25) {
+        let count = dice.between(1, 7);
+        let pieces: String = (0..count).map(|_| dice.pick(&PIECES)).collect();
+        return format!("/{pieces}");
+    }
+    let mut path = dice.pick(&["/login", "/login", "/api/x", "/api/users/1", "/api/"]).to_owned();
+    for _ in 0..dice.between(1, 4) {
+        // Where a letter begins.
+        let places: Vec<usize> = path.char_indices().map(|(at, _)| at).collect();
+        let at = dice.pick(&places);
+        let letter = path[at..].chars().next().unwrap();
+        let end = at + letter.len_utf8();
+        let slashes: Vec<usize> = path.match_indices('/').map(|(at, _)| at).collect();
+        match dice.below(10) {
+            0 => path.insert_str(0, dice.pick(&BEFORE)),
+            1 | 2 => path.push_str(dice.pick(&BEHIND)),
+            3 | 4 if !slashes.is_empty() => path.insert_str(dice.pick(&slashes), dice.pick(&INSIDE)),
+            5 if !slashes.is_empty() => {
+                let at = dice.pick(&slashes);
+                path.replace_range(at..=at, dice.pick(&["%2f", "%2F", "%252f", "\\", "%5c", "//", "/./"]));
+            }
+            6 if letter.is_ascii_alphabetic() => {
+                let other =
+                    if letter.is_ascii_lowercase() { letter.to_ascii_uppercase() } else { letter.to_ascii_lowercase() };
+                let dotted = if letter == 'i' { dice.pick(&["İ", "%C4%B0", "I"]) } else { "" };
+                path.replace_range(
+                    at..end,
+                    if dotted.is_empty() { other.to_string() } else { dotted.to_owned() }.as_str(),
+                );
+            }
+            7 => path.replace_range(at..end, &escaped(letter, "%25")),
+            _ => path.replace_range(at..end, &escaped(letter, "%")),
+        }
+    }
+    path
+}
+
+fn escaped(letter: char, sign: &str) -> String {
+    let mut bytes = [0; 4];
+    letter.encode_utf8(&mut bytes).bytes().map(|byte| format!("{sign}{byte:02x}")).collect()
+}
+
+/// What most servers need: the default quirk, and patterns that mean the same as their routes.
+const QUIRKS: &str = "[\"encoded_slash\"]";
+const PATHS: &str = "[\"/login\", \"/api/*\"]";
+
+/// Puts a gate before a server that `start` starts on a port.
+fn assert_counted_before(what: &str, (quirks, paths): (&str, &str), start: impl FnOnce(u16) -> Option<Running>) {
+    let upstream = free_port();
+    let Some(_server) = start(upstream) else { return };
+    let (_gate, port, _) = gate(quirks, paths, upstream);
+    assert_counted(what, port);
+}
+
+#[test]
+fn what_nginx_routes_is_counted() {
+    assert_counted_before("nginx", (QUIRKS, PATHS), |port| nginx(&nginx_routes(port, ""), port));
+}
+
+#[test]
+fn what_nginx_routes_without_merging_slashes_is_counted() {
+    let routes = |port| nginx_routes(port, "merge_slashes off;");
+    assert_counted_before("nginx, merge_slashes off", (QUIRKS, PATHS), |port| nginx(&routes(port), port));
+}
+
+#[test]
+fn what_caddy_routes_is_counted() {
+    let site = |port| format!("http://:{port} {{\n\tbind 127.0.0.1\n{}\n}}\n", caddy_routes(LIMITED));
+    assert_counted_before("Caddy", ("[\"caddy\"]", PATHS), |port| caddy(&site(port), port));
+}
+
+#[test]
+fn what_node_routes_by_the_raw_prefix_is_counted() {
+    assert_counted_before("Node, req.url", (QUIRKS, PATHS), |port| node(upstreams::RAW_PREFIX, port));
+}
+
+#[test]
+fn what_node_routes_by_new_url_is_counted() {
+    assert_counted_before("Node, new URL()", (QUIRKS, PATHS), |port| node(upstreams::NEW_URL, port));
+}
+
+#[test]
+fn what_flask_routes_is_counted() {
+    assert_counted_before("Flask", (QUIRKS, PATHS), flask);
+}
+
+/// A prefix router: `/login` takes `/loginx` and `/login/x`, too.
+#[test]
+fn what_javas_http_server_routes_is_counted() {
+    assert_counted_before("com.sun.net.httpserver", (QUIRKS, "[\"/login*\", \"/api/*\"]"), java);
+}
+
+#[test]
+fn what_gos_mux_routes_is_counted() {
+    assert_counted_before("Go, net/http", (QUIRKS, PATHS), go_mux);
+}
+
+/// Caddy with the guide's snippet and policy, which routes by itself.
+#[test]
+fn what_caddy_routes_is_counted_where_it_asks_by_forward_auth() {
+    let front = free_port();
+    let (_gate, _, api) = gate("[\"caddy\"]", PATHS, free_port());
+    // The name of the limit that was counted goes to the backend, which tells it.
+    let told = format!("{LIMITED} {{http.request.header.RateLimit}}");
+    let snippet = include_str!("../../../../docs/snippets/Caddyfile")
+        .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
+        .replace("http://:8000", &format!("http://:{front}"))
+        .replace("uri /v1/auth", "uri /v1/auth\n\t\tcopy_headers RateLimit")
+        .replace("reverse_proxy 127.0.0.1:3000", &caddy_routes(&told));
+    let Some(_caddy) = caddy(&snippet, front) else { return };
+    assert_counted("Caddy with the snippet", front);
+}
+
+/// nginx with the guide's snippet and policy, which routes by itself.
+#[test]
+fn what_nginx_routes_is_counted_where_it_asks_by_forward_auth() {
+    let (front, backend) = (free_port(), free_port());
+    let (_gate, _, api) = gate(QUIRKS, PATHS, free_port());
+    let snippet = include_str!("../../../../docs/snippets/nginx.conf")
+        .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
+        .replace("127.0.0.1:8000", &format!("127.0.0.1:{front}"));
+    let (before, rest) = snippet.split_once("    location / {").unwrap();
+    let (location, after) = rest.split_once("\n    }\n").unwrap();
+    let routed = [("= /login", "/login"), ("/api/", "/login"), ("/", "/elsewhere")].map(|(place, page)| {
+        let location = location.replace("http://127.0.0.1:3000;", &format!("http://127.0.0.1:{backend}{page};"));
+        format!("    location {place} {{{location}\n    }}\n")
+    });
+    let config = format!("{before}{}{after}\n{}", routed.concat(), nginx_routes(backend, ""));
+    let Some(_nginx) = nginx(&config, front) else { return };
+    assert_counted("nginx with the snippet", front);
+}

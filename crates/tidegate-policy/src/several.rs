@@ -1,0 +1,159 @@
+//! The actions that one call meets.
+
+use std::fmt;
+
+use tidegate_core::{Batch, Verb};
+
+use crate::key::{KeyError, KeyPart, KeySeed};
+use crate::path::Normalised;
+use crate::plan::{ActionId, Plan};
+use crate::query::Query;
+use crate::readings;
+
+/// The most actions that one call meets.
+pub const MAX_ACTIONS: usize = 4;
+
+/// No action.
+const VACANT: u16 = u16::MAX;
+
+/// The actions that a call meets: none, one, or several where its path can be read in several ways. All of them are
+/// charged, or none. An [`ActionId`] and an `Option` of one turn into it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Actions([u16; MAX_ACTIONS]);
+
+/// Why it can't be said what a call with this path meets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PathError {
+    /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
+    #[error("the path can be read in ways that match different actions, and the policy refuses such paths")]
+    Ambiguous,
+    /// Its readings are more, or match more actions or keys, than one decision holds.
+    #[error("the path can be read in more ways than one decision can be about")]
+    TooMany,
+}
+
+impl Actions {
+    /// No action: the call meets only `inbound.global`.
+    pub const NONE: Self = Self([VACANT; MAX_ACTIONS]);
+
+    /// The action of the path's normal form, if it has one, otherwise the first that another reading matches.
+    #[inline]
+    pub fn first(self) -> Option<ActionId> {
+        (self.0[0] != VACANT).then_some(ActionId(self.0[0]))
+    }
+
+    /// All of them, the first one first.
+    pub fn iter(self) -> impl Iterator<Item = ActionId> {
+        self.0.into_iter().filter(|action| *action != VACANT).map(ActionId)
+    }
+
+    /// Whether there is more than one.
+    #[inline]
+    pub fn is_several(self) -> bool {
+        self.0[1] != VACANT
+    }
+
+    /// Whether this action is one of them.
+    pub fn contains(self, action: ActionId) -> bool {
+        self.0.contains(&action.0)
+    }
+
+    /// Adds one, if it isn't there already.
+    pub(crate) fn add(&mut self, action: ActionId) -> Result<(), PathError> {
+        if !self.contains(action) {
+            *self.0.iter_mut().find(|place| **place == VACANT).ok_or(PathError::TooMany)? = action.0;
+        }
+        Ok(())
+    }
+}
+
+impl From<ActionId> for Actions {
+    #[inline]
+    fn from(action: ActionId) -> Self {
+        Self([action.0, VACANT, VACANT, VACANT])
+    }
+}
+
+impl From<Option<ActionId>> for Actions {
+    #[inline]
+    fn from(action: Option<ActionId>) -> Self {
+        action.map_or(Self::NONE, Self::from)
+    }
+}
+
+impl fmt::Debug for Actions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+impl Plan {
+    /// The names of these actions for a line of text, as `login+static`; `None` if there is no action.
+    pub fn names(&self, actions: Actions) -> Option<String> {
+        let names: Vec<&str> = actions.iter().map(|id| self.action(id).name()).collect();
+        (!names.is_empty()).then(|| names.join("+"))
+    }
+
+    /// Whether a limit counts by path, and this one isn't in its plain form.
+    #[inline]
+    pub(crate) fn counts_spelled_path(&self, query: &Query<'_>) -> bool {
+        self.counts_by_path && query.path.is_some_and(|path| !Normalised::new(path, self.path_quirks).is_borrowed())
+    }
+
+    /// The operations of several actions, or under several paths: each once, and the global ones at the largest cost.
+    #[cold]
+    pub(crate) fn fill_several(
+        &self,
+        batch: &mut Batch,
+        actions: Actions,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) -> Result<(), KeyError> {
+        let spelled = if self.counts_spelled_path(query) { query.path } else { None };
+        let paths = spelled.map(|path| readings::keys(path, self.path_quirks)).transpose()?;
+        let unnamed = actions.first().is_none().then_some(None);
+        for action in unnamed.into_iter().chain(actions.iter().map(Some)) {
+            match &paths {
+                Some(paths) if self.has_path_key(action) => {
+                    for path in paths {
+                        self.add(batch, action, &Query { path: Some(path), ..*query }, seed, verb)?;
+                    }
+                }
+                _ => self.add(batch, action, query, seed, verb)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the operations of one action that aren't there yet.
+    fn add(
+        &self,
+        batch: &mut Batch,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) -> Result<(), KeyError> {
+        let mut own = Batch::new(batch.id());
+        self.fill_one(&mut own, action, query, seed, verb)?;
+        let affinity = own.terms().affinity;
+        if batch.ops().is_empty() {
+            batch.set_affinity(affinity);
+        } else if !own.ops().is_empty() && affinity != batch.terms().affinity {
+            // A cluster keeps them on different servers.
+            return Err(PathError::TooMany.into());
+        }
+        for op in own.ops() {
+            match batch.ops_mut().iter_mut().find(|known| known.limit == op.limit && known.key == op.key) {
+                Some(known) => known.cost = known.cost.max(op.cost),
+                None => batch.push(*op).map_err(|_| PathError::TooMany)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn has_path_key(&self, action: Option<ActionId>) -> bool {
+        self.program(action).steps.iter().any(|step| self.key_parts(step.limit).contains(&KeyPart::Path))
+    }
+}

@@ -1,0 +1,49 @@
+//! Requests that are refused before anything is decided about them: how many, and for what.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tidegate_policy::PathError;
+
+/// Why a request is refused with 400 (by forward-auth with its `deny_status`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rejected {
+    /// Its host isn't one.
+    Host,
+    /// Its path can be read in ways that match different actions, and `inbound.ambiguous_paths` is `refuse`.
+    AmbiguousPath,
+    /// Its path can be read in more ways than one decision can be about.
+    PathReadings,
+}
+
+impl Rejected {
+    const COUNT: usize = 3;
+
+    /// Its name in the log.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::AmbiguousPath => "ambiguous_path",
+            Self::PathReadings => "path_readings",
+        }
+    }
+}
+
+impl From<PathError> for Rejected {
+    fn from(error: PathError) -> Self {
+        match error {
+            PathError::Ambiguous => Self::AmbiguousPath,
+            PathError::TooMany => Self::PathReadings,
+        }
+    }
+}
+
+/// How many requests were refused for each reason since the start.
+#[derive(Debug, Default)]
+pub(crate) struct Rejections([AtomicU64; Rejected::COUNT]);
+
+impl Rejections {
+    /// Counts one more; how many there are with it.
+    pub(crate) fn count(&self, why: Rejected) -> u64 {
+        self.0[why as usize].fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
