@@ -183,5 +183,8 @@ fn limits(text: &mut String, plan: &Plan, ids: &[tidegate::core::LimitId]) {
         let parts: Vec<String> = plan.key_parts(*id).iter().map(ToString::to_string).collect();
         let by = if parts.is_empty() { "all together".to_owned() } else { format!("by {}", parts.join(" + ")) };
         let _ = writeln!(text, "  {} ({by})", plan.info(*id).words());
+        if let Some(words) = plan.missing_words(*id) {
+            let _ = writeln!(text, "    {words}");
+        }
     }
 }

@@ -52,6 +52,25 @@ fn check_says_in_words_what_is_limited() {
 }
 
 #[test]
+fn check_says_what_becomes_of_requests_without_a_part_of_the_key() {
+    let scratch = Scratch::new();
+    for (missing, words) in [
+        ("", "are counted by their address"),
+        ("missing = \"share\"\n", "share one count"),
+        ("missing = \"refuse\"\n", "are refused with 400"),
+        ("missing = \"skip\"\n", "don't meet it"),
+    ] {
+        let policy = format!(
+            "[inbound.action.a]\nkey = [\"header:x-api-key\", \"query:token\"]\nlimit = \"5 per 60s\"\n{missing}"
+        );
+        let file = scratch.write("tidegate.toml", &policy);
+        let (status, out, _) = run(&["check", file.to_str().unwrap()]);
+        let expected = format!("    requests without header:x-api-key or query:token {words}\n");
+        assert!(status == 0 && out.contains(&expected), "{out}");
+    }
+}
+
+#[test]
 fn a_variable_that_is_no_text_is_told_where_it_is_ours_and_no_matter_elsewhere() {
     let scratch = Scratch::new();
     let file = scratch.write("tidegate.toml", POLICY);

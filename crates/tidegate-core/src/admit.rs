@@ -76,7 +76,7 @@ impl Decision {
 }
 
 /// Where the store had no room for a key, moves the operation to the key that it shares with its neighbours, `parent`,
-/// which always fits. True if the store has to be asked again, which happens at most once for each operation.
+/// which always fits; of several that come to share one, one is left. True if the store has to be asked again, which happens at most once for each operation.
 pub fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(&Op) -> Key) -> bool {
     let mut moved = false;
     for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
@@ -85,6 +85,9 @@ pub fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(&Op) -> Key
             op.must_fit = true;
             moved = true;
         }
+    }
+    if moved {
+        batch.drop_repeated();
     }
     moved
 }

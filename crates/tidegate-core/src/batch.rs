@@ -220,6 +220,18 @@ impl Batch {
         (!release.ops.is_empty()).then_some(release)
     }
 
+    /// Drops operations that name the same limit and key as one before them, which no batch may do. A call that counts
+    /// under several keys comes to that where the store has no room for them, and they share one.
+    pub fn drop_repeated(&mut self) {
+        let ops = self.ops.clone();
+        let is_first = |op: &Op| ops.iter().position(|other| (other.limit, other.key) == (op.limit, op.key));
+        let mut index = 0;
+        self.ops.retain(|op| {
+            index += 1;
+            is_first(op) == Some(index - 1)
+        });
+    }
+
     /// Empties it, for reuse by whoever has the same in common.
     pub(crate) fn restart(&mut self) {
         self.terms = Terms { affinity: self.terms.affinity, ..Terms::default() };

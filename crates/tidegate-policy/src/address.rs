@@ -1,6 +1,7 @@
 //! Addresses as the gate counts them, and sets of networks.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::RangeInclusive;
 
 use ipnet::IpNet;
 
@@ -17,23 +18,50 @@ pub(crate) enum PrefixBytes {
     V6([u8; 8]),
 }
 
-/// What an address is counted as: IPv4 by itself, IPv6 by its /64.
-#[inline]
-pub(crate) fn network_of(ip: IpAddr) -> PrefixBytes {
-    match canonical(ip) {
-        IpAddr::V4(ip) => PrefixBytes::V4(ip.octets()),
-        IpAddr::V6(ip) => {
-            let [a, b, c, d, e, f, g, h, ..] = ip.octets();
-            PrefixBytes::V6([a, b, c, d, e, f, g, h])
-        }
+/// How many bits of an IPv6 address are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ipv6Prefix(u8);
+
+impl Ipv6Prefix {
+    /// What can be asked for. One customer has at least a /64 of their own, so a longer prefix would bound nothing.
+    pub(crate) const LENGTHS: RangeInclusive<u8> = 32..=64;
+    /// The network that one customer usually has at the least.
+    pub(crate) const DEFAULT: Self = Self(64);
+
+    /// A prefix of this length; `None` beyond [`LENGTHS`](Self::LENGTHS).
+    pub(crate) fn new(length: u8) -> Option<Self> {
+        Self::LENGTHS.contains(&length).then_some(Self(length))
+    }
+
+    pub(crate) fn length(self) -> u8 {
+        self.0
+    }
+
+    /// The prefix of a neighbourhood, which is always larger than what is counted.
+    fn parent(self) -> Self {
+        Self(if self.0 > 48 { 48 } else { self.0 - 16 })
+    }
+
+    #[inline]
+    pub(crate) fn of(self, ip: Ipv6Addr) -> u64 {
+        (ip.to_bits() >> 64) as u64 & u64::MAX << (64 - self.0)
     }
 }
 
-/// An address' neighbourhood: /24 for IPv4, /48 for IPv6.
-pub(crate) fn parent_of(ip: IpAddr) -> PrefixBytes {
-    match network_of(ip) {
+/// What an address is counted as: IPv4 by itself, IPv6 by its prefix.
+#[inline]
+pub(crate) fn network_of(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
+    match canonical(ip) {
+        IpAddr::V4(ip) => PrefixBytes::V4(ip.octets()),
+        IpAddr::V6(ip) => PrefixBytes::V6(prefix.of(ip).to_be_bytes()),
+    }
+}
+
+/// An address' neighbourhood: /24 for IPv4; for IPv6 /48, or 16 bits less than are counted where those are 48 or fewer.
+pub(crate) fn parent_of(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
+    match network_of(ip, prefix.parent()) {
         PrefixBytes::V4([a, b, c, _]) => PrefixBytes::V4([a, b, c, 0]),
-        PrefixBytes::V6([a, b, c, d, e, f, ..]) => PrefixBytes::V6([a, b, c, d, e, f, 0, 0]),
+        v6 => v6,
     }
 }
 

@@ -225,6 +225,12 @@ impl LimitSpec {
         self.with("key", list(parts))
     }
 
+    /// What becomes of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
+    /// [`Missing`](crate::Missing).
+    pub fn missing(self, word: &str) -> Self {
+        self.with("missing", string(word))
+    }
+
     /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
     pub fn penalty(self, base: &str, cap: &str) -> Self {
         self.penalty_of(PenaltyText::new(base, cap))
@@ -280,6 +286,17 @@ impl ActionSpec {
     /// [`KeyPart`](crate::KeyPart).
     pub fn key(self, parts: impl IntoWords) -> Self {
         self.with(|limit| limit.key(parts))
+    }
+
+    /// What becomes of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
+    /// [`Missing`](crate::Missing).
+    pub fn missing(self, word: &str) -> Self {
+        self.with(|limit| limit.missing(word))
+    }
+
+    /// A second limit, on each IPv6 /48: `"50 per 60s"`, or `"preset"` for ten times the preset's.
+    pub fn ipv6_network(self, limit: impl IntoWords) -> Self {
+        self.with(|own| own.with("ipv6_network", list(limit)))
     }
 
     /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.

@@ -1,18 +1,23 @@
 //! What is counted together: key parts, and how they become 128 bits.
 
+mod error;
+mod values;
+
 use std::fmt;
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv6Addr};
 
 use arrayvec::ArrayVec;
-use http::header::{COOKIE, HeaderName};
+use http::header::HeaderName;
 use siphasher::sip128::{Hasher128 as _, SipHasher13};
-use tidegate_core::{Key, Kind};
+use tidegate_core::{Key, Kind, MAX_OPS};
 
-use crate::address::{PrefixBytes, network_of, parent_of};
+pub use error::{KeyError, MissingPart, Uncountable, UnknownPlatform};
+
+use self::values::{TooMany, Values};
+use crate::address::{Ipv6Prefix, PrefixBytes, canonical, network_of, parent_of};
 use crate::path::{Normalised, PathQuirks};
 use crate::query::Query;
-use crate::several::PathError;
 
 /// The platforms that the key part `platform` knows.
 pub const PLATFORMS: [&str; 4] = ["web", "mobile", "api", "admin"];
@@ -23,21 +28,27 @@ pub(crate) const MAX_PARTS: usize = 8;
 /// One thing that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.
 ///
 /// Parts that a client chooses freely (`header:`, `cookie:`, `query:`) give each invented value a count of its own;
-/// [`inbound.global`](crate::settings) is there to bound a client that invents many. Where a request has such a part
-/// twice, the first one counts.
+/// [`inbound.global`](crate::settings) is there to bound a client that invents many. Spellings of one value (quotes,
+/// backslashes, escapes) count as one. Where a request has such a part several times, or spelt so that servers differ in
+/// what they read, each limit that counts by it counts the request under each of the values, all or nothing; with more
+/// than four distinct ones the request is [`Uncountable`]. What becomes of requests without the part says [`Missing`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum KeyPart {
-    /// `client_ip`: the client's IPv4 address, or the /64 that its IPv6 address is in.
+    /// `client_ip`: the client's IPv4 address, or the /64 that its IPv6 address is in; `inbound.ipv6_prefix` says another
+    /// length.
     ClientIp,
+    /// `ipv6/LENGTH`: the network of this length that the client's IPv6 address is in, such as `ipv6/48`. Clients with
+    /// IPv4 addresses lack it.
+    Ipv6Network(u8),
     /// `key`: the `key` of a decision-API query.
     Key,
     /// `platform`: web, mobile, api or admin, as a decision-API query says.
     Platform,
-    /// `header:NAME`: the first header of this name.
+    /// `header:NAME`: the header of this name; of several lines, each, and all of them joined.
     Header(HeaderName),
-    /// `cookie:NAME`: the first cookie of this name.
+    /// `cookie:NAME`: the cookie of this name, without quotes and escapes.
     Cookie(String),
-    /// `query:NAME`: the first parameter of this name in the query string, percent-decoded.
+    /// `query:NAME`: the parameter of this name in the query string, without escapes.
     QueryParameter(String),
     /// `method`: the request's method.
     Method,
@@ -50,13 +61,23 @@ pub enum KeyPart {
 
 impl KeyPart {
     /// The plain part names; those with a colon want a name behind it.
-    pub(crate) const WORDS: [&'static str; 9] =
-        ["client_ip", "key", "platform", "header:NAME", "cookie:NAME", "query:NAME", "method", "host", "path"];
+    pub(crate) const WORDS: [&'static str; 10] = [
+        "client_ip",
+        "ipv6/LENGTH",
+        "key",
+        "platform",
+        "header:NAME",
+        "cookie:NAME",
+        "query:NAME",
+        "method",
+        "host",
+        "path",
+    ];
 
     /// What an API query calls the part: `ip` for `client_ip`, otherwise its own word.
     pub fn field(&self) -> String {
         match self {
-            Self::ClientIp => "ip".to_owned(),
+            Self::ClientIp | Self::Ipv6Network(_) => "ip".to_owned(),
             other => other.to_string(),
         }
     }
@@ -66,12 +87,39 @@ impl KeyPart {
     pub fn is_in_requests(&self) -> bool {
         !matches!(self, Self::Key | Self::Platform)
     }
+
+    /// Whether a log that doesn't tell the part says that the request lacks it.
+    fn is_in_logs(&self) -> bool {
+        matches!(self, Self::QueryParameter(_) | Self::Ipv6Network(_))
+    }
+
+    /// Whether a request may lack the part, so that [`Missing`] decides.
+    pub fn may_be_missing(&self) -> bool {
+        let named = matches!(self, Self::Header(_) | Self::Cookie(_) | Self::QueryParameter(_));
+        named || matches!(self, Self::Ipv6Network(_) | Self::Host)
+    }
+}
+
+/// What becomes of requests without a part that a limit counts by: `missing`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Missing {
+    /// `share`: all of them share one count.
+    Share,
+    /// `by_ip`, the default: each client's address has a count of its own, apart from the counts of those that have the
+    /// part. Where there is no address they share one, and so do headers, cookies and hosts that a log doesn't tell.
+    #[default]
+    ByIp,
+    /// `refuse`: they are [`Uncountable`].
+    Refuse,
+    /// `skip`: the limit doesn't take part.
+    Skip,
 }
 
 impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::ClientIp => f.write_str("client_ip"),
+            Self::Ipv6Network(length) => write!(f, "ipv6/{length}"),
             Self::Key => f.write_str("key"),
             Self::Platform => f.write_str("platform"),
             Self::Header(name) => write!(f, "header:{name}"),
@@ -82,38 +130,6 @@ impl fmt::Display for KeyPart {
             Self::Path => f.write_str("path"),
         }
     }
-}
-
-/// A call lacks something that a limit counts by, or has it wrong.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum KeyError {
-    /// A part is missing.
-    #[error(transparent)]
-    Missing(#[from] MissingPart),
-    /// The platform is none of [`PLATFORMS`].
-    #[error(transparent)]
-    Platform(#[from] UnknownPlatform),
-    /// It can't be said what a call with this path meets.
-    #[error(transparent)]
-    Path(#[from] PathError),
-}
-
-/// A call lacks something that a limit counts by.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{part}` is missing: the limit `{limit}` counts by it")]
-pub struct MissingPart {
-    /// The field of an API query that would fill it: `ip`, `key`, `platform`, `header:NAME` …
-    pub part: String,
-    /// The limit that needs it.
-    pub limit: String,
-}
-
-/// A call's platform is none of [`PLATFORMS`].
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown platform {found:?}: expected web, mobile, api or admin")]
-pub struct UnknownPlatform {
-    /// What the call said, cut to 64 characters.
-    pub found: String,
 }
 
 /// The secret that key parts are hashed under (SipHash-1-3 with 128 bits of output, by Aumasson and Bernstein), so
@@ -189,14 +205,25 @@ impl fmt::Debug for KeySeed {
     }
 }
 
-/// The parts of one key, in order.
+/// The parts of one key, in order, and what becomes of calls that lack one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Recipe(Box<[KeyPart]>);
+pub(crate) struct Recipe {
+    parts: Box<[KeyPart]>,
+    missing: Missing,
+}
+
+/// How addresses and paths are read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules {
+    pub(crate) quirks: PathQuirks,
+    pub(crate) ipv6: Ipv6Prefix,
+}
 
 /// Why a recipe can't be followed.
 pub(crate) enum Lacking<'r> {
     Part(&'r KeyPart),
     Platform(String),
+    Uncountable(Uncountable),
 }
 
 const DOMAIN_KEY: u8 = 0;
@@ -204,93 +231,165 @@ const DOMAIN_PARENT: u8 = 1;
 const DOMAIN_OUTBOUND: u8 = 2;
 const DOMAIN_TAG: u8 = 3;
 const DOMAIN_PACER: u8 = 4;
+/// Marks a part that is missing.
 const ABSENT: u8 = 0x80;
+/// Marks a part that is missing, and before what the call is counted by instead.
+const INSTEAD: u8 = 0xc0;
 
 impl Recipe {
-    pub(crate) fn new(parts: Vec<KeyPart>) -> Self {
-        Self(parts.into())
+    pub(crate) fn new(parts: Vec<KeyPart>, missing: Missing) -> Self {
+        // Where nothing can be missing the word says nothing, and equal recipes are hashed once.
+        let missing = if parts.iter().any(KeyPart::may_be_missing) { missing } else { Missing::default() };
+        Self { parts: parts.into(), missing }
     }
 
     pub(crate) fn parts(&self) -> &[KeyPart] {
-        &self.0
+        &self.parts
+    }
+
+    pub(crate) fn missing(&self) -> Missing {
+        self.missing
     }
 
     /// The key of a call. Each part goes in with a tag and its length before it, so no two lists of parts read the
-    /// same.
+    /// same. `None` if a part is missing, or has several values, or is spelt unusually: [`Recipe::keys`] then tells.
     #[inline]
-    pub(crate) fn key(&self, query: &Query<'_>, quirks: PathQuirks, seed: &KeySeed) -> Result<Key, Lacking<'_>> {
+    pub(crate) fn key(&self, query: &Query<'_>, rules: Rules, seed: &KeySeed) -> Option<Key> {
         // What most limits count by, without the detour over a buffer.
-        if let [KeyPart::ClientIp] = &*self.0
+        if let [KeyPart::ClientIp] = &*self.parts
             && let Some(ip) = query.ip
         {
-            return Ok(address_key(network_of(ip), seed));
+            return Some(address_key(network_of(ip, rules.ipv6), seed));
         }
         let mut encoder = Encoder::new(seed, DOMAIN_KEY);
-        for part in &self.0 {
-            encode(part, query, quirks, &mut encoder)?;
+        for part in &self.parts {
+            encode(part, query, rules, &mut encoder)?;
         }
-        Ok(encoder.finish())
+        Some(encoder.finish())
+    }
+
+    /// All keys of a call: one for each combination of its parts' values, none if the limit doesn't take part.
+    #[cold]
+    pub(crate) fn keys(
+        &self,
+        query: &Query<'_>,
+        rules: Rules,
+        seed: &KeySeed,
+    ) -> Result<ArrayVec<Key, MAX_OPS>, Lacking<'_>> {
+        let mut encoders = ArrayVec::<Encoder, MAX_OPS>::new();
+        encoders.push(Encoder::new(seed, DOMAIN_KEY));
+        for part in &self.parts {
+            match values_of(part, query)?.as_deref() {
+                None => {
+                    for encoder in &mut encoders {
+                        encode(part, query, rules, encoder).ok_or_else(|| lacking(part, query))?;
+                    }
+                }
+                Some([]) => {
+                    let by_ip = match self.missing {
+                        Missing::Share => None,
+                        Missing::ByIp => query.ip.filter(|_| !query.from_log || part.is_in_logs()),
+                        Missing::Refuse => return Err(Lacking::Uncountable(Uncountable::Missing(part.to_string()))),
+                        Missing::Skip => return Ok(ArrayVec::new()),
+                    };
+                    for encoder in &mut encoders {
+                        encoder.absent(tag(part), by_ip.map(|ip| network_of(ip, rules.ipv6)));
+                    }
+                }
+                Some(values) if encoders.len() * values.len() > MAX_OPS => {
+                    return Err(Lacking::Uncountable(Uncountable::Operations));
+                }
+                Some(values) => {
+                    for encoder in std::mem::take(&mut encoders) {
+                        encoders.extend(values.iter().map(|value| encoder.clone().with(tag(part), value)));
+                    }
+                }
+            }
+        }
+        Ok(encoders.into_iter().map(Encoder::finish).collect())
     }
 
     /// The key that a call shares with its whole neighbourhood: the /24 or /48 around its address if the recipe has
     /// one, otherwise everybody.
-    pub(crate) fn parent(&self, query: &Query<'_>, seed: &KeySeed) -> Key {
+    pub(crate) fn parent(&self, query: &Query<'_>, rules: Rules, seed: &KeySeed) -> Key {
         let mut encoder = Encoder::new(seed, DOMAIN_PARENT);
-        if self.0.contains(&KeyPart::ClientIp)
-            && let Some(ip) = query.ip
-        {
-            encode_prefix(parent_of(ip), &mut encoder);
+        let prefix = self.parts.iter().find_map(|part| match part {
+            KeyPart::ClientIp => Some(rules.ipv6),
+            KeyPart::Ipv6Network(length) => Ipv6Prefix::new(*length),
+            _ => None,
+        });
+        if let (Some(prefix), Some(ip)) = (prefix, query.ip) {
+            encode_prefix(parent_of(ip, prefix), &mut encoder);
         }
         encoder.finish()
     }
 }
 
-#[inline]
-fn encode<'r>(
-    part: &'r KeyPart,
-    query: &Query<'_>,
-    quirks: PathQuirks,
-    encoder: &mut Encoder,
-) -> Result<(), Lacking<'r>> {
-    let lacking = || Lacking::Part(part);
-    // A request that lacks a part which requests may lack is counted with all others that lack it; a query without
-    // request headers comes from somebody who forgot the field and is told so.
-    let is_request = query.headers.is_some();
-    match part {
-        KeyPart::ClientIp => encode_ip(query.ip.ok_or_else(lacking)?, encoder),
-        KeyPart::Key => encoder.part(16, query.key.ok_or_else(lacking)?.as_bytes()),
-        KeyPart::Platform => {
-            let found = query.platform.ok_or_else(lacking)?;
-            if !PLATFORMS.contains(&found) {
-                return Err(Lacking::Platform(found.chars().take(64).collect()));
-            }
-            encoder.part(17, found.as_bytes());
-        }
-        KeyPart::Header(name) => match query.headers.ok_or_else(lacking)?.get(name) {
-            Some(value) => encoder.part(18, value.as_bytes()),
-            None => encoder.absent(18),
-        },
-        KeyPart::Cookie(name) => match cookie(query, name).ok_or_else(lacking)? {
-            Some(value) => encoder.part(19, value),
-            None => encoder.absent(19),
-        },
-        KeyPart::QueryParameter(name) => match query.path.and_then(|path| parameter(path, name)) {
-            Some(value) => encoder.decoded(20, value),
-            None if is_request => encoder.absent(20),
-            None => return Err(lacking()),
-        },
-        KeyPart::Method => encoder.part(21, query.method.ok_or_else(lacking)?.as_bytes()),
-        KeyPart::Host => match query.host {
-            Some(host) => encoder.lowered(22, bare_host(host).as_bytes()),
-            None if is_request => encoder.absent(22),
-            None => return Err(lacking()),
-        },
-        KeyPart::Path => {
-            let path = query.path.ok_or_else(lacking)?;
-            encoder.part(23, Normalised::new(path, quirks).as_bytes());
-        }
+/// Why [`encode`] has no part to encode that requests never lack.
+fn lacking<'r>(part: &'r KeyPart, query: &Query<'_>) -> Lacking<'r> {
+    match (part, query.platform) {
+        (KeyPart::Platform, Some(found)) => Lacking::Platform(found.chars().take(64).collect()),
+        _ => Lacking::Part(part),
     }
-    Ok(())
+}
+
+/// What a call says of a part that it may lack, or may have several of; `None` for other parts.
+fn values_of<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<Values<'q>>, Lacking<'r>> {
+    // A request that lacks a part is nothing unusual; a query without request headers comes from a caller that forgot
+    // the field and is told so.
+    let headers = query.headers.ok_or(Lacking::Part(part));
+    let too_many = |TooMany| Lacking::Uncountable(Uncountable::Values(part.to_string()));
+    Ok(match part {
+        KeyPart::Header(name) => Some(values::lines(headers?, name).map_err(too_many)?),
+        KeyPart::Cookie(name) => Some(values::cookies(headers?, name).map_err(too_many)?),
+        KeyPart::QueryParameter(name) => {
+            let values = values::parameters(query.path.unwrap_or_default(), name).map_err(too_many)?;
+            if values.is_empty() {
+                headers?;
+            }
+            Some(values)
+        }
+        KeyPart::Host if query.host.is_none() => headers.map(|_| Some(Values::new()))?,
+        KeyPart::Ipv6Network(_) if matches!(canonical(query.ip.ok_or(Lacking::Part(part))?), IpAddr::V4(_)) => {
+            Some(Values::new())
+        }
+        _ => None,
+    })
+}
+
+/// What marks a part that may be missing.
+fn tag(part: &KeyPart) -> u8 {
+    match part {
+        KeyPart::Header(_) => 18,
+        KeyPart::Cookie(_) => 19,
+        KeyPart::QueryParameter(_) => 20,
+        KeyPart::Host => 22,
+        _ => 24,
+    }
+}
+
+/// Encodes a part that a call has in one usual spelling; `None` if it hasn't.
+#[inline]
+fn encode(part: &KeyPart, query: &Query<'_>, rules: Rules, encoder: &mut Encoder) -> Option<()> {
+    match part {
+        KeyPart::ClientIp => encode_prefix(network_of(query.ip?, rules.ipv6), encoder),
+        KeyPart::Ipv6Network(length) => match network_of(query.ip?, Ipv6Prefix::new(*length)?) {
+            PrefixBytes::V4(_) => return None,
+            v6 => encode_prefix(v6, encoder),
+        },
+        KeyPart::Key => encoder.part(16, query.key?.as_bytes()),
+        KeyPart::Platform => {
+            let platform = query.platform.filter(|found| PLATFORMS.contains(found))?;
+            encoder.part(17, platform.as_bytes());
+        }
+        KeyPart::Header(name) => encoder.part(18, values::only_line(query.headers?, name)?),
+        KeyPart::Cookie(name) => encoder.part(19, values::only_cookie(query.headers?, name)?),
+        KeyPart::QueryParameter(name) => encoder.part(20, values::only_parameter(query.path?, name)?),
+        KeyPart::Method => encoder.part(21, query.method?.as_bytes()),
+        KeyPart::Host => encoder.lowered(22, bare_host(query.host?).as_bytes()),
+        KeyPart::Path => encoder.part(23, Normalised::new(query.path?, rules.quirks).as_bytes()),
+    }
+    Some(())
 }
 
 /// The key of an address alone; the same that an [`Encoder`] gives.
@@ -347,56 +446,11 @@ fn sip_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
 }
 
 #[inline]
-fn encode_ip(ip: IpAddr, encoder: &mut Encoder) {
-    encode_prefix(network_of(ip), encoder);
-}
-
-#[inline]
 fn encode_prefix(prefix: PrefixBytes, encoder: &mut Encoder) {
     match prefix {
         PrefixBytes::V4(bytes) => encoder.part(4, &bytes),
         PrefixBytes::V6(bytes) => encoder.part(6, &bytes),
     }
-}
-
-/// The value of the first cookie of this name; `None` outside when there are no headers to look in.
-fn cookie<'q>(query: &Query<'q>, name: &str) -> Option<Option<&'q [u8]>> {
-    let headers = query.headers?;
-    let pairs = headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'));
-    for pair in pairs {
-        let pair = pair.trim_ascii();
-        if let Some(equals) = pair.iter().position(|byte| *byte == b'=')
-            && pair[..equals].trim_ascii() == name.as_bytes()
-        {
-            return Some(Some(pair[equals + 1..].trim_ascii()));
-        }
-    }
-    Some(None)
-}
-
-/// The raw value of the first parameter of this name in the query string; a name counts in its decoded form.
-fn parameter<'q>(path: &'q str, name: &str) -> Option<&'q str> {
-    let (_, query) = path.split_once('?')?;
-    let query = query.split_once('#').map_or(query, |(query, _)| query);
-    query.split('&').find_map(|pair| {
-        let (found, value) = pair.split_once('=').unwrap_or((pair, ""));
-        form_decoded(found).eq(name.bytes()).then_some(value)
-    })
-}
-
-/// The bytes that a query string's piece stands for: `+` is a space, `%41` is `A`, what is no escape stays.
-fn form_decoded(text: &str) -> impl Iterator<Item = u8> + '_ {
-    let bytes = text.as_bytes();
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let byte = *bytes.get(at)?;
-        if let Some(decoded) = crate::path::escape(bytes, at) {
-            at += 3;
-            return Some(decoded);
-        }
-        at += 1;
-        Some(if byte == b'+' { b' ' } else { byte })
-    })
 }
 
 /// A host without its port and without the dot that may end it. What no host should have behind it is left out as well:
@@ -450,6 +504,7 @@ fn is_in_host(byte: u8) -> bool {
 }
 
 /// Collects a key's bytes on the stack and hashes them in one go; longer ones are streamed.
+#[derive(Clone)]
 struct Encoder {
     hasher: SipHasher13,
     pending: ArrayVec<u8, 96>,
@@ -496,15 +551,19 @@ impl Encoder {
         }
     }
 
-    fn decoded(&mut self, tag: u8, text: &str) {
-        self.head(tag, form_decoded(text).count());
-        for byte in form_decoded(text) {
-            self.write(&[byte]);
-        }
+    fn with(mut self, tag: u8, bytes: &[u8]) -> Self {
+        self.part(tag, bytes);
+        self
     }
 
-    fn absent(&mut self, tag: u8) {
-        self.write(&[tag | ABSENT]);
+    fn absent(&mut self, tag: u8, instead: Option<PrefixBytes>) {
+        match instead {
+            None => self.write(&[tag | ABSENT]),
+            Some(prefix) => {
+                self.write(&[tag | INSTEAD]);
+                encode_prefix(prefix, self);
+            }
+        }
     }
 
     #[inline]
@@ -595,7 +654,8 @@ mod tests {
             let bits = number.wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
             let seed = KeySeed::new(bits.swap_bytes().to_le_bytes());
             let v6 = IpAddr::V6(bits.into());
-            let prefix = network_of(if number % 2 == 0 { v6 } else { IpAddr::V4(((bits >> 96) as u32).into()) });
+            let ip = if number % 2 == 0 { v6 } else { IpAddr::V4(((bits >> 96) as u32).into()) };
+            let prefix = network_of(ip, Ipv6Prefix::DEFAULT);
             let mut encoder = Encoder::new(&seed, DOMAIN_KEY);
             encode_prefix(prefix, &mut encoder);
             assert_eq!(address_key(prefix, &seed), encoder.finish());
@@ -610,9 +670,10 @@ mod tests {
         whole.extend(1000_u32.to_le_bytes());
         whole.extend(text.as_bytes());
         let hash = seed.0.hash(&whole);
-        let recipe = Recipe::new(vec![KeyPart::Key]);
+        let recipe = Recipe::new(vec![KeyPart::Key], Missing::default());
         let query = Query { key: Some(&text), ..Query::default() };
-        let key = recipe.key(&query, PathQuirks::default(), &seed).unwrap_or_default();
+        let rules = Rules { quirks: PathQuirks::default(), ipv6: Ipv6Prefix::DEFAULT };
+        let key = recipe.key(&query, rules, &seed).unwrap_or_default();
         assert_eq!(key, Key::new(hash.h1, hash.h2));
     }
 }

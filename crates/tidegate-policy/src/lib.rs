@@ -66,7 +66,9 @@ pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, 
 pub use error::{Error, Errors, Place};
 pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
 pub use hints::Hints;
-pub use key::{KeyError, KeyPart, KeySeed, MissingPart, PLATFORMS, UnknownPlatform, is_host, limit_tag};
+pub use key::{
+    KeyError, KeyPart, KeySeed, Missing, MissingPart, PLATFORMS, Uncountable, UnknownPlatform, is_host, limit_tag,
+};
 pub use matcher::Matcher;
 pub use outbound::Outbound;
 pub use path::{AmbiguousPaths, PathQuirks};

@@ -4,10 +4,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
 
-use tidegate_core::{Batch, Decision, Key, LimitId, Limits, Op, Reason, Time, Verb};
+use http::HeaderName;
+use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, Time, Verb};
 
-use crate::address::{AddressLists, Listed};
-use crate::key::{KeyError, KeyPart, KeySeed, Lacking, MissingPart, Recipe, UnknownPlatform};
+use crate::address::{AddressLists, Ipv6Prefix, Listed};
+use crate::key::{
+    KeyError, KeyPart, KeySeed, Lacking, Missing, MissingPart, Recipe, Rules, Uncountable, UnknownPlatform,
+};
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks, forwarded};
@@ -215,6 +218,9 @@ pub struct Plan {
     pub(crate) ambiguous_paths: AmbiguousPaths,
     /// Whether any limit counts by path.
     pub(crate) counts_by_path: bool,
+    pub(crate) ipv6_prefix: Ipv6Prefix,
+    /// The headers that limits count by, `Cookie` included.
+    pub(crate) keyed_headers: Vec<HeaderName>,
 }
 
 impl fmt::Debug for Plan {
@@ -229,6 +235,7 @@ impl fmt::Debug for Plan {
             .field("global", &self.global)
             .field("path_quirks", &self.path_quirks)
             .field("ambiguous_paths", &self.ambiguous_paths)
+            .field("ipv6_prefix", &self.ipv6_prefix)
             .finish_non_exhaustive()
     }
 }
@@ -253,6 +260,25 @@ impl Plan {
     /// If the id is another plan's and this one has fewer limits.
     pub fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
         self.recipe(limit).parts()
+    }
+
+    /// What becomes of requests without one of the parts that a limit counts by; `None` if none can be missing.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn missing(&self, limit: LimitId) -> Option<Missing> {
+        let recipe = self.recipe(limit);
+        recipe.parts().iter().any(KeyPart::may_be_missing).then(|| recipe.missing())
+    }
+
+    /// The headers that limits count by, `Cookie` included; not those of limits that only watch.
+    pub fn keyed_headers(&self) -> &[HeaderName] {
+        &self.keyed_headers
+    }
+
+    /// How many bits of a client's IPv6 address are counted.
+    pub fn ipv6_prefix(&self) -> u8 {
+        self.ipv6_prefix.length()
     }
 
     /// Every action in file order.
@@ -343,10 +369,14 @@ impl Plan {
     /// `Release` and `Renew` only calls in flight; `Reset` only the action's own (with no action, the global ones).
     /// A call in flight is one call, whatever it weighs. `holder` is the batch's id, under which permits are held.
     ///
-    /// Allocates nothing, but for the error, for several actions, and for paths that limits count by and that aren't plain.
+    /// Where a part of a key has several values, its limits have an operation for each.
+    ///
+    /// Allocates nothing, but for the error, for several actions, for paths that limits count by and that aren't plain, and for
+    /// values of key parts that are encoded or joined.
     ///
     /// # Errors
-    /// [`KeyError`] if the query lacks a part that one of those limits counts by, or meets more limits than a batch holds.
+    /// [`KeyError`] if the query lacks a part that one of those limits counts by, can't be counted by it, or meets more limits
+    /// than a batch holds.
     #[inline]
     pub fn ops(
         &self,
@@ -392,12 +422,15 @@ impl Plan {
     ) -> Result<(), KeyError> {
         let program = self.program(action);
         let cost = self.cost(action, query);
+        let rules = self.rules();
         if let Some(recipe) = program.affinity
             && let Some(step) = program.steps.first()
         {
             let recipe = &self.recipes[usize::from(recipe)];
-            let common =
-                recipe.key(query, self.path_quirks, seed).map_err(|lacking| self.key_error(lacking, step.limit))?;
+            let common = match recipe.key(query, rules, seed) {
+                Some(key) => key,
+                None => self.only_key(recipe, step.limit, query, seed)?,
+            };
             batch.set_affinity(common.lo().max(1));
         }
         let mut keys = [Key::default(); tidegate_core::MAX_OPS];
@@ -413,17 +446,20 @@ impl Plan {
             if !takes_part {
                 continue;
             }
+            let cost = if step.concurrency { 1 } else { cost };
             let slot = usize::from(step.recipe);
             if hashed & 1 << slot == 0 {
                 let recipe = &self.recipes[usize::from(program.recipes[slot])];
-                keys[slot] =
-                    recipe.key(query, self.path_quirks, seed).map_err(|lacking| self.key_error(lacking, step.limit))?;
+                let Some(key) = recipe.key(query, rules, seed) else {
+                    self.fill_each(batch, recipe, query, seed, Op::new(step.limit, verb, Key::default(), cost))?;
+                    continue;
+                };
+                keys[slot] = key;
                 hashed |= 1 << slot;
             }
-            let cost = if step.concurrency { 1 } else { cost };
             batch
                 .push(Op::new(step.limit, verb, keys[slot], cost))
-                .expect("invariant: reading the policy bounds each action's limits by the size of a batch");
+                .map_err(|_| KeyError::from(Uncountable::Operations))?;
         }
         Ok(())
     }
@@ -435,7 +471,7 @@ impl Plan {
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
     pub fn parent_key(&self, limit: LimitId, query: &Query<'_>, seed: &KeySeed) -> Key {
-        self.recipe(limit).parent(query, seed)
+        self.recipe(limit).parent(query, self.rules(), seed)
     }
 
     /// The first part that the action (or `inbound.global`) counts by and that no plain HTTP request carries, with
@@ -457,11 +493,53 @@ impl Plan {
         &self.recipes[usize::from(self.info(limit).recipe)]
     }
 
+    fn rules(&self) -> Rules {
+        Rules { quirks: self.path_quirks, ipv6: self.ipv6_prefix }
+    }
+
+    /// Adds an operation like `op` for each key that the call has under its limit. Shadow only watches: what can't be
+    /// counted there isn't.
+    #[cold]
+    fn fill_each(
+        &self,
+        batch: &mut Batch,
+        recipe: &Recipe,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        op: Op,
+    ) -> Result<(), KeyError> {
+        let keys = match recipe.keys(query, self.rules(), seed) {
+            Err(Lacking::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
+            keys => keys.map_err(|lacking| self.key_error(lacking, op.limit))?,
+        };
+        for key in keys {
+            if batch.push(Op { key, ..op }).is_err() && !self.is_shadow(op.limit) {
+                return Err(Uncountable::Operations.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn is_shadow(&self, limit: LimitId) -> bool {
+        self.limits.get(limit).is_some_and(Limit::is_shadow)
+    }
+
+    /// The one key of what all keys of a call have in common: several can't be kept together.
+    #[cold]
+    fn only_key(&self, recipe: &Recipe, limit: LimitId, query: &Query<'_>, seed: &KeySeed) -> Result<Key, KeyError> {
+        let keys = recipe.keys(query, self.rules(), seed).map_err(|lacking| self.key_error(lacking, limit))?;
+        match keys.as_slice() {
+            [key] => Ok(*key),
+            _ => Err(Uncountable::Operations.into()),
+        }
+    }
+
     #[cold]
     fn key_error(&self, lacking: Lacking<'_>, limit: LimitId) -> KeyError {
         match lacking {
             Lacking::Part(part) => MissingPart { part: part.field(), limit: self.info(limit).name.clone() }.into(),
             Lacking::Platform(found) => UnknownPlatform { found }.into(),
+            Lacking::Uncountable(uncountable) => uncountable.into(),
         }
     }
 }

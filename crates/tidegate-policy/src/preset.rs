@@ -3,7 +3,8 @@
 use std::fmt;
 
 /// A ready-made limit and ban, chosen with `preset = "login"`; what stands beside it in the file overrides it, and
-/// `ban = "none"` takes the ban away.
+/// `ban = "none"` takes the ban away. An owner of an IPv6 /48 has 65,536 clients' worth of addresses;
+/// `ipv6_network = "preset"` bounds all of them together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preset {
     /// `login`: 5 per 60 s, then banned for 600 s.
@@ -39,6 +40,15 @@ impl Preset {
             Self::Login | Self::Register | Self::ApiCall => "5 per 60s",
             Self::OtpRequest => "3 per 120s",
             Self::PasswordReset => "2 per 300s",
+        }
+    }
+
+    /// Ten times its limit: what `ipv6_network = "preset"` allows each IPv6 /48, without a ban.
+    pub fn network_limit(self) -> &'static str {
+        match self {
+            Self::Login | Self::Register | Self::ApiCall => "50 per 60s",
+            Self::OtpRequest => "30 per 120s",
+            Self::PasswordReset => "20 per 300s",
         }
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use crate::address::Ipv6Prefix;
 use crate::forwarding::Forwarding;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::TokenSource;
@@ -28,6 +29,8 @@ pub struct Inbound {
     pub path_quirks: PathQuirks,
     /// What is done with paths that can be read in several ways. Default [`AmbiguousPaths::Union`].
     pub ambiguous_paths: AmbiguousPaths,
+    /// How many bits of an IPv6 address are one client: 32 to 64. Default 64.
+    pub ipv6_prefix: u8,
     /// Which rate-limit headers answers carry. Default [`HeaderDialect::Draft10`].
     pub headers: HeaderDialect,
     /// Whether answers also carry `X-RateLimit-Limit`, `-Remaining` and `-Reset`. Default false.
@@ -46,6 +49,7 @@ impl Default for Inbound {
             forwarding: Forwarding::default(),
             path_quirks: PathQuirks::default(),
             ambiguous_paths: AmbiguousPaths::Union,
+            ipv6_prefix: Ipv6Prefix::DEFAULT.length(),
             headers: HeaderDialect::Draft10,
             x_ratelimit: false,
             timeouts: Timeouts::default(),

@@ -25,10 +25,10 @@ pub struct Actions([u16; MAX_ACTIONS]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
     /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
-    #[error("the path can be read in ways that match different actions, and the policy refuses such paths")]
+    #[error("servers may read the path in ways that match different actions, which the policy refuses; send its plain form")]
     Ambiguous,
     /// Its readings are more, or match more actions or keys, than one decision holds.
-    #[error("the path can be read in more ways than one decision can be about")]
+    #[error("servers may read the path in more ways than one decision can be about; send its plain form")]
     TooMany,
 }
 

@@ -2,11 +2,11 @@
 
 use std::fmt::Write as _;
 
-use tidegate_core::{Count, Penalty, PenaltyMode, Rate, Span};
+use tidegate_core::{Count, LimitId, Penalty, PenaltyMode, Rate, Span};
 
-use crate::address::Listed;
+use crate::address::{Ipv6Prefix, Listed};
 use crate::calendar::PeriodUnit;
-use crate::key::KeyPart;
+use crate::key::{KeyPart, Missing};
 use crate::plan::{Plan, PolicyItem};
 use crate::quantity::Quantity;
 use crate::units::in_words;
@@ -160,6 +160,9 @@ impl Plan {
             }
             self.limit_lines(action.limits(), &mut text);
         }
+        if self.ipv6_prefix() != Ipv6Prefix::DEFAULT.length() {
+            let _ = writeln!(text, "an IPv6 client is its /{}", self.ipv6_prefix());
+        }
         for (what, listed) in [("never limited", Listed::Allow), ("always refused", Listed::Deny)] {
             let networks: Vec<String> =
                 self.listed_networks.iter().filter(|(_, label)| *label == listed).map(|(net, _)| net.clone()).collect();
@@ -170,10 +173,37 @@ impl Plan {
         text
     }
 
-    fn limit_lines(&self, limits: &[tidegate_core::LimitId], text: &mut String) {
+    /// What becomes of requests that lack a part of a limit's key: "requests without header:x-api-key are counted by
+    /// their address". `None` if none can.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn missing_words(&self, limit: LimitId) -> Option<String> {
+        let missing = self.missing(limit)?;
+        let (lackable, rest): (Vec<_>, Vec<_>) = self.key_parts(limit).iter().partition(|part| part.may_be_missing());
+        let listed =
+            |parts: Vec<&KeyPart>, word: &str| parts.into_iter().map(KeyPart::to_string).collect::<Vec<_>>().join(word);
+        let who = match &*lackable {
+            [KeyPart::Ipv6Network(_)] => "IPv4 clients".to_owned(),
+            _ => format!("requests without {}", listed(lackable, " or ")),
+        };
+        let what = match missing {
+            Missing::Share if rest.is_empty() => "share one count".to_owned(),
+            Missing::Share => format!("share one count for each {}", listed(rest, " and ")),
+            Missing::ByIp => "are counted by their address".to_owned(),
+            Missing::Refuse => "are refused with 400".to_owned(),
+            Missing::Skip => "don't meet it".to_owned(),
+        };
+        Some(format!("{who} {what}"))
+    }
+
+    fn limit_lines(&self, limits: &[LimitId], text: &mut String) {
         for id in limits {
             let info = self.info(*id);
             let _ = writeln!(text, "    {}, by {}: {}", info.name(), parts(self.key_parts(*id)), info.words());
+            if let Some(words) = self.missing_words(*id) {
+                let _ = writeln!(text, "        {words}");
+            }
         }
     }
 }

@@ -7,7 +7,9 @@ use std::net::IpAddr;
 use http::HeaderMap;
 use proptest::prelude::*;
 use tidegate_core::{Key, Op, Verb};
-use tidegate_policy::{ActionSpec, KeyError, KeySeed, LimitSpec, Listed, PathError, Plan, Policy, Query, Sources};
+use tidegate_policy::{
+    ActionSpec, KeyError, KeySeed, LimitSpec, Listed, PathError, Plan, Policy, Query, Sources, Uncountable,
+};
 
 fn policy(file: &str) -> Policy {
     Policy::load(Sources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"))
@@ -234,7 +236,10 @@ fn more_limits_than_a_decision_holds_are_an_error() {
     let query = Query { ip: ip("1.2.3.4"), path: Some("/a/../b"), ..Query::default() };
     let actions = plan.matching(&query).unwrap();
     assert_eq!(plan.names(actions).as_deref(), Some("b+a"));
-    assert_eq!(plan.ops(actions, &query, &seed(), Verb::Take, 7).unwrap_err(), KeyError::Path(PathError::TooMany));
+    assert_eq!(
+        plan.ops(actions, &query, &seed(), Verb::Take, 7).unwrap_err(),
+        KeyError::Uncountable(Uncountable::Path(PathError::TooMany))
+    );
 }
 
 #[test]
@@ -407,7 +412,7 @@ proptest! {
         let query = Query { path: Some(&path), host: Some(&host), key: Some(&key), headers: Some(&headers), ..Query::default() };
         let _ = policy.plan().matching(&query);
         let asked = ops(policy.plan(), "a", &query, Verb::Take);
-        prop_assert!(matches!(asked, Ok(_) | Err(KeyError::Path(PathError::TooMany))), "{asked:?}");
+        prop_assert!(matches!(asked, Ok(_) | Err(KeyError::Uncountable(Uncountable::Path(PathError::TooMany)))), "{asked:?}");
     }
 }
 

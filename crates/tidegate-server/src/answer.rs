@@ -3,7 +3,6 @@
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
 use http::{Response, StatusCode};
-use tidegate_policy::PathError;
 
 use crate::body::Body;
 
@@ -23,8 +22,6 @@ pub(crate) enum Trouble {
     Target,
     /// The request target names another host than `Host`.
     HostConflict,
-    /// The path can be read in several ways, which the policy refuses, or in too many.
-    Path(PathError),
     /// The body broke off or is badly framed.
     BrokenBody,
     /// The client stopped sending.
@@ -44,13 +41,9 @@ pub(crate) enum Trouble {
 impl Trouble {
     pub(crate) fn status(self) -> StatusCode {
         match self {
-            Self::TwoFramings
-            | Self::Encoding
-            | Self::Host
-            | Self::Target
-            | Self::HostConflict
-            | Self::Path(_)
-            | Self::BrokenBody => StatusCode::BAD_REQUEST,
+            Self::TwoFramings | Self::Encoding | Self::Host | Self::Target | Self::HostConflict | Self::BrokenBody => {
+                StatusCode::BAD_REQUEST
+            }
             Self::ClientTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
@@ -68,8 +61,6 @@ impl Trouble {
             Self::Host => "a request has one valid Host: a name or an address, and at most a port",
             Self::Target => "the request target is a path or a whole http URL",
             Self::HostConflict => "the request target and Host name different hosts",
-            Self::Path(PathError::Ambiguous) => "servers may read the path in ways that differ; send its plain form",
-            Self::Path(PathError::TooMany) => "servers may read the path in too many ways; send its plain form",
             Self::BrokenBody => "the request's body broke off or is badly framed",
             Self::ClientTimeout => "the request took too long to arrive",
             Self::TooLarge => "the request's body is too large",
@@ -83,7 +74,7 @@ impl Trouble {
     /// Whether the connection is of no use afterwards: where the next request begins is in doubt, or the client is
     /// one whose framing isn't to be trusted.
     fn closes(self) -> bool {
-        !matches!(self, Self::Path(_) | Self::BadGateway | Self::GatewayTimeout | Self::Unavailable)
+        !matches!(self, Self::BadGateway | Self::GatewayTimeout | Self::Unavailable)
     }
 
     /// The answer as it is on the wire, for a connection that the HTTP machinery has given up.

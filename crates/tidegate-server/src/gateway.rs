@@ -184,7 +184,7 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
         let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
-        let hop = hop::strip_request(headers);
+        let hop = hop::strip_request(headers, &[]);
         remove_all(headers, |name| name == EXPECT || ORIGINS.contains(name) || name.as_str().starts_with(X_FORWARDED));
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
         let over_tls = mount.provider().plan().base_url.as_ref().is_some_and(BaseUrl::is_https);

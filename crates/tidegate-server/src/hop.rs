@@ -6,10 +6,11 @@
 //! | `Proxy-Authenticate`, `Proxy-Authorization` | removed: this hop asks for none | removed |
 //! | `Upgrade` | kept only while upgrading, never to `h2c` | kept only on 101 |
 //! | `TE` | `trailers` kept, all else removed; towards an API behind TLS, which may speak HTTP/2, without `Connection` | removed |
-//! | `Host`, `Content-Length` | kept, even if `Connection` names them | kept |
+//! | `Host`, `Content-Length`, headers that limits count by | kept, even if `Connection` names them | kept |
 //! | `X-Forwarded-For` | the peer's address, behind what a trusted peer sent | |
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else `http` and the request's host | |
 //! | `Forwarded` | the peer's address behind what a trusted peer sent; anybody else's is removed | |
+//! | a header that differs from one of the last three, or from one that limits count by, in nothing but `_` for `-` | removed | |
 //! | `Via` | none is added: an nginx that sees one stops compressing | |
 
 use http::header::{
@@ -39,8 +40,9 @@ pub(crate) struct Hop {
     trailers: bool,
 }
 
-/// Takes the hop's headers off a request and notes what they asked for.
-pub(crate) fn strip_request(headers: &mut HeaderMap) -> Hop {
+/// Takes the hop's headers off a request and notes what they asked for. `keyed` are the headers that limits count by: what
+/// was counted by a header has to arrive with it.
+pub(crate) fn strip_request(headers: &mut HeaderMap, keyed: &[HeaderName]) -> Hop {
     let mut hop = Hop::default();
     let Some(found) = Found::in_headers(headers) else { return hop };
     if found.te {
@@ -52,7 +54,7 @@ pub(crate) fn strip_request(headers: &mut HeaderMap) -> Hop {
         let to_h2c = tokens(headers, &UPGRADE).any(|token| token.eq_ignore_ascii_case(b"h2c"));
         hop.upgrade = headers.get(UPGRADE).filter(|_| !to_h2c).cloned();
     }
-    strip(headers, &found);
+    strip(headers, &found, keyed);
     hop
 }
 
@@ -64,7 +66,7 @@ pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
     }
     let found = Found::in_headers(headers)?;
     let upgrade = if found.upgrade { headers.get(UPGRADE).cloned() } else { None };
-    strip(headers, &found);
+    strip(headers, &found, &[]);
     upgrade
 }
 
@@ -107,9 +109,11 @@ pub(crate) fn arm_switch(headers: &mut HeaderMap, protocol: Option<HeaderValue>)
 }
 
 /// Tells the upstream who called. `peer` is the peer's address as a header value; what a peer says about those before
-/// it counts only if the peer is trusted.
-pub(crate) fn tell_origin(headers: &mut HeaderMap, peer: &HeaderValue, peer_is_trusted: bool) {
-    remove_lookalikes(headers);
+/// it counts only if the peer is trusted. `keyed` are the headers that limits count by.
+pub(crate) fn tell_origin(headers: &mut HeaderMap, peer: &HeaderValue, peer_is_trusted: bool, keyed: &[HeaderName]) {
+    for name in lookalikes(headers, keyed) {
+        headers.remove(name);
+    }
     let earlier = if peer_is_trusted { join(headers, &X_FORWARDED_FOR, peer) } else { None };
     if headers.contains_key(FORWARDED) {
         let element = if peer_is_trusted { join(headers, &FORWARDED, &forwarded_for(peer)) } else { None };
@@ -130,21 +134,18 @@ pub(crate) fn tell_origin(headers: &mut HeaderMap, peer: &HeaderValue, peer_is_t
     }
 }
 
-/// Removes headers that an upstream which can't tell `_` from `-` (CGI, WSGI, PHP) would take for those that the gate
-/// writes.
-fn remove_lookalikes(headers: &mut HeaderMap) {
-    if !headers.keys().any(|name| name.as_str().contains('_')) {
-        return;
+/// Headers that an upstream which can't tell `_` from `-` (CGI, WSGI, PHP) would take for those that the gate writes, or
+/// for those that limits count by.
+pub(crate) fn lookalikes(headers: &HeaderMap, keyed: &[HeaderName]) -> Vec<HeaderName> {
+    let has_underscore = |name: &HeaderName| name.as_str().contains('_');
+    if !headers.keys().chain(keyed).any(has_underscore) {
+        return Vec::new();
     }
-    let ours = [X_FORWARDED_FOR, X_FORWARDED_PROTO, X_FORWARDED_HOST];
-    let lookalike = |name: &HeaderName| {
-        let dashed = name.as_str().replace('_', "-");
-        dashed != name.as_str() && ours.iter().any(|ours| dashed == ours.as_str())
-    };
-    let found: Vec<HeaderName> = headers.keys().filter(|name| lookalike(name)).cloned().collect();
-    for name in found {
-        headers.remove(name);
-    }
+    let written = [X_FORWARDED_FOR, X_FORWARDED_PROTO, X_FORWARDED_HOST];
+    let dashed = |name: &HeaderName| name.as_str().replace('_', "-");
+    let is_like = |name: &HeaderName| written.iter().chain(keyed).any(|own| own != name && dashed(own) == dashed(name));
+    let is_own = |name: &HeaderName| written.iter().chain(keyed).any(|own| own == name);
+    headers.keys().filter(|name| !is_own(name) && is_like(name)).cloned().collect()
 }
 
 /// `for=192.0.2.7` or `for="[2001:db8::7]"` (RFC 7239 §6).
@@ -206,12 +207,12 @@ impl Found {
     }
 }
 
-fn strip(headers: &mut HeaderMap, found: &Found) {
+fn strip(headers: &mut HeaderMap, found: &Found, keyed: &[HeaderName]) {
     if found.connection {
         let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
             .filter(|token| !token.eq_ignore_ascii_case(b"close") && !token.eq_ignore_ascii_case(b"keep-alive"))
             .filter_map(|token| HeaderName::from_bytes(token).ok())
-            .filter(|name| name != HOST && name != CONTENT_LENGTH)
+            .filter(|name| name != HOST && name != CONTENT_LENGTH && !keyed.contains(name))
             .collect();
         for name in named {
             headers.remove(name);
@@ -258,7 +259,7 @@ mod tests {
         for (name, value) in lines {
             map.append(HeaderName::from_static(name), HeaderValue::from_static(value));
         }
-        let hop = strip_request(&mut map);
+        let hop = strip_request(&mut map, &[]);
         arm_request(&mut map, &hop, false);
         shown(&map)
     }
@@ -288,6 +289,28 @@ mod tests {
         assert_eq!(
             forwarded(&[("host", "a"), ("content-length", "3"), ("connection", "host, content-length, , \"")]),
             ["content-length: 3", "host: a"]
+        );
+    }
+
+    #[test]
+    fn what_limits_count_by_arrives_as_it_was_counted() {
+        let keyed = [HeaderName::from_static("x-api-key"), HeaderName::from_static("user_id")];
+        let mut map = headers(&[
+            ("connection", "X-Api-Key, x-other"),
+            ("x-api-key", "1"),
+            ("x_api-key", "2"),
+            ("x_api_key", "3"),
+            ("user_id", "4"),
+            ("user-id", "5"),
+            ("x-other", "6"),
+            ("x_other", "7"),
+            ("x_forwarded_for", "8"),
+        ]);
+        strip_request(&mut map, &keyed);
+        tell_origin(&mut map, &HeaderValue::from_static("192.0.2.7"), false, &keyed);
+        assert_eq!(
+            shown(&map),
+            ["user_id: 4", "x-api-key: 1", "x-forwarded-for: 192.0.2.7", "x-forwarded-proto: http", "x_other: 7"]
         );
     }
 
@@ -339,14 +362,14 @@ mod tests {
             ("forwarded", "for=1.1.1.1"),
         ];
         let mut map = headers(&lies);
-        tell_origin(&mut map, &peer, false);
+        tell_origin(&mut map, &peer, false, &[]);
         assert_eq!(
             shown(&map),
             ["host: a", "x-forwarded-for: 192.0.2.7", "x-forwarded-host: a", "x-forwarded-proto: http"]
         );
         let mut map = headers(&lies);
         map.append(X_FORWARDED_FOR, HeaderValue::from_static("2.2.2.2"));
-        tell_origin(&mut map, &peer, true);
+        tell_origin(&mut map, &peer, true, &[]);
         assert_eq!(
             shown(&map),
             [

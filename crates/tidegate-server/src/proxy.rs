@@ -19,7 +19,7 @@ use tidegate::core::Clock;
 use tidegate::reply::{LastRefusal, Replies};
 use tidegate::store::Store;
 use tidegate::{Actions, Begun, CheckError, Decision, Gate, Query};
-use tidegate_policy::{Forwarding, Inbound, KeyError, Upstream as UpstreamAddress, canonical, is_host};
+use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical, is_host};
 
 use crate::answer::{self, Trouble};
 use crate::body::{Body, Download, Expectation, Expected, Upload};
@@ -106,7 +106,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
         let number = visit.watch.count_request();
         if let Err(trouble) = sound(&request, number, &visit.watch) {
             if trouble == Trouble::Host {
-                visit.reject(Rejected::Host, &visit.query(&request));
+                visit.reject(Rejected::Host, &visit.query(&request), trouble.message());
             }
             return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
         }
@@ -252,17 +252,22 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
 
     #[cold]
     fn undecided(&self, query: &Query<'_>, error: &CheckError) -> Response<Body> {
-        if let CheckError::Key(KeyError::Path(error)) = error {
-            self.reject((*error).into(), query);
-            return Trouble::Path(*error).response();
+        match error.uncountable() {
+            Some(uncountable) => {
+                let why = uncountable.to_string();
+                self.reject(uncountable.into(), query, &why);
+                answer::error(StatusCode::BAD_REQUEST, &why)
+            }
+            None => {
+                self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), error);
+                Trouble::Unavailable.response()
+            }
         }
-        self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), error);
-        Trouble::Unavailable.response()
     }
 
     #[cold]
-    fn reject(&self, why: Rejected, query: &Query<'_>) {
-        self.proxy.refusals.note_rejected(self.proxy.gate.clock().now(), why, query);
+    fn reject(&self, reason: Rejected, query: &Query<'_>, why: &str) {
+        self.proxy.refusals.note_rejected(self.proxy.gate.clock().now(), reason, query, why);
     }
 
     /// Gives a path its normal form, where the policy says so.
@@ -287,7 +292,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         }
         let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
         let expectation = (has_body && expects_continue(&request)).then(Arc::<Expectation>::default);
-        let hop = hop::strip_request(request.headers_mut());
+        let hop = hop::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
         let switching = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
         if let Some(expectation) = &expectation {
             let expectation = Arc::clone(expectation);
@@ -298,7 +303,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
             });
         }
         hop::arm_request(request.headers_mut(), &hop, chunked);
-        hop::tell_origin(request.headers_mut(), &self.peer, self.trusted);
+        hop::tell_origin(request.headers_mut(), &self.peer, self.trusted, proxy.gate.plan().keyed_headers());
         if !request.headers().contains_key(HOST) {
             request.headers_mut().insert(HOST, proxy.upstream.host().clone());
         }

@@ -56,13 +56,14 @@ impl Refusals {
 
     /// Counts a request that nothing is decided about, and writes a line if there is room for one.
     #[cold]
-    pub(crate) fn note_rejected(&self, now: Time, why: Rejected, query: &Query<'_>) {
-        let total = self.rejections.count(why);
+    pub(crate) fn note_rejected(&self, now: Time, reason: Rejected, query: &Query<'_>, why: &str) {
+        let total = self.rejections.count(reason);
         let Some(suppressed) = self.rejected.admit(now) else { return };
         let host = query.host.map(Escaped);
         let path = query.path.map(|path| Escaped(path.split('?').next().unwrap_or(path)));
         tracing::info!(
-            reason = why.as_str(),
+            reason = reason.as_str(),
+            why = %Escaped(why),
             total,
             ip = query.ip.map(tracing::field::display),
             host = host.map(tracing::field::display),

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tidegate_policy::PathError;
+use tidegate_policy::{PathError, Uncountable};
 
 /// Why a request is refused with 400 (by forward-auth with its `deny_status`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,10 +13,16 @@ pub(crate) enum Rejected {
     AmbiguousPath,
     /// Its path can be read in more ways than one decision can be about.
     PathReadings,
+    /// It lacks a part that a limit counts by, and `missing = "refuse"`.
+    MissingPart,
+    /// A part that a limit counts by has too many values, or all of them together have.
+    Values,
+    /// It has a header that some servers take for one that a limit counts by.
+    Lookalike,
 }
 
 impl Rejected {
-    const COUNT: usize = 3;
+    const COUNT: usize = 6;
 
     /// Its name in the log.
     pub(crate) fn as_str(self) -> &'static str {
@@ -24,15 +30,21 @@ impl Rejected {
             Self::Host => "host",
             Self::AmbiguousPath => "ambiguous_path",
             Self::PathReadings => "path_readings",
+            Self::MissingPart => "missing_part",
+            Self::Values => "values",
+            Self::Lookalike => "lookalike",
         }
     }
 }
 
-impl From<PathError> for Rejected {
-    fn from(error: PathError) -> Self {
-        match error {
-            PathError::Ambiguous => Self::AmbiguousPath,
-            PathError::TooMany => Self::PathReadings,
+impl From<&Uncountable> for Rejected {
+    fn from(why: &Uncountable) -> Self {
+        match why {
+            Uncountable::Path(PathError::Ambiguous) => Self::AmbiguousPath,
+            Uncountable::Path(PathError::TooMany) => Self::PathReadings,
+            Uncountable::Missing(_) => Self::MissingPart,
+            Uncountable::Values(_) | Uncountable::Operations => Self::Values,
+            Uncountable::Lookalike(_) => Self::Lookalike,
         }
     }
 }

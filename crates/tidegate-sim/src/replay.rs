@@ -355,4 +355,17 @@ mod tests {
         assert_eq!(judged(150_000), None);
         assert_eq!((input.turns, input.late, input.too_late), (1, 1, 1));
     }
+
+    #[test]
+    fn requests_whose_log_does_not_tell_the_keyed_header_share_a_count() {
+        let text = "[inbound.action.a]\nmatch = { path = \"/\" }\nkey = \"header:x-api-key\"\nlimit = \"5 per 60s\"\n";
+        let policy = Policy::load(tidegate_policy::Sources::new().file("x", text)).unwrap();
+        let mut replay = Replay::new("x", &policy, Names::default());
+        let line =
+            |client: u32| format!("203.0.113.{client} - - [22/Nov/2026:10:00:00 +0000] \"GET / HTTP/1.1\" 200 5\n");
+        let log: String = (0..8).map(line).collect();
+        let mut refused = Vec::new();
+        replay.read("log", log.as_bytes(), Some(&mut refused)).unwrap();
+        assert_eq!(String::from_utf8(refused).unwrap().lines().count(), 3);
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::admit::{decide, share};
 use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Time, Verb, Verdict};
-use tidegate_policy::{Actions, KeyError, KeySeed, Plan, Policy, Query, UnknownAction};
+use tidegate_policy::{Actions, KeyError, KeySeed, Plan, Policy, Query, Uncountable, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
 use crate::SystemClock;
@@ -47,7 +47,7 @@ pub enum CheckError {
     /// The plan has no such action, and none named `default`.
     #[error(transparent)]
     UnknownAction(#[from] UnknownAction),
-    /// The call lacks a part that one of its limits counts by, or has it wrong; or its path can't be decided about.
+    /// The call lacks a part that one of its limits counts by, or has it wrong; or it is such that it can't be counted.
     #[error(transparent)]
     Key(#[from] KeyError),
     /// The cost is above 2^40.
@@ -59,6 +59,16 @@ pub enum CheckError {
     /// The store broke.
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+impl CheckError {
+    /// What is wrong with the request itself, if that is why: a server answers 400.
+    pub fn uncountable(&self) -> Option<&Uncountable> {
+        match self {
+            Self::Key(KeyError::Uncountable(uncountable)) => Some(uncountable),
+            _ => None,
+        }
+    }
 }
 
 impl Gate {
@@ -310,6 +320,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         for op in parents.ops_mut() {
             op.key = self.parent_key(op, query);
         }
+        parents.drop_repeated();
         parents
     }
 

@@ -33,7 +33,8 @@ use crate::{CheckError, Gate, Hold, SystemClock};
 /// client's address is the peer's, seen through the policy's trusted proxies; the peer is taken from the request's
 /// extensions: a [`SocketAddr`] or, with the features of those names, what axum's
 /// `into_make_service_with_connect_info::<SocketAddr>()` and tonic's server put there. [`GateLayer::peer`] takes it
-/// from anywhere else. A request without any peer is answered 500 if its limits count by address.
+/// from anywhere else. A request without any peer is answered 500 if its limits count by address; one that can't be counted
+/// ([`Uncountable`](tidegate_policy::Uncountable)) is answered 400.
 pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<Guard<S, C>>);
 
 /// Takes the peer's address from a request's extensions.
@@ -272,25 +273,28 @@ fn grpc(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Byt
     response
 }
 
-/// The layer was put where it can't decide: an error of the program, which the client learns nothing more about. Or the
-/// path is one that can't be decided about, which is the client's fault.
+/// A request that can't be counted is told so. Otherwise the layer was put where it can't decide: an error of the program,
+/// which the client learns nothing more about.
+#[cold]
 fn broken(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
-    if let CheckError::Key(KeyError::Path(error)) = error {
-        tracing::warn!(%error, "a path is refused");
+    if let Some(uncountable) = error.uncountable() {
+        tracing::info!(%uncountable, "a request could not be counted");
         if let Some(kind) = grpc_type(request) {
-            return grpc("3", &error.to_string(), kind);
+            return grpc("3", &uncountable.to_string(), kind);
         }
-        let mut response = Response::new(Bytes::from(format!(r#"{{"error":"Bad Request","message":"{error}"}}"#)));
-        *response.status_mut() = StatusCode::BAD_REQUEST;
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        return response;
+        let text = serde_json::json!({ "error": "Bad Request", "message": uncountable.to_string() });
+        return json(StatusCode::BAD_REQUEST, text.to_string().into());
     }
     tracing::error!(%error, "a request could not be decided about");
     if let Some(kind) = grpc_type(request) {
         return grpc("13", "the request could not be decided about", kind);
     }
-    let mut response = Response::new(Bytes::from_static(br#"{"error":"Internal server error"}"#));
-    *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+    json(StatusCode::INTERNAL_SERVER_ERROR, Bytes::from_static(br#"{"error":"Internal server error"}"#))
+}
+
+fn json(status: StatusCode, body: Bytes) -> Response<Bytes> {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
 }

@@ -380,6 +380,25 @@ fn where_the_store_has_no_room_each_key_is_shared_once() {
     }
 }
 
+#[test]
+fn values_that_come_to_share_a_key_are_charged_to_it_once() {
+    let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
+    let plan = policy.plan();
+    let store = Cramped { limits: Arc::new(plan.limits().clone()), hopeless: false, asked: Mutex::default() };
+    let gate = Gate::with(Arc::clone(plan), store, ManualClock::default(), KeySeed::new([7; 16]));
+    let mut headers = http::HeaderMap::new();
+    headers.insert("cookie", http::HeaderValue::from_static("sid=1; sid=2; sid=3"));
+    let query = Query { headers: Some(&headers), ..call("a", "203.0.113.7") };
+    let ways: [&dyn Fn() -> Result<Decision, CheckError>; 2] =
+        [&|| gate.check_now(&query), &|| block_on(gate.status(&query))];
+    for ask in ways {
+        assert!(ask().unwrap().allowed);
+        let asked = std::mem::take(&mut *gate.store().asked.lock().unwrap());
+        let sizes: Vec<usize> = asked.iter().map(|batch| batch.ops().len()).collect();
+        assert_eq!(sizes, [3, 3, 2, 1]);
+    }
+}
+
 fn block_on<T>(future: impl Future<Output = T>) -> T {
     let mut future = std::pin::pin!(future);
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());

@@ -6,7 +6,7 @@ use super::{Reader, listed};
 use crate::document::{At, Entry, Node, Table, Value};
 use crate::environment::foldable;
 use crate::error::{Error, quoted};
-use crate::key::KeyPart;
+use crate::key::{KeyPart, Missing};
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::PathQuirks;
@@ -32,7 +32,8 @@ pub(super) struct Group {
     pub(super) name: Option<String>,
     pub(super) key: Vec<KeyPart>,
     /// Where the key is written, if it is.
-    key_at: Option<At>,
+    pub(super) key_at: Option<At>,
+    pub(super) missing: Missing,
     pub(super) quantities: Vec<(Quantity, At)>,
     pub(super) cost: Cost,
     pub(super) count: Count,
@@ -98,6 +99,7 @@ impl Reader<'_> {
             name: None,
             key: vec![KeyPart::ClientIp],
             key_at: None,
+            missing: Missing::default(),
             quantities,
             cost: cost?,
             count: count?,
@@ -177,6 +179,7 @@ impl Reader<'_> {
         self.check_keys(table, "inbound.action.*");
         let preset = self.or_default(table.into(), "preset", None, |reader, node| reader.preset(node).map(Some));
         let key = self.or_default(table.into(), "key", vec![KeyPart::ClientIp], Self::key);
+        let missing = self.missing_part(table, Missing::default());
         let shadow = self.shadow(table);
         let count = self.counted(table, Count::Admitted);
         let cost = self.or_default(table.into(), "cost", 1, |reader, node| reader.count(node, "cost", 1..=MAX_COST));
@@ -190,6 +193,7 @@ impl Reader<'_> {
         };
         let penalty = self.cost(table, "inbound.action.*", preset_cost);
         let sharing = self.sharing(table, "inbound.action.*");
+        let ipv6_network = self.ipv6_network(table, preset.flatten());
         let groups = match (preset, penalty, count, &key, sharing) {
             (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => self.groups(
                 entry,
@@ -199,6 +203,7 @@ impl Reader<'_> {
                     name: None,
                     key: key.clone(),
                     key_at: table.node("key").map(|node| node.at),
+                    missing: missing.unwrap_or_default(),
                     quantities: Vec::new(),
                     cost: penalty,
                     count,
@@ -213,6 +218,21 @@ impl Reader<'_> {
         };
         let counts =
             groups.as_ref().is_none_or(|groups| self.count_fits(table, groups) & self.lease_fits(table, groups));
+        let missing_fits = groups.as_ref().is_none_or(|groups| self.missing_fits(table, groups));
+        let groups = groups.map(|mut groups| {
+            groups.extend(ipv6_network.clone().flatten().map(|quantities| Group {
+                name: Some("ipv6".to_owned()),
+                key: vec![KeyPart::Ipv6Network(48)],
+                key_at: None,
+                missing: Missing::Skip,
+                quantities,
+                // A /48 may be a whole town's.
+                cost: Cost::Nothing,
+                count: count.unwrap_or(Count::Admitted),
+                sharing: sharing.unwrap_or_default(),
+            }));
+            groups
+        });
         let action = ActionRead {
             name: name.clone(),
             folded: foldable(name),
@@ -224,7 +244,9 @@ impl Reader<'_> {
             shadow: shadow?,
             groups: groups?,
         };
-        (name_is_fine && counts).then_some(action)
+        missing?;
+        ipv6_network?;
+        (name_is_fine && counts && missing_fits).then_some(action)
     }
 
     /// A refused call is never in flight, so `count = "all"` says nothing of limits in flight.
@@ -380,6 +402,7 @@ impl Reader<'_> {
                 fine = false;
             }
             let key = self.or_default(table.into(), "key", model.key.clone(), Self::key);
+            let missing = self.missing_part(table, model.missing);
             let count = self.counted(table, model.count);
             let cost = self.cost(table, PATH, model.cost);
             let quantities = match table.node("limit") {
@@ -393,11 +416,12 @@ impl Reader<'_> {
                     None
                 }
             };
-            match (name, key, quantities, cost, count) {
-                (Some(name), Some(key), Some(quantities), Some(cost), Some(count)) => {
+            match (name, key, missing, quantities, cost, count) {
+                (Some(name), Some(key), Some(missing), Some(quantities), Some(cost), Some(count)) => {
                     let key_at = table.node("key").map(|node| node.at).or(model.key_at);
-                    let group = Group { name, key, key_at, quantities, cost, count, sharing: model.sharing };
+                    let group = Group { name, key, key_at, missing, quantities, cost, count, sharing: model.sharing };
                     fine &= self.count_fits(table, std::slice::from_ref(&group));
+                    fine &= self.missing_fits(table, std::slice::from_ref(&group));
                     groups.push(group);
                 }
                 _ => fine = false,

@@ -2,15 +2,16 @@
 
 use std::collections::HashMap;
 
+use http::header::{COOKIE, HeaderName};
 use tidegate_core::{Concurrency, Count, Kind, LeaseSpec, Limit, LimitId, Limits, MAX_OPS, Span};
 
 use super::Reader;
 use super::actions::{ActionRead, GlobalRead, Group};
-use crate::address::{AddressLists, Listed};
+use crate::address::{AddressLists, Ipv6Prefix, Listed};
 use crate::calendar::PeriodUnit;
 use crate::document::{At, Table};
 use crate::error::{Error, quoted};
-use crate::key::{KeyPart, Recipe, limit_tag};
+use crate::key::{KeyPart, Missing, Recipe, limit_tag};
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::plan::{Action, ActionId, LimitInfo, Plan, Program, Source, Step};
 use crate::quantity::Quantity;
@@ -38,7 +39,8 @@ impl Collected {
         if common.is_empty() && program.steps.len() > 1 || !whole {
             return None;
         }
-        u16::try_from(self.recipe(Recipe::new(common))).ok()
+        // The same for all keys of a call, whatever becomes of calls that lack a part.
+        u16::try_from(self.recipe(Recipe::new(common, Missing::Share))).ok()
     }
 
     fn recipe(&mut self, recipe: Recipe) -> usize {
@@ -189,6 +191,18 @@ impl Reader<'_> {
             }
         };
         let counts_by_path = all.recipes.iter().any(|recipe| recipe.parts().contains(&KeyPart::Path));
+        let mut keyed_headers: Vec<HeaderName> = Vec::new();
+        let enforced = limits.iter().filter(|(_, limit)| !limit.is_shadow()).map(|(id, _)| &all.infos[id.index()]);
+        for part in enforced.flat_map(|info| all.recipes[usize::from(info.recipe)].parts()) {
+            let header = match part {
+                KeyPart::Header(name) => name,
+                KeyPart::Cookie(_) => &COOKIE,
+                _ => continue,
+            };
+            if !keyed_headers.contains(header) {
+                keyed_headers.push(header.clone());
+            }
+        }
         Some(Plan {
             limits,
             infos: all.infos,
@@ -205,6 +219,8 @@ impl Reader<'_> {
             path_quirks,
             ambiguous_paths,
             counts_by_path,
+            ipv6_prefix: Ipv6Prefix::DEFAULT,
+            keyed_headers,
         })
     }
 
@@ -222,7 +238,7 @@ impl Reader<'_> {
         let mut number = 0;
         for group in groups {
             let several = group.operations() > 1;
-            let recipe = all.recipe(Recipe::new(group.key));
+            let recipe = all.recipe(Recipe::new(group.key, group.missing));
             for (index, (quantity, at)) in
                 group.quantities.into_iter().filter(|(quantity, _)| *quantity != Quantity::Unlimited).enumerate()
             {

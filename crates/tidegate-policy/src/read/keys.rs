@@ -2,11 +2,15 @@
 
 use http::header::HeaderName;
 
+use super::actions::Group;
 use super::{Reader, listed};
-use crate::document::Node;
+use crate::address::Ipv6Prefix;
+use crate::document::{At, Node, Table, Value};
 use crate::error::{Error, quoted};
-use crate::key::{KeyPart, MAX_PARTS};
+use crate::key::{KeyPart, MAX_PARTS, Missing};
 use crate::nearest::nearest;
+use crate::preset::Preset;
+use crate::quantity::Quantity;
 
 /// The longest name of a cookie or a query parameter.
 const MAX_NAME: usize = 64;
@@ -38,7 +42,66 @@ impl Reader<'_> {
         fine.then_some(parts)
     }
 
+    /// What becomes of requests that lack a part.
+    pub(super) fn missing_part(&mut self, table: &Table, default: Missing) -> Option<Missing> {
+        self.or_default(table.into(), "missing", default, |reader, node| {
+            let words = [
+                ("share", Missing::Share),
+                ("by_ip", Missing::ByIp),
+                ("refuse", Missing::Refuse),
+                ("skip", Missing::Skip),
+            ];
+            reader.choice(node, "missing", &words)
+        })
+    }
+
+    /// `missing` says nothing of keys whose parts every request has.
+    pub(super) fn missing_fits(&mut self, table: &Table, groups: &[Group]) -> bool {
+        let is_said = |node: &&Node| !matches!(&node.value, Value::Text(text) if text == "by_ip");
+        let Some(node) = table.node("missing").filter(is_said) else { return true };
+        if groups.iter().flat_map(|group| &group.key).any(KeyPart::may_be_missing) {
+            return true;
+        }
+        let error = Error::new(
+            self.texts,
+            node.at,
+            "`missing` stands beside a key whose parts are never missing",
+            "a key with a part that requests may lack, such as \"header:NAME\", \"cookie:NAME\" or \"query:NAME\"",
+        );
+        self.push(error.help("leave `missing` out"));
+        false
+    }
+
+    /// What each IPv6 /48 may do, besides the action's own limits.
+    pub(super) fn ipv6_network(
+        &mut self,
+        table: &Table,
+        preset: Option<Preset>,
+    ) -> Option<Option<Vec<(Quantity, At)>>> {
+        self.or_default(table.into(), "ipv6_network", None, |reader, node| {
+            if !matches!(&node.value, Value::Text(text) if text == "preset") {
+                return reader.quantities(node, "ipv6_network").map(Some);
+            }
+            let Some(preset) = preset else {
+                let message = "`ipv6_network` is `preset`, but the action has no preset";
+                reader.wrong(node.at, message, "a limit in quotes, such as \"50 per 60s\"");
+                return None;
+            };
+            let quantity = preset.network_limit().parse().expect("invariant: presets are tested to parse");
+            Some(Some(vec![(quantity, node.at)]))
+        })
+    }
+
     fn part(&mut self, text: &str, node: &Node) -> Option<KeyPart> {
+        if let Some(length) = text.strip_prefix("ipv6/") {
+            let part = length.parse().ok().filter(|length| Ipv6Prefix::new(*length).is_some());
+            if part.is_none() {
+                let lengths = Ipv6Prefix::LENGTHS;
+                let expected = format!("a length from {} to {}, such as ipv6/48", lengths.start(), lengths.end());
+                self.wrong(node.at, format!("{} has no valid length behind the slash", quoted(text)), expected);
+            }
+            return part.map(KeyPart::Ipv6Network);
+        }
         let name_fits = |name: &str| {
             !name.is_empty()
                 && name.len() <= MAX_NAME
@@ -74,6 +137,7 @@ impl Reader<'_> {
                 "header" | "cookie" | "query" => Some(format!("{kind}:NAME")),
                 "ip" | "addr" | "address" | "remote_addr" => Some("client_ip".to_owned()),
                 "user" | "user_id" | "account" | "api_key" | "id" => Some("key".to_owned()),
+                "ipv6" | "ipv6_network" => Some("ipv6/48".to_owned()),
                 "url" | "uri" => Some("path".to_owned()),
                 _ => nearest(kind, known).map(|meant| {
                     if matches!(meant, "header" | "cookie" | "query") {

@@ -22,6 +22,7 @@ use std::sync::Arc;
 
 use tidegate_core::OnOutage;
 
+use crate::address::Ipv6Prefix;
 use crate::document::{At, Document, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
 use crate::environment::{Env, overlay};
 use crate::error::{Error, Errors};
@@ -127,11 +128,12 @@ impl Reader<'_> {
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
         let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
         let plan = self.plan(root, paths, store.as_ref(), whole);
-        let (mut api, plan) = (api?, plan?);
+        let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
+        plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
         api.forward_auth &= !plan.requests_meet_concurrency();
         Some(Policy {
             store: store?,
-            inbound: inbound?,
+            inbound,
             api,
             admin: admin?,
             log: log?,

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use super::Reader;
-use crate::address::Networks;
+use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{At, Node, Table, Value};
 use crate::error::{Error, quoted};
 use crate::forwarding::{ForwardedBy, Forwarding};
@@ -37,6 +37,11 @@ impl Reader<'_> {
             ];
             reader.choice(node, "ambiguous_paths", &words)
         });
+        let ipv6_prefix = self.or_default(table, "ipv6_prefix", default.ipv6_prefix, |reader, node| {
+            let lengths = Ipv6Prefix::LENGTHS;
+            let length = reader.count(node, "ipv6_prefix", (*lengths.start()).into()..=(*lengths.end()).into())?;
+            u8::try_from(length).ok()
+        });
         let headers = self.or_default(table, "headers", default.headers, |reader, node| {
             let words = [
                 ("draft-10", HeaderDialect::Draft10),
@@ -67,6 +72,7 @@ impl Reader<'_> {
             forwarding: Forwarding { trusted: trusted?, header: header? },
             path_quirks: path_quirks?,
             ambiguous_paths: ambiguous_paths?,
+            ipv6_prefix: ipv6_prefix?,
             headers: headers?,
             x_ratelimit: x_ratelimit?,
             timeouts: timeouts?,

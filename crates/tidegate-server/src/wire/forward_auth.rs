@@ -15,12 +15,13 @@ use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tidegate::core::{Clock, Reason};
-use tidegate::policy::{KeyError, canonical, is_host};
+use tidegate::policy::{Listed, Uncountable, canonical, is_host};
 use tidegate::store::Store;
 use tidegate::{CheckError, Query};
 
 use crate::answer::error;
 use crate::body::Body;
+use crate::hop;
 use crate::listener::Client;
 use crate::refusals::Refusal;
 use crate::rejections::Rejected;
@@ -84,9 +85,9 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     if described.host.is_some_and(|host| !is_host(host.as_bytes())) {
         return reject(api, Rejected::Host, &query, "the host is no name or address with at most a port");
     }
-    let undecided = |error: &CheckError| match error {
-        CheckError::Key(KeyError::Path(path)) => reject(api, (*path).into(), &query, &path.to_string()),
-        _ => refused_to_decide(api, error),
+    let undecided = |error: &CheckError| match error.uncountable() {
+        Some(uncountable) => reject(api, uncountable.into(), &query, &uncountable.to_string()),
+        None => refused_to_decide(api, error),
     };
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,
@@ -95,6 +96,12 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     if actions.iter().any(|id| api.gate.plan().action(id).has_concurrency()) {
         let message = "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
         return error(StatusCode::BAD_REQUEST, message);
+    }
+    if let [lookalike, ..] = &*hop::lookalikes(headers, api.gate.plan().keyed_headers())
+        && api.gate.plan().listed(ip) == Listed::Neither
+    {
+        let why = Uncountable::Lookalike(lookalike.to_string());
+        return reject(api, (&why).into(), &query, &why.to_string());
     }
     let decision = match api.gate.check_as(actions, &query).await {
         Ok(decision) => decision,
@@ -117,9 +124,9 @@ pub(crate) async fn answer<S: Store, C: Clock>(
 
 /// Refuses a request that the proxy answers 400. *Why the status of a refusal:* it is the client's request that is wrong
 /// and not the front server's question, and nginx makes a 500 of a 400.
-fn reject<S: Store, C: Clock>(api: &Api<S, C>, why: Rejected, query: &Query<'_>, message: &str) -> Response<Body> {
-    api.refusals.note_rejected(api.gate.clock().now(), why, query);
-    error(api.deny_status, message)
+fn reject<S: Store, C: Clock>(api: &Api<S, C>, reason: Rejected, query: &Query<'_>, why: &str) -> Response<Body> {
+    api.refusals.note_rejected(api.gate.clock().now(), reason, query, why);
+    error(api.deny_status, why)
 }
 
 /// What the front server says of its request.

@@ -388,8 +388,11 @@ pub(crate) fn refused_to_decide<S: Store, C: Clock>(api: &Api<S, C>, error: &Che
             written(StatusCode::NOT_FOUND, &body)
         }
         CheckError::Key(KeyError::Missing(missing)) => bad(&Wrong::with(&missing.part, error.to_string())),
+        CheckError::Key(KeyError::Uncountable(uncountable)) => {
+            let field = uncountable.part().map(str::to_owned);
+            bad(&Wrong { field, message: error.to_string(), nearest: None })
+        }
         CheckError::Key(KeyError::Platform(_)) => bad(&Wrong::with("platform", error.to_string())),
-        CheckError::Key(KeyError::Path(_)) => bad(&Wrong::with("path", error.to_string())),
         CheckError::Cost { .. } => bad(&Wrong::with("cost", error.to_string())),
         CheckError::Store(_) => {
             api.refusals.note_failure(api.gate.clock().now(), error);

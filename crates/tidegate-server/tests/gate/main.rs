@@ -9,6 +9,7 @@ mod common;
 mod flow;
 mod forward_auth;
 mod hop;
+mod keys;
 mod logs;
 mod paths;
 mod permits;

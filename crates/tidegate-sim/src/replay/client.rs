@@ -4,14 +4,14 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tidegate_core::{LimitId, Time};
-use tidegate_policy::{KeyPart, Query, canonical, printable};
+use tidegate_policy::{KeyPart, Plan, Query, canonical, printable};
 
 use super::heaviest::Weight;
 
 /// The longest description of a key, in characters.
 const MAX_LABEL: usize = 120;
 
-/// A client as the gate counts it: an IPv4 address, or the /64 that an IPv6 address is in.
+/// A client as the gate usually counts it: an IPv4 address, or the /64 that an IPv6 address is in.
 ///
 /// An IPv4 address takes the place of ffff:ffff:0:0::/64 and those after it, which are multicast and nobody's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -83,12 +83,13 @@ impl Weight for KeyFate {
 
 /// A key in words. What may be a secret (a header, a cookie, a parameter) is told by a hash only: equal hashes, equal
 /// secrets.
-pub(super) fn label(parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
+pub(super) fn label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
     let mut words: Vec<String> = Vec::with_capacity(parts.len());
     let mut hidden = false;
     for part in parts {
         let value = match part {
-            KeyPart::ClientIp => query.ip.map(|ip| Client::from(ip).to_string()),
+            KeyPart::ClientIp => query.ip.map(|ip| network(ip, plan.ipv6_prefix())),
+            KeyPart::Ipv6Network(length) => query.ip.map(|ip| network(ip, *length)),
             KeyPart::Key => query.key.map(str::to_owned),
             KeyPart::Platform => query.platform.map(str::to_owned),
             KeyPart::Method => query.method.map(str::to_owned),
@@ -107,6 +108,17 @@ pub(super) fn label(parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
         label.push_str(&format!(" #{:08x}", hash >> 32));
     }
     if label.is_empty() { "everybody".to_owned() } else { label }
+}
+
+/// An IPv4 address, or the network of this length that an IPv6 address is in.
+fn network(ip: IpAddr, length: u8) -> String {
+    match canonical(ip) {
+        IpAddr::V4(ip) => ip.to_string(),
+        IpAddr::V6(ip) => {
+            let mask = u128::MAX.checked_shl(128 - u32::from(length)).unwrap_or_default();
+            format!("{}/{length}", Ipv6Addr::from_bits(ip.to_bits() & mask))
+        }
+    }
 }
 
 #[cfg(test)]
@@ -129,10 +141,14 @@ mod tests {
 
     #[test]
     fn secrets_are_told_by_their_hash() {
+        use tidegate_policy::Policy;
         let header = KeyPart::Header(http::HeaderName::from_static("x-api-key"));
         let query = Query { ip: "203.0.113.7".parse().ok(), path: Some("/a?token=1"), ..Query::default() };
-        let shown = label(&[KeyPart::ClientIp, header, KeyPart::Path, KeyPart::Key], &query, 0x1234_5678_9abc_def0);
+        let policy = Policy::builder().build().unwrap();
+        let plan = policy.plan();
+        let shown =
+            label(plan, &[KeyPart::ClientIp, header, KeyPart::Path, KeyPart::Key], &query, 0x1234_5678_9abc_def0);
         assert_eq!(shown, "203.0.113.7 + header:x-api-key + /a + no key #12345678");
-        assert_eq!(label(&[], &query, 1), "everybody");
+        assert_eq!(label(plan, &[], &query, 1), "everybody");
     }
 }

@@ -230,7 +230,7 @@ impl Judge {
                 && let Some(op) = batch.ops().iter().find(|op| op.limit == limit)
             {
                 let hash = op.key.lo();
-                let new = || KeyFate { label: label(parts, query, hash), refused: 0 };
+                let new = || KeyFate { label: label(plan, parts, query, hash), refused: 0 };
                 self.keys.entry((limit, hash), new).refused += 1;
             }
         }
@@ -337,6 +337,7 @@ fn query<'q>(request: &'q Request<'_>, client: Option<IpAddr>, headers: &'q Head
         path: Some(&request.path),
         host: request.host.as_deref(),
         headers: Some(headers),
+        from_log: true,
         ..Query::default()
     }
 }

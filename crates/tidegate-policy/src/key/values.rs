@@ -1,0 +1,387 @@
+//! What servers read from a header, a cookie or a query parameter, however it is spelt.
+//!
+//! Servers differ in which of several values they take, in what separates them, and in what they decode. Where the
+//! difference is only one of spelling, all spellings count as one value; where servers take different values, the call
+//! counts under each of them.
+//!
+//! | spelling | read as |
+//! | --- | --- |
+//! | `sid="x"`, `"\170"` | `x`, as Python, Go and Node.js read it |
+//! | `sid="xy` | itself, and `x`: Node.js' `cookie` before 0.7 takes the last character for a quote |
+//! | `%78`, `%2578`, `+` | `x`, `x`, a space: decoded until nothing is left to decode |
+//! | two cookies or parameters of a name | each of them |
+//! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
+//! | `?a=x;token=y` | `&` separates, or `;` as well (Rack 2, Python before 3.10) |
+//! | `a=x sid=y`, `a=x,sid=y` | `;` separates, or spaces and commas before a name as well (Python's `http.cookies`, Jetty) |
+//! | `Token`, `token[]`, `to.ken` for `to_ken` | the same name, as ASP.NET, Rack and PHP read it |
+
+use std::borrow::Cow;
+
+use arrayvec::ArrayVec;
+use http::header::{COOKIE, HeaderMap, HeaderName};
+
+use crate::path::escape;
+
+/// The most distinct values that one part of a key may have in one call.
+pub(crate) const MAX_VALUES: usize = 4;
+/// How servers join the lines of a header.
+const JOINTS: [&[u8]; 2] = [b", ", b","];
+
+/// What servers may read for one part of a key; empty if it is missing.
+pub(crate) type Values<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + JOINTS.len() }>;
+
+/// A part has more than [`MAX_VALUES`] distinct values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TooMany;
+
+/// The value of a header that has one line.
+#[inline]
+pub(crate) fn only_line<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Option<&'q [u8]> {
+    let mut lines = headers.get_all(name).iter();
+    let line = lines.next()?;
+    lines.next().is_none().then_some(line.as_bytes())
+}
+
+/// The value of a cookie that is there once, and that all servers read alike.
+#[inline]
+pub(crate) fn only_cookie<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
+    only(|found| cookie_lines(headers).for_each(|line| Pairs::Cookies.each(line, name.as_bytes(), found)))
+        .filter(|value| !value.starts_with(b"\""))
+}
+
+/// The value of a query parameter that is there once, and that all servers read alike.
+#[inline]
+pub(crate) fn only_parameter<'q>(path: &'q str, name: &str) -> Option<&'q [u8]> {
+    only(|found| Pairs::Parameters.each(query_of(path), name.as_bytes(), found))
+}
+
+fn only<'q>(each: impl FnOnce(&mut dyn FnMut(&'q [u8]))) -> Option<&'q [u8]> {
+    let (mut value, mut count) = (None, 0);
+    each(&mut |found| {
+        value = Some(found);
+        count += 1;
+    });
+    value.filter(|value| count == 1 && !is_encoded(value))
+}
+
+/// What servers may read for a header.
+pub(crate) fn lines<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<Values<'q>, TooMany> {
+    let mut values = Values::new();
+    let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
+    lines().try_for_each(|line| add(&mut values, Cow::Borrowed(line)))?;
+    if lines().nth(1).is_some() {
+        for joint in JOINTS {
+            let joined: Vec<&[u8]> = lines().collect();
+            let joined = Cow::Owned(joined.join(joint));
+            if !values.contains(&joined) {
+                values.push(joined);
+            }
+        }
+    }
+    Ok(values)
+}
+
+/// What servers may read for a cookie.
+pub(crate) fn cookies<'q>(headers: &'q HeaderMap, name: &str) -> Result<Values<'q>, TooMany> {
+    let mut values = Values::new();
+    let mut added = Ok(());
+    let mut put = |value| added = added.and_then(|()| add(&mut values, value));
+    for line in cookie_lines(headers) {
+        Pairs::Cookies.each(line, name.as_bytes(), &mut |value| match value {
+            [b'"', inner @ .., b'"'] => put(decoded(unescaped(inner))),
+            [b'"', inner @ .., _] => {
+                put(decoded(Cow::Borrowed(value)));
+                put(decoded(Cow::Borrowed(inner)));
+            }
+            _ => put(decoded(Cow::Borrowed(value))),
+        });
+    }
+    added.map(|()| values)
+}
+
+/// What servers may read for a query parameter.
+pub(crate) fn parameters<'q>(path: &'q str, name: &str) -> Result<Values<'q>, TooMany> {
+    let mut values = Values::new();
+    let mut added = Ok(());
+    Pairs::Parameters.each(query_of(path), name.as_bytes(), &mut |value| {
+        added = added.and_then(|()| add(&mut values, decoded(Cow::Borrowed(value))));
+    });
+    added.map(|()| values)
+}
+
+fn add<'q>(values: &mut Values<'q>, value: Cow<'q, [u8]>) -> Result<(), TooMany> {
+    if values.contains(&value) {
+        return Ok(());
+    }
+    if values.len() == MAX_VALUES {
+        return Err(TooMany);
+    }
+    values.push(value);
+    Ok(())
+}
+
+fn cookie_lines(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    headers.get_all(COOKIE).iter().map(|line| line.as_bytes())
+}
+
+/// A path's query string.
+fn query_of(path: &str) -> &[u8] {
+    let query = path.split_once('?').map_or("", |(_, query)| query);
+    query.split_once('#').map_or(query, |(query, _)| query).as_bytes()
+}
+
+/// A text of names and values.
+#[derive(Clone, Copy)]
+enum Pairs {
+    Cookies,
+    Parameters,
+}
+
+impl Pairs {
+    /// Calls `found` with the raw value of each pair of this name.
+    fn each<'t>(self, text: &'t [u8], name: &[u8], found: &mut dyn FnMut(&'t [u8])) {
+        let separator = match self {
+            Self::Cookies => b';',
+            Self::Parameters => b'&',
+        };
+        for piece in text.split(|byte| *byte == separator) {
+            let piece = piece.trim_ascii();
+            self.pair(piece, name, found);
+            if piece.iter().any(|byte| self.may_separate(*byte)) {
+                self.within(piece, name, found);
+            }
+        }
+    }
+
+    /// Whether some servers take the byte for a separator, and others for a part of a value.
+    #[inline]
+    fn may_separate(self, byte: u8) -> bool {
+        match self {
+            Self::Cookies => matches!(byte, b',' | b' ' | b'\t'),
+            Self::Parameters => byte == b';',
+        }
+    }
+
+    #[inline]
+    fn pair<'t>(self, piece: &'t [u8], name: &[u8], found: &mut dyn FnMut(&'t [u8])) {
+        let (own, value) = match (piece.iter().position(|byte| *byte == b'='), self) {
+            (Some(at), _) => (piece[..at].trim_ascii(), piece[at + 1..].trim_ascii()),
+            (None, Self::Parameters) => (piece, &b""[..]),
+            (None, Self::Cookies) => return,
+        };
+        if is_read_as(own, name) {
+            found(value);
+        }
+    }
+
+    /// The pairs of a piece that some servers divide further.
+    #[cold]
+    fn within<'t>(self, piece: &'t [u8], name: &[u8], found: &mut dyn FnMut(&'t [u8])) {
+        let parts = || piece.split(|byte| self.may_separate(*byte));
+        match self {
+            Self::Parameters => parts().for_each(|part| self.pair(part, name, found)),
+            // A comma or a space in a value is nothing unusual; one before another cookie is.
+            Self::Cookies if parts().skip(1).any(begins_a_pair) => {
+                parts().filter(|part| begins_a_pair(part)).for_each(|part| self.pair(part, name, found));
+            }
+            Self::Cookies => {}
+        }
+    }
+}
+
+/// Whether this is a token and `=`.
+fn begins_a_pair(part: &[u8]) -> bool {
+    let in_token = |byte: &u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte);
+    part.iter().position(|byte| !in_token(byte)).is_some_and(|end| end > 0 && part[end] == b'=')
+}
+
+/// Whether a server may take one name for another: it decodes names, or reads them in any case, or takes `token[]` for a
+/// list called `token`, or can't have spaces, dots and brackets in names.
+#[inline]
+fn is_read_as(own: &[u8], name: &[u8]) -> bool {
+    if own == name {
+        return true;
+    }
+    let mut letters = form_decoded(own).skip_while(|letter| *letter == b' ');
+    let begins = name.iter().all(|wanted| {
+        letters.next().is_some_and(|letter| {
+            letter.eq_ignore_ascii_case(wanted) || *wanted == b'_' && matches!(letter, b' ' | b'.' | b'[')
+        })
+    });
+    begins && matches!(letters.next(), None | Some(b'[' | b'\0'))
+}
+
+/// The bytes that a piece of a query string stands for: `+` is a space, `%41` is `A`, what is no escape stays.
+fn form_decoded(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let byte = *bytes.get(at)?;
+        if let Some(decoded) = escape(bytes, at) {
+            at += 3;
+            return Some(decoded);
+        }
+        at += 1;
+        Some(if byte == b'+' { b' ' } else { byte })
+    })
+}
+
+fn is_encoded(value: &[u8]) -> bool {
+    value.iter().any(|byte| matches!(byte, b'%' | b'+'))
+}
+
+/// A value with its escapes decoded until none is left, and with spaces for `+`: the same for all spellings that one
+/// server reads alike, whether it decodes never, once or twice.
+fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+    if !is_encoded(&value) {
+        return value;
+    }
+    let mut decoded = Vec::with_capacity(value.len());
+    for byte in value.iter() {
+        decoded.push(*byte);
+        while let Some(at) = decoded.len().checked_sub(3)
+            && let Some(byte) = escape(&decoded, at)
+        {
+            decoded.truncate(at);
+            decoded.push(byte);
+        }
+    }
+    for byte in &mut decoded {
+        if *byte == b'+' {
+            *byte = b' ';
+        }
+    }
+    Cow::Owned(decoded)
+}
+
+/// What stands in quotes, without backslashes: `\"` is `"`, `\101` is `A`.
+fn unescaped(quoted: &[u8]) -> Cow<'_, [u8]> {
+    if !quoted.contains(&b'\\') {
+        return Cow::Borrowed(quoted);
+    }
+    let mut plain = Vec::with_capacity(quoted.len());
+    let mut rest = quoted;
+    loop {
+        rest = match rest {
+            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', rest @ ..] => {
+                plain.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
+                rest
+            }
+            [b'\\', byte, rest @ ..] | [byte, rest @ ..] => {
+                plain.push(*byte);
+                rest
+            }
+            [] => return Cow::Owned(plain),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn texts(values: Result<Values<'_>, TooMany>) -> Option<Vec<String>> {
+        Some(values.ok()?.iter().map(|value| String::from_utf8_lossy(value).into_owned()).collect())
+    }
+
+    fn cookie(line: &str) -> Option<Vec<String>> {
+        let mut headers = HeaderMap::new();
+        headers.insert(COOKIE, line.parse().unwrap());
+        texts(cookies(&headers, "sid"))
+    }
+
+    #[test]
+    fn cookies_are_read_as_servers_read_them() {
+        for (line, values) in [
+            ("sid=REAL", &["REAL"][..]),
+            ("a=b; sid = REAL ;c=d", &["REAL"]),
+            ("sid=\"REAL\"", &["REAL"]),
+            ("sid=\"\\122EAL\"", &["REAL"]),
+            ("sid=\"\\122\\105A\\L\"", &["REAL"]),
+            ("sid=\"REALx", &["\"REALx", "REAL"]),
+            ("sid=%52EAL", &["REAL"]),
+            ("sid=%2552%45AL", &["REAL"]),
+            ("sid=%2%35%352EAL", &["REAL"]),
+            ("sid=a+b%20c%2Bd", &["a b c d"]),
+            ("sid=100%", &["100%"]),
+            ("sid=\"", &["\""]),
+            ("sid=", &[""]),
+            ("sid=x; sid=REAL", &["x", "REAL"]),
+            ("sid=x; SID=REAL; s%69d=y; sid[]=z", &["x", "REAL", "y", "z"]),
+            ("sid=x; sid=\"x\"; sid=%78", &["x"]),
+            ("a=b,sid=REAL", &["REAL"]),
+            ("a=b sid=REAL", &["REAL"]),
+            ("sid=REAL j=1", &["REAL j=1", "REAL"]),
+            // Commas and spaces alone divide nothing.
+            ("sid={\"v\":1, \"u\":\"x=\"}", &["{\"v\":1, \"u\":\"x=\"}"]),
+            ("sid=v1, abc", &["v1, abc"]),
+            ("sid", &[]),
+            ("asid=x; sidx=y; =z", &[]),
+        ] {
+            assert_eq!(cookie(line).unwrap(), values, "{line}");
+        }
+        assert_eq!(cookie("sid=1; sid=2; sid=3; sid=4; sid=4").unwrap().len(), 4);
+        assert_eq!(cookie("sid=1; sid=2; sid=3; sid=4; sid=5"), None);
+    }
+
+    #[test]
+    fn parameters_are_read_as_servers_read_them() {
+        for (query, values) in [
+            ("token=REAL", &["REAL"][..]),
+            ("token=a&token=REAL", &["a", "REAL"]),
+            ("token=R%45AL&t%6Fken=REAL#token=z", &["REAL"]),
+            ("Token=a&token[]=b&token[0]=c&+token=d", &["a", "b", "c", "d"]),
+            ("a=1;token=REAL", &["REAL"]),
+            ("token=REAL;x", &["REAL;x", "REAL"]),
+            ("token", &[""]),
+            ("tokens=a&atoken=b&tok=c", &[]),
+            ("", &[]),
+        ] {
+            assert_eq!(texts(parameters(&format!("/x?{query}"), "token")).unwrap(), values, "{query}");
+        }
+        assert_eq!(texts(parameters("/?api.key=a&api%20key=b&api[key=c&api_key=d", "api_key")).unwrap().len(), 4);
+        assert_eq!(texts(parameters("/?api-key=a&apikey=b", "api_key")).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn lines_of_a_header_count_alone_and_joined() {
+        let name = HeaderName::from_static("x-api-key");
+        let mut headers = HeaderMap::new();
+        headers.append(&name, "a, b".parse().unwrap());
+        assert_eq!(texts(lines(&headers, &name)).unwrap(), ["a, b"]);
+        headers.append(&name, "REAL".parse().unwrap());
+        assert_eq!(texts(lines(&headers, &name)).unwrap(), ["a, b", "REAL", "a, b, REAL", "a, b,REAL"]);
+        for more in ["c", "d"] {
+            headers.append(&name, more.parse().unwrap());
+        }
+        assert_eq!(texts(lines(&headers, &name)).unwrap().len(), MAX_VALUES + 2);
+        headers.append(&name, "e".parse().unwrap());
+        assert!(lines(&headers, &name).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn the_short_way_is_taken_for_what_all_servers_read_alike(
+            text in "[ab=;&,%+\"\\\\ \\[.5s]{0,24}",
+        ) {
+            let mut headers = HeaderMap::new();
+            headers.insert(COOKIE, text.parse().unwrap());
+            if let Some(only) = only_cookie(&headers, "a") {
+                prop_assert_eq!(texts(cookies(&headers, "a")).unwrap(), [String::from_utf8_lossy(only)]);
+            }
+            let path = format!("/?{text}");
+            if let Some(only) = only_parameter(&path, "a") {
+                prop_assert_eq!(texts(parameters(&path, "a")).unwrap(), [String::from_utf8_lossy(only)]);
+            }
+        }
+
+        #[test]
+        fn nothing_is_left_to_decode(text in "[%25841+x]{0,32}") {
+            let once = decoded(Cow::Borrowed(text.as_bytes()));
+            prop_assert_eq!(&decoded(once.clone()), &once);
+            // A server that decodes once before it compares takes both for the same.
+            let form: Vec<u8> = form_decoded(text.as_bytes()).collect();
+            prop_assert_eq!(&decoded(Cow::Owned(form)), &once);
+        }
+    }
+}

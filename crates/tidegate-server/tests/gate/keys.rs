@@ -1,0 +1,165 @@
+//! Keys that clients spell as they like: neither proxy nor forward-auth nor decision API is evaded by that.
+
+use crate::common::{Echo, HELLO, Peer, Running, body, capture, json, nobody, once, post, start, status};
+
+const FILE: &str = r#"
+    [inbound]
+    trusted_proxies = ["127.0.0.0/8"]
+    [inbound.action.cookie]
+    match = { path = "/cookie" }
+    key = "cookie:sid"
+    limit = "3 per 60s"
+    [inbound.action.header]
+    match = { path = "/header" }
+    key = "header:x-api-key"
+    limit = "3 per 60s"
+    [inbound.action.query]
+    match = { path = "/query" }
+    key = "query:token"
+    limit = "3 per 60s"
+    [inbound.action.strict]
+    match = { path = "/strict" }
+    key = "header:x-api-key"
+    limit = "3 per 60s"
+    missing = "refuse"
+"#;
+
+/// A request from a client of its own through the proxy.
+fn through(path: &str, client: u8, lines: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nhost: gate.test\r\nx-forwarded-for: 203.0.113.{client}\r\n{lines}\r\n")
+}
+
+/// The same request as a front server describes it.
+fn described(path: &str, client: u8, lines: &str) -> String {
+    let about = format!("x-forwarded-method: GET\r\nx-forwarded-uri: {path}\r\nx-forwarded-host: gate.test\r\n");
+    through("/v1/auth", client, &format!("{about}{lines}"))
+}
+
+type Form = fn(&str, u8, &str) -> String;
+
+async fn gate() -> (Running, Echo) {
+    let echo = Echo::start(HELLO).await;
+    (start(echo.address, FILE).await, echo)
+}
+
+const SPELLINGS: [(&str, &str); 18] = [
+    ("/cookie", "cookie: sid=\"\\122EAL\"\r\n"),
+    ("/cookie", "cookie: sid=\"R\\105AL\"\r\n"),
+    ("/cookie", "cookie: sid=%52EAL\r\n"),
+    ("/cookie", "cookie: sid=fresh1; sid=REAL\r\n"),
+    ("/cookie", "cookie: sid=REAL; sid=fresh2\r\n"),
+    ("/cookie", "cookie: sid=fresh3\r\ncookie: sid=REAL\r\n"),
+    ("/header", "x-api-key: fresh1\r\nx-api-key: REAL\r\n"),
+    ("/header", "x-api-key: REAL\r\nx-api-key: fresh2\r\n"),
+    ("/header", "X-API-KEY: REAL\r\nx-api-key: fresh3\r\nx-api-key: fresh4\r\n"),
+    ("/header", "x-api-key:   REAL  \r\n"),
+    ("/header", "x-api-key: REAL\r\n"),
+    ("/header", "x-api-key: REAL\r\nx-other: a\r\n"),
+    ("/query?token=a&token=REAL", ""),
+    ("/query?token=REAL&token=b", ""),
+    ("/query?%74oken=R%45AL", ""),
+    ("/query?token[]=REAL", ""),
+    ("/query?a=1;token=REAL", ""),
+    ("/query?token=REAL;c", ""),
+];
+
+#[tokio::test]
+async fn no_spelling_of_a_key_gives_fresh_counts() {
+    for (form, via_proxy) in [(through as Form, true), (described as Form, false)] {
+        for part in ["/cookie", "/header", "/query"] {
+            let (gate, _echo) = gate().await;
+            let mut peer = Peer::connect(if via_proxy { gate.inbound } else { gate.api }).await;
+            let spellings = SPELLINGS.iter().filter(|(path, _)| path.starts_with(part));
+            for (number, (path, lines)) in spellings.enumerate() {
+                let answer = peer.ask(form(path, number as u8, lines)).await;
+                let expected = if number < 3 { 200 } else { 429 };
+                assert_eq!(status(&answer), expected, "{path} {lines}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_under_one_value_charges_none_of_the_others() {
+    let (gate, _echo) = gate().await;
+    let mut peer = Peer::connect(gate.inbound).await;
+    for _ in 0..3 {
+        assert_eq!(status(&peer.ask(through("/cookie", 1, "cookie: sid=REAL\r\n")).await), 200);
+    }
+    for _ in 0..5 {
+        assert_eq!(status(&peer.ask(through("/cookie", 1, "cookie: sid=other; sid=REAL\r\n")).await), 429);
+    }
+    for _ in 0..3 {
+        assert_eq!(status(&peer.ask(through("/cookie", 1, "cookie: sid=other\r\n")).await), 200);
+    }
+}
+
+#[tokio::test]
+async fn clients_without_the_key_have_a_count_each() {
+    let (gate, _echo) = gate().await;
+    for (address, form) in [(gate.inbound, through as Form), (gate.api, described as Form)] {
+        let mut peer = Peer::connect(address).await;
+        let path = if address == gate.inbound { "/header" } else { "/query" };
+        for client in 0..40 {
+            assert_eq!(status(&peer.ask(form(path, client, "")).await), 200);
+        }
+        for expected in [200, 200, 429] {
+            assert_eq!(status(&peer.ask(form(path, 1, "")).await), expected);
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_counted_is_a_bad_request() {
+    let (lines, _guard) = capture("text");
+    let (gate, echo) = gate().await;
+    let five = "cookie: sid=1; sid=2; sid=3; sid=4; sid=5\r\n";
+    let mut peer = Peer::connect(gate.inbound).await;
+    for (path, lines, says) in [
+        ("/cookie", five, "`cookie:sid` has more than 4 different values"),
+        ("/strict", "", "`header:x-api-key` is missing"),
+    ] {
+        let answer = peer.ask(through(path, 1, lines)).await;
+        assert_eq!(status(&answer), 400);
+        assert_eq!(json(&answer)["message"], says);
+        let answer = once(gate.api, described(path, 1, lines)).await;
+        assert_eq!(status(&answer), 429, "at forward-auth as any refusal");
+        assert_eq!(json(&answer)["message"], says);
+    }
+    let asked = r#"{"action":"cookie","ip":"192.0.2.1","headers":{"cookie":"sid=1; sid=2; sid=3; sid=4; sid=5"}}"#;
+    let answer = once(gate.api, post("/v1/check", asked)).await;
+    assert_eq!((status(&answer), json(&answer)["field"].as_str()), (400, Some("cookie:sid")), "{answer}");
+    let answer = once(gate.api, post("/v1/check", r#"{"action":"strict","ip":"192.0.2.1","headers":{}}"#)).await;
+    assert_eq!((status(&answer), json(&answer)["field"].as_str()), (400, Some("header:x-api-key")));
+    assert!(echo.seen().is_empty());
+    let log = lines.text();
+    assert!(log.contains("rejected reason=\"values\"") && log.contains("path=/cookie"), "{log}");
+    assert_eq!(log.matches("why=`header:x-api-key` is missing").count(), 2, "{log}");
+}
+
+#[tokio::test]
+async fn the_status_of_what_cannot_be_counted_is_one_that_nginx_takes() {
+    let gate = start(nobody(), &format!("{FILE}[api]\ndeny_status = 403\n")).await;
+    assert_eq!(status(&once(gate.api, described("/strict", 1, "")).await), 403);
+    let lookalike = once(gate.api, described("/header", 1, "x-api-key: a\r\nx_api_key: REAL\r\n")).await;
+    assert_eq!(status(&lookalike), 403);
+    assert!(body(&lookalike).contains("`header:x_api_key` differs"), "{lookalike}");
+}
+
+#[tokio::test]
+async fn a_lookalike_of_a_keyed_header_does_not_reach_the_upstream() {
+    let (gate, echo) = gate().await;
+    let lines = "x-api-key: a\r\nX_Api_Key: REAL\r\nX_Api-Key: REAL\r\nx_other: kept\r\n";
+    assert_eq!(status(&once(gate.inbound, through("/header", 1, lines)).await), 200);
+    let seen = echo.seen().concat();
+    assert!(!seen.contains("REAL") && seen.contains("x-api-key: a") && seen.contains("x_other: kept"), "{seen}");
+}
+
+#[tokio::test]
+async fn a_header_that_was_counted_by_reaches_the_upstream_whatever_connection_names() {
+    let (gate, echo) = gate().await;
+    let lines = "connection: x-api-key, cookie\r\nx-api-key: fresh\r\ncookie: sid=1\r\n";
+    assert_eq!(status(&once(gate.inbound, through("/header", 1, lines)).await), 200);
+    let seen = echo.seen().concat();
+    assert!(seen.contains("x-api-key: fresh") && seen.contains("cookie: sid=1"), "{seen}");
+}
