@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn keys_come_from_the_table() {
         assert_eq!(keys_of(""), ["store", "inbound", "api", "admin", "log", "outbound"]);
-        assert_eq!(keys_of("api"), ["listen", "token", "forward_auth", "deny_status"]);
+        assert_eq!(keys_of("api"), ["listen", "token", "hosts", "forward_auth", "deny_status"]);
         assert_eq!(keys_of("inbound.action.*.match"), ["method", "path", "host"]);
     }
 

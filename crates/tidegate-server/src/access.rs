@@ -4,8 +4,7 @@
 //! machine, which may be any site's. Its requests can reach a listener by an address, when the browser says in `Origin`
 //! or `Sec-Fetch-Site` that they are another page's; or by a name of the page's own that it makes resolve to loopback
 //! (DNS rebinding), when that name stands in `Host`. A page from another port of this machine is another page, too: it
-//! may be one that an upstream or a provider wrote. A request that shows the token is a page's in no case, since pages
-//! don't know it.
+//! may be one that an upstream or a provider wrote. A request that shows the token is no page's, since pages don't know it.
 
 use std::net::{IpAddr, SocketAddr};
 

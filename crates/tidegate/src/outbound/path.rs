@@ -15,14 +15,11 @@ pub(super) fn check(path: &str) -> Result<(), TargetError> {
     if is_plain(path) { Ok(()) } else { check_readings(path) }
 }
 
-/// Whether all servers read a path alike as far as it matters: nothing in it is decoded, and no two dots are in a row.
+/// Whether nothing in a path is decoded or left out by any server, and no two dots are in a row.
 fn is_plain(path: &str) -> bool {
-    let mut before = 0;
-    path.bytes().all(|byte| {
-        let is_plain = matches!(byte, b'!'..=b'~') && !matches!((before, byte), (_, b'%' | b'\\') | (b'.', b'.'));
-        before = byte;
-        is_plain
-    })
+    let bytes = path.as_bytes();
+    let are_read_alike = bytes.iter().all(|byte| matches!(byte, b'!'..=b'~') && !matches!(byte, b'%' | b'\\'));
+    are_read_alike && !bytes.windows(2).any(|pair| pair == b"..")
 }
 
 #[cold]
