@@ -1,7 +1,7 @@
 //! One inbound query: what a store's answers, or an allow or deny list, mean for it.
 
-use crate::batch::{Outcome, Outcomes, Verdict};
-use crate::{Batch, Key, Kind, LimitId, Limits, Op, Span, Time, Verb};
+use crate::batch::{Outcome, Outcomes, Share, Verdict};
+use crate::{Batch, Key, Kind, LimitId, Limits, Span, Time, Verb};
 
 /// Why a decision came out as it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,6 +52,8 @@ pub struct Decision {
     pub reason: Reason,
     /// What a call that takes part in a concurrency limit gives back when it ends.
     pub permit: Option<u64>,
+    /// The widest sharing of the keys that the permit was taken under.
+    pub shared: Share,
 }
 
 impl Decision {
@@ -71,18 +73,20 @@ impl Decision {
             bound_by: None,
             reason,
             permit: None,
+            shared: Share::Own,
         }
     }
 }
 
-/// Where the store had no room for a key, moves the operation to the key that it shares with its neighbours, `parent`,
-/// which always fits; of several that come to share one, one is left. True if the store has to be asked again, which happens at most once for each operation.
-pub fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(&Op) -> Key) -> bool {
+/// Where the store had no room for a key, moves the operation to one that more clients share: that which `parent` gives for
+/// a limit and at least so many. The one that everybody shares always fits. Of several operations that come to share a key, one
+/// is left. True if the store has to be asked again, which happens at most three times for each operation.
+pub fn share(batch: &mut Batch, outcomes: &Outcomes, parent: impl Fn(LimitId, Share) -> (Share, Key)) -> bool {
     let mut moved = false;
     for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
         if outcome.verdict == Verdict::NoRoom && !op.must_fit {
-            op.key = parent(op);
-            op.must_fit = true;
+            (op.share, op.key) = parent(op.limit, op.share.wider());
+            op.must_fit = op.share == Share::All;
             moved = true;
         }
     }
@@ -115,6 +119,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
             paroled |= outcome.verdict == Verdict::Parole;
             if op.verb == Verb::Take && matches!(limit.kind(), Kind::Concurrency(_)) {
                 decision.permit = Some(batch.id());
+                decision.shared = decision.shared.max(op.share);
             }
             // What is only watched is told only where nothing else is.
             let rank = (limit.is_shadow(), outcome.remaining);

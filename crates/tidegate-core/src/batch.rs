@@ -70,6 +70,14 @@ pub enum Verb {
     },
     /// Closes a cool-down for a credential that isn't accepted, for a cost of so many microseconds; 0 is for good.
     Disable,
+    /// Brings back what a store doesn't know of a penalty: a block that lasts for the cost, in microseconds, at the least, and
+    /// strikes, as many at the least. 0 is a block that is over.
+    Penalise {
+        /// Strikes that count.
+        strikes: u8,
+        /// The largest cost that may pass a full limit once, where the block leaves a parole.
+        parole: u32,
+    },
     /// Tells a pace of a call, and is told how long to wait ([`Step::of`](crate::pacer::Step::of)).
     Pace {
         /// Whether the call failed; else it succeeded.
@@ -80,14 +88,47 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// Whether under a limit of this kind it concerns a key that nothing is remembered of, too.
-    fn makes(self, kind: &Kind) -> bool {
+    /// True if under this limit it concerns a key that nothing is remembered of, too.
+    fn makes(self, limit: &Limit) -> bool {
+        let kind = limit.kind();
         match self {
             Self::Debit => !matches!(kind, Kind::Cooldown(_)),
+            Self::Penalise { .. } => limit.penalty().is_some(),
             Self::Throttle { .. } | Self::Disable => matches!(kind, Kind::Cooldown(_)),
             Self::Pace { failed, .. } => failed && matches!(kind, Kind::Pace(_)),
             _ => false,
         }
+    }
+}
+
+/// The clients that share a key because a full store had no room for the caller's own, from none to all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Share {
+    /// None: the key is the caller's own.
+    #[default]
+    Own,
+    /// Those of one /24 of IPv4 or one /48 of IPv6.
+    Near,
+    /// Those of one /16 of IPv4 or one /32 of IPv6.
+    Wide,
+    /// All.
+    All,
+}
+
+impl Share {
+    /// The next wider one.
+    #[must_use]
+    pub fn wider(self) -> Self {
+        match self {
+            Self::Own => Self::Near,
+            Self::Near => Self::Wide,
+            Self::Wide | Self::All => Self::All,
+        }
+    }
+
+    /// True if a refused call takes a strike. Under a key of many networks it takes none: strangers would be blocked for it.
+    pub fn takes_strikes(self) -> bool {
+        self <= Self::Near
     }
 }
 
@@ -104,12 +145,14 @@ pub struct Op {
     pub cost: u64,
     /// Whether a store that is full must find room for this key all the same.
     pub must_fit: bool,
+    /// The clients that share the key.
+    pub share: Share,
 }
 
 impl Op {
     /// A `Take`, `Peek` or other operation of `cost` on a key that may have to share when the store is full.
     pub const fn new(limit: LimitId, verb: Verb, key: Key, cost: u64) -> Self {
-        Self { limit, verb, key, cost, must_fit: false }
+        Self { limit, verb, key, cost, must_fit: false, share: Share::Own }
     }
 }
 
@@ -556,7 +599,7 @@ fn change(
             _ => {
                 // What isn't remembered can be given back, but not be held.
                 let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
-                cells.alter(index, &ask, op.verb.makes(limit.kind()), &mut |state| done = state.tell(&ask, outcome));
+                cells.alter(index, &ask, op.verb.makes(limit), &mut |state| done = state.tell(&ask, outcome));
                 outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
             }
         }

@@ -52,7 +52,7 @@ pub use adaptive::{Adaptive, AdaptiveError, AdaptiveSpec};
 pub use admit::{Decision, Reason};
 pub use allowance::{Rest, Rests};
 pub use backoff::{Backoff, Growth, Jitter};
-pub use batch::{Batch, BatchFull, Key, MAX_OPS, Op, Outcome, Outcomes, Verb, Verdict};
+pub use batch::{Batch, BatchFull, Key, MAX_OPS, Op, Outcome, Outcomes, Share, Verb, Verdict};
 pub use breaker::{Breaker, BreakerError, BreakerSpec, Refusal, SharedBreaker};
 pub use budget::{Budget, BudgetSpec};
 pub use concurrency::Concurrency;

@@ -159,6 +159,22 @@ impl Penalty {
         *record = Record { until: now + self.block(strikes), parole, strikes };
     }
 
+    /// Brings back what a record lacks: so many strikes at the least, and a block that lasts so long from now. Doing it again
+    /// changes nothing.
+    pub fn bring_back(&self, record: &mut Record, strikes: u8, parole: u64, lasts: Span, now: Time) {
+        self.settle(record, now);
+        let strikes = strikes.min(self.last);
+        if strikes == 0 {
+            return;
+        }
+        let until = now + lasts.min(self.block(strikes));
+        record.strikes = self.strikes(record, now).max(strikes);
+        record.until = record.until.max(until);
+        if self.mode == PenaltyMode::Parole {
+            record.parole = record.parole.max(parole);
+        }
+    }
+
     /// When nothing of the record is remembered any more.
     pub fn idle_at(&self, record: &Record) -> Time {
         if record.strikes == 0 {
@@ -244,6 +260,25 @@ mod tests {
         assert_eq!(penalty.idle_at(&record), end + Span::from_secs(300));
         penalty.strike(&mut record, 1, end + Span::from_secs(100));
         assert_eq!(record.strikes, 3, "one was forgiven, one is new");
+    }
+
+    #[test]
+    fn what_is_brought_back_adds_to_what_is_known() {
+        let penalty = penalty(PenaltySpec::default());
+        let (start, secs) = (Time::from_secs(10_000), Span::from_secs);
+        let mut lost = Record::default();
+        penalty.bring_back(&mut lost, 5, 3, secs(20), start);
+        assert_eq!(lost, Record { until: start + secs(20), parole: 3, strikes: 5 });
+        penalty.bring_back(&mut lost, 5, 3, secs(20), start);
+        penalty.bring_back(&mut lost, 4, 1, secs(2), start + secs(3));
+        assert_eq!(lost, Record { until: start + secs(20), parole: 3, strikes: 5 }, "it is known already");
+        penalty.bring_back(&mut lost, 2, 3, secs(3600), start);
+        assert_eq!(lost.until, start + secs(20), "no block of two strikes lasts for longer than the second");
+        penalty.bring_back(&mut lost, 200, 0, Span::ZERO, start + secs(30));
+        assert_eq!((lost.strikes, lost.until), (12, start + secs(30)), "strikes alone block nobody");
+        let mut forgiven = Record { until: start, parole: 0, strikes: 3 };
+        penalty.bring_back(&mut forgiven, 1, 0, Span::ZERO, start + secs(7200));
+        assert_eq!(forgiven.strikes, 1, "two were forgiven");
     }
 
     #[test]

@@ -243,10 +243,10 @@ impl State {
     }
 
     /// Takes a strike for a call that [`State::judge`] has just refused, and brings the outcome up to date. A limit
-    /// without penalty is left as it is, and so is one that could never admit the call.
+    /// without penalty is left as it is, and so is one that could never admit the call, or whose key many networks share.
     pub fn strike(&mut self, &Ask { op, limit, now, .. }: &Ask<'_>, outcome: &mut Outcome) {
         let Some(penalty) = limit.penalty() else { return };
-        if outcome.retry_at.is_never() {
+        if outcome.retry_at.is_never() || !op.share.takes_strikes() {
             return;
         }
         penalty.strike(&mut self.record, op.cost, now);
@@ -279,6 +279,13 @@ impl State {
             }
             (_, Verb::Release | Verb::Renew) => return false,
             (_, Verb::Refund) => self.refund(ask),
+            (_, Verb::Penalise { strikes, parole }) => {
+                if let Some(penalty) = limit.penalty() {
+                    // Nothing admits what the limit never will.
+                    let parole = if limit.kind().waives() { limit.kind().capacity().min(parole.into()) } else { 0 };
+                    penalty.bring_back(&mut self.record, strikes, parole, Span::from_micros(op.cost), now);
+                }
+            }
             (Kind::Concurrency(concurrency), Verb::Debit) => {
                 let permits = self.permits();
                 concurrency.settle(permits, now);

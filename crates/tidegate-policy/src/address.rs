@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 
 use ipnet::IpNet;
+use tidegate_core::Share;
 
 /// The address itself, an IPv4-mapped one (`::ffff:1.2.3.4`) as the IPv4 address that it is.
 #[inline]
@@ -39,7 +40,7 @@ impl Ipv6Prefix {
 
     /// The prefix of a neighbourhood, which is always larger than what is counted.
     fn parent(self) -> Self {
-        Self(if self.0 > 48 { 48 } else { self.0 - 16 })
+        Self(if self.0 > 48 { 48 } else { self.0.saturating_sub(16).max(8) })
     }
 
     #[inline]
@@ -57,10 +58,12 @@ pub(crate) fn network_of(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     }
 }
 
-/// An address' neighbourhood: /24 for IPv4; for IPv6 /48, or 16 bits less than are counted where those are 48 or fewer.
-pub(crate) fn parent_of(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
-    match network_of(ip, prefix.parent()) {
-        PrefixBytes::V4([a, b, c, _]) => PrefixBytes::V4([a, b, c, 0]),
+/// The network around an address whose clients share a key: the /24 or the /16 of IPv4, the /48 or the /32 of IPv6; where /48
+/// or less is counted, networks of 16 and 32 bits less.
+pub(crate) fn shared_network(ip: IpAddr, prefix: Ipv6Prefix, share: Share) -> PrefixBytes {
+    let is_wide = share > Share::Near;
+    match network_of(ip, if is_wide { prefix.parent().parent() } else { prefix.parent() }) {
+        PrefixBytes::V4([a, b, c, _]) => PrefixBytes::V4([a, b, if is_wide { 0 } else { c }, 0]),
         v6 => v6,
     }
 }

@@ -10,12 +10,12 @@ use std::net::{IpAddr, Ipv6Addr};
 use arrayvec::ArrayVec;
 use http::header::HeaderName;
 use siphasher::sip128::{Hasher128 as _, SipHasher13};
-use tidegate_core::{Key, Kind, MAX_OPS};
+use tidegate_core::{Key, Kind, MAX_OPS, Share};
 
 pub use error::{KeyError, MissingPart, Uncountable, UnknownPlatform};
 
 use self::values::{TooMany, Values};
-use crate::address::{Ipv6Prefix, PrefixBytes, canonical, network_of, parent_of};
+use crate::address::{Ipv6Prefix, PrefixBytes, canonical, network_of, shared_network};
 use crate::path::{Normalised, PathQuirks};
 use crate::query::Query;
 
@@ -309,19 +309,21 @@ impl Recipe {
         Ok(encoders.into_iter().map(Encoder::finish).collect())
     }
 
-    /// The key that a call shares with its whole neighbourhood: the /24 or /48 around its address if the recipe has
-    /// one, otherwise everybody.
-    pub(crate) fn parent(&self, query: &Query<'_>, rules: Rules, seed: &KeySeed) -> Key {
+    /// The key that a call shares at least so widely, and how widely: with a network around its address if the recipe has
+    /// one, otherwise with everybody.
+    pub(crate) fn shared(&self, share: Share, ip: Option<IpAddr>, rules: Rules, seed: &KeySeed) -> (Share, Key) {
         let mut encoder = Encoder::new(seed, DOMAIN_PARENT);
         let prefix = self.parts.iter().find_map(|part| match part {
             KeyPart::ClientIp => Some(rules.ipv6),
             KeyPart::Ipv6Network(length) => Ipv6Prefix::new(*length),
             _ => None,
         });
-        if let (Some(prefix), Some(ip)) = (prefix, query.ip) {
-            encode_prefix(parent_of(ip, prefix), &mut encoder);
+        let network = prefix.zip(ip).filter(|_| share < Share::All);
+        if let Some((prefix, ip)) = network {
+            encoder.part(33, &[share as u8]);
+            encode_prefix(shared_network(ip, prefix, share), &mut encoder);
         }
-        encoder.finish()
+        (if network.is_some() { share } else { Share::All }, encoder.finish())
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::net::IpAddr;
 
 use http::HeaderName;
-use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, Time, Verb};
+use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, Share, Time, Verb};
 
 use crate::address::{AddressLists, Ipv6Prefix, Listed};
 use crate::key::{
@@ -439,7 +439,11 @@ impl Plan {
             let takes_part = match verb {
                 Verb::Take | Verb::Peek => true,
                 Verb::Refund | Verb::Debit | Verb::Settle => !step.concurrency,
-                Verb::Throttle { .. } | Verb::Succeed { .. } | Verb::Disable | Verb::Pace { .. } => false,
+                Verb::Throttle { .. }
+                | Verb::Succeed { .. }
+                | Verb::Disable
+                | Verb::Penalise { .. }
+                | Verb::Pace { .. } => false,
                 Verb::Release | Verb::Renew => step.concurrency,
                 Verb::Reset => !step.global || action.is_none(),
             };
@@ -464,14 +468,14 @@ impl Plan {
         Ok(())
     }
 
-    /// The key under which a call is counted for this limit when the store has no room for a key of its own: that of
-    /// the /24 (IPv4) or /48 (IPv6) around its address, or, if the limit doesn't count by address, the one key that
-    /// everybody shares. Parent keys never equal other keys.
+    /// The key under which a call from this address is counted for this limit when the store has no room for one that is
+    /// shared less: that of the network around the address, or, if the limit doesn't count by address, the one that
+    /// everybody shares. With it comes how widely it is shared. Shared keys never equal other keys.
     ///
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
-    pub fn parent_key(&self, limit: LimitId, query: &Query<'_>, seed: &KeySeed) -> Key {
-        self.recipe(limit).parent(query, self.rules(), seed)
+    pub fn shared_key(&self, limit: LimitId, share: Share, ip: Option<IpAddr>, seed: &KeySeed) -> (Share, Key) {
+        self.recipe(limit).shared(share, ip, self.rules(), seed)
     }
 
     /// The first part that the action (or `inbound.global`) counts by and that no plain HTTP request carries, with

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use http::HeaderMap;
 use proptest::prelude::*;
-use tidegate_core::{Key, Op, Verb};
+use tidegate_core::{Key, Op, Share, Verb};
 use tidegate_policy::{
     ActionSpec, KeyError, KeySeed, LimitSpec, Listed, PathError, Plan, Policy, Query, Sources, Uncountable,
 };
@@ -268,16 +268,27 @@ fn overflow_is_by_neighbourhood() {
         "#,
     );
     let limits = plan.action(plan.find("a").unwrap()).limits().to_vec();
-    let parent = |limit: usize, text: &str| {
-        plan.parent_key(limits[limit], &Query { ip: ip(text), key: Some(text), ..Query::default() }, &seed())
-    };
-    assert_eq!(parent(0, "192.0.2.1"), parent(0, "::ffff:192.0.2.200"));
-    assert_ne!(parent(0, "192.0.2.1"), parent(0, "192.0.3.1"));
-    assert_eq!(parent(0, "2001:db8:1:1::1"), parent(0, "2001:db8:1:ffff::1"));
-    assert_ne!(parent(0, "2001:db8:1:1::1"), parent(0, "2001:db8:2:1::1"));
-    assert_eq!(parent(1, "192.0.2.1"), parent(1, "2001:db8::1"));
+    let shared = |limit: usize, share, text: &str| plan.shared_key(limits[limit], share, ip(text), &seed());
+    let near = |text| shared(0, Share::Near, text);
+    assert_eq!(near("192.0.2.1"), near("::ffff:192.0.2.200"));
+    assert_ne!(near("192.0.2.1"), near("192.0.3.1"));
+    assert_eq!(near("2001:db8:1:1::1"), near("2001:db8:1:ffff::1"));
+    assert_ne!(near("2001:db8:1:1::1"), near("2001:db8:2:1::1"));
+    let wide = |text| shared(0, Share::Wide, text);
+    assert_eq!(wide("192.0.2.1"), wide("192.0.255.1"));
+    assert_ne!(wide("192.0.0.1"), wide("192.1.0.1"));
+    assert_ne!(wide("192.0.0.1").1, near("192.0.0.1").1, "a /16 isn't its first /24");
+    assert_eq!(wide("2001:db8:1::"), wide("2001:db8:2::"));
+    assert_ne!(wide("2001:db8::"), wide("2001:db9::"));
+    assert_eq!(shared(0, Share::All, "192.0.2.1"), shared(0, Share::All, "2001:db8::1"));
+    for (share, key) in [near("192.0.2.1"), wide("192.0.2.1")] {
+        assert!(share < Share::All && key != shared(0, Share::All, "192.0.2.1").1);
+    }
+    let everybody = shared(1, Share::Near, "192.0.2.1");
+    assert_eq!(everybody, shared(1, Share::All, "2001:db8::1"));
+    assert_eq!(everybody.0, Share::All, "without an address in the key there is no network to share it with");
     let own = ops(&plan, "a", &Query { ip: ip("192.0.2.0"), key: Some("k"), ..Query::default() }, Verb::Take).unwrap();
-    assert_ne!(own[0].key, parent(0, "192.0.2.0"), "a parent is never somebody's own key");
+    assert_ne!(own[0].key, near("192.0.2.0").1, "a shared key is never somebody's own");
 }
 
 #[test]

@@ -23,8 +23,8 @@ pub(crate) async fn tend(tend: impl Fn() -> Losses) {
                 full = lost.full,
                 blocked = lost.blocked,
                 shared = lost.shared,
-                "the store is full: entries that still counted had to go, and new keys share their network's limit; \
-                 raise store.max_bytes"
+                "the store is full: entries that still counted had to go, or new keys share their network's limit and some \
+                 aren't blocked; raise store.max_bytes"
             );
         }
     }

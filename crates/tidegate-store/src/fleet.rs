@@ -1,7 +1,7 @@
 //! Many nodes over one remote store, and life without it.
 //!
 //! A decision costs one round trip, and none where a node may answer by itself: a key under a block is refused until
-//! the block ends (`blocks`), and a slice of a limit that was taken in one go is spent here (`leases`). While the store
+//! the block ends (`blocks`), and what the store has lost of it comes back (`returns`); a slice of a limit that was taken in one go is spent here (`leases`). While the store
 //! can't be reached (`link`), each limit does what its [`OnOutage`] says; where that is `local`, the node goes on with
 //! its share of the limit (`share`), and what it let through meanwhile is told to the store when it is back.
 
@@ -9,6 +9,7 @@ mod blocks;
 mod chores;
 mod leases;
 mod link;
+mod returns;
 mod share;
 
 use std::future::{Future, ready};
@@ -18,7 +19,8 @@ use std::time::Duration;
 
 use tidegate_core::batch::Outcome;
 use tidegate_core::{
-    Batch, Clock, Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, OnOutage, Op, Outcomes, Span, Time, Verb,
+    Batch, Clock, Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, OnOutage, Op, Outcomes, Share, Span,
+    Time, Verb,
 };
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -27,6 +29,7 @@ use crate::{Answer, Losses, Remote, Store, StoreError, Votes, Waiting};
 use blocks::Blocks;
 use leases::{Leases, Spent};
 use link::{Link, Place};
+use returns::Resets;
 use share::held;
 
 /// How many batches wait to be told to the store; more are dropped, counted and logged.
@@ -55,16 +58,17 @@ impl FleetOptions {
     }
 }
 
-/// The limits of a plan, and one more by which the nodes that share a store are counted: to open the [`Remote`] with that
-/// a [`Fleet`] is made of.
+/// The limits of a plan, and two more: one by which the nodes that share a store are counted, and where anything is ever
+/// blocked one under which the store keeps when keys were reset. To open the [`Remote`] with that a [`Fleet`] is made of.
 ///
 /// # Errors
-/// The plan has 4095 limits already.
+/// The plan has 4094 limits or more already.
 pub fn fleet_limits(limits: &Limits) -> Result<Limits, LimitError> {
     /// The same in every plan: nodes that count different things are one fleet all the same.
     const TAG: u64 = 0x7469_6465_6761_7465;
     let roll = Limit::new(Kind::Concurrency(Concurrency::new(4096, LEASE)?)).tagged(TAG);
-    Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain([roll]).collect())
+    let resets = returns::limit(limits.iter().map(|(_, limit)| limit))?;
+    Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain(resets).chain([roll]).collect())
 }
 
 /// How many links that become suspect within a second of housekeeping are told of.
@@ -90,6 +94,7 @@ struct Node {
     roll: Option<LimitId>,
     links: Box<[Link]>,
     blocks: Blocks,
+    resets: Resets,
     leases: Arc<Leases>,
     tells: mpsc::Sender<(Batch, Time)>,
     untold: AtomicU64,
@@ -124,6 +129,7 @@ impl Fleet {
             roll: limits.iter().map(|(id, _)| id).last(),
             links: (0..parts).map(|_| Link::default()).collect(),
             blocks: Blocks::new(Arc::clone(&limits), resets.is_some()),
+            resets: Resets::new(Arc::clone(&limits)),
             leases: Arc::new(Leases::new(limits)),
             remote,
             clock: Box::new(clock),
@@ -160,10 +166,11 @@ impl Store for Fleet {
 
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
         let node = &self.node;
-        for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
-            node.forget(op.limit, op.key);
+        if batch.ops().iter().any(|op| op.verb == Verb::Reset) {
+            return Answer::Later(node.reset(batch, now));
         }
-        let is_up = node.link(batch).is_up();
+        // A key is shared for want of room in this node's memory, and goes on there.
+        let is_up = node.link(batch).is_up() && batch.ops().iter().all(|op| op.share == Share::Own);
         if let Some(outcomes) = node.blocks.answer(batch, is_up, now) {
             return Answer::Ready(outcomes);
         }
@@ -259,7 +266,7 @@ impl Node {
             return Ok(outcomes);
         }
         let now = self.clock.now();
-        let alone = self.alone(batch, now);
+        let alone = self.blocks.answer(batch, false, now).map_or_else(|| self.alone(batch, now), Ok);
         // The store may have granted what nobody holds now. Who is let through here gives it back there in the end.
         if alone.as_ref().map_or(true, Outcomes::refuses)
             && let Some(release) = batch.release(self.remote.limits())
@@ -269,12 +276,35 @@ impl Node {
         alone
     }
 
-    /// Asks the store for as long as its link holds.
+    /// Asks the store for as long as its link holds. An answer that knows nothing of a block that should live is believed only
+    /// if the key was reset since.
     async fn ask(&self, batch: &Batch, sent: Time) -> Result<Outcomes, StoreError> {
+        let outcomes = self.ask_only(batch, sent).await?;
+        if self.blocks.learn(batch, &outcomes, sent) {
+            return Ok(Box::pin(self.doubt(batch, outcomes)).await);
+        }
+        Ok(outcomes)
+    }
+
+    /// The answer in place of one that knows nothing of a block.
+    async fn doubt(&self, batch: &Batch, outcomes: Outcomes) -> Outcomes {
+        for op in batch.ops() {
+            self.settle_doubt(op.limit, op.key).await;
+        }
+        let now = self.clock.now();
+        let Some(blocked) = self.blocks.answer(batch, false, now) else { return outcomes };
+        if let Some(release) = batch.release(self.remote.limits()) {
+            self.tell(&release, now);
+        }
+        blocked
+    }
+
+    /// Asks the store for as long as its link holds, and learns nothing of the answer.
+    async fn ask_only(&self, batch: &Batch, sent: Time) -> Result<Outcomes, StoreError> {
         let link = self.link(batch);
         let outcomes = link.wait(self.remote.ask(batch, sent), self.options.timeout).await;
         match &outcomes {
-            Ok(outcomes) => self.blocks.learn(batch, outcomes, sent),
+            Ok(_) => {}
             // It fell for another's failure, or isn't up.
             Err(StoreError::Unavailable) => {}
             // Which of them it was is found out by looking at each.
@@ -286,6 +316,29 @@ impl Node {
         outcomes
     }
 
+    /// Forgets keys, here and in the store. While that is away, it is told when it is back, whatever else passes uncounted.
+    #[cold]
+    fn reset(self: &Arc<Self>, batch: &Batch, now: Time) -> Waiting<Outcomes> {
+        for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
+            self.forget(op.limit, op.key);
+        }
+        let (node, batch) = (Arc::clone(self), batch.clone());
+        Box::pin(async move {
+            let (mut decided, mut list) = (now, Vec::with_capacity(batch.ops().len()));
+            for (part, asked) in node.resets.noted(&batch) {
+                match node.ask(&part, now).await {
+                    Ok(outcomes) => {
+                        decided = outcomes.now();
+                        list.extend(outcomes.list().iter().take(asked));
+                    }
+                    Err(_) if node.on_outage(&batch) == OnOutage::Deny => return Err(StoreError::Unavailable),
+                    Err(_) => return Ok(node.keep(&batch, node.clock.now())),
+                }
+            }
+            Ok(Outcomes::new(decided, list))
+        })
+    }
+
     /// What a node goes on with when a part of the store is gone.
     fn local(&self) -> share::Local {
         let bytes = self.options.max_bytes / self.links.len();
@@ -294,12 +347,16 @@ impl Node {
 
     /// Decides without the store.
     fn alone(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
-        let first = batch.ops().first().and_then(|op| self.remote.limits().get(op.limit));
-        match first.map_or(OnOutage::Local, |limit| limit.sharing().on_outage) {
+        match self.on_outage(batch) {
             OnOutage::Deny => Err(StoreError::Unavailable),
             OnOutage::Allow => Ok(share::untouched(batch, self.remote.limits(), now)),
             OnOutage::Local => Ok(self.keep(batch, now)),
         }
+    }
+
+    fn on_outage(&self, batch: &Batch) -> OnOutage {
+        let first = batch.ops().first().and_then(|op| self.remote.limits().get(op.limit));
+        first.map_or(OnOutage::Local, |limit| limit.sharing().on_outage)
     }
 
     /// Tells the store, and if it doesn't answer keeps it in mind until it is back.
@@ -321,6 +378,7 @@ impl Node {
     fn keep(&self, batch: &Batch, now: Time) -> Outcomes {
         let link = self.link(batch);
         let outcomes = link.local_or(|| self.local()).apply(batch, now);
+        self.blocks.impose(batch, &outcomes, now);
         if link.is_up() {
             link.poked.notify_one();
         }

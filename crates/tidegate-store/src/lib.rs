@@ -94,14 +94,14 @@ impl Votes {
     }
 }
 
-/// What a store that is full had to let go although it still counted.
+/// Losses of a full store: what it had to let go although it still counted, and what it couldn't take in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Losses {
     /// Entries that had used part of their limit.
     pub used: u64,
     /// Entries whose limit was full.
     pub full: u64,
-    /// Entries under a block.
+    /// Blocks that weren't imposed, because those in force filled all that blocks may fill.
     pub blocked: u64,
     /// Answers that told a new key to share its parent's limit.
     pub shared: u64,
@@ -110,7 +110,7 @@ pub struct Losses {
 impl Losses {
     /// Entries that went.
     pub fn evicted(&self) -> u64 {
-        self.used + self.full + self.blocked
+        self.used + self.full
     }
 
     /// Whether anything was lost.

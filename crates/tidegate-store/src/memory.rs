@@ -3,8 +3,9 @@
 //! A key's entry is 16 bytes where it is a plain rate or a window that saw one call; other states take a cell of
 //! their own beside the table. A shard is small, so growing one is over in microseconds and never stops the others;
 //! idle entries are taken out a few at a time by later insertions and by [`Store::tend`]. At the bound the idle go
-//! first, then the least used, then full limits, blocked keys last; and once blocked keys fill half of it, keys that
-//! are new are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to share.
+//! first, then the least used, then full limits, and blocked keys never: once these fill half of it, keys that are new
+//! are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to [share](tidegate_core::Share), and no more
+//! are blocked.
 
 mod lock;
 #[cfg(feature = "file")]
@@ -32,6 +33,8 @@ const SHARD_BYTES: usize = 1 << 20;
 const MAX_SHARD_BITS: u32 = 12;
 /// Shards for each processor at the least, so that threads seldom meet.
 const SHARDS_PER_PROCESSOR: usize = 16;
+/// The bytes of one shard at the least, so that half of it holds many blocks.
+const FEWEST_SHARD_BYTES: usize = 16 << 10;
 
 /// State in this process' memory, within a fixed number of bytes.
 pub struct Memory(Shards<Unnoted>);
@@ -66,7 +69,8 @@ impl Memory {
     pub fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
         let max_bytes = max_bytes.max(1 << 20);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let shards = (max_bytes / SHARD_BYTES).max(processors * SHARDS_PER_PROCESSOR);
+        let spread = (processors * SHARDS_PER_PROCESSOR).min(max_bytes / FEWEST_SHARD_BYTES);
+        let shards = (max_bytes / SHARD_BYTES).max(spread);
         Self(Shards::new(limits, max_bytes, shards.ilog2().min(MAX_SHARD_BITS)))
     }
 

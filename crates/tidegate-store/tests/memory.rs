@@ -109,14 +109,15 @@ fn what_makes_no_sense_of_a_rate_forgets_nobody() {
         batch.push(Op::new(desk::id(0), verb, desk::key(client), 1)).unwrap();
         store.apply_now(&batch, desk::at(0)).list()[0].used
     };
-    for verb in [Verb::Throttle { generation: 0 }, Verb::Disable, Verb::Pace { failed: true, draw: 0 }] {
+    let penalise = Verb::Penalise { strikes: 1, parole: 0 };
+    for verb in [Verb::Throttle { generation: 0 }, Verb::Disable, penalise, Verb::Pace { failed: true, draw: 0 }] {
         for client in 0..100 {
             one(verb, client);
             one(Verb::Take, client);
             one(verb, client + 1_000);
         }
     }
-    let wrong = (0..100).filter(|&client| one(Verb::Peek, client) != 3).count();
+    let wrong = (0..100).filter(|&client| one(Verb::Peek, client) != 4).count();
     assert_eq!((wrong, store.stats().entries, store.stats().losses.evicted()), (0, 100, 0));
 }
 

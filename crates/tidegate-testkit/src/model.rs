@@ -376,6 +376,13 @@ impl Cell {
                     return Err(format!("a step to {found:?}, expected {expected:?}"));
                 }
             }
+            (Verb::Penalise { strikes, parole }, kind) => {
+                if let Some(penalty) = limit.penalty() {
+                    let paroles = waives(kind) && penalty.mode() == PenaltyMode::Parole;
+                    let parole = paroles.then_some(kind.capacity().min(parole.into()));
+                    self.penalties.bring_back(penalty, (strikes, Span::from_micros(op.cost)), parole, now);
+                }
+            }
             (Verb::Disable, Kind::Cooldown(cooldown)) => {
                 let until = if op.cost > 0 { now + Span::from_micros(op.cost) } else { Time::NEVER };
                 self.closings.disabled(cooldown, until, now);

@@ -138,7 +138,7 @@ impl World {
             };
             let (verb, cost) = match verb {
                 _ if self.is_pace(limit) && self.dice.percent(70) => self.step(),
-                _ if self.is_cooldown(limit) => (verb, self.wait()),
+                _ if self.is_cooldown(limit) || matches!(verb, Verb::Penalise { .. }) => (verb, self.wait()),
                 _ => (verb, self.cost(limit)),
             };
             let verb = self.known(limit, verb);
@@ -164,7 +164,10 @@ impl World {
                 (true, 4..=6) => (Verb::Succeed { generation }, 0),
                 (true, _) => (Verb::Disable, self.wait()),
                 (false, _) if self.is_pace(op.limit) => self.step(),
-                (false, 0) => (self.any_verb(), self.cost(op.limit)),
+                (false, 0) => match self.any_verb() {
+                    verb @ Verb::Penalise { .. } => (verb, self.wait()),
+                    verb => (verb, self.cost(op.limit)),
+                },
                 (false, _) => (verb, op.cost),
             };
             let verb = self.known(op.limit, verb);
@@ -182,6 +185,7 @@ impl World {
 
     fn any_verb(&mut self) -> Verb {
         let generation = if self.dice.percent(90) { self.dice.below(4) as u32 } else { u32::MAX };
+        let penalise = Verb::Penalise { strikes: self.dice.below(5) as u8, parole: self.dice.below(3) as u32 };
         self.dice.pick(&[
             Verb::Take,
             Verb::Peek,
@@ -195,6 +199,7 @@ impl World {
             Verb::Succeed { generation },
             Verb::Disable,
             Verb::Pace { failed: true, draw: generation },
+            penalise,
         ])
     }
 

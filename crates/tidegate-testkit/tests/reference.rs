@@ -143,10 +143,12 @@ enum Fault {
     Succeeds,
     /// What isn't accepted isn't left out.
     Disables,
+    /// A penalty that is brought back is lost.
+    Penalises,
 }
 
 impl Fault {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Halves,
         Self::Looks,
         Self::Resets,
@@ -159,6 +161,7 @@ impl Fault {
         Self::Throttles,
         Self::Succeeds,
         Self::Disables,
+        Self::Penalises,
     ];
 
     /// The batch that is carried out in place of one.
@@ -172,7 +175,10 @@ impl Fault {
         bent = bent.charged_at(if let Self::Belated = self { Time::NEVER } else { terms.charged_at });
         for &op in batch.ops() {
             let bent_op = match (self, op.verb) {
-                (Self::Settles, Verb::Settle) | (Self::Debits, Verb::Debit) | (Self::Disables, Verb::Disable) => {
+                (Self::Settles, Verb::Settle)
+                | (Self::Debits, Verb::Debit)
+                | (Self::Disables, Verb::Disable)
+                | (Self::Penalises, Verb::Penalise { .. }) => {
                     // Something that is always done and changes nothing.
                     Op { verb: Verb::Refund, cost: 0, ..op }
                 }

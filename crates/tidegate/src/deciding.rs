@@ -1,7 +1,9 @@
 //! A check that has to be waited for.
 
-use tidegate_core::admit::{decide, share};
-use tidegate_core::{Batch, Clock, Decision, Op};
+use std::net::IpAddr;
+
+use tidegate_core::admit::decide;
+use tidegate_core::{Batch, Clock, Decision};
 use tidegate_store::Store;
 
 use crate::{CheckError, Gate};
@@ -23,14 +25,14 @@ pub enum Begun<S: Store, C: Clock> {
 #[must_use = "nothing is decided before somebody waits for it"]
 pub struct Deciding<S: Store, C: Clock> {
     asked: Asked<S, C>,
-    /// The same under the keys that callers share where the store has no room.
-    parents: Batch,
+    /// The caller's address, by which keys are shared where the store has no room.
+    ip: Option<IpAddr>,
     answer: S::Later,
 }
 
 impl<S: Store, C: Clock> Deciding<S, C> {
-    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, parents: Batch, answer: S::Later) -> Self {
-        Self { asked: Asked { gate, batch, is_heard: false }, parents, answer }
+    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, ip: Option<IpAddr>, answer: S::Later) -> Self {
+        Self { asked: Asked { gate, batch, is_heard: false }, ip, answer }
     }
 
     /// Waits for the decision.
@@ -38,13 +40,9 @@ impl<S: Store, C: Clock> Deciding<S, C> {
     /// # Errors
     /// The store broke.
     pub async fn decision(self) -> Result<Decision, CheckError> {
-        let Self { mut asked, parents, answer } = self;
+        let Self { mut asked, ip, answer } = self;
         let mut outcomes = answer.await?;
-        let parent = |op: &Op| {
-            let same = parents.ops().iter().find(|parent| parent.limit == op.limit);
-            same.map_or(op.key, |parent| parent.key)
-        };
-        while share(&mut asked.batch, &outcomes, parent) {
+        while asked.gate.share(&mut asked.batch, &outcomes, ip) {
             outcomes = asked.gate.apply(&asked.batch).await?;
         }
         asked.is_heard = true;

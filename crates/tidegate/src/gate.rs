@@ -1,10 +1,11 @@
 //! Asking a store what a policy says of a call.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::admit::{decide, share};
-use tidegate_core::{Batch, Clock, Decision, Key, MAX_COST, Op, Outcomes, Time, Verb, Verdict};
+use tidegate_core::{Batch, Clock, Decision, Kind, Limit, MAX_COST, Op, Outcomes, Share, Time, Verb, Verdict};
 use tidegate_policy::{Actions, KeyError, KeySeed, Plan, Policy, Query, Uncountable, UnknownAction};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
@@ -226,15 +227,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
         decision: &Decision,
     ) -> Result<Option<Hold<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
-        let actions = actions.into();
-        let everywhere = |verb| {
-            let own = self.batch(actions, query, verb, permit)?;
-            let mut shared = self.under_parents(query, &own);
-            // Only what the caller's own key has lost is taken again.
-            shared.ops_mut().iter_mut().for_each(|op| op.cost = 0);
-            Ok::<_, CheckError>([shared, own])
-        };
-        Ok(Some(Hold::new(self.clone(), everywhere(Verb::Release)?, everywhere(Verb::Renew)?)))
+        let own = self.batch(actions.into(), query, Verb::Renew, permit)?;
+        let shared = if decision.shared == Share::Own { Vec::new() } else { self.shared_batches(&own, query.ip) };
+        Ok(Some(Hold::new(self.clone(), own, shared)))
     }
 
     /// A decision in the form that people and programs read; see [`Report`].
@@ -274,13 +269,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
         loop {
             match self.0.store.apply(&batch, self.0.clock.now()) {
                 Answer::Ready(outcomes) => {
-                    if !share(&mut batch, &outcomes, |op| self.parent_key(op, query)) {
+                    if !self.share(&mut batch, &outcomes, query.ip) {
                         return Ok(Begun::Decided(decide(&batch, self.0.plan.limits(), &outcomes)));
                     }
                 }
                 Answer::Later(answer) => {
-                    let parents = self.under_parents(query, &batch);
-                    return Ok(Begun::Later(Deciding::new(self.clone(), batch, parents, answer)));
+                    return Ok(Begun::Later(Deciding::new(self.clone(), batch, query.ip, answer)));
                 }
             }
         }
@@ -297,7 +291,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     async fn ask(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
         loop {
             let outcomes = self.apply(batch).await?;
-            if !share(batch, &outcomes, |op| self.parent_key(op, query)) {
+            if !self.share(batch, &outcomes, query.ip) {
                 return Ok(outcomes);
             }
         }
@@ -305,27 +299,36 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     async fn settle(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
         let batch = self.batch(self.actions(query)?, query, verb, holder)?.charged_at(Time::NEVER);
-        let outcomes = self.apply(&batch).await?;
-        let mut done = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted);
+        let is_done = |outcomes: &Outcomes| outcomes.list().iter().any(|found| found.verdict == Verdict::Admitted);
+        let mut done = is_done(&self.apply(&batch).await?);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {
-            let outcomes = self.apply(&self.under_parents(query, &batch)).await?;
-            done = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Admitted);
+            for batch in self.shared_batches(&batch, query.ip) {
+                done |= is_done(&self.apply(&batch).await?);
+            }
         }
         Ok(done)
     }
 
-    /// The same operations under the keys that a caller shares where the store had no room for its own.
-    fn under_parents(&self, query: &Query<'_>, batch: &Batch) -> Batch {
-        let mut parents = batch.clone();
-        for op in parents.ops_mut() {
-            op.key = self.parent_key(op, query);
-        }
-        parents.drop_repeated();
-        parents
+    /// [`share`](tidegate_core::admit::share) with the keys of the plan.
+    #[inline]
+    pub(crate) fn share(&self, batch: &mut Batch, outcomes: &Outcomes, ip: Option<IpAddr>) -> bool {
+        share(batch, outcomes, |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed))
     }
 
-    fn parent_key(&self, op: &Op, query: &Query<'_>) -> Key {
-        self.0.plan.parent_key(op.limit, query, &self.0.seed)
+    /// A batch that gives back or renews permits, under each of the keys that they may have been taken under where the store had
+    /// no room for the caller's own.
+    #[cold]
+    fn shared_batches(&self, own: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
+        let in_flight = |limit| matches!(self.0.plan.limits().get(limit).map(Limit::kind), Some(Kind::Concurrency(_)));
+        let under = |share| {
+            own.part(own.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
+                let (found, key) = self.0.plan.shared_key(op.limit, share, ip, &self.0.seed);
+                // Only what the caller's own key has lost is taken again.
+                (found == share).then_some(Op { key, share, cost: 0, ..*op })
+            }))
+        };
+        let all = [Share::Near, Share::Wide, Share::All].map(under);
+        all.into_iter().filter(|batch| !batch.ops().is_empty()).collect()
     }
 
     pub(crate) async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
@@ -367,7 +370,7 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
         self.fill(&mut batch, actions.into(), query, Verb::Take)?;
         loop {
             let outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
-            if !share(&mut batch, &outcomes, |op| self.parent_key(op, query)) {
+            if !self.share(&mut batch, &outcomes, query.ip) {
                 return Ok(decide(&batch, self.0.plan.limits(), &outcomes));
             }
         }

@@ -1,7 +1,7 @@
 //! The permit of a call in flight.
 
 use tidegate_core::concurrency::Concurrency;
-use tidegate_core::{Batch, Clock, Span};
+use tidegate_core::{Batch, Clock, Span, Verb};
 use tidegate_store::Store;
 
 use crate::Gate;
@@ -12,27 +12,31 @@ use crate::Gate;
 #[must_use = "dropping it gives the permit back"]
 pub struct Hold<S: Store, C: Clock> {
     gate: Gate<S, C>,
-    /// Under the caller's own keys and under those that it shares where the store had no room for them.
-    release: [Batch; 2],
-    renew: [Batch; 2],
+    /// The renewal under the caller's own keys.
+    own: Batch,
+    /// The same under those that the caller shares, where the store had no room for its own.
+    shared: Vec<Batch>,
 }
 
 impl<S: Store, C: Clock> Hold<S, C> {
     /// How often to renew: 10 s, a third of the lease.
     pub const RENEW_EVERY: Span = Concurrency::RENEW;
 
-    pub(crate) fn new(gate: Gate<S, C>, release: [Batch; 2], renew: [Batch; 2]) -> Self {
-        Self { gate, release, renew }
+    pub(crate) fn new(gate: Gate<S, C>, own: Batch, shared: Vec<Batch>) -> Self {
+        Self { gate, own, shared }
     }
 
     /// Lengthens the lease.
     pub fn renew(&self) {
-        self.renew.iter().for_each(|batch| self.gate.tell(batch));
+        self.shared.iter().chain([&self.own]).for_each(|batch| self.gate.tell(batch));
     }
 }
 
 impl<S: Store, C: Clock> Drop for Hold<S, C> {
     fn drop(&mut self) {
-        self.release.iter().for_each(|batch| self.gate.tell(batch));
+        for batch in self.shared.iter_mut().chain([&mut self.own]) {
+            batch.ops_mut().iter_mut().for_each(|op| op.verb = Verb::Release);
+            self.gate.tell(batch);
+        }
     }
 }

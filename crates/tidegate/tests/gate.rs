@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use tidegate::clock::ManualClock;
 use tidegate::core::batch::{Ask, Cells, settle};
-use tidegate::core::{Batch, Limits, Op, Outcome, Outcomes, State, Verdict};
+use tidegate::core::{Batch, Limits, Op, Outcome, Outcomes, Share, State, Verdict};
 use tidegate::policy::{KeySeed, Policy, Sources};
 use tidegate::store::{Answer, Immediate, StoreError};
 use tidegate::{CheckError, Clock, Decision, Gate, Memory, Query, Reason, Report, Span, Store, Time};
@@ -302,10 +302,11 @@ fn exactly_ten_of_a_hundred_at_once() {
     assert_eq!(admitted, 10);
 }
 
-/// A store that has no room for any key of a caller's own, and finds out about one of them at a time.
+/// A store that has room only for keys that are shared so widely, and finds out about one key at a time.
 struct Cramped {
     limits: Arc<Limits>,
-    /// Whether it has no room for shared keys either, which no store may say.
+    fits: Share,
+    /// True if it has no room for those either, which no store may say of the key that all share.
     hopeless: bool,
     asked: Mutex<Vec<Batch>>,
 }
@@ -327,7 +328,7 @@ impl Store for Cramped {
 impl Immediate for Cramped {
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
         self.asked.lock().unwrap().push(batch.clone());
-        let full = batch.ops().iter().position(|op| !op.must_fit).or(self.hopeless.then_some(0));
+        let full = batch.ops().iter().position(|op| op.share < self.fits).or(self.hopeless.then_some(0));
         settle(batch, &self.limits, &mut Full(full), now)
     }
 }
@@ -347,35 +348,35 @@ impl Cells for Full {
 }
 
 #[test]
-fn where_the_store_has_no_room_each_key_is_shared_once() {
+fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
     let policy = policy(
         "[inbound.global]\nlimit = \"9 per 60s\"\n[inbound.action.a]\nlimit = [\"5 per 60s\", \"6 per 60s\", \"7/s\"]\n",
     );
     let plan = policy.plan();
-    let store = |hopeless| Cramped { limits: Arc::new(plan.limits().clone()), hopeless, asked: Mutex::default() };
+    let limits = Arc::new(plan.limits().clone());
+    let store = |fits, hopeless| Cramped { limits: Arc::clone(&limits), fits, hopeless, asked: Mutex::default() };
     let seed = KeySeed::new([7; 16]);
     let query = call("a", "203.0.113.7");
-    for hopeless in [false, true] {
-        let gate = Gate::with(Arc::clone(plan), store(hopeless), ManualClock::default(), seed.clone());
+    let shares = [Share::Near, Share::Wide, Share::All];
+    for (wider, hopeless) in [(1, false), (2, false), (3, false), (3, true)] {
+        let store = store(shares[wider - 1], hopeless);
+        let gate = Gate::with(Arc::clone(plan), store, ManualClock::default(), seed.clone());
         let ways: [&dyn Fn() -> Result<Decision, CheckError>; 3] =
             [&|| gate.check_now(&query), &|| block_on(gate.check(&query)), &|| block_on(gate.status(&query))];
         for ask in ways {
             assert_eq!(ask().unwrap().allowed, !hopeless);
             let asked = std::mem::take(&mut *gate.store().asked.lock().unwrap());
-            assert_eq!(asked.len(), 5, "four keys are shared, one after the other");
-            for (shared, batch) in asked.iter().enumerate() {
+            assert_eq!(asked.len(), 1 + 4 * wider, "four keys are shared, one after the other");
+            for (times, batch) in asked.iter().enumerate() {
                 assert_eq!(batch.id(), asked[0].id(), "it stays the same question");
                 for (place, op) in batch.ops().iter().enumerate() {
-                    let key = if place < shared {
-                        plan.parent_key(op.limit, &query, &seed)
-                    } else {
-                        asked[0].ops()[place].key
+                    let (share, key) = match times.saturating_sub(place * wider).min(wider) {
+                        0 => (Share::Own, asked[0].ops()[place].key),
+                        wider => plan.shared_key(op.limit, shares[wider - 1], query.ip, &seed),
                     };
-                    assert_eq!((op.key, op.must_fit), (key, place < shared));
+                    assert_eq!((op.share, op.key, op.must_fit), (share, key, share == Share::All));
                 }
             }
-            let own = asked[0].ops().iter().all(|op| op.key != plan.parent_key(op.limit, &query, &seed));
-            assert!(own);
         }
     }
 }
@@ -384,7 +385,7 @@ fn where_the_store_has_no_room_each_key_is_shared_once() {
 fn values_that_come_to_share_a_key_are_charged_to_it_once() {
     let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
     let plan = policy.plan();
-    let store = Cramped { limits: Arc::new(plan.limits().clone()), hopeless: false, asked: Mutex::default() };
+    let store = Cramped { limits: Arc::new(plan.limits().clone()), fits: Share::All, hopeless: false, asked: Mutex::default() };
     let gate = Gate::with(Arc::clone(plan), store, ManualClock::default(), KeySeed::new([7; 16]));
     let mut headers = http::HeaderMap::new();
     headers.insert("cookie", http::HeaderValue::from_static("sid=1; sid=2; sid=3"));

@@ -209,7 +209,7 @@ impl Judge {
         let batch = &mut self.turns[place].batch;
         let outcomes = loop {
             let outcomes = self.store.apply_now(batch, now);
-            if !share(batch, &outcomes, |op| plan.parent_key(op.limit, query, &self.seed)) {
+            if !share(batch, &outcomes, |limit, share| plan.shared_key(limit, share, query.ip, &self.seed)) {
                 break outcomes;
             }
         };

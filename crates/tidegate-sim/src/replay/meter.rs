@@ -11,7 +11,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use tidegate_core::batch::Ask;
 use tidegate_core::{
-    Batch, Kind, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, State, Verdict, Window,
+    Batch, Kind, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, Share, State, Verdict, Window,
 };
 use tidegate_policy::{Plan, Quantity};
 use tidegate_store::Memory;
@@ -110,7 +110,7 @@ impl Meter {
             let Some(Some(boundless)) = self.boundless.get(op.limit.index()) else { continue };
             let print = print(op);
             // Under a key that is shared nobody's own use is counted.
-            if op.must_fit || !is_sampled(print, self.level) {
+            if op.share != Share::Own || !is_sampled(print, self.level) {
                 continue;
             }
             let ask = Ask { op, limit: boundless, terms: batch.terms(), now: outcomes.now() };

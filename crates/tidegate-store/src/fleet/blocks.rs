@@ -2,13 +2,18 @@
 //!
 //! A block never shortens, so what the store said of it stays true until its end, counted from when the question was
 //! sent, unless the key is reset. Where the store tells of resets they are heard; elsewhere the block is asked for again
-//! every second, for as long as there is a store to ask.
+//! every second, for as long as there is a store to ask. An answer that knows nothing of it doesn't end it: the store may have
+//! lost it. It is *doubted* then, as are all once the store is back from an outage, and ends only if the store says that the
+//! key was reset.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::batch::Outcome;
 use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tokio::sync::Notify;
+
+use super::returns::Known;
 
 /// Locks, so that callers seldom meet.
 const SHARDS: usize = 16;
@@ -25,6 +30,8 @@ pub(super) struct Blocks {
     limits: Arc<Limits>,
     believed: Span,
     shards: [Mutex<Shard>; SHARDS],
+    /// Wakes the task that settles doubts.
+    pub(super) doubts: Notify,
 }
 
 /// What the store said of a batch in which a key was blocked.
@@ -36,19 +43,39 @@ struct Block {
     /// When it decided, by its own.
     decided: Time,
     answers: Box<[(Op, Outcome)]>,
+    /// The batch's affinity.
+    affinity: u64,
+    standing: Standing,
+}
+
+/// The source of a block, and the trust in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// The store said so.
+    Told,
+    /// The store may have lost it, or the key was reset: it is to be asked.
+    Doubted,
+    /// This node imposed it, and the store hasn't heard of it.
+    Own,
 }
 
 impl Block {
+    fn new(batch: &Batch, outcomes: &Outcomes, until_end: Span, sent: Time, standing: Standing) -> Self {
+        let answers = batch.ops().iter().copied().zip(outcomes.list().iter().copied()).collect();
+        let (ends, affinity) = (sent + until_end, batch.terms().affinity);
+        Self { sent, until: ends, ends, decided: outcomes.now(), answers, affinity, standing }
+    }
+
     /// What was said of an operation's key and limit, and to which cost.
-    fn said(&self, op: &Op) -> Option<&(Op, Outcome)> {
-        self.answers.iter().find(|(asked, _)| (asked.limit, asked.key) == (op.limit, op.key))
+    fn said(&self, limit: LimitId, key: Key) -> Option<&(Op, Outcome)> {
+        self.answers.iter().find(|(asked, _)| (asked.limit, asked.key) == (limit, key))
     }
 
     /// Whether what was said tells how long a call of this cost has to wait. A smaller one waits for the block, and for
     /// nothing else if the larger one had room or only waits for that too; a larger one may wait for more room, or for
     /// good.
     fn tells(&self, op: &Op) -> bool {
-        self.said(op).is_none_or(|(asked, outcome)| {
+        self.said(op.limit, op.key).is_none_or(|(asked, outcome)| {
             let room = outcome.retry_at <= self.decided.max(outcome.block_until);
             op.cost == asked.cost || op.cost < asked.cost && room
         })
@@ -56,7 +83,7 @@ impl Block {
 
     /// The answer to an operation now; of one that wasn't asked then only that it doesn't stand in the way.
     fn answer(&self, op: &Op, now: Time) -> Outcome {
-        match self.said(op) {
+        match self.said(op.limit, op.key) {
             Some((_, outcome)) if outcome.block_until > now => {
                 Outcome { verdict: Verdict::Blocked, remaining: 0, ..*outcome }
             }
@@ -70,16 +97,15 @@ impl Block {
 impl Blocks {
     pub(super) fn new(limits: Arc<Limits>, resets_are_told: bool) -> Self {
         let believed = if resets_are_told { BELIEVED_WHEN_TOLD } else { BELIEVED };
-        Self { limits, believed, shards: Default::default() }
+        Self { limits, believed, shards: Default::default(), doubts: Notify::new() }
     }
 
     fn shard(&self, key: Key) -> MutexGuard<'_, Shard> {
-        let shard = &self.shards[key.lo() as usize % SHARDS];
-        shard.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[key.lo() as usize % SHARDS])
     }
 
-    /// The answer to a batch that a known block refuses. While the store isn't there to be asked again, it is refused for
-    /// as long as the block was told to last.
+    /// The answer to a batch that a known block refuses. While the store isn't there to be asked again, or is to be asked
+    /// whether it lost the block, it is refused for as long as the block was told to last.
     pub(super) fn answer(&self, batch: &Batch, is_up: bool, now: Time) -> Option<Outcomes> {
         for op in batch.ops() {
             if !matches!(op.verb, Verb::Take | Verb::Peek) {
@@ -87,14 +113,15 @@ impl Blocks {
             }
             let shard = self.shard(op.key);
             let Some(block) = shard.get(&(op.limit, op.key)) else { continue };
-            let until = if is_up { block.until } else { block.ends };
-            let tells = !is_up || batch.ops().iter().all(|op| block.tells(op));
+            let asks = is_up && block.standing == Standing::Told;
+            let until = if asks { block.until } else { block.ends };
+            let tells = !asks || batch.ops().iter().all(|op| block.tells(op));
             if now < block.sent || now >= until || !tells {
                 continue;
             }
             let counts = |other: &Op| self.limits.get(other.limit).is_some_and(Limit::counts_refused);
             let uncounted = |other: &Op| op.verb == Verb::Take && counts(other);
-            if is_up && batch.ops().iter().any(uncounted) {
+            if asks && batch.ops().iter().any(uncounted) {
                 // A limit that counts refused calls must hear of this one.
                 return None;
             }
@@ -104,43 +131,117 @@ impl Blocks {
         None
     }
 
-    /// Takes note of the blocks in an answer, and of those that are gone.
-    pub(super) fn learn(&self, batch: &Batch, outcomes: &Outcomes, sent: Time) {
+    /// True if a node remembers blocks that the answer to such an operation tells of.
+    fn is_known(&self, op: &Op) -> bool {
+        let is_enforced = |limit: &Limit| !limit.is_shadow() && limit.penalty().is_some();
+        matches!(op.verb, Verb::Take | Verb::Peek) && self.limits.get(op.limit).is_some_and(is_enforced)
+    }
+
+    /// Takes note of the blocks in an answer. True if it knows nothing of one that should still live.
+    pub(super) fn learn(&self, batch: &Batch, outcomes: &Outcomes, sent: Time) -> bool {
+        let mut any_doubt = false;
         let decided = outcomes.now();
-        for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
-            let enforced =
-                self.limits.get(op.limit).is_some_and(|limit| !limit.is_shadow() && limit.penalty().is_some());
-            if !enforced || !matches!(op.verb, Verb::Take | Verb::Peek) {
-                continue;
-            }
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_known(op)) {
             let place = (op.limit, op.key);
             let mut shard = self.shard(op.key);
             if outcome.block_until <= decided {
-                if shard.get(&place).is_some_and(|block| block.sent <= sent) {
-                    shard.remove(&place);
+                if let Some(block) = shard.get_mut(&place).filter(|block| block.sent <= sent) {
+                    if block.ends <= sent {
+                        shard.remove(&place);
+                    } else if block.standing != Standing::Own {
+                        block.standing = Standing::Doubted;
+                        any_doubt = true;
+                    }
                 }
                 continue;
             }
-            let lasts = outcome.block_until.since(decided);
-            let (until, ends) = (sent + lasts.min(self.believed), sent + lasts);
-            let answers = batch.ops().iter().copied().zip(outcomes.list().iter().copied()).collect();
-            if shard.len() >= KEYS {
-                shard.retain(|_, block| block.sent <= sent && sent < block.until);
-            }
-            if shard.len() < KEYS {
-                shard.insert(place, Block { sent, until, ends, decided, answers });
+            let mut block = Block::new(batch, outcomes, outcome.block_until.since(decided), sent, Standing::Told);
+            block.until = block.ends.min(sent + self.believed);
+            insert(&mut shard, place, block);
+        }
+        any_doubt
+    }
+
+    /// Takes note of the blocks that this node imposed without the store.
+    pub(super) fn impose(&self, batch: &Batch, outcomes: &Outcomes, now: Time) {
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_known(op)) {
+            if outcome.block_until > now {
+                let block = Block::new(batch, outcomes, outcome.block_until.since(now), now, Standing::Own);
+                insert(&mut self.shard(op.key), (op.limit, op.key), block);
             }
         }
+    }
+
+    /// A block that the store may have lost, if it still lives.
+    pub(super) fn known(&self, limit: LimitId, key: Key, now: Time) -> Option<Known> {
+        let shard = self.shard(key);
+        let block = shard.get(&(limit, key)).filter(|block| block.ends > now && block.standing == Standing::Doubted)?;
+        let (op, outcome) = block.said(limit, key)?;
+        let began = outcome.block_until - outcome.block;
+        let parole = if outcome.retry_at <= outcome.block_until { op.cost } else { 0 };
+        Some(Known {
+            limit,
+            key,
+            affinity: block.affinity,
+            strikes: outcome.strikes,
+            are_new: false,
+            parole,
+            struck: block.sent - block.decided.since(began),
+            ends: block.ends,
+        })
+    }
+
+    /// The store knows the block.
+    pub(super) fn confirm(&self, limit: LimitId, key: Key, now: Time) {
+        if let Some(block) = self.shard(key).get_mut(&(limit, key)) {
+            block.standing = Standing::Told;
+            block.until = block.ends.min(now + self.believed);
+        }
+    }
+
+    /// Doubts these blocks: the store is to be asked whether it still knows them. Those that this node imposed it hears of
+    /// anyhow.
+    pub(super) fn doubt(&self, is_there: impl Fn(u64, Key) -> bool) {
+        for shard in &self.shards {
+            for ((_, key), block) in lock(shard).iter_mut() {
+                if block.standing == Standing::Told && is_there(block.affinity, *key) {
+                    block.standing = Standing::Doubted;
+                }
+            }
+        }
+    }
+
+    /// The keys whose blocks are doubted.
+    pub(super) fn doubted(&self) -> Vec<(LimitId, Key)> {
+        let doubted =
+            |(place, block): (&(LimitId, Key), &Block)| (block.standing == Standing::Doubted).then_some(*place);
+        self.shards.iter().flat_map(|shard| lock(shard).iter().filter_map(doubted).collect::<Vec<_>>()).collect()
     }
 
     pub(super) fn forget(&self, limit: LimitId, key: Key) {
         self.shard(key).remove(&(limit, key));
     }
 
-    /// Forgets everything: resets may have been missed.
-    pub(super) fn clear(&self) {
+    /// Believes no answer any more: resets may have been missed. Each block is asked for again with the next call.
+    pub(super) fn disbelieve(&self) {
         for shard in &self.shards {
-            shard.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            lock(shard).values_mut().for_each(|block| block.until = block.sent);
         }
+    }
+}
+
+fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps a block, if there is room for it, or one that ends later.
+fn insert(shard: &mut Shard, place: (LimitId, Key), block: Block) {
+    if shard.len() >= KEYS {
+        shard.retain(|_, known| known.sent <= block.sent && block.sent < known.ends);
+    }
+    let stays = |known: &Block| block.standing == Standing::Own && known.ends > block.ends;
+    let known = shard.get(&place);
+    if known.map_or(shard.len() < KEYS, |known| !stays(known)) {
+        shard.insert(place, block);
     }
 }

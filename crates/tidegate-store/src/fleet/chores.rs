@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
 use super::link::{Link, Place};
+use super::returns::Returned;
 use super::share::Local;
 use super::{LEASE, Node, ROLL};
 use crate::Reset;
@@ -44,6 +45,7 @@ pub(super) fn start(
         chores.spawn(look(Arc::clone(node), part));
     }
     chores.spawn(tell(Arc::clone(node), told));
+    chores.spawn(settle_doubts(Arc::clone(node)));
     chores.spawn(tend(Arc::clone(node)));
     if let Some(resets) = resets {
         chores.spawn(hear(Arc::clone(node), resets));
@@ -150,8 +152,10 @@ fn fall(node: &Node, link: &Link, error: &str) {
 async fn rejoin(node: &Node, link: &Link) {
     keep_seed(node).await;
     node.settled_at.store((node.clock.now() + LEASE).as_micros(), Ordering::Relaxed);
+    // Before anybody asks a store that may have lost them.
+    node.blocks.doubt(|affinity, key| std::ptr::eq(node.link_to(affinity, key), link));
     let was_down = link.rise();
-    node.blocks.clear();
+    node.blocks.doubts.notify_one();
     if was_down && node.down.fetch_sub(1, Ordering::Relaxed) == 1 {
         tracing::warn!("the store is back");
     }
@@ -166,15 +170,22 @@ async fn merge(node: Arc<Node>, local: Arc<Local>) {
     while asked.join_next().await.is_some() {}
     for (place, untold) in local.take_untold() {
         let now = node.clock.now();
-        let (news, peek, met) = local.news(place, untold, now);
-        node.blocks.learn(&peek, &met, now);
+        let news = local.news(place, untold, now);
         let (node, local) = (Arc::clone(&node), Arc::clone(&local));
         let told = async move {
             for batch in news {
-                if node.ask(&batch, now).await.is_err() {
-                    local.put_back(place, untold);
-                    return;
+                for (batch, _) in node.resets.noted(&batch) {
+                    if node.ask(&batch, now).await.is_err() {
+                        local.put_back(place, untold);
+                        return;
+                    }
                 }
+            }
+            let Some(known) = untold.penalty(place) else { return };
+            match node.bring_back(&known).await {
+                Ok(Returned::Known) => node.blocks.confirm(place.0, place.1, node.clock.now()),
+                Ok(Returned::Reset) => node.forget(place.0, place.1),
+                Err(_) => local.put_back(place, untold.but_told()),
             }
         };
         spawn_one(&mut asked, told).await;
@@ -199,6 +210,19 @@ async fn tell(node: Arc<Node>, mut told: mpsc::Receiver<(Batch, Time)>) {
     }
 }
 
+/// Asks the store whether it still knows the blocks that it may have lost, and tells it of those.
+async fn settle_doubts(node: Arc<Node>) {
+    loop {
+        node.blocks.doubts.notified().await;
+        let mut asked = JoinSet::new();
+        for (limit, key) in node.blocks.doubted() {
+            let node = Arc::clone(&node);
+            spawn_one(&mut asked, async move { node.settle_doubt(limit, key).await }).await;
+        }
+        while asked.join_next().await.is_some() {}
+    }
+}
+
 async fn hear(node: Arc<Node>, mut resets: broadcast::Receiver<Option<Reset>>) {
     loop {
         match resets.recv().await {
@@ -209,7 +233,7 @@ async fn hear(node: Arc<Node>, mut resets: broadcast::Receiver<Option<Reset>>) {
                     node.forget(limit, key);
                 }
             }
-            Ok(None) | Err(RecvError::Lagged(_)) => node.blocks.clear(),
+            Ok(None) | Err(RecvError::Lagged(_)) => node.blocks.disbelieve(),
             Err(RecvError::Closed) => return,
         }
     }

@@ -10,6 +10,7 @@ use tidegate_core::{
     Window,
 };
 
+use super::returns::Known;
 use crate::{Immediate, Memory, Store};
 
 /// The most keys of which the store is told when it is back. What happened to more is forgotten.
@@ -34,6 +35,31 @@ pub(super) struct Untold {
     was_reset: bool,
     /// What was charged and not given back, of a limit that counts.
     charged: u64,
+    /// Strikes that were taken, when the last was, until when its block lasts, and its parole.
+    strikes: u8,
+    struck: Time,
+    ends: Time,
+    parole: u64,
+}
+
+impl Untold {
+    /// The penalty in it, if there is any.
+    pub(super) fn penalty(&self, (limit, key): (LimitId, Key)) -> Option<Known> {
+        let &Self { affinity, strikes, parole, struck, ends, .. } = self;
+        (strikes > 0).then_some(Known { limit, key, affinity, strikes, are_new: true, parole, struck, ends })
+    }
+
+    /// The penalty alone, once the rest has been told.
+    pub(super) fn but_told(self) -> Self {
+        Self { charged: 0, was_reset: false, ..self }
+    }
+
+    fn strike(&mut self, op: &Op, outcome: &Outcome, now: Time) {
+        self.strikes = self.strikes.saturating_add(1);
+        self.struck = now;
+        self.ends = outcome.block_until;
+        self.parole = if outcome.retry_at <= outcome.block_until { op.cost } else { 0 };
+    }
 }
 
 impl Local {
@@ -84,7 +110,9 @@ impl Local {
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             let Some(limit) = limits.get(op.limit) else { continue };
             let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && against.charges(limit, outcome);
+            let is_struck = op.verb == Verb::Take && outcome.verdict == Verdict::Refused && outcome.block_until > now;
             let is_news = is_charged
+                || is_struck
                 || matches!(
                     op.verb,
                     Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable | Verb::Pace { failed: true, .. }
@@ -97,6 +125,11 @@ impl Local {
                 let untold = untold.entry(place).or_default();
                 untold.affinity = batch.terms().affinity;
                 untold.was_reset |= op.verb == Verb::Reset;
+                if op.verb == Verb::Reset {
+                    untold.strikes = 0;
+                } else if is_struck {
+                    untold.strike(op, outcome, now);
+                }
                 untold.charged = match op.verb {
                     Verb::Reset => 0,
                     Verb::Refund => untold.charged.saturating_sub(op.cost),
@@ -127,17 +160,22 @@ impl Local {
     pub(super) fn put_back(&self, place: (LimitId, Key), untold: Untold) {
         let mut all = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
         let since = all.entry(place).or_insert(Untold { affinity: untold.affinity, ..Untold::default() });
-        since.charged = since.charged.saturating_add(if since.was_reset { 0 } else { untold.charged });
+        if !since.was_reset {
+            since.charged = since.charged.saturating_add(untold.charged);
+            let latest = if since.strikes > 0 { *since } else { untold };
+            since.strikes = since.strikes.saturating_add(untold.strikes);
+            (since.struck, since.ends, since.parole) = (latest.struck, latest.ends, latest.parole);
+        }
         since.was_reset |= untold.was_reset;
     }
 
-    /// What to tell of one key, one batch after the other; and what a call meets there, and how it was asked for.
+    /// The batches that tell the store of one key, in order; its penalty is told apart.
     pub(super) fn news(
         &self,
         (limit, key): (LimitId, Key),
         untold: Untold,
         now: Time,
-    ) -> (impl Iterator<Item = Batch> + Send + use<>, Batch, Outcomes) {
+    ) -> impl Iterator<Item = Batch> + Send + use<> {
         let batch = move |holder, verb, cost| {
             let mut batch = Batch::one(holder, Op::new(limit, verb, key, cost));
             batch.set_affinity(untold.affinity);
@@ -166,7 +204,7 @@ impl Local {
             }
         };
         let reset = untold.was_reset.then(|| batch(0, Verb::Reset, 1));
-        (reset.into_iter().chain(news), peek, met)
+        reset.into_iter().chain(news)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tidegate_core::batch::{Ask, Op, Outcome, Terms, Verdict};
+use tidegate_core::batch::{Ask, Op, Outcome, Share, Terms, Verdict};
 use tidegate_core::penalty::Record;
 use tidegate_core::rate::Arrival;
 use tidegate_core::state::Usage;
@@ -19,10 +19,15 @@ const SWEPT_PER_INSERT: usize = 4;
 const SHARES: usize = 60;
 /// How many entries compete to be evicted.
 const CANDIDATES: usize = 24;
-/// How many slots are looked over at most for an entry that isn't blocked.
+/// After how many slots looked over an entry goes although fewer compete.
 const LOOKED_OVER: usize = 4096;
+/// One in how many cells is unused before the others are moved together to make room for what states hold outside their
+/// cells.
+const SCATTERED: usize = 16;
 /// What an entry's slot takes at the load of a full table.
 const SLOT_BYTES: usize = 20;
+/// One in how many bytes more blocks may fill if they are of keys that a network shares.
+const BEYOND: usize = 8;
 /// How long a count of blocked entries is trusted.
 const RECOUNT: Span = Span::from_secs(1);
 
@@ -74,19 +79,27 @@ pub(super) struct Room {
     pub homes: usize,
     /// Bytes of states, with what they hold outside themselves.
     pub states: usize,
-    /// Bytes of blocked entries from which on new keys must share.
+    /// Bytes of blocked entries from which on new keys must share, and keys of their own aren't blocked any more.
     pub blocked: usize,
 }
 
-/// How much an entry would be missed.
+impl Room {
+    /// The bytes of blocked entries from which on no more keys that are shared like this are blocked.
+    fn of_blocks(&self, share: Share) -> usize {
+        match share {
+            Share::Own => self.blocked,
+            _ => self.blocked + self.blocked / BEYOND,
+        }
+    }
+}
+
+/// The worth of an entry without a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Worth {
     Idle,
     /// With the thousandths of its limit that are used.
     Used(u64),
     Full,
-    /// With the time that its block has left.
-    Blocked(Span),
 }
 
 /// The table comes first, so that it shares a cache line with the lock.
@@ -96,6 +109,7 @@ pub(super) struct Shard {
     table: Table,
     cells: Vec<Cell>,
     free: Option<u32>,
+    unused: usize,
     heap: usize,
     hand: usize,
     blocked: usize,
@@ -133,6 +147,7 @@ impl Shard {
             table: Table::default(),
             cells: Vec::new(),
             free: None,
+            unused: 0,
             heap: 0,
             hand: 0,
             blocked: 0,
@@ -183,7 +198,7 @@ impl Shard {
         *hint = found.unwrap_or(usize::MAX);
         match found {
             None => {
-                if !op.must_fit && self.is_crowded(now, about) {
+                if self.blocked >= about.room.blocked && self.must_share(op, now, about) {
                     if op.verb == Verb::Take {
                         self.losses.shared += 1;
                     }
@@ -339,10 +354,14 @@ impl Shard {
         true
     }
 
-    /// Takes a strike if the limit has a penalty for the call, and says whether it has.
+    /// Takes a strike if the limit has a penalty for the call and there is room for its block, and says whether it has.
     pub(super) fn strike(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>) -> bool {
         let &Ask { op, limit, now, .. } = ask;
-        if limit.penalty().is_none() || outcome.retry_at.is_never() {
+        if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share.takes_strikes() {
+            return false;
+        }
+        if self.is_crowded(about.room.of_blocks(op.share), now) {
+            self.losses.blocked += 1;
             return false;
         }
         let counted_at = self.counted_at;
@@ -354,6 +373,18 @@ impl Shard {
             state.strike(ask, outcome);
         });
         self.blocked += newly_blocked;
+        true
+    }
+
+    /// True if a block that is brought back has room. It is counted, even if it was known: what is counted too much is
+    /// counted anew.
+    #[cold]
+    pub(super) fn fits_block(&mut self, op: &Op, now: Time, about: &About<'_>) -> bool {
+        if self.is_crowded(about.room.of_blocks(op.share), now) {
+            self.losses.blocked += 1;
+            return false;
+        }
+        self.blocked += weight(&self.copy(op).unwrap_or_default());
         true
     }
 
@@ -457,6 +488,7 @@ impl Shard {
         self.heap += state.heap_bytes();
         match self.free {
             Some(index) => {
+                self.unused -= 1;
                 let cell = &mut self.cells[index as usize];
                 self.free = if let Cell::Free { next } = cell { *next } else { None };
                 *cell = Cell::Used(state);
@@ -510,6 +542,10 @@ impl Shard {
             return;
         }
         if state.record().blocks(now) {
+            if self.is_crowded(about.room.of_blocks(Share::Near), now) {
+                self.losses.blocked += 1;
+                return;
+            }
             self.blocked += weight(&state);
         }
         self.put(tag, state, now, about);
@@ -523,6 +559,7 @@ impl Shard {
             }
             *cell = Cell::Free { next: self.free };
             self.free = Some(index);
+            self.unused += 1;
         }
     }
 
@@ -532,55 +569,69 @@ impl Shard {
         self.table.remove(at);
     }
 
-    /// Evicts states until `more` bytes fit beside those in use; a free cell counts as room.
+    /// Evicts states until `more` bytes fit beside those in use; a free cell counts as room. May move cells, so that no index
+    /// may be held meanwhile.
     fn make_room(&mut self, more: usize, tag: u64, now: Time, about: &About<'_>) {
-        for _ in 0..self.table.len() {
+        for _ in 0..=2 * self.table.len() {
             let spare = self.free.is_some() || self.cells.len() < self.cells.capacity();
             let cells = if more == 0 || spare { 0 } else { self.cells.len() / 4 + 4 };
             let held = (self.cells.capacity() + cells) * size_of::<Cell>() + self.heap;
             let grown = more.saturating_sub(size_of::<Cell>());
-            if held + grown <= about.room.states || !self.evict(tag, true, now, about) {
+            if held + grown <= about.room.states {
+                return;
+            }
+            if self.unused * SCATTERED > self.cells.len() {
+                self.compact();
+            } else if !self.evict(tag, true, now, about) {
                 return;
             }
         }
     }
 
-    /// Takes out the entry that will be missed least among a few, sparing every entry of the client that asks.
+    /// Takes out the entry that will be missed least among a few, sparing blocks and every entry of the client that asks.
     fn evict(&mut self, tag: u64, states_only: bool, now: Time, about: &About<'_>) -> bool {
-        let slots = self.table.slots().len();
-        let mut best: Option<(Worth, usize)> = None;
-        let mut seen = 0;
-        for step in 0..slots.min(LOOKED_OVER) {
-            let at = (self.hand + step) % slots;
-            let slot = self.table.slots()[at];
-            let word = Word::unpack(slot.word);
-            if slot.tag == 0 || slot.tag >> 12 == tag >> 12 || (states_only && !matches!(word, Word::State(_))) {
-                continue;
-            }
-            let worth = self.worth(slot, now, about.limits);
-            if best.is_none_or(|(least, _)| worth < least) {
-                best = Some((worth, at));
-            }
-            seen += 1;
-            let only_blocks = matches!(best, Some((Worth::Blocked(_), _)));
-            if worth == Worth::Idle || (seen >= CANDIDATES && !only_blocks) {
-                break;
-            }
-        }
-        let Some((worth, at)) = best else { return false };
+        let Some((worth, at)) = self.least(tag, states_only, now, about) else { return false };
         match worth {
             Worth::Idle => {}
             Worth::Used(_) => self.losses.used += 1,
             Worth::Full => self.losses.full += 1,
-            Worth::Blocked(_) => self.losses.blocked += 1,
         }
         self.hand = at;
         self.remove(at);
         true
     }
 
-    fn worth(&mut self, slot: Slot, now: Time, limits: &Limits) -> Worth {
-        let Some(limit) = limit_of(limits, slot.tag) else { return Worth::Idle };
+    /// The entry that [`Shard::evict`] takes out, if there is one.
+    fn least(&mut self, tag: u64, states_only: bool, now: Time, about: &About<'_>) -> Option<(Worth, usize)> {
+        let slots = self.table.slots().len();
+        let mut best: Option<(Worth, usize)> = None;
+        let mut seen = 0;
+        for step in 0..slots {
+            let at = (self.hand + step) % slots;
+            let slot = self.table.slots()[at];
+            let word = Word::unpack(slot.word);
+            if slot.tag == 0 || slot.tag >> 12 == tag >> 12 || (states_only && !matches!(word, Word::State(_))) {
+                continue;
+            }
+            if let Some(worth) = self.worth(slot, now, about.limits) {
+                if best.is_none_or(|(least, _)| worth < least) {
+                    best = Some((worth, at));
+                }
+                seen += 1;
+                if worth == Worth::Idle || seen >= CANDIDATES {
+                    break;
+                }
+            }
+            if step >= LOOKED_OVER && best.is_some() {
+                break;
+            }
+        }
+        best
+    }
+
+    /// The worth of an entry, or none if it is blocked.
+    fn worth(&mut self, slot: Slot, now: Time, limits: &Limits) -> Option<Worth> {
+        let Some(limit) = limit_of(limits, slot.tag) else { return Some(Worth::Idle) };
         let word = Word::unpack(slot.word);
         let mut unfolded;
         let state = match word {
@@ -591,25 +642,44 @@ impl Shard {
             }
         };
         if state.idle_at(limit) <= now {
-            return Worth::Idle;
+            return Some(Worth::Idle);
         }
-        let block = state.record().until;
-        if block > now {
-            return Worth::Blocked(block.since(now));
+        if state.record().blocks(now) {
+            return None;
         }
         let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
         let outcome = state.judge(&Ask { op: &op, limit, terms: Terms::default(), now });
-        match outcome.remaining {
+        Some(match outcome.remaining {
             0 => Worth::Full,
             _ => Worth::Used(outcome.used.saturating_mul(1000) / outcome.limit.max(1)),
-        }
+        })
     }
 
-    /// Whether blocked entries fill their half, so that new keys must share.
-    fn is_crowded(&mut self, now: Time, about: &About<'_>) -> bool {
-        if self.blocked < about.room.blocked {
+    /// True if a new key must be shared more widely: where its block would have no room, and where a key without one would
+    /// have none beside those that are blocked.
+    #[cold]
+    fn must_share(&mut self, op: &Op, now: Time, about: &About<'_>) -> bool {
+        if op.must_fit {
             return false;
         }
+        if op.share.takes_strikes() {
+            return self.is_crowded(about.room.of_blocks(op.share), now);
+        }
+        let held = self.cells.capacity() * size_of::<Cell>() + self.heap;
+        let is_full =
+            self.table.is_full(about.room.homes) || self.unused == 0 && held + size_of::<Cell>() > about.room.states;
+        is_full && self.least(tag(op), true, now, about).is_none()
+    }
+
+    /// True if blocked entries fill so many bytes.
+    #[inline]
+    fn is_crowded(&mut self, bytes: usize, now: Time) -> bool {
+        self.blocked >= bytes && self.recounted(now) >= bytes
+    }
+
+    /// The bytes of blocked entries, counted anew if that was a while ago.
+    #[cold]
+    fn recounted(&mut self, now: Time) -> usize {
         if now.since(self.counted_at) >= RECOUNT || now < self.counted_at {
             let blocked = self.cells.iter().filter_map(|cell| match cell {
                 Cell::Used(state) if state.record().blocks(now) => Some(weight(state)),
@@ -618,7 +688,7 @@ impl Shard {
             self.blocked = blocked.sum();
             self.counted_at = now;
         }
-        self.blocked >= about.room.blocked
+        self.blocked
     }
 
     /// Looks over a share of the slots: called once a second, it comes round every minute.
@@ -656,33 +726,40 @@ impl Shard {
         }
     }
 
-    /// Gives memory back when most of the table, or most of the cells, is empty. Moves cells, so that no index may be
-    /// held meanwhile.
+    /// Gives memory back when most of the table, or most of the cells, is empty. May move cells, so that no index may be held
+    /// meanwhile.
     fn shrink(&mut self) {
         if self.table.len() == 0 {
             self.table = Table::default();
             self.cells = Vec::new();
             self.free = None;
+            self.unused = 0;
             return;
         }
         let homes = self.table.homes();
         if homes > 64 && self.table.len() * 4 < homes {
             self.resize_table(self.table.len() * 2);
         }
-        let unused = self.cells.iter().filter(|cell| matches!(cell, Cell::Free { .. })).count();
-        if unused > 64 && unused * 4 > self.cells.len() * 3 {
-            let used = Vec::with_capacity(self.cells.len() - unused);
-            let mut cells = std::mem::replace(&mut self.cells, used);
-            self.free = None;
-            for at in 0..self.table.slots().len() {
-                let slot = self.table.slots()[at];
-                if slot.tag != 0
-                    && let Word::State(index) = Word::unpack(slot.word)
-                {
-                    let cell = std::mem::replace(&mut cells[index as usize], Cell::Free { next: None });
-                    self.cells.push(cell);
-                    self.table.set_word(at, Word::State((self.cells.len() - 1) as u32).pack());
-                }
+        if self.unused > 64 && self.unused * 4 > self.cells.len() * 3 {
+            self.compact();
+        }
+    }
+
+    /// Moves the cells in use together, and gives the others' memory back.
+    #[cold]
+    fn compact(&mut self) {
+        let used = Vec::with_capacity(self.cells.len() - self.unused);
+        let mut cells = std::mem::replace(&mut self.cells, used);
+        self.free = None;
+        self.unused = 0;
+        for at in 0..self.table.slots().len() {
+            let slot = self.table.slots()[at];
+            if slot.tag != 0
+                && let Word::State(index) = Word::unpack(slot.word)
+            {
+                let cell = std::mem::replace(&mut cells[index as usize], Cell::Free { next: None });
+                self.cells.push(cell);
+                self.table.set_word(at, Word::State((self.cells.len() - 1) as u32).pack());
             }
         }
     }

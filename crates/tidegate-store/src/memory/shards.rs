@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{self, Ask, Cells, MAX_OPS, Op, Outcome, settle};
-use tidegate_core::{Batch, Clock, Key, Kind, Limits, Outcomes, State, Time, Verdict};
+use tidegate_core::{Batch, Clock, Key, Kind, Limits, Outcomes, State, Time, Verb, Verdict};
 
 use super::MemoryStats;
 use super::lock::{Lock, LockGuard};
@@ -279,6 +279,9 @@ impl<N: Notes> Cells for Held<'_, N> {
     fn alter(&mut self, _: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State)) {
         let about = self.about;
         self.changing(ask.op, |shard| {
+            if matches!(ask.op.verb, Verb::Penalise { .. }) && !shard.fits_block(ask.op, ask.now, &about) {
+                return false;
+            }
             if make {
                 shard.alter(ask.op, ask.now, &about, change);
                 return true;

@@ -117,9 +117,14 @@ impl Table {
         self.slots[at].word = word;
     }
 
+    /// True if one more entry would be too many for so many homes.
+    pub(super) fn is_full(&self, homes: usize) -> bool {
+        (self.len + 1) * 5 > homes * 4
+    }
+
     /// Puts a tag that isn't there yet into the place that [`Table::find`] gave for it.
     pub(super) fn insert(&mut self, at: usize, slot: Slot) -> Result<(), Full> {
-        if (self.len + 1) * 5 > self.homes * 4 {
+        if self.is_full(self.homes) {
             return Err(Full);
         }
         let run = self.slots[at..].iter().position(|slot| slot.tag == 0).ok_or(Full)?;

@@ -29,8 +29,8 @@ const KEPT: u64 = 3_600_000;
 const MOMENT: usize = 16;
 /// Bytes to begin with for an operation and its key.
 const ROOM: usize = 256;
-/// Bytes of the largest operation: a pace's with a penalty.
-const ARGUMENT: usize = 8 + 18 * 8;
+/// Bytes of the largest operation: a pace's with a penalty, of which it is told.
+const ARGUMENT: usize = 8 + 20 * 8;
 
 /// A head or an operation: bytes and doubles, one behind the other.
 #[derive(Default)]
@@ -213,6 +213,10 @@ impl Question<'_> {
             packed.bytes(&op.key.lo().to_le_bytes());
         } else {
             self.terms(op, limit, cost, around, &mut packed);
+        }
+        if let Verb::Penalise { strikes, parole } = op.verb {
+            packed.number(u64::from(strikes));
+            packed.number(limit.kind().capacity().min(parole.into()));
         }
         if let Some(penalty) = penalty {
             packed.span(penalty.base());

@@ -20,8 +20,9 @@ const KINDS: [(&str, &str, &str); 6] = [
 ];
 
 /// The verbs by their numbers in the scripts: the two that ask come first.
-const VERBS: [&str; 12] = [
+const VERBS: [&str; 13] = [
     "TAKE", "PEEK", "REFUND", "RELEASE", "RENEW", "RESET", "DEBIT", "SETTLE", "THROTTLE", "SUCCEED", "DISABLE", "STEP",
+    "PENALISE",
 ];
 
 /// A kind's place in [`KINDS`].
@@ -51,6 +52,7 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
         Verb::Succeed { .. } => 9,
         Verb::Disable => 10,
         Verb::Pace { .. } => 11,
+        Verb::Penalise { .. } => 12,
     }
 }
 
@@ -153,6 +155,9 @@ fn general(parts: u8, text: &mut String) {
     text.push_str(include_str!("lua/head.lua"));
     let has_penalties = parts & PENALTIES != 0;
     text.push_str(if has_penalties { include_str!("lua/penalty.lua") } else { include_str!("lua/clean.lua") });
+    if has_penalties && parts & TELLS != 0 {
+        text.push_str(include_str!("lua/penalty_tell.lua"));
+    }
     for (_, (_, asks, tells)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
         text.push_str(asks);
         if parts & TELLS != 0 {

@@ -1,5 +1,7 @@
 //! Keys under a block.
 
+use tidegate_store::Immediate as _;
+
 use super::*;
 
 fn penalised(limit: u64, secs: u64) -> Limit {
@@ -66,4 +68,139 @@ async fn a_block_that_the_store_has_lifted_does_not_come_back() {
     assert!(one.take().await);
     store.set_mood(Mood::Failing);
     assert!(one.take().await, "its share of the limit");
+}
+
+/// A store that was restarted without its data, or is another one now: it knows neither the key nor that it was reset.
+fn lose(store: &FlakyRemote, key: Key) {
+    store.near().apply_now(&batch(Verb::Reset, &[0], key), Time::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_the_store_lost_in_an_outage_comes_back() {
+    let clock = Virtual::new();
+    for tells_resets in [true, false] {
+        for answer in [OnOutage::Local, OnOutage::Allow, OnOutage::Deny] {
+            let store = remote([penalised(1, 600).shared(on_outage(answer))], clock, tells_resets);
+            let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+            settled().await;
+            assert!(one.take().await && !one.take().await);
+            let told = one.one(Verb::Peek, &[0], KEY).await;
+            for outage in 0..3 {
+                store.set_mood(Mood::Failing);
+                for _ in 0..40 {
+                    assert!(!one.take().await, "{answer:?}, told: {tells_resets}, outage {outage}");
+                    sleep(Duration::from_millis(100)).await;
+                }
+                lose(&store, KEY);
+                store.set_mood(Mood::Well);
+                while !one.fleet.is_up() || !two.fleet.is_up() {
+                    sleep(Duration::from_millis(1)).await;
+                }
+                assert!(!one.take().await, "{answer:?}, told: {tells_resets}, after outage {outage}");
+                sleep(Duration::from_millis(1)).await;
+                let found = two.one(Verb::Peek, &[0], KEY).await;
+                assert_eq!(
+                    (found.verdict, found.strikes, found.block),
+                    (Verdict::Blocked, 1, told.block),
+                    "{answer:?}"
+                );
+                assert!(found.block_until <= told.block_until, "it is no longer than it was");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_the_store_loses_unnoticed_comes_back_with_the_first_question() {
+    let clock = Virtual::new();
+    for tells_resets in [true, false] {
+        let store = remote([penalised(1, 600)], clock, tells_resets);
+        let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+        settled().await;
+        assert!(one.take().await && !one.take().await);
+        lose(&store, KEY);
+        sleep(Duration::from_secs(61)).await;
+        assert!(!one.take().await, "told: {tells_resets}");
+        assert!(!two.take().await, "told: {tells_resets}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reset_during_an_outage_ends_what_was_known_before() {
+    let clock = Virtual::new();
+    let store = remote([penalised(1, 600).shared(on_outage(OnOutage::Allow))], clock, false);
+    let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+    settled().await;
+    assert!(one.take().await && !one.take().await);
+    sleep(Duration::from_millis(100)).await;
+    two.one(Verb::Reset, &[0], KEY).await;
+    store.set_mood(Mood::Failing);
+    sleep(Duration::from_secs(3)).await;
+    assert!(!one.take().await, "it hasn't heard of it");
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert!(one.take().await && !one.take().await, "a new block, which is newer than the reset");
+    store.set_mood(Mood::Failing);
+    sleep(Duration::from_secs(3)).await;
+    lose(&store, KEY);
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert!(!two.take().await && !one.take().await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reset_is_told_later_where_everything_passes_meanwhile() {
+    let clock = Virtual::new();
+    let store = remote([penalised(1, 600).shared(on_outage(OnOutage::Allow))], clock, true);
+    let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+    settled().await;
+    assert!(one.take().await && !one.take().await && !two.take().await);
+    store.set_mood(Mood::Failing);
+    sleep(Duration::from_secs(3)).await;
+    one.one(Verb::Reset, &[0], KEY).await;
+    assert!(one.take().await && !two.take().await);
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert!(two.take().await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn strikes_of_an_outage_come_back() {
+    let clock = Virtual::new();
+    let store = remote([penalised(1, 2)], clock, true);
+    let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+    sleep(Duration::from_secs(11)).await;
+    assert!(one.take().await && !one.take().await);
+    assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1);
+    sleep(Duration::from_secs(3)).await;
+    store.set_mood(Mood::Failing);
+    let mut strikes = 0;
+    for _ in 0..400 {
+        let outcome = one.one(Verb::Take, &[0], KEY).await;
+        strikes += u8::from(outcome.verdict == Verdict::Refused);
+        sleep(Duration::from_millis(100)).await;
+    }
+    assert!(strikes >= 3, "{strikes}");
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1 + strikes);
+    store.set_mood(Mood::Failing);
+    sleep(Duration::from_secs(3)).await;
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1 + strikes, "they are told once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn many_limits_of_a_key_are_reset_together() {
+    let clock = Virtual::new();
+    let store = remote((0..8).map(|_| penalised(1, 600)), clock, false);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    let all: Vec<usize> = (0..8).collect();
+    assert!(!node.one(Verb::Take, &all, KEY).await.verdict.refuses());
+    assert!(node.one(Verb::Take, &all, KEY).await.verdict.refuses());
+    let outcomes = node.ask(&batch(Verb::Reset, &all, KEY)).await.unwrap();
+    assert_eq!(outcomes.list().len(), 8);
+    assert!(!node.one(Verb::Take, &all, KEY).await.verdict.refuses());
 }

@@ -6,5 +6,6 @@ mod common;
 mod conforms;
 mod equals;
 mod life;
+mod outages;
 mod shares;
 mod together;

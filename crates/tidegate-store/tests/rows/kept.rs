@@ -1,12 +1,14 @@
 //! What stays, what goes, and what is told when nobody is there.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tidegate_core::{
-    Batch, Concurrency, Key, Kind as LimitKind, Limit, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
+    Batch, Clock, Concurrency, Key, Kind as LimitKind, Limit, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
 };
-use tidegate_store::{Remote, RowsOptions, StoreError, TimeSource};
+use tidegate_store::{
+    Answer, Fleet, FleetOptions, Remote, RowsOptions, Store as _, StoreError, TimeSource, fleet_limits,
+};
 use tidegate_testkit::desk;
 
 use super::{Kind, an_hour, batch, options, patiently, plan, runtime};
@@ -76,6 +78,49 @@ pub(crate) fn comes_back_empty<K: Kind>() {
         K::forget(&server, "l_").await;
         patiently(&store, &ask, Time::ZERO).await;
         assert_eq!(K::rows(&server, "l_").await, 1);
+    });
+}
+
+/// A node over a store that lost its tables keeps a block that it knows, and tells the store of it; another one learns it there.
+#[expect(clippy::disallowed_methods, reason = "the server's clock runs too")]
+pub(crate) fn learns_lost_blocks_again<K: Kind>() {
+    #[derive(Clone, Copy)]
+    struct Monotonic(Instant);
+    impl Clock for Monotonic {
+        fn now(&self) -> Time {
+            Time::from_secs(1_700_000_000) + Span::from_duration(self.0.elapsed())
+        }
+    }
+    let Some(server) = K::server() else { return };
+    let penalty = desk::doubling(600, 3600, PenaltyMode::Parole, Span::from_secs(3600));
+    let limits = Arc::new(fleet_limits(&plan(vec![an_hour(1).with_penalty(penalty)])).unwrap());
+    let clock = Monotonic(Instant::now());
+    let node = |number| {
+        let store = K::open(Arc::clone(&limits), &options(server.url(), "b_", TimeSource::Store)).unwrap();
+        let mut patient = FleetOptions::new(number);
+        patient.timeout = Duration::from_secs(2);
+        Fleet::start(Box::new(store), clock, patient)
+    };
+    let ask = async |node: &Fleet, verb| match node.apply(&batch(verb, &[(0, 1)]), clock.now()) {
+        Answer::Ready(outcomes) => outcomes.list()[0],
+        Answer::Later(later) => later.await.unwrap().list()[0],
+    };
+    runtime().block_on(async {
+        let (one, two) = (node(1), node(2));
+        while !one.is_up() || ask(&one, Verb::Take).await.block_until <= clock.now() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        assert_eq!(ask(&one, Verb::Take).await.verdict, Verdict::Blocked);
+        K::forget(&server, "b_").await;
+        for _ in 0..100 {
+            assert_eq!(ask(&one, Verb::Take).await.verdict, Verdict::Blocked, "it stays blocked");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let found = ask(&two, Verb::Peek).await;
+        assert_eq!((found.verdict, found.strikes), (Verdict::Blocked, 1), "the store knows it again");
+        ask(&two, Verb::Reset).await;
+        tokio::time::sleep(Duration::from_millis(1_100)).await;
+        assert_eq!(ask(&one, Verb::Take).await.verdict, Verdict::Admitted, "a reset ends it everywhere");
     });
 }
 

@@ -17,8 +17,8 @@ use tidegate_testkit::{desk, dice};
 use tokio::runtime::Runtime;
 
 pub(crate) use kept::{
-    comes_back_empty, expires, keys_apart, leaves_later_versions_alone, outlives_restarts, refuses_hostile_names,
-    tells_of_outages,
+    comes_back_empty, expires, keys_apart, learns_lost_blocks_again, leaves_later_versions_alone, outlives_restarts,
+    refuses_hostile_names, tells_of_outages,
 };
 pub(crate) use processes::{child, counts_with_another_process, survives_a_killed_client};
 
@@ -121,6 +121,11 @@ macro_rules! suite {
         #[test]
         fn comes_back_without_its_tables() {
             rows::comes_back_empty::<$kind>();
+        }
+
+        #[test]
+        fn learns_again_of_blocks_that_it_has_lost() {
+            rows::learns_lost_blocks_again::<$kind>();
         }
 
         #[test]

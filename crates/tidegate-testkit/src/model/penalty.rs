@@ -47,6 +47,24 @@ impl Penalties {
         (number, block, until)
     }
 
+    /// Brings back so many strikes at the least, and a block that lasts so long.
+    pub(super) fn bring_back(
+        &mut self,
+        penalty: &Penalty,
+        (number, lasts): (u8, Span),
+        parole: Option<u64>,
+        now: Time,
+    ) {
+        let number = number.min(last(penalty));
+        if number == 0 {
+            return;
+        }
+        let until = now + lasts.min(length(penalty, number));
+        let until = self.strikes.last().map_or(until, |last| last.until.max(until));
+        self.strikes.push(Strike { number: self.strikes(penalty, now).max(number), until });
+        self.parole = self.parole.max(parole);
+    }
+
     /// Whether a call of this cost may pass a full limit once the block is served.
     pub(super) fn paroles(&self, cost: u64) -> bool {
         self.parole.is_some_and(|most| cost <= most)

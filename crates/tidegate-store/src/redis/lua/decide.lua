@@ -23,7 +23,8 @@ for index, key in ipairs(KEYS) do
     unpack('<BBBBBBBBBd', bytes, next_place)
   next_place = next_place + 1 + length
   if op.penalised == 1 then
-    op.base, op.factor, op.cap, op.forgive, op.last = unpack('<ddddd', bytes, next_place - 40)
+    op.penalty = next_place - 40
+    op.base, op.factor, op.cap, op.forgive, op.last = unpack('<ddddd', bytes, op.penalty)
   end
   local state = states[key]
   if not state then
@@ -94,6 +95,12 @@ for index, op in ipairs(ops) do
     judge[op.kind](op, state)
     spend(op, state, not (state.strikes > 0 and state.ends > now))
     save[op.kind](op, state)
+  elseif op.verb == PENALISE then
+    if op.penalised == 1 then
+      judge[op.kind](op, state)
+      penalise(op, state)
+      save[op.kind](op, state)
+    end
   elseif op.verb > PEEK and tell[op.kind](op, state) then
     save[op.kind](op, state)
   end

@@ -1,0 +1,142 @@
+//! Penalties that come back to a store that doesn't know them: blocks that it has lost, and strikes of an outage.
+//!
+//! A penalty ends by its time or by a reset. So the store keeps when each key was last reset, under a limit of its own: a
+//! window as long as the longest block, which every store can keep. What is older than the last reset is forgotten here, and
+//! what is newer comes back.
+
+use std::sync::Arc;
+
+use tidegate_core::batch::MAX_OPS;
+use tidegate_core::{Batch, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Outcome, Outcomes, Penalty, Span, Time};
+use tidegate_core::{Verb, Window};
+
+use super::Node;
+use crate::StoreError;
+
+/// The tag of the limit of resets: the same in every plan.
+const TAG: u64 = 0x7265_7365_7473_2121;
+
+/// The limit under which a store keeps when keys of these limits were reset; none where nothing is ever blocked.
+pub(super) fn limit<'a>(limits: impl Iterator<Item = &'a Limit>) -> Result<Option<Limit>, LimitError> {
+    let longest = limits.filter_map(Limit::penalty).map(Penalty::cap).max();
+    let window = longest.map(|longest| Window::new(1, longest, 1)).transpose()?;
+    Ok(window.map(|window| Limit::new(Kind::Window(window)).tagged(TAG)))
+}
+
+/// The times of resets, as the store keeps them.
+pub(super) struct Resets {
+    limits: Arc<Limits>,
+    /// Under which limit, and for how long.
+    kept: Option<(LimitId, Span)>,
+}
+
+impl Resets {
+    pub(super) fn new(limits: Arc<Limits>) -> Self {
+        let kept = limits.iter().filter(|(id, _)| limits.tag(*id) == TAG).find_map(|(id, limit)| match limit.kind() {
+            Kind::Window(window) => Some((id, window.window())),
+            _ => None,
+        });
+        Self { limits, kept }
+    }
+
+    /// The operation that notes a reset, or asks for the last one.
+    fn op(&self, verb: Verb, limit: LimitId, key: Key) -> Option<Op> {
+        let (kept, _) = self.kept?;
+        self.limits.get(limit)?.penalty()?;
+        // The lower half decides where a store keeps it: beside what was reset.
+        Some(Op::new(kept, verb, Key::new(key.hi() ^ self.limits.tag(limit), key.lo()), 1))
+    }
+
+    /// The time since a key's last reset, by the answer to that operation.
+    fn age(&self, outcome: &Outcome, decided: Time) -> Option<Span> {
+        let (_, length) = self.kept?;
+        let left = outcome.reset_at.since(decided);
+        (outcome.used > 0 && !left.is_zero()).then(|| length - left.min(length))
+    }
+
+    /// A batch that resets keys, with the notes of that: in one piece, unless a batch can't hold as much.
+    pub(super) fn noted<'a>(&'a self, batch: &'a Batch) -> impl Iterator<Item = (Batch, usize)> + 'a {
+        batch.ops().chunks(MAX_OPS / 2).map(move |ops| {
+            let resets = ops.iter().filter(|op| op.verb == Verb::Reset);
+            let notes = resets.filter_map(|op| self.op(Verb::Debit, op.limit, op.key));
+            (batch.part(ops.iter().copied().chain(notes)), ops.len())
+        })
+    }
+}
+
+/// A key's penalty as a node knows it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Known {
+    pub(super) limit: LimitId,
+    pub(super) key: Key,
+    /// Its batch's affinity.
+    pub(super) affinity: u64,
+    /// Strikes. New ones, which the store hasn't heard of, come on top of those that it knows.
+    pub(super) strikes: u8,
+    pub(super) are_new: bool,
+    pub(super) parole: u64,
+    /// The moment of the last one and the end of its block, by this node's clock.
+    pub(super) struck: Time,
+    pub(super) ends: Time,
+}
+
+/// The outcome of bringing a penalty back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Returned {
+    /// The store knows it.
+    Known,
+    /// The key was reset since.
+    Reset,
+}
+
+impl Node {
+    /// Has the store know a penalty, unless its key was reset since.
+    pub(super) async fn bring_back(&self, known: &Known) -> Result<Returned, StoreError> {
+        let &Known { limit, key, affinity, .. } = known;
+        let one = |op: Op| {
+            let mut batch = Batch::new(0).part([op].into_iter().chain(self.resets.op(Verb::Peek, limit, key)));
+            batch.set_affinity(affinity);
+            batch
+        };
+        let asked_at = self.clock.now();
+        let found = self.ask_only(&one(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
+        if self.reset_age(&found).is_some_and(|age| age <= asked_at.since(known.struck)) {
+            return Ok(Returned::Reset);
+        }
+        let Some(outcome) = found.list().first() else { return Ok(Returned::Known) };
+        let strikes = if known.are_new { outcome.strikes.saturating_add(known.strikes) } else { known.strikes };
+        let now = self.clock.now();
+        let left = known.ends.since(now);
+        let is_blocked = left.is_zero() || outcome.block_until > found.now();
+        if strikes <= outcome.strikes && is_blocked {
+            return Ok(Returned::Known);
+        }
+        let parole = u32::try_from(known.parole).unwrap_or(u32::MAX);
+        let penalise = Op::new(limit, Verb::Penalise { strikes, parole }, key, left.as_micros());
+        let done = self.ask_only(&one(penalise), now).await?;
+        let since = self.clock.now().since(asked_at);
+        if self.reset_age(&done).is_some_and(|age| age <= since) {
+            // It was reset between the two questions.
+            let mut reset = Batch::one(0, Op::new(limit, Verb::Reset, key, 1));
+            reset.set_affinity(affinity);
+            self.ask_only(&reset, self.clock.now()).await?;
+            return Ok(Returned::Reset);
+        }
+        Ok(Returned::Known)
+    }
+
+    fn reset_age(&self, outcomes: &Outcomes) -> Option<Span> {
+        self.resets.age(outcomes.list().get(1)?, outcomes.now())
+    }
+
+    /// Finds out whether the store still knows a block, and brings it back if it doesn't. Without an answer it stays as it is.
+    pub(super) async fn settle_doubt(&self, limit: LimitId, key: Key) {
+        let now = self.clock.now();
+        let Some(known) = self.blocks.known(limit, key, now) else { return };
+        match self.bring_back(&known).await {
+            Ok(Returned::Known) => self.blocks.confirm(limit, key, self.clock.now()),
+            Ok(Returned::Reset) => self.forget(limit, key),
+            Err(_) => {}
+        }
+    }
+}
