@@ -88,6 +88,12 @@ static SETTINGS: &[Setting] = &[
     ),
     setting("store.nodes", Count, "1", "how many nodes share the store, until it tells by itself"),
     setting("store.sync", Text, "100ms", "how long after a change a file is written at the latest, or always"),
+    setting(
+        "store.on_full",
+        Text,
+        "",
+        "what holds while a file can't be written: continue or deny; unsaid, deny with sync = always and else continue",
+    ),
     setting("store.cluster", Text, "together", "a cluster's keys: together, or reserve to take them one by one"),
     setting("inbound.listen", Text, "127.0.0.1:8080", "where the gate listens"),
     setting("inbound.upstream", Text, "", "the server behind the gate, as http://HOST:PORT; without one no proxy runs"),

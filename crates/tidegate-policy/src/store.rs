@@ -18,7 +18,7 @@ pub struct Store {
     /// a node goes on with while it can't be reached. Default 64 MiB; at least 64 KiB.
     pub max_bytes: u64,
     /// What holds while the store can't be reached, where an action doesn't say otherwise. Default
-    /// [`OnOutage::Local`]. Memory and files have no outages.
+    /// [`OnOutage::Local`]. Memory has no outages; for files, see `on_full`.
     pub on_outage: OnOutage,
     /// How long a decision waits for a shared store. Default 50 ms.
     pub timeout: Duration,
@@ -32,6 +32,9 @@ pub struct Store {
     pub nodes: u32,
     /// When a file is written. Default: 100 ms after a change at the latest.
     pub sync: Sync,
+    /// The behaviour while a file can't be written. Default: [`OnFull::Deny`] with [`Sync::Always`], else
+    /// [`OnFull::Continue`].
+    pub on_full: OnFull,
     /// How decisions about several keys are made in a Redis cluster. Default [`Cluster::Together`].
     pub cluster: Cluster,
 }
@@ -54,6 +57,7 @@ impl Default for Store {
             hash_key: None,
             nodes: 1,
             sync: Sync::Within(Duration::from_millis(100)),
+            on_full: OnFull::Continue,
             cluster: Cluster::Together,
         }
     }
@@ -127,6 +131,15 @@ pub enum Sync {
     Always,
     /// `sync = "100ms"`: this long after a change at the latest. A crash loses what changed since.
     Within(Duration),
+}
+
+/// The behaviour while a file can't be written, as on a full disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFull {
+    /// `on_full = "continue"`: decisions go on in memory. A crash then loses what changed since.
+    Continue,
+    /// `on_full = "deny"`: what would change something is refused as by a store that can't be reached.
+    Deny,
 }
 
 /// How decisions about several keys are made in a cluster.

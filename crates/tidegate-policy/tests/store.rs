@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use tidegate_core::{Kind, LeaseSpec, OnOutage, Span, Verb};
-use tidegate_policy::store::{Cluster, Engine, Sync};
+use tidegate_policy::store::{Cluster, Engine, OnFull, Sync};
 use tidegate_policy::{KeySeed, Plan, Policy, Query, Sources, StoreUrl};
 
 fn load(text: &str) -> Policy {
@@ -45,13 +45,13 @@ fn urls_name_engines() {
 fn settings_have_their_say() {
     let policy = load(
         "[store]\nurl = \"redis://127.0.0.1\"\non_outage = \"deny\"\ntimeout = \"20ms\"\nprefix = \"shop\"\nnodes = 3\n\
-         sync = \"always\"\ncluster = \"reserve\"\n\
+         sync = \"always\"\non_full = \"continue\"\ncluster = \"reserve\"\n\
          [inbound.action.a]\nlimit = \"100 per 60s\"\non_outage = \"allow\"\nlease = { share = \"20%\", max_age = \"1s\" }\n\
          [inbound.action.b]\nlimit = \"100 per 60s\"\n",
     );
     let store = policy.store();
     assert_eq!((store.timeout, store.prefix.as_str(), store.nodes), (Duration::from_millis(20), "shop", 3));
-    assert_eq!((store.sync, store.cluster), (Sync::Always, Cluster::Reserve));
+    assert_eq!((store.sync, store.cluster, store.on_full), (Sync::Always, Cluster::Reserve, OnFull::Continue));
     let limits: Vec<_> = policy.plan().limits().iter().map(|(_, limit)| limit).collect();
     assert_eq!(limits[0].sharing().on_outage, OnOutage::Allow);
     assert_eq!(limits[1].sharing().on_outage, OnOutage::Deny);
@@ -59,6 +59,20 @@ fn settings_have_their_say() {
     assert_eq!((limits[0].sharing().lease, limits[1].sharing().lease), (Some(lease), None));
     let Kind::Window(window) = limits[0].kind() else { panic!("{:?}", limits[0]) };
     assert_eq!(window.lead(), Span::from_secs(1), "a slice counts when its lease ends");
+}
+
+#[test]
+fn a_file_that_nothing_may_be_lost_of_denies_while_it_cannot_be_written() {
+    let on_full = |text: &str| load(&format!("[store]\nurl = \"file:state\"\n{text}")).store().on_full;
+    for (text, expected) in [
+        ("", OnFull::Continue),
+        ("sync = \"1s\"", OnFull::Continue),
+        ("sync = \"always\"", OnFull::Deny),
+        ("on_full = \"deny\"", OnFull::Deny),
+        ("sync = \"always\"\non_full = \"continue\"", OnFull::Continue),
+    ] {
+        assert_eq!(on_full(text), expected, "{text}");
+    }
 }
 
 /// All keys of a decision lie on one server of a cluster: those of the global limit wherever it is asked, too.

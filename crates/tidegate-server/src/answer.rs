@@ -34,7 +34,7 @@ pub(crate) enum Trouble {
     BadGateway,
     /// The upstream doesn't answer in time.
     GatewayTimeout,
-    /// The store can't be asked and the policy says to refuse.
+    /// The store can't be asked, or not be written, and the policy says to refuse.
     Unavailable,
 }
 
@@ -67,7 +67,7 @@ impl Trouble {
             Self::Method => "CONNECT and TRACE are not served",
             Self::BadGateway => "the upstream refused or broke the connection",
             Self::GatewayTimeout => "the upstream did not answer in time",
-            Self::Unavailable => "the store can't be reached",
+            Self::Unavailable => "the store can't be reached or written",
         }
     }
 

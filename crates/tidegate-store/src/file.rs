@@ -7,9 +7,11 @@
 //!
 //! What the file keeps of a key are the 60 bits of it by which the memory knows it, under the limit's
 //! [tag](tidegate_core::Limits::tag). The file follows the memory: what that forgets, because it is idle or there is no
-//! room for it, is removed from the file by and by. Rows of limits that no plan has stay until they are idle, since
-//! another policy may come back.
+//! room for it, is removed from the file by and by. Rows of limits that no plan has stay for a week past their end, since
+//! another policy may come back. So does what ended while no process watched, and the period of a quota before the present
+//! one, since the clock may be set back.
 
+mod aside;
 mod bell;
 mod disk;
 mod error;
@@ -25,7 +27,7 @@ use std::sync::Arc;
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 
 pub use error::FileError;
-pub use journal::{Flush, Health, Journal};
+pub use journal::{Flush, Health, Journal, OnFull};
 use plan::Plan;
 
 use crate::memory::Change;
@@ -61,7 +63,7 @@ impl FileStore {
     /// # Errors
     /// [`FileError`]: the file can't be read, or one of the tags is taken.
     pub fn new(limits: Arc<Limits>, max_bytes: usize, journal: &Arc<Journal>, now: Time) -> Result<Self, FileError> {
-        let plan = Arc::new(Plan::new(limits, max_bytes));
+        let plan = Arc::new(Plan::new(limits, max_bytes, now));
         journal.admit(&plan, now)?;
         Ok(Self { plan, journal: Arc::clone(journal) })
     }
@@ -69,6 +71,24 @@ impl FileStore {
     /// The file.
     pub fn journal(&self) -> &Arc<Journal> {
         &self.journal
+    }
+
+    /// Takes note of a decision, and says which writing it has to wait for, if any.
+    #[inline]
+    fn note(&self, batch: &Batch, change: Change, now: Time) -> Option<u64> {
+        if change.reset {
+            self.plan.forget(batch);
+        }
+        self.journal.note(change, now)
+    }
+
+    /// The answer while nothing may change.
+    #[cold]
+    fn apply_unchanged(&self, batch: &Batch, now: Time) -> Answer<Later> {
+        match self.plan.shards.apply_unchanged(batch, now) {
+            Some(outcomes) => Answer::Ready(outcomes),
+            None => Answer::Later(Box::pin(std::future::ready(Err(StoreError::Unwritable)))),
+        }
     }
 
     /// What the memory holds and has had to let go.
@@ -86,9 +106,12 @@ impl Store for FileStore {
 
     #[inline]
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        if self.journal.denies() {
+            return self.apply_unchanged(batch, now);
+        }
         let mut change = Change::default();
         let outcomes = self.plan.shards.apply(batch, now, &mut change);
-        match self.journal.note(change, now) {
+        match self.note(batch, change, now) {
             None => Answer::Ready(outcomes),
             Some(writing) => Answer::Later(self.journal.wait(writing, outcomes)),
         }
@@ -97,7 +120,7 @@ impl Store for FileStore {
     fn tell(&self, batch: &Batch, now: Time) {
         let mut change = Change::default();
         self.plan.shards.apply(batch, now, &mut change);
-        self.journal.note(change, now);
+        self.note(batch, change, now);
     }
 
     fn tend(&self, now: Time) -> Losses {

@@ -11,6 +11,8 @@
 mod any;
 #[cfg(feature = "file")]
 mod file;
+#[cfg(feature = "files")]
+pub mod files;
 #[cfg(feature = "remote")]
 mod fleet;
 mod memory;
@@ -32,7 +34,7 @@ use std::sync::Arc;
 
 pub use any::AnyStore;
 #[cfg(feature = "file")]
-pub use file::{FileError, FileStore, Flush, Health, Journal};
+pub use file::{FileError, FileStore, Flush, Health, Journal, OnFull};
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
@@ -166,6 +168,9 @@ pub enum StoreError {
     /// The store can't be reached, and the limit lets nothing through without it.
     #[error("the store can't be reached")]
     Unavailable,
+    /// The store can't be written, and lets nothing change until it can.
+    #[error("the store can't be written, and nothing is admitted until it can")]
+    Unwritable,
     /// The store can't be reached or answered with an error.
     #[error("the store failed: {0}")]
     Failed(String),

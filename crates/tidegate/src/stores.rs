@@ -12,7 +12,7 @@ use tidegate_core::{PacerError, PacerSpec};
 #[cfg(feature = "remote")]
 use tidegate_policy::store::Engine;
 #[cfg(feature = "file")]
-use tidegate_policy::store::Sync;
+use tidegate_policy::store::{OnFull, Sync};
 use tidegate_policy::{KeySeed, Policy, Store as StoreSettings, StoreUrl, TokenError};
 use tidegate_store::{AnyStore, Memory, StoreError};
 #[cfg(feature = "file")]
@@ -152,7 +152,11 @@ impl Stores {
                     Sync::Always => Flush::Always,
                     Sync::Within(span) => Flush::Within(span),
                 };
-                let journal = Journal::open(path, flush)?;
+                let on_full = match stores.settings.on_full {
+                    OnFull::Continue => tidegate_store::OnFull::Continue,
+                    OnFull::Deny => tidegate_store::OnFull::Deny,
+                };
+                let journal = Journal::open_with(path, flush, on_full)?;
                 let seed = match said {
                     Some(seed) => seed,
                     None => KeySeed::new(journal.seed(random_bytes())?),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tidegate::clock::TokioClock;
 use tidegate::policy::{KeySeed, Policy, Sources};
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
-use tidegate::{AnyStore, Begun, CheckError, Gate, OpenError, Query, Reason, Stores};
+use tidegate::{AnyStore, Begun, CheckError, Clock as _, Gate, OpenError, Query, Reason, Span, Stores};
 use tidegate_testkit::remote::{FlakyRemote, Mood};
 use tokio::time::sleep;
 
@@ -161,6 +161,33 @@ async fn a_file_outlives_the_process() {
         for allowed in allowed {
             let decision = gate.check(&ask("login", "bob")).await.unwrap();
             assert_eq!(decision.allowed, allowed, "round {round}");
+        }
+    }
+}
+
+/// A clock that is a day ahead for one run of the program loses neither a day's quota nor a block.
+#[tokio::test(start_paused = true)]
+async fn a_file_forgets_nothing_for_a_clock_that_is_wrong_once() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("state");
+    let text = format!(
+        "[store]\nurl = \"file:{}\"\n[inbound.action.day]\nkey = [\"key\"]\nlimit = \"3 per day in UTC\"\n\
+         [inbound.action.login]\nkey = [\"key\"]\nlimit = \"3 per 60s\"\nban = \"4h\"\n",
+        path.display()
+    );
+    let policy = policy(&text);
+    let noon = TokioClock::default().now() + Span::from_secs(12 * 3600);
+    for (ahead, allowed) in [(Span::ZERO, 3), (Span::from_secs(86_400), 3), (Span::from_secs(600), 0)] {
+        let stores = Stores::open(&policy, |_| None).await.unwrap();
+        let gate = stores.gate(&policy, TokioClock::at(noon + ahead)).unwrap();
+        for action in ["day", "login"] {
+            let mut passed = 0;
+            for _ in 0..4 {
+                if gate.check(&ask(action, "bob")).await.unwrap().allowed {
+                    passed += 1;
+                }
+            }
+            assert_eq!(passed, allowed, "{action}, {ahead:?} ahead");
         }
     }
 }

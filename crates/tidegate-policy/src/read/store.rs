@@ -11,7 +11,7 @@ use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
 use crate::secret::Secret;
-use crate::store::{Cluster, SCHEMES, Store, StoreUrl, Sync};
+use crate::store::{Cluster, OnFull, SCHEMES, Store, StoreUrl, Sync};
 
 const URLS: &str = "\"memory\", \"file:PATH\", or a URL that begins with redis://, rediss://, redis-sentinel://, \
                     redis-cluster://, mysql://, postgres:// or mongodb://";
@@ -45,6 +45,13 @@ impl Reader<'_> {
             }
             reader.timeout(node, "sync").map(Sync::Within)
         });
+        let unsaid = match sync {
+            Some(Sync::Always) => OnFull::Deny,
+            _ => default.on_full,
+        };
+        let on_full = self.or_default(table, "on_full", unsaid, |reader, node| {
+            reader.choice(node, "on_full", &[("continue", OnFull::Continue), ("deny", OnFull::Deny)])
+        });
         let cluster = self.or_default(table, "cluster", default.cluster, |reader, node| {
             reader.choice(node, "cluster", &[("together", Cluster::Together), ("reserve", Cluster::Reserve)])
         });
@@ -57,6 +64,7 @@ impl Reader<'_> {
             hash_key: hash_key?,
             nodes: nodes?,
             sync: sync?,
+            on_full: on_full?,
             cluster: cluster?,
         })
     }

@@ -396,7 +396,7 @@ pub(crate) fn refused_to_decide<S: Store, C: Clock>(api: &Api<S, C>, error: &Che
         CheckError::Cost { .. } => bad(&Wrong::with("cost", error.to_string())),
         CheckError::Store(_) => {
             api.refusals.note_failure(api.gate.clock().now(), error);
-            answer::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached")
+            answer::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written")
         }
     }
 }

@@ -1,23 +1,24 @@
 //! The file itself: a redb database of two tables, one of what it is and one of states.
 //!
 //! A row's key is 128 bits: the limit's tag, then what the memory keeps of the key, 60 bits of a hash under the file's
-//! own seed. Its value is when the state becomes idle, eight bytes, and the state as core encodes it. A file is
-//! made beside its place and moved there when it is whole, so that there never is half of one.
+//! own seed; the bit above them marks what is set aside of the key. Its value is when the state becomes idle, eight bytes,
+//! and the state as core encodes it. A file is made beside its place and moved there when it is whole, so that there
+//! never is half of one.
 
-use std::ffi::OsString;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use redb::backends::FileBackend;
 use redb::{
-    Builder, Database, Error, ReadableDatabase, ReadableTable, ReadableTableMetadata, StorageError, Table,
+    AccessGuard, Builder, Database, Error, ReadableDatabase, ReadableTable, ReadableTableMetadata, StorageError, Table,
     TableDefinition, TableError,
 };
 use tidegate_core::Time;
 
 use super::FileError;
+use crate::files;
 
 /// The format that is written, and the latest that is read.
 pub(super) const FORMAT: u32 = 1;
@@ -32,8 +33,10 @@ const SEED_KEY: &str = "seed";
 const CACHE_BYTES: usize = 8 << 20;
 /// A file below this isn't worth compacting.
 const COMPACTED_BYTES: u64 = 4 << 20;
-/// How many rows are looked over at once for those that are to go.
+/// How many rows are looked over at once for those that are to go, or to be moved.
 const SWEPT_AT_ONCE: usize = 1024;
+/// The bit of a row's key that marks what is set aside.
+const ASIDE: u64 = 1 << 60;
 
 /// How the database is opened, again after each failure.
 type Open = Box<dyn Fn(&Path) -> Result<Database, Error> + Send>;
@@ -50,9 +53,14 @@ pub(super) struct Disk {
 impl Disk {
     /// Opens the file, and makes it if it isn't there.
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
-        make(path)?;
-        let mut disk = Self::with(path, Box::new(|path| Ok(builder().open(path)?)));
+        let path = files::resolve(path).map_err(|error| unusable(path, error))?;
+        make(&path)?;
+        let mut disk = Self::with(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
         disk.compact()?;
+        // Its seed is a secret, and only now it is known to be a store.
+        if let Err(error) = files::make_private(&path) {
+            tracing::warn!(?path, %error, "others can read the store, which holds a secret");
+        }
         Ok(disk)
     }
 
@@ -146,16 +154,14 @@ impl Disk {
         })
     }
 
-    /// Shows every state that is kept of a limit, by what is kept of its key.
-    pub(super) fn read(&mut self, tag: u64, mut show: impl FnMut(u64, &[u8])) -> Result<(), FileError> {
+    /// Shows what is kept of a limit: each key by what is kept of it, its state and what is set aside, encoded.
+    pub(super) fn read(&mut self, tag: u64, mut show: impl FnMut(u64, Encoded<'_>)) -> Result<(), FileError> {
         self.using(|database| {
             let states = database.begin_read()?.open_table(STATES)?;
-            for row in states.range(row(tag, 0)..=row(tag, u64::MAX))? {
-                let (key, value) = row?;
-                if let Some(state) = value.value().get(8..) {
-                    show(parts(key.value()).1, state);
-                }
-            }
+            pairs(&states, tag, 0, |of_key, found| {
+                show(of_key, found);
+                true
+            })?;
             Ok(())
         })
     }
@@ -206,10 +212,42 @@ pub(super) struct Rows<'a> {
     changed: usize,
 }
 
+/// The fate of a row that was looked over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    Stay,
+    Go,
+    /// It is set aside.
+    Aside,
+}
+
 impl Rows<'_> {
     pub(super) fn put(&mut self, key: u128, value: &[u8]) -> Result<(), StorageError> {
         self.changed += 1;
         self.states.insert(key, value).map(drop)
+    }
+
+    /// Puts a row; what it was before is set aside if `is_other` says so of the encoded state.
+    pub(super) fn put_period(
+        &mut self,
+        key: u128,
+        value: &[u8],
+        now: Time,
+        is_other: impl FnOnce(&[u8]) -> bool,
+    ) -> Result<(), StorageError> {
+        self.changed += 1;
+        let before = self.states.insert(key, value)?;
+        let before = before.filter(|before| is_other(state(before.value()))).map(|before| before.value().to_vec());
+        before.map_or(Ok(()), |before| self.put_aside(key, &before, now))
+    }
+
+    /// Sets a row's value aside. One that is set aside and to come stays instead: it was used while the clock was ahead.
+    fn put_aside(&mut self, key: u128, value: &[u8], now: Time) -> Result<(), StorageError> {
+        let key = set_aside(key);
+        if self.states.get(key)?.is_some_and(|aside| idle_at(aside.value()) > now) {
+            return Ok(());
+        }
+        self.put(key, value)
     }
 
     pub(super) fn remove(&mut self, key: u128) -> Result<(), StorageError> {
@@ -219,26 +257,68 @@ impl Rows<'_> {
         Ok(())
     }
 
+    fn put_or_remove(&mut self, key: u128, value: Option<&[u8]>) -> Result<(), StorageError> {
+        match value {
+            Some(value) => self.put(key, value),
+            None => self.remove(key),
+        }
+    }
+
     /// How many rows were changed so far.
     pub(super) fn changed(&self) -> usize {
         self.changed
     }
 
-    /// Looks over the next `rows`, once round at the most, and removes those that are not to be kept.
+    /// The number of rows.
+    pub(super) fn len(&self) -> Result<u64, StorageError> {
+        self.states.len()
+    }
+
+    /// Gives each key of a limit the two values that `arrange` says, where it says any.
+    pub(super) fn arrange(
+        &mut self,
+        tag: u64,
+        mut arrange: impl FnMut(Encoded<'_>) -> Option<[Option<Vec<u8>>; 2]>,
+    ) -> Result<(), StorageError> {
+        let mut from = 0;
+        loop {
+            let mut arranged = Vec::with_capacity(SWEPT_AT_ONCE);
+            pairs(&self.states, tag, from, |of_key, found| {
+                arranged.extend(arrange(found).map(|values| (of_key, values)));
+                arranged.len() < SWEPT_AT_ONCE
+            })?;
+            for (of_key, [state, aside]) in &arranged {
+                let key = row(tag, *of_key);
+                self.put_or_remove(key, state.as_deref())?;
+                self.put_or_remove(set_aside(key), aside.as_deref())?;
+            }
+            match arranged.last() {
+                Some((last, _)) if arranged.len() == SWEPT_AT_ONCE => from = last + 1,
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Looks over the next `rows`, once round at the most, and does with each what `judge` says of it: of a state by its
+    /// limit's tag, its key and when it is idle, and of one that is set aside only by the last.
     pub(super) fn sweep(
         &mut self,
         rows: usize,
-        mut keep: impl FnMut(u64, u64, Time) -> bool,
+        now: Time,
+        mut judge: impl FnMut(Option<(u64, u64)>, Time) -> Fate,
     ) -> Result<(), StorageError> {
         let mut left = rows.min(usize::try_from(self.states.len()?).unwrap_or(usize::MAX));
-        let mut gone = Vec::with_capacity(left.min(SWEPT_AT_ONCE));
+        let mut moved = Vec::with_capacity(left.min(SWEPT_AT_ONCE));
         while left > 0 {
             let (mut seen, wanted) = (0, left.min(SWEPT_AT_ONCE));
             for row in self.states.range(*self.hand..)?.take(wanted) {
                 let (key, value) = row?;
                 let (tag, of_key) = parts(key.value());
-                if !keep(tag, of_key, idle_at(value.value())) {
-                    gone.push(key.value());
+                let whose = (of_key & ASIDE == 0).then_some((tag, of_key));
+                match judge(whose, idle_at(value.value())) {
+                    Fate::Stay => {}
+                    Fate::Go => moved.push((key.value(), None)),
+                    Fate::Aside => moved.push((key.value(), Some(value.value().to_vec()))),
                 }
                 *self.hand = key.value().saturating_add(1);
                 seen += 1;
@@ -246,8 +326,11 @@ impl Rows<'_> {
             if seen < wanted {
                 *self.hand = 0;
             }
-            for key in gone.drain(..) {
+            for (key, aside) in moved.drain(..) {
                 self.remove(key)?;
+                if let Some(aside) = aside {
+                    self.put_aside(key, &aside, now)?;
+                }
             }
             left -= wanted;
         }
@@ -255,9 +338,46 @@ impl Rows<'_> {
     }
 }
 
+type Row<'a> = (AccessGuard<'a, u128>, AccessGuard<'a, &'static [u8]>);
+
+/// A key's state and what is set aside of it, encoded.
+pub(super) type Encoded<'a> = [Option<&'a [u8]>; 2];
+
+/// Shows what is kept of a limit's keys from one on, in order, for as long as `show` says to go on.
+fn pairs(
+    states: &impl ReadableTable<u128, &'static [u8]>,
+    tag: u64,
+    from: u64,
+    mut show: impl FnMut(u64, Encoded<'_>) -> bool,
+) -> Result<(), StorageError> {
+    let mut own = states.range(row(tag, from)..row(tag, ASIDE))?;
+    let mut aside = states.range(row(tag, ASIDE | from)..row(tag, ASIDE << 1))?;
+    let mut next = [own.next().transpose()?, aside.next().transpose()?];
+    let of_key = |row: &Option<Row<'_>>| row.as_ref().map(|(key, _)| parts(key.value()).1 & !ASIDE);
+    while let Some(first) = next.iter().filter_map(of_key).min() {
+        let is_first = [0, 1].map(|at| of_key(&next[at]) == Some(first));
+        let value = |at: usize| next[at].as_ref().filter(|_| is_first[at]).map(|(_, value)| state(value.value()));
+        if !show(first, [value(0), value(1)]) {
+            break;
+        }
+        if is_first[0] {
+            next[0] = own.next().transpose()?;
+        }
+        if is_first[1] {
+            next[1] = aside.next().transpose()?;
+        }
+    }
+    Ok(())
+}
+
 /// The key of a row.
 pub(super) fn row(tag: u64, of_key: u64) -> u128 {
     u128::from(tag) << 64 | u128::from(of_key)
+}
+
+/// The key of the row in which is kept what is set aside beside a row.
+pub(super) fn set_aside(row: u128) -> u128 {
+    row | u128::from(ASIDE)
 }
 
 fn parts(row: u128) -> (u64, u64) {
@@ -267,6 +387,11 @@ fn parts(row: u128) -> (u64, u64) {
 /// Begins a row's value.
 pub(super) fn begin_value(idle_at: Time, value: &mut Vec<u8>) {
     value.extend(idle_at.as_micros().to_le_bytes());
+}
+
+/// The state in a row's value, encoded.
+fn state(value: &[u8]) -> &[u8] {
+    value.get(8..).unwrap_or_default()
 }
 
 fn idle_at(value: &[u8]) -> Time {
@@ -280,58 +405,50 @@ pub(super) fn builder() -> Builder {
     builder
 }
 
-/// Makes an empty store, if there is nothing.
+/// The file as redb takes it. An empty one isn't begun anew: something took away what it held.
+fn backend(path: &Path) -> Result<FileBackend, Error> {
+    let file = files::open(path, File::options().read(true).write(true)).map_err(StorageError::Io)?;
+    if file.metadata().map_err(StorageError::Io)?.len() == 0 {
+        return Err(Error::Io(io::ErrorKind::InvalidData.into()));
+    }
+    Ok(FileBackend::new(file)?)
+}
+
+/// Makes an empty store, if there is nothing or an empty file.
 fn make(path: &Path) -> Result<(), FileError> {
-    let unusable = |source| FileError::Unusable { path: path.to_owned(), source };
-    let is_there = || match std::fs::metadata(path) {
+    let is_made = || match std::fs::metadata(path) {
         Ok(about) => Ok(about.len() > 0),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(unusable(error)),
+        Err(error) => Err(unusable(path, error)),
     };
-    if is_there()? {
+    if is_made()? {
         return Ok(());
     }
-    let new = beside(path, ".new");
-    let file = options().open(&new).map_err(unusable)?;
-    match file.try_lock() {
-        Ok(()) => {}
+    let _lock = match files::lock(path) {
+        Ok(lock) => lock,
         Err(TryLockError::WouldBlock) => return Err(FileError::InUse { path: path.to_owned() }),
-        Err(TryLockError::Error(source)) => return Err(unusable(source)),
-    }
-    // Whoever made it meanwhile has moved what was locked just now.
-    if is_there()? {
+        Err(TryLockError::Error(source)) => return Err(unusable(path, source)),
+    };
+    // Another that made it meanwhile has replaced what was locked just now.
+    if is_made()? {
         return Ok(());
     }
-    file.set_len(0).map_err(unusable)?;
+    files::remove_unfinished(path);
     caught(path, || {
-        let database = builder().create_with_backend(FileBackend::new(file)?)?;
-        let write = database.begin_write()?;
-        write.open_table(ABOUT)?.insert(FORMAT_KEY, FORMAT.to_le_bytes().as_slice())?;
-        write.open_table(STATES)?;
-        write.commit()?;
-        std::fs::rename(&new, path).map_err(StorageError::Io)?;
-        // The name is kept by the folder, and survives a power cut only when that is written too.
-        #[cfg(unix)]
-        File::open(path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new(".")))
-            .and_then(|folder| folder.sync_all())
-            .map_err(StorageError::Io)?;
-        Ok(())
+        files::replace(path, |file| {
+            let database =
+                builder().create_with_backend(FileBackend::new(file.try_clone().map_err(StorageError::Io)?)?)?;
+            let write = database.begin_write()?;
+            write.open_table(ABOUT)?.insert(FORMAT_KEY, FORMAT.to_le_bytes().as_slice())?;
+            write.open_table(STATES)?;
+            write.commit()?;
+            Ok(())
+        })
     })
 }
 
-/// How a new file is opened: by its owner alone, since its seed is a secret.
-fn options() -> OpenOptions {
-    let mut options = File::options();
-    options.read(true).write(true).create(true).truncate(false);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    options
-}
-
-fn beside(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(suffix);
-    PathBuf::from(name)
+fn unusable(path: &Path, source: io::Error) -> FileError {
+    FileError::Unusable { path: path.to_owned(), source }
 }
 
 /// Runs `job` on the file at `path`. redb panics at some of what a broken file may hold.

@@ -10,9 +10,10 @@ use tidegate_core::{Outcomes, Span, Time};
 use tokio::sync::watch;
 
 use super::bell::{Bell, Lag};
-use super::disk::{Disk, Written};
-use super::plan::{Plan, Scratch};
-use super::{FileError, Later};
+use super::disk::{Disk, Fate, Written};
+use super::plan::{Plan, Reset, Scratch};
+use super::{FileError, Later, aside};
+use crate::StoreError;
 use crate::memory::Change;
 
 /// How often a writer that nobody called looks over some rows, and how long it leaves a file alone that failed.
@@ -41,11 +42,31 @@ impl Default for Flush {
     }
 }
 
+/// The behaviour while the file can't be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFull {
+    /// Decisions go on in memory; a crash then loses what changed since.
+    Continue,
+    /// A decision that would change something is an error ([`StoreError::Unwritable`]); those that change nothing, as the
+    /// refusals by a live block, are told. What is only told ([`Store::tell`](crate::Store::tell)) is taken note of.
+    Deny,
+}
+
+impl OnFull {
+    /// The default: with [`Flush::Always`] nothing is to be lost, so that it denies.
+    pub fn of(flush: Flush) -> Self {
+        match flush {
+            Flush::Always => Self::Deny,
+            Flush::Within(_) => Self::Continue,
+        }
+    }
+}
+
 /// How a file is doing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Health {
-    /// Why it can't be written at present; decisions go on in memory, and a restart would lose what changed since.
+    /// Why it can't be written at present; a restart would lose what changed since in memory.
     pub failure: Option<String>,
     /// How often it was written.
     pub commits: u64,
@@ -63,6 +84,7 @@ pub struct Journal {
 /// What decisions share with the writer.
 struct Shared {
     flush: Flush,
+    on_full: OnFull,
     /// How far the file may lag behind decisions that don't wait for it.
     most_lag: Span,
     bell: Bell,
@@ -74,10 +96,18 @@ struct Shared {
     disk: Mutex<(Disk, Scratch)>,
     /// How many writings were begun.
     begun: AtomicU64,
-    /// How many have ended, well or not.
-    ended: watch::Sender<u64>,
+    /// The last that has ended.
+    ended: watch::Sender<Ended>,
     failing: AtomicBool,
     health: Mutex<Health>,
+}
+
+/// A writing that has ended.
+#[derive(Clone, Copy, Debug)]
+struct Ended {
+    writing: u64,
+    /// True if the file has all that was decided before it.
+    well: bool,
 }
 
 impl std::fmt::Debug for Journal {
@@ -87,15 +117,24 @@ impl std::fmt::Debug for Journal {
 }
 
 impl Journal {
-    /// Opens the file at `path`, and makes it if it isn't there.
+    /// [`Journal::open_with`] what holds by default while the file can't be written ([`OnFull::of`]).
     ///
     /// # Errors
     /// [`FileError`]. The file is left as it was.
     pub fn open(path: &Path, flush: Flush) -> Result<Arc<Self>, FileError> {
-        Self::on(Disk::open(path)?, flush)
+        Self::open_with(path, flush, OnFull::of(flush))
     }
 
-    pub(super) fn on(mut disk: Disk, flush: Flush) -> Result<Arc<Self>, FileError> {
+    /// Opens the file at `path`, and makes it if it isn't there. A symbolic link is followed; anything but a regular file is
+    /// an error. The file is its owner's alone, also if it was there and others could read it: it holds a secret.
+    ///
+    /// # Errors
+    /// [`FileError`]. The file is left as it was.
+    pub fn open_with(path: &Path, flush: Flush, on_full: OnFull) -> Result<Arc<Self>, FileError> {
+        Self::on(Disk::open(path)?, flush, on_full)
+    }
+
+    pub(super) fn on(mut disk: Disk, flush: Flush, on_full: OnFull) -> Result<Arc<Self>, FileError> {
         let health = Health { rows: disk.len()?, ..Health::default() };
         let most_lag = match flush {
             Flush::Always => Span::ZERO,
@@ -104,6 +143,7 @@ impl Journal {
         let path = disk.path().to_owned();
         let shared = Arc::new(Shared {
             flush,
+            on_full,
             most_lag,
             bell: Bell::default(),
             lag: Lag::default(),
@@ -111,7 +151,7 @@ impl Journal {
             plans: Mutex::default(),
             disk: Mutex::new((disk, Scratch::default())),
             begun: AtomicU64::new(0),
-            ended: watch::Sender::new(0),
+            ended: watch::Sender::new(Ended { writing: 0, well: true }),
             failing: AtomicBool::new(false),
             health: Mutex::new(health),
         });
@@ -157,8 +197,8 @@ impl Journal {
         }
         for tag in plan.tags() {
             if let Some(id) = plan.limit(tag) {
-                disk.read(tag, |of_key, state| {
-                    if !plan.restore(id, of_key, state, now) {
+                disk.read(tag, |of_key, kept| {
+                    if !plan.restore(id, of_key, kept) {
                         unread += 1;
                     }
                 })?;
@@ -194,17 +234,28 @@ impl Journal {
             shared.bell.ring(|calls| calls.changed = true);
         }
         let waits = shared.flush == Flush::Always || shared.lag.exceeds(shared.most_lag, now);
-        (waits && !shared.failing.load(Relaxed)).then(|| shared.begun.load(Relaxed) + 1)
+        let goes_on = || shared.on_full == OnFull::Continue && shared.failing.load(Relaxed);
+        (waits && !goes_on()).then(|| shared.begun.load(Relaxed) + 1)
+    }
+
+    /// True while nothing may change.
+    #[inline]
+    pub(super) fn denies(&self) -> bool {
+        self.shared.failing.load(Relaxed) && self.shared.on_full == OnFull::Deny
     }
 
     /// Answers when the writing of that number has ended.
     pub(super) fn wait(&self, writing: u64, outcomes: Outcomes) -> Later {
         self.shared.bell.ring(|calls| calls.urgent = true);
         let mut ended = self.shared.ended.subscribe();
+        let on_full = self.shared.on_full;
         Box::pin(async move {
-            // Whether it ended well or the journal is gone: the decision stands in memory.
-            let _ = ended.wait_for(|ended| *ended >= writing).await;
-            Ok(outcomes)
+            match ended.wait_for(|ended| ended.writing >= writing).await {
+                // A later writing that ended well has what an earlier one failed to write.
+                Ok(ended) if ended.well => Ok(outcomes),
+                _ if on_full == OnFull::Continue => Ok(outcomes),
+                _ => Err(StoreError::Unwritable),
+            }
         })
     }
 }
@@ -257,22 +308,27 @@ impl Shared {
         self.lag.writing();
         let plans = lock(&self.plans).clone();
         let now = Time::from_micros(self.heard.load(Relaxed));
+        let resets: Vec<Reset> = plans.iter().map(|plan| plan.take_resets()).collect();
         let written = disk.write(|rows| {
-            for plan in &plans {
-                plan.write(rows, scratch, now)?;
+            for (plan, reset) in plans.iter().zip(&resets) {
+                plan.write(rows, scratch, reset, now)?;
             }
             let sweep = sweep.max(rows.changed() * SWEPT_PER_CHANGE);
-            rows.sweep(sweep, |tag, of_key, idle_at| {
-                let held = plans.iter().find_map(|plan| Some(plan.holds(plan.limit(tag)?, of_key, now)));
-                held.unwrap_or(idle_at > now)
-            })
+            let has_room = has_room(rows.len()?, &plans);
+            rows.sweep(sweep, now, |whose, idle_at| fate(whose, idle_at, &plans, has_room, now))
         });
-        if written.is_err() {
-            plans.iter().for_each(|plan| plan.shards.note_all());
+        for (plan, reset) in plans.iter().zip(resets) {
+            match written {
+                Ok(_) => plan.is_arranged(),
+                Err(_) => {
+                    plan.shards.note_all();
+                    plan.keep_resets(reset);
+                }
+            }
         }
         let result = self.tell(disk, written);
         self.lag.written();
-        self.ended.send_replace(writing);
+        self.ended.send_replace(Ended { writing, well: result.is_ok() });
         result
     }
 
@@ -290,7 +346,11 @@ impl Shared {
             }
             Err(error) => {
                 if !was_failing {
-                    tracing::error!(%error, "the store can't be written: decisions go on in memory");
+                    let then = match self.on_full {
+                        OnFull::Continue => "decisions go on in memory",
+                        OnFull::Deny => "nothing is admitted until it can",
+                    };
+                    tracing::error!(%error, "the store can't be written: {then}");
                 }
                 health.failure = Some(error.to_string());
                 Err(error)
@@ -299,6 +359,27 @@ impl Shared {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// True if more rows past their end may be kept.
+fn has_room(rows: u64, plans: &[Arc<Plan>]) -> bool {
+    let held = || plans.iter().map(|plan| plan.shards.stats().entries as u64).sum::<u64>();
+    rows <= aside::MOST || rows - aside::MOST <= held()
+}
+
+/// The fate of a row: of a state, by its limit's tag and its key, or of one that is set aside.
+fn fate(whose: Option<(u64, u64)>, idle_at: Time, plans: &[Arc<Plan>], has_room: bool, now: Time) -> Fate {
+    let is_over = idle_at <= now;
+    let is_kept = !is_over || has_room && idle_at + aside::KEPT > now;
+    let known = whose.and_then(|(tag, of_key)| plans.iter().find_map(|plan| Some((plan, plan.limit(tag)?, of_key))));
+    match known {
+        Some((plan, id, of_key)) if plan.holds(id, of_key, now) => Fate::Stay,
+        Some((plan, id, _)) if is_over && is_kept && plan.counts_periods(id) => Fate::Aside,
+        Some(_) => Fate::Go,
+        // Set aside, or of a policy that may come back.
+        None if is_kept => Fate::Stay,
+        None => Fate::Go,
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,11 +1,15 @@
 //! What one plan has in the file, and its states in memory.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 use tidegate_core::state::Usage;
-use tidegate_core::{Kind, Limit, LimitId, Limits, State, Time};
+use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, State, Time, Verb};
 
-use super::disk::{Rows, begin_value, row};
+use super::aside::{Kept, period};
+use super::disk::{Encoded, Rows, begin_value, row, set_aside};
+use super::journal::lock;
 use crate::memory::{Changed, Noted, Shards};
 
 /// Two to this power are a file store's shards, on every machine and whatever its size: which shard a key is in is part
@@ -14,27 +18,50 @@ const SHARD_BITS: u32 = 8;
 /// What a tag of the memory keeps of a key beside the shard.
 const TAG_BITS: u32 = 52;
 
+/// The most resets that are remembered until they are written. A further one leaves what was set aside of its key, which
+/// counts again only if the clock is set back.
+const MOST_RESETS: usize = 1 << 16;
+
 /// A plan's limits by their tags, and their states.
 pub(super) struct Plan {
     pub(super) shards: Shards<Noted>,
     /// In order.
     by_tag: Vec<(u64, LimitId)>,
+    /// The moment at which its states were read.
+    since: Time,
+    /// True once the file has its rows as they were arranged then.
+    arranged: AtomicBool,
+    /// Keys that were reset since the file was written.
+    reset: Mutex<Reset>,
 }
+
+/// Keys that were reset, by their limit's tag and what the file keeps of each.
+pub(super) type Reset = HashSet<(u64, u64)>;
 
 /// What writing a plan down needs, used again and again.
 #[derive(Default)]
 pub(super) struct Scratch {
     changed: Changed,
     values: Vec<u8>,
-    /// Each row, and where its value ends; nothing for a row that is to go.
-    rows: Vec<(u128, Option<usize>)>,
+    rows: Vec<(u128, Change)>,
+}
+
+/// A row's change.
+enum Change {
+    /// It is put: where its value ends, and when the period began if it counts one of a quota.
+    Put {
+        end: usize,
+        period: Option<Time>,
+    },
+    Remove,
 }
 
 impl Plan {
-    pub(super) fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
+    pub(super) fn new(limits: Arc<Limits>, max_bytes: usize, now: Time) -> Self {
         let mut by_tag: Vec<_> = limits.iter().map(|(id, _)| (limits.tag(id), id)).collect();
         by_tag.sort_unstable();
-        Self { shards: Shards::new(limits, max_bytes.max(1 << 20), SHARD_BITS), by_tag }
+        let shards = Shards::new(limits, max_bytes.max(1 << 20), SHARD_BITS);
+        Self { shards, by_tag, since: now, arranged: AtomicBool::new(true), reset: Mutex::default() }
     }
 
     /// The tags of its limits, in order.
@@ -48,17 +75,63 @@ impl Plan {
         Some(self.by_tag[at].1)
     }
 
+    /// True of a quota.
+    pub(super) fn counts_periods(&self, id: LimitId) -> bool {
+        self.shards.limits().get(id).is_some_and(|limit| matches!(limit.kind(), Kind::Quota(_)))
+    }
+
     /// Takes in what the file keeps of a key. False if it can't be read.
-    pub(super) fn restore(&self, id: LimitId, of_key: u64, bytes: &[u8], now: Time) -> bool {
+    pub(super) fn restore(&self, id: LimitId, of_key: u64, encoded: Encoded<'_>) -> bool {
         let Some(limit) = self.shards.limits().get(id) else { return true };
-        let Some(state) = State::decode(bytes) else { return false };
-        if let Some(state) = of_limit(state, limit)
-            && state.idle_at(limit) > now
-        {
+        let Some(kept) = decoded(encoded, limit) else { return false };
+        let (kept, is_moved) = kept.arranged(limit, self.since);
+        if is_moved {
+            self.arranged.store(false, Relaxed);
+        }
+        if let Some(state) = kept.state {
             let (shard, tag) = place(id, of_key);
-            self.shards.restore(shard, tag, state, now);
+            self.shards.restore(shard, tag, state, self.since);
         }
         true
+    }
+
+    /// Takes note of keys that were reset: nothing of them is to stay, nor to be set aside.
+    #[cold]
+    pub(super) fn forget(&self, batch: &Batch) {
+        let limits = self.shards.limits();
+        let resets = batch.ops().iter().filter(|op| op.verb == Verb::Reset && limits.get(op.limit).is_some());
+        self.keep_resets(resets.map(|op| (limits.tag(op.limit), of_key(op.key))));
+    }
+
+    /// The keys that were reset, to be forgotten by the next writing.
+    pub(super) fn take_resets(&self) -> Reset {
+        std::mem::take(&mut lock(&self.reset))
+    }
+
+    pub(super) fn keep_resets(&self, resets: impl IntoIterator<Item = (u64, u64)>) {
+        let mut reset = lock(&self.reset);
+        let room = MOST_RESETS.saturating_sub(reset.len());
+        reset.extend(resets.into_iter().take(room));
+    }
+
+    /// The rows are in the file as they were arranged when they were read.
+    pub(super) fn is_arranged(&self) {
+        self.arranged.store(true, Relaxed);
+    }
+
+    /// Arranges the rows, if that isn't done.
+    fn arrange(&self, rows: &mut Rows<'_>) -> Result<(), redb::StorageError> {
+        if self.arranged.load(Relaxed) {
+            return Ok(());
+        }
+        for &(tag, id) in &self.by_tag {
+            let Some(limit) = self.shards.limits().get(id) else { continue };
+            rows.arrange(tag, |encoded| {
+                let (kept, is_moved) = decoded(encoded, limit)?.arranged(limit, self.since);
+                is_moved.then(|| [kept.state, kept.aside].map(|state| state.map(|state| value(&state, limit))))
+            })?;
+        }
+        Ok(())
     }
 
     /// Whether the memory holds what the file keeps of a key.
@@ -72,8 +145,16 @@ impl Plan {
         &self,
         rows: &mut Rows<'_>,
         scratch: &mut Scratch,
+        reset: &Reset,
         now: Time,
     ) -> Result<(), redb::StorageError> {
+        self.arrange(rows)?;
+        for &(tag, of_key) in reset {
+            rows.remove(set_aside(row(tag, of_key)))?;
+            if !self.limit(tag).is_some_and(|id| self.holds(id, of_key, now)) {
+                rows.remove(row(tag, of_key))?;
+            }
+        }
         let limits = self.shards.limits();
         for shard in 0..self.shards.len() {
             self.shards.changed(shard, &mut scratch.changed);
@@ -83,22 +164,33 @@ impl Plan {
                 listed.clear();
                 let more = self.shards.read(shard, &mut scratch.changed, |tag, id, state| {
                     let key = row(limits.tag(id), (shard as u64) << TAG_BITS | tag >> (64 - TAG_BITS));
-                    let idle_at = |state: &State| limits.get(id).map_or(Time::ZERO, |limit| state.idle_at(limit));
-                    let kept = state.map(|state| (state, idle_at(state))).filter(|(_, idle_at)| *idle_at > now);
-                    listed.push((
-                        key,
-                        kept.map(|(state, idle_at)| {
+                    let kept = state.zip(limits.get(id));
+                    let idle_at = kept.map(|(state, limit)| (state, state.idle_at(limit)));
+                    let change = match idle_at {
+                        Some((state, idle_at)) if idle_at > now => {
                             begin_value(idle_at, values);
                             state.encode(values);
-                            values.len()
-                        }),
-                    ));
+                            Change::Put { end: values.len(), period: period(state) }
+                        }
+                        // What the row has of an earlier period is set aside when it is looked over.
+                        Some((state, _)) if period(state).is_some() => return,
+                        _ => Change::Remove,
+                    };
+                    listed.push((key, change));
                 });
                 let mut from = 0;
-                for (key, end) in listed.drain(..) {
-                    match end {
-                        Some(end) => rows.put(key, &values[std::mem::replace(&mut from, end)..end])?,
-                        None => rows.remove(key)?,
+                for (key, change) in listed.drain(..) {
+                    match change {
+                        Change::Put { end, period } => {
+                            let value = &values[std::mem::replace(&mut from, end)..end];
+                            match period {
+                                None => rows.put(key, value)?,
+                                Some(began) => {
+                                    rows.put_period(key, value, now, |before| is_of_another(before, began))?
+                                }
+                            }
+                        }
+                        Change::Remove => rows.remove(key)?,
                     }
                 }
                 if !more {
@@ -108,6 +200,34 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// True if an encoded state counts another period of a quota than the one that began then.
+fn is_of_another(encoded: &[u8], began: Time) -> bool {
+    State::decode(encoded).and_then(|state| period(&state)).is_some_and(|own| own != began)
+}
+
+/// A key's rows as states of this limit. `None` if it can't be read.
+fn decoded(encoded: Encoded<'_>, limit: &Limit) -> Option<Kept> {
+    let state = |encoded: Option<&[u8]>| match encoded {
+        None => Some(None),
+        Some(encoded) => State::decode(encoded).map(|state| of_limit(state, limit)),
+    };
+    let [own, aside] = encoded;
+    Some(Kept { state: state(own)?, aside: state(aside)? })
+}
+
+/// A row's value.
+fn value(state: &State, limit: &Limit) -> Vec<u8> {
+    let mut value = Vec::new();
+    begin_value(state.idle_at(limit), &mut value);
+    state.encode(&mut value);
+    value
+}
+
+/// The bits of a key that the file keeps.
+fn of_key(key: Key) -> u64 {
+    key.lo() >> (64 - SHARD_BITS) << TAG_BITS | key.lo() & ((1 << TAG_BITS) - 1)
 }
 
 /// The shard and the tag of what the file keeps of a key.

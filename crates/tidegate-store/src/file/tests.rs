@@ -11,11 +11,13 @@ use std::time::Duration;
 use redb::backends::FileBackend;
 use redb::{BackendError, StorageBackend};
 use tidegate_core::batch::Outcome;
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Span, Time, Verb, Window};
+use tidegate_core::{
+    Batch, Key, Kind, Limit, LimitId, Limits, Op, Penalty, PenaltySpec, Span, Time, Verb, Verdict, Window,
+};
 
 use super::disk::{Disk, builder};
-use super::{FileStore, Flush, Journal};
-use crate::{Answer, Store};
+use super::{FileStore, Flush, Journal, OnFull};
+use crate::{Answer, Store, StoreError};
 
 /// A file on a disk that is full, or stands still, while it is told to.
 #[derive(Debug)]
@@ -72,6 +74,10 @@ impl StorageBackend for Faulty {
 
 impl Faults {
     fn journal(&self, path: &Path, flush: Flush) -> Arc<Journal> {
+        self.journal_with(path, flush, OnFull::of(flush))
+    }
+
+    fn journal_with(&self, path: &Path, flush: Flush, on_full: OnFull) -> Arc<Journal> {
         drop(Journal::open(path, flush).unwrap());
         let faults = self.clone();
         let open = move |path: &Path| {
@@ -79,7 +85,7 @@ impl Faults {
             let backend = Faulty { file: FileBackend::new(file)?, faults: faults.clone() };
             Ok(builder().create_with_backend(backend)?)
         };
-        Journal::on(Disk::with(path, Box::new(open)), flush).unwrap()
+        Journal::on(Disk::with(path, Box::new(open)), flush, on_full).unwrap()
     }
 }
 
@@ -93,10 +99,12 @@ fn at(millis: u64) -> Time {
     Time::from_secs(1_700_000_000) + Span::from_millis(millis)
 }
 
+fn batch(verb: Verb) -> Batch {
+    Batch::one(1, Op::new(LimitId::FIRST, verb, Key::new(1, 0x1234_5678_9abc_def0), 1))
+}
+
 fn ask(store: &FileStore, verb: Verb, now: Time) -> Answer<super::Later> {
-    let mut batch = Batch::new(1);
-    batch.push(Op::new(LimitId::FIRST, verb, Key::new(1, 0x1234_5678_9abc_def0), 1)).unwrap();
-    store.apply(&batch, now)
+    store.apply(&batch(verb), now)
 }
 
 fn ready(answer: Answer<super::Later>) -> Outcome {
@@ -122,7 +130,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
     tokio::time::timeout(Duration::from_secs(20), wait).await.unwrap_or_else(|_| panic!("never {what}"));
 }
 
-/// What is logged of files whose name holds a word.
+/// What is logged by all tests of this process.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -138,21 +146,25 @@ impl io::Write for Log {
 }
 
 impl Log {
-    fn lines(&self, word: &str) -> usize {
-        String::from_utf8_lossy(&self.0.lock().unwrap()).lines().filter(|line| line.contains(word)).count()
+    /// How many lines about a file say this.
+    fn lines(&self, path: &Path, what: &str) -> usize {
+        let path = path.to_str().unwrap();
+        let text = self.0.lock().unwrap();
+        String::from_utf8_lossy(&text).lines().filter(|line| line.contains(path) && line.contains(what)).count()
     }
 }
 
-/// While the disk is full decisions go on, the log says so once, and once when it is over; then the file has all of it.
+/// Where the policy says so, decisions go on while the disk is full, the log says so once, and once when it is over; then the
+/// file has all of it.
 #[tokio::test]
-async fn a_full_disk_stops_no_decision() {
+async fn a_full_disk_stops_no_decision_where_they_go_on() {
     let log = Log::default();
     let writer = log.clone();
     tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).init();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("full");
     let faults = Faults::default();
-    let journal = faults.journal(&path, Flush::Always);
+    let journal = faults.journal_with(&path, Flush::Always, OnFull::Continue);
     let kept = store(&journal);
     later(ask(&kept, Verb::Take, at(0))).await;
     assert_eq!(journal.health().failure, None);
@@ -169,15 +181,98 @@ async fn a_full_disk_stops_no_decision() {
         assert_eq!(ready(ask(&kept, Verb::Take, at(call))).used, call);
     }
     assert!(journal.flush().is_err() && journal.flush().is_err());
-    assert_eq!((log.lines("can't be written"), log.lines("is written again")), (1, 0));
+    assert_eq!((log.lines(&path, "can't be written"), log.lines(&path, "is written again")), (1, 0));
 
     faults.full.store(false, SeqCst);
     until("well again", || journal.health().failure.is_none()).await;
     assert_eq!(later(ask(&kept, Verb::Take, at(60))).await.used, 51);
-    assert_eq!((log.lines("can't be written"), log.lines("is written again")), (1, 1));
+    assert_eq!((log.lines(&path, "can't be written"), log.lines(&path, "is written again")), (1, 1));
     drop((kept, journal));
     let kept = store(&Journal::open(&path, Flush::default()).unwrap());
     assert_eq!(ready(ask(&kept, Verb::Peek, at(61))).used, 51);
+}
+
+async fn answered(answer: Answer<super::Later>) -> Result<Outcome, StoreError> {
+    match answer {
+        Answer::Ready(outcomes) => Ok(outcomes.list()[0]),
+        Answer::Later(later) => later.await.map(|outcomes| outcomes.list()[0]),
+    }
+}
+
+/// Where nothing may be lost, a full disk admits nothing; what changes nothing is answered, and what is given back is taken.
+/// What the file then has is all that was admitted. When there is room again, that is noticed without a call.
+#[tokio::test]
+async fn a_full_disk_admits_nothing_where_nothing_may_be_lost() {
+    for flush in [Flush::Always, Flush::Within(Duration::from_millis(20))] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("denies");
+        let faults = Faults::default();
+        let journal = faults.journal_with(&path, flush, OnFull::Deny);
+        let kept = store(&journal);
+        let mut admitted = 0;
+        for call in 0..10 {
+            admitted += u64::from(answered(ask(&kept, Verb::Take, at(call))).await.is_ok());
+        }
+        assert_eq!(admitted, 10);
+
+        faults.full.store(true, SeqCst);
+        let mut counted = 10;
+        // As long as nobody knows, it waits until it is tried, or is told that it may be lost.
+        while !journal.denies() {
+            counted += 1;
+            admitted += u64::from(answered(ask(&kept, Verb::Take, at(counted))).await.is_ok());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        if flush == Flush::Always {
+            assert_eq!((admitted, counted), (10, 11), "it isn't told what the file doesn't have");
+        }
+        for call in 0..100 {
+            for verb in [Verb::Take, Verb::Refund, Verb::Reset, Verb::Debit] {
+                let denied = answered(ask(&kept, verb, at(100 + call))).await;
+                assert!(matches!(denied, Err(StoreError::Unwritable)), "{verb:?}: {denied:?}");
+            }
+        }
+        assert_eq!(ready(ask(&kept, Verb::Peek, at(200))).used, counted, "a look is answered, and nothing was changed");
+        kept.tell(&batch(Verb::Refund), at(200));
+        assert_eq!(ready(ask(&kept, Verb::Peek, at(201))).used, counted - 1);
+
+        faults.full.store(false, SeqCst);
+        until("well again", || !journal.denies()).await;
+        answered(ask(&kept, Verb::Take, at(300))).await.unwrap();
+        drop((kept, journal));
+        let kept = store(&Journal::open(&path, Flush::default()).unwrap());
+        assert_eq!(ready(ask(&kept, Verb::Peek, at(400))).used, counted);
+    }
+}
+
+/// A refusal that changes nothing is told while the disk is full, as is that of a live block.
+#[tokio::test]
+async fn a_full_disk_doesnt_hide_refusals() {
+    let folder = tempfile::tempdir().unwrap();
+    let faults = Faults::default();
+    let journal = faults.journal(&folder.path().join("refuses"), Flush::Always);
+    let window = || Kind::Window(Window::new(1, Span::from_secs(3600), 8).unwrap());
+    let penalty = Penalty::new(PenaltySpec::default(), Span::from_secs(3600)).unwrap();
+    let limits =
+        Limits::new(vec![Limit::new(window()).tagged(1), Limit::new(window()).tagged(2).with_penalty(penalty)]);
+    let kept = FileStore::new(Arc::new(limits.unwrap()), 1 << 20, &journal, at(0)).unwrap();
+    let take = |limit: usize, key: u64, now| {
+        let limit = LimitId::from_index(limit).unwrap();
+        kept.apply(&Batch::one(1, Op::new(limit, Verb::Take, Key::new(1, key << 48 | key), 1)), now)
+    };
+    for key in [1, 2] {
+        for limit in [0, 1] {
+            later(take(limit, key, at(0))).await;
+        }
+    }
+    // Of one key the second limit is under a block, of the other it is merely full.
+    assert!(later(take(1, 1, at(1))).await.verdict.refuses());
+    faults.full.store(true, SeqCst);
+    assert!(matches!(answered(take(0, 3, at(2))).await, Err(StoreError::Unwritable)));
+    assert_eq!(ready(take(0, 1, at(3))).verdict, Verdict::Refused);
+    assert_eq!(ready(take(1, 1, at(4))).verdict, Verdict::Blocked);
+    let strike = answered(take(1, 2, at(5))).await;
+    assert!(matches!(strike, Err(StoreError::Unwritable)), "{strike:?}");
 }
 
 /// Of two decisions that wait together none is told before the file has both; a refusal doesn't wait.

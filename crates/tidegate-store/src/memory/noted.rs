@@ -28,7 +28,7 @@ impl Notes for Noted {
         if new && self.tags.len() > entries / 2 + FEWEST {
             self.note_all();
         }
-        Change { any: true, new }
+        Change { any: true, new, reset: false }
     }
 }
 

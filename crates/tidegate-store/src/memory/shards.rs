@@ -36,6 +36,8 @@ pub(crate) struct Change {
     pub any: bool,
     /// Whether any changed that wasn't noted already.
     pub new: bool,
+    /// True if any was reset.
+    pub reset: bool,
 }
 
 impl Change {
@@ -43,6 +45,7 @@ impl Change {
     fn add(&mut self, other: Self) {
         self.any |= other.any;
         self.new |= other.new;
+        self.reset |= other.reset;
     }
 }
 
@@ -142,24 +145,20 @@ impl<N: Notes> Shards<N> {
     /// is returned because that is large, and would be copied.
     pub(crate) fn apply(&self, batch: &Batch, now: Time, change: &mut Change) -> Outcomes {
         let mut held = Held::new(self);
-        let first = batch.ops().first().map(|op| self.shard(op.key));
-        if let Some(first) = first {
-            if batch.ops().iter().all(|op| self.shard(op.key) == first) {
-                held.lock(first);
-            } else {
-                let mut wanted: ArrayVec<usize, MAX_OPS> = batch.ops().iter().map(|op| self.shard(op.key)).collect();
-                // Always in the same order, so that two batches never wait for each other.
-                wanted.sort_unstable();
-                for (at, shard) in wanted.iter().enumerate() {
-                    if at == 0 || wanted[at - 1] != *shard {
-                        held.lock(*shard);
-                    }
-                }
-            }
-        }
+        held.lock_all(batch);
         let outcomes = settle(batch, &self.limits, &mut held, now);
         change.add(held.change);
         outcomes
+    }
+
+    /// The outcome of a batch that changes nothing; `None` of one that would, which is left undone.
+    #[cfg(feature = "file")]
+    pub(crate) fn apply_unchanged(&self, batch: &Batch, now: Time) -> Option<Outcomes> {
+        let mut held = Held::new(self);
+        held.lock_all(batch);
+        let mut unchanged = Unchanged { held, would_change: false };
+        let outcomes = settle(batch, &self.limits, &mut unchanged, now);
+        (!unchanged.would_change).then_some(outcomes)
     }
 
     pub(super) fn about(&self) -> About<'_> {
@@ -237,6 +236,25 @@ impl<'a, N: Notes> Held<'a, N> {
         self.shards.push((shard, self.store.shards[shard].0.lock()));
     }
 
+    /// Locks the shards of all of a batch's keys.
+    #[inline]
+    fn lock_all(&mut self, batch: &Batch) {
+        let store = self.store;
+        let Some(first) = batch.ops().first().map(|op| store.shard(op.key)) else { return };
+        if batch.ops().iter().all(|op| store.shard(op.key) == first) {
+            self.lock(first);
+            return;
+        }
+        let mut wanted: ArrayVec<usize, MAX_OPS> = batch.ops().iter().map(|op| store.shard(op.key)).collect();
+        // Always in the same order, so that two batches never wait for each other.
+        wanted.sort_unstable();
+        for (at, shard) in wanted.iter().enumerate() {
+            if at == 0 || wanted[at - 1] != *shard {
+                self.lock(*shard);
+            }
+        }
+    }
+
     #[inline]
     fn shard(&mut self, op: &Op) -> &mut Noting<N> {
         let wanted = self.store.shard(op.key);
@@ -296,5 +314,39 @@ impl<N: Notes> Cells for Held<'_, N> {
             shard.forget(op);
             true
         });
+        self.change.reset = true;
+    }
+}
+
+/// The shards that a batch has locked, where nothing may change.
+#[cfg(feature = "file")]
+struct Unchanged<'a, N> {
+    held: Held<'a, N>,
+    would_change: bool,
+}
+
+#[cfg(feature = "file")]
+impl<N: Notes> Cells for Unchanged<'_, N> {
+    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+        self.held.judge(index, ask)
+    }
+
+    fn charge(&mut self, _: usize, ask: &Ask<'_>, _: &mut Outcome) {
+        // A credential that was never throttled is nothing to remember, and neither is a pace that was told of no call.
+        let is_nothing = matches!(ask.limit.kind(), Kind::Cooldown(_) | Kind::Pace(_))
+            && self.held.shard(ask.op).shard.copy(ask.op).is_none();
+        self.would_change |= !is_nothing;
+    }
+
+    fn strike(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+        self.would_change |= ask.limit.penalty().is_some() && !outcome.retry_at.is_never();
+    }
+
+    fn alter(&mut self, _: usize, _: &Ask<'_>, _: bool, _: &mut dyn FnMut(&mut State)) {
+        self.would_change = true;
+    }
+
+    fn forget(&mut self, _: usize, _: &Op) {
+        self.would_change = true;
     }
 }

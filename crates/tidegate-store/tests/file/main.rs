@@ -2,6 +2,7 @@
 #![cfg(feature = "file")]
 #![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
 
+mod clock;
 mod common;
 mod conformance;
 mod kill;

@@ -169,7 +169,8 @@ fn a_limit_of_another_kind_starts_anew() {
     }
 }
 
-/// Once everything has expired, nothing is left: of limits in the plan, and of those that no plan has any more.
+/// Once everything has expired, nothing is left: of limits in the plan, but for a quota's last period, which stays for a
+/// week, and of those that no plan has any more.
 #[test]
 fn nothing_is_left_of_what_has_expired() {
     let limits = every_kind();
@@ -194,13 +195,14 @@ fn nothing_is_left_of_what_has_expired() {
     assert_eq!(fill(&store), 2_100, "a cool-down that never was is not kept");
     assert_eq!(empties(&store, at + Span::from_secs(11)), 2_100);
     assert_eq!(empties(&store, at + Span::from_secs(59)), 1_500, "one call of a rate is forgotten after 12 s");
-    assert_eq!(empties(&store, at + DAY.times(2)), 0);
+    assert_eq!(empties(&store, at + DAY.times(2)), 300);
+    assert_eq!(empties(&store, at + DAY.times(9)), 0);
     fill(&store);
     drop(store);
     let none = Arc::new(Limits::of_one(Limit::new(window(1)).tagged(99)));
     let store = place.store(&none, Flush::default(), at);
-    assert_eq!(empties(&store, at + Span::from_secs(11)), 2_100, "another policy may come back");
-    assert_eq!(empties(&store, at + DAY.times(2)), 0);
+    assert_eq!(empties(&store, at + DAY.times(6)), 2_100, "another policy may come back");
+    assert_eq!(empties(&store, at + DAY.times(9)), 0);
 }
 
 /// The writer does that by itself, when nobody calls any more.
@@ -279,7 +281,8 @@ fn an_empty_file_is_small() {
     (0..150_000).for_each(|_| take(&store, 0, Key::new(1, dice.word()), desk::at(0), 1));
     drop(store);
     let full = size();
-    let store = place.store(&limits, SELDOM, desk::at(60_000));
+    // What ended while no process watched stays for a week.
+    let store = place.store(&limits, SELDOM, desk::at(60_000) + DAY.times(8));
     while store.journal().health().rows > 0 {
         store.journal().flush().unwrap();
     }

@@ -143,5 +143,58 @@ fn a_file_is_its_owners_alone() {
     use std::os::unix::fs::PermissionsExt;
     let place = Place::new();
     drop(place.journal(Flush::default()));
-    assert_eq!(fs::metadata(place.path()).unwrap().permissions().mode() & 0o777, 0o600);
+    let mode = || fs::metadata(place.path()).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(), 0o600);
+    // Made by an earlier version, or copied by somebody.
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o644)).unwrap();
+    drop(place.journal(Flush::default()));
+    assert_eq!(mode(), 0o600);
+}
+
+/// Nothing but a regular file is taken, and the error says what is there.
+#[cfg(unix)]
+#[test]
+fn what_is_no_file_is_left_as_it_is() {
+    use std::os::unix::fs::FileTypeExt;
+    use std::os::unix::net::UnixListener;
+    let place = Place::new();
+    let beside = |name: &str| place.path().with_file_name(name);
+    assert!(std::process::Command::new("mkfifo").arg(beside("fifo")).status().unwrap().success());
+    let _socket = UnixListener::bind(beside("socket")).unwrap();
+    fs::create_dir(beside("folder")).unwrap();
+    std::os::unix::fs::symlink("fifo", beside("link")).unwrap();
+    for (name, what) in [("fifo", "a FIFO"), ("socket", "a socket"), ("folder", "a directory"), ("link", "a FIFO")] {
+        let error = Journal::open(&beside(name), Flush::default()).unwrap_err();
+        assert!(matches!(error, FileError::Unusable { .. }) && error.to_string().contains(what), "{error}");
+    }
+    let kind = |name: &str| fs::symlink_metadata(beside(name)).unwrap().file_type();
+    assert!(
+        kind("fifo").is_fifo() && kind("socket").is_socket() && kind("folder").is_dir() && kind("link").is_symlink()
+    );
+    assert_eq!(fs::read_dir(place.path().parent().unwrap()).unwrap().count(), 4);
+}
+
+/// A link that a stranger put beside the store's name leads nowhere; one at its name leads to the store.
+#[cfg(unix)]
+#[test]
+fn only_a_link_at_the_name_itself_is_followed() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let place = Place::new();
+    let beside = |name: &str| place.path().with_file_name(name);
+    fs::write(beside("precious"), "precious").unwrap();
+    symlink("precious", beside("state.redb.new")).unwrap();
+    drop(place.journal(Flush::default()));
+    assert_eq!(fs::read_to_string(beside("precious")).unwrap(), "precious");
+
+    fs::create_dir(beside("disk")).unwrap();
+    symlink("disk/store", beside("link")).unwrap();
+    for used in 0..2 {
+        let journal = Journal::open(&beside("link"), Flush::default()).unwrap();
+        let store = FileStore::new(limits(), 1 << 20, &journal, desk::at(0)).unwrap();
+        assert_eq!(one(&store, Verb::Peek, 0, desk::key(1), desk::at(0)).used, used);
+        one(&store, Verb::Take, 0, desk::key(1), desk::at(0));
+    }
+    assert!(fs::symlink_metadata(beside("link")).unwrap().is_symlink());
+    assert_eq!(fs::metadata(beside("disk/store")).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(fs::read_dir(beside("disk")).unwrap().count(), 1, "nothing is left beside it");
 }

@@ -55,7 +55,8 @@ struct Written {
 
 impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     /// Reads the file, if it is there, into `outbound`, which mustn't have made calls yet, and writes it anew. From here
-    /// on it belongs to this snapshot alone: `PATH.lock` beside it says so, and `PATH.new` is what will replace it.
+    /// on it belongs to this snapshot alone: `PATH.lock` beside it says so. It is replaced whole, by a file of a random name
+    /// beside it, which is its owner's alone. A symbolic link at the path is followed, and all of this is beside its target.
     ///
     /// # Errors
     /// The file can't be read or written, belongs to another gate, or isn't a snapshot; it is left as it is.

@@ -423,3 +423,50 @@ async fn what_was_half_written_is_not_read() {
     process.stop();
     assert_eq!(host.start(now).exhaust().await.0, 0);
 }
+
+/// Links that a stranger put beside the snapshot lead nowhere; one at its name leads to it.
+#[cfg(unix)]
+#[tokio::test(start_paused = true)]
+async fn only_a_link_at_the_name_itself_is_followed() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let host = Host::omdb("UTC");
+    let at = |name: &str| host.folder.path().join(name);
+    let now = utc("2026-06-10T12:00:00Z");
+    fs::write(at("precious"), "precious").unwrap();
+    symlink("precious", at("outbound.json.new")).unwrap();
+    host.start(now).stop();
+    symlink("precious", at("other.json.lock")).unwrap();
+    let outbound = Outbound::in_memory(&host.policy, TokioClock::at(now)).unwrap();
+    let refused = Snapshot::restore(&outbound, at("other.json")).unwrap_err();
+    assert!(refused.to_string().contains("a symbolic link"), "{refused}");
+    assert_eq!(fs::read_to_string(at("precious")).unwrap(), "precious");
+
+    fs::create_dir(at("disk")).unwrap();
+    fs::remove_file(host.path()).unwrap();
+    symlink("disk/state", host.path()).unwrap();
+    let process = host.start(now);
+    process.spend(400).await;
+    process.stop();
+    assert_eq!(host.start(now).exhaust().await.0, 600);
+    assert!(fs::symlink_metadata(host.path()).unwrap().is_symlink());
+    let mode = |name: &str| fs::symlink_metadata(at(name)).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode("disk/state"), mode("disk/state.lock")), (0o600, 0o600));
+}
+
+/// What others could read before is its owner's alone once it is written, and what is no file is left as it is.
+#[cfg(unix)]
+#[tokio::test(start_paused = true)]
+async fn only_a_regular_file_is_taken_and_made_its_owners_alone() {
+    use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+    let host = Host::omdb("UTC");
+    let now = utc("2026-06-10T12:00:00Z");
+    host.start(now).stop();
+    fs::set_permissions(host.path(), fs::Permissions::from_mode(0o644)).unwrap();
+    host.start(now).stop();
+    assert_eq!(fs::metadata(host.path()).unwrap().permissions().mode() & 0o777, 0o600);
+    fs::remove_file(host.path()).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(host.path()).status().unwrap().success());
+    let Err(refused) = host.try_start(now) else { panic!("a FIFO was taken") };
+    assert!(refused.to_string().contains("a FIFO"), "{refused}");
+    assert!(fs::symlink_metadata(host.path()).unwrap().file_type().is_fifo());
+}

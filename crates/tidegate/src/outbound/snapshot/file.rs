@@ -1,12 +1,12 @@
 //! The file of a snapshot: read whole, replaced whole, and nobody else's meanwhile.
 
-use std::ffi::OsString;
 use std::fs::{File, TryLockError};
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::Time;
+use tidegate_store::files;
 
 use super::record::{Record, micros};
 
@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// The file is there and can't be read, or it is no plain file, or it is larger than 64 MiB.
+    /// The file is there and can't be read, or it is no regular file, or it is larger than 64 MiB.
     #[error("the snapshot {path:?} can't be read: {source}")]
     Unreadable {
         /// Which.
@@ -102,17 +102,19 @@ pub(super) struct Place {
 impl Place {
     /// Takes possession of a path, and reads what is there.
     pub(super) fn open(path: &Path) -> Result<(Self, Option<Document>), SnapshotError> {
+        let unreadable = |source| SnapshotError::Unreadable { path: path.to_owned(), source };
         let unwritable = |source| SnapshotError::Unwritable { path: path.to_owned(), source };
-        let lock = File::create(beside(path, ".lock")).map_err(unwritable)?;
-        match lock.try_lock() {
-            Ok(()) => {}
+        let path = &files::resolve(path).map_err(unreadable)?;
+        let lock = match files::lock(&files::beside(path, ".lock")) {
+            Ok(lock) => lock,
             Err(TryLockError::WouldBlock) => return Err(SnapshotError::InUse { path: path.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(unwritable(source)),
-        }
+        };
+        files::remove_unfinished(path);
         let document = match read(path) {
             Ok(bytes) => Some(parse(path, &bytes)?),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(source) => return Err(SnapshotError::Unreadable { path: path.to_owned(), source }),
+            Err(source) => return Err(unreadable(source)),
         };
         Ok((Self { path: path.to_owned(), _lock: lock }, document))
     }
@@ -128,23 +130,8 @@ impl Place {
         if bytes.len() as u64 > MAX_BYTES {
             return Err(too_large());
         }
-        let new = beside(&self.path, ".new");
-        let mut file = File::create(&new)?;
-        file.write_all(&bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&new, &self.path)?;
-        // The name is kept by the folder, and survives a power cut only when that is written too.
-        #[cfg(unix)]
-        File::open(self.path.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new(".")))?
-            .sync_all()?;
-        Ok(())
+        files::replace(&self.path, |mut file| file.write_all(&bytes))
     }
-}
-
-fn beside(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(suffix);
-    PathBuf::from(name)
 }
 
 fn too_large() -> io::Error {
@@ -152,12 +139,8 @@ fn too_large() -> io::Error {
 }
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let about = std::fs::metadata(path)?;
-    if !about.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no plain file"));
-    }
     let mut bytes = Vec::new();
-    File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    files::open(path, File::options().read(true))?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_BYTES { Err(too_large()) } else { Ok(bytes) }
 }
 

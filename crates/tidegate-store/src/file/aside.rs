@@ -1,0 +1,93 @@
+//! States that are set aside beside a key's own, for a clock that is set while no process runs.
+//!
+//! A clock that is a day ahead when a process starts lets everything look over; set right again, it must find the blocks
+//! and quotas that it had. So a state that ended while no process watched isn't removed but set aside, and a
+//! quota's period makes room for the next one in the same way. A state that ends while a process runs is over: that
+//! process goes by the monotonic clock, which is never set. A later opening whose clock says that what was set aside
+//! still counts takes it up again.
+
+use tidegate_core::batch::{Ask, Terms};
+use tidegate_core::penalty::Record;
+use tidegate_core::state::Usage;
+use tidegate_core::{Key, Limit, LimitId, Op, Span, State, Time, Verb};
+
+/// The time that a state stays past its end.
+pub(super) const KEPT: Span = Span::from_secs(7 * 86_400);
+/// The most rows past their end, about 60 MB. At the bound the first that are looked over go.
+pub(super) const MOST: u64 = 1 << 20;
+/// A state that ended less than this before an opening displaces none that was set aside before it: between two
+/// processes that follow each other closely the clock wasn't set by much, and an earlier state is the one it lost.
+const CLOSELY: Span = Span::from_secs(3_600);
+
+/// A key's rows, decoded.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub state: Option<State>,
+    pub aside: Option<State>,
+}
+
+impl Kept {
+    /// The same with what counts at an opening at `now` as the state, and true if that is another arrangement.
+    pub(super) fn arranged(self, limit: &Limit, now: Time) -> (Self, bool) {
+        let counts = |state: &State| state.idle_at(limit) > now;
+        let alone = |state| Self { state: Some(state), aside: None };
+        match (self.state, self.aside) {
+            (Some(state), None) if counts(&state) => (alone(state), false),
+            (Some(state), None) => (Self { state: None, aside: Some(state) }, true),
+            (None, Some(aside)) if counts(&aside) => (alone(aside), true),
+            (None, aside) => (Self { state: None, aside }, false),
+            (Some(state), Some(aside)) => match (counts(&state), counts(&aside)) {
+                (true, false) => (Self { state: Some(state), aside: Some(aside) }, false),
+                (false, true) => (Self { state: Some(aside), aside: Some(state) }, true),
+                (true, true) => (both(state, aside, limit, now), true),
+                (false, false) => {
+                    let displaces = period(&state).is_some() || now.since(state.idle_at(limit)) > CLOSELY;
+                    (Self { state: None, aside: Some(if displaces { state } else { aside }) }, true)
+                }
+            },
+        }
+    }
+}
+
+/// Two states that count at `now`, the clock being set back: of a quota the nearer period, with the other to come; else one
+/// state with what is stricter of each. The later block holds in any case.
+fn both(state: State, aside: State, limit: &Limit, now: Time) -> Kept {
+    let record = later_block(state.record(), aside.record(), limit, now);
+    let with_record = |state: &State| State::new(state.usage().clone(), record);
+    if let (Usage::Quota(own), Usage::Quota(other)) = (state.usage(), aside.usage()) {
+        let (own, other) = (*own, *other);
+        if other.period == own.period {
+            let fuller = if other.used > own.used { aside } else { state };
+            return Kept { state: Some(with_record(&fuller)), aside: None };
+        }
+        let is_nearer = other.period.end > now && (own.period.end <= now || other.period.start < own.period.start);
+        let (nearer, further) = if is_nearer { (aside, state) } else { (state, aside) };
+        return Kept { state: Some(with_record(&nearer)), aside: Some(further) };
+    }
+    let remaining = |state: &State| {
+        let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
+        let bare = State::new(state.usage().clone(), Record::default());
+        bare.peek(&Ask { op: &op, limit, terms: Terms::default(), now }).remaining
+    };
+    let stricter = if remaining(&aside) < remaining(&state) { &aside } else { &state };
+    Kept { state: Some(with_record(stricter)), aside: None }
+}
+
+fn later_block(own: &Record, other: &Record, limit: &Limit, now: Time) -> Record {
+    let Some(penalty) = limit.penalty() else { return Record::default() };
+    let [own, other] = [own, other].map(|record| {
+        let mut record = *record;
+        // A block of a clock that was ahead lasts from now.
+        penalty.settle(&mut record, now);
+        record
+    });
+    if other.until > own.until { other } else { own }
+}
+
+/// The beginning of the period that a quota's state counts.
+pub(super) fn period(state: &State) -> Option<Time> {
+    match state.usage() {
+        Usage::Quota(ledger) => Some(ledger.period.start),
+        _ => None,
+    }
+}

@@ -1,0 +1,297 @@
+//! Files that a user names and a program keeps, opened and replaced so that nothing else is damaged.
+//!
+//! Only a regular file is taken, or nothing at all: a device, a FIFO, a socket or a directory is an error that says what
+//! is there. A symbolic link at the name itself is followed, since the user put it there ([`resolve`]). At any other name
+//! a link is an error. Temporary files have random names beside the file that they replace, and everything that is made
+//! is its owner's alone (mode 0600).
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File, FileType, OpenOptions, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use tempfile::Builder;
+
+/// The most symbolic links that are followed from one name, as on Linux.
+const MAX_LINKS: usize = 40;
+/// The number of random characters in a temporary name.
+const RANDOM: usize = 12;
+/// The end of a temporary name.
+const UNFINISHED: &str = ".new";
+
+/// The path of the regular file that `path` leads to, or of the place where one can be made.
+///
+/// # Errors
+/// Something else is there, links lead in a circle, or it can't be looked at.
+pub fn resolve(path: &Path) -> io::Result<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        match fs::symlink_metadata(&path) {
+            Ok(about) if about.is_symlink() => path = folder(&path).join(fs::read_link(&path)?),
+            Ok(about) => return regular(about.file_type()).map(|()| path),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(path),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::Error::other(format!("it leads through more than {MAX_LINKS} symbolic links")))
+}
+
+/// Opens the regular file at a resolved path, never by a link. One that is made is its owner's alone.
+///
+/// # Errors
+/// Something else is there, or it can't be opened.
+pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    regular_or_nothing(path)?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt as _;
+
+        use rustix::fs::OFlags;
+        // What took the file's place since the look above is neither followed nor waited for.
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        options.mode(0o600).custom_flags(flags.bits().cast_signed());
+    }
+    let file = options.open(path)?;
+    regular(file.metadata()?.file_type())?;
+    Ok(file)
+}
+
+/// Opens the file at a resolved path, or makes an empty one, and locks it for as long as the result lives.
+///
+/// # Errors
+/// Another has locked it, something else is there, or it can't be opened.
+pub fn lock(path: &Path) -> Result<File, TryLockError> {
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false);
+    let file = open(path, &mut options).map_err(TryLockError::Error)?;
+    file.try_lock()?;
+    Ok(file)
+}
+
+/// Replaces the file at a resolved path by what `write` writes. A reader, and a machine that fails, finds all of the old
+/// or all of the new. The caller sees to it that no other process replaces the same file meanwhile.
+///
+/// # Errors
+/// It can't be written. The old file is still there.
+pub fn replace<E: From<io::Error>>(path: &Path, write: impl FnOnce(&File) -> Result<(), E>) -> Result<(), E> {
+    let new = Builder::new().prefix(&prefix(path)).rand_bytes(RANDOM).suffix(UNFINISHED).tempfile_in(folder(path))?;
+    write(new.as_file())?;
+    new.as_file().sync_all()?;
+    regular_or_nothing(path)?;
+    new.persist(path).map_err(|error| error.error)?;
+    // The name is kept by the folder, and survives a power cut only when that is written too.
+    #[cfg(unix)]
+    File::open(folder(path))?.sync_all()?;
+    Ok(())
+}
+
+/// Removes what a process that was killed in [`replace`] has left, as far as that is possible. The caller sees to it that
+/// none replaces the file now.
+pub fn remove_unfinished(path: &Path) {
+    let prefix = prefix(path);
+    let random = |name: &OsStr| {
+        let name = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes())?;
+        let random = name.strip_suffix(UNFINISHED.as_bytes())?;
+        (random.len() == RANDOM && random.iter().all(u8::is_ascii_alphanumeric)).then_some(())
+    };
+    let Ok(entries) = fs::read_dir(folder(path)) else { return };
+    for entry in entries.flatten().filter(|entry| random(&entry.file_name()).is_some()) {
+        // What can't be removed does no harm.
+        let _ = fs::remove_file(entry.path());
+    }
+}
+
+/// Takes the access of others from a file that holds a secret.
+///
+/// # Errors
+/// It isn't this user's.
+pub fn make_private(path: &Path) -> io::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+
+        let mode = fs::symlink_metadata(path)?.permissions().mode();
+        if mode & 0o077 != 0 {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o700))?;
+        }
+    }
+    Ok(())
+}
+
+/// A name beside a resolved path.
+pub fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn prefix(path: &Path) -> OsString {
+    let mut prefix = path.file_name().unwrap_or_default().to_owned();
+    prefix.push(".");
+    prefix
+}
+
+fn regular_or_nothing(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(about) => regular(about.file_type()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn regular(found: FileType) -> io::Result<()> {
+    if found.is_file() {
+        return Ok(());
+    }
+    let found = described(found);
+    Err(io::Error::new(io::ErrorKind::InvalidInput, format!("there is {found}, and only a regular file is taken")))
+}
+
+fn described(found: FileType) -> &'static str {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::FileTypeExt as _;
+
+        if found.is_char_device() || found.is_block_device() {
+            return "a device";
+        } else if found.is_fifo() {
+            return "a FIFO";
+        } else if found.is_socket() {
+            return "a socket";
+        }
+    }
+    if found.is_dir() {
+        "a directory"
+    } else if found.is_symlink() {
+        "a symbolic link"
+    } else {
+        "something else"
+    }
+}
+
+#[cfg(test)]
+#[cfg(unix)]
+mod tests {
+    use super::*;
+    use std::io::Write as _;
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+    use std::os::unix::net::UnixListener;
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().permissions().mode() & 0o777
+    }
+
+    fn write(path: &Path, text: &str) -> io::Result<()> {
+        replace(path, |mut file| file.write_all(text.as_bytes()))
+    }
+
+    fn names(folder: &Path) -> Vec<OsString> {
+        let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn only_a_regular_file_or_nothing_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("directory")).unwrap();
+        let _socket = UnixListener::bind(at("socket")).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(at("fifo")).status().unwrap().success());
+        symlink("/dev/null", at("link")).unwrap();
+        let found = [("directory", "a directory"), ("socket", "a socket"), ("fifo", "a FIFO"), ("link", "a device")];
+        for (name, what) in found {
+            let said = resolve(&at(name)).unwrap_err().to_string();
+            assert!(said.contains(what), "{said}");
+            let said = open(&at(name), File::options().read(true)).unwrap_err().to_string();
+            let what = if name == "link" { "a symbolic link" } else { what };
+            assert!(said.contains(what), "{said}");
+        }
+        assert!(resolve(Path::new("/dev/null")).unwrap_err().to_string().contains("a device"));
+        fs::write(at("file"), "").unwrap();
+        for name in ["file", "nothing"] {
+            assert_eq!(resolve(&at(name)).unwrap(), at(name));
+        }
+    }
+
+    #[test]
+    fn links_lead_to_their_end_whether_a_file_is_there_or_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("far")).unwrap();
+        symlink("middle", at("link")).unwrap();
+        symlink("far/file", at("middle")).unwrap();
+        assert_eq!(resolve(&at("link")).unwrap(), at("far/file"));
+        write(&resolve(&at("link")).unwrap(), "text").unwrap();
+        assert_eq!(resolve(&at("link")).unwrap(), at("far/file"));
+        assert_eq!(fs::read_to_string(at("link")).unwrap(), "text");
+        assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
+        symlink("two", at("one")).unwrap();
+        symlink("one", at("two")).unwrap();
+        assert!(resolve(&at("one")).unwrap_err().to_string().contains("links"));
+    }
+
+    #[test]
+    fn what_is_made_is_its_owners_alone_and_what_was_wider_becomes_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("file"), "old").unwrap();
+        fs::set_permissions(at("file"), fs::Permissions::from_mode(0o664)).unwrap();
+        let before = fs::metadata(at("file")).unwrap().ino();
+        write(&at("file"), "new").unwrap();
+        assert_ne!(fs::metadata(at("file")).unwrap().ino(), before, "it is replaced and not overwritten");
+        let _lock = lock(&at("lock")).unwrap();
+        assert_eq!((mode(&at("file")), mode(&at("lock"))), (0o600, 0o600));
+        fs::set_permissions(at("file"), fs::Permissions::from_mode(0o755)).unwrap();
+        make_private(&at("file")).unwrap();
+        assert_eq!(mode(&at("file")), 0o700);
+    }
+
+    #[test]
+    fn a_link_beside_the_file_is_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("precious"), "precious").unwrap();
+        for name in ["file.new", "file.lock"] {
+            symlink("precious", at(name)).unwrap();
+        }
+        write(&at("file"), "text").unwrap();
+        assert!(matches!(lock(&at("file.lock")), Err(TryLockError::Error(_))));
+        assert_eq!(fs::read_to_string(at("precious")).unwrap(), "precious");
+        let locked = lock(&at("other.lock")).unwrap();
+        assert!(matches!(lock(&at("other.lock")), Err(TryLockError::WouldBlock)));
+        drop(locked);
+        lock(&at("other.lock")).unwrap();
+    }
+
+    #[test]
+    fn a_replacement_that_fails_leaves_the_old_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        write(&path, "old").unwrap();
+        let failed = replace(&path, |mut file| {
+            file.write_all(b"half")?;
+            Err(io::Error::from(io::ErrorKind::StorageFull))
+        });
+        assert_eq!(failed.unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "old");
+        assert_eq!(names(folder.path()), ["file"]);
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let others = ["file", "file.0123456789a.new", "file.0123456789-b.new", "file.new", "other.0123456789ab.new"];
+        for name in others.iter().chain(&["file.0123456789ab.new"]) {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        remove_unfinished(&folder.path().join("file"));
+        let mut others = others.map(OsString::from);
+        others.sort();
+        assert_eq!(names(folder.path()), others);
+    }
+}
