@@ -39,6 +39,7 @@ mod environment;
 mod error;
 mod forwarding;
 mod hints;
+mod host;
 mod key;
 mod matcher;
 mod nearest;
@@ -57,6 +58,7 @@ mod secret;
 pub mod sections;
 pub mod settings;
 mod several;
+mod spelling;
 pub mod store;
 mod units;
 mod words;
@@ -66,9 +68,8 @@ pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, 
 pub use error::{Error, Errors, Place};
 pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
 pub use hints::Hints;
-pub use key::{
-    KeyError, KeyPart, KeySeed, Missing, MissingPart, PLATFORMS, Uncountable, UnknownPlatform, is_host, limit_tag,
-};
+pub use host::is_host;
+pub use key::{KeyError, KeyPart, KeySeed, Missing, MissingPart, PLATFORMS, Uncountable, UnknownPlatform, limit_tag};
 pub use matcher::Matcher;
 pub use outbound::Outbound;
 pub use path::{AmbiguousPaths, PathQuirks};

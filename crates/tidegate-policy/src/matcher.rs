@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use http::Method;
 
-use crate::key::{bare_host, is_host};
+use crate::host::{bare_host, is_host};
 use crate::path::{Normalised, PathQuirks, escape};
 
 /// The most segments in a path pattern.

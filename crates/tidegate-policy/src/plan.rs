@@ -13,12 +13,13 @@ use crate::key::{
 };
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
-use crate::path::{AmbiguousPaths, PathQuirks, forwarded};
+use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::preset::Preset;
 use crate::quantity::Quantity;
 use crate::query::Query;
 use crate::router::Router;
 use crate::several::{Actions, PathError};
+use crate::spelling::forwarded;
 
 /// Names an action within its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -7,10 +7,9 @@
 
 use arrayvec::ArrayVec;
 
-use crate::path::{
-    Parameters, PathQuirks, Reading, Slashes, Token, decoded, escaped, folded, raw, rewrite, separators,
-};
+use crate::path::{Parameters, PathQuirks, Reading, Slashes, Token, decoded, folded, raw, rewrite, separators};
 use crate::several::PathError;
+use crate::spelling::escaped;
 
 /// The most bytes that are rewritten for one path. Paths of 2 KiB may have all features at once; no more than a few
 /// milliseconds are spent on any.
@@ -365,9 +364,9 @@ mod tests {
         #[test]
         fn a_forwarded_path_is_in_its_form(pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..9)) {
             let path = format!("/{}?a=%2e%2f//..", pieces.concat());
-            let form = crate::path::forwarded(&path).unwrap_or(path);
+            let form = crate::spelling::forwarded(&path).unwrap_or(path);
             prop_assert!(form.ends_with("?a=%2e%2f//..") || form.ends_with('/') || !form.contains('?'), "{}", form);
-            prop_assert_eq!(crate::path::forwarded(&form), None, "{}", form);
+            prop_assert_eq!(crate::spelling::forwarded(&form), None, "{}", form);
             let path = form.split('?').next().unwrap_or_default();
             let has = |segment: &str| path.split('/').any(|one| one == segment);
             prop_assert!(!has(".") && !has("..") && !path.contains("//") && !path.contains('\\'), "{}", path);

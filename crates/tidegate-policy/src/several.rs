@@ -25,7 +25,9 @@ pub struct Actions([u16; MAX_ACTIONS]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
     /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
-    #[error("servers may read the path in ways that match different actions, which the policy refuses; send its plain form")]
+    #[error(
+        "servers may read the path in ways that match different actions, which the policy refuses; send its plain form"
+    )]
     Ambiguous,
     /// Its readings are more, or match more actions or keys, than one decision holds.
     #[error("servers may read the path in more ways than one decision can be about; send its plain form")]

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
-use tidegate_core::{Key, Verb};
+use tidegate_core::{Key, Share, Verb};
 use tidegate_policy::{KeySeed, Plan, Policy, Query, Sources};
 
 fn plan(file: &str) -> std::sync::Arc<Plan> {
@@ -224,8 +224,8 @@ fn the_prefix_of_ipv6_clients_is_the_policys() {
         assert_ne!(address(&plan, "192.0.2.1"), address(&plan, "192.0.2.2"));
         // What is shared when the store is full holds more than one client.
         let parent = |ip: &str| {
-            let query = Query { ip: ip.parse().ok(), ..Query::default() };
-            plan.parent_key(plan.limits().iter().next().unwrap().0, &query, &KeySeed::new([9; 16]))
+            let limit = plan.limits().iter().next().unwrap().0;
+            plan.shared_key(limit, Share::Near, ip.parse().ok(), &KeySeed::new([9; 16]))
         };
         let neighbour = if plan.ipv6_prefix() > 48 { beyond } else { "2001:db8:ffff:2::1" };
         assert_eq!(parent(neighbour), parent("2001:db8:1:2::1"), "{prefix}");

@@ -385,7 +385,8 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
 fn values_that_come_to_share_a_key_are_charged_to_it_once() {
     let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
     let plan = policy.plan();
-    let store = Cramped { limits: Arc::new(plan.limits().clone()), fits: Share::All, hopeless: false, asked: Mutex::default() };
+    let store =
+        Cramped { limits: Arc::new(plan.limits().clone()), fits: Share::All, hopeless: false, asked: Mutex::default() };
     let gate = Gate::with(Arc::clone(plan), store, ManualClock::default(), KeySeed::new([7; 16]));
     let mut headers = http::HeaderMap::new();
     headers.insert("cookie", http::HeaderValue::from_static("sid=1; sid=2; sid=3"));

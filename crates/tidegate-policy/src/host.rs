@@ -1,0 +1,124 @@
+//! Hosts as they are compared, and which there are.
+
+use std::net::Ipv6Addr;
+
+/// A host without its port and without the dot that may end it. What no host should have behind it is left out as well:
+/// servers end a host at its first colon.
+pub(crate) fn bare_host(host: &str) -> &str {
+    let host = match host.find(if host.starts_with('[') { ']' } else { ':' }) {
+        Some(bracket) if host.starts_with('[') => &host[..=bracket],
+        Some(colon) if host[colon + 1..].contains(':') && host.parse::<Ipv6Addr>().is_ok() => host,
+        Some(colon) => &host[..colon],
+        None => host,
+    };
+    host.strip_suffix('.').unwrap_or(host)
+}
+
+/// Whether this is a host and perhaps a port, as `Host` and `:authority` have it (RFC 3986 §3.2.2): letters, digits, `-`,
+/// `.`, `_` and `~`, or an IPv6 address in brackets; then perhaps a colon and any number of digits. Empty is one: it says
+/// that the client has no name for the server. What else the RFC allows, percent signs above all, no host on the Internet
+/// has, and servers read it in different ways.
+#[inline]
+pub fn is_host(host: &[u8]) -> bool {
+    let end = match host {
+        [b'[', rest @ ..] => {
+            let inner = rest.iter().position(|byte| *byte == b']').unwrap_or(0);
+            let is_zone = rest[..inner].iter().all(|byte| is_in_host(*byte) || matches!(byte, b':' | b'%'));
+            if inner == 0 || !is_zone {
+                return false;
+            }
+            inner + 2
+        }
+        _ => host.iter().position(|byte| !is_in_host(*byte)).unwrap_or(host.len()),
+    };
+    match &host[end..] {
+        [] => true,
+        [b':', port @ ..] => end > 0 && port.iter().all(u8::is_ascii_digit),
+        _ => false,
+    }
+}
+
+#[inline]
+fn is_in_host(byte: u8) -> bool {
+    const TABLE: [bool; 256] = {
+        let mut table = [false; 256];
+        let mut byte = 0;
+        while byte < 256 {
+            table[byte] = (byte as u8).is_ascii_alphanumeric() || matches!(byte as u8, b'-' | b'.' | b'_' | b'~');
+            byte += 1;
+        }
+        table
+    };
+    TABLE[usize::from(byte)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_ends_at_its_port() {
+        for (host, bare) in [
+            ("example.org", "example.org"),
+            ("example.org.", "example.org"),
+            ("example.org:80", "example.org"),
+            ("example.org.:80", "example.org"),
+            ("example.org:", "example.org"),
+            ("example.org:80:80", "example.org"),
+            ("example.org::", "example.org"),
+            ("example.org:80:x", "example.org"),
+            ("[::1]", "[::1]"),
+            ("[::1]:80", "[::1]"),
+            ("[::1]x:80", "[::1]"),
+            ("::1", "::1"),
+            ("", ""),
+        ] {
+            assert_eq!(bare_host(host), bare, "{host}");
+        }
+    }
+
+    #[test]
+    fn hosts_are_names_or_addresses_with_a_port_at_most() {
+        for host in [
+            "",
+            "a",
+            "example.org",
+            "example.org.",
+            "a-b_c.~d:8080",
+            "example.org:",
+            "10.0.0.1:80",
+            "[::1]",
+            "[::1]:80",
+            "[fe80::1%25eth0]:",
+            "a:99999",
+        ] {
+            assert!(is_host(host.as_bytes()), "{host}");
+        }
+        for host in [
+            "example.org:80:80",
+            "example.org::",
+            "example.org:80:x",
+            "example.org:80:",
+            ":80",
+            ":",
+            "example.org:x",
+            "example.org:-1",
+            "::1",
+            "[::1",
+            "[::1]x",
+            "[]",
+            "[]:80",
+            "a[b]",
+            "ex%61mple.org",
+            "a,b",
+            "a b",
+            "a/b",
+            "u@a",
+            "example.org\\",
+            "a;b",
+            "caf\u{e9}",
+        ] {
+            assert!(!is_host(host.as_bytes()), "{host}");
+        }
+    }
+}
