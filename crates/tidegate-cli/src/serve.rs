@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tidegate::AnyStore;
 use tidegate_policy::Policy;
-use tidegate_server::{Bound, Server, log, signals};
+use tidegate_server::{Bound, Server, descriptors, log, signals};
 
 use crate::Outcome;
 use crate::policy::{self, Env, Read, tell};
@@ -21,6 +21,7 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
         tell(&format!("error: {error}\n"));
         return Outcome::WrongWords;
     }
+    descriptors::raise(&policy);
     // With one processor there is nobody to share work with, and sharing it costs.
     let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
     let mut runtime =

@@ -330,3 +330,26 @@ fn the_snippets_in_the_guide_are_those_that_are_tested() {
         assert!(guide.contains(snippet), "{snippet}");
     }
 }
+
+#[test]
+fn the_limit_on_descriptors_is_raised_and_held_against_the_caps() {
+    let served = |limits: &str| {
+        let (port, scratch) = (free_port(), Scratch::new());
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", &format!("ulimit {limits}; exec \"$0\" serve"), env!("CARGO_BIN_EXE_tidegate")])
+            .env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{}", free_port()))
+            .env("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:9")
+            .env("TIDEGATE__INBOUND__CAPS__CONNECTIONS", "100")
+            .env("TIDEGATE__API__LISTEN", "off")
+            .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{port}"));
+        let gate = Running::start(command, scratch, port);
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", gate.id())).unwrap_or_default();
+        let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().next());
+        (soft.map(str::to_owned), gate.read("stderr").contains("fewer file descriptors"))
+    };
+    let linux = |limit: &str| cfg!(target_os = "linux").then(|| limit.to_owned());
+    // 100 twice, 64 of the admin listener, and 64 others.
+    assert_eq!(served("-Sn 100; ulimit -Hn 400"), (linux("400"), false));
+    assert_eq!(served("-n 300"), (linux("300"), true));
+}

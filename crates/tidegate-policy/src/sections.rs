@@ -138,19 +138,33 @@ impl Default for Timeouts {
 pub struct Caps {
     /// Connections open at once. Default 10,000.
     pub connections: u32,
+    /// Connections of one client address (IPv6: of one /64) open at once; `None` for `"off"`. Default a quarter of
+    /// `connections`. Loopback and trusted proxies are not counted.
+    pub connections_per_client: Option<usize>,
     /// Bytes in a request's head. Default 64 KiB; 8 KiB to 1 MiB.
     pub header_bytes: usize,
     /// Header lines in a request. Default 100.
     pub headers: usize,
     /// Bytes in a request's body; `None` is unlimited, which is the default.
     pub body: Option<u64>,
+    /// The least bytes a second of a request's body, over 10 s spent waiting for the client; `None` for `"off"`. Default
+    /// 100. Upgrades and gRPC may be slower.
+    pub body_rate: Option<u64>,
     /// Idle connections kept to the upstream. Default 128.
     pub pool_idle: usize,
 }
 
 impl Default for Caps {
     fn default() -> Self {
-        Self { connections: 10_000, header_bytes: 64 << 10, headers: 100, body: None, pool_idle: 128 }
+        Self {
+            connections: 10_000,
+            connections_per_client: Some(2500),
+            header_bytes: 64 << 10,
+            headers: 100,
+            body: None,
+            body_rate: Some(100),
+            pool_idle: 128,
+        }
     }
 }
 

@@ -332,3 +332,17 @@ fn names_of_the_test_suite_and_of_tokens_are_let_be() {
     assert!(load(Some(FILE), &variables).is_ok());
     assert!(load(Some(FILE), &variables[1..]).is_err());
 }
+
+#[test]
+fn the_caps_on_clients_follow_the_cap_on_connections_unless_said() {
+    let caps = |env: &[(&str, &str)]| {
+        let env = env.iter().map(|(name, value)| (format!("TIDEGATE__INBOUND__CAPS__{name}"), (*value).to_owned()));
+        Policy::load(Sources::new().env(env)).unwrap_or_else(|errors| panic!("{errors}")).inbound().caps
+    };
+    let of = |caps: tidegate_policy::Caps| (caps.connections_per_client, caps.body_rate);
+    assert_eq!(of(caps(&[])), (Some(2500), Some(100)));
+    assert_eq!(caps(&[("CONNECTIONS", "100")]).connections_per_client, Some(25));
+    assert_eq!(caps(&[("CONNECTIONS", "2")]).connections_per_client, Some(1));
+    assert_eq!(of(caps(&[("CONNECTIONS_PER_CLIENT", "7"), ("BODY_RATE", "1KiB")])), (Some(7), Some(1024)));
+    assert_eq!(of(caps(&[("CONNECTIONS_PER_CLIENT", "off"), ("BODY_RATE", "off")])), (None, None));
+}

@@ -34,6 +34,8 @@ pub(crate) enum Trouble {
     BadGateway,
     /// The upstream doesn't answer in time.
     GatewayTimeout,
+    /// Too many unfinished heads.
+    Busy,
     /// The store can't be asked, or not be written, and the policy says to refuse.
     Unavailable,
 }
@@ -49,7 +51,7 @@ impl Trouble {
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
             Self::BadGateway => StatusCode::BAD_GATEWAY,
             Self::GatewayTimeout => StatusCode::GATEWAY_TIMEOUT,
-            Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Busy | Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 
@@ -67,6 +69,7 @@ impl Trouble {
             Self::Method => "CONNECT and TRACE are not served",
             Self::BadGateway => "the upstream refused or broke the connection",
             Self::GatewayTimeout => "the upstream did not answer in time",
+            Self::Busy => "too many requests are arriving at once",
             Self::Unavailable => "the store can't be reached or written",
         }
     }
@@ -112,8 +115,9 @@ pub(crate) fn error(status: StatusCode, message: &str) -> Response<Body> {
 pub(crate) fn last_words(status: StatusCode, message: &str) -> Bytes {
     let (reason, body) = (reason(status), text_of_error(status, message));
     let length = body.len();
+    let retry = if status == StatusCode::SERVICE_UNAVAILABLE { "\r\nretry-after: 1" } else { "" };
     let head = "content-type: application/json\r\nconnection: close";
-    format!("HTTP/1.1 {} {reason}\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}", status.as_u16()).into()
+    format!("HTTP/1.1 {} {reason}\r\n{head}{retry}\r\ncontent-length: {length}\r\n\r\n{body}", status.as_u16()).into()
 }
 
 fn text_of_error(status: StatusCode, message: &str) -> String {

@@ -226,11 +226,9 @@ impl Upload {
         Self { inner, watch: None, left: 0, expectation: None }
     }
 
-    /// A body of at most `cap` bytes that waits for `expectation`, if there is one.
+    /// A body of at most `cap` bytes, of which the watch was told, that waits for `expectation`, if there is one.
     pub(crate) fn new(inner: Incoming, watch: Arc<Watch>, cap: u64, expectation: Option<Arc<Expectation>>) -> Self {
         let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_AFTER))));
-        watch.set_uploading(true);
-        watch.set_waits_on_client(false);
         Self { inner, watch: Some(watch), left: cap, expectation }
     }
 }
@@ -263,6 +261,7 @@ impl http_body::Body for Upload {
                         return Poll::Ready(Some(Err(UploadError::TooLarge)));
                     }
                     this.left -= size;
+                    watch.count_body(size);
                 }
                 if http_body::Body::is_end_stream(&this.inner) {
                     watch.enter_from(Phase::Upload, Phase::Await);

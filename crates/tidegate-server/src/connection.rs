@@ -10,19 +10,17 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1::UpgradeableConnection;
 use hyper::service::HttpService;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
+use tokio::io::AsyncWrite as _;
 use tokio::net::TcpStream;
 
 use crate::answer::{self, Trouble};
 use crate::body::Body;
+use crate::linger::Linger;
 use crate::socket::Socket;
 use crate::watch::{Entry, Phase, Watch};
 
 /// How much of a refused request's body is read away to keep its connection.
 pub(crate) const DRAINED: usize = 64 << 10;
-/// How much is read away after a connection's last answer. Past it the socket closes, and the answer may be lost to
-/// the reset.
-const LINGERED: usize = 1 << 20;
 
 /// What a service must be for a connection to carry it.
 pub(crate) trait Serves:
@@ -44,7 +42,7 @@ pub(crate) struct Connection<S: Serves> {
 #[expect(clippy::large_enum_variant, reason = "a connection spends its life in the large one")]
 enum State<S: Serves> {
     Http(UpgradeableConnection<TokioIo<Socket>, S>),
-    Farewell { stream: TcpStream, words: Bytes, said: bool, read: usize },
+    Farewell { stream: TcpStream, words: Bytes, said: bool, linger: Linger },
     Over,
 }
 
@@ -69,7 +67,8 @@ impl<S: Serves> Connection<S> {
                     return true;
                 }
                 let (stream, _) = parts.io.into_inner().into_parts();
-                self.farewell(stream, Trouble::ClientTimeout.last_words());
+                let trouble = if self.watch.take_given_up() { Trouble::Busy } else { Trouble::ClientTimeout };
+                self.farewell(stream, trouble.last_words());
                 false
             }
         }
@@ -77,7 +76,7 @@ impl<S: Serves> Connection<S> {
 
     fn farewell(&mut self, stream: TcpStream, words: Bytes) {
         self.watch.forgive(Phase::Linger);
-        self.state = State::Farewell { stream, words, said: false, read: 0 };
+        self.state = State::Farewell { stream, words, said: false, linger: Linger::new(&self.watch) };
     }
 
     /// Reads away what a refused request left. False if there is nothing to do before the connection moves.
@@ -117,14 +116,20 @@ where
             this.watch.register(cx.waker());
             this.waker = Some(cx.waker().clone());
         }
-        if this.watch.is_overdue() && this.overdue() {
-            return Poll::Ready(());
-        }
         loop {
             match &mut this.state {
                 State::Over => return Poll::Ready(()),
                 State::Http(http) => match Pin::new(http).poll(cx) {
                     Poll::Pending => {
+                        // Not before: a request that has just come saves a connection that was to go for being idle.
+                        if this.watch.is_overdue() {
+                            if this.overdue() {
+                                return Poll::Ready(());
+                            }
+                            if matches!(this.state, State::Farewell { .. }) {
+                                continue;
+                            }
+                        }
                         if !this.drain(cx) {
                             return Poll::Pending;
                         }
@@ -150,7 +155,10 @@ where
                         }
                     }
                 },
-                State::Farewell { stream, words, said, read } => {
+                State::Farewell { stream, words, said, linger } => {
+                    if this.watch.is_overdue() || this.watch.is_aborted() {
+                        return Poll::Ready(());
+                    }
                     while !words.is_empty() {
                         match Pin::new(&mut *stream).poll_write(cx, words) {
                             Poll::Pending => return Poll::Pending,
@@ -165,15 +173,7 @@ where
                             Poll::Ready(Ok(())) => *said = true,
                         }
                     }
-                    let mut scratch = [0; 4096];
-                    let mut buf = ReadBuf::new(&mut scratch);
-                    match Pin::new(&mut *stream).poll_read(cx, &mut buf) {
-                        Poll::Pending => return Poll::Pending,
-                        Poll::Ready(Ok(())) if !buf.filled().is_empty() && *read < LINGERED => {
-                            *read += buf.filled().len();
-                        }
-                        Poll::Ready(_) => return Poll::Ready(()),
-                    }
+                    return linger.poll(stream, &this.watch, cx);
                 }
             }
         }

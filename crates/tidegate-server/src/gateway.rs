@@ -132,7 +132,11 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
         };
         let has_body = !request.body().is_end_stream();
         let request = request.map(|body| {
-            if has_body { Upload::new(body, Arc::clone(watch), MAX_BODY, None) } else { Upload::none(body) }
+            if !has_body {
+                return Upload::none(body);
+            }
+            watch.begin_body(false);
+            Upload::new(body, Arc::clone(watch), MAX_BODY, None)
         });
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.client));
         Answering::Later(Box::pin(async move {

@@ -32,9 +32,18 @@
 //! `tidegate`, or by forward-auth. `CONNECT` and `TRACE` are refused with 405. Upgrades other than `h2c` pass.
 //!
 //! # At the bounds
-//! - **Connections**: at the cap no more are accepted; they wait in the system's queue.
-//! - **Heads** too large or with too many lines: 431. **Bodies** over the cap: 413. **Slow heads**: 408.
-//! - **A refused request's body** is read away up to 64 KiB, so that the connection lives on; past that it closes.
+//! - **Connections**: at the cap a new one displaces the connection that has been longest between requests, or silent since
+//!   it came. While all are busy, new ones wait.
+//! - **Connections of one client address** (IPv6: of one /64) beyond `connections_per_client`: 503 and a close. Loopback and
+//!   trusted proxies are not counted.
+//! - **Heads** too large or with too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32 MiB in all,
+//!   those aside of which no more than 8 KiB came; past that the oldest gets 503.
+//! - **Bodies** over the cap: 413. **Slow bodies**: 408 where less than `body_rate` comes over 10 s spent waiting for the
+//!   client. Upgrades and gRPC may be slow.
+//! - **A refused request's body** is read away up to 64 KiB, so that the connection lives on. Past that the answer is the
+//!   connection's last, and the body is read away for up to 30 s while it comes at 64 KiB a second or more, so that the
+//!   client gets to read the answer. One in eight connections may do so at a time; beyond that, and for blocked clients,
+//!   1 MiB or 2 s are the end.
 //! - **Shutdown** stops accepting, lets every request in flight end, each answer with `Connection: close`, closes
 //!   idle connections after two ticks, and ends what is left when `timeouts.shutdown` is over.
 
@@ -42,11 +51,15 @@ mod access;
 mod answer;
 mod body;
 mod bound;
+mod clients;
 mod connection;
+pub mod descriptors;
+mod displace;
 mod framing;
 mod gateway;
 mod hop;
 mod housekeeping;
+mod linger;
 mod listener;
 pub mod log;
 mod permit;
@@ -232,6 +245,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             body: inbound.timeouts.body,
             response: inbound.timeouts.response,
             tunnel: inbound.timeouts.idle,
+            body_rate: inbound.caps.body_rate,
         };
         let own = |connections| Bounds {
             connections,
@@ -253,7 +267,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let inbound = match &inbound.upstream {
             None => None,
             Some(upstream) => Some(Open {
-                listener: open("inbound", inbound.listen, proxied)?,
+                listener: open("inbound", inbound.listen, proxied)?
+                    .per_client(inbound.caps.connections_per_client, &inbound.forwarding.trusted),
                 service: Arc::new(Proxy::new(
                     self.gate.clone(),
                     inbound,
@@ -333,7 +348,9 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
                 GatewayError::Roots(error) => ServeError::Roots(error),
             })?;
-        Ok(Some(Open { listener: open("outbound", address, bounds)?, service: Arc::new(gateway) }))
+        let trusted = &self.policy.inbound().forwarding.trusted;
+        let listener = open("outbound", address, bounds)?.per_client(plan.connections_per_client, trusted);
+        Ok(Some(Open { listener, service: Arc::new(gateway) }))
     }
 
     fn token(

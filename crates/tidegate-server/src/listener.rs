@@ -9,9 +9,12 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::HttpService;
 use hyper_util::rt::TokioIo;
+use tidegate_policy::Networks;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
+use crate::clients::{Clients, Seat, TooMany};
 use crate::connection::{Connection, Serves};
+use crate::displace::Displaced;
 use crate::socket::Socket;
 use crate::watch::{Entry, Patience, Sweep, Watch};
 
@@ -29,7 +32,7 @@ pub(crate) const USUAL_HEADERS: usize = 100;
 /// What a listener accepts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// Connections at once. At the bound no more are accepted: they wait in the system's queue until one leaves.
+    /// Connections at once. At the bound a new one displaces one that does nothing, or waits until one leaves.
     pub(crate) connections: usize,
     /// Bytes of a head; over it the answer is 431.
     pub(crate) header_bytes: usize,
@@ -46,6 +49,7 @@ pub(crate) struct Listener {
     bounds: Bounds,
     pub(crate) sweep: Arc<Sweep>,
     http: http1::Builder,
+    clients: Option<Arc<Clients>>,
 }
 
 /// What a service is told of its connection.
@@ -66,7 +70,19 @@ impl Listener {
         if bounds.headers != USUAL_HEADERS {
             http.max_headers(bounds.headers);
         }
-        Ok(Self { socket: socket.listen(BACKLOG)?, bounds, sweep: Sweep::new(bounds.patience), http })
+        Ok(Self {
+            socket: socket.listen(BACKLOG)?,
+            bounds,
+            sweep: Sweep::new(bounds.patience, bounds.connections),
+            http,
+            clients: None,
+        })
+    }
+
+    /// Takes at most so many connections of one client address; of trusted proxies more.
+    pub(crate) fn per_client(mut self, most: Option<usize>, trusted: &Networks) -> Self {
+        self.clients = most.map(|most| Clients::new(most, trusted.clone()));
+        self
     }
 
     pub(crate) fn address(&self) -> io::Result<SocketAddr> {
@@ -82,12 +98,18 @@ impl Listener {
         <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
         let mut stop = std::pin::pin!(stop);
+        let (mut held, mut displaced) = (None, Displaced::default());
         loop {
             tokio::select! {
                 biased;
                 () = &mut stop => break,
-                accepted = self.accept() => admit(&self.sweep, &self.http, self.bounds.forwards, accepted, &serve),
+                accepted = self.accept(&mut held, &mut displaced) => {
+                    admit(&self.sweep, &self.http, self.bounds.forwards, accepted, &serve);
+                }
             }
+        }
+        if let Some(held) = held.filter(|_| self.sweep.len() < self.bounds.connections) {
+            admit(&self.sweep, &self.http, self.bounds.forwards, held, &serve);
         }
         self.take_who_waits(&serve);
     }
@@ -101,7 +123,7 @@ impl Listener {
         S: HttpService<Incoming, ResBody = crate::body::Body>,
         <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
-        let Self { socket, bounds, sweep, http } = self;
+        let Self { socket, bounds, sweep, http, clients } = self;
         let Ok(socket) = socket.into_std() else { return };
         // Where this can't be done, a few more may be reset.
         let _ = socket2::SockRef::from(&socket).listen(0);
@@ -111,34 +133,71 @@ impl Listener {
         {
             if stream.set_nonblocking(true).is_ok()
                 && let Ok(stream) = TcpStream::from_std(stream)
+                && let Some(accepted) = seated(clients.as_ref(), &sweep, stream, address)
             {
-                admit(&sweep, &http, bounds.forwards, (stream, address), serve);
+                admit(&sweep, &http, bounds.forwards, accepted, serve);
             }
         }
     }
 
-    async fn accept(&self) -> (TcpStream, SocketAddr) {
+    /// The next connection, once there is room for it. It is `held` meanwhile, so that it isn't lost with the future.
+    async fn accept(&self, held: &mut Option<Accepted>, displaced: &mut Displaced) -> Accepted {
         loop {
-            while self.sweep.len() >= self.bounds.connections {
-                self.sweep.one_left().await;
+            if held.is_none() {
+                *held = self.next().await;
             }
-            match self.socket.accept().await {
-                Ok(accepted) => return accepted,
-                Err(error) if is_the_clients(&error) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "can't accept connections");
-                    tokio::time::sleep(OUT_OF_FILES).await;
-                }
+            // Who left before the room was looked for would be taken for the one that is displaced.
+            self.sweep.forget_left();
+            if self.sweep.len() >= self.bounds.connections {
+                displaced.one(&self.sweep);
+                // One that is busy now may be idle soon, and leaves only when told.
+                let _ = tokio::time::timeout(self.sweep.tick, self.sweep.one_left()).await;
+            } else if let Some(accepted) = held.take() {
+                return accepted;
             }
         }
     }
+
+    async fn next(&self) -> Option<Accepted> {
+        match self.socket.accept().await {
+            Ok((stream, address)) => seated(self.clients.as_ref(), &self.sweep, stream, address),
+            Err(error) if is_the_clients(&error) => None,
+            Err(error) => {
+                tracing::warn!(%error, "can't accept connections");
+                tokio::time::sleep(OUT_OF_FILES).await;
+                None
+            }
+        }
+    }
+}
+
+/// A connection that its client may have.
+struct Accepted {
+    stream: TcpStream,
+    address: SocketAddr,
+    seat: Option<Seat>,
+}
+
+/// A new connection, unless its client has too many.
+fn seated(clients: Option<&Arc<Clients>>, sweep: &Sweep, stream: TcpStream, address: SocketAddr) -> Option<Accepted> {
+    let seat = match clients {
+        None => None,
+        Some(clients) => match clients.seat(address.ip()) {
+            Ok(seat) => seat,
+            Err(TooMany) => {
+                clients.turn_away(&stream, address.ip(), sweep);
+                return None;
+            }
+        },
+    };
+    Some(Accepted { stream, address, seat })
 }
 
 fn admit<S>(
     sweep: &Arc<Sweep>,
     http: &http1::Builder,
     forwards: bool,
-    (stream, address): (TcpStream, SocketAddr),
+    Accepted { stream, address, seat }: Accepted,
     serve: &impl Fn(Client) -> S,
 ) where
     S: Serves + Send + 'static,
@@ -149,7 +208,8 @@ fn admit<S>(
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let (watch, entry) = sweep.join();
+    let (watch, mut entry) = sweep.join();
+    entry.seat = seat;
     let entry = Arc::new(entry);
     let service = serve(Client { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
     let io = TokioIo::new(Socket::new(stream, Arc::clone(&watch), forwards));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::header::{CONTENT_LENGTH, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -234,6 +234,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
             proxy.refusals.note(proxy.gate.plan(), &Refusal { actions, query, decision: &decision });
         }
         if !decision.allowed {
+            self.watch.set_blocked(decision.blocked);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
             return Err(proxy.replies.refusal_after(last, actions, &decision, headers).map(Body::full));
         }
@@ -293,6 +294,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
         let expectation = (has_body && expects_continue(&request)).then(Arc::<Expectation>::default);
         let hop = hop::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
+        let paced = has_body && hop.upgrade.is_none() && !is_grpc(&request);
         let switching = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
         if let Some(expectation) = &expectation {
             let expectation = Arc::clone(expectation);
@@ -316,6 +318,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         let request = request.map(|body| {
             if has_body {
                 self.watch.enter(Phase::Upload);
+                self.watch.begin_body(paced);
                 Upload::new(body, Arc::clone(&self.watch), proxy.body_cap, expectation.clone())
             } else {
                 self.watch.enter(Phase::Await);
@@ -450,6 +453,11 @@ fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<()
 /// `host:80`, `host:` and `host` are the same server.
 fn without_port(host: &[u8]) -> &[u8] {
     host.strip_suffix(b":80").or(host.strip_suffix(b":")).unwrap_or(host)
+}
+
+/// Whether a request is a call of gRPC, whose stream may be silent for long and say little.
+fn is_grpc(request: &Request<Incoming>) -> bool {
+    request.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
 }
 
 fn expects_continue(request: &Request<Incoming>) -> bool {

@@ -78,9 +78,8 @@ impl AsyncRead for Socket {
                         }
                     }
                     match phase {
-                        Phase::Idle => this.watch.enter(Phase::Head),
                         // The whole head has to arrive within its time, however it trickles.
-                        Phase::Head => {}
+                        Phase::Idle | Phase::Head => this.watch.hear(bytes.len()),
                         _ => this.watch.touch(),
                     }
                 }

@@ -5,14 +5,17 @@
 //! So a request costs no timer, a timeout is never early and at most one tick (an eighth of the shortest timeout, at
 //! most a second) late, and an idle process has nothing to do.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use hyper::body::Incoming;
 use slab::Slab;
 use tokio::sync::Notify;
+
+use crate::clients::Seat;
 
 /// Where a connection is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +51,13 @@ impl Phase {
 /// How long what is left of a request may keep coming after its answer.
 const LINGER: Duration = Duration::from_secs(2);
 
+/// How long a body is watched before its rate is judged: as long anew each time, of time spent waiting for the client.
+const JUDGED: Duration = Duration::from_secs(10);
+/// The most bytes of unfinished heads over all connections of a listener. Past it the oldest head is given up.
+const UNFINISHED: usize = 32 << 20;
+/// The most bytes of a head's first piece that don't count as unfinished, so that a usual head is never counted.
+const UNCOUNTED: usize = 8 << 10;
+
 /// How long each phase may go without progress.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
@@ -56,6 +66,8 @@ pub(crate) struct Patience {
     pub(crate) body: Duration,
     pub(crate) response: Duration,
     pub(crate) tunnel: Duration,
+    /// The least bytes of a request's body in a second, where there is such a bound.
+    pub(crate) body_rate: Option<u64>,
 }
 
 impl Patience {
@@ -71,7 +83,7 @@ impl Patience {
         }
     }
 
-    fn tick(&self) -> Duration {
+    pub(crate) fn tick(&self) -> Duration {
         let shortest = [self.idle, self.head, self.body, self.response, self.tunnel, LINGER].into_iter().min();
         (shortest.unwrap_or(Duration::from_secs(8)) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
     }
@@ -104,7 +116,7 @@ pub(crate) enum Fault {
 pub(crate) struct Watch {
     sweep: Arc<Sweep>,
     phase: AtomicU8,
-    since: AtomicU32,
+    pub(crate) since: AtomicU32,
     /// After how many ticks the present answer is overdue, where that is its own; else 0.
     granted: AtomicU32,
     overdue: AtomicBool,
@@ -115,6 +127,18 @@ pub(crate) struct Watch {
     fault: AtomicU8,
     requests: AtomicU32,
     lingers: AtomicBool,
+    blocked: AtomicBool,
+    /// Whether the client has sent anything yet.
+    heard: AtomicBool,
+    /// Bytes of the present head, as far as they are counted among the listener's.
+    unfinished: AtomicUsize,
+    /// Whether the head was given up for those of others.
+    given_up: AtomicBool,
+    /// Whether the request's body has to come at a rate.
+    paced: AtomicBool,
+    /// Bytes of the body, and ticks spent waiting for the client, since its rate was last judged.
+    came: AtomicU64,
+    waited: AtomicU32,
     waker: Mutex<Option<Waker>>,
     has_leftover: AtomicBool,
     leftover: Mutex<Option<Incoming>>,
@@ -127,11 +151,102 @@ impl Watch {
         self.phase.store(phase as u8, Ordering::Relaxed);
         if phase != Phase::Head {
             self.answering.store(true, Ordering::Relaxed);
+            self.end_head();
         }
         // The sweeper may have found the phase before this one overdue in the moment that it ended.
         if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
             self.overdue.store(false, Ordering::Relaxed);
         }
+    }
+
+    /// Notes bytes of a head, or of what comes between requests.
+    pub(crate) fn hear(&self, count: usize) {
+        let more = match self.phase() {
+            Phase::Head => self.heard.load(Ordering::Relaxed),
+            _ => {
+                self.enter(Phase::Head);
+                false
+            }
+        };
+        if !more {
+            self.heard.store(true, Ordering::Relaxed);
+            // It may have been found silent in the moment that it spoke.
+            if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
+                self.overdue.store(false, Ordering::Relaxed);
+            }
+        }
+        if more || count > UNCOUNTED {
+            self.count_head(count);
+        }
+    }
+
+    /// Whether the client has sent anything yet.
+    pub(crate) fn was_heard(&self) -> bool {
+        self.heard.load(Ordering::Relaxed)
+    }
+
+    #[cold]
+    fn count_head(&self, count: usize) {
+        // In this order the sum is never less than its parts.
+        let sum = self.sweep.unfinished.fetch_add(count, Ordering::Relaxed) + count;
+        self.unfinished.fetch_add(count, Ordering::Relaxed);
+        if sum > UNFINISHED {
+            self.sweep.give_up_heads();
+        }
+    }
+
+    /// Gives back what the head took.
+    fn end_head(&self) {
+        if self.unfinished.load(Ordering::Relaxed) > 0 {
+            self.give_back_head();
+        }
+    }
+
+    #[cold]
+    fn give_back_head(&self) {
+        let count = self.unfinished.swap(0, Ordering::Relaxed);
+        self.sweep.unfinished.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Whether the head was given up for those of others, since the last call.
+    pub(crate) fn take_given_up(&self) -> bool {
+        self.given_up.swap(false, Ordering::Relaxed)
+    }
+
+    /// Ends what the connection does as if its time were over.
+    pub(crate) fn hurry(&self) {
+        self.overdue.store(true, Ordering::Relaxed);
+        self.wake();
+    }
+
+    /// Notes that a body begins, and whether it has to come at a rate.
+    pub(crate) fn begin_body(&self, paced: bool) {
+        self.paced.store(paced, Ordering::Relaxed);
+        self.came.store(0, Ordering::Relaxed);
+        self.waited.store(0, Ordering::Relaxed);
+        self.set_uploading(true);
+        self.set_waits_on_client(false);
+    }
+
+    /// Notes bytes of a body.
+    pub(crate) fn count_body(&self, count: u64) {
+        self.came.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// Whether the client has sent less of a body than it must, in a tick that was spent waiting for it. One that has sent
+    /// nothing is the silence that has a time of its own.
+    fn trickles(&self) -> bool {
+        let Some((least, whole)) = self.sweep.body_rate else { return false };
+        if !self.paced.load(Ordering::Relaxed) || !self.waits_on_client() {
+            return false;
+        }
+        let waited = self.waited.load(Ordering::Relaxed) + 1;
+        if waited < whole {
+            self.waited.store(waited, Ordering::Relaxed);
+            return false;
+        }
+        self.waited.store(0, Ordering::Relaxed);
+        (1..least).contains(&self.came.swap(0, Ordering::Relaxed))
     }
 
     /// Moves the connection on to an answer's body, which may go for so long without progress.
@@ -181,6 +296,7 @@ impl Watch {
 
     /// Counts a request; gives its number on this connection, from 1.
     pub(crate) fn count_request(&self) -> u32 {
+        self.end_head();
         let number = self.requests.load(Ordering::Relaxed).wrapping_add(1);
         self.requests.store(number, Ordering::Relaxed);
         number
@@ -193,6 +309,33 @@ impl Watch {
 
     pub(crate) fn lingers(&self) -> bool {
         self.lingers.load(Ordering::Relaxed)
+    }
+
+    /// Notes whether the client was refused by a block, which earns it no patience.
+    pub(crate) fn set_blocked(&self, blocked: bool) {
+        self.blocked.store(blocked, Ordering::Relaxed);
+    }
+
+    /// A place among the few connections that may linger for long. None for a blocked client.
+    pub(crate) fn place_to_linger(&self) -> Option<Place> {
+        if self.blocked.load(Ordering::Relaxed) {
+            return None;
+        }
+        let (sweep, most) = (&self.sweep, self.sweep.may_linger);
+        let taken = sweep
+            .lingering
+            .try_update(Ordering::Relaxed, Ordering::Relaxed, |taken| (taken < most).then_some(taken + 1));
+        taken.is_ok().then(|| Place(Arc::clone(sweep)))
+    }
+
+    /// The present tick.
+    pub(crate) fn tick(&self) -> u32 {
+        self.sweep.tick_now()
+    }
+
+    /// Whether this much time has passed since a tick.
+    pub(crate) fn is_past(&self, tick: u32, time: Duration) -> bool {
+        self.sweep.is_past(tick, time)
     }
 
     /// Whether the server's time is up and the connection has to go, whatever it is doing.
@@ -272,18 +415,31 @@ impl Watch {
     }
 }
 
-/// A connection's entry in its server's list; leaving scope takes it off.
+/// A place among the connections that may linger for long; leaving scope gives it back.
 #[derive(Debug)]
+pub(crate) struct Place(Arc<Sweep>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.lingering.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A connection's entry in its server's list; leaving scope takes it off.
 pub(crate) struct Entry {
     sweep: Arc<Sweep>,
     index: usize,
+    /// The connection among those of its client.
+    pub(crate) seat: Option<Seat>,
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
         let left = {
             let mut open = lock(&self.sweep.open);
-            open.try_remove(self.index);
+            if let Some(watch) = open.try_remove(self.index) {
+                watch.end_head();
+            }
             open.len()
         };
         self.sweep.left.notify_one();
@@ -296,29 +452,45 @@ impl Drop for Entry {
 /// All connections of one listener.
 #[derive(Debug)]
 pub(crate) struct Sweep {
-    now: AtomicU32,
+    pub(crate) now: AtomicU32,
     draining: AtomicBool,
     aborting: AtomicBool,
     limits: [u32; Phase::ALL.len()],
-    tick: Duration,
-    open: Mutex<Slab<Arc<Watch>>>,
+    pub(crate) tick: Duration,
+    lingering: AtomicUsize,
+    may_linger: usize,
+    /// Bytes of unfinished heads.
+    unfinished: AtomicUsize,
+    /// The least bytes of a body in so many ticks.
+    body_rate: Option<(u64, u32)>,
+    pub(crate) open: Mutex<Slab<Arc<Watch>>>,
     joined: Notify,
     left: Notify,
     emptied: Notify,
 }
+
+/// One in so many connections may linger for long at the same time.
+const LINGERING_SHARE: usize = 8;
 
 /// How many ticks an idle connection is kept while the server drains: a request that is already on its way still
 /// gets its answer.
 const DRAIN_TICKS: u32 = 2;
 
 impl Sweep {
-    pub(crate) fn new(patience: Patience) -> Arc<Self> {
+    /// The list of a listener that takes so many connections at once.
+    pub(crate) fn new(patience: Patience, connections: usize) -> Arc<Self> {
         Arc::new(Self {
             now: AtomicU32::new(0),
             draining: AtomicBool::new(false),
             aborting: AtomicBool::new(false),
             limits: Phase::ALL.map(|phase| patience.ticks(phase)),
             tick: patience.tick(),
+            lingering: AtomicUsize::new(0),
+            may_linger: (connections / LINGERING_SHARE).max(1),
+            unfinished: AtomicUsize::new(0),
+            body_rate: patience
+                .body_rate
+                .map(|rate| (rate.saturating_mul(JUDGED.as_secs()), ticks(JUDGED, patience.tick()))),
             open: Mutex::default(),
             joined: Notify::new(),
             left: Notify::new(),
@@ -341,6 +513,13 @@ impl Sweep {
             fault: AtomicU8::new(Fault::None as u8),
             requests: AtomicU32::new(0),
             lingers: AtomicBool::new(false),
+            blocked: AtomicBool::new(false),
+            heard: AtomicBool::new(false),
+            unfinished: AtomicUsize::new(0),
+            given_up: AtomicBool::new(false),
+            paced: AtomicBool::new(false),
+            came: AtomicU64::new(0),
+            waited: AtomicU32::new(0),
             waker: Mutex::new(None),
             has_leftover: AtomicBool::new(false),
             leftover: Mutex::new(None),
@@ -353,12 +532,42 @@ impl Sweep {
         if first {
             self.joined.notify_one();
         }
-        (watch, Entry { sweep: Arc::clone(self), index })
+        (watch, Entry { sweep: Arc::clone(self), index, seat: None })
+    }
+
+    /// The present tick.
+    pub(crate) fn tick_now(&self) -> u32 {
+        self.now.load(Ordering::Relaxed)
+    }
+
+    /// Whether this much time has passed since a tick.
+    pub(crate) fn is_past(&self, tick: u32, time: Duration) -> bool {
+        self.tick_now().wrapping_sub(tick) >= ticks(time, self.tick)
+    }
+
+    /// Gives up the oldest unfinished heads until the others are within their bound.
+    #[cold]
+    fn give_up_heads(&self) {
+        let open = lock(&self.open);
+        while self.unfinished.load(Ordering::Relaxed) > UNFINISHED {
+            let counted =
+                open.iter().rev().map(|(_, watch)| watch).filter(|watch| watch.unfinished.load(Ordering::Relaxed) > 0);
+            let age = |watch: &&Arc<Watch>| self.tick_now().wrapping_sub(watch.since.load(Ordering::Relaxed));
+            let Some(oldest) = counted.max_by_key(age) else { return };
+            oldest.give_back_head();
+            oldest.given_up.store(true, Ordering::Relaxed);
+            oldest.hurry();
+        }
     }
 
     /// How many connections are open.
     pub(crate) fn len(&self) -> usize {
         lock(&self.open).len()
+    }
+
+    /// Forgets who has left so far.
+    pub(crate) fn forget_left(&self) {
+        let _ = self.left.notified().now_or_never();
     }
 
     /// Returns once a connection has left since the last call.
@@ -375,8 +584,7 @@ impl Sweep {
     pub(crate) fn abort(&self) {
         self.aborting.store(true, Ordering::Relaxed);
         for (_, watch) in &*lock(&self.open) {
-            watch.overdue.store(true, Ordering::Relaxed);
-            watch.wake();
+            watch.hurry();
         }
     }
 
@@ -402,7 +610,7 @@ impl Sweep {
         }
     }
 
-    fn sweep(&self) {
+    pub(crate) fn sweep(&self) {
         let now = self.now.load(Ordering::Relaxed).wrapping_add(1);
         self.now.store(now, Ordering::Relaxed);
         let draining = self.draining.load(Ordering::Relaxed);
@@ -415,9 +623,9 @@ impl Sweep {
             if draining && phase == Phase::Idle {
                 limit = limit.min(DRAIN_TICKS);
             }
-            if now.wrapping_sub(watch.since.load(Ordering::Relaxed)) > limit {
-                watch.overdue.store(true, Ordering::Relaxed);
-                watch.wake();
+            let silent = now.wrapping_sub(watch.since.load(Ordering::Relaxed)) > limit;
+            if silent || phase == Phase::Upload && watch.trickles() {
+                watch.hurry();
             }
         }
     }
@@ -438,6 +646,7 @@ mod tests {
             head: Duration::from_millis(80),
             body: Duration::from_millis(160),
             response: Duration::from_millis(240),
+            body_rate: Some(100),
             tunnel: Duration::from_secs(3600),
         }
     }
@@ -457,7 +666,7 @@ mod tests {
         let tick = patience().tick();
         assert_eq!(tick, Duration::from_millis(10));
         for (phase, whole) in [(Phase::Head, 8), (Phase::Upload, 16), (Phase::Await, 24), (Phase::Idle, 80)] {
-            let sweep = Sweep::new(patience());
+            let sweep = Sweep::new(patience(), 8);
             let (watch, _entry) = sweep.join();
             watch.enter(phase);
             let ticks = ticks_until_overdue(&sweep, &watch);
@@ -467,7 +676,7 @@ mod tests {
 
     #[test]
     fn progress_starts_the_wait_anew() {
-        let sweep = Sweep::new(patience());
+        let sweep = Sweep::new(patience(), 8);
         let (watch, _entry) = sweep.join();
         watch.enter(Phase::Upload);
         for _ in 0..100 {
@@ -479,7 +688,7 @@ mod tests {
 
     #[test]
     fn a_decision_is_never_overdue_and_the_tick_count_may_wrap() {
-        let sweep = Sweep::new(patience());
+        let sweep = Sweep::new(patience(), 8);
         sweep.now.store(u32::MAX - 3, Ordering::Relaxed);
         let (watch, _entry) = sweep.join();
         watch.enter(Phase::Deciding);
@@ -494,10 +703,72 @@ mod tests {
 
     #[test]
     fn leaving_scope_leaves_the_list() {
-        let sweep = Sweep::new(patience());
+        let sweep = Sweep::new(patience(), 8);
         let (_watch, entry) = sweep.join();
         assert_eq!(sweep.len(), 1);
         drop(entry);
         assert_eq!(sweep.len(), 0);
+    }
+
+    /// A connection whose body is waited for.
+    fn upload(sweep: &Arc<Sweep>, paced: bool) -> (Arc<Watch>, Entry) {
+        let (watch, entry) = sweep.join();
+        watch.enter(Phase::Upload);
+        watch.begin_body(paced);
+        watch.set_waits_on_client(true);
+        (watch, entry)
+    }
+
+    /// Has so many bytes come every second, for a minute of ticks or until the body is overdue.
+    fn trickle(sweep: &Arc<Sweep>, watch: &Watch, bytes: u64) -> bool {
+        let second = (Duration::from_secs(1).as_nanos() / sweep.tick.as_nanos()) as u32;
+        (0..60 * second).any(|tick| {
+            if tick % second == 0 {
+                watch.count_body(bytes);
+            }
+            watch.touch();
+            sweep.sweep();
+            watch.is_overdue()
+        })
+    }
+
+    #[test]
+    fn a_body_that_trickles_is_overdue_and_one_that_is_waited_for_by_nobody_is_not() {
+        let sweep = Sweep::new(patience(), 8);
+        for (paced, rate, overdue) in [(true, 1, true), (true, 80, true), (true, 120, false), (false, 1, false)] {
+            let (watch, _entry) = upload(&sweep, paced);
+            assert_eq!(trickle(&sweep, &watch, rate), overdue, "{paced} {rate}");
+        }
+        let (watch, _entry) = upload(&sweep, true);
+        watch.set_waits_on_client(false);
+        assert!(!trickle(&sweep, &watch, 1), "the upstream doesn't take more");
+        let (watch, _entry) = upload(&sweep, true);
+        assert!(!trickle(&sweep, &watch, 0), "silence has a time of its own");
+        let off = Sweep::new(Patience { body_rate: None, ..patience() }, 8);
+        let (watch, _entry) = upload(&off, true);
+        assert!(!trickle(&off, &watch, 1));
+    }
+
+    #[test]
+    fn past_the_bound_on_unfinished_heads_the_oldest_is_given_up() {
+        let sweep = Sweep::new(patience(), 8);
+        let (oldest, _a) = sweep.join();
+        oldest.hear(UNCOUNTED);
+        oldest.hear(1000);
+        sweep.sweep();
+        let (younger, _b) = sweep.join();
+        younger.hear(UNFINISHED - 1000);
+        assert!(!oldest.is_overdue() && !younger.is_overdue());
+        let (whole, _c) = sweep.join();
+        whole.hear(UNCOUNTED);
+        assert!(!oldest.is_overdue(), "a head in one piece is no burden");
+        younger.hear(1);
+        assert!(oldest.is_overdue() && oldest.take_given_up() && !younger.is_overdue());
+        younger.enter(Phase::Await);
+        assert_eq!(sweep.unfinished.load(Ordering::Relaxed), 0, "a whole head gives back what it took");
+        let (gone, entry) = sweep.join();
+        gone.hear(UNCOUNTED + 1);
+        drop(entry);
+        assert_eq!(sweep.unfinished.load(Ordering::Relaxed), 0, "and so does a connection that ends");
     }
 }

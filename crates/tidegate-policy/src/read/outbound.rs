@@ -33,6 +33,7 @@ impl Reader<'_> {
         let connections = self.or_default(Some(table), "connections", CONNECTIONS, |reader, node| {
             reader.count(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
         });
+        let per_client = self.per_client(Some(table), connections);
         let cache_bytes = self.or_default(Some(table), "cache_bytes", CACHE_BYTES, |reader, node| {
             reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
         });
@@ -53,6 +54,7 @@ impl Reader<'_> {
             token: token?,
             hosts: hosts?,
             connections: connections?,
+            connections_per_client: per_client?,
             cache_bytes: cache_bytes?,
             snapshot: snapshot?,
             providers,

@@ -141,12 +141,15 @@ impl Reader<'_> {
     fn caps(&mut self, inbound: Option<&Table>) -> Option<Caps> {
         let table = inbound.and_then(|inbound| self.section(inbound, "caps", "inbound.caps"));
         let default = Caps::default();
+        let connections = self.or_default(table, "connections", default.connections as usize, |reader, node| {
+            reader.count(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
+        });
+        let per_client = self.per_client(table, connections);
         let mut count = |key: &str, default: usize, least: u64, most: u64| {
             self.or_default(table, key, default, |reader, node| {
                 reader.count(node, key, least..=most).and_then(|count| usize::try_from(count).ok())
             })
         };
-        let connections = count("connections", default.connections as usize, 1, 1_000_000);
         let headers = count("headers", default.headers, 1, 10_000);
         let pool_idle = count("pool_idle", default.pool_idle, 0, 100_000);
         let header_bytes = self.or_default(table, "header_bytes", default.header_bytes, |reader, node| {
@@ -159,12 +162,29 @@ impl Reader<'_> {
             }
             reader.bytes(node, "body", 0..=u64::MAX >> 1).map(Some)
         });
+        let body_rate = self.or_default(table, "body_rate", default.body_rate, |reader, node| {
+            if is_off(node) { Some(None) } else { reader.bytes(node, "body_rate", 1..=1 << 30).map(Some) }
+        });
         Some(Caps {
             connections: u32::try_from(connections?).ok()?,
+            connections_per_client: per_client?,
             header_bytes: header_bytes?,
             headers: headers?,
             body: body?,
+            body_rate: body_rate?,
             pool_idle: pool_idle?,
+        })
+    }
+
+    /// How many of a listener's connections one client address may have.
+    pub(super) fn per_client(&mut self, table: Option<&Table>, connections: Option<usize>) -> Option<Option<usize>> {
+        const KEY: &str = "connections_per_client";
+        let default = connections.map(|connections| (connections / 4).max(1));
+        self.or_default(table, KEY, default, |reader, node| {
+            if is_off(node) {
+                return Some(None);
+            }
+            reader.count(node, KEY, 1..=1_000_000).and_then(|count| usize::try_from(count).ok()).map(Some)
         })
     }
 
@@ -343,9 +363,9 @@ impl Reader<'_> {
     }
 }
 
-/// Whether a listener is turned off.
-fn is_off(listen: &Node) -> bool {
-    matches!(&listen.value, Value::Text(text) if text == "off")
+/// Whether something is turned off.
+fn is_off(node: &Node) -> bool {
+    matches!(&node.value, Value::Text(text) if text == "off")
 }
 
 /// Whether a host and port are a listener's own, as far as can be told without looking names up.

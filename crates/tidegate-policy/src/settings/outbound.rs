@@ -8,6 +8,12 @@ pub(super) static SETTINGS: &[Setting] = &[
     setting("outbound.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
     setting("outbound.hosts", Words, "", "names that a request's Host may have besides loopback's"),
     setting("outbound.connections", Count, "1024", "connections of callers open at once"),
+    setting(
+        "outbound.connections_per_client",
+        Count,
+        "",
+        "connections of one caller's address open at once, or off; a quarter of connections if unsaid",
+    ),
     setting("outbound.cache_bytes", Text, "64MiB", "the most that cached replies of all providers may take"),
     setting("outbound.snapshot", Text, "off", "the file that spent quotas and cool-downs outlive a restart in, or off"),
     setting(

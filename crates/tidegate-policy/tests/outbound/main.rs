@@ -96,6 +96,7 @@ listen = "0.0.0.0:9081"
 token = "env:GATE_TOKEN"
 hosts = ["Gateway.internal"]
 connections = 4000
+connections_per_client = "off"
 cache_bytes = "1GiB"
 snapshot = "/var/lib/tidegate/outbound.json"
 
@@ -189,7 +190,7 @@ fn every_key_is_read() {
     assert_eq!(outbound.listen.unwrap().to_string(), "0.0.0.0:9081");
     assert_eq!(outbound.token.as_ref().unwrap().to_string(), "env:GATE_TOKEN");
     assert_eq!((outbound.hosts.as_slice(), outbound.cache_bytes), (&["gateway.internal".to_owned()][..], 1 << 30));
-    assert_eq!(outbound.connections, 4000);
+    assert_eq!((outbound.connections, outbound.connections_per_client), (4000, None));
     assert_eq!(outbound.snapshot.as_deref(), Some(Path::new("/var/lib/tidegate/outbound.json")));
     let own = outbound.find("own").unwrap();
     let url = own.base_url.as_ref().unwrap();
@@ -319,7 +320,7 @@ fn nothing_said_is_the_default() {
     let provider = outbound.find("x").unwrap();
     let rules = rules(provider);
     assert_eq!((outbound.cache_bytes, outbound.hosts.len(), outbound.token.is_none()), (64 << 20, 0, true));
-    assert_eq!(outbound.connections, 1024);
+    assert_eq!((outbound.connections, outbound.connections_per_client), (1024, Some(256)));
     assert_eq!(provider.breaker, Some(BreakerSpec::default()));
     assert_eq!(provider.inflight, Some(InflightSpec::default()));
     assert_eq!(provider.pace, Pace::Limits);

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::common::{Echo, HELLO, Peer, body, get, header, post, start, status};
+use tokio::net::TcpListener;
+
+use crate::common::{Echo, HELLO, Peer, Running, body, get, header, post, start, status};
 
 #[tokio::test]
 async fn heads() {
@@ -48,19 +50,127 @@ async fn bodies() {
     assert_eq!(upstream.seen().len(), 1, "the upstream never gets a whole request");
 }
 
+/// A gate that takes two connections, whose upstream gives them nothing but time.
+async fn narrow() -> (TcpListener, Running) {
+    let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(upstream.local_addr().unwrap(), "[inbound.caps]\nconnections = 2\n").await;
+    (upstream, gate)
+}
+
 #[tokio::test]
-async fn connections_wait_their_turn() {
-    let upstream = Echo::start(HELLO).await;
-    let gate = start(upstream.address, "[inbound.caps]\nconnections = 2\n").await;
+async fn connections_wait_while_all_others_are_busy() {
+    let (upstream, gate) = narrow().await;
     let mut first = Peer::connect(gate.inbound).await;
     let mut second = Peer::connect(gate.inbound).await;
-    assert_eq!(status(&first.ask(get("/")).await), 200);
-    assert_eq!(status(&second.ask(get("/")).await), 200);
+    first.send(get("/")).await;
+    second.send(get("/")).await;
+    let _busy = (upstream.accept().await.unwrap(), upstream.accept().await.unwrap());
     let mut third = Peer::connect(gate.inbound).await;
     third.send(get("/")).await;
-    assert!(tokio::time::timeout(Duration::from_millis(150), third.stream.readable()).await.is_err());
+    assert!(tokio::time::timeout(Duration::from_millis(300), upstream.accept()).await.is_err());
+    // Health is told all the same, even to one who comes after many that say nothing.
+    let mut silent = Vec::new();
+    for _ in 0..70 {
+        silent.push(Peer::connect(gate.admin).await);
+    }
+    assert_eq!(status(&Peer::connect(gate.admin).await.ask(get("/healthz")).await), 200);
     drop(first);
+    let (stream, _) = upstream.accept().await.unwrap();
+    let mut served = Peer::over(stream);
+    served.message().await;
+    served.send(HELLO).await;
     assert_eq!(status(&third.message().await), 200);
+}
+
+#[tokio::test]
+async fn idle_connections_make_room() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "[inbound.caps]\nconnections = 100\n").await;
+    let mut silent = Vec::new();
+    for _ in 0..100 {
+        silent.push(Peer::connect(gate.inbound).await);
+    }
+    // Long enough to be told from those who come now.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let mut others = Vec::new();
+    for _ in 0..150 {
+        let mut other = Peer::connect(gate.inbound).await;
+        let answer = tokio::time::timeout(Duration::from_secs(5), other.ask(get("/"))).await.expect("no wait");
+        assert_eq!(status(&answer), 200);
+        others.push(other);
+    }
+    assert!(silent[0].ends().await, "the first to come and say nothing is the first to go");
+    assert_eq!(status(&others[149].ask(get("/")).await), 200, "the last to be served stays");
+}
+
+#[tokio::test]
+async fn a_connection_that_becomes_idle_makes_room() {
+    let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(upstream.local_addr().unwrap(), "[inbound.caps]\nconnections = 2\n").await;
+    let (answer, told) = tokio::sync::watch::channel(false);
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = upstream.accept().await {
+            let mut told = told.clone();
+            tokio::spawn(async move {
+                let mut peer = Peer::over(stream);
+                while peer.try_message().await.is_some() {
+                    told.wait_for(|told| *told).await.unwrap();
+                    peer.send(HELLO).await;
+                }
+            });
+        }
+    });
+    let mut clients = [Peer::connect(gate.inbound).await, Peer::connect(gate.inbound).await];
+    for client in &mut clients {
+        client.send(get("/")).await;
+    }
+    let mut third = Peer::connect(gate.inbound).await;
+    third.send(get("/")).await;
+    assert!(tokio::time::timeout(Duration::from_millis(300), third.stream.readable()).await.is_err());
+    answer.send(true).unwrap();
+    assert_eq!(status(&third.message().await), 200);
+}
+
+#[tokio::test]
+async fn bodies_come_at_a_rate() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    // 13 s of a byte every tenth of a second, for one whose type says that it may.
+    let trickled = |kind: &'static str| async move {
+        let mut client = Peer::connect(gate.inbound).await;
+        let head = format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-type: {kind}\r\ncontent-length: 130\r\n\r\n");
+        client.send(head).await;
+        for _ in 0..130 {
+            if tokio::io::AsyncWriteExt::write_all(&mut client.stream, b"x").await.is_err() {
+                break;
+            }
+            if tokio::time::timeout(Duration::from_millis(100), client.stream.readable()).await.is_ok() {
+                break;
+            }
+        }
+        status(&client.message().await)
+    };
+    assert_eq!(tokio::join!(trickled("text/plain"), trickled("application/grpc-web")), (408, 200));
+}
+
+#[tokio::test]
+async fn unfinished_heads() {
+    let upstream = Echo::start(HELLO).await;
+    let gate =
+        start(upstream.address, "[inbound.caps]\nheader_bytes = \"1MiB\"\n[inbound.timeouts]\nheader = \"60s\"\n")
+            .await;
+    let begun = format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}", "y".repeat(900 << 10));
+    let mut clients = Vec::new();
+    // 900 KiB of 36 fit into 32 MiB, and of 37 don't.
+    for _ in 0..37 {
+        let mut client = Peer::connect(gate.inbound).await;
+        client.send(&begun).await;
+        clients.push(client);
+    }
+    let answer = clients[0].message().await;
+    assert_eq!((status(&answer), header(&answer, "retry-after")), (503, Some("1")));
+    let last = clients.last_mut().unwrap();
+    assert_eq!(status(&last.ask("\r\n\r\n").await), 200, "the oldest goes, not the latest");
 }
 
 #[tokio::test]

@@ -19,4 +19,5 @@ mod streaming;
 mod timeouts;
 mod tokens;
 mod upgrade;
+mod uploads;
 mod wire;

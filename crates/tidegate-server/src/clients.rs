@@ -1,0 +1,161 @@
+//! How many connections one client address has.
+
+use std::collections::HashMap;
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::StatusCode;
+use tidegate_policy::{Networks, canonical};
+use tokio::net::TcpStream;
+
+use crate::answer;
+use crate::watch::{Sweep, lock};
+
+/// How often a client that was turned away is logged.
+const TOLD_EVERY: Duration = Duration::from_secs(10);
+
+/// The connections of each client address, IPv6 by /64. Bounded by the cap on connections: an address is kept while it
+/// has one.
+pub(crate) struct Clients {
+    most: usize,
+    /// Proxies, whose connections are many clients'.
+    trusted: Networks,
+    list: Mutex<List>,
+}
+
+#[derive(Default)]
+struct List {
+    counts: HashMap<IpAddr, usize>,
+    /// The tick of the last line in the log.
+    told: Option<u32>,
+    untold: u64,
+}
+
+impl Clients {
+    pub(crate) fn new(most: usize, trusted: Networks) -> Arc<Self> {
+        Arc::new(Self { most: most.max(1), trusted, list: Mutex::default() })
+    }
+
+    /// Counts a connection of this address: a seat, or none where the address isn't counted.
+    ///
+    /// # Errors
+    /// The address has as many as it may.
+    pub(crate) fn seat(self: &Arc<Self>, ip: IpAddr) -> Result<Option<Seat>, TooMany> {
+        let ip = canonical(ip);
+        if ip.is_loopback() || self.trusted.contains(ip) {
+            return Ok(None);
+        }
+        let client = client_of(ip);
+        let mut list = lock(&self.list);
+        let count = list.counts.entry(client).or_insert(0);
+        if *count >= self.most {
+            return Err(TooMany);
+        }
+        *count += 1;
+        drop(list);
+        Ok(Some(Seat { clients: Arc::clone(self), client }))
+    }
+
+    /// Answers a connection that is one too many, without reading its request.
+    #[cold]
+    pub(crate) fn turn_away(&self, stream: &TcpStream, ip: IpAddr, sweep: &Sweep) {
+        let words = answer::last_words(StatusCode::SERVICE_UNAVAILABLE, "too many connections from this address");
+        let socket = socket2::SockRef::from(stream);
+        // What has come already would reset the connection at its close, before the answer is read.
+        let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
+        let _ = socket.send(&words);
+        let _ = socket.shutdown(std::net::Shutdown::Write);
+        let mut list = lock(&self.list);
+        if list.told.is_some_and(|told| !sweep.is_past(told, TOLD_EVERY)) {
+            list.untold += 1;
+            return;
+        }
+        list.told = Some(sweep.tick_now());
+        let suppressed = std::mem::take(&mut list.untold);
+        drop(list);
+        tracing::warn!(%ip, most = self.most, suppressed, "a client address has too many connections");
+    }
+}
+
+/// The address that a client is counted by.
+fn client_of(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V4(_) => ip,
+        IpAddr::V6(ip) => IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() & (u128::MAX << 64))),
+    }
+}
+
+/// A client has as many connections as it may.
+#[derive(Debug)]
+pub(crate) struct TooMany;
+
+/// One of a client's connections; leaving scope takes it off.
+pub(crate) struct Seat {
+    clients: Arc<Clients>,
+    client: IpAddr,
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut list = lock(&self.clients.list);
+        if let Some(count) = list.counts.get_mut(&self.client) {
+            *count -= 1;
+            if *count == 0 {
+                list.counts.remove(&self.client);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::watch::Patience;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn an_address_has_so_many_connections_and_a_network_of_ipv6_is_one() {
+        let clients = Clients::new(2, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+        for (one, same, other) in
+            [("192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"), ("2001:db8::1", "2001:db8:0:0:ffff::2", "2001:db8:0:1::1")]
+        {
+            let first = clients.seat(ip(one)).unwrap();
+            let _second = clients.seat(ip(same)).unwrap();
+            assert!(clients.seat(ip(one)).is_err());
+            assert!(clients.seat(ip(other)).is_ok());
+            drop(first);
+            assert!(clients.seat(ip(same)).is_ok());
+        }
+        assert!(lock(&clients.list).counts.is_empty(), "no address is kept past its connections");
+    }
+
+    #[tokio::test]
+    async fn one_too_many_is_told_so() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let second = Duration::from_secs(1);
+        let patience =
+            Patience { idle: second, head: second, body: second, response: second, tunnel: second, body_rate: None };
+        Clients::new(1, Networks::default()).turn_away(&stream, ip("192.0.2.1"), &Sweep::new(patience, 8));
+        drop(stream);
+        let mut answer = String::new();
+        tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("\r\nretry-after: 1\r\n"), "{answer}");
+    }
+
+    #[test]
+    fn loopback_and_trusted_proxies_are_not_counted() {
+        let clients = Clients::new(1, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+        for uncounted in ["127.0.0.1", "::1", "10.1.2.3", "::ffff:10.1.2.3"] {
+            for _ in 0..3 {
+                assert!(clients.seat(ip(uncounted)).unwrap().is_none(), "{uncounted}");
+            }
+        }
+    }
+}

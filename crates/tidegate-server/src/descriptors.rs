@@ -1,0 +1,59 @@
+//! File descriptors: how many a policy's connections may take, and how many the process may have.
+
+use rustix::process::{Resource, getrlimit, setrlimit};
+use tidegate_policy::Policy;
+
+use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS};
+
+/// What a process has open besides connections: listeners, the store's and the log's files, the runtime's own.
+const OTHERS: u64 = 64;
+
+/// How many descriptors are open when every listener is at its cap. A connection that is passed on counts twice.
+fn needed(policy: &Policy) -> u64 {
+    let listens = |on: bool, connections: u64| if on { connections } else { 0 };
+    let inbound = policy.inbound();
+    let passed_on = listens(inbound.upstream.is_some(), u64::from(inbound.caps.connections));
+    let outbound = policy.outbound().filter(|outbound| outbound.listen.is_some());
+    let passed_on = passed_on + outbound.map_or(0, |outbound| outbound.connections as u64);
+    let own = listens(policy.api().listen.is_some(), API_CONNECTIONS as u64)
+        + listens(policy.admin().listen.is_some(), ADMIN_CONNECTIONS as u64);
+    2 * passed_on + own + OTHERS
+}
+
+/// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit, and warns where that is less than the
+/// policy's connections may take. `tidegate serve` does so at its start; other programs decide for themselves.
+pub fn raise(policy: &Policy) {
+    let mut limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        let soft = std::mem::replace(&mut limit.current, limit.maximum);
+        if let Err(error) = setrlimit(Resource::Nofile, limit) {
+            tracing::warn!(%error, "the limit on file descriptors can't be raised");
+            limit.current = soft;
+        }
+    }
+    let needed = needed(policy);
+    if let Some(limit) = limit.current.filter(|limit| *limit < needed) {
+        tracing::warn!(
+            limit,
+            needed,
+            "fewer file descriptors than connections may take: raise the hard limit (ulimit -Hn) or lower the caps"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tidegate_policy::Sources;
+
+    use super::*;
+
+    #[test]
+    fn connections_that_are_passed_on_count_twice() {
+        let of = |file: &str| needed(&Policy::load(Sources::new().file("t", file)).unwrap());
+        let none = of("[admin]\nlisten = \"off\"\n[api]\nlisten = \"off\"\n");
+        assert_eq!(none, OTHERS);
+        assert_eq!(of("[admin]\nlisten = \"off\"\n"), OTHERS + 1024);
+        let proxy = "[inbound]\nupstream = \"http://127.0.0.1:3000\"\n[inbound.caps]\nconnections = 500\n";
+        assert_eq!(of(proxy), OTHERS + 1024 + 64 + 1000);
+    }
+}
