@@ -305,7 +305,7 @@ fn variables_that_are_not_text_matter_only_where_they_are_ours() {
     }
 }
 
-/// What a terminal obeys, and what makes a line read otherwise than it is.
+/// Characters that a terminal obeys, or that make a line read otherwise than it is.
 fn steers(letter: char) -> bool {
     letter.is_control() && letter != '\n' && letter != '\t'
         || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')

@@ -19,12 +19,12 @@ pub(crate) enum PrefixBytes {
     V6([u8; 8]),
 }
 
-/// How many bits of an IPv6 address are counted.
+/// The number of bits of an IPv6 address that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ipv6Prefix(u8);
 
 impl Ipv6Prefix {
-    /// What can be asked for. One customer has at least a /64 of their own, so a longer prefix would bound nothing.
+    /// The lengths that can be asked for. A customer has a /64 at least, so a longer prefix would bound nothing.
     pub(crate) const LENGTHS: RangeInclusive<u8> = 32..=64;
     /// The network that one customer usually has at the least.
     pub(crate) const DEFAULT: Self = Self(64);
@@ -49,7 +49,7 @@ impl Ipv6Prefix {
     }
 }
 
-/// What an address is counted as: IPv4 by itself, IPv6 by its prefix.
+/// The bytes that an address is counted by: IPv4 by itself, IPv6 by its prefix.
 #[inline]
 pub(crate) fn network_of(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     match canonical(ip) {

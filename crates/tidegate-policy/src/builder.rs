@@ -225,7 +225,7 @@ impl LimitSpec {
         self.with("key", list(parts))
     }
 
-    /// What becomes of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
+    /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
     /// [`Missing`](crate::Missing).
     pub fn missing(self, word: &str) -> Self {
         self.with("missing", string(word))
@@ -288,7 +288,7 @@ impl ActionSpec {
         self.with(|limit| limit.key(parts))
     }
 
-    /// What becomes of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
+    /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
     /// [`Missing`](crate::Missing).
     pub fn missing(self, word: &str) -> Self {
         self.with(|limit| limit.missing(word))

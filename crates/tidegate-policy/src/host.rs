@@ -14,7 +14,7 @@ pub(crate) fn bare_host(host: &str) -> &str {
     host.strip_suffix('.').unwrap_or(host)
 }
 
-/// Whether this is a host and perhaps a port, as `Host` and `:authority` have it (RFC 3986 §3.2.2): letters, digits, `-`,
+/// True if this is a host and perhaps a port, as `Host` and `:authority` have it (RFC 3986 §3.2.2): letters, digits, `-`,
 /// `.`, `_` and `~`, or an IPv6 address in brackets; then perhaps a colon and any number of digits. Empty is one: it says
 /// that the client has no name for the server. What else the RFC allows, percent signs above all, no host on the Internet
 /// has, and servers read it in different ways.

@@ -89,19 +89,19 @@ impl KeyPart {
         !matches!(self, Self::Key | Self::Platform)
     }
 
-    /// Whether a log that doesn't tell the part says that the request lacks it.
+    /// True if a log that doesn't tell the part says that the request lacks it.
     fn is_in_logs(&self) -> bool {
         matches!(self, Self::QueryParameter(_) | Self::Ipv6Network(_))
     }
 
-    /// Whether a request may lack the part, so that [`Missing`] decides.
+    /// True if a request may lack the part, so that [`Missing`] decides.
     pub fn may_be_missing(&self) -> bool {
         let named = matches!(self, Self::Header(_) | Self::Cookie(_) | Self::QueryParameter(_));
         named || matches!(self, Self::Ipv6Network(_) | Self::Host)
     }
 }
 
-/// What becomes of requests without a part that a limit counts by: `missing`.
+/// The fate of requests without a part that a limit counts by: `missing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Missing {
     /// `share`: all of them share one count.
@@ -213,7 +213,7 @@ pub(crate) struct Recipe {
     missing: Missing,
 }
 
-/// How addresses and paths are read.
+/// The rules by which addresses and paths are read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
     pub(crate) quirks: PathQuirks,
@@ -336,7 +336,7 @@ fn lacking<'r>(part: &'r KeyPart, query: &Query<'_>) -> Lacking<'r> {
     }
 }
 
-/// What a call says of a part that it may lack, or may have several of; `None` for other parts.
+/// The values that a call has for a part that it may lack, or may have several of; `None` for other parts.
 fn values_of<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<Values<'q>>, Lacking<'r>> {
     // A request that lacks a part is nothing unusual; a query without request headers comes from a caller that forgot
     // the field and is told so.
@@ -360,7 +360,7 @@ fn values_of<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<Valu
     })
 }
 
-/// What marks a part that may be missing.
+/// The tag of a part that may be missing.
 fn tag(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Header(_) => 18,

@@ -155,7 +155,7 @@ impl fmt::Display for Matcher {
 pub(crate) struct Pattern {
     text: String,
     pub(crate) segments: Vec<Segment>,
-    /// Whether it ends in `*`, and so matches everything below, too.
+    /// True if it ends in `*`, and so matches everything below, too.
     pub(crate) open: bool,
 }
 

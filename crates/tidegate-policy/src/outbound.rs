@@ -39,10 +39,10 @@ pub struct Outbound {
     /// Names that a request's `Host` may have besides loopback's and the listener's own address. A name that isn't
     /// among them is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
     pub hosts: Vec<String>,
-    /// How many connections of callers the gateway takes at once. At the bound a new one displaces an idle one, or
+    /// The number of callers' connections that the gateway takes at once. At the bound a new one displaces an idle one, or
     /// waits. Default 1024.
     pub connections: usize,
-    /// How many of them one address may have (IPv6: one /64); `None` for `"off"`. Default a quarter. Loopback and the
+    /// The number of them that one address may have (IPv6: one /64); `None` for `"off"`. Default a quarter. Loopback and the
     /// proxies that `inbound.trusted_proxies` names are not counted.
     pub connections_per_client: Option<usize>,
     /// The most bytes that cached replies of all providers may take. Default 64 MiB.

@@ -24,7 +24,7 @@ pub struct PathQuirks {
     pub windows: bool,
 }
 
-/// How a path is judged that servers may read in several ways: `inbound.ambiguous_paths`.
+/// The way to judge a path that servers may read in several ways: `inbound.ambiguous_paths`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AmbiguousPaths {
     /// `union`: the call meets every action that any reading of its path matches.
@@ -198,7 +198,7 @@ pub(crate) enum Parameters {
     StrippedLast,
 }
 
-/// What separates segments besides a plain slash, as bits.
+/// Separators of segments besides a plain slash, as bits.
 pub(crate) mod separators {
     pub(crate) const ESCAPED_SLASH: u8 = 1;
     pub(crate) const BACKSLASH: u8 = 2;

@@ -217,7 +217,7 @@ pub struct Plan {
     pub(crate) unmatched: Program,
     pub(crate) path_quirks: PathQuirks,
     pub(crate) ambiguous_paths: AmbiguousPaths,
-    /// Whether any limit counts by path.
+    /// True if any limit counts by path.
     pub(crate) counts_by_path: bool,
     pub(crate) ipv6_prefix: Ipv6Prefix,
     /// The headers that limits count by, `Cookie` included.
@@ -263,7 +263,7 @@ impl Plan {
         self.recipe(limit).parts()
     }
 
-    /// What becomes of requests without one of the parts that a limit counts by; `None` if none can be missing.
+    /// The fate of requests without one of the parts that a limit counts by; `None` if none can be missing.
     ///
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
@@ -277,7 +277,7 @@ impl Plan {
         &self.keyed_headers
     }
 
-    /// How many bits of a client's IPv6 address are counted.
+    /// The number of bits of a client's IPv6 address that are counted.
     pub fn ipv6_prefix(&self) -> u8 {
         self.ipv6_prefix.length()
     }

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// What stands for a character that isn't printed.
+/// The character in place of one that isn't printed.
 const REPLACEMENT: char = '\u{fffd}';
 
 /// A text for one line, such as a name or a value: U+FFFD stands for each character that would steer a terminal or
@@ -45,7 +45,7 @@ fn shown(text: &str, hides: impl Fn(char) -> bool, mut show: impl FnMut(&mut Str
     Cow::Owned(out)
 }
 
-/// Whether a character is a control character, sets a direction, ends a line or takes no room (Unicode's categories Cc,
+/// True if a character is a control character, sets a direction, ends a line or takes no room (Unicode's categories Cc,
 /// Zl and Zp, its property `Default_Ignorable_Code_Point` without the variation selectors, and the marks of U+FFF9 to
 /// U+FFFB).
 fn steers(letter: char) -> bool {

@@ -30,7 +30,7 @@ pub struct Query<'a> {
     /// The request's headers. When they are given, what becomes of a request without a header, cookie, query or host part
     /// is for the limit's [`Missing`](crate::Missing) to say; without them it is a missing part.
     pub headers: Option<&'a HeaderMap>,
-    /// Whether all this is what a log tells of a request. A header, cookie or host that it doesn't tell may have been
+    /// True if all this is what a log tells of a request. A header, cookie or host that it doesn't tell may have been
     /// there, so such requests are never counted by address instead.
     pub from_log: bool,
 }

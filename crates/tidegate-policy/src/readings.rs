@@ -18,7 +18,7 @@ const MAX_REWRITTEN: usize = 1 << 20;
 /// The most keys that one path has as a key part.
 pub(crate) const MAX_KEYS: usize = 4;
 
-/// What in a path servers differ about.
+/// Features of a path that servers differ about.
 #[derive(Default)]
 struct Features {
     /// Out of how many layers dots come that may be dot segments, as bits.
@@ -70,7 +70,7 @@ impl Features {
 /// Shows `see` each reading of a path, some of them more than once.
 ///
 /// # Errors
-/// What `see` says, or that there are too many.
+/// The error of `see`, or that there are too many.
 pub(crate) fn each(
     path: &str,
     quirks: PathQuirks,
@@ -157,8 +157,8 @@ impl Features {
     }
 }
 
-/// What servers take for the path of a request target: up to its `?`, up to a `#` before that or with it, and behind
-/// what begins with two slashes and would be a host in a URL.
+/// The texts that servers take for the path of a request target: up to its `?`, up to a `#` before that or with it, and
+/// behind what begins with two slashes and would be a host in a URL.
 fn texts(target: &[u8]) -> ArrayVec<&[u8], 4> {
     let until = |end: u8, text: &'_ [u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
     let whole = &target[..until(b'?', target)];

@@ -27,9 +27,9 @@ pub struct Inbound {
     /// What the upstream takes for the same path beyond RFC 3986. By default that `%2F` is a slash; see
     /// [`Matcher`](crate::Matcher).
     pub path_quirks: PathQuirks,
-    /// What is done with paths that can be read in several ways. Default [`AmbiguousPaths::Union`].
+    /// The treatment of paths that can be read in several ways. Default [`AmbiguousPaths::Union`].
     pub ambiguous_paths: AmbiguousPaths,
-    /// How many bits of an IPv6 address are one client: 32 to 64. Default 64.
+    /// The number of bits of an IPv6 address that are one client: 32 to 64. Default 64.
     pub ipv6_prefix: u8,
     /// Which rate-limit headers answers carry. Default [`HeaderDialect::Draft10`].
     pub headers: HeaderDialect,

@@ -49,13 +49,13 @@ impl Actions {
         self.0.into_iter().filter(|action| *action != VACANT).map(ActionId)
     }
 
-    /// Whether there is more than one.
+    /// True if there is more than one.
     #[inline]
     pub fn is_several(self) -> bool {
         self.0[1] != VACANT
     }
 
-    /// Whether this action is one of them.
+    /// True if this action is one of them.
     pub fn contains(self, action: ActionId) -> bool {
         self.0.contains(&action.0)
     }
@@ -96,7 +96,7 @@ impl Plan {
         (!names.is_empty()).then(|| names.join("+"))
     }
 
-    /// Whether a limit counts by path, and this one isn't in its plain form.
+    /// True if a limit counts by path, and this one isn't in its plain form.
     #[inline]
     pub(crate) fn counts_spelled_path(&self, query: &Query<'_>) -> bool {
         self.counts_by_path && query.path.is_some_and(|path| !Normalised::new(path, self.path_quirks).is_borrowed())

@@ -173,7 +173,7 @@ impl Plan {
         text
     }
 
-    /// What becomes of requests that lack a part of a limit's key: "requests without header:x-api-key are counted by
+    /// The fate of requests that lack a part of a limit's key: "requests without header:x-api-key are counted by
     /// their address". `None` if none can.
     ///
     /// # Panics

@@ -1,4 +1,4 @@
-//! What requests are counted under, however they are spelt and whatever they lack.
+//! The keys that requests are counted under, however they are spelt and whatever they lack.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::HashSet;

@@ -54,7 +54,7 @@ pub(crate) struct Access {
     listener: Listener,
     own: IpAddr,
     hosts: Vec<String>,
-    /// What nearly every request calls it: names that needn't be taken apart to be known.
+    /// The usual names of the listener, which needn't be taken apart to be known.
     usual: [String; 2],
     token: Option<Secret>,
 }
@@ -76,7 +76,7 @@ impl Access {
         Self { listener, own: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual, token }
     }
 
-    /// Whether a request may pass: where there is a token, it shows it; otherwise it is no web page's.
+    /// True if a request may pass: where there is a token, it shows it; otherwise it is no web page's.
     pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), Denied> {
         self.check_head(request.headers(), request.uri().authority())
     }
@@ -117,7 +117,7 @@ impl Access {
         if is_browsers && self.is_of_another_page(headers, host) { Err(Denied::Origin) } else { Ok(()) }
     }
 
-    /// Whether `host` or `host:port` is a name that only the listener has. Without any, as HTTP/1.0 may be, no name can
+    /// True if `host` or `host:port` is a name that only the listener has. Without any, as HTTP/1.0 may be, no name can
     /// have led the client astray.
     fn is_ours(&self, name: &[u8]) -> bool {
         if name.is_empty() || self.usual.iter().any(|usual| usual.as_bytes() == name) {

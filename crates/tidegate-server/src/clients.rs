@@ -1,4 +1,4 @@
-//! How many connections one client address has.
+//! The number of connections of each client address.
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use crate::answer;
 use crate::watch::{Sweep, lock};
 
-/// How often a client that was turned away is logged.
+/// The least time between two log lines about clients that were turned away.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
 /// The connections of each client address, IPv6 by /64. Bounded by the cap on connections: an address is kept while it

@@ -5,10 +5,10 @@ use tidegate_policy::Policy;
 
 use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS};
 
-/// What a process has open besides connections: listeners, the store's and the log's files, the runtime's own.
+/// Descriptors of a process besides connections: listeners, the store's and the log's files, the runtime's own.
 const OTHERS: u64 = 64;
 
-/// How many descriptors are open when every listener is at its cap. A connection that is passed on counts twice.
+/// The number of descriptors that are open when every listener is at its cap. A connection that is passed on counts twice.
 fn needed(policy: &Policy) -> u64 {
     let listens = |on: bool, connections: u64| if on { connections } else { 0 };
     let inbound = policy.inbound();

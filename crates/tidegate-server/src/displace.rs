@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::watch::{Phase, Sweep, Watch, lock};
 
-/// How many candidates one look over all connections finds, so that not every new connection costs a look.
+/// The number of candidates that one look over all connections finds, so that not every new connection costs a look.
 const FOUND: usize = 32;
 
 /// A connection as it was when it did nothing.

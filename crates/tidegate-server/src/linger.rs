@@ -12,19 +12,19 @@ use tokio::net::TcpStream;
 
 use crate::watch::{Place, Watch};
 
-/// How much is read away of any client. Past it the socket closes, unless the client may go on.
+/// The bytes that are read away of any client. Past it the socket closes, unless the client may go on.
 const LINGERED: usize = 1 << 20;
-/// How much has to come within `Phase::Linger`'s two seconds for the reading to go on: 64 KiB a second.
+/// The bytes that have to come within `Phase::Linger`'s two seconds for the reading to go on: 64 KiB a second.
 const PIECE: usize = 128 << 10;
-/// How long the reading may go on in all.
+/// The longest that the reading may go on in all.
 const LONGEST: Duration = Duration::from_secs(30);
-/// How much is read in one go.
+/// The bytes that are read in one go.
 const BUFFER: usize = 32 << 10;
 
-/// What was read away so far.
+/// The bytes that were read away so far.
 pub(crate) struct Linger {
     read: usize,
-    /// What was read of the present piece.
+    /// The bytes that were read of the present piece.
     piece: usize,
     /// The tick at which the reading began.
     begun: u32,

@@ -455,7 +455,7 @@ fn without_port(host: &[u8]) -> &[u8] {
     host.strip_suffix(b":80").or(host.strip_suffix(b":")).unwrap_or(host)
 }
 
-/// Whether a request is a call of gRPC, whose stream may be silent for long and say little.
+/// True if a request is a call of gRPC, whose stream may be silent for long and say little.
 fn is_grpc(request: &Request<Incoming>) -> bool {
     request.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
 }

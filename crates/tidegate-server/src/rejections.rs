@@ -49,7 +49,7 @@ impl From<&Uncountable> for Rejected {
     }
 }
 
-/// How many requests were refused for each reason since the start.
+/// The number of requests that were refused for each reason since the start.
 #[derive(Debug, Default)]
 pub(crate) struct Rejections([AtomicU64; Rejected::COUNT]);
 

@@ -51,7 +51,7 @@ impl Phase {
 /// How long what is left of a request may keep coming after its answer.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// How long a body is watched before its rate is judged: as long anew each time, of time spent waiting for the client.
+/// The time after which a body's rate is judged, again and again. Only time spent waiting for the client counts.
 const JUDGED: Duration = Duration::from_secs(10);
 /// The most bytes of unfinished heads over all connections of a listener. Past it the oldest head is given up.
 const UNFINISHED: usize = 32 << 20;
@@ -128,13 +128,13 @@ pub(crate) struct Watch {
     requests: AtomicU32,
     lingers: AtomicBool,
     blocked: AtomicBool,
-    /// Whether the client has sent anything yet.
+    /// True if the client has sent anything yet.
     heard: AtomicBool,
     /// Bytes of the present head, as far as they are counted among the listener's.
     unfinished: AtomicUsize,
-    /// Whether the head was given up for those of others.
+    /// True if the head was given up for those of others.
     given_up: AtomicBool,
-    /// Whether the request's body has to come at a rate.
+    /// True if the request's body has to come at a rate.
     paced: AtomicBool,
     /// Bytes of the body, and ticks spent waiting for the client, since its rate was last judged.
     came: AtomicU64,
@@ -180,7 +180,7 @@ impl Watch {
         }
     }
 
-    /// Whether the client has sent anything yet.
+    /// True if the client has sent anything yet.
     pub(crate) fn was_heard(&self) -> bool {
         self.heard.load(Ordering::Relaxed)
     }
@@ -208,7 +208,7 @@ impl Watch {
         self.sweep.unfinished.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// Whether the head was given up for those of others, since the last call.
+    /// True if the head was given up for those of others, since the last call.
     pub(crate) fn take_given_up(&self) -> bool {
         self.given_up.swap(false, Ordering::Relaxed)
     }
@@ -233,7 +233,7 @@ impl Watch {
         self.came.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Whether the client has sent less of a body than it must, in a tick that was spent waiting for it. One that has sent
+    /// True if the client has sent less of a body than it must, in a tick that was spent waiting for it. One that has sent
     /// nothing is the silence that has a time of its own.
     fn trickles(&self) -> bool {
         let Some((least, whole)) = self.sweep.body_rate else { return false };
@@ -333,7 +333,7 @@ impl Watch {
         self.sweep.tick_now()
     }
 
-    /// Whether this much time has passed since a tick.
+    /// True if this much time has passed since a tick.
     pub(crate) fn is_past(&self, tick: u32, time: Duration) -> bool {
         self.sweep.is_past(tick, time)
     }
@@ -540,7 +540,7 @@ impl Sweep {
         self.now.load(Ordering::Relaxed)
     }
 
-    /// Whether this much time has passed since a tick.
+    /// True if this much time has passed since a tick.
     pub(crate) fn is_past(&self, tick: u32, time: Duration) -> bool {
         self.tick_now().wrapping_sub(tick) >= ticks(time, self.tick)
     }

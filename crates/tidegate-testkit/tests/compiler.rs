@@ -142,7 +142,7 @@ fn is_name(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Whether it is a comparison as a whole, not only somewhere within parentheses or a block.
+/// True if it is a comparison as a whole, not only somewhere within parentheses or a block.
 fn compares(value: &str) -> bool {
     let operators = [" == ", " != ", " < ", " > ", " <= ", " >= "];
     let is_outside = |at: usize| {
@@ -154,7 +154,7 @@ fn compares(value: &str) -> bool {
     !is_block && (value.starts_with('!') || value.starts_with("matches!(") || signs.any(|(at, _)| is_outside(at)))
 }
 
-/// What the line makes into numbers: the insides of `u64::from(…)`, and what stands before `as u64`.
+/// The parts of the line that are made into numbers: the insides of `u64::from(…)`, and what stands before `as u64`.
 fn numbers_from(line: &str) -> impl Iterator<Item = &str> {
     NUMBERS.iter().flat_map(move |number| {
         let from = line

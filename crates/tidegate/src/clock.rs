@@ -56,7 +56,7 @@ impl SystemClock {
     const DRIFT: Span = Span::from_millis(2);
     /// A comparison that took longer than this, in microseconds, was interrupted and says nothing.
     const COMPARED_WITHIN: u64 = 200;
-    /// How often the wall clock is read for the anchor: the reading that was interrupted least counts.
+    /// The number of times that the wall clock is read for the anchor: the reading that was interrupted least counts.
     const ANCHOR_TRIES: usize = 8;
 
     /// A clock anchored at the present.

@@ -63,7 +63,7 @@ pub enum CheckError {
 }
 
 impl CheckError {
-    /// What is wrong with the request itself, if that is why: a server answers 400.
+    /// The fault of the request itself, if that is why: a server answers 400.
     pub fn uncountable(&self) -> Option<&Uncountable> {
         match self {
             Self::Key(KeyError::Uncountable(uncountable)) => Some(uncountable),

@@ -1,4 +1,4 @@
-//! What servers read from a header, a cookie or a query parameter, however it is spelt.
+//! The values that servers read from a header, a cookie or a query parameter, however it is spelt.
 //!
 //! Servers differ in which of several values they take, in what separates them, and in what they decode. Where the
 //! difference is only one of spelling, all spellings count as one value; where servers take different values, the call
@@ -24,10 +24,10 @@ use crate::path::escape;
 
 /// The most distinct values that one part of a key may have in one call.
 pub(crate) const MAX_VALUES: usize = 4;
-/// How servers join the lines of a header.
+/// The texts that servers join the lines of a header with.
 const JOINTS: [&[u8]; 2] = [b", ", b","];
 
-/// What servers may read for one part of a key; empty if it is missing.
+/// The values that servers may read for one part of a key; empty if it is missing.
 pub(crate) type Values<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + JOINTS.len() }>;
 
 /// A part has more than [`MAX_VALUES`] distinct values.
@@ -64,7 +64,7 @@ fn only<'q>(each: impl FnOnce(&mut dyn FnMut(&'q [u8]))) -> Option<&'q [u8]> {
     value.filter(|value| count == 1 && !is_encoded(value))
 }
 
-/// What servers may read for a header.
+/// The values that servers may read for a header.
 pub(crate) fn lines<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<Values<'q>, TooMany> {
     let mut values = Values::new();
     let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
@@ -81,7 +81,7 @@ pub(crate) fn lines<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<Val
     Ok(values)
 }
 
-/// What servers may read for a cookie.
+/// The values that servers may read for a cookie.
 pub(crate) fn cookies<'q>(headers: &'q HeaderMap, name: &str) -> Result<Values<'q>, TooMany> {
     let mut values = Values::new();
     let mut added = Ok(());
@@ -99,7 +99,7 @@ pub(crate) fn cookies<'q>(headers: &'q HeaderMap, name: &str) -> Result<Values<'
     added.map(|()| values)
 }
 
-/// What servers may read for a query parameter.
+/// The values that servers may read for a query parameter.
 pub(crate) fn parameters<'q>(path: &'q str, name: &str) -> Result<Values<'q>, TooMany> {
     let mut values = Values::new();
     let mut added = Ok(());
@@ -153,7 +153,7 @@ impl Pairs {
         }
     }
 
-    /// Whether some servers take the byte for a separator, and others for a part of a value.
+    /// True if some servers take the byte for a separator, and others for a part of a value.
     #[inline]
     fn may_separate(self, byte: u8) -> bool {
         match self {
@@ -189,13 +189,13 @@ impl Pairs {
     }
 }
 
-/// Whether this is a token and `=`.
+/// True if this is a token and `=`.
 fn begins_a_pair(part: &[u8]) -> bool {
     let in_token = |byte: &u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte);
     part.iter().position(|byte| !in_token(byte)).is_some_and(|end| end > 0 && part[end] == b'=')
 }
 
-/// Whether a server may take one name for another: it decodes names, or reads them in any case, or takes `token[]` for a
+/// True if a server may take one name for another: it decodes names, or reads them in any case, or takes `token[]` for a
 /// list called `token`, or can't have spaces, dots and brackets in names.
 #[inline]
 fn is_read_as(own: &[u8], name: &[u8]) -> bool {
@@ -253,7 +253,7 @@ fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     Cow::Owned(decoded)
 }
 
-/// What stands in quotes, without backslashes: `\"` is `"`, `\101` is `A`.
+/// The text in quotes, without backslashes: `\"` is `"`, `\101` is `A`.
 fn unescaped(quoted: &[u8]) -> Cow<'_, [u8]> {
     if !quoted.contains(&b'\\') {
         return Cow::Borrowed(quoted);

@@ -42,7 +42,7 @@ impl Reader<'_> {
         fine.then_some(parts)
     }
 
-    /// What becomes of requests that lack a part.
+    /// The fate of requests that lack a part.
     pub(super) fn missing_part(&mut self, table: &Table, default: Missing) -> Option<Missing> {
         self.or_default(table.into(), "missing", default, |reader, node| {
             let words = [
@@ -72,7 +72,7 @@ impl Reader<'_> {
         false
     }
 
-    /// What each IPv6 /48 may do, besides the action's own limits.
+    /// The limit of each IPv6 /48, besides the action's own limits.
     pub(super) fn ipv6_network(
         &mut self,
         table: &Table,

@@ -176,7 +176,7 @@ impl Reader<'_> {
         })
     }
 
-    /// How many of a listener's connections one client address may have.
+    /// The number of a listener's connections that one client address may have.
     pub(super) fn per_client(&mut self, table: Option<&Table>, connections: Option<usize>) -> Option<Option<usize>> {
         const KEY: &str = "connections_per_client";
         let default = connections.map(|connections| (connections / 4).max(1));
@@ -363,7 +363,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether something is turned off.
+/// True if something is turned off.
 fn is_off(node: &Node) -> bool {
     matches!(&node.value, Value::Text(text) if text == "off")
 }

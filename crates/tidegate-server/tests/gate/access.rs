@@ -6,7 +6,7 @@ use crate::common::{Running, get, json as parsed, nobody, once, policy, post, st
 
 const FILE: &str = "[inbound.action.login]\nlimit = \"5 per 60s\"\n";
 const ABOUT: &str = r#"{"action":"login","ip":"203.0.113.7"}"#;
-/// What a request for `/v1/auth` says of another.
+/// The request that a question to `/v1/auth` is about.
 const FORWARDED: &str = "x-forwarded-method: GET\r\nx-forwarded-uri: /\r\n";
 
 fn request(method: &str, path: &str, lines: &str, body: &str) -> String {

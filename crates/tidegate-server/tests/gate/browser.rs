@@ -89,7 +89,7 @@ async fn page(address: &str, api: u16) -> SocketAddr {
     address
 }
 
-/// What a browser shows that was sent to a URL. `None` if there is none.
+/// The page that a browser shows at a URL. `None` if there is none.
 async fn browse(url: String) -> Option<String> {
     tokio::task::spawn_blocking(move || chromium(&url, REBOUND)).await.unwrap()
 }

@@ -33,7 +33,7 @@ const SEED_KEY: &str = "seed";
 const CACHE_BYTES: usize = 8 << 20;
 /// A file below this isn't worth compacting.
 const COMPACTED_BYTES: u64 = 4 << 20;
-/// How many rows are looked over at once for those that are to go, or to be moved.
+/// The number of rows that are looked over at once for those that are to go, or to be moved.
 const SWEPT_AT_ONCE: usize = 1024;
 /// The bit of a row's key that marks what is set aside.
 const ASIDE: u64 = 1 << 60;

@@ -136,7 +136,7 @@ pub(super) fn drop_telling(headers: &mut HeaderMap, secret: &Secret) {
     }
 }
 
-/// Whether a header's name, which is in small letters whatever was sent, holds the credential.
+/// True if a header's name, which is in small letters whatever was sent, holds the credential.
 fn is_in_name(name: &HeaderName, secret: &Secret) -> bool {
     let (name, secret) = (name.as_str().as_bytes(), secret.expose().as_bytes());
     secret.len() >= MIN_SECRET && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))

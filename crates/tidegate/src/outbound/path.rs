@@ -15,7 +15,7 @@ pub(super) fn check(path: &str) -> Result<(), TargetError> {
     if is_plain(path) { Ok(()) } else { check_readings(path) }
 }
 
-/// Whether nothing in a path is decoded or left out by any server, and no two dots are in a row.
+/// True if nothing in a path is decoded or left out by any server, and no two dots are in a row.
 fn is_plain(path: &str) -> bool {
     let bytes = path.as_bytes();
     let are_read_alike = bytes.iter().all(|byte| matches!(byte, b'!'..=b'~') && !matches!(byte, b'%' | b'\\'));
@@ -44,18 +44,18 @@ fn parts(segment: &str) -> impl Iterator<Item = &str> {
     segment.split(['/', '\\'])
 }
 
-/// What cuts off the rest of a segment: parameters of Java servers, a URL's query and fragment where the decoded path is
-/// taken for a URL again, and the end of a C string or a line.
+/// True for a character that cuts off the rest of a segment: the begin of Java servers' parameters, of a query or a fragment
+/// where the decoded path is taken for a URL again, and the end of a C string or a line.
 fn ends_segment(letter: char) -> bool {
     matches!(letter, ';' | '?' | '#') || letter.is_control()
 }
 
-/// What is part of a name everywhere; of anything else some server leaves it out or takes it for the name's end.
+/// True for a character that is part of a name everywhere. Anything else is left out by some server, or ends the name there.
 fn is_name(letter: char) -> bool {
     letter.is_alphanumeric() || matches!(letter, '-' | '_')
 }
 
-/// Whether a server could take this for `..`: it begins with two dots but for what may be left out, and no name goes on
+/// True if a server could take this for `..`: it begins with two dots but for what may be left out, and no name goes on
 /// right behind them.
 fn leads_up(part: &str) -> bool {
     let mut dots = 0;
@@ -86,7 +86,7 @@ fn decoded(segment: &str) -> String {
     String::from_utf8_lossy(&read).into_owned()
 }
 
-/// How many bytes at the end of these some server takes for an ASCII one, and for which: an escape, also IIS' `%u002e`;
+/// The number of bytes at the end of these that some server takes for an ASCII one, and for which: an escape, also IIS' `%u002e`;
 /// ASCII in more bytes of UTF-8 than it takes; or a character that looks like an ASCII one. Never does a part of a name
 /// come of bytes that others leave out, since they aren't UTF-8.
 fn ending(read: &[u8]) -> Option<(usize, u8)> {
