@@ -373,7 +373,11 @@ mod tests {
             let waits = scope.spawn(|| pacer.on_failure_blocking());
             std::thread::sleep(MS(20));
             assert!(!waits.is_finished());
-            clock.advance(Span::from_millis(1));
+            // The thread may not have begun to wait before the first of these.
+            while !waits.is_finished() {
+                clock.advance(Span::from_millis(1));
+                std::thread::sleep(MS(1));
+            }
         });
     }
 
