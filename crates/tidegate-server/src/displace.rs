@@ -8,6 +8,9 @@ use crate::watch::{Phase, Sweep, Watch, lock};
 /// The number of candidates that one look over all connections finds, so that not every new connection costs a look.
 const FOUND: usize = 32;
 
+/// For how many ticks a new connection may be silent in peace: its first request may be on its way.
+const NEW: u32 = 2;
+
 /// A connection as it was when it did nothing.
 struct Candidate {
     watch: Arc<Watch>,
@@ -60,8 +63,9 @@ fn idlest(sweep: &Sweep) -> Vec<Candidate> {
         .filter_map(|(index, watch)| {
             let phase = does_nothing(watch).filter(|_| !watch.is_overdue())?;
             let since = watch.since.load(Ordering::Relaxed);
-            // The one to go has the largest rank. Of two that are as old, a new client's request may be on its way.
-            Some(((now.wrapping_sub(since), phase == Phase::Idle), index, phase, since))
+            let age = now.wrapping_sub(since);
+            // The one to go has the largest rank.
+            (phase == Phase::Idle || age >= NEW).then_some(((age, phase == Phase::Idle), index, phase, since))
         })
         .collect();
     if found.len() > FOUND {
