@@ -8,7 +8,7 @@ use crate::watch::{Phase, Sweep, Watch, lock};
 /// The number of candidates that one look over all connections finds, so that not every new connection costs a look.
 const FOUND: usize = 32;
 
-/// For how many ticks a new connection may be silent in peace: its first request may be on its way.
+/// The ticks for which a new connection may be silent in peace: its first request may be on its way.
 const NEW: u32 = 2;
 
 /// A connection as it was when it did nothing.
