@@ -73,7 +73,9 @@ async fn connections_wait_while_all_others_are_busy() {
     for _ in 0..70 {
         silent.push(Peer::connect(gate.admin).await);
     }
-    assert_eq!(status(&Peer::connect(gate.admin).await.ask(get("/healthz")).await), 200);
+    let mut health = Peer::connect(gate.admin).await;
+    let answer = tokio::time::timeout(Duration::from_secs(5), health.ask(get("/healthz"))).await.expect("no wait");
+    assert_eq!(status(&answer), 200);
     drop(first);
     let (stream, _) = upstream.accept().await.unwrap();
     let mut served = Peer::over(stream);
