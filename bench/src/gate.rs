@@ -51,6 +51,8 @@ type Start = fn(&Folder, Work, u16) -> Result<Server, Failure>;
 const PROXY_CORE: &str = "0";
 /// The core of the client and the upstream.
 const CLIENT_CORE: &str = "1";
+/// The port of an upstream that isn't asked: discard's.
+const UNASKED: u16 = 9;
 /// Connections at a time.
 const CONNECTIONS: u32 = 50;
 
@@ -88,7 +90,7 @@ fn one_client(options: &Options, row: &mut Row) -> Result<(), Failure> {
     let on_redis = format!("[store]\nurl = \"{}\"\n{POLICY}", redis.url());
     let mut servers = Vec::new();
     for policy in [&on_redis, POLICY] {
-        let server = serve(&folder, Work::DecisionApi, 0, policy)?;
+        let server = serve(&folder, Work::DecisionApi, UNASKED, policy)?;
         client.run(server.port, 1)?;
         servers.push(server);
     }
