@@ -92,8 +92,6 @@ fn the_tour_prints_what_it_says() {
         .current_dir(folder.path())
         .env("PATH", format!("{}:{}:/usr/sbin", bin.display(), std::env::var("PATH").unwrap()))
         .env("HOME", folder.path())
-        .env("TIDEGATE__INBOUND__LISTEN", swap("127.0.0.1:8080", true))
-        .env("TIDEGATE__INBOUND__UPSTREAM", swap("http://127.0.0.1:3000", true))
         .env("TIDEGATE__API__LISTEN", swap("127.0.0.1:8082", true))
         .env("TIDEGATE__ADMIN__LISTEN", swap("127.0.0.1:8083", true))
         .stdin(Stdio::piped())
@@ -106,7 +104,10 @@ fn the_tour_prints_what_it_says() {
     let mut stdout = BufReader::new(shell.stdout.take().unwrap()).lines();
     let mut wrong = Vec::new();
     for step in steps() {
-        let command = swap(&step.command, true);
+        // The upstream is set for the built-in policy alone: a policy of the README's must say its own.
+        let command = step.command.replace("tidegate serve", "TIDEGATE__INBOUND__LISTEN=127.0.0.1:8080 tidegate serve");
+        let built_in = "TIDEGATE__INBOUND__UPSTREAM=http://127.0.0.1:3000 tidegate serve >";
+        let command = swap(&command.replace("tidegate serve >", built_in), true);
         // A group would outlive a command in the background, and its output with it.
         // Its standard input is not the shell's, from which the next commands come.
         let grouped = if command.ends_with('&') { command } else { format!("{{ {command}\n}} 2>&1 < /dev/null") };
