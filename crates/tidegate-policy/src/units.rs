@@ -144,7 +144,7 @@ fn time_unit(word: &Word<'_>, number: Range<usize>, number_text: &str) -> Result
     }
     if word.text.is_empty() {
         return Err(QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION)
-            .help(format!("did you mean \"{number_text}s\"?")));
+            .help(format!("did you mean \"{number_text}s\" or \"{number_text}ms\"?")));
     }
     let error = QuantityError::new(word.at.clone(), format!("unknown unit of time `{}`", word.text), DURATION);
     Err(match word.text {

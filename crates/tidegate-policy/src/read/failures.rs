@@ -136,9 +136,8 @@ impl Reader<'_> {
             Said::Table(table) => table,
         };
         let at = provider.get("breaker")?.key_at;
-        let failures = self.or_default(Some(table), "failures", default.failures, |reader, node| match &node.value {
-            Value::Text(text) if text == "off" => Some(None),
-            _ => reader.small(node, "failures", 1, 1_000_000).map(Some),
+        let failures = self.or_default(Some(table), "failures", default.failures, |reader, node| {
+            reader.or_word(node, ("off", None), |reader| reader.small(node, "failures", 1, 1_000_000).map(Some))
         });
         let failure_rate = self.if_said(table, "failure_rate", |reader, node| reader.share(node, "failure_rate", 1));
         let slow_after = self.if_said(table, "slow_after", |reader, node| reader.span(node, "slow_after"));

@@ -79,8 +79,10 @@ impl Reader<'_> {
         preset: Option<Preset>,
     ) -> Option<Option<Vec<(Quantity, At)>>> {
         self.or_default(table.into(), "ipv6_network", None, |reader, node| {
-            if !matches!(&node.value, Value::Text(text) if text == "preset") {
-                return reader.quantities(node, "ipv6_network").map(Some);
+            let own =
+                reader.or_word(node, ("preset", None), |reader| reader.quantities(node, "ipv6_network").map(Some))?;
+            if own.is_some() {
+                return Some(own);
             }
             let Some(preset) = preset else {
                 let message = "`ipv6_network` is `preset`, but the action has no preset";

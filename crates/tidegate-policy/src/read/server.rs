@@ -163,7 +163,7 @@ impl Reader<'_> {
             reader.bytes(node, "body", 0..=u64::MAX >> 1).map(Some)
         });
         let body_rate = self.or_default(table, "body_rate", default.body_rate, |reader, node| {
-            if is_off(node) { Some(None) } else { reader.bytes(node, "body_rate", 1..=1 << 30).map(Some) }
+            reader.or_word(node, ("off", None), |reader| reader.bytes(node, "body_rate", 1..=1 << 30).map(Some))
         });
         Some(Caps {
             connections: u32::try_from(connections?).ok()?,
@@ -181,10 +181,9 @@ impl Reader<'_> {
         const KEY: &str = "connections_per_client";
         let default = connections.map(|connections| (connections / 4).max(1));
         self.or_default(table, KEY, default, |reader, node| {
-            if is_off(node) {
-                return Some(None);
-            }
-            reader.count(node, KEY, 1..=1_000_000).and_then(|count| usize::try_from(count).ok()).map(Some)
+            reader.or_word(node, ("off", None), |reader| {
+                reader.count(node, KEY, 1..=1_000_000).and_then(|count| usize::try_from(count).ok()).map(Some)
+            })
         })
     }
 
@@ -237,25 +236,25 @@ impl Reader<'_> {
     ) -> (Option<Option<SocketAddr>>, Option<Option<TokenSource>>) {
         let token = self.or_default(table, "token", None, |reader, node| reader.token(node, "token").map(Some));
         let listen = self.or_default(table, "listen", default, |reader, node| {
-            if is_off(node) {
-                return Some(None);
-            }
-            let listen = reader.listen(node, "listen")?;
-            let such = default.map(|usual| format!(" such as \"{usual}\"")).unwrap_or_default();
-            if !listen.ip().to_canonical().is_loopback()
-                && token == Some(None)
-                && !table.is_some_and(|table| reader.is_misspelt(table, "admin", "token"))
-            {
-                let error = Error::new(
-                    reader.texts,
-                    node.at,
-                    format!("{what} listens beyond loopback ({listen}) without a token, so anybody could use it"),
-                    format!("a `token` beside it, or an address on loopback{such}"),
-                );
-                reader.push(error.help("add token = \"env:NAME\", with the token in the environment variable NAME"));
-                return None;
-            }
-            Some(Some(listen))
+            reader.or_word(node, ("off", None), |reader| {
+                let listen = reader.listen(node, "listen")?;
+                let such = default.map(|usual| format!(" such as \"{usual}\"")).unwrap_or_default();
+                if !listen.ip().to_canonical().is_loopback()
+                    && token == Some(None)
+                    && !table.is_some_and(|table| reader.is_misspelt(table, "admin", "token"))
+                {
+                    let error = Error::new(
+                        reader.texts,
+                        node.at,
+                        format!("{what} listens beyond loopback ({listen}) without a token, so anybody could use it"),
+                        format!("a `token` beside it, or an address on loopback{such}"),
+                    );
+                    reader
+                        .push(error.help("add token = \"env:NAME\", with the token in the environment variable NAME"));
+                    return None;
+                }
+                Some(Some(listen))
+            })
         });
         (listen, token)
     }

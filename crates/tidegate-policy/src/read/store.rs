@@ -40,10 +40,7 @@ impl Reader<'_> {
             reader.count(node, "nodes", 1..=4096).and_then(|nodes| u32::try_from(nodes).ok())
         });
         let sync = self.or_default(table, "sync", default.sync, |reader, node| {
-            if matches!(&node.value, Value::Text(text) if text == "always") {
-                return Some(Sync::Always);
-            }
-            reader.timeout(node, "sync").map(Sync::Within)
+            reader.or_word(node, ("always", Sync::Always), |reader| reader.timeout(node, "sync").map(Sync::Within))
         });
         let unsaid = match sync {
             Some(Sync::Always) => OnFull::Deny,

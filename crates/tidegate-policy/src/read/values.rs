@@ -49,6 +49,25 @@ impl Reader<'_> {
         None
     }
 
+    /// A value that `read` finds, or the one that a word stands for. An error names the word, too.
+    pub(super) fn or_word<T>(
+        &mut self,
+        node: &Node,
+        (word, value): (&str, T),
+        read: impl FnOnce(&mut Self) -> Option<T>,
+    ) -> Option<T> {
+        if matches!(&node.value, Value::Text(text) if text == word) {
+            return Some(value);
+        }
+        let before = self.errors.len();
+        let found = read(self);
+        if self.errors.len() > before {
+            let error = self.errors.remove(before);
+            self.errors.insert(before, error.help(format!("or the word \"{word}\"")));
+        }
+        found
+    }
+
     /// `true` or `false`.
     pub fn flag(&mut self, node: &Node, key: &str) -> Option<bool> {
         if let Value::Flag(flag) = node.value {
@@ -192,7 +211,7 @@ impl Reader<'_> {
         if let Value::Integer(Some(number)) = node.value {
             let message = format!("`{key}` is the number {number}, which has no unit");
             let error = Error::new(self.texts, node.at, message, expected);
-            self.push(error.help(format!("did you mean \"{number}s\"?")));
+            self.push(error.help(format!("did you mean \"{number}s\" or \"{number}ms\"?")));
             return None;
         }
         let text = self.text(node, key, expected)?;
@@ -393,5 +412,6 @@ impl Reader<'_> {
 fn shown_bytes(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
-    unit.map_or_else(|| format!("{bytes} bytes"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
+    let plural = if bytes == 1 { "" } else { "s" };
+    unit.map_or_else(|| format!("{bytes} byte{plural}"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
 }
