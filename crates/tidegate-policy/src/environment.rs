@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use tidegate_core::MAX_LIMIT;
 
-use crate::document::{At, Entry, Node, Table, Text, TextKind, Texts, Value, parse_value};
+use crate::document::{At, Node, Table, Text, TextKind, Texts, Value, parse_value};
 use crate::error::{Error, HOLDERS, names_places, quoted};
 use crate::nearest::{folded, nearest};
 use crate::quantity::Quantity;
@@ -200,15 +200,11 @@ fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[Str
         "penalty" => table.remove("ban"),
         "limit" => {
             // A list says more than one variable can: keys, penalties, several limits.
-            let says_more = |item: &Node| !matches!(item.value, Value::Text(_));
-            if let Some(Entry { node: Node { value: Value::List(items), .. }, .. }) = table.get("limits")
-                && (items.len() > 1 || items.iter().any(says_more))
-            {
+            if table.get("limits").is_some() {
                 let message = format!("{name} would take the place of the whole list `limits` in the file");
                 let error = Error::new(texts, value_at, message, "no variable here, or one for the whole list");
                 return Err(error.help(format!("{name}S sets the whole list")));
             }
-            table.remove("limits");
         }
         "limits" => table.remove("limit"),
         _ => {}

@@ -38,6 +38,15 @@ pub fn is_host(host: &[u8]) -> bool {
     }
 }
 
+/// True if both name one server over HTTP: `host:80`, `host:` and `host` do, in any case.
+pub fn is_same_host(left: &[u8], right: &[u8]) -> bool {
+    let without_port = |host: &[u8]| {
+        let end = [&b":80"[..], b":"].into_iter().find(|port| host.ends_with(port)).map_or(0, <[u8]>::len);
+        host[..host.len() - end].to_ascii_lowercase()
+    };
+    without_port(left) == without_port(right)
+}
+
 #[inline]
 fn is_in_host(byte: u8) -> bool {
     const TABLE: [bool; 256] = {

@@ -68,7 +68,7 @@ pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, 
 pub use error::{Error, Errors, Place};
 pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
 pub use hints::Hints;
-pub use host::is_host;
+pub use host::{is_host, is_same_host};
 pub use key::{KeyError, KeyPart, KeySeed, Missing, MissingPart, PLATFORMS, Uncountable, UnknownPlatform, limit_tag};
 pub use matcher::Matcher;
 pub use outbound::Outbound;

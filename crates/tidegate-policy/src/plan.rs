@@ -462,9 +462,8 @@ impl Plan {
                 keys[slot] = key;
                 hashed |= 1 << slot;
             }
-            batch
-                .push(Op::new(step.limit, verb, keys[slot], cost))
-                .map_err(|_| KeyError::from(Uncountable::Operations))?;
+            let op = Op::new(step.limit, verb, keys[slot], cost);
+            batch.push(op).or_else(|_| self.crowd_out(batch, op).ok_or(Uncountable::Operations))?;
         }
         Ok(())
     }
@@ -518,14 +517,13 @@ impl Plan {
             keys => keys.map_err(|lacking| self.key_error(lacking, op.limit))?,
         };
         for key in keys {
-            if batch.push(Op { key, ..op }).is_err() && !self.is_shadow(op.limit) {
-                return Err(Uncountable::Operations.into());
-            }
+            let op = Op { key, ..op };
+            batch.push(op).or_else(|_| self.crowd_out(batch, op).ok_or(Uncountable::Operations))?;
         }
         Ok(())
     }
 
-    fn is_shadow(&self, limit: LimitId) -> bool {
+    pub(crate) fn is_shadow(&self, limit: LimitId) -> bool {
         self.limits.get(limit).is_some_and(Limit::is_shadow)
     }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use tidegate_core::{Batch, Verb};
+use tidegate_core::{Batch, MAX_OPS, Op, Verb};
 
 use crate::key::{KeyError, KeyPart, KeySeed};
 use crate::path::Normalised;
@@ -11,7 +11,7 @@ use crate::query::Query;
 use crate::readings;
 
 /// The most actions that one call meets.
-pub const MAX_ACTIONS: usize = 4;
+pub const MAX_ACTIONS: usize = MAX_OPS;
 
 /// No action.
 const VACANT: u16 = u16::MAX;
@@ -21,7 +21,7 @@ const VACANT: u16 = u16::MAX;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Actions([u16; MAX_ACTIONS]);
 
-/// Why it can't be said what a call with this path meets.
+/// A path of which it can't be said what a call with it meets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
     /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
@@ -72,7 +72,9 @@ impl Actions {
 impl From<ActionId> for Actions {
     #[inline]
     fn from(action: ActionId) -> Self {
-        Self([action.0, VACANT, VACANT, VACANT])
+        let mut places = [VACANT; MAX_ACTIONS];
+        places[0] = action.0;
+        Self(places)
     }
 }
 
@@ -113,16 +115,15 @@ impl Plan {
         verb: Verb,
     ) -> Result<(), KeyError> {
         let spelled = if self.counts_spelled_path(query) { query.path } else { None };
-        let paths = spelled.map(|path| readings::keys(path, self.path_quirks)).transpose()?;
         let unnamed = actions.first().is_none().then_some(None);
         for action in unnamed.into_iter().chain(actions.iter().map(Some)) {
-            match &paths {
-                Some(paths) if self.has_path_key(action) => {
-                    for path in paths {
-                        self.add(batch, action, &Query { path: Some(path), ..*query }, seed, verb)?;
+            match spelled.filter(|_| self.has_path_key(action)) {
+                Some(path) => {
+                    for path in readings::keys(path, self.path_quirks)? {
+                        self.add(batch, action, &Query { path: Some(&path), ..*query }, seed, verb)?;
                     }
                 }
-                _ => self.add(batch, action, query, seed, verb)?,
+                None => self.add(batch, action, query, seed, verb)?,
             }
         }
         Ok(())
@@ -142,17 +143,26 @@ impl Plan {
         let affinity = own.terms().affinity;
         if batch.ops().is_empty() {
             batch.set_affinity(affinity);
-        } else if !own.ops().is_empty() && affinity != batch.terms().affinity {
-            // A cluster keeps them on different servers.
-            return Err(PathError::TooMany.into());
         }
-        for op in own.ops() {
+        let is_apart = affinity != batch.terms().affinity;
+        for &op in own.ops() {
             match batch.ops_mut().iter_mut().find(|known| known.limit == op.limit && known.key == op.key) {
                 Some(known) => known.cost = known.cost.max(op.cost),
-                None => batch.push(*op).map_err(|_| PathError::TooMany)?,
+                // A cluster keeps them on different servers.
+                None if is_apart => self.is_shadow(op.limit).then_some(()).ok_or(PathError::TooMany)?,
+                None => batch.push(op).or_else(|_| self.crowd_out(batch, op).ok_or(PathError::TooMany))?,
             }
         }
         Ok(())
+    }
+
+    /// Finds a place in a full batch: shadow only watches, and what doesn't fit isn't counted there.
+    #[cold]
+    pub(crate) fn crowd_out(&self, batch: &mut Batch, op: Op) -> Option<()> {
+        if !self.is_shadow(op.limit) {
+            *batch.ops_mut().iter_mut().find(|known| self.is_shadow(known.limit))? = op;
+        }
+        Some(())
     }
 
     fn has_path_key(&self, action: Option<ActionId>) -> bool {

@@ -252,3 +252,42 @@ fn an_owner_of_a_48_meets_a_limit_of_its_own() {
         assert!(plan.words().contains(words), "{}", plan.words());
     }
 }
+
+/// The limits that the calls of a path meet, by name.
+fn met(plan: &Plan, path: &str) -> Result<Vec<String>, String> {
+    let query = Query { ip: "192.0.2.1".parse().ok(), path: Some(path), ..Query::default() };
+    let actions = plan.matching(&query).map_err(|error| error.to_string())?;
+    let batch = plan.ops(actions, &query, &KeySeed::new([9; 16]), Verb::Take, 7).map_err(|error| error.to_string())?;
+    Ok(batch.ops().iter().map(|op| plan.info(op.limit).name().to_owned()).collect())
+}
+
+#[test]
+fn what_only_watches_refuses_no_path() {
+    let limits = |name: &str, mode: &str, count: u32, path: &str| {
+        let list: Vec<String> = (1..=count).map(|n| format!("{{ limit = \"{n} per 60s\" }}")).collect();
+        format!(
+            "[inbound.action.{name}]\nmatch = {{ path = \"{path}\" }}\nmode = \"{mode}\"\nlimits = [{}]\n",
+            list.join(", ")
+        )
+    };
+    for (login, pages) in [("enforce", "shadow"), ("shadow", "enforce")] {
+        let plan = plan(&(limits("login", login, 4, "/login") + &limits("pages", pages, 5, "/static/*")));
+        let met = met(&plan, "/static/../login").unwrap();
+        let of = |name: &str| met.iter().filter(|limit| limit.starts_with(name)).count();
+        let enforced = if login == "enforce" { (of("login"), 4) } else { (of("pages"), 5) };
+        assert_eq!((met.len(), enforced.0), (8, enforced.1), "{met:?}");
+    }
+    let plan = plan(&(limits("login", "enforce", 4, "/login") + &limits("pages", "enforce", 5, "/static/*")));
+    assert!(met(&plan, "/static/../login").is_err(), "what counts and doesn't fit is refused");
+}
+
+#[test]
+fn a_limit_that_counts_by_path_refuses_no_other_paths() {
+    let plan = plan(
+        "[inbound.action.pages]\nmatch = { path = \"/pages/*\" }\nkey = [\"path\"]\nlimit = \"5 per 60s\"\n\
+         [inbound.action.other]\nmatch = { path = \"/other/*\" }\nlimit = \"5 per 60s\"",
+    );
+    let spelled = "a%2fb/../c\\d/../e%5cf/../h";
+    assert_eq!(met(&plan, &format!("/other/{spelled}")).unwrap(), ["other"]);
+    assert!(met(&plan, &format!("/pages/{spelled}")).is_err(), "its paths are too many to count");
+}

@@ -19,7 +19,7 @@ use tidegate::core::Clock;
 use tidegate::reply::{LastRefusal, Replies};
 use tidegate::store::Store;
 use tidegate::{Actions, Begun, CheckError, Decision, Gate, Query};
-use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical, is_host};
+use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical, is_host, is_same_host};
 
 use crate::answer::{self, Trouble};
 use crate::body::{Body, Download, Expectation, Expected, Upload};
@@ -443,16 +443,9 @@ fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<()
         return Err(Trouble::Target);
     }
     match host {
-        Some(host) if !without_port(host).eq_ignore_ascii_case(without_port(named.as_bytes())) => {
-            Err(Trouble::HostConflict)
-        }
+        Some(host) if !is_same_host(host, named.as_bytes()) => Err(Trouble::HostConflict),
         _ => Ok(()),
     }
-}
-
-/// `host:80`, `host:` and `host` are the same server.
-fn without_port(host: &[u8]) -> &[u8] {
-    host.strip_suffix(b":80").or(host.strip_suffix(b":")).unwrap_or(host)
 }
 
 /// True if a request is a call of gRPC, whose stream may be silent for long and say little.

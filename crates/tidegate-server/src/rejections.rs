@@ -45,6 +45,7 @@ impl From<&Uncountable> for Rejected {
             Uncountable::Missing(_) => Self::MissingPart,
             Uncountable::Values(_) | Uncountable::Operations => Self::Values,
             Uncountable::Lookalike(_) => Self::Lookalike,
+            Uncountable::Host => Self::Host,
         }
     }
 }

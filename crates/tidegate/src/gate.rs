@@ -111,14 +111,18 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// Which actions a query means: the one it names, else the first that matches its method, host and path, in each way
-    /// in which the path can be read. A call without any meets only `inbound.global`.
+    /// in which the path can be read. A call without any meets only `inbound.global`, and neither does a client that is on a
+    /// list and whose path can't be decided about: the list decides.
     ///
     /// # Errors
     /// It names one that the plan doesn't have, or its path can't be decided about.
     pub fn actions(&self, query: &Query<'_>) -> Result<Actions, CheckError> {
         match query.action {
             Some(name) => Ok(self.0.plan.find(name)?.into()),
-            None => Ok(self.0.plan.matching(query).map_err(KeyError::from)?),
+            None => match self.0.plan.matching(query) {
+                Err(_) if self.listed(query).is_some() => Ok(Actions::NONE),
+                found => Ok(found.map_err(KeyError::from)?),
+            },
         }
     }
 
@@ -321,11 +325,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
     fn shared_batches(&self, own: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
         let in_flight = |limit| matches!(self.0.plan.limits().get(limit).map(Limit::kind), Some(Kind::Concurrency(_)));
         let under = |share| {
-            own.part(own.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
+            let mut batch = own.part(own.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
                 let (found, key) = self.0.plan.shared_key(op.limit, share, ip, &self.0.seed);
                 // Only what the caller's own key has lost is taken again.
                 (found == share).then_some(Op { key, share, cost: 0, ..*op })
-            }))
+            }));
+            batch.drop_repeated();
+            batch
         };
         let all = [Share::Near, Share::Wide, Share::All].map(under);
         all.into_iter().filter(|batch| !batch.ops().is_empty()).collect()

@@ -10,11 +10,15 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HOST};
 use http::request::Parts;
+use http::uri::Authority;
 use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tidegate_core::{Clock, Decision};
-use tidegate_policy::{ActionId, Actions, Forwarding, HeaderDialect, KeyError, Policy, Query, UnknownAction};
+use tidegate_policy::{
+    ActionId, Actions, Forwarding, HeaderDialect, KeyError, Policy, Query, Uncountable, UnknownAction, is_host,
+    is_same_host,
+};
 use tidegate_store::{Memory, Store};
 use tokio::task::AbortHandle;
 use tower_layer::Layer;
@@ -214,7 +218,7 @@ impl<S: Store, C: Clock> Guard<S, C> {
 
     async fn admit(&self, parts: &Parts) -> Result<Admitted, Response<Bytes>> {
         let peer = (self.peer)(&parts.extensions);
-        let host = parts.uri.host().or_else(|| parts.headers.get(HOST)?.to_str().ok());
+        let host = host_of(parts).map_err(|error| broken(&error.into(), &parts.headers))?;
         let query = Query {
             ip: peer.map(|peer| self.forwarding.client(peer, &parts.headers)),
             method: Some(parts.method.as_str()),
@@ -223,8 +227,7 @@ impl<S: Store, C: Clock> Guard<S, C> {
             headers: Some(&parts.headers),
             ..Query::default()
         };
-        let matching = || self.gate.plan().matching(&query).map_err(|error| CheckError::from(KeyError::from(error)));
-        let actions = self.action.map_or_else(matching, |action| Ok(action.into()));
+        let actions = self.action.map_or_else(|| self.gate.actions(&query), |action| Ok(action.into()));
         let actions = actions.map_err(|error| broken(&error, &parts.headers))?;
         let decision = self.gate.check_as(actions, &query).await.map_err(|error| broken(&error, &parts.headers))?;
         if !decision.allowed {
@@ -239,6 +242,22 @@ impl<S: Store, C: Clock> Guard<S, C> {
         }
         let hold = self.gate.hold(actions, &query, &decision).map_err(|error| broken(&error, &parts.headers))?;
         Ok(Admitted { actions, decision, lease: hold.map(Lease::of) })
+    }
+}
+
+/// The host that a request names, in its target, in `Host`, or in both alike.
+fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
+    let mut named = parts.uri.authority().map(Authority::as_str);
+    for host in parts.headers.get_all(HOST) {
+        let host = host.to_str().map_err(|_| Uncountable::Host)?;
+        if named.is_some_and(|named| !is_same_host(named.as_bytes(), host.as_bytes())) {
+            return Err(Uncountable::Host.into());
+        }
+        named = Some(host);
+    }
+    match named.filter(|named| !is_host(named.as_bytes())) {
+        Some(_) => Err(Uncountable::Host.into()),
+        None => Ok(named),
     }
 }
 

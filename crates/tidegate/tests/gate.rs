@@ -191,7 +191,9 @@ fn lists_come_first_and_shadow_lets_pass() {
         [inbound]
         allow = ["10.1.0.0/16"]
         deny = ["192.0.2.0/24"]
+        ambiguous_paths = "refuse"
         [inbound.action.login]
+        match = { path = "/login" }
         limit = "1 per 60s"
         [inbound.action.watched]
         limit = "1 per 60s"
@@ -204,6 +206,10 @@ fn lists_come_first_and_shadow_lets_pass() {
         let denied = gate.check_now(&call("login", "192.0.2.9")).unwrap();
         assert_eq!((denied.allowed, denied.reason, denied.retry_after), (false, Reason::DenyList, None));
     }
+    let ambiguous = |ip: &str| Query { action: None, path: Some("/x/../login"), ..call("", ip) };
+    assert_eq!(gate.check_now(&ambiguous("10.1.2.3")).unwrap().reason, Reason::AllowList);
+    assert_eq!(gate.check_now(&ambiguous("192.0.2.9")).unwrap().reason, Reason::DenyList);
+    assert!(gate.check_now(&ambiguous("203.0.113.7")).unwrap_err().uncountable().is_some());
     let watched = call("watched", "203.0.113.7");
     assert!(!gate.check_now(&watched).unwrap().shadow);
     for _ in 0..3 {

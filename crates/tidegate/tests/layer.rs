@@ -219,3 +219,42 @@ async fn tonic_is_limited() {
     assert_eq!(refused.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
     assert_eq!(refused.headers()["grpc-retry-pushback-ms"], "2000");
 }
+
+#[tokio::test]
+async fn a_host_is_one_and_the_same_wherever_it_is_named() {
+    let policy = Policy::builder()
+        .action("shop", ActionSpec::new("1 per 60s").path("/page").host("shop.example"))
+        .build()
+        .unwrap();
+    let layer = GateLayer::with(Gate::in_memory(&policy, ManualClock::default()), &policy)
+        .peer(|_| Some([203, 0, 113, 7].into()));
+    let service = tower::service_fn(|_: Request<()>| async {
+        Ok::<_, Infallible>(Response::new(http_body_util::Full::new(bytes::Bytes::new())))
+    });
+    let mut limited = tower::Layer::layer(&layer, service);
+    let mut status = async |target: &str, hosts: &[&[u8]]| {
+        let mut request = Request::get(target);
+        for host in hosts {
+            request = request.header("host", http::HeaderValue::from_bytes(host).unwrap());
+        }
+        limited.call(request.body(()).unwrap()).await.unwrap().status().as_u16()
+    };
+    assert_eq!(status("/page", &[b"shop.example"]).await, 200);
+    for (target, hosts) in [
+        ("/page", &[&b"SHOP.example:80"[..]][..]),
+        ("/page", &[b"shop.example:"]),
+        ("http://shop.example/page", &[b"shop.example:80"]),
+        ("http://shop.example/page", &[]),
+    ] {
+        assert_eq!(status(target, hosts).await, 429, "{target} {hosts:?}");
+    }
+    for (target, hosts) in [
+        ("http://other/page", &[&b"shop.example"[..]][..]),
+        ("/page", &[b"shop.example", b"other"]),
+        ("/page", &[b"shop.example:80:80"]),
+        ("/page", &[b"shop\xe9.example"]),
+    ] {
+        assert_eq!(status(target, hosts).await, 400, "{target} {hosts:?}");
+    }
+    assert_eq!(status("/page", &[b"other"]).await, 200);
+}

@@ -1,4 +1,4 @@
-//! Why a call has no key.
+//! Reasons for which a call has no key.
 
 use super::values::MAX_VALUES;
 use crate::several::PathError;
@@ -32,6 +32,9 @@ pub enum Uncountable {
     /// It can't be said what a call with this path meets.
     #[error(transparent)]
     Path(#[from] PathError),
+    /// Its host is no name or address with at most a port, or it names two.
+    #[error("the host is no name or address with at most a port, or there is more than one")]
+    Host,
     /// Together, the parts have more values than one decision asks limits.
     #[error("there are more values to count by than one decision can ask about")]
     Operations,
@@ -43,6 +46,7 @@ impl Uncountable {
         match self {
             Self::Missing(part) | Self::Values(part) => Some(part),
             Self::Path(_) => Some("path"),
+            Self::Host => Some("host"),
             Self::Lookalike(_) | Self::Operations => None,
         }
     }
@@ -68,6 +72,6 @@ pub struct MissingPart {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown platform {found:?}: expected web, mobile, api or admin")]
 pub struct UnknownPlatform {
-    /// What the call said, cut to 64 characters.
+    /// The platform of the call, cut to 64 characters.
     pub found: String,
 }

@@ -6,7 +6,7 @@ use tidegate_core::{Count, LeaseSpec, OnOutage, Sharing};
 
 use super::Reader;
 use super::actions::{Cost, Group};
-use crate::document::{Node, Table, Value};
+use crate::document::{Node, Table};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
