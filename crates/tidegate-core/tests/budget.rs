@@ -28,8 +28,12 @@ fn retries_stay_within_their_share() {
                     if budget.take() != had {
                         return Err(format!("{held} thousandths held, and a retry was {had}ly refused or let"));
                     }
-                    out += i64::from(had);
-                    if had { -1_000 } else { 0 }
+                    if had {
+                        out += 1;
+                        -1_000
+                    } else {
+                        0
+                    }
                 }
                 1 if out > 0 => {
                     budget.give_back();
