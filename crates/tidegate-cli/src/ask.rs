@@ -139,9 +139,12 @@ fn ask(
     if question.json {
         print_json(&text);
     } else {
-        let message =
-            serde_json::from_str::<Value>(&text).ok().and_then(|body| Some(body["message"].as_str()?.to_owned()));
-        tell(&format!("error: {}\n", message.unwrap_or_else(|| format!("{} answered {status}", target.url))));
+        let body: Value = serde_json::from_str(&text).unwrap_or_default();
+        let unsaid = || format!("{} answered {status}", target.url);
+        tell(&format!("error: {}\n", body["message"].as_str().map_or_else(unsaid, str::to_owned)));
+        if let Some(help) = body["field"].as_str().and_then(part_help) {
+            tell(&format!("{help}\n"));
+        }
         if status == StatusCode::UNAUTHORIZED {
             tell(&format!("{TOKEN_HELP}\n"));
         }
@@ -150,6 +153,20 @@ fn ask(
         StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => Outcome::WrongWords,
         _ => Outcome::Broke,
     }
+}
+
+/// The words that give a part of a request which a limit counts by.
+fn part_help(field: &str) -> Option<String> {
+    let (kind, name) = field.split_once(':')?;
+    let given = match kind {
+        "header" => format!("--header {name}=VALUE"),
+        "cookie" => format!("--header cookie={name}=VALUE"),
+        "query" => format!("--path '/…?{name}=VALUE'"),
+        _ => return None,
+    };
+    Some(format!(
+        "{given} gives it; for a client that sends none, give another header that it sends: --header accept=*/*"
+    ))
 }
 
 fn broke(message: &str) -> Outcome {

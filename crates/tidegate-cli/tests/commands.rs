@@ -181,7 +181,8 @@ fn nobody_answers() {
 #[test]
 fn questions_to_a_running_gate() {
     let scratch = Scratch::new();
-    let file = scratch.write("tidegate.toml", POLICY);
+    let by_header = "[inbound.action.byip]\nkey = [\"header:x-api-key\"]\nlimit = \"5 per 60s\"\n";
+    let file = scratch.write("tidegate.toml", &format!("{POLICY}\n{by_header}"));
     let (api, admin) = (free_port(), free_port());
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command
@@ -223,6 +224,14 @@ fn questions_to_a_running_gate() {
     let (status, text) = ask(&["status", "otp", "--key", "a b&c=ü", "--ip", "::1"]);
     assert_eq!(status, 2);
     assert!(text.contains("`platform` is missing"), "{text}");
+    let (status, text) = ask(&["status", "byip", "--ip", "::1"]);
+    assert_eq!(status, 2);
+    assert!(
+        text.contains("`header:x-api-key` is missing") && text.contains("--header x-api-key=VALUE gives it"),
+        "{text}"
+    );
+    let (status, text) = ask(&["status", "byip", "--ip", "::1", "--header", "accept=*/*"]);
+    assert_eq!((status, text.as_str()), (0, "would be admitted: 5 of 5 left under byip\n"));
     let (status, text) = ask(&["status", "logn", "--ip", "::1"]);
     assert_eq!(status, 2);
     assert!(text.contains("did you mean \"login\"?"), "{text}");

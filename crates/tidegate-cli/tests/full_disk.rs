@@ -12,7 +12,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tidegate_testkit::client::{Answer, Client, get};
 use tidegate_testkit::servers::{Running, Scratch, free_port};
 
-/// What may still be written: the log, and no commit.
+/// The bytes that may still be written: the log, and no commit.
 const NOTHING: u64 = 8_192;
 
 struct Gate {

@@ -61,7 +61,7 @@ fn no_secret_is_ever_told() {
     }
 }
 
-/// What a terminal obeys or a reader is misled by.
+/// Characters that a terminal obeys or that mislead a reader.
 fn steers(letter: char) -> bool {
     letter.is_control() && letter != '\n' && letter != '\t'
         || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')

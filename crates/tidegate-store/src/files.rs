@@ -110,9 +110,11 @@ pub fn make_private(path: &Path) -> io::Result<()> {
     {
         use std::os::unix::fs::PermissionsExt as _;
 
-        let mode = fs::symlink_metadata(path)?.permissions().mode();
+        // By the open file: the name may lead elsewhere by now.
+        let file = open(path, File::options().read(true))?;
+        let mode = file.metadata()?.permissions().mode();
         if mode & 0o077 != 0 {
-            fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o700))?;
+            file.set_permissions(fs::Permissions::from_mode(mode & 0o700))?;
         }
     }
     Ok(())

@@ -130,7 +130,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
     tokio::time::timeout(Duration::from_secs(20), wait).await.unwrap_or_else(|_| panic!("never {what}"));
 }
 
-/// What is logged by all tests of this process.
+/// The log of all tests of this process.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -146,7 +146,7 @@ impl io::Write for Log {
 }
 
 impl Log {
-    /// How many lines about a file say this.
+    /// The number of lines about a file that say this.
     fn lines(&self, path: &Path, what: &str) -> usize {
         let path = path.to_str().unwrap();
         let text = self.0.lock().unwrap();

@@ -453,7 +453,7 @@ async fn only_a_link_at_the_name_itself_is_followed() {
     assert_eq!((mode("disk/state"), mode("disk/state.lock")), (0o600, 0o600));
 }
 
-/// What others could read before is its owner's alone once it is written, and what is no file is left as it is.
+/// A file that others could read is its owner's alone once it is written, and what is no file is left as it is.
 #[cfg(unix)]
 #[tokio::test(start_paused = true)]
 async fn only_a_regular_file_is_taken_and_made_its_owners_alone() {
