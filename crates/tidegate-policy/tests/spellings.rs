@@ -73,7 +73,10 @@ fn what_one_server_makes_of_a_path_is_read_again_as_by_the_next() {
 /// Fastify 4.
 #[test]
 fn a_semicolon_that_ends_the_path_is_no_way_round() {
-    assert_counted(DEFAULT, &["/login;/x", "/l%6fgin;x=1/h/y", "/login;", "/login;/../a", "/login%3b/x", "/x/../login;/y/z"]);
+    assert_counted(
+        DEFAULT,
+        &["/login;/x", "/l%6fgin;x=1/h/y", "/login;", "/login;/../a", "/login%3b/x", "/x/../login;/y/z"],
+    );
 }
 
 /// `$` of Python's and PCRE's regular expressions matches before a line feed, Java's before other ends of lines as well.
@@ -160,7 +163,6 @@ fn a_cookie_that_some_server_reads_is_counted() {
         "x=1 sid =REAL",
         "x=1 sid\t= \"REAL\" y",
         "x=\"a; y\" sid=REAL",
-        "sid=\"\\122EAL\" N",
         // cookies of Koa
         "sid=\"REAL ; x=1",
         "sid=\"REAL  ",
@@ -182,7 +184,9 @@ fn a_cookie_that_some_server_reads_is_counted() {
 #[test]
 fn a_cookie_of_a_plain_browser_has_one_value() {
     let real = keys("sid=REAL").unwrap();
-    for cookie in ["a=1; sid=REAL; b=2", "sid=REAL", "p={\"v\":1, \"u\":\"sid\"}; sid=REAL; q=a b, c", "sid=\"REAL\"; a=\"b c\""] {
+    for cookie in
+        ["a=1; sid=REAL; b=2", "sid=REAL", "p={\"v\":1, \"u\":\"sid\"}; sid=REAL; q=a b, c", "sid=\"REAL\"; a=\"b c\""]
+    {
         assert_eq!(keys(cookie).as_ref(), Ok(&real), "{cookie}");
     }
 }
