@@ -69,7 +69,7 @@ fn with_two_digits(text: &[u8]) -> Option<Vec<u8>> {
             short.truncate(short.len() - sign.len());
             for byte in letter.encode_utf8(&mut [0; 4]).bytes() {
                 short.extend_from_slice(sign);
-                short.extend_from_slice(format!("{byte:02x}").as_bytes());
+                short.extend([byte >> 4, byte & 15].map(|digit| b"0123456789abcdef"[usize::from(digit)]));
             }
             (rest, found) = (behind, true);
             continue;
