@@ -1,5 +1,6 @@
 //! What is counted together: key parts, and how they become 128 bits.
 
+mod cookies;
 mod error;
 mod values;
 

@@ -60,6 +60,7 @@ pub mod settings;
 mod several;
 mod spelling;
 pub mod store;
+mod texts;
 mod units;
 mod words;
 

@@ -196,6 +196,8 @@ pub(crate) enum Parameters {
     Stripped,
     /// After it: `/a/..;` is `/a/..`.
     StrippedLast,
+    /// With all that follows, as for Fastify 4: `/a;/b` is `/a`.
+    Ended,
 }
 
 /// Separators of segments besides a plain slash, as bits.
@@ -213,11 +215,12 @@ pub(crate) struct Reading {
     pub(crate) dots: Option<u8>,
     pub(crate) slashes: Slashes,
     pub(crate) parameters: Parameters,
-    /// A `;` out of fewer layers begins parameters.
-    pub(crate) layers: u8,
+    /// A `;` out of at most so many layers begins parameters.
+    pub(crate) semicolons: u8,
     pub(crate) separators: u8,
-    /// Escaped `?` and `#` end the path, as where it is parsed again after decoding.
-    pub(crate) ends: bool,
+    /// The path is parsed as a URL again after decoding: escaped `?` and `#` end it; escaped tabs and ends of lines are left
+    /// out, and so are control characters and spaces at its end.
+    pub(crate) is_parsed_again: bool,
     /// Dots and spaces at the end of the path are dropped.
     pub(crate) trims_end: bool,
     /// Dots and spaces at the end of each segment are dropped.
@@ -232,13 +235,18 @@ impl Reading {
             dots: Some(1),
             slashes: Slashes::Merged,
             parameters: if quirks.parameters { Parameters::Stripped } else { Parameters::Kept },
-            layers: 1,
+            semicolons: 0,
             separators: if quirks.encoded_slash { separators::ALL } else { 0 },
-            ends: false,
+            is_parsed_again: false,
             trims_end: quirks.caddy,
             trims_segments: quirks.windows,
             folds_case: quirks.case,
         }
+    }
+
+    /// The reading that merges the most spellings of one path.
+    pub(crate) fn coarsest(quirks: PathQuirks) -> Self {
+        Self { dots: Some(2), parameters: Parameters::Stripped, semicolons: 2, ..Self::normal(quirks) }
     }
 
     fn separates(&self, (byte, layers): Token) -> bool {
@@ -312,12 +320,17 @@ pub(crate) fn rewrite(tokens: impl Iterator<Item = Token>, reading: &Reading, ou
             in_parameter = false;
             continue;
         }
-        if reading.ends && layers > 0 && matches!(byte, b'?' | b'#') {
-            break;
+        if reading.is_parsed_again && layers > 0 {
+            match byte {
+                b'?' | b'#' => break,
+                b'\t' | b'\n' | b'\r' => continue,
+                _ => {}
+            }
         }
-        if byte == b';' && layers < reading.layers.max(1) {
+        if byte == b';' && layers <= reading.semicolons {
             match reading.parameters {
                 Parameters::Kept => {}
+                Parameters::Ended => break,
                 Parameters::Stripped => in_parameter = true,
                 Parameters::StrippedLast => {
                     segment.parameters.get_or_insert(out.bytes().len());
@@ -348,6 +361,9 @@ fn end_segment(out: &mut impl Buffer, segment: &Segment, reading: &Reading, is_l
     let begin = segment.begin;
     if is_last && reading.trims_end {
         trim(out, begin);
+    }
+    while is_last && reading.is_parsed_again && matches!(&out.bytes()[begin..], [.., ..=b' ']) {
+        out.cut(out.bytes().len() - 1);
     }
     let resolves = reading.dots.is_some_and(|most| segment.layers <= most);
     match &out.bytes()[begin..] {

@@ -487,7 +487,7 @@ mod tests {
                 "found `requests` after the number",
                 "what is counted isn't named: write \"5 per 60s\"",
             ),
-            ("5 per 60", 6..8, "the number 60 has no unit", "did you mean \"60s\"?"),
+            ("5 per 60", 6..8, "the number 60 has no unit", "did you mean \"60s\" or \"60ms\"?"),
             ("5 per", 5..5, "found nothing where a number should be", ""),
             ("5 per 0s", 6..8, "a period of no length", ""),
             ("5.5 per 60s", 0..3, "5.5 is not a whole number", ""),

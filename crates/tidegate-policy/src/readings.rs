@@ -5,11 +5,14 @@
 //! spelling that means something else in another, so all of them are looked at. Which of them there are depends on what is
 //! in the path: most have one or two.
 
+use std::collections::HashSet;
+
 use arrayvec::ArrayVec;
 
 use crate::path::{Parameters, PathQuirks, Reading, Slashes, Token, decoded, folded, raw, rewrite, separators};
 use crate::several::PathError;
 use crate::spelling::escaped;
+use crate::texts::{texts, without_parameters};
 
 /// The most bytes that are rewritten for one path. Paths of 2 KiB may have all features at once; no more than a few
 /// milliseconds are spent on any.
@@ -24,14 +27,17 @@ struct Features {
     /// Out of how many layers dots come that may be dot segments, as bits.
     dots: u8,
     empty: bool,
-    parameters: bool,
+    /// Out of how many layers semicolons come, as bits.
+    semicolons: u8,
+    /// Something separates segments behind a semicolon.
+    goes_on: bool,
     separators: u8,
-    ends: bool,
+    is_parsed_again: bool,
     trims: bool,
 }
 
 impl Features {
-    fn of(tokens: &[Token], layers: u8, quirks: PathQuirks) -> Self {
+    fn of(tokens: &[Token], quirks: PathQuirks) -> Self {
         let mut found = Self::default();
         let separates = |token: Option<&Token>| match token {
             None | Some((b'/', 0)) => true,
@@ -51,12 +57,14 @@ impl Features {
                         _ => separators::ESCAPED_BACKSLASH,
                     };
                 }
-                b';' => found.parameters |= from < layers.max(1),
-                b'?' | b'#' => found.ends |= from > 0,
+                b';' => found.semicolons |= 1 << from,
+                b'?' | b'#' | b'\t' | b'\n' | b'\r' => found.is_parsed_again |= from > 0,
+                ..=b' ' => found.is_parsed_again |= next.is_none_or(|next| next.0 <= b' ' || next.0 == b';'),
                 _ => {}
             }
             if separates(Some(&(byte, from))) {
                 found.empty |= next.is_some_and(|next| next.0 == b';' || separates(Some(next)));
+                found.goes_on |= found.semicolons != 0;
             }
             let may_end =
                 separates(next) || next.is_some_and(|next| matches!(next.0, b';' | b'.' | b' ' | b'?' | b'#'));
@@ -76,75 +84,143 @@ pub(crate) fn each(
     quirks: PathQuirks,
     see: &mut dyn FnMut(&[u8]) -> Result<(), PathError>,
 ) -> Result<(), PathError> {
-    let mut left = MAX_REWRITTEN;
-    let mut out = Vec::new();
-    for text in texts(path.as_bytes()) {
-        let plain: Vec<Token> = decoded(raw(text), |byte| byte == b'.').collect();
-        let once: Vec<Token> = decoded(raw(text), |_| true).collect();
-        let twice: Vec<Token> = decoded(|at| once.get(at).copied(), |_| true).collect();
-        let is_escaped = once.len() < text.len();
-        let is_twice = twice.len() < once.len();
-        for (tokens, layers) in [(&once, 1), (&plain, 0), (&twice, 2)] {
-            if layers == 0 && !is_escaped || layers == 2 && !is_twice {
-                continue;
+    let mut judge = Judge { quirks, left: MAX_REWRITTEN, known: HashSet::new(), see };
+    for text in texts(path.as_bytes(), quirks) {
+        let once = judge.undone(&text, |_| true)?;
+        judge.judge(&once)?;
+        if once.len() < text.len() {
+            let plain = judge.undone(&text, |byte| byte == b'.')?;
+            judge.judge(&plain)?;
+        }
+        let twice = judge.undone(&once, |_| true)?;
+        if twice.len() < once.len() {
+            judge.judge(&twice)?;
+            if once.iter().any(|(byte, _)| *byte == b';') {
+                let twice = judge.undone(&without_parameters(&once, quirks), |_| true)?;
+                judge.judge(&twice)?;
             }
-            let found = Features::of(tokens, layers, quirks);
-            found.readings(layers, quirks, &mut |reading| {
-                left = left.checked_sub(tokens.len()).ok_or(PathError::TooMany)?;
-                out.clear();
-                rewrite(tokens.iter().copied(), reading, &mut out);
-                if reading.slashes == Slashes::MergedLast {
-                    out.dedup_by(|one, before| *one == b'/' && *before == b'/');
-                    if out.len() > 1 {
-                        out.pop_if(|last| *last == b'/');
-                    }
-                }
-                match folded(&out, quirks) {
-                    Some(folded) => see(&folded),
-                    None => see(&out),
-                }
-            })?;
         }
     }
     Ok(())
 }
 
+/// Reads a path in every way, and what comes of it as the next server would.
+struct Judge<'s> {
+    quirks: PathQuirks,
+    /// So many bytes may still be rewritten.
+    left: usize,
+    /// What was read again already.
+    known: HashSet<Vec<u8>>,
+    see: &'s mut dyn FnMut(&[u8]) -> Result<(), PathError>,
+}
+
+impl Judge<'_> {
+    /// Shows each reading of a path whose escapes are undone as far as they will be.
+    fn judge(&mut self, tokens: &[Token]) -> Result<(), PathError> {
+        Features::of(tokens, self.quirks).readings(self.quirks, &mut |reading| {
+            let path = self.rewritten(tokens, reading)?;
+            self.show(path)
+        })
+    }
+
+    /// The path with one more layer of escapes undone.
+    fn undone(&mut self, tokens: &[Token], which: fn(u8) -> bool) -> Result<Vec<Token>, PathError> {
+        self.spend(tokens.len())?;
+        Ok(decoded(|at| tokens.get(at).copied(), which).collect())
+    }
+
+    fn spend(&mut self, bytes: usize) -> Result<(), PathError> {
+        self.left = self.left.checked_sub(bytes).ok_or(PathError::TooMany)?;
+        Ok(())
+    }
+
+    fn rewritten(&mut self, tokens: &[Token], reading: &Reading) -> Result<Vec<u8>, PathError> {
+        self.spend(tokens.len())?;
+        let mut out = Vec::with_capacity(tokens.len() + 1);
+        rewrite(tokens.iter().copied(), reading, &mut out);
+        if reading.slashes == Slashes::MergedLast {
+            out.dedup_by(|one, before| *one == b'/' && *before == b'/');
+            if out.len() > 1 {
+                out.pop_if(|last| *last == b'/');
+            }
+        }
+        Ok(folded(&out, self.quirks).unwrap_or(out))
+    }
+
+    /// Shows one reading, what a regular expression takes for it that ignores the end of a line, and what the next server
+    /// makes of it: one that resolves and separates all that is left.
+    fn show(&mut self, path: Vec<u8>) -> Result<(), PathError> {
+        (self.see)(&path)?;
+        let line = without_line_end(&path);
+        if line.len() < path.len() {
+            let end = if line.len() > 1 { line.strip_suffix(b"/").unwrap_or(line) } else { line };
+            self.show(end.to_vec())?;
+        }
+        let has_parameters = path.contains(&b';');
+        let is_open = has_parameters
+            || path.windows(2).any(|pair| matches!(pair, b"//" | b"/."))
+            || self.quirks.encoded_slash && path.iter().any(|byte| matches!(byte, b'%' | b'\\'));
+        if !is_open || !self.known.insert(path.clone()) {
+            return Ok(());
+        }
+        let quirks = self.quirks;
+        let tokens: Vec<Token> = decoded(raw(&path), |byte| byte == b'/' && quirks.encoded_slash).collect();
+        let ways = [Parameters::Kept, Parameters::Stripped, Parameters::Ended];
+        for parameters in ways.into_iter().take(if has_parameters { 3 } else { 1 }) {
+            let next = self.rewritten(&tokens, &Reading { parameters, ..Reading::coarsest(quirks) })?;
+            if next != path {
+                self.show(next)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A text without the ends of lines at its end before which `$` matches: a line feed for most regular expressions, others as
+/// well for Java's.
+fn without_line_end(text: &[u8]) -> &[u8] {
+    const ENDS: [&[u8]; 5] = [b"\n", b"\r", "\u{85}".as_bytes(), "\u{2028}".as_bytes(), "\u{2029}".as_bytes()];
+    let mut line = text;
+    while let Some(shorter) = ENDS.iter().find_map(|end| line.strip_suffix(*end)) {
+        line = shorter;
+    }
+    line
+}
+
 impl Features {
     fn readings(
         &self,
-        layers: u8,
         quirks: PathQuirks,
         read: &mut dyn FnMut(&Reading) -> Result<(), PathError>,
     ) -> Result<(), PathError> {
         use {Parameters as P, Slashes as S};
-        let dots = (0..=2).filter(|bit| self.dots & 1 << bit != 0).map(Some);
+        let bits = |set: u8| (0..=2).filter(move |bit| set & 1 << bit != 0);
         let separators = (0..=separators::ALL).filter(|set| set & !self.separators == 0);
-        for dots in dots.chain([None]) {
+        let cut = [(P::Stripped, true), (P::StrippedLast, self.dots != 0), (P::Ended, self.goes_on)];
+        let cut = cut.into_iter().filter(|(_, differs)| *differs);
+        let cut = bits(self.semicolons).flat_map(|most| cut.clone().map(move |(parameters, _)| (parameters, most)));
+        let parameters = std::iter::once((P::Kept, 0)).chain(cut);
+        for dots in bits(self.dots).map(Some).chain([None]) {
             let slashes: &[S] = match (self.empty, dots) {
                 (false, _) => &[S::Merged],
                 (true, None) => &[S::Merged, S::Kept],
                 (true, Some(_)) => &[S::Merged, S::Kept, S::MergedLast],
             };
-            let parameters: &[P] = match (self.parameters, self.dots) {
-                (false, _) => &[P::Kept],
-                (true, 0) => &[P::Kept, P::Stripped],
-                (true, _) => &[P::Kept, P::Stripped, P::StrippedLast],
-            };
             for separators in separators.clone() {
-                for (slashes, parameters) in
-                    slashes.iter().flat_map(|one| parameters.iter().map(move |other| (*one, *other)))
+                for (slashes, (parameters, semicolons)) in
+                    slashes.iter().flat_map(|one| parameters.clone().map(move |other| (*one, other)))
                 {
-                    for (ends, trims) in [(false, false), (false, true), (true, false), (true, true)] {
-                        if ends && !self.ends || trims && !self.trims {
+                    for (again, trims) in [(false, false), (false, true), (true, false), (true, true)] {
+                        if again && !self.is_parsed_again || trims && !self.trims {
                             continue;
                         }
                         read(&Reading {
                             dots,
                             slashes,
                             parameters,
-                            layers,
+                            semicolons,
                             separators,
-                            ends,
+                            is_parsed_again: again,
                             trims_end: trims && quirks.caddy,
                             trims_segments: trims && quirks.windows,
                             folds_case: quirks.case,
@@ -157,28 +233,6 @@ impl Features {
     }
 }
 
-/// The texts that servers take for the path of a request target: up to its `?`, up to a `#` before that or with it, and
-/// behind what begins with two slashes and would be a host in a URL.
-fn texts(target: &[u8]) -> ArrayVec<&[u8], 4> {
-    let until = |end: u8, text: &'_ [u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
-    let whole = &target[..until(b'?', target)];
-    let mut texts = ArrayVec::from_iter([whole]);
-    let end = until(b'#', whole);
-    if end < whole.len() {
-        texts.push(&whole[..end]);
-    }
-    for at in 0..texts.len() {
-        let is_slash = |byte: &u8| matches!(byte, b'/' | b'\\');
-        let text: &[u8] = texts[at];
-        let slashes = text.iter().take_while(|byte| is_slash(byte)).count();
-        if slashes > 1 {
-            let rest = &text[slashes..];
-            texts.push(&rest[rest.iter().position(is_slash).unwrap_or(rest.len())..]);
-        }
-    }
-    texts
-}
-
 /// The paths that a call is counted under where a limit counts by path: one for all spellings that any server reads
 /// alike, or several for a path that is more than one. Each is followed by the query string.
 ///
@@ -188,13 +242,7 @@ fn texts(target: &[u8]) -> ArrayVec<&[u8], 4> {
 /// # Errors
 /// There are more than [`MAX_KEYS`].
 pub(crate) fn keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<String, MAX_KEYS>, PathError> {
-    let coarsest = Reading {
-        dots: Some(2),
-        parameters: Parameters::Stripped,
-        layers: 2,
-        trims_end: quirks.caddy,
-        ..Reading::normal(quirks)
-    };
+    let coarsest = Reading::coarsest(quirks);
     let query = target.find('?').map_or("", |at| &target[at..]);
     let mut forms: ArrayVec<Vec<u8>, MAX_KEYS> = ArrayVec::new();
     each(target, quirks, &mut |path| {
@@ -320,12 +368,19 @@ mod tests {
         let path = "/a%2f..;x//%252e%5c\\".repeat(3000);
         assert_eq!(each(&path, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
         assert_eq!(each(&"/a%20b".repeat(5000), PathQuirks::default(), &mut |_| Ok(())), Ok(()));
+        // Each of what clients may send is judged at the length of a long URL.
+        for piece in
+            ["/a%2fb", "/a%252fb", "/a;v=1", "/a//b", "/a/../b", "/a%3bb", "/a%20;b", "/%u00e9", "/a\\b", "/a%0a"]
+        {
+            let path = piece.repeat(2000 / piece.len());
+            assert_eq!(each(&path, PathQuirks::default(), &mut |_| Ok(())), Ok(()), "{piece}");
+        }
     }
 
     /// Pieces of which spellings are made.
-    const PIECES: [&str; 22] = [
+    const PIECES: [&str; 25] = [
         "/", "//", "/.", "/..", "%2f", "%2e", "%252e", "%252f", "\\", "%5c", ";", ";x", "%3b", "#", "%3f", ".", " ",
-        "a", "b", "%61", "A", "/b",
+        "%253b", "%0a", "%u002f", "a", "b", "%61", "A", "/b",
     ];
 
     proptest! {

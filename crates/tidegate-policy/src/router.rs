@@ -289,6 +289,7 @@ fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Op
 mod tests {
     use super::*;
     use crate::matcher::Pattern;
+    use crate::several::MAX_ACTIONS;
     use http::Method;
     use proptest::prelude::*;
 
@@ -368,11 +369,17 @@ mod tests {
     }
 
     #[test]
-    fn more_actions_than_a_call_can_meet_are_an_error() {
+    fn a_call_meets_as_many_actions_as_a_decision_can_be_about() {
         let router =
             router(&[("", "/a/*", ""), ("", "/b/*", ""), ("", "/c/*", ""), ("", "/d/*", ""), ("", "/e/*", "")]);
         let query = Query { path: Some("/a/../b/x%2f../../c/x\\../../d/x%5c../../e"), ..Query::default() };
-        assert_eq!(router.find(&query), Err(PathError::TooMany));
+        let mut actions = router.find(&query).unwrap();
+        assert_eq!(actions.iter().count(), 5);
+        for id in 5..MAX_ACTIONS as u16 {
+            actions.add(ActionId(id)).unwrap();
+        }
+        assert_eq!(actions.add(ActionId(0)), Ok(()), "it is there already");
+        assert_eq!(actions.add(ActionId(MAX_ACTIONS as u16)), Err(PathError::TooMany));
     }
 
     proptest! {

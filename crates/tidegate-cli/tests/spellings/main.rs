@@ -12,7 +12,7 @@ use tidegate_testkit::client::{Client, get};
 use tidegate_testkit::dice::{self, Dice};
 use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx};
 
-use crate::upstreams::{LIMITED, caddy_routes, flask, go_mux, java, nginx_routes, node};
+use crate::upstreams::{LIMITED, caddy_routes, flask, go_mux, java, nginx_routes, node, python};
 
 /// Spellings of a run and of the full one, of each server.
 const SPELLINGS: (u32, u32) = (1_500, 5_000);
@@ -80,7 +80,7 @@ fn assert_counted(what: &str, port: u16) {
 
 /// A spelling of a limited path, or something like it.
 fn spelled(dice: &mut Dice) -> String {
-    const PIECES: [&str; 34] = [
+    const PIECES: [&str; 38] = [
         "/",
         "/",
         "//",
@@ -115,8 +115,12 @@ fn spelled(dice: &mut Dice) -> String {
         "%23",
         "%3f",
         "%25",
+        "%0a",
+        "%253b",
+        "%u002f",
+        ";%2f",
     ];
-    const INSIDE: [&str; 24] = [
+    const INSIDE: [&str; 32] = [
         "/",
         "/.",
         "/..",
@@ -141,12 +145,21 @@ fn spelled(dice: &mut Dice) -> String {
         "/static/..",
         "/static%2fx/..",
         "/a%2fb/..",
+        ";%2fx",
+        ";%2f..",
+        ";%5cx",
+        "%3bx",
+        "%3b%2fx",
+        "/..%3b",
+        "/%u002e",
+        "/x/%u002e%u002e",
     ];
-    const BEHIND: [&str; 26] = [
+    const BEHIND: [&str; 36] = [
         ".", "..", "%20", "%2e", "%20.", "/", "/.", "/..", "//..", "/x/..", "/x%2f..", ";x", ";x/..", "/;/..", "%3b",
-        "%3fx", "%253fx", "?q=/x", "#f", "#/../x", "%23f", "/x", "x", "%2f", "%00", "%5c",
+        "%3fx", "%253fx", "?q=/x", "#f", "#/../x", "%23f", "/x", "x", "%2f", "%00", "%5c", "%0a", "%0d%0a", "%0a;x",
+        ";x%0a", "%3bx", "%253bx", ";/x", ";%2fx", "%3b/x", "%u003bx",
     ];
-    const BEFORE: [&str; 16] = [
+    const BEFORE: [&str; 20] = [
         "//host",
         "/\\host",
         "\\/host",
@@ -163,6 +176,10 @@ fn spelled(dice: &mut Dice) -> String {
         "/%2f",
         "/;x",
         "/static/..%2f",
+        "/x;%2fa/..",
+        "/%2f..;%2fx",
+        "/x/..%3b",
+        "/%u002e",
     ];
     if dice.percent(25) {
         let count = dice.between(1, 7);
@@ -177,7 +194,7 @@ fn spelled(dice: &mut Dice) -> String {
         let letter = path[at..].chars().next().unwrap();
         let end = at + letter.len_utf8();
         let slashes: Vec<usize> = path.match_indices('/').map(|(at, _)| at).collect();
-        match dice.below(10) {
+        match dice.below(11) {
             0 => path.insert_str(0, dice.pick(&BEFORE)),
             1 | 2 => path.push_str(dice.pick(&BEHIND)),
             3 | 4 if !slashes.is_empty() => path.insert_str(dice.pick(&slashes), dice.pick(&INSIDE)),
@@ -195,6 +212,7 @@ fn spelled(dice: &mut Dice) -> String {
                 );
             }
             7 => path.replace_range(at..end, &escaped(letter, "%25")),
+            8 => path.replace_range(at..end, &format!("%u{:04x}", u32::from(letter))),
             _ => path.replace_range(at..end, &escaped(letter, "%")),
         }
     }
@@ -208,10 +226,11 @@ fn escaped(letter: char, sign: &str) -> String {
 
 /// What most servers need: the default quirk, and patterns that mean the same as their routes.
 const QUIRKS: &str = "[\"encoded_slash\"]";
+const JAVA: &str = "[\"encoded_slash\", \"parameters\"]";
 const PATHS: &str = "[\"/login\", \"/api/*\"]";
 
 /// Puts a gate before a server that `start` starts on a port.
-fn assert_counted_before(what: &str, (quirks, paths): (&str, &str), start: impl FnOnce(u16) -> Option<Running>) {
+fn assert_counted_before<S>(what: &str, (quirks, paths): (&str, &str), start: impl FnOnce(u16) -> Option<S>) {
     let upstream = free_port();
     let Some(_server) = start(upstream) else { return };
     let (_gate, port, _) = gate(quirks, paths, upstream);
@@ -229,6 +248,29 @@ fn what_nginx_routes_without_merging_slashes_is_counted() {
     assert_counted_before("nginx, merge_slashes off", (QUIRKS, PATHS), |port| nginx(&routes(port), port));
 }
 
+/// PCRE's `$` matches before a line feed at the end.
+#[test]
+fn what_nginx_routes_by_regular_expressions_is_counted() {
+    let routes = |port| {
+        nginx_routes(port, "").replace("= /login {", "~ ^/login$ {").replace("location /api/", "location ~ ^/api/")
+    };
+    assert_counted_before("nginx, regular expressions", (QUIRKS, PATHS), |port| nginx(&routes(port), port));
+}
+
+/// A `proxy_pass` with a URI hands on what nginx has decoded, with `%3b` as `;`.
+#[test]
+fn what_is_routed_without_parameters_behind_nginx_is_counted() {
+    assert_counted_before("nginx with a URI before a server that cuts parameters", (JAVA, PATHS), |port| {
+        let behind = free_port();
+        let upstream = node(upstreams::CUT_AND_DECODED, behind)?;
+        let routes = format!(
+            "server {{\n  listen 127.0.0.1:{port};\n  keepalive_requests 100000000;\n  \
+             location / {{ proxy_pass http://127.0.0.1:{behind}/; }}\n}}\n"
+        );
+        Some((nginx(&routes, port)?, upstream))
+    });
+}
+
 #[test]
 fn what_caddy_routes_is_counted() {
     let site = |port| format!("http://:{port} {{\n\tbind 127.0.0.1\n{}\n}}\n", caddy_routes(LIMITED));
@@ -243,6 +285,24 @@ fn what_node_routes_by_the_raw_prefix_is_counted() {
 #[test]
 fn what_node_routes_by_new_url_is_counted() {
     assert_counted_before("Node, new URL()", (QUIRKS, PATHS), |port| node(upstreams::NEW_URL, port));
+}
+
+/// As Jetty and Tomcat do it.
+#[test]
+fn what_is_routed_without_parameters_before_it_is_decoded_is_counted() {
+    assert_counted_before("Node, parameters cut", (JAVA, PATHS), |port| node(upstreams::CUT_AND_DECODED, port));
+}
+
+#[test]
+fn what_is_routed_by_what_is_before_a_semicolon_is_counted() {
+    assert_counted_before("Node, as Fastify 4 ends paths", (QUIRKS, PATHS), |port| {
+        node(upstreams::UP_TO_SEMICOLON, port)
+    });
+}
+
+#[test]
+fn what_python_routes_by_urlparse_and_unquote_is_counted() {
+    assert_counted_before("Python, unquote(urlparse())", (JAVA, PATHS), python);
 }
 
 #[test]

@@ -28,6 +28,12 @@ pub(crate) const RAW_PREFIX: &str = "req.url.split('?')[0]";
 /// Takes what the parser of browsers makes of it.
 pub(crate) const NEW_URL: &str = "new URL(req.url, 'http://localhost').pathname";
 
+/// Cuts parameters, then undoes escapes, then resolves dot segments.
+pub(crate) const CUT_AND_DECODED: &str = "require('path').posix.normalize(decodeURIComponent(\
+                                          req.url.split('?')[0].replace(/;[^/]*/g, '')).replace(/\\/+/g, '/'))";
+/// Takes a semicolon for a question mark.
+pub(crate) const UP_TO_SEMICOLON: &str = "decodeURIComponent(req.url.split(/[?;#]/)[0])";
+
 /// A server of Node's whose path is this expression.
 pub(crate) fn node(path: &str, port: u16) -> Option<Running> {
     let mut command = Command::new(wanted("node")?);
@@ -39,6 +45,27 @@ pub(crate) fn node(path: &str, port: u16) -> Option<Running> {
          }}).listen({port}, '127.0.0.1');\n"
     );
     command.arg(scratch.write("server.js", &program));
+    Some(Running::start(command, scratch, port))
+}
+
+pub(crate) fn python(port: u16) -> Option<Running> {
+    let mut command = Command::new(wanted("python3")?);
+    let scratch = Scratch::new();
+    let program = format!(
+        "import http.server, posixpath\nfrom urllib.parse import unquote, urlparse\n\
+         class Routes(http.server.BaseHTTPRequestHandler):\n    protocol_version = 'HTTP/1.1'\n    disable_nagle_algorithm = True\n    \
+             def log_message(self, *arguments):\n        pass\n    \
+             def do_GET(self):\n        \
+                 try:\n            path = posixpath.normpath(unquote(urlparse(self.path).path))\n        \
+                 except ValueError:\n            path = 'bad'\n        \
+                 is_limited = path == '/login' or path.startswith('/api/')\n        \
+                 body = b'{LIMITED}' if is_limited else b'elsewhere'\n        \
+                 self.send_response(200)\n        \
+                 self.send_header('Content-Length', str(len(body)))\n        \
+                 self.end_headers()\n        self.wfile.write(body)\n\
+         http.server.ThreadingHTTPServer(('127.0.0.1', {port}), Routes).serve_forever()\n"
+    );
+    command.arg(scratch.write("routes.py", &program));
     Some(Running::start(command, scratch, port))
 }
 

@@ -6,20 +6,20 @@
 //!
 //! | spelling | read as |
 //! | --- | --- |
-//! | `sid="x"`, `"\170"` | `x`, as Python, Go and Node.js read it |
-//! | `sid="xy` | itself, and `x`: Node.js' `cookie` before 0.7 takes the last character for a quote |
+//! | a cookie | see [`cookies`](super::cookies) |
 //! | `%78`, `%2578`, `+` | `x`, `x`, a space: decoded until nothing is left to decode |
 //! | two cookies or parameters of a name | each of them |
 //! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
 //! | `?a=x;token=y` | `&` separates, or `;` as well (Rack 2, Python before 3.10) |
-//! | `a=x sid=y`, `a=x,sid=y` | `;` separates, or spaces and commas before a name as well (Python's `http.cookies`, Jetty) |
-//! | `Token`, `token[]`, `to.ken` for `to_ken` | the same name, as ASP.NET, Rack and PHP read it |
+//! | `Token`, `token[]`, `[token]`, `to.ken` for `to_ken` | the same name, as ASP.NET, Rack, Express 4 and PHP read it |
 
 use std::borrow::Cow;
+use std::ops::ControlFlow;
 
 use arrayvec::ArrayVec;
-use http::header::{COOKIE, HeaderMap, HeaderName};
+use http::header::{HeaderMap, HeaderName};
 
+use super::cookies;
 use crate::path::escape;
 
 /// The most distinct values that one part of a key may have in one call.
@@ -45,19 +45,14 @@ pub(crate) fn only_line<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Option
 /// The value of a cookie that is there once, and that all servers read alike.
 #[inline]
 pub(crate) fn only_cookie<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
-    only(|found| cookie_lines(headers).for_each(|line| Pairs::Cookies.each(line, name.as_bytes(), found)))
-        .filter(|value| !value.starts_with(b"\""))
+    cookies::only(headers, name).filter(|value| !is_encoded(value))
 }
 
 /// The value of a query parameter that is there once, and that all servers read alike.
 #[inline]
 pub(crate) fn only_parameter<'q>(path: &'q str, name: &str) -> Option<&'q [u8]> {
-    only(|found| Pairs::Parameters.each(query_of(path), name.as_bytes(), found))
-}
-
-fn only<'q>(each: impl FnOnce(&mut dyn FnMut(&'q [u8]))) -> Option<&'q [u8]> {
     let (mut value, mut count) = (None, 0);
-    each(&mut |found| {
+    each_parameter(path, name, &mut |found| {
         value = Some(found);
         count += 1;
     });
@@ -85,17 +80,10 @@ pub(crate) fn lines<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<Val
 pub(crate) fn cookies<'q>(headers: &'q HeaderMap, name: &str) -> Result<Values<'q>, TooMany> {
     let mut values = Values::new();
     let mut added = Ok(());
-    let mut put = |value| added = added.and_then(|()| add(&mut values, value));
-    for line in cookie_lines(headers) {
-        Pairs::Cookies.each(line, name.as_bytes(), &mut |value| match value {
-            [b'"', inner @ .., b'"'] => put(decoded(unescaped(inner))),
-            [b'"', inner @ .., _] => {
-                put(decoded(Cow::Borrowed(value)));
-                put(decoded(Cow::Borrowed(inner)));
-            }
-            _ => put(decoded(Cow::Borrowed(value))),
-        });
-    }
+    cookies::each(headers, name, &mut |value| {
+        added = add(&mut values, decoded(value));
+        if added.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    });
     added.map(|()| values)
 }
 
@@ -103,7 +91,7 @@ pub(crate) fn cookies<'q>(headers: &'q HeaderMap, name: &str) -> Result<Values<'
 pub(crate) fn parameters<'q>(path: &'q str, name: &str) -> Result<Values<'q>, TooMany> {
     let mut values = Values::new();
     let mut added = Ok(());
-    Pairs::Parameters.each(query_of(path), name.as_bytes(), &mut |value| {
+    each_parameter(path, name, &mut |value| {
         added = added.and_then(|()| add(&mut values, decoded(Cow::Borrowed(value))));
     });
     added.map(|()| values)
@@ -120,95 +108,49 @@ fn add<'q>(values: &mut Values<'q>, value: Cow<'q, [u8]>) -> Result<(), TooMany>
     Ok(())
 }
 
-fn cookie_lines(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
-    headers.get_all(COOKIE).iter().map(|line| line.as_bytes())
-}
-
 /// A path's query string.
 fn query_of(path: &str) -> &[u8] {
     let query = path.split_once('?').map_or("", |(_, query)| query);
     query.split_once('#').map_or(query, |(query, _)| query).as_bytes()
 }
 
-/// A text of names and values.
-#[derive(Clone, Copy)]
-enum Pairs {
-    Cookies,
-    Parameters,
-}
-
-impl Pairs {
-    /// Calls `found` with the raw value of each pair of this name.
-    fn each<'t>(self, text: &'t [u8], name: &[u8], found: &mut dyn FnMut(&'t [u8])) {
-        let separator = match self {
-            Self::Cookies => b';',
-            Self::Parameters => b'&',
-        };
-        for piece in text.split(|byte| *byte == separator) {
-            let piece = piece.trim_ascii();
-            self.pair(piece, name, found);
-            if piece.iter().any(|byte| self.may_separate(*byte)) {
-                self.within(piece, name, found);
-            }
+/// Calls `found` with the raw value of each query parameter of this name.
+fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])) {
+    let mut pair = |piece: &'q [u8]| {
+        let piece = piece.trim_ascii();
+        let at = piece.iter().position(|byte| *byte == b'=');
+        let (own, value) = at.map_or((piece, &b""[..]), |at| (&piece[..at], &piece[at + 1..]));
+        if is_read_as(own.trim_ascii(), name.as_bytes()) {
+            found(value.trim_ascii());
+        }
+    };
+    for piece in query_of(path).split(|byte| *byte == b'&') {
+        pair(piece);
+        if piece.contains(&b';') {
+            piece.split(|byte| *byte == b';').for_each(&mut pair);
         }
     }
-
-    /// True if some servers take the byte for a separator, and others for a part of a value.
-    #[inline]
-    fn may_separate(self, byte: u8) -> bool {
-        match self {
-            Self::Cookies => matches!(byte, b',' | b' ' | b'\t'),
-            Self::Parameters => byte == b';',
-        }
-    }
-
-    #[inline]
-    fn pair<'t>(self, piece: &'t [u8], name: &[u8], found: &mut dyn FnMut(&'t [u8])) {
-        let (own, value) = match (piece.iter().position(|byte| *byte == b'='), self) {
-            (Some(at), _) => (piece[..at].trim_ascii(), piece[at + 1..].trim_ascii()),
-            (None, Self::Parameters) => (piece, &b""[..]),
-            (None, Self::Cookies) => return,
-        };
-        if is_read_as(own, name) {
-            found(value);
-        }
-    }
-
-    /// The pairs of a piece that some servers divide further.
-    #[cold]
-    fn within<'t>(self, piece: &'t [u8], name: &[u8], found: &mut dyn FnMut(&'t [u8])) {
-        let parts = || piece.split(|byte| self.may_separate(*byte));
-        match self {
-            Self::Parameters => parts().for_each(|part| self.pair(part, name, found)),
-            // A comma or a space in a value is nothing unusual; one before another cookie is.
-            Self::Cookies if parts().skip(1).any(begins_a_pair) => {
-                parts().filter(|part| begins_a_pair(part)).for_each(|part| self.pair(part, name, found));
-            }
-            Self::Cookies => {}
-        }
-    }
-}
-
-/// True if this is a token and `=`.
-fn begins_a_pair(part: &[u8]) -> bool {
-    let in_token = |byte: &u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte);
-    part.iter().position(|byte| !in_token(byte)).is_some_and(|end| end > 0 && part[end] == b'=')
 }
 
 /// True if a server may take one name for another: it decodes names, or reads them in any case, or takes `token[]` for a
-/// list called `token`, or can't have spaces, dots and brackets in names.
+/// list called `token`, reads `[token]` as `token`, or can't have spaces, dots and brackets in names.
 #[inline]
-fn is_read_as(own: &[u8], name: &[u8]) -> bool {
+pub(super) fn is_read_as(own: &[u8], name: &[u8]) -> bool {
     if own == name {
         return true;
     }
-    let mut letters = form_decoded(own).skip_while(|letter| *letter == b' ');
+    let mut letters = form_decoded(own).skip_while(|letter| *letter == b' ').peekable();
+    let in_brackets = letters.next_if_eq(&b'[').is_some();
     let begins = name.iter().all(|wanted| {
         letters.next().is_some_and(|letter| {
             letter.eq_ignore_ascii_case(wanted) || *wanted == b'_' && matches!(letter, b' ' | b'.' | b'[')
         })
     });
-    begins && matches!(letters.next(), None | Some(b'[' | b'\0'))
+    begins
+        && match letters.next() {
+            None | Some(b'[' | b'\0') => true,
+            Some(letter) => in_brackets && letter == b']',
+        }
 }
 
 /// The bytes that a piece of a query string stands for: `+` is a space, `%41` is `A`, what is no escape stays.
@@ -231,7 +173,7 @@ fn is_encoded(value: &[u8]) -> bool {
 
 /// A value with its escapes decoded until none is left, and with spaces for `+`: the same for all spellings that one
 /// server reads alike, whether it decodes never, once or twice.
-fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+pub(super) fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     if !is_encoded(&value) {
         return value;
     }
@@ -253,31 +195,10 @@ fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     Cow::Owned(decoded)
 }
 
-/// The text in quotes, without backslashes: `\"` is `"`, `\101` is `A`.
-fn unescaped(quoted: &[u8]) -> Cow<'_, [u8]> {
-    if !quoted.contains(&b'\\') {
-        return Cow::Borrowed(quoted);
-    }
-    let mut plain = Vec::with_capacity(quoted.len());
-    let mut rest = quoted;
-    loop {
-        rest = match rest {
-            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', rest @ ..] => {
-                plain.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
-                rest
-            }
-            [b'\\', byte, rest @ ..] | [byte, rest @ ..] => {
-                plain.push(*byte);
-                rest
-            }
-            [] => return Cow::Owned(plain),
-        };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use http::header::COOKIE;
     use proptest::prelude::*;
 
     fn texts(values: Result<Values<'_>, TooMany>) -> Option<Vec<String>> {
@@ -296,8 +217,10 @@ mod tests {
             ("sid=REAL", &["REAL"][..]),
             ("a=b; sid = REAL ;c=d", &["REAL"]),
             ("sid=\"REAL\"", &["REAL"]),
-            ("sid=\"\\122EAL\"", &["REAL"]),
-            ("sid=\"\\122\\105A\\L\"", &["REAL"]),
+            ("sid=\"\\122EAL\"", &["REAL", "122EAL", "\\122EAL"]),
+            ("sid=\"R\\EAL\"", &["REAL", "R\\EAL"]),
+            ("sid=\"REAL\" N", &["REAL", "\"REAL\" N", "REAL\""]),
+            ("sid=\"a;b\"", &["a;b", "\"a", ""]),
             ("sid=\"REALx", &["\"REALx", "REAL"]),
             ("sid=%52EAL", &["REAL"]),
             ("sid=%2552%45AL", &["REAL"]),
@@ -312,9 +235,10 @@ mod tests {
             ("a=b,sid=REAL", &["REAL"]),
             ("a=b sid=REAL", &["REAL"]),
             ("sid=REAL j=1", &["REAL j=1", "REAL"]),
-            // Commas and spaces alone divide nothing.
-            ("sid={\"v\":1, \"u\":\"x=\"}", &["{\"v\":1, \"u\":\"x=\"}"]),
-            ("sid=v1, abc", &["v1, abc"]),
+            ("sid={\"v\":1, \"u\":\"x=\"}", &["{\"v\":1, \"u\":\"x=\"}", "{\"v\":1"]),
+            ("sid=v1, abc", &["v1, abc", "v1"]),
+            ("sid=v 1,abc", &["v 1,abc", "v", "v 1"]),
+            ("x=sid=a; sid=b=c==; y==sid=", &["b=c=="]),
             ("sid", &[]),
             ("asid=x; sidx=y; =z", &[]),
         ] {
@@ -332,6 +256,8 @@ mod tests {
             ("token=R%45AL&t%6Fken=REAL#token=z", &["REAL"]),
             ("Token=a&token[]=b&token[0]=c&+token=d", &["a", "b", "c", "d"]),
             ("a=1;token=REAL", &["REAL"]),
+            ("[token]=a&%5Btoken%5D=b&[token][]=c&[token]x=d", &["a", "b", "c", "d"]),
+            ("[tok]=a&[token", &[""]),
             ("token=REAL;x", &["REAL;x", "REAL"]),
             ("token", &[""]),
             ("tokens=a&atoken=b&tok=c", &[]),

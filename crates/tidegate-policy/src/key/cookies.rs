@@ -1,0 +1,435 @@
+//! The values that servers read for a cookie, from a header that may be nothing a browser sends.
+//!
+//! Servers divide the header in two ways, and both are followed at once:
+//!
+//! - at `;` (Django, Go, Node.js, Rails, PHP): a name is what is before the first `=`, a value all that is behind it;
+//! - at spaces as well (Python's `http.cookies`, aiohttp), or at commas (Jetty, Rack 1): a name is one word before `=`, and a
+//!   value ends where a word does.
+//!
+//! Both take a value that begins with a quote for what is in quotes, some to the quote that closes it, even behind a `;`.
+
+use std::borrow::Cow;
+use std::ops::{ControlFlow, Range};
+
+use http::header::{COOKIE, HeaderMap};
+
+use super::values::is_read_as;
+
+/// The value of a cookie that is there once, in a header that all servers divide alike.
+#[inline]
+pub(super) fn only<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
+    let mut only = None;
+    for piece in lines(headers).flat_map(|line| line.split(|byte| *byte == b';')) {
+        let piece = piece.trim_ascii();
+        let mut equals = None;
+        for (at, byte) in piece.iter().enumerate() {
+            match byte {
+                b'=' if equals.is_none() => equals = Some(at),
+                b' ' | b'\t' | b',' | b'"' | 0x80.. => return None,
+                _ => {}
+            }
+        }
+        if let Some(at) = equals
+            && is_read_as(&piece[..at], name.as_bytes())
+            && only.replace(&piece[at + 1..]).is_some()
+        {
+            return None;
+        }
+    }
+    only
+}
+
+/// Calls `found` with each value that some server reads for a cookie, escapes of percent signs left, until it breaks.
+pub(super) fn each<'q>(headers: &'q HeaderMap, name: &str, found: &mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>) {
+    let mut trimming = |value: Cow<'q, [u8]>| match value {
+        Cow::Borrowed(value) => found(Cow::Borrowed(trimmed(value))),
+        Cow::Owned(value) => found(Cow::Owned(trimmed(&value).to_vec())),
+    };
+    // That it broke is known to `found`.
+    let _ = lines(headers).try_for_each(|line| each_of(line, name.as_bytes(), &mut trimming));
+}
+
+fn lines(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    headers.get_all(COOKIE).iter().map(|line| line.as_bytes())
+}
+
+type Found<'f, 'q> = &'f mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>;
+
+fn each_of<'q>(line: &'q [u8], name: &[u8], found: Found<'_, 'q>) -> ControlFlow<()> {
+    let mut begin = 0;
+    for piece in line.split(|byte| *byte == b';') {
+        let behind = begin + piece.len();
+        let end = begin + trimmed_end(piece).len();
+        let has_spaces = end < behind;
+        let odd = piece.iter().rposition(|byte| matches!(byte, b'"' | b'\\' | 0x80..)).map(|at| begin + at);
+        let mut has_equals = false;
+        // The last word so far.
+        let (mut word, mut word_has_equals) = (begin..begin, false);
+        for at in begin..end {
+            match line[at] {
+                b' ' | b'\t' => continue,
+                b',' => {
+                    (word, word_has_equals) = (at + 1..at + 1, false);
+                    continue;
+                }
+                b'=' => {
+                    let is_piece = !has_equals && is_read_as(bare(&line[begin..at]), name);
+                    if is_piece || !word_has_equals && is_read_as(bare(&line[word.clone()]), name) {
+                        // aiohttp takes the rest for the value of a word as well, if something in it can't be one.
+                        let is_all = is_piece || odd > Some(at);
+                        each_value(line, &Place { range: at + 1..end, has_spaces, is_piece, is_all }, found)?;
+                    }
+                }
+                _ => {}
+            }
+            if word.end != at {
+                (word.start, word_has_equals) = (at, false);
+            }
+            word.end = at + 1;
+            if line[at] == b'=' {
+                (has_equals, word_has_equals) = (true, true);
+            }
+        }
+        begin = behind + 1;
+    }
+    ControlFlow::Continue(())
+}
+
+/// Where a value is.
+struct Place {
+    /// From behind the `=` to the `;`, without the spaces and commas before that.
+    range: Range<usize>,
+    /// There are some before that.
+    has_spaces: bool,
+    /// Its name is what servers take for one that divide the header at `;`.
+    is_piece: bool,
+    /// Some take the whole range for the value.
+    is_all: bool,
+}
+
+/// Calls `found` with what servers may take for the value at this place.
+fn each_value<'q>(line: &'q [u8], place: &Place, found: Found<'_, 'q>) -> ControlFlow<()> {
+    let quoted = quoted(line[place.range.start..].trim_ascii_start());
+    let whole = trimmed_start(&line[place.range.clone()]);
+    let has_spaces = place.has_spaces || whole.len() < place.range.len();
+    if let Some(text) = quoted {
+        each_unescaped(text, found)?;
+        if whole.len() == text.len() + 2 && !has_spaces {
+            return ControlFlow::Continue(());
+        }
+    }
+    if place.is_all {
+        match whole {
+            [b'"', inner @ .., b'"'] => each_unescaped(inner, found)?,
+            [b'"', inner @ .., _] => {
+                found(Cow::Borrowed(whole))?;
+                // `cookie` of Node.js before 0.7 and Koa take whatever is last for the quote that closes it.
+                found(Cow::Borrowed(inner))?;
+            }
+            _ => found(Cow::Borrowed(whole))?,
+        }
+        // Koa takes a space for it, and a space or a comma around leaves quotes a part of the value.
+        if has_spaces && let [b'"', inner @ ..] = whole {
+            found(Cow::Borrowed(whole))?;
+            found(Cow::Borrowed(inner))?;
+        }
+    }
+    if quoted.is_none() {
+        let ends: [fn(&u8) -> bool; 3] =
+            [|byte| matches!(byte, b' ' | b'\t' | b','), |byte| matches!(byte, b' ' | b'\t'), |byte| *byte == b','];
+        for is_end in ends {
+            let end = whole.iter().position(is_end);
+            if end.is_some() || !place.is_piece {
+                found(Cow::Borrowed(&whole[..end.unwrap_or(whole.len())]))?;
+            }
+        }
+    }
+    ControlFlow::Continue(())
+}
+
+/// The text in the quotes that a text begins with, if they are closed.
+fn quoted(text: &[u8]) -> Option<&[u8]> {
+    let inner = text.strip_prefix(b"\"")?;
+    let mut is_escaped = false;
+    let end = inner.iter().position(|byte| match byte {
+        _ if is_escaped => {
+            is_escaped = false;
+            false
+        }
+        b'\\' => {
+            is_escaped = true;
+            false
+        }
+        _ => *byte == b'"',
+    })?;
+    Some(&inner[..end])
+}
+
+/// A quoted text with `\101` for `A`, without its backslashes, and as it is.
+fn each_unescaped<'q>(text: &'q [u8], found: Found<'_, 'q>) -> ControlFlow<()> {
+    if text.contains(&b'\\') {
+        found(Cow::Owned(unescaped(text, true)))?;
+        found(Cow::Owned(unescaped(text, false)))?;
+    }
+    found(Cow::Borrowed(text))
+}
+
+fn unescaped(quoted: &[u8], octal: bool) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(quoted.len());
+    let mut rest = quoted;
+    loop {
+        rest = match rest {
+            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', rest @ ..] if octal => {
+                plain.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
+                rest
+            }
+            [b'\\', byte, rest @ ..] | [byte, rest @ ..] => {
+                plain.push(*byte);
+                rest
+            }
+            [] => return plain,
+        };
+    }
+}
+
+/// A name without what some take for no part of it.
+fn bare(name: &[u8]) -> &[u8] {
+    let name = trimmed(name);
+    name.strip_prefix(b"\"").and_then(|name| name.strip_suffix(b"\"")).unwrap_or(name)
+}
+
+/// A text without the spaces around it, and without commas at its end.
+fn trimmed(text: &[u8]) -> &[u8] {
+    trimmed_start(trimmed_end(text))
+}
+
+fn trimmed_start(mut text: &[u8]) -> &[u8] {
+    while let Some(rest) = without_space(text, text.first(), |text, space| text.strip_prefix(space)) {
+        text = rest;
+    }
+    text
+}
+
+fn trimmed_end(mut text: &[u8]) -> &[u8] {
+    let shorter = |text| without_space(text, text.last(), |text, space| text.strip_suffix(space));
+    while let Some(rest) = text.strip_suffix(b",").or_else(|| shorter(text)) {
+        text = rest;
+    }
+    text
+}
+
+/// A text without one space at an end that has this byte; those included that Python's `strip` and JavaScript's `trim` know.
+fn without_space<'t>(
+    text: &'t [u8],
+    byte: Option<&u8>,
+    strip: fn(&'t [u8], &[u8]) -> Option<&'t [u8]>,
+) -> Option<&'t [u8]> {
+    const BEYOND_ASCII: &str = "\u{85}\u{a0}\u{1680}\u{2000}\u{2001}\u{2002}\u{2003}\u{2004}\u{2005}\u{2006}\u{2007}\
+                                \u{2008}\u{2009}\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}";
+    match byte? {
+        b' ' | b'\t' => strip(text, &[*byte?]),
+        byte @ 0x80.. => {
+            let in_utf8 = |space: char| strip(text, space.encode_utf8(&mut [0; 4]).as_bytes());
+            let in_latin1 = || strip(text, &[*byte]).filter(|_| matches!(byte, 0x85 | 0xa0));
+            BEYOND_ASCII.chars().find_map(in_utf8).or_else(in_latin1)
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::values::{cookies, decoded};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read(line: &str) -> Option<Vec<Vec<u8>>> {
+        let mut headers = HeaderMap::new();
+        headers.insert(COOKIE, line.parse().unwrap());
+        Some(cookies(&headers, "sid").ok()?.into_iter().map(Cow::into_owned).collect())
+    }
+
+    const PUNCTUATION: &[u8] = b"!#%&'~_`><@,:/$*+-.^|)(?}{";
+
+    fn skipped(line: &[u8], at: usize) -> usize {
+        at + line[at..].iter().take_while(|byte| byte.is_ascii_whitespace()).count()
+    }
+
+    fn run(line: &[u8], at: usize, more: &[u8]) -> usize {
+        let is_in = |byte: &u8| byte.is_ascii_alphanumeric() || PUNCTUATION.contains(byte) || more.contains(byte);
+        at + line[at..].iter().take_while(|byte| is_in(byte)).count()
+    }
+
+    /// `\s*(\s+|;|$)`
+    fn ended(line: &[u8], at: usize) -> Option<usize> {
+        let next = skipped(line, at);
+        match line.get(next) {
+            Some(b';') => Some(next + 1),
+            None => Some(next),
+            Some(_) => (next > at).then_some(next),
+        }
+    }
+
+    fn python_unquoted(value: &[u8]) -> Vec<u8> {
+        match value {
+            [b'"', inner @ .., b'"'] => unescaped(inner, true),
+            _ => value.to_vec(),
+        }
+    }
+
+    type Pair<'l> = (&'l [u8], Option<&'l [u8]>, usize);
+
+    /// `\s*=\s*value` and the end of a pair whose key ends at `end`, or the end alone.
+    fn value_behind<'l>(line: &'l [u8], begin: usize, end: usize, alternatives: &[usize]) -> Option<Pair<'l>> {
+        let key = &line[begin..end];
+        let equals = skipped(line, end);
+        if line.get(equals) == Some(&b'=') {
+            let from = skipped(line, equals + 1);
+            let closed = quoted(&line[from..]).map(|inner| from + inner.len() + 2);
+            let open = (line.get(from) == Some(&b'"'))
+                .then(|| from + 1 + line[from + 1..].iter().take_while(|byte| !b"\";".contains(byte)).count());
+            let ends = [closed, open, Some(run(line, from, b"=[]"))];
+            for until in alternatives.iter().filter_map(|index| ends[*index]) {
+                if let Some(next) = ended(line, until) {
+                    return Some((key, Some(&line[from..until]), next));
+                }
+            }
+        }
+        ended(line, end).map(|next| (key, None, next))
+    }
+
+    /// `SimpleCookie` of Python's `http.cookies`, from its regular expression, but for dates.
+    fn http_cookies(line: &[u8]) -> Option<Vec<u8>> {
+        let (mut at, mut value, mut has_pair) = (0, None, false);
+        while at < line.len() {
+            let begin = skipped(line, at);
+            // The shortest key that leaves a pair.
+            let ends = begin + 1..=run(line, begin, b"=").max(begin);
+            let Some((key, own, next)) = ends.into_iter().find_map(|end| value_behind(line, begin, end, &[0, 2]))
+            else {
+                break;
+            };
+            at = next;
+            let name = String::from_utf8_lossy(key).to_lowercase();
+            match (name.as_str(), own) {
+                (name, _) if name.starts_with('$') => {}
+                ("path" | "expires", None) => return None,
+                ("secure" | "path" | "expires", _) if has_pair => {}
+                ("secure" | "path" | "expires", _) | (_, None) => return None,
+                (_, Some(own)) => {
+                    has_pair = true;
+                    if key == b"sid" {
+                        value = Some(python_unquoted(own));
+                    }
+                }
+            }
+        }
+        value
+    }
+
+    /// `parse_cookie_header` of aiohttp, from its regular expression, but for dates.
+    fn aiohttp(line: &[u8]) -> Option<Vec<u8>> {
+        let (mut at, mut value) = (0, None);
+        while at < line.len() {
+            let begin = skipped(line, at);
+            let end = run(line, begin, b"[]");
+            // A shorter key is followed by a character of a key.
+            let pair = if end > begin { value_behind(line, begin, end, &[0, 1, 2]) } else { None };
+            if let Some((key, own, next)) = pair {
+                if key == b"sid" {
+                    value = own.map(python_unquoted);
+                }
+                at = next;
+                continue;
+            }
+            let end = line[at..].iter().position(|byte| *byte == b';').map_or(line.len(), |end| at + end);
+            if let Some(equals) = line[at..end].iter().position(|byte| *byte == b'=')
+                && line[at..at + equals].trim_ascii() == b"sid"
+            {
+                value = Some(python_unquoted(line[at + equals + 1..end].trim_ascii()));
+            }
+            at = end + 1;
+        }
+        value
+    }
+
+    /// Parsers that divide the header at `;` alone: Django, Starlette and Tornado; Go and PHP; `cookie` of Node.js, Koa.
+    fn at_semicolons(line: &[u8]) -> Vec<Vec<u8>> {
+        let mut values = Vec::new();
+        for piece in line.split(|byte| *byte == b';') {
+            let Some(equals) = piece.iter().position(|byte| *byte == b'=') else { continue };
+            if piece[..equals].trim_ascii() != b"sid" {
+                continue;
+            }
+            let (raw, value) = (&piece[equals + 1..], piece[equals + 1..].trim_ascii());
+            values.push(python_unquoted(value));
+            for value in [raw, value] {
+                match value {
+                    [b'"', inner @ .., b'"'] => values.push(inner.to_vec()),
+                    [b'"', inner @ .., _] => values.extend([value.to_vec(), inner.to_vec()]),
+                    _ => values.push(value.to_vec()),
+                }
+            }
+        }
+        values
+    }
+
+    #[test]
+    fn the_models_read_what_their_originals_do() {
+        let text = |value: Option<Vec<u8>>| value.map(|value| String::from_utf8(value).unwrap());
+        for (line, by_library, by_aiohttp) in [
+            ("sid=REAL", Some("REAL"), Some("REAL")),
+            ("sid=REAL xN", None, Some("REAL")),
+            ("sid=REAL =x", None, Some("REAL")),
+            ("sid=REAL \"x\"=N", Some("REAL"), Some("REAL")),
+            ("sid=\"REAL\" \"y\"=", Some("REAL"), Some("REAL")),
+            ("sid=jN sid= REAL", Some("REAL"), Some("REAL")),
+            ("sid=jN sid =REAL", Some("REAL"), Some("REAL")),
+            ("sid=R,E x=1", Some("R,E"), Some("R,E")),
+            ("sid=\"a;b\"", Some("a;b"), Some("a;b")),
+            ("sid=\"a", None, Some("\"a")),
+            ("sid=a\"b; sid=c", None, Some("c")),
+            ("path=x; sid=a", None, Some("a")),
+        ] {
+            assert_eq!(text(http_cookies(line.as_bytes())).as_deref(), by_library, "{line}");
+            assert_eq!(text(aiohttp(line.as_bytes())).as_deref(), by_aiohttp, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_long_header_is_read_in_time_that_grows_with_its_length_alone() {
+        for (piece, more) in
+            [("=", ""), ("\u{a0}", "="), ("sid=\"", ""), ("sid= \"\\", ""), (",sid =", ";"), ("\u{a0}=", "")]
+        {
+            read(&format!("{}{}", piece.repeat(200_000 / piece.len()), more.repeat(100_000)));
+        }
+    }
+
+    const PIECES: [&str; 24] = [
+        "sid", "sid", "sid=", "sid=", "sid=REAL", "REAL", "x", "x=1", "=", " ", " ", ";", "; ", ",", "\t", "\"", "\"",
+        "\\", "\\122", "%52", "[", "path", "$a", "secure",
+    ];
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        #[test]
+        fn what_a_parser_reads_is_among_the_values(
+            pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..12),
+        ) {
+            let line = pieces.concat();
+            let line = line.trim_ascii();
+            let Some(values) = read(line) else { return Ok(()) };
+            let bytes = line.as_bytes();
+            let known = [http_cookies(bytes), aiohttp(bytes)].into_iter().flatten().chain(at_semicolons(bytes));
+            for value in known {
+                let value = decoded(Cow::Borrowed(trimmed(&value))).into_owned();
+                prop_assert!(
+                    values.contains(&value),
+                    "{:?}: no {:?} among {:?}", line, value.escape_ascii().to_string(),
+                    values.iter().map(|value| value.escape_ascii().to_string()).collect::<Vec<_>>()
+                );
+            }
+        }
+    }
+}
