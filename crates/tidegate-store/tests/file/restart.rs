@@ -73,6 +73,46 @@ fn a_restart_changes_no_answer() {
     }
 }
 
+/// Strikes of a quota's earlier period are gone with a reset, whether they were written before or not, and whether the key is
+/// used again before the next writing or not.
+#[test]
+fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
+    let spec = PenaltySpec { base: MINUTE, forgive_after: Some(DAY.times(3)), ..PenaltySpec::default() };
+    let quota = Kind::Quota(Quota::new(1, Arc::new(Every(DAY))).unwrap());
+    let limits = Arc::new(Limits::of_one(Limit::new(quota).with_penalty(Penalty::new(spec, DAY).unwrap())));
+    for case in 0..16 {
+        let [restarts_before, writes_between, is_in_next_period, is_used] = [1, 2, 4, 8].map(|bit| case & bit > 0);
+        let what = format!("{restarts_before} {writes_between} {is_in_next_period} {is_used}");
+        let place = Place::quick();
+        let mut now = desk::at(0);
+        let mut store = place.store(&limits, SELDOM, now);
+        take(&store, 0, desk::key(1), now, 2);
+        store.journal().flush().unwrap();
+        now = now + DAY;
+        if restarts_before {
+            drop(store);
+            store = place.store(&limits, SELDOM, now);
+        }
+        assert_eq!(one(&store, Verb::Take, 0, desk::key(1), now).strikes, 1, "{what}");
+        if writes_between {
+            store.journal().flush().unwrap();
+        }
+        if is_in_next_period {
+            now = now + DAY;
+        }
+        one(&store, Verb::Reset, 0, desk::key(1), now);
+        if is_used {
+            take(&store, 0, desk::key(1), now, 1);
+        }
+        for restart in 0..2 {
+            drop(store);
+            store = place.store(&limits, SELDOM, now);
+            let found = one(&store, Verb::Peek, 0, desk::key(1), now);
+            assert_eq!((found.strikes, found.used), (0, u64::from(is_used)), "{what}, restart {restart}");
+        }
+    }
+}
+
 /// The ladder of penalties, step by step as memory climbs it, with a restart before each step.
 #[test]
 fn the_ladder_of_penalties_outlives_restarts() {
