@@ -51,11 +51,9 @@ pub(super) struct Scratch {
 enum Change {
     /// It is put: where its value ends, and when the period began if it counts one of a quota and what is kept of another
     /// is set aside.
-    Put {
-        end: usize,
-        period: Option<Time>,
-    },
-    Remove,
+    Put { end: usize, period: Option<Time> },
+    /// It is removed: of a quota whose period began then only what is kept of that.
+    Remove { period: Option<Time> },
 }
 
 impl Plan {
@@ -178,8 +176,8 @@ impl Plan {
                             Change::Put { end: values.len(), period }
                         }
                         // What the row has of an earlier period is set aside when it is looked over.
-                        Some((state, _)) if period(state).is_some() => return,
-                        _ => Change::Remove,
+                        Some((state, _)) if counts_any(state) => return,
+                        _ => Change::Remove { period: kept.and_then(|(state, _)| period(state)) },
                     };
                     listed.push((key, change));
                 });
@@ -195,7 +193,10 @@ impl Plan {
                                 }
                             }
                         }
-                        Change::Remove => rows.remove(key)?,
+                        Change::Remove { period: None } => rows.remove(key)?,
+                        Change::Remove { period: Some(began) } => {
+                            rows.remove_if(key, |before| !is_of_another(before, began))?
+                        }
                     }
                 }
                 if !more {
@@ -205,6 +206,11 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// True if anything of a quota is used in its period.
+fn counts_any(state: &State) -> bool {
+    matches!(state.usage(), Usage::Quota(ledger) if ledger.used > 0)
 }
 
 /// True if an encoded state counts another period of a quota than the one that began then.
