@@ -93,6 +93,8 @@ impl Cooldown {
             now
         } else if gate.last < gate.until {
             gate.until
+        } else if gate.step == 0 {
+            (gate.last + self.stagger).min(gate.until + self.released_for())
         } else {
             gate.last + self.stagger
         };
@@ -298,6 +300,19 @@ mod tests {
             assert_eq!(COOLDOWN.look(gate, at(slot * 200)), at(slot * 200));
             COOLDOWN.charge(&mut gate, at(slot * 200));
             assert_eq!(COOLDOWN.look(gate, at(slot * 200)), at((slot + 1) * 200));
+        }
+    }
+
+    #[test]
+    fn after_a_success_no_slot_is_told_beyond_the_end_of_the_release() {
+        let (until, end) = (at(1_000), at(21_000));
+        for since in [0, 100, 150] {
+            let gate = Gate { until, last: until + Span::from_millis(19_800 + since), generation: 1, step: 0 };
+            assert_eq!(COOLDOWN.look(gate, gate.last), end, "{since} ms after the last slot");
+            assert_eq!(COOLDOWN.look(gate, end - Span::from_micros(1)), end);
+            assert_eq!(COOLDOWN.look(gate, end), end);
+            let unproven = Gate { step: 1, ..gate };
+            assert_eq!(COOLDOWN.look(unproven, end), gate.last + COOLDOWN.stagger, "no success yet");
         }
     }
 

@@ -281,6 +281,8 @@ impl State {
             (_, Verb::Refund) => self.refund(ask),
             (_, Verb::Penalise { strikes, parole }) => {
                 if let Some(penalty) = limit.penalty() {
+                    // What is kept is brought to `now` as a whole.
+                    self.look(limit.kind(), 0, now);
                     // Nothing admits what the limit never will.
                     let parole = if limit.kind().waives() { limit.kind().capacity().min(parole.into()) } else { 0 };
                     penalty.bring_back(&mut self.record, strikes, parole, Span::from_micros(op.cost), now);

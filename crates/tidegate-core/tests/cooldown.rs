@@ -85,7 +85,8 @@ impl Naive {
         if until > now {
             return until;
         }
-        self.released().map_or(now, |last| now.max(last + stagger))
+        let at_once = if self.steps() == 0 { until + stagger.times(100) } else { Time::NEVER };
+        self.released().map_or(now, |last| now.max(at_once.min(last + stagger)))
     }
 }
 

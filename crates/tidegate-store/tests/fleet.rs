@@ -9,6 +9,7 @@ mod blocks;
 mod leases;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use tidegate_core::batch::Outcome;
@@ -23,6 +24,26 @@ use tidegate_testkit::remote::{FlakyRemote, Mood};
 use tokio::time::{Instant, sleep};
 
 const KEY: Key = Key::new(7, 0xdead_beef_0bad_cafe);
+
+/// A clock that may be set ahead or back.
+#[derive(Clone)]
+struct Settable {
+    clock: Virtual,
+    secs: Arc<AtomicI64>,
+}
+
+impl Settable {
+    fn set(&self, secs: i64) {
+        self.secs.fetch_add(secs, Ordering::SeqCst);
+    }
+}
+
+impl Clock for Settable {
+    fn now(&self) -> Time {
+        let micros = self.secs.load(Ordering::SeqCst) * 1_000_000;
+        Time::from_micros(self.clock.now().as_micros().wrapping_add_signed(micros))
+    }
+}
 
 /// Tokio's time, seen by a clock that is so many microseconds ahead.
 #[derive(Clone, Copy)]
@@ -103,7 +124,7 @@ fn batch(verb: Verb, limits: &[usize], key: Key) -> Batch {
     batch
 }
 
-fn remote(limits: impl IntoIterator<Item = Limit>, clock: Virtual, tells_resets: bool) -> FlakyRemote {
+fn remote(limits: impl IntoIterator<Item = Limit>, clock: impl Clock, tells_resets: bool) -> FlakyRemote {
     let limits = Limits::new(limits.into_iter().collect()).unwrap();
     FlakyRemote::new(Arc::new(fleet_limits(&limits).unwrap()), clock, tells_resets)
 }

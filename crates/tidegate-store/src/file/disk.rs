@@ -257,6 +257,14 @@ impl Rows<'_> {
         Ok(())
     }
 
+    /// Removes a row if `is_meant` says so of the encoded state.
+    pub(super) fn remove_if(&mut self, key: u128, is_meant: impl FnOnce(&[u8]) -> bool) -> Result<(), StorageError> {
+        if self.states.get(key)?.is_some_and(|before| is_meant(state(before.value()))) {
+            self.remove(key)?;
+        }
+        Ok(())
+    }
+
     fn put_or_remove(&mut self, key: u128, value: Option<&[u8]>) -> Result<(), StorageError> {
         match value {
             Some(value) => self.put(key, value),

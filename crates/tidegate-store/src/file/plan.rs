@@ -19,7 +19,8 @@ const SHARD_BITS: u32 = 8;
 const TAG_BITS: u32 = 52;
 
 /// The most resets that are remembered until they are written. A further one leaves what was set aside of its key, which
-/// counts again only if the clock is set back.
+/// counts again after a restart if it still would: an earlier period's strikes, or what a clock that was set back has
+/// ahead of it.
 const MOST_RESETS: usize = 1 << 16;
 
 /// A plan's limits by their tags, and their states.
@@ -48,12 +49,11 @@ pub(super) struct Scratch {
 
 /// A row's change.
 enum Change {
-    /// It is put: where its value ends, and when the period began if it counts one of a quota.
-    Put {
-        end: usize,
-        period: Option<Time>,
-    },
-    Remove,
+    /// It is put: where its value ends, and when the period began if it counts one of a quota and what is kept of another
+    /// is set aside.
+    Put { end: usize, period: Option<Time> },
+    /// It is removed: of a quota whose period began then only what is kept of that.
+    Remove { period: Option<Time> },
 }
 
 impl Plan {
@@ -163,18 +163,21 @@ impl Plan {
                 values.clear();
                 listed.clear();
                 let more = self.shards.read(shard, &mut scratch.changed, |tag, id, state| {
-                    let key = row(limits.tag(id), (shard as u64) << TAG_BITS | tag >> (64 - TAG_BITS));
+                    let place = (limits.tag(id), (shard as u64) << TAG_BITS | tag >> (64 - TAG_BITS));
+                    let key = row(place.0, place.1);
                     let kept = state.zip(limits.get(id));
                     let idle_at = kept.map(|(state, limit)| (state, state.idle_at(limit)));
                     let change = match idle_at {
                         Some((state, idle_at)) if idle_at > now => {
                             begin_value(idle_at, values);
                             state.encode(values);
-                            Change::Put { end: values.len(), period: period(state) }
+                            // What the row has of a key that was reset since isn't set aside.
+                            let period = period(state).filter(|_| !reset.contains(&place));
+                            Change::Put { end: values.len(), period }
                         }
                         // What the row has of an earlier period is set aside when it is looked over.
-                        Some((state, _)) if period(state).is_some() => return,
-                        _ => Change::Remove,
+                        Some((state, _)) if counts_any(state) => return,
+                        _ => Change::Remove { period: kept.and_then(|(state, _)| period(state)) },
                     };
                     listed.push((key, change));
                 });
@@ -190,7 +193,10 @@ impl Plan {
                                 }
                             }
                         }
-                        Change::Remove => rows.remove(key)?,
+                        Change::Remove { period: None } => rows.remove(key)?,
+                        Change::Remove { period: Some(began) } => {
+                            rows.remove_if(key, |before| !is_of_another(before, began))?
+                        }
                     }
                 }
                 if !more {
@@ -200,6 +206,11 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// True if anything of a quota is used in its period.
+fn counts_any(state: &State) -> bool {
+    matches!(state.usage(), Usage::Quota(ledger) if ledger.used > 0)
 }
 
 /// True if an encoded state counts another period of a quota than the one that began then.

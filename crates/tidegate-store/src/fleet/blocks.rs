@@ -186,6 +186,7 @@ impl Blocks {
             strikes: outcome.strikes,
             are_new: false,
             parole,
+            began: Some(began),
             struck: block.sent - block.decided.since(began),
             ends: block.ends,
         })

@@ -47,11 +47,10 @@ impl Resets {
         Some(Op::new(kept, verb, Key::new(key.hi() ^ self.limits.tag(limit), key.lo()), 1))
     }
 
-    /// The time since a key's last reset, by the answer to that operation.
-    fn age(&self, outcome: &Outcome, decided: Time) -> Option<Span> {
+    /// The moment of a key's last reset by the store's clock, by the answer to that operation.
+    fn last(&self, outcome: &Outcome, decided: Time) -> Option<Time> {
         let (_, length) = self.kept?;
-        let left = outcome.reset_at.since(decided);
-        (outcome.used > 0 && !left.is_zero()).then(|| length - left.min(length))
+        (outcome.used > 0 && outcome.reset_at > decided).then(|| outcome.reset_at - length)
     }
 
     /// A batch that resets keys, with the notes of that: in one piece, unless a batch can't hold as much.
@@ -75,7 +74,9 @@ pub(super) struct Known {
     pub(super) strikes: u8,
     pub(super) are_new: bool,
     pub(super) parole: u64,
-    /// The moment of the last one and the end of its block, by this node's clock.
+    /// The moment of the last one by the store's clock, unless this node took it.
+    pub(super) began: Option<Time>,
+    /// The moment of the last one and the end of its block, by this node's clock: not later than they were.
     pub(super) struck: Time,
     pub(super) ends: Time,
 }
@@ -100,7 +101,15 @@ impl Node {
         };
         let asked_at = self.clock.now();
         let found = self.ask_only(&one(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
-        if self.reset_age(&found).is_some_and(|age| age <= asked_at.since(known.struck)) {
+        let answered_at = self.clock.now();
+        // By the store's clock that is exact, unless the clock was set between the two. By this node's clock the strike is
+        // taken for as old as it may be: a question and its answer take time, and at which end of it the store decided isn't
+        // known. In doubt it is the reset that counts.
+        let is_since = |reset: Time| {
+            known.began.is_some_and(|began| reset >= began)
+                || found.now().since(reset) <= answered_at.since(known.struck)
+        };
+        if self.last_reset(&found).is_some_and(is_since) {
             return Ok(Returned::Reset);
         }
         let Some(outcome) = found.list().first() else { return Ok(Returned::Known) };
@@ -115,7 +124,7 @@ impl Node {
         let penalise = Op::new(limit, Verb::Penalise { strikes, parole }, key, left.as_micros());
         let done = self.ask_only(&one(penalise), now).await?;
         let since = self.clock.now().since(asked_at);
-        if self.reset_age(&done).is_some_and(|age| age <= since) {
+        if self.last_reset(&done).is_some_and(|reset| done.now().since(reset) <= since) {
             // It was reset between the two questions.
             let mut reset = Batch::one(0, Op::new(limit, Verb::Reset, key, 1));
             reset.set_affinity(affinity);
@@ -125,8 +134,8 @@ impl Node {
         Ok(Returned::Known)
     }
 
-    fn reset_age(&self, outcomes: &Outcomes) -> Option<Span> {
-        self.resets.age(outcomes.list().get(1)?, outcomes.now())
+    fn last_reset(&self, outcomes: &Outcomes) -> Option<Time> {
+        self.resets.last(outcomes.list().get(1)?, outcomes.now())
     }
 
     /// Finds out whether the store still knows a block, and brings it back if it doesn't. Without an answer it stays as it is.

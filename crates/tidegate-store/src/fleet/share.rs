@@ -46,7 +46,17 @@ impl Untold {
     /// The penalty in it, if there is any.
     pub(super) fn penalty(&self, (limit, key): (LimitId, Key)) -> Option<Known> {
         let &Self { affinity, strikes, parole, struck, ends, .. } = self;
-        (strikes > 0).then_some(Known { limit, key, affinity, strikes, are_new: true, parole, struck, ends })
+        (strikes > 0).then_some(Known {
+            limit,
+            key,
+            affinity,
+            strikes,
+            are_new: true,
+            parole,
+            began: None,
+            struck,
+            ends,
+        })
     }
 
     /// The penalty alone, once the rest has been told.

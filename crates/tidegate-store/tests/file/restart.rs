@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use tidegate_core::quota::Every;
 use tidegate_core::{
-    Concurrency, Cooldown, Key, Kind, Limit, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict,
-    Window,
+    Batch, Concurrency, Cooldown, Key, Kind, Limit, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb,
+    Verdict, Window,
 };
 use tidegate_store::{FileError, FileStore, Flush, Journal, Memory, Store};
 use tidegate_testkit::dice::{self, Dice};
@@ -70,6 +70,68 @@ fn a_restart_changes_no_answer() {
             }
             world.heard(&outcomes);
         }
+    }
+}
+
+/// Strikes of a quota's earlier period are gone with a reset, whether they were written before or not, and whether the key is
+/// used again before the next writing or not.
+#[test]
+fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
+    let spec = PenaltySpec { base: MINUTE, forgive_after: Some(DAY.times(3)), ..PenaltySpec::default() };
+    let quota = Kind::Quota(Quota::new(1, Arc::new(Every(DAY))).unwrap());
+    let limits = Arc::new(Limits::of_one(Limit::new(quota).with_penalty(Penalty::new(spec, DAY).unwrap())));
+    for case in 0..16 {
+        let [restarts_before, writes_between, is_in_next_period, is_used] = [1, 2, 4, 8].map(|bit| case & bit > 0);
+        let what = format!("{restarts_before} {writes_between} {is_in_next_period} {is_used}");
+        let place = Place::quick();
+        let mut now = desk::at(0);
+        let mut store = place.store(&limits, SELDOM, now);
+        take(&store, 0, desk::key(1), now, 2);
+        store.journal().flush().unwrap();
+        now = now + DAY;
+        if restarts_before {
+            drop(store);
+            store = place.store(&limits, SELDOM, now);
+        }
+        assert_eq!(one(&store, Verb::Take, 0, desk::key(1), now).strikes, 1, "{what}");
+        if writes_between {
+            store.journal().flush().unwrap();
+        }
+        if is_in_next_period {
+            now = now + DAY;
+        }
+        one(&store, Verb::Reset, 0, desk::key(1), now);
+        if is_used {
+            take(&store, 0, desk::key(1), now, 1);
+        }
+        for restart in 0..2 {
+            drop(store);
+            store = place.store(&limits, SELDOM, now);
+            let found = one(&store, Verb::Peek, 0, desk::key(1), now);
+            assert_eq!((found.strikes, found.used), (0, u64::from(is_used)), "{what}, restart {restart}");
+        }
+    }
+}
+
+/// What a quota has given back is given back after a restart, too, where nothing of it is used then.
+#[test]
+fn a_refund_outlives_restarts() {
+    let penalty = Penalty::new(PenaltySpec::default(), DAY).unwrap();
+    let quota = || Limit::new(Kind::Quota(Quota::new(5, Arc::new(Every(DAY))).unwrap()));
+    let limits = Arc::new(Limits::new(vec![quota(), quota().with_penalty(penalty)]).unwrap());
+    let place = Place::quick();
+    for (limit, calls) in [(0, 1), (0, 3), (1, 1), (1, 3)] {
+        let (key, now) = (desk::key(calls as u64), desk::at(0));
+        let store = place.store(&limits, SELDOM, now);
+        take(&store, limit, key, now, calls);
+        for left in (0..calls as u64).rev() {
+            store.journal().flush().unwrap();
+            ask(&store, &Batch::one(7, Op::new(desk::id(limit), Verb::Refund, key, 1)).charged_at(now), now);
+            assert_eq!(one(&store, Verb::Peek, limit, key, now).used, left);
+        }
+        drop(store);
+        let store = place.store(&limits, SELDOM, now);
+        assert_eq!(one(&store, Verb::Peek, limit, key, now).used, 0, "limit {limit}, {calls} calls");
     }
 }
 

@@ -70,6 +70,53 @@ async fn a_block_that_the_store_has_lifted_does_not_come_back() {
     assert!(one.take().await, "its share of the limit");
 }
 
+/// However long the store takes to answer when it is asked again, and however its clock was set since the strike or the
+/// reset, a reset that may be later than the strike ends the block: here it came one millisecond later.
+#[tokio::test(start_paused = true)]
+async fn a_block_that_was_reset_stays_so_however_late_the_store_answers() {
+    for (after_strike, after_reset) in [(0, 0), (-5, 0), (5, 0), (0, -5), (0, 5)] {
+        for late in [0, 2, 8, 40] {
+            let clock = Virtual::new();
+            let there = Settable { clock, secs: Arc::default() };
+            let store = remote([penalised(2, 90)], there.clone(), false);
+            let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+            sleep(Duration::from_secs(3)).await;
+            assert!(one.take().await && one.take().await && !one.take().await);
+            there.set(after_strike);
+            sleep(Duration::from_millis(1)).await;
+            two.one(Verb::Reset, &[0], KEY).await;
+            there.set(after_reset);
+            store.set_mood(Mood::Slow(Duration::from_millis(late)));
+            for second in 0..3 {
+                sleep(Duration::from_secs(1)).await;
+                for caller in [&one, &two] {
+                    let (outcome, _) = caller.cost(0).await;
+                    let what = format!("{late} ms, {after_strike} s, {after_reset} s, after {second} s: {outcome:?}");
+                    assert_eq!((outcome.verdict, outcome.strikes), (Verdict::Admitted, 0), "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// The time that a question and its answer take is all that is given to the reset: a later block is brought back.
+#[tokio::test(start_paused = true)]
+async fn a_block_that_is_newer_than_the_reset_comes_back_however_late_the_store_answers() {
+    for late in [0, 2, 8, 40] {
+        let clock = Virtual::new();
+        let store = remote([penalised(1, 90)], clock, false);
+        let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+        sleep(Duration::from_secs(3)).await;
+        store.set_mood(Mood::Slow(Duration::from_millis(late)));
+        two.one(Verb::Reset, &[0], KEY).await;
+        sleep(Duration::from_millis(late + 1)).await;
+        assert!(one.take().await && !one.take().await);
+        lose(&store, KEY);
+        sleep(Duration::from_secs(2)).await;
+        assert!(!one.take().await && !two.take().await, "{late} ms");
+    }
+}
+
 /// A store that was restarted without its data, or is another one now: it knows neither the key nor that it was reset.
 fn lose(store: &FlakyRemote, key: Key) {
     store.near().apply_now(&batch(Verb::Reset, &[0], key), Time::ZERO);

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate_core::pacer::{Growth, MAX_SHARED_STEP, Mode};
+use tidegate_core::quota::Every;
 use tidegate_core::{
-    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, PacerSpec, Penalty, PenaltySpec, SharedPacer, Span, Time,
-    Verb, Window,
+    Batch, Concurrency, Cooldown, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, PacerSpec, Penalty, PenaltySpec,
+    Quota, Rate, SharedPacer, Span, Time, Verb, Window,
 };
 use tidegate_store::{Direct, Immediate as _, Redis, Remote as _, TimeSource};
 use tidegate_testkit::conformance::Backend as _;
@@ -106,6 +107,45 @@ fn redis_takes_steps_back_as_whole_states_do() {
             _ => Span::ZERO,
         }
     });
+}
+
+/// A penalty that is brought back by a clock that was set back changes the state as a whole, of whatever kind: it answers
+/// alike afterwards.
+#[test]
+fn a_penalty_comes_back_to_a_state_as_it_does_to_a_whole_one() {
+    let Some(server) = RedisServer::start() else { return };
+    let stores = Stores::new(server.url(), TimeSource::Caller);
+    let hour = Span::from_secs(3_600);
+    let kinds = [
+        Kind::Window(Window::new(6, hour, 64).unwrap()),
+        Kind::Window(Window::new(145, hour, 1).unwrap()),
+        Kind::Rate(Rate::new(6, hour, 6).unwrap()),
+        Kind::Quota(Quota::new(6, Arc::new(Every(hour))).unwrap()),
+        Kind::Concurrency(Concurrency::new(6, hour).unwrap()),
+        Kind::Cooldown(Cooldown::default()),
+        Kind::Pace(SharedPacer::new(PacerSpec::default()).unwrap()),
+    ];
+    let penalty = Penalty::new(PenaltySpec::default(), hour).unwrap();
+    let limits = kinds.map(|kind| Limit::new(kind).with_penalty(penalty));
+    let pair = Pair::open(&stores, &Arc::new(Limits::new(limits.to_vec()).unwrap()));
+    let (now, second) = (Time::from_secs(1_700_000_000), Span::from_secs(1));
+    for (limit, plan) in pair.redis.0.limits().iter() {
+        for (back, key) in [0, 1, 5, 40 * 86_400].into_iter().zip(1..) {
+            let key = Key::new(key, key);
+            let ask = |verb, cost, now| pair.ask(&one(limit, verb, key, cost), now);
+            match plan.kind() {
+                Kind::Cooldown(_) => ask(Verb::Throttle { generation: 0 }, 0, now),
+                Kind::Pace(_) => ask(Verb::Pace { failed: true, draw: 0 }, 0, now),
+                _ => ask(Verb::Take, 2, now),
+            };
+            ask(Verb::Take, 1, now + second);
+            ask(Verb::Penalise { strikes: 1, parole: 0 }, 500_000, now - second.times(back));
+            for after in [0, 1, 2] {
+                ask(Verb::Peek, 1, now + second.times(after));
+            }
+            ask(Verb::Take, 1, now + second.times(4));
+        }
+    }
 }
 
 /// Logs of thousands of slots, which are neither read nor written as a whole: charged ahead, settled, refunded, overdrawn,

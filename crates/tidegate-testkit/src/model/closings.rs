@@ -28,9 +28,12 @@ enum Event {
 impl Closings {
     /// What a caller meets: one of one is used while it is closed.
     pub(super) fn look(&self, cooldown: &Cooldown, now: Time) -> Look {
-        let deciding = self.remembered(cooldown, now).crowded().iter().rev().find_map(|event| match *event {
+        let left = self.remembered(cooldown, now);
+        // After a success everybody comes at once in the end.
+        let latest = left.until().filter(|_| left.steps() == 0).map(|until| until + cooldown.stagger.times(100));
+        let deciding = left.crowded().iter().rev().find_map(|event| match *event {
             Event::Closed { until, .. } => Some(until),
-            Event::Through(at) => Some(at + cooldown.stagger),
+            Event::Through(at) => Some((at + cooldown.stagger).min(latest.unwrap_or(Time::NEVER))),
             _ => None,
         });
         let free_at = deciding.map_or(now, |free_at| free_at.max(now));
