@@ -319,11 +319,14 @@ impl Node {
     /// Forgets keys, here and in the store. While that is away, it is told when it is back, whatever else passes uncounted.
     #[cold]
     fn reset(self: &Arc<Self>, batch: &Batch, now: Time) -> Waiting<Outcomes> {
-        for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
-            self.forget(op.limit, op.key);
-        }
         let (node, batch) = (Arc::clone(self), batch.clone());
         Box::pin(async move {
+            let forget =
+                || batch.ops().iter().filter(|op| op.verb == Verb::Reset).for_each(|op| node.forget(op.limit, op.key));
+            // What fails changes nothing. What succeeds is forgotten again afterwards: a call on the way may have met the block.
+            if node.on_outage(&batch) != OnOutage::Deny {
+                forget();
+            }
             let (mut decided, mut list) = (now, Vec::with_capacity(batch.ops().len()));
             for (part, asked) in node.resets.noted(&batch) {
                 match node.ask(&part, now).await {
@@ -335,6 +338,7 @@ impl Node {
                     Err(_) => return Ok(node.keep(&batch, node.clock.now())),
                 }
             }
+            forget();
             Ok(Outcomes::new(decided, list))
         })
     }

@@ -21,6 +21,8 @@ pub enum Mood {
     Slow(Duration),
     /// It carries out what it is asked, and its answer is lost.
     Mute,
+    /// It answers, but to penalties that come back: those it carries out, and its answer is lost.
+    MuteToPenalties,
     /// It never answers, and carries out nothing.
     Frozen,
     /// It answers with an error, as one that is full does.
@@ -97,7 +99,8 @@ impl Remote for FlakyRemote {
             match mood {
                 Mood::Well => {}
                 Mood::Slow(delay) => tokio::time::sleep(delay).await,
-                Mood::Mute => {
+                Mood::MuteToPenalties if !batch.ops().iter().any(|op| matches!(op.verb, Verb::Penalise { .. })) => {}
+                Mood::Mute | Mood::MuteToPenalties => {
                     store.carry_out(&batch);
                     return pending().await;
                 }

@@ -184,7 +184,7 @@ impl Blocks {
             key,
             affinity: block.affinity,
             strikes: outcome.strikes,
-            are_new: false,
+            more: 0,
             parole,
             began: Some(began),
             struck: block.sent - block.decided.since(began),

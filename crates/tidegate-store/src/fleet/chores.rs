@@ -181,11 +181,11 @@ async fn merge(node: Arc<Node>, local: Arc<Local>) {
                     }
                 }
             }
-            let Some(known) = untold.penalty(place) else { return };
-            match node.bring_back(&known).await {
+            let Some(mut known) = untold.penalty(place) else { return };
+            match node.bring_back(&mut known).await {
                 Ok(Returned::Known) => node.blocks.confirm(place.0, place.1, node.clock.now()),
                 Ok(Returned::Reset) => node.forget(place.0, place.1),
-                Err(_) => local.put_back(place, untold.but_told()),
+                Err(_) => local.put_back(place, untold.but_told(&known)),
             }
         };
         spawn_one(&mut asked, told).await;

@@ -70,9 +70,10 @@ pub(super) struct Known {
     pub(super) key: Key,
     /// Its batch's affinity.
     pub(super) affinity: u64,
-    /// Strikes. New ones, which the store hasn't heard of, come on top of those that it knows.
+    /// Strikes that the store knows or has lost.
     pub(super) strikes: u8,
-    pub(super) are_new: bool,
+    /// Strikes that it hasn't heard of.
+    pub(super) more: u8,
     pub(super) parole: u64,
     /// The moment of the last one by the store's clock, unless this node took it.
     pub(super) began: Option<Time>,
@@ -91,9 +92,9 @@ pub(super) enum Returned {
 }
 
 impl Node {
-    /// Has the store know a penalty, unless its key was reset since.
-    pub(super) async fn bring_back(&self, known: &Known) -> Result<Returned, StoreError> {
-        let &Known { limit, key, affinity, .. } = known;
+    /// Has the store know a penalty, unless its key was reset since. After an error the store may have heard of all strikes.
+    pub(super) async fn bring_back(&self, known: &mut Known) -> Result<Returned, StoreError> {
+        let Known { limit, key, affinity, .. } = *known;
         let one = |op: Op| {
             let mut batch = Batch::new(0).part([op].into_iter().chain(self.resets.op(Verb::Peek, limit, key)));
             batch.set_affinity(affinity);
@@ -113,7 +114,8 @@ impl Node {
             return Ok(Returned::Reset);
         }
         let Some(outcome) = found.list().first() else { return Ok(Returned::Known) };
-        let strikes = if known.are_new { outcome.strikes.saturating_add(known.strikes) } else { known.strikes };
+        let strikes = outcome.strikes.max(known.strikes).saturating_add(known.more);
+        (known.strikes, known.more) = (strikes, 0);
         let now = self.clock.now();
         let left = known.ends.since(now);
         let is_blocked = left.is_zero() || outcome.block_until > found.now();
@@ -141,8 +143,8 @@ impl Node {
     /// Finds out whether the store still knows a block, and brings it back if it doesn't. Without an answer it stays as it is.
     pub(super) async fn settle_doubt(&self, limit: LimitId, key: Key) {
         let now = self.clock.now();
-        let Some(known) = self.blocks.known(limit, key, now) else { return };
-        match self.bring_back(&known).await {
+        let Some(mut known) = self.blocks.known(limit, key, now) else { return };
+        match self.bring_back(&mut known).await {
             Ok(Returned::Known) => self.blocks.confirm(limit, key, self.clock.now()),
             Ok(Returned::Reset) => self.forget(limit, key),
             Err(_) => {}

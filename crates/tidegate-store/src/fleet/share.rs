@@ -35,7 +35,9 @@ pub(super) struct Untold {
     was_reset: bool,
     /// What was charged and not given back, of a limit that counts.
     charged: u64,
-    /// Strikes that were taken, when the last was, until when its block lasts, and its parole.
+    /// Strikes that the store may have been told of in vain, those included that it had.
+    told: u8,
+    /// Further strikes that were taken, when the last was, until when its block lasts, and its parole.
     strikes: u8,
     struck: Time,
     ends: Time,
@@ -45,13 +47,13 @@ pub(super) struct Untold {
 impl Untold {
     /// The penalty in it, if there is any.
     pub(super) fn penalty(&self, (limit, key): (LimitId, Key)) -> Option<Known> {
-        let &Self { affinity, strikes, parole, struck, ends, .. } = self;
-        (strikes > 0).then_some(Known {
+        let &Self { affinity, told, strikes, parole, struck, ends, .. } = self;
+        (told > 0 || strikes > 0).then_some(Known {
             limit,
             key,
             affinity,
-            strikes,
-            are_new: true,
+            strikes: told,
+            more: strikes,
             parole,
             began: None,
             struck,
@@ -59,9 +61,9 @@ impl Untold {
         })
     }
 
-    /// The penalty alone, once the rest has been told.
-    pub(super) fn but_told(self) -> Self {
-        Self { charged: 0, was_reset: false, ..self }
+    /// The penalty alone, once the rest has been told, as far as it was brought back.
+    pub(super) fn but_told(self, known: &Known) -> Self {
+        Self { charged: 0, was_reset: false, told: known.strikes, strikes: known.more, ..self }
     }
 
     fn strike(&mut self, op: &Op, outcome: &Outcome, now: Time) {
@@ -173,6 +175,7 @@ impl Local {
         if !since.was_reset {
             since.charged = since.charged.saturating_add(untold.charged);
             let latest = if since.strikes > 0 { *since } else { untold };
+            since.told = since.told.max(untold.told);
             since.strikes = since.strikes.saturating_add(untold.strikes);
             (since.struck, since.ends, since.parole) = (latest.struck, latest.ends, latest.parole);
         }

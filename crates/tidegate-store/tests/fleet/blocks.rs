@@ -228,6 +228,8 @@ async fn strikes_of_an_outage_come_back() {
         sleep(Duration::from_millis(100)).await;
     }
     assert!(strikes >= 3, "{strikes}");
+    store.set_mood(Mood::MuteToPenalties);
+    sleep(Duration::from_secs(3)).await;
     store.set_mood(Mood::Well);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1 + strikes);
