@@ -234,7 +234,7 @@ impl Upload {
 }
 
 impl Drop for Upload {
-    /// What isn't read any more is waited for by nobody.
+    /// Ends the wait for what isn't read any more.
     fn drop(&mut self) {
         if let Some(watch) = &self.watch {
             watch.set_waits_on_client(false);

@@ -138,7 +138,7 @@ pub(crate) struct Watch {
     sweep: Arc<Sweep>,
     /// The phase, and the bit of a [`Hurry`] that was put on it.
     state: AtomicU8,
-    pub(crate) since: AtomicU32,
+    since: AtomicU32,
     /// After how many ticks the present answer is overdue, where that is its own; else 0.
     granted: AtomicU32,
     answering: AtomicBool,

@@ -155,23 +155,6 @@ fn a_phase_that_has_ended_is_not_hurried_and_takes_its_reason_along() {
     assert_eq!((watch.phase(), watch.is_overdue()), (Phase::Await, false));
 }
 
-/// Two connections' heads take turns at being too many, on two threads.
-#[test]
-fn a_request_whose_head_ends_while_heads_are_given_up_is_not_cut_off() {
-    let sweep = Sweep::new(patience(), 8);
-    let heads = || {
-        let (watch, _entry) = sweep.join();
-        for _ in 0..20_000 {
-            watch.enter(Phase::Head);
-            watch.hear(UNFINISHED / 2 + UNCOUNTED);
-            watch.enter(Phase::Await);
-            std::thread::yield_now();
-            assert!(!watch.is_overdue());
-        }
-    };
-    std::thread::scope(|scope| (0..3).for_each(|_| drop(scope.spawn(heads))));
-}
-
 #[test]
 fn a_body_trickles_also_in_a_call_and_behind_an_answer() {
     let sweep = Sweep::new(patience(), 8);

@@ -1,11 +1,18 @@
 //! Everything has a bound, and at the bound what is written happens.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
+
+use tidegate::clock::ManualClock;
+use tidegate::core::{Batch, Limits, Outcomes, Time};
+use tidegate::store::{Answer, Store, StoreError};
+use tidegate::{Gate, Memory};
+use tidegate_policy::KeySeed;
 
 use tokio::net::TcpListener;
 
-use crate::common::{Echo, HELLO, Peer, Running, body, get, header, nobody, post, start, status};
+use crate::common::{Echo, HELLO, Peer, Running, body, get, header, nobody, policy, post, serve, start, status};
 
 #[tokio::test]
 async fn heads() {
@@ -162,10 +169,10 @@ async fn unfinished_heads_make_room_and_requests_under_way_stay() {
     let mut served = Peer::over(upstream.accept().await.unwrap().0);
     served.message().await;
     // Of two places one is left, and it is taken again and again.
-    let mut begun = begun(gate.inbound, 20, "G").await;
+    let mut begun = begun(gate.inbound, 4, "G").await;
     let mut other = Peer::connect(gate.inbound).await;
     other.send(get("/")).await;
-    let accepted = tokio::time::timeout(Duration::from_secs(5 * 20), upstream.accept()).await.expect("a place");
+    let accepted = tokio::time::timeout(Duration::from_secs(5), upstream.accept()).await.expect("a place");
     let mut others = Peer::over(accepted.unwrap().0);
     others.message().await;
     others.send(HELLO).await;
@@ -176,11 +183,55 @@ async fn unfinished_heads_make_room_and_requests_under_way_stay() {
     assert_eq!(status(&busy.message().await), 200);
 }
 
+/// A store that answers after a second and a half.
+struct Slow(Arc<Memory>);
+
+impl Store for Slow {
+    type Later = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.0.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        let answer = self.0.apply(batch, now);
+        Answer::Later(Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(1500)).await;
+            match answer {
+                Answer::Ready(outcomes) => Ok(outcomes),
+                Answer::Later(later) => later.await,
+            }
+        }))
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.0.tell(batch, now);
+    }
+}
+
 #[tokio::test]
-async fn connections_that_sent_a_byte_keep_nobody_out() {
+async fn a_request_that_waits_for_the_store_is_under_way_and_no_unfinished_head() {
+    let upstream = Echo::start(HELLO).await;
+    let file = "[inbound.global]\nlimit = \"100 per 1h\"\n[inbound.caps]\nconnections = 1\n\
+        [inbound.timeouts]\nheader = \"1s\"\n";
+    let policy = policy(upstream.address, file);
+    let memory = Memory::new(Arc::new(policy.plan().limits().clone()), 1 << 20);
+    let gate =
+        Gate::with(Arc::clone(policy.plan()), Slow(Arc::new(memory)), ManualClock::default(), KeySeed::new([7; 16]));
+    let gate = serve(gate, &policy, |_| None).unwrap();
+    let mut first = Peer::connect(gate.inbound).await;
+    first.send(get("/")).await;
+    let mut second = Peer::connect(gate.inbound).await;
+    second.send(get("/")).await;
+    assert_eq!(status(&first.message().await), 200);
+    assert_eq!(status(&second.message().await), 200);
+}
+
+#[tokio::test]
+async fn connections_that_sent_a_byte_make_room() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\nconnections = 100\n").await;
-    for (address, count, path) in [(gate.inbound, 100, "/"), (gate.admin, 70, "/healthz")] {
+    for (address, count, path) in [(gate.inbound, 400, "/"), (gate.admin, 70, "/healthz")] {
         let _begun = begun(address, count, "G").await;
         for _ in 0..3 {
             assert!(is_served(address, path).await, "{path}");
@@ -189,7 +240,7 @@ async fn connections_that_sent_a_byte_keep_nobody_out() {
 }
 
 #[tokio::test]
-async fn bodies_that_trickle_after_their_answer_keep_nobody_out() {
+async fn bodies_that_trickle_after_their_answer_make_room() {
     let gate = start(nobody(), "").await;
     for mut client in begun(gate.admin, 70, "POST /healthz HTTP/1.1\r\nhost: a\r\ncontent-length: 50000\r\n\r\n").await
     {
