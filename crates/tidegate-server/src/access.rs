@@ -7,15 +7,20 @@
 //! may be one that an upstream or a provider wrote. A request that shows the token is no page's, since pages don't know it.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION};
 use http::header::{HeaderValue, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode};
+use tidegate::Query;
+use tidegate::core::Time;
 use tidegate_policy::Secret;
 
 use crate::answer::error;
 use crate::body::Body;
+use crate::refusals::Refusals;
+use crate::rejections::Rejected;
 
 const TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("tidegate-token");
 const X_TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("x-tidegate-token");
@@ -57,9 +62,10 @@ pub(crate) struct Access {
     /// The usual names of the listener, which needn't be taken apart to be known.
     usual: [String; 2],
     token: Option<Secret>,
+    refusals: Arc<Refusals>,
 }
 
-/// Why a request isn't let in.
+/// The reason for which a request isn't let in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Denied {
     /// By a name that isn't the listener's.
@@ -71,9 +77,15 @@ pub(crate) enum Denied {
 }
 
 impl Access {
-    pub(crate) fn new(listener: Listener, listens: SocketAddr, hosts: &[String], token: Option<Secret>) -> Self {
+    pub(crate) fn new(
+        listener: Listener,
+        listens: SocketAddr,
+        hosts: &[String],
+        token: Option<Secret>,
+        refusals: Arc<Refusals>,
+    ) -> Self {
         let usual = [listens.to_string(), format!("localhost:{}", listens.port())];
-        Self { listener, own: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual, token }
+        Self { listener, own: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual, token, refusals }
     }
 
     /// True if a request may pass: where there is a token, it shows it; otherwise it is no web page's.
@@ -152,29 +164,45 @@ impl Access {
         })
     }
 
-    /// The answer to a request that isn't let in.
+    /// The answer to a request that isn't let in. A web page's is counted and logged.
     #[cold]
-    pub(crate) fn refusal(&self, denied: Denied) -> Response<Body> {
-        const ASK: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
+    pub(crate) fn refusal<B>(
+        &self,
+        denied: Denied,
+        request: &Request<B>,
+        peer: SocketAddr,
+        now: Time,
+    ) -> Response<Body> {
         let section = self.listener.section();
-        let (status, ask, message) = match (denied, self.listener) {
-            (Denied::Host, _) => {
-                let message =
-                    format!("the Host is neither loopback nor this listener's address; {section}.hosts names others");
-                return error(StatusCode::MISDIRECTED_REQUEST, &message);
-            }
-            (Denied::Origin, _) => {
-                let message = format!(
-                    "requests of web pages are not served; {section}.hosts names the hosts whose pages may call"
-                );
-                return error(StatusCode::FORBIDDEN, &message);
-            }
-            (Denied::Token, Listener::Gateway) => (
+        let (status, reason, message) = match denied {
+            Denied::Token => return self.ask_for_token(),
+            Denied::Host => (
+                StatusCode::MISDIRECTED_REQUEST,
+                Rejected::ForeignHost,
+                format!("the Host is neither loopback nor this listener's address; {section}.hosts names others"),
+            ),
+            Denied::Origin => (
+                StatusCode::FORBIDDEN,
+                Rejected::WebPage,
+                format!("requests of web pages are not served; {section}.hosts names the hosts whose pages may call"),
+            ),
+        };
+        let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
+        let (ip, path) = (Some(peer.ip().to_canonical()), Some(request.uri().path()));
+        let query = Query { ip, host, path, ..Query::default() };
+        self.refusals.note_rejected(now, reason, &query, &message);
+        error(status, &message)
+    }
+
+    fn ask_for_token(&self) -> Response<Body> {
+        const ASK: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
+        let (status, ask, message) = match self.listener {
+            Listener::Gateway => (
                 StatusCode::PROXY_AUTHENTICATION_REQUIRED,
                 PROXY_AUTHENTICATE,
                 "a token is needed, in Proxy-Authorization: Bearer or in Tidegate-Token",
             ),
-            (Denied::Token, _) => (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed"),
+            Listener::Api | Listener::Admin => (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed"),
         };
         let mut response = error(status, message);
         response.headers_mut().insert(ask, ASK);
@@ -207,7 +235,7 @@ mod tests {
 
     fn open(listens: &str, hosts: &[&str]) -> Access {
         let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Access::new(Listener::Api, listens.parse().unwrap(), &hosts, None)
+        Access::new(Listener::Api, listens.parse().unwrap(), &hosts, None, Arc::new(Refusals::new(1)))
     }
 
     #[test]
@@ -328,7 +356,10 @@ mod tests {
 
     #[test]
     fn a_token_stands_in_two_headers_and_is_all_that_is_asked_for() {
-        let with = |listener| Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], Some(Secret::new("s3cret")));
+        let with = |listener| {
+            let token = Some(Secret::new("s3cret"));
+            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(Refusals::new(1)))
+        };
         let (gateway, api) = (with(Listener::Gateway), with(Listener::Api));
         for (name, value, passes_gateway, passes_api) in [
             ("proxy-authorization", "Bearer s3cret", true, false),

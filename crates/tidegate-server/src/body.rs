@@ -233,6 +233,15 @@ impl Upload {
     }
 }
 
+impl Drop for Upload {
+    /// Ends the wait for what isn't read any more.
+    fn drop(&mut self) {
+        if let Some(watch) = &self.watch {
+            watch.set_waits_on_client(false);
+        }
+    }
+}
+
 impl http_body::Body for Upload {
     type Data = Bytes;
     type Error = UploadError;

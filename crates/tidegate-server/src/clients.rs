@@ -16,10 +16,12 @@ use crate::watch::{Sweep, lock};
 /// The least time between two log lines about clients that were turned away.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
-/// The connections of each client address, IPv6 by /64. Bounded by the cap on connections: an address is kept while it
+/// The connections of each client address, IPv6 by its network. Bounded by the cap on connections: an address is kept while it
 /// has one.
 pub(crate) struct Clients {
     most: usize,
+    /// The bits of an IPv6 address that are counted.
+    ipv6_prefix: u8,
     /// Proxies, whose connections are many clients'.
     trusted: Networks,
     list: Mutex<List>,
@@ -34,8 +36,8 @@ struct List {
 }
 
 impl Clients {
-    pub(crate) fn new(most: usize, trusted: Networks) -> Arc<Self> {
-        Arc::new(Self { most: most.max(1), trusted, list: Mutex::default() })
+    pub(crate) fn new(most: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
+        Arc::new(Self { most: most.max(1), ipv6_prefix, trusted, list: Mutex::default() })
     }
 
     /// Counts a connection of this address: a seat, or none where the address isn't counted.
@@ -47,7 +49,7 @@ impl Clients {
         if ip.is_loopback() || self.trusted.contains(ip) {
             return Ok(None);
         }
-        let client = client_of(ip);
+        let client = self.client_of(ip);
         let mut list = lock(&self.list);
         let count = list.counts.entry(client).or_insert(0);
         if *count >= self.most {
@@ -77,13 +79,14 @@ impl Clients {
         drop(list);
         tracing::warn!(%ip, most = self.most, suppressed, "a client address has too many connections");
     }
-}
 
-/// The address that a client is counted by.
-fn client_of(ip: IpAddr) -> IpAddr {
-    match ip {
-        IpAddr::V4(_) => ip,
-        IpAddr::V6(ip) => IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() & (u128::MAX << 64))),
+    /// The address that a client is counted by.
+    fn client_of(&self, ip: IpAddr) -> IpAddr {
+        let mask = u128::MAX.checked_shl(128_u32.saturating_sub(self.ipv6_prefix.into())).unwrap_or(0);
+        match ip {
+            IpAddr::V4(_) => ip,
+            IpAddr::V6(ip) => IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() & mask)),
+        }
     }
 }
 
@@ -120,18 +123,23 @@ mod tests {
 
     #[test]
     fn an_address_has_so_many_connections_and_a_network_of_ipv6_is_one() {
-        let clients = Clients::new(2, Networks::new(["10.0.0.0/8".parse().unwrap()]));
-        for (one, same, other) in
-            [("192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"), ("2001:db8::1", "2001:db8:0:0:ffff::2", "2001:db8:0:1::1")]
-        {
+        for (prefix, one, same, other) in [
+            (64, "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
+            (32, "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
+            (64, "2001:db8::1", "2001:db8:0:0:ffff::2", "2001:db8:0:1::1"),
+            (56, "2001:db8::1", "2001:db8:0:ff::2", "2001:db8:0:100::1"),
+            (32, "2001:db8::1", "2001:db8:ffff::2", "2001:db9::1"),
+        ] {
+            let clients = Clients::new(2, prefix, Networks::new(["10.0.0.0/8".parse().unwrap()]));
             let first = clients.seat(ip(one)).unwrap();
-            let _second = clients.seat(ip(same)).unwrap();
+            let second = clients.seat(ip(same)).unwrap();
             assert!(clients.seat(ip(one)).is_err());
             assert!(clients.seat(ip(other)).is_ok());
             drop(first);
             assert!(clients.seat(ip(same)).is_ok());
+            drop(second);
+            assert!(lock(&clients.list).counts.is_empty(), "no address is kept past its connections");
         }
-        assert!(lock(&clients.list).counts.is_empty(), "no address is kept past its connections");
     }
 
     #[tokio::test]
@@ -139,10 +147,8 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let second = Duration::from_secs(1);
-        let patience =
-            Patience { idle: second, head: second, body: second, response: second, tunnel: second, body_rate: None };
-        Clients::new(1, Networks::default()).turn_away(&stream, ip("192.0.2.1"), &Sweep::new(patience, 8));
+        let sweep = Sweep::new(Patience::of_each(Duration::from_secs(1)), 8);
+        Clients::new(1, 64, Networks::default()).turn_away(&stream, ip("192.0.2.1"), &sweep);
         drop(stream);
         let mut answer = String::new();
         tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();
@@ -151,7 +157,7 @@ mod tests {
 
     #[test]
     fn loopback_and_trusted_proxies_are_not_counted() {
-        let clients = Clients::new(1, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+        let clients = Clients::new(1, 64, Networks::new(["10.0.0.0/8".parse().unwrap()]));
         for uncounted in ["127.0.0.1", "::1", "10.1.2.3", "::ffff:10.1.2.3"] {
             for _ in 0..3 {
                 assert!(clients.seat(ip(uncounted)).unwrap().is_none(), "{uncounted}");

@@ -17,7 +17,7 @@ use crate::answer::{self, Trouble};
 use crate::body::Body;
 use crate::linger::Linger;
 use crate::socket::Socket;
-use crate::watch::{Entry, Phase, Watch};
+use crate::watch::{Entry, Hurry, Phase, Watch};
 
 /// How much of a refused request's body is read away to keep its connection.
 pub(crate) const DRAINED: usize = 64 << 10;
@@ -67,7 +67,13 @@ impl<S: Serves> Connection<S> {
                     return true;
                 }
                 let (stream, _) = parts.io.into_inner().into_parts();
-                let trouble = if self.watch.take_given_up() { Trouble::Busy } else { Trouble::ClientTimeout };
+                if self.watch.is_hurried(Hurry::Place) {
+                    // The place is needed now: what can be said at once is said.
+                    let _ = stream.try_write(&Trouble::Busy.last_words());
+                    return true;
+                }
+                let is_given_up = self.watch.is_hurried(Hurry::Bytes);
+                let trouble = if is_given_up { Trouble::Busy } else { Trouble::ClientTimeout };
                 self.farewell(stream, trouble.last_words());
                 false
             }
@@ -75,7 +81,7 @@ impl<S: Serves> Connection<S> {
     }
 
     fn farewell(&mut self, stream: TcpStream, words: Bytes) {
-        self.watch.forgive(Phase::Linger);
+        self.watch.begin_lingering(false);
         self.state = State::Farewell { stream, words, said: false, linger: Linger::new(&self.watch) };
     }
 
@@ -87,9 +93,14 @@ impl<S: Serves> Connection<S> {
         }
         let Some(body) = &mut self.leftover else { return false };
         match http_body::Body::poll_frame(Pin::new(body), cx) {
-            Poll::Pending => return false,
+            Poll::Pending => {
+                self.watch.set_waits_on_client(true);
+                return false;
+            }
             Poll::Ready(Some(Ok(frame))) => {
-                self.drained += frame.data_ref().map_or(0, |data| data.len());
+                let count = frame.data_ref().map_or(0, |data| data.len());
+                self.watch.count_body(count as u64);
+                self.drained += count;
                 if self.drained <= DRAINED {
                     return true;
                 }
@@ -156,7 +167,7 @@ where
                     }
                 },
                 State::Farewell { stream, words, said, linger } => {
-                    if this.watch.is_overdue() || this.watch.is_aborted() {
+                    if this.watch.is_overdue() {
                         return Poll::Ready(());
                     }
                     while !words.is_empty() {

@@ -7,9 +7,12 @@ mod connect;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 
 use bytes::Bytes;
 use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
@@ -18,7 +21,7 @@ use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::core::Clock;
+use tidegate::core::{Clock, Time};
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
     self, CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
@@ -31,14 +34,14 @@ use tower_layer::Layer as _;
 
 use self::connect::{Connections, Connector};
 use crate::access::{Access, Listener};
-use crate::answer::{self, error, json};
+use crate::answer::{self, Trouble, error, json};
 use crate::body::{Body, BoxError, Upload};
 use crate::hop;
 use crate::listener::Client;
-use crate::proxy::{Answering, sound};
+use crate::proxy::{Answering, is_grpc, sound};
 use crate::refusals::{Failed, Refusals};
 use crate::upstream::Upstream;
-use crate::watch::{Phase, Watch};
+use crate::watch::{Hurry, Phase, Watch};
 use crate::wire::http_api::{dismiss, last};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
@@ -91,7 +94,8 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
             }
             mounts.insert(plan.name.clone(), layer.layer(connections));
         }
-        let access = Access::new(Listener::Gateway, listens, &outbound.plan().hosts, token);
+        let hosts = &outbound.plan().hosts;
+        let access = Access::new(Listener::Gateway, listens, hosts, token, Arc::clone(&refusals));
         Ok(Self { mounts, upstreams, cache: Cache::of(outbound), access, refusals, outbound: outbound.clone() })
     }
 
@@ -126,35 +130,48 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
         let number = watch.count_request();
         // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
         watch.enter(Phase::Deciding);
-        let (mount, options) = match self.gateway.read(&mut request, number, watch) {
+        let (mount, options) = match self.gateway.read(&mut request, number, &self.client) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => return Answering::Now(Some(last(watch, dismiss(watch, request, refusal)))),
         };
         let has_body = !request.body().is_end_stream();
+        let paced = !is_grpc(&request);
         let request = request.map(|body| {
             if !has_body {
                 return Upload::none(body);
             }
-            watch.begin_body(false);
+            watch.begin_body(paced);
             Upload::new(body, Arc::clone(watch), MAX_BODY, None)
         });
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.client));
         Answering::Later(Box::pin(async move {
             let watch = &client.watch;
             let plan = mount.provider().plan();
-            let called = match plan.cache {
-                None => mount.send(options, request).await.map(|response| relay(response, watch, plan)),
-                Some(_) => {
-                    let send = |options, request| mount.send(options, request);
-                    // Boxed, as calls of which nothing is kept would take the room for it too.
-                    let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
-                    called.map(|response| relay(response, watch, plan))
+            let called = async {
+                match plan.cache {
+                    None => mount.send(options, request).await.map(|response| relay(response, watch, plan)),
+                    Some(_) => {
+                        let send = |options, request| mount.send(options, request);
+                        // Boxed, as calls of which nothing is kept would take the room for it too.
+                        let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
+                        called.map(|response| relay(response, watch, plan))
+                    }
                 }
             };
-            let mut response = called.unwrap_or_else(|failed| {
-                gateway.note(mount.provider(), &failed);
-                refusal(&failed, plan)
+            let mut called = pin!(called);
+            let called = poll_fn(|cx| match watch.is_hurried(Hurry::Time) {
+                // Only a body that trickles is hurried while the call goes on.
+                true => Poll::Ready(None),
+                false => called.as_mut().poll(cx).map(Some),
             });
+            let mut response = match called.await {
+                Some(Ok(response)) => response,
+                Some(Err(failed)) => {
+                    gateway.note(mount.provider(), &failed);
+                    refusal(&failed, plan)
+                }
+                None => Trouble::ClientTimeout.response(),
+            };
             if has_body && watch.is_uploading() {
                 watch.set_lingers();
                 answer::close(&mut response);
@@ -171,10 +188,12 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         &self,
         request: &mut Request<Incoming>,
         number: u32,
-        watch: &Watch,
+        client: &Client,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<Body>> {
-        sound(request, number, watch).map_err(|trouble| trouble.response())?;
-        self.access.check(request).map_err(|denied| self.access.refusal(denied))?;
+        sound(request, number, &client.watch).map_err(|trouble| trouble.response())?;
+        if let Err(denied) = self.access.check(request) {
+            return Err(self.access.refusal(denied, request, client.address, self.now()));
+        }
         for name in Listener::Gateway.token_headers() {
             request.headers_mut().remove(name);
         }
@@ -194,6 +213,11 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         let over_tls = mount.provider().plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
         hop::arm_call(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
+    }
+
+    /// The time by the clock of all providers.
+    fn now(&self) -> Time {
+        self.outbound.providers().first().map_or(Time::ZERO, |provider| provider.clock().now())
     }
 
     /// Tells the log of a call that failed, unless by its caller's fault.

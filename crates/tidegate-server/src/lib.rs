@@ -33,13 +33,15 @@
 //!
 //! # At the bounds
 //! - **Connections**: at the cap a new one displaces the connection that has been longest between requests, or silent since
-//!   it came. While all are busy, new ones wait.
-//! - **Connections of one client address** (IPv6: of one /64) beyond `connections_per_client`: 503 and a close. Loopback and
-//!   trusted proxies are not counted.
+//!   it came; else the oldest unfinished head (503), so a client that is slow to send its head may lose its place; else the
+//!   oldest whose answer is out and which still sends. A request under way is never displaced: while all have one, new
+//!   connections wait.
+//! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a close.
+//!   Loopback and trusted proxies are not counted.
 //! - **Heads** too large or with too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32 MiB in all,
 //!   those aside of which no more than 8 KiB came; past that the oldest gets 503.
-//! - **Bodies** over the cap: 413. **Slow bodies**: 408 where less than `body_rate` comes over 10 s spent waiting for the
-//!   client. Upgrades and gRPC may be slow.
+//! - **Bodies** over the cap: 413. **Slow bodies**, of calls and questions too: 408 where less than `body_rate` comes over
+//!   10 s spent waiting for the client. Upgrades and gRPC may be slow.
 //! - **A refused request's body** is read away up to 64 KiB, so that the connection lives on. Past that the answer is the
 //!   connection's last, and the body is read away for up to 30 s while it comes at 64 KiB a second or more, so that the
 //!   client gets to read the answer. One in eight connections may do so at a time; beyond that, and for blocked clients,
@@ -261,14 +263,18 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             patience,
             forwards: true,
         };
+        let ipv6_prefix = self.gate.plan().ipv6_prefix();
         let refusals = Arc::new(Refusals::new(self.policy.log().refusals_per_second));
         let keeper = Arc::new(Keeper::default());
         let draining = Arc::new(AtomicBool::new(false));
         let inbound = match &inbound.upstream {
             None => None,
             Some(upstream) => Some(Open {
-                listener: open("inbound", inbound.listen, proxied)?
-                    .per_client(inbound.caps.connections_per_client, &inbound.forwarding.trusted),
+                listener: open("inbound", inbound.listen, proxied)?.per_client(
+                    inbound.caps.connections_per_client,
+                    ipv6_prefix,
+                    &inbound.forwarding.trusted,
+                ),
                 service: Arc::new(Proxy::new(
                     self.gate.clone(),
                     inbound,
@@ -298,7 +304,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 service: Arc::new(Api {
                     gate: self.gate.clone(),
                     replies: Replies::new(self.gate.plan(), settings.headers, settings.x_ratelimit),
-                    access: Access::new(access::Listener::Api, address, &api.hosts, api_token),
+                    access: Access::new(access::Listener::Api, address, &api.hosts, api_token, Arc::clone(&refusals)),
                     forwarding: settings.forwarding.clone(),
                     forward_auth: api.forward_auth,
                     deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
@@ -313,7 +319,13 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 listener: open("admin", address, own(ADMIN_CONNECTIONS))?,
                 service: Arc::new(Admin {
                     gate: self.gate.clone(),
-                    access: Access::new(access::Listener::Admin, address, &admin.hosts, admin_token),
+                    access: Access::new(
+                        access::Listener::Admin,
+                        address,
+                        &admin.hosts,
+                        admin_token,
+                        Arc::clone(&refusals),
+                    ),
                     draining: Arc::clone(&draining),
                 }),
             }),
@@ -348,8 +360,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
                 GatewayError::Roots(error) => ServeError::Roots(error),
             })?;
-        let trusted = &self.policy.inbound().forwarding.trusted;
-        let listener = open("outbound", address, bounds)?.per_client(plan.connections_per_client, trusted);
+        let (ipv6_prefix, trusted) = (self.gate.plan().ipv6_prefix(), &self.policy.inbound().forwarding.trusted);
+        let listener = open("outbound", address, bounds)?.per_client(plan.connections_per_client, ipv6_prefix, trusted);
         Ok(Some(Open { listener, service: Arc::new(gateway) }))
     }
 

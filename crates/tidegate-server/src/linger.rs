@@ -75,9 +75,7 @@ mod tests {
 
     #[test]
     fn lingering_ends_after_its_longest_time_and_while_the_server_drains() {
-        let second = Duration::from_secs(1);
-        let patience =
-            Patience { idle: second, head: second, body: second, response: second, tunnel: second, body_rate: None };
+        let patience = Patience::of_each(Duration::from_secs(1));
         let sweep = Sweep::new(patience, 8);
         let (watch, _entry) = sweep.join();
         let mut linger = Linger::new(&watch);

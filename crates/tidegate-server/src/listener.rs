@@ -32,7 +32,7 @@ pub(crate) const USUAL_HEADERS: usize = 100;
 /// What a listener accepts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// Connections at once. At the bound a new one displaces one that does nothing, or waits until one leaves.
+    /// Connections at once. At the bound a new one displaces one without a request under way, or waits until one leaves.
     pub(crate) connections: usize,
     /// Bytes of a head; over it the answer is 431.
     pub(crate) header_bytes: usize,
@@ -79,9 +79,9 @@ impl Listener {
         })
     }
 
-    /// Takes at most so many connections of one client address; of trusted proxies more.
-    pub(crate) fn per_client(mut self, most: Option<usize>, trusted: &Networks) -> Self {
-        self.clients = most.map(|most| Clients::new(most, trusted.clone()));
+    /// Takes at most so many connections of one client address, IPv6 by so many bits; of trusted proxies more.
+    pub(crate) fn per_client(mut self, most: Option<usize>, ipv6_prefix: u8, trusted: &Networks) -> Self {
+        self.clients = most.map(|most| Clients::new(most, ipv6_prefix, trusted.clone()));
         self
     }
 

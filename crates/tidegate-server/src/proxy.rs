@@ -15,7 +15,7 @@ use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::core::Clock;
+use tidegate::core::{Clock, Reason};
 use tidegate::reply::{LastRefusal, Replies};
 use tidegate::store::Store;
 use tidegate::{Actions, Begun, CheckError, Decision, Gate, Query};
@@ -138,6 +138,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
                 }
             }
             Ok(Begun::Later(deciding)) => {
+                visit.watch.enter(Phase::Deciding);
                 let visit = Arc::clone(visit);
                 Answering::Later(Box::pin(async move {
                     let decided = deciding.decision().await;
@@ -234,7 +235,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
             proxy.refusals.note(proxy.gate.plan(), &Refusal { actions, query, decision: &decision });
         }
         if !decision.allowed {
-            self.watch.set_blocked(decision.blocked);
+            self.watch.set_blocked(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
             return Err(proxy.replies.refusal_after(last, actions, &decision, headers).map(Body::full));
         }
@@ -362,10 +363,10 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
             return response;
         }
         let small = body.size_hint().lower() <= DRAINED as u64;
-        self.watch.enter(Phase::Linger);
         if small && !ends {
             self.watch.leave(body);
         } else {
+            self.watch.begin_lingering(false);
             self.watch.set_lingers();
             answer::close(&mut response);
         }
@@ -390,7 +391,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
             self.watch.set_lingers();
             answer::close(&mut response);
         }
-        self.watch.forgive(Phase::Idle);
+        self.watch.enter(Phase::Idle);
         response
     }
 }
@@ -449,7 +450,7 @@ fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<()
 }
 
 /// True if a request is a call of gRPC, whose stream may be silent for long and say little.
-fn is_grpc(request: &Request<Incoming>) -> bool {
+pub(crate) fn is_grpc(request: &Request<Incoming>) -> bool {
     request.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
 }
 

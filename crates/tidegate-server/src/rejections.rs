@@ -1,10 +1,10 @@
-//! Requests that are refused before anything is decided about them: how many, and for what.
+//! The number of requests that are refused before anything is decided about them, by reason.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_policy::{PathError, Uncountable};
 
-/// Why a request is refused with 400 (by forward-auth with its `deny_status`).
+/// The reason for a refusal with 400 (by forward-auth with its `deny_status`), or of a web page with 403 or 421.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rejected {
     /// Its host isn't one.
@@ -19,10 +19,14 @@ pub(crate) enum Rejected {
     Values,
     /// It has a header that some servers take for one that a limit counts by.
     Lookalike,
+    /// It calls a listener by a name that isn't the listener's.
+    ForeignHost,
+    /// It is a web page's.
+    WebPage,
 }
 
 impl Rejected {
-    const COUNT: usize = 6;
+    const COUNT: usize = 8;
 
     /// Its name in the log.
     pub(crate) fn as_str(self) -> &'static str {
@@ -33,6 +37,8 @@ impl Rejected {
             Self::MissingPart => "missing_part",
             Self::Values => "values",
             Self::Lookalike => "lookalike",
+            Self::ForeignHost => "foreign_host",
+            Self::WebPage => "web_page",
         }
     }
 }

@@ -39,6 +39,21 @@ pub(crate) enum Phase {
     Linger = 7,
 }
 
+/// The bits of [`Watch::state`] that hold the phase.
+const PHASE: u8 = 7;
+
+/// The reason for which a connection has to end its phase. A bit beside the phase, so that it goes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Hurry {
+    /// Its time is over.
+    Time = 8,
+    /// Unfinished heads take too many bytes.
+    Bytes = 16,
+    /// A new connection takes its place.
+    Place = 32,
+}
+
 impl Phase {
     const ALL: [Self; 8] =
         [Self::Idle, Self::Head, Self::Deciding, Self::Upload, Self::Await, Self::Download, Self::Tunnel, Self::Linger];
@@ -71,6 +86,12 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
+    /// The same for each phase, and no bound on a body's rate.
+    #[cfg(test)]
+    pub(crate) fn of_each(time: Duration) -> Self {
+        Self { idle: time, head: time, body: time, response: time, tunnel: time, body_rate: None }
+    }
+
     fn of(&self, phase: Phase) -> Option<Duration> {
         match phase {
             Phase::Idle => Some(self.idle),
@@ -115,11 +136,11 @@ pub(crate) enum Fault {
 #[derive(Debug)]
 pub(crate) struct Watch {
     sweep: Arc<Sweep>,
-    phase: AtomicU8,
-    pub(crate) since: AtomicU32,
+    /// The phase, and the bit of a [`Hurry`] that was put on it.
+    state: AtomicU8,
+    since: AtomicU32,
     /// After how many ticks the present answer is overdue, where that is its own; else 0.
     granted: AtomicU32,
-    overdue: AtomicBool,
     answering: AtomicBool,
     waits_on_client: AtomicBool,
     uploading: AtomicBool,
@@ -132,13 +153,13 @@ pub(crate) struct Watch {
     heard: AtomicBool,
     /// Bytes of the present head, as far as they are counted among the listener's.
     unfinished: AtomicUsize,
-    /// True if the head was given up for those of others.
-    given_up: AtomicBool,
     /// True if the request's body has to come at a rate.
     paced: AtomicBool,
     /// Bytes of the body, and ticks spent waiting for the client, since its rate was last judged.
     came: AtomicU64,
     waited: AtomicU32,
+    /// The tick at which the reading away began.
+    lingers_since: AtomicU32,
     waker: Mutex<Option<Waker>>,
     has_leftover: AtomicBool,
     leftover: Mutex<Option<Incoming>>,
@@ -148,14 +169,10 @@ impl Watch {
     /// Moves the connection on to a phase, from now.
     pub(crate) fn enter(&self, phase: Phase) {
         self.touch();
-        self.phase.store(phase as u8, Ordering::Relaxed);
+        self.state.store(phase as u8, Ordering::Relaxed);
         if phase != Phase::Head {
             self.answering.store(true, Ordering::Relaxed);
             self.end_head();
-        }
-        // The sweeper may have found the phase before this one overdue in the moment that it ended.
-        if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
-            self.overdue.store(false, Ordering::Relaxed);
         }
     }
 
@@ -171,9 +188,7 @@ impl Watch {
         if !more {
             self.heard.store(true, Ordering::Relaxed);
             // It may have been found silent in the moment that it spoke.
-            if self.overdue.load(Ordering::Relaxed) && !self.is_aborted() {
-                self.overdue.store(false, Ordering::Relaxed);
-            }
+            self.state.store(Phase::Head as u8, Ordering::Relaxed);
         }
         if more || count > UNCOUNTED {
             self.count_head(count);
@@ -208,24 +223,45 @@ impl Watch {
         self.sweep.unfinished.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// True if the head was given up for those of others, since the last call.
-    pub(crate) fn take_given_up(&self) -> bool {
-        self.given_up.swap(false, Ordering::Relaxed)
+    /// Has the connection end this phase, if it still is in it: a request that came meanwhile isn't cut off.
+    pub(crate) fn hurry(&self, phase: Phase, why: Hurry) {
+        let from = phase as u8;
+        let hurried = self.state.compare_exchange(from, from | why as u8, Ordering::Relaxed, Ordering::Relaxed);
+        if hurried.unwrap_or_else(|state| state & PHASE) == from {
+            self.wake();
+        }
     }
 
-    /// Ends what the connection does as if its time were over.
-    pub(crate) fn hurry(&self) {
-        self.overdue.store(true, Ordering::Relaxed);
-        self.wake();
+    /// True if the phase was ended for this reason.
+    pub(crate) fn is_hurried(&self, why: Hurry) -> bool {
+        self.state.load(Ordering::Relaxed) & why as u8 != 0
     }
 
-    /// Notes that a body begins, and whether it has to come at a rate.
+    /// Notes that a request's body begins, and whether it has to come at a rate.
     pub(crate) fn begin_body(&self, paced: bool) {
+        self.pace(paced);
+        self.set_uploading(true);
+    }
+
+    /// Begins to judge a body's rate, or ends it.
+    pub(crate) fn pace(&self, paced: bool) {
         self.paced.store(paced, Ordering::Relaxed);
         self.came.store(0, Ordering::Relaxed);
         self.waited.store(0, Ordering::Relaxed);
-        self.set_uploading(true);
         self.set_waits_on_client(false);
+    }
+
+    /// Notes that what the client still sends is read away from now, and whether it has to come at a rate.
+    pub(crate) fn begin_lingering(&self, paced: bool) {
+        self.enter(Phase::Linger);
+        self.lingers_since.store(self.tick(), Ordering::Relaxed);
+        self.pace(paced);
+    }
+
+    /// The tick at which the connection began what it does, however much moved since where its answer is out.
+    pub(crate) fn since(&self, phase: Phase) -> u32 {
+        let since = if phase == Phase::Linger { &self.lingers_since } else { &self.since };
+        since.load(Ordering::Relaxed)
     }
 
     /// Notes bytes of a body.
@@ -258,7 +294,9 @@ impl Watch {
     /// Moves the connection on, if it still is where it is thought to be.
     pub(crate) fn enter_from(&self, from: Phase, to: Phase) {
         self.touch();
-        let _ = self.phase.compare_exchange(from as u8, to as u8, Ordering::Relaxed, Ordering::Relaxed);
+        let _ = self.state.try_update(Ordering::Relaxed, Ordering::Relaxed, |state| {
+            (state & PHASE == from as u8).then_some(to as u8)
+        });
     }
 
     /// Notes that something moved.
@@ -280,18 +318,12 @@ impl Watch {
     }
 
     pub(crate) fn phase(&self) -> Phase {
-        Phase::from_u8(self.phase.load(Ordering::Relaxed))
+        Phase::from_u8(self.state.load(Ordering::Relaxed) & PHASE)
     }
 
-    /// Whether the current phase has outlived its patience.
+    /// True if the connection has to end its phase.
     pub(crate) fn is_overdue(&self) -> bool {
-        self.overdue.load(Ordering::Relaxed)
-    }
-
-    /// Lets the connection live on after it was overdue, in this phase.
-    pub(crate) fn forgive(&self, phase: Phase) {
-        self.enter(phase);
-        self.overdue.store(false, Ordering::Relaxed);
+        self.state.load(Ordering::Relaxed) > PHASE || self.is_aborted()
     }
 
     /// Counts a request; gives its number on this connection, from 1.
@@ -311,7 +343,7 @@ impl Watch {
         self.lingers.load(Ordering::Relaxed)
     }
 
-    /// Notes whether the client was refused by a block, which earns it no patience.
+    /// Notes whether the client was refused by a block or the deny list, which earns it no patience.
     pub(crate) fn set_blocked(&self, blocked: bool) {
         self.blocked.store(blocked, Ordering::Relaxed);
     }
@@ -401,6 +433,7 @@ impl Watch {
 
     /// Leaves the rest of a refused request's body to the connection, which reads it away.
     pub(crate) fn leave(&self, body: Incoming) {
+        self.begin_lingering(true);
         *lock(&self.leftover) = Some(body);
         self.has_leftover.store(true, Ordering::Release);
     }
@@ -502,10 +535,9 @@ impl Sweep {
     pub(crate) fn join(self: &Arc<Self>) -> (Arc<Watch>, Entry) {
         let watch = Arc::new(Watch {
             sweep: Arc::clone(self),
-            phase: AtomicU8::new(Phase::Head as u8),
+            state: AtomicU8::new(Phase::Head as u8),
             since: AtomicU32::new(self.now.load(Ordering::Relaxed)),
             granted: AtomicU32::new(0),
-            overdue: AtomicBool::new(false),
             answering: AtomicBool::new(false),
             waits_on_client: AtomicBool::new(false),
             uploading: AtomicBool::new(false),
@@ -516,10 +548,10 @@ impl Sweep {
             blocked: AtomicBool::new(false),
             heard: AtomicBool::new(false),
             unfinished: AtomicUsize::new(0),
-            given_up: AtomicBool::new(false),
             paced: AtomicBool::new(false),
             came: AtomicU64::new(0),
             waited: AtomicU32::new(0),
+            lingers_since: AtomicU32::new(0),
             waker: Mutex::new(None),
             has_leftover: AtomicBool::new(false),
             leftover: Mutex::new(None),
@@ -555,8 +587,7 @@ impl Sweep {
             let age = |watch: &&Arc<Watch>| self.tick_now().wrapping_sub(watch.since.load(Ordering::Relaxed));
             let Some(oldest) = counted.max_by_key(age) else { return };
             oldest.give_back_head();
-            oldest.given_up.store(true, Ordering::Relaxed);
-            oldest.hurry();
+            oldest.hurry(Phase::Head, Hurry::Bytes);
         }
     }
 
@@ -584,7 +615,7 @@ impl Sweep {
     pub(crate) fn abort(&self) {
         self.aborting.store(true, Ordering::Relaxed);
         for (_, watch) in &*lock(&self.open) {
-            watch.hurry();
+            watch.wake();
         }
     }
 
@@ -624,8 +655,9 @@ impl Sweep {
                 limit = limit.min(DRAIN_TICKS);
             }
             let silent = now.wrapping_sub(watch.since.load(Ordering::Relaxed)) > limit;
-            if silent || phase == Phase::Upload && watch.trickles() {
-                watch.hurry();
+            let has_body = matches!(phase, Phase::Upload | Phase::Deciding | Phase::Linger);
+            if silent || has_body && watch.trickles() {
+                watch.hurry(phase, Hurry::Time);
             }
         }
     }

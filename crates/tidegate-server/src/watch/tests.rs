@@ -123,11 +123,46 @@ fn past_the_bound_on_unfinished_heads_the_oldest_is_given_up() {
     whole.hear(UNCOUNTED);
     assert!(!oldest.is_overdue(), "a head in one piece is no burden");
     younger.hear(1);
-    assert!(oldest.is_overdue() && oldest.take_given_up() && !younger.is_overdue());
+    assert!(oldest.is_hurried(Hurry::Bytes) && !younger.is_overdue());
     younger.enter(Phase::Await);
     assert_eq!(sweep.unfinished.load(Ordering::Relaxed), 0, "a whole head gives back what it took");
     let (gone, entry) = sweep.join();
     gone.hear(UNCOUNTED + 1);
     drop(entry);
     assert_eq!(sweep.unfinished.load(Ordering::Relaxed), 0, "and so does a connection that ends");
+}
+
+#[test]
+fn a_phase_that_has_ended_is_not_hurried_and_takes_its_reason_along() {
+    let sweep = Sweep::new(patience(), 8);
+    let (watch, _entry) = sweep.join();
+    watch.hear(1);
+    watch.enter(Phase::Await);
+    watch.hurry(Phase::Head, Hurry::Bytes);
+    assert!(!watch.is_overdue(), "the head ended before it was given up");
+    watch.enter(Phase::Idle);
+    watch.hear(1);
+    watch.hurry(Phase::Head, Hurry::Bytes);
+    assert!(watch.is_hurried(Hurry::Bytes));
+    watch.enter(Phase::Await);
+    assert!(!watch.is_overdue(), "the head ended all the same");
+    watch.enter(Phase::Head);
+    watch.hurry(Phase::Head, Hurry::Time);
+    assert!(watch.is_hurried(Hurry::Time) && !watch.is_hurried(Hurry::Bytes), "a later head has a reason of its own");
+    watch.enter(Phase::Upload);
+    watch.hurry(Phase::Upload, Hurry::Time);
+    watch.enter_from(Phase::Upload, Phase::Await);
+    assert_eq!((watch.phase(), watch.is_overdue()), (Phase::Await, false));
+}
+
+#[test]
+fn a_body_trickles_also_in_a_call_and_behind_an_answer() {
+    let sweep = Sweep::new(patience(), 8);
+    let (watch, _entry) = upload(&sweep, true);
+    watch.enter(Phase::Deciding);
+    assert!(trickle(&sweep, &watch, 1));
+    let (watch, _entry) = sweep.join();
+    watch.begin_lingering(true);
+    watch.set_waits_on_client(true);
+    assert!(trickle(&sweep, &watch, 1));
 }

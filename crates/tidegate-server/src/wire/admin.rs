@@ -38,7 +38,7 @@ pub(crate) async fn serve<S: Store, C: Clock>(
     let watch = &*client.watch;
     watch.enter(Phase::Deciding);
     let response = if let Err(denied) = admin.access.check(&request) {
-        admin.access.refusal(denied)
+        admin.access.refusal(denied, &request, client.address, admin.gate.clock().now())
     } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, "this listener takes GET and HEAD");
         response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));

@@ -87,7 +87,7 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     }
     let undecided = |error: &CheckError| match error.uncountable() {
         Some(uncountable) => reject(api, uncountable.into(), &query, &uncountable.to_string()),
-        None => refused_to_decide(api, error),
+        None => refused_to_decide(api, &query, error),
     };
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,

@@ -30,6 +30,7 @@ use crate::body::Body;
 use crate::connection::DRAINED;
 use crate::listener::Client;
 use crate::refusals::{Refusal, Refusals};
+use crate::rejections::Rejected;
 use crate::watch::{Phase, Watch};
 use crate::wire::forward_auth;
 use crate::wire::question::{Question, Wrong, nearest};
@@ -81,7 +82,8 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
             && (denied == Denied::Token || !forward_auth::is_asked(request.uri().path()))
         {
             client.watch.enter(Phase::Deciding);
-            let response = dismiss(&client.watch, request, api.access.refusal(denied));
+            let denial = api.access.refusal(denied, &request, client.address, api.gate.clock().now());
+            let response = dismiss(&client.watch, request, denial);
             return Answering::Now(Some(last(&client.watch, response)));
         }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
@@ -125,8 +127,10 @@ impl<S: Store, C: Clock> Future for Answering<S, C> {
                                     (Ok(decision), Ok(question)) => {
                                         decided(&call.api, actions, &question.query(), &decision)
                                     }
-                                    (Ok(_), Err(wrong)) => bad(&wrong),
-                                    (Err(error), _) => refused_to_decide(&call.api, &error),
+                                    (Err(error), Ok(question)) => {
+                                        refused_to_decide(&call.api, &question.query(), &error)
+                                    }
+                                    (_, Err(wrong)) => bad(&wrong),
                                 };
                                 last(&call.client.watch, response)
                             }));
@@ -160,10 +164,10 @@ pub(crate) fn dismiss(watch: &Watch, request: Request<Incoming>, mut response: R
     if body.is_end_stream() {
         return response;
     }
-    watch.enter(Phase::Linger);
     if body.size_hint().lower() <= DRAINED as u64 {
         watch.leave(body);
     } else {
+        watch.begin_lingering(false);
         watch.set_lingers();
         answer::close(&mut response);
     }
@@ -219,7 +223,7 @@ fn unread(watch: &Watch, status: StatusCode) -> Response<Body> {
     watch.set_lingers();
     let mut response = error(status, "a question has at most 16384 bytes, and arrives whole");
     answer::close(&mut response);
-    watch.forgive(Phase::Linger);
+    watch.begin_lingering(false);
     response
 }
 
@@ -228,12 +232,14 @@ pub(crate) struct Collecting {
     body: Incoming,
     first: Bytes,
     all: Vec<u8>,
+    /// True once the client was waited for, from when the body has to come at a rate.
+    is_paced: bool,
     collected: Option<Result<Bytes, StatusCode>>,
 }
 
 impl Collecting {
     fn new(body: Incoming) -> Self {
-        Self { body, first: Bytes::new(), all: Vec::new(), collected: None }
+        Self { body, first: Bytes::new(), all: Vec::new(), is_paced: false, collected: None }
     }
 
     /// Asks for the body at once, while the connection is still reading: most bodies come with their heads, and are
@@ -257,10 +263,21 @@ impl Collecting {
             return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
         }
         while !self.body.is_end_stream() {
-            let Some(frame) = ready!(Pin::new(&mut self.body).poll_frame(cx)) else { break };
+            let Poll::Ready(polled) = Pin::new(&mut self.body).poll_frame(cx) else {
+                if !mem::replace(&mut self.is_paced, true) {
+                    watch.pace(true);
+                }
+                watch.set_waits_on_client(true);
+                return Poll::Pending;
+            };
+            watch.set_waits_on_client(false);
+            let Some(frame) = polled else { break };
             let Ok(frame) = frame else { return Poll::Ready(Err(StatusCode::BAD_REQUEST)) };
             watch.touch();
             let Ok(data) = frame.into_data() else { continue };
+            if self.is_paced {
+                watch.count_body(data.len() as u64);
+            }
             if self.first.len() + self.all.len() + data.len() > MAX_QUESTION {
                 return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
             }
@@ -278,19 +295,19 @@ impl Collecting {
 
 /// Questions that change nothing.
 async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Question<'_>) -> Response<Body> {
-    let query = match addressed(question) {
+    let query = match addressed(api, question) {
         Ok(()) => question.query(),
         Err(wrong) => return bad(&wrong),
     };
     if path == "/v1/explain" {
         return match api.gate.explain(&query).await {
             Ok(explanation) => written(StatusCode::OK, &explanation),
-            Err(error) => refused_to_decide(api, &error),
+            Err(error) => refused_to_decide(api, &query, &error),
         };
     }
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,
-        Err(error) => return refused_to_decide(api, &error),
+        Err(error) => return refused_to_decide(api, &query, &error),
     };
     match api.gate.status(&query).await {
         Ok(decision) => {
@@ -298,13 +315,13 @@ async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questi
             api.replies.annotate(actions, &decision, response.headers_mut());
             response
         }
-        Err(error) => refused_to_decide(api, &error),
+        Err(error) => refused_to_decide(api, &query, &error),
     }
 }
 
 /// Questions that take back.
 async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Question<'_>) -> Response<Body> {
-    let query = match addressed(question) {
+    let query = match addressed(api, question) {
         Ok(()) => question.query(),
         Err(wrong) => return bad(&wrong),
     };
@@ -324,7 +341,7 @@ async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questio
     };
     match done {
         Ok((what, whether)) => json(StatusCode::OK, format!(r#"{{"{what}":{whether}}}"#).into()),
-        Err(error) => refused_to_decide(api, &error),
+        Err(error) => refused_to_decide(api, &query, &error),
     }
 }
 
@@ -339,16 +356,16 @@ enum Checked<S: Store, C: Clock> {
 }
 
 fn check<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result<Checked<S, C>, Wrong> {
-    addressed(question)?;
+    addressed(api, question)?;
     if question.permit.is_some() {
         return Err(stray_permit("/v1/check"));
     }
-    let query = &question.query();
-    let begun = api.gate.actions(query).and_then(|actions| Ok((actions, api.gate.begin(actions, query)?)));
+    let query = question.query();
+    let begun = api.gate.actions(&query).and_then(|actions| Ok((actions, api.gate.begin(actions, &query)?)));
     Ok(match begun {
-        Ok((actions, Begun::Decided(decision))) => Checked::Answered(decided(api, actions, query, &decision)),
+        Ok((actions, Begun::Decided(decision))) => Checked::Answered(decided(api, actions, &query, &decision)),
         Ok((actions, Begun::Later(deciding))) => Checked::Later(actions, Box::new(deciding)),
-        Err(error) => Checked::Answered(refused_to_decide(api, &error)),
+        Err(error) => Checked::Answered(refused_to_decide(api, &query, &error)),
     })
 }
 
@@ -365,9 +382,12 @@ fn decided<S: Store, C: Clock>(
 }
 
 /// A question is about an action, or about a request whose path may find one.
-fn addressed(question: &Question<'_>) -> Result<(), Wrong> {
-    if question.query().host.is_some_and(|host| !is_host(host.as_bytes())) {
-        return Err(Wrong::with("host", "a `host` is a name or an address (IPv6 in brackets) and at most a port"));
+fn addressed<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result<(), Wrong> {
+    let query = question.query();
+    if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
+        let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
+        api.refusals.note_rejected(api.gate.clock().now(), Rejected::Host, &query, why);
+        return Err(Wrong::with("host", why));
     }
     if question.action.is_some() || question.path.is_some() {
         return Ok(());
@@ -376,7 +396,11 @@ fn addressed(question: &Question<'_>) -> Result<(), Wrong> {
 }
 
 /// The answer to a question that can't be decided.
-pub(crate) fn refused_to_decide<S: Store, C: Clock>(api: &Api<S, C>, error: &CheckError) -> Response<Body> {
+pub(crate) fn refused_to_decide<S: Store, C: Clock>(
+    api: &Api<S, C>,
+    query: &Query<'_>,
+    error: &CheckError,
+) -> Response<Body> {
     match error {
         CheckError::UnknownAction(unknown) => {
             let body = serde_json::json!({
@@ -389,6 +413,7 @@ pub(crate) fn refused_to_decide<S: Store, C: Clock>(api: &Api<S, C>, error: &Che
         }
         CheckError::Key(KeyError::Missing(missing)) => bad(&Wrong::with(&missing.part, error.to_string())),
         CheckError::Key(KeyError::Uncountable(uncountable)) => {
+            api.refusals.note_rejected(api.gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
             let field = uncountable.part().map(str::to_owned);
             bad(&Wrong { field, message: error.to_string(), nearest: None })
         }

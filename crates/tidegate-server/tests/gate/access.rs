@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::common::{Running, get, json as parsed, nobody, once, policy, post, start, status, try_start};
+use crate::common::{Running, capture, get, json as parsed, nobody, once, policy, post, start, status, try_start};
 
 const FILE: &str = "[inbound.action.login]\nlimit = \"5 per 60s\"\n";
 const ABOUT: &str = r#"{"action":"login","ip":"203.0.113.7"}"#;
@@ -73,6 +73,24 @@ async fn a_web_page_can_neither_reset_nor_read() {
         ),
         200
     );
+}
+
+#[tokio::test]
+async fn a_page_that_is_turned_away_is_counted_and_logged() {
+    let (log, _guard) = capture("text");
+    let gate = start(nobody(), FILE).await;
+    let page = "host: localhost\r\norigin: https://evil.example\r\n";
+    for _ in 0..2 {
+        assert_eq!(status(&once(gate.api, request("POST", "/v1/reset", page, ABOUT)).await), 403);
+    }
+    assert_eq!(status(&once(gate.admin, request("GET", "/readyz?x", "host: evil.example\r\n", "")).await), 421);
+    let text = log.text();
+    let rejected: Vec<&str> = text.lines().filter(|line| line.contains("rejected reason=")).collect();
+    assert_eq!(rejected.len(), 3, "{text}");
+    assert!(rejected[1].contains("\"web_page\"") && rejected[1].contains("total=2"), "{text}");
+    assert!(rejected[1].contains("ip=127.0.0.1") && rejected[1].contains("path=/v1/reset"), "{text}");
+    assert!(rejected[2].contains("\"foreign_host\"") && rejected[2].contains("host=evil.example"), "{text}");
+    assert!(rejected[2].contains("admin.hosts") && rejected[2].contains("path=/readyz "), "{text}");
 }
 
 #[tokio::test]

@@ -1,10 +1,18 @@
 //! Everything has a bound, and at the bound what is written happens.
 
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
+
+use tidegate::clock::ManualClock;
+use tidegate::core::{Batch, Limits, Outcomes, Time};
+use tidegate::store::{Answer, Store, StoreError};
+use tidegate::{Gate, Memory};
+use tidegate_policy::KeySeed;
 
 use tokio::net::TcpListener;
 
-use crate::common::{Echo, HELLO, Peer, Running, body, get, header, post, start, status};
+use crate::common::{Echo, HELLO, Peer, Running, body, get, header, nobody, policy, post, serve, start, status};
 
 #[tokio::test]
 async fn heads() {
@@ -133,26 +141,163 @@ async fn a_connection_that_becomes_idle_makes_room() {
     assert_eq!(status(&third.message().await), 200);
 }
 
+/// True if a request on a new connection is answered with 200 though others fill the listener.
+async fn is_served(address: SocketAddr, path: &str) -> bool {
+    let mut client = Peer::connect(address).await;
+    match tokio::time::timeout(Duration::from_secs(5), client.ask(get(path))).await {
+        Ok(answer) => status(&answer) == 200,
+        Err(_) => false,
+    }
+}
+
+/// Connections that have sent these bytes.
+async fn begun(address: SocketAddr, count: usize, bytes: &str) -> Vec<Peer> {
+    let mut clients = Vec::new();
+    for _ in 0..count {
+        let mut client = Peer::connect(address).await;
+        client.send(bytes).await;
+        clients.push(client);
+    }
+    clients
+}
+
+#[tokio::test]
+async fn unfinished_heads_make_room_and_requests_under_way_stay() {
+    let (upstream, gate) = narrow().await;
+    let mut busy = Peer::connect(gate.inbound).await;
+    busy.send(get("/")).await;
+    let mut served = Peer::over(upstream.accept().await.unwrap().0);
+    served.message().await;
+    // Of two places one is left, and it is taken again and again.
+    let mut begun = begun(gate.inbound, 4, "G").await;
+    let mut other = Peer::connect(gate.inbound).await;
+    other.send(get("/")).await;
+    let accepted = tokio::time::timeout(Duration::from_secs(5), upstream.accept()).await.expect("a place");
+    let mut others = Peer::over(accepted.unwrap().0);
+    others.message().await;
+    others.send(HELLO).await;
+    assert_eq!(status(&other.message().await), 200);
+    let answer = begun[0].message().await;
+    assert_eq!((status(&answer), header(&answer, "retry-after")), (503, Some("1")));
+    served.send(HELLO).await;
+    assert_eq!(status(&busy.message().await), 200);
+}
+
+/// A store that answers after a second and a half.
+struct Slow(Arc<Memory>);
+
+impl Store for Slow {
+    type Later = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.0.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        let answer = self.0.apply(batch, now);
+        Answer::Later(Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(1500)).await;
+            match answer {
+                Answer::Ready(outcomes) => Ok(outcomes),
+                Answer::Later(later) => later.await,
+            }
+        }))
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.0.tell(batch, now);
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_waits_for_the_store_is_under_way_and_no_unfinished_head() {
+    let upstream = Echo::start(HELLO).await;
+    let file = "[inbound.global]\nlimit = \"100 per 1h\"\n[inbound.caps]\nconnections = 1\n\
+        [inbound.timeouts]\nheader = \"1s\"\n";
+    let policy = policy(upstream.address, file);
+    let memory = Memory::new(Arc::new(policy.plan().limits().clone()), 1 << 20);
+    let gate =
+        Gate::with(Arc::clone(policy.plan()), Slow(Arc::new(memory)), ManualClock::default(), KeySeed::new([7; 16]));
+    let gate = serve(gate, &policy, |_| None).unwrap();
+    let mut first = Peer::connect(gate.inbound).await;
+    first.send(get("/")).await;
+    let mut second = Peer::connect(gate.inbound).await;
+    second.send(get("/")).await;
+    assert_eq!(status(&first.message().await), 200);
+    assert_eq!(status(&second.message().await), 200);
+}
+
+#[tokio::test]
+async fn connections_that_sent_a_byte_make_room() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "[inbound.caps]\nconnections = 100\n").await;
+    for (address, count, path) in [(gate.inbound, 400, "/"), (gate.admin, 70, "/healthz")] {
+        let _begun = begun(address, count, "G").await;
+        for _ in 0..3 {
+            assert!(is_served(address, path).await, "{path}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn bodies_that_trickle_after_their_answer_make_room() {
+    let gate = start(nobody(), "").await;
+    for mut client in begun(gate.admin, 70, "POST /healthz HTTP/1.1\r\nhost: a\r\ncontent-length: 50000\r\n\r\n").await
+    {
+        tokio::spawn(async move {
+            while tokio::io::AsyncWriteExt::write_all(&mut client.stream, b"x").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        });
+    }
+    assert!(is_served(gate.admin, "/healthz").await);
+}
+
+/// Sends a body of 130 bytes, one every tenth of a second; the status that comes of it.
+async fn trickled(address: SocketAddr, path: &str, kind: &str) -> u16 {
+    let mut client = Peer::connect(address).await;
+    let head = format!("POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: {kind}\r\ncontent-length: 130\r\n\r\n");
+    client.send(head).await;
+    for _ in 0..130 {
+        if tokio::io::AsyncWriteExt::write_all(&mut client.stream, b" ").await.is_err() {
+            break;
+        }
+        if tokio::time::timeout(Duration::from_millis(100), client.stream.readable()).await.is_ok() {
+            break;
+        }
+    }
+    status(&client.message().await)
+}
+
 #[tokio::test]
 async fn bodies_come_at_a_rate() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
-    // 13 s of a byte every tenth of a second, for one whose type says that it may.
-    let trickled = |kind: &'static str| async move {
-        let mut client = Peer::connect(gate.inbound).await;
-        let head = format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-type: {kind}\r\ncontent-length: 130\r\n\r\n");
-        client.send(head).await;
-        for _ in 0..130 {
-            if tokio::io::AsyncWriteExt::write_all(&mut client.stream, b"x").await.is_err() {
-                break;
-            }
-            if tokio::time::timeout(Duration::from_millis(100), client.stream.readable()).await.is_ok() {
-                break;
-            }
+    let plain = "text/plain";
+    assert_eq!(
+        tokio::join!(
+            trickled(gate.inbound, "/", plain),
+            trickled(gate.inbound, "/", "application/grpc-web"),
+            trickled(gate.api, "/v1/check", plain),
+            trickled(gate.api, "/v1/reset", plain),
+        ),
+        (408, 200, 408, 408)
+    );
+}
+
+#[tokio::test]
+async fn the_body_of_a_refused_request_comes_at_a_rate_too() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
+    let mut client = Peer::connect(gate.inbound).await;
+    let answer = client.ask("POST /no HTTP/1.1\r\nhost: a\r\ncontent-length: 60000\r\n\r\n").await;
+    assert_eq!((status(&answer), header(&answer, "connection")), (429, None));
+    let trickles = async {
+        while tokio::io::AsyncWriteExt::write_all(&mut client.stream, b"x").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        status(&client.message().await)
     };
-    assert_eq!(tokio::join!(trickled("text/plain"), trickled("application/grpc-web")), (408, 200));
+    tokio::time::timeout(Duration::from_secs(17), trickles).await.expect("the connection ends");
 }
 
 #[tokio::test]

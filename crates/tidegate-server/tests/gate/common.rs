@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tidegate::Gate;
 use tidegate::clock::ManualClock;
+use tidegate::store::Store;
 use tidegate_policy::{Policy, Sources};
 use tidegate_server::{Ended, ServeError, Server, log};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -56,8 +57,16 @@ pub(crate) fn try_start(
     policy: &Policy,
     env: impl Fn(&str) -> Option<String> + Send + Sync + 'static,
 ) -> Result<Running, ServeError> {
-    let clock = ManualClock::default();
-    let gate = Gate::in_memory(policy, clock.clone());
+    serve(Gate::in_memory(policy, ManualClock::default()), policy, env)
+}
+
+/// Starts this gate.
+pub(crate) fn serve<S: Store>(
+    gate: Gate<S, ManualClock>,
+    policy: &Policy,
+    env: impl Fn(&str) -> Option<String> + Send + Sync + 'static,
+) -> Result<Running, ServeError> {
+    let clock = gate.clock().clone();
     let bound = Server::with(gate, policy).env(env).bind()?;
     let (stop, stopped) = oneshot::channel::<()>();
     let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));

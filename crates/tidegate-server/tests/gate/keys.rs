@@ -134,7 +134,7 @@ async fn what_cannot_be_counted_is_a_bad_request() {
     assert!(echo.seen().is_empty());
     let log = lines.text();
     assert!(log.contains("rejected reason=\"values\"") && log.contains("path=/cookie"), "{log}");
-    assert_eq!(log.matches("why=`header:x-api-key` is missing").count(), 2, "{log}");
+    assert_eq!(log.matches("why=`header:x-api-key` is missing").count(), 3, "at each door: {log}");
 }
 
 #[tokio::test]

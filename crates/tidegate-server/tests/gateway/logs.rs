@@ -55,3 +55,14 @@ async fn what_the_provider_answers_and_what_the_caller_does_wrong_is_no_failure(
     assert_eq!(status(&gateway.ask(format!("{broken}nonsense\r\n")).await), 400);
     assert!(!lines.text().contains("a call failed"), "{}", lines.text());
 }
+
+#[tokio::test]
+async fn a_page_that_is_turned_away_is_a_line() {
+    let (lines, _guard) = capture("text");
+    let gateway = standing(&provider(nobody(), ONCE));
+    let page = request("GET", "/api/x?key=qu3ry", "origin: https://evil.example\r\n", "");
+    assert_eq!(status(&gateway.ask(page).await), 403);
+    let text = lines.text();
+    let told = text.lines().filter(|line| line.contains("rejected reason=\"web_page\"")).count();
+    assert!(told == 1 && text.contains("outbound.hosts") && !text.contains("qu3ry"), "{text}");
+}

@@ -1,11 +1,11 @@
-//! Replies that come bit by bit.
+//! Requests and replies that come bit by bit.
 
 use std::time::Duration;
 
 use tokio::net::TcpListener;
 
-use crate::common::{FREE, get, provider, running};
-use crate::wire::Peer;
+use crate::common::{Answer, Api, FREE, get, provider, running};
+use crate::wire::{Peer, header, status};
 
 /// A provider that sends the pieces of its reply so many milliseconds apart, and then nothing: not the end, either.
 async fn trickling(millis: u64) -> std::net::SocketAddr {
@@ -55,4 +55,29 @@ async fn a_reply_may_pause_for_as_long_as_its_provider_is_granted() {
         let whole = client.all().await;
         assert!(whole.ends_with(&format!("\r\n\r\n{}", "piece".repeat(pieces))), "{granted}: {whole}");
     }
+}
+
+#[tokio::test]
+async fn the_body_of_a_call_comes_at_a_rate_but_for_grpc() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let gateway = running(&api.policy(&format!("{FREE}timeout = \"60s\"\n")));
+    let address = gateway.address;
+    // 13 s of a byte every tenth of a second.
+    let trickled = |kind: &'static str| async move {
+        let mut client = Peer::connect(address).await;
+        let lines = format!("content-type: {kind}\r\ncontent-length: 130\r\n");
+        client.send(format!("POST /api/x HTTP/1.1\r\nhost: 127.0.0.1\r\n{lines}\r\n")).await;
+        for _ in 0..130 {
+            client.send("x").await;
+            if tokio::time::timeout(Duration::from_millis(100), client.stream.readable()).await.is_ok() {
+                break;
+            }
+        }
+        let answer = client.message().await;
+        (status(&answer), header(&answer, "connection").map(str::to_owned))
+    };
+    assert_eq!(
+        tokio::join!(trickled("text/plain"), trickled("application/grpc")),
+        ((408, Some("close".to_owned())), (200, None))
+    );
 }
