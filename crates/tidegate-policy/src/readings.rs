@@ -150,41 +150,48 @@ impl Judge<'_> {
     /// Shows one reading, what a regular expression takes for it that ignores the end of a line, and what the next server
     /// makes of it: one that resolves and separates all that is left.
     fn show(&mut self, path: Vec<u8>) -> Result<(), PathError> {
-        (self.see)(&path)?;
-        let line = without_line_end(&path);
-        if line.len() < path.len() {
-            let end = if line.len() > 1 { line.strip_suffix(b"/").unwrap_or(line) } else { line };
-            self.show(end.to_vec())?;
-        }
-        let has_parameters = path.contains(&b';');
-        let is_open = has_parameters
-            || path.windows(2).any(|pair| matches!(pair, b"//" | b"/."))
-            || self.quirks.encoded_slash && path.iter().any(|byte| matches!(byte, b'%' | b'\\'));
-        if !is_open || !self.known.insert(path.clone()) {
-            return Ok(());
-        }
         let quirks = self.quirks;
-        let tokens: Vec<Token> = decoded(raw(&path), |byte| byte == b'/' && quirks.encoded_slash).collect();
-        let ways = [Parameters::Kept, Parameters::Stripped, Parameters::Ended];
-        for parameters in ways.into_iter().take(if has_parameters { 3 } else { 1 }) {
-            let next = self.rewritten(&tokens, &Reading { parameters, ..Reading::coarsest(quirks) })?;
-            if next != path {
-                self.show(next)?;
+        let mut open = vec![path];
+        while let Some(path) = open.pop() {
+            (self.see)(&path)?;
+            let line = without_line_end(&path);
+            if line.len() < path.len() {
+                open.push(line.to_vec());
+            }
+            let has_parameters = path.contains(&b';');
+            let goes_on = has_parameters
+                || path.windows(2).any(|pair| matches!(pair, b"//" | b"/."))
+                || quirks.encoded_slash && path.iter().any(|byte| matches!(byte, b'%' | b'\\'));
+            if !goes_on || !self.known.insert(path.clone()) {
+                continue;
+            }
+            let tokens: Vec<Token> = decoded(raw(&path), |byte| byte == b'/' && quirks.encoded_slash).collect();
+            let ways = [Parameters::Kept, Parameters::Stripped, Parameters::Ended];
+            for parameters in ways.into_iter().take(if has_parameters { 3 } else { 1 }) {
+                let next = self.rewritten(&tokens, &Reading { parameters, ..Reading::coarsest(quirks) })?;
+                if next != path {
+                    open.push(next);
+                }
             }
         }
         Ok(())
     }
 }
 
-/// A text without the ends of lines at its end before which `$` matches: a line feed for most regular expressions, others as
+/// A path without the ends of lines at its end before which `$` matches: a line feed for most regular expressions, others as
 /// well for Java's.
-fn without_line_end(text: &[u8]) -> &[u8] {
+fn without_line_end(path: &[u8]) -> &[u8] {
     const ENDS: [&[u8]; 5] = [b"\n", b"\r", "\u{85}".as_bytes(), "\u{2028}".as_bytes(), "\u{2029}".as_bytes()];
-    let mut line = text;
-    while let Some(shorter) = ENDS.iter().find_map(|end| line.strip_suffix(*end)) {
-        line = shorter;
+    let shorter = |line: &[u8]| ENDS.iter().find(|end| line.ends_with(end)).map(|end| line.len() - end.len());
+    let mut end = path.len();
+    while let Some(shorter) = shorter(&path[..end]) {
+        end = shorter;
+        // As everywhere, no slash is left at the end, but for `/` alone.
+        while end > 1 && path[end - 1] == b'/' {
+            end -= 1;
+        }
     }
-    line
+    &path[..end]
 }
 
 impl Features {
@@ -368,6 +375,15 @@ mod tests {
         let path = "/a%2f..;x//%252e%5c\\".repeat(3000);
         assert_eq!(each(&path, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
         assert_eq!(each(&"/a%20b".repeat(5000), PathQuirks::default(), &mut |_| Ok(())), Ok(()));
+        let lines = format!("/b{}", "%0a/c/..".repeat(4000));
+        assert_eq!(each(&lines, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
+        let mut seen = 0;
+        let count = &mut |_: &[u8]| {
+            seen += 1;
+            Ok(())
+        };
+        assert_eq!(each(&"/%0a%2f".repeat(4000), PathQuirks::default(), count), Ok(()));
+        assert!(seen < 100, "{seen}: the ends of lines are cut together");
         // Each of what clients may send is judged at the length of a long URL.
         for piece in
             ["/a%2fb", "/a%252fb", "/a;v=1", "/a//b", "/a/../b", "/a%3bb", "/a%20;b", "/%u00e9", "/a\\b", "/a%0a"]

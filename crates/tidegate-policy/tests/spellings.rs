@@ -19,7 +19,7 @@ fn assert_counted(quirks: &str, paths: &[&str]) {
         let actions = plan.matching(&Query { path: Some(path), ..Query::default() }).unwrap();
         actions.first().is_none()
     };
-    let uncounted: Vec<&str> = paths.iter().copied().filter(|path| is_uncounted(&path)).collect();
+    let uncounted: Vec<&str> = paths.iter().copied().filter(is_uncounted).collect();
     assert!(uncounted.is_empty(), "{quirks}: {uncounted:?}");
 }
 
@@ -33,6 +33,7 @@ fn parameters_that_are_cut_before_escapes_are_undone_are_no_way_round() {
         "/auth%2flogin;%2fx",
         "/x;%2fa/..%2flogin",
         "/%2flogin;%2fa",
+        "/static%2f..;%2fx/login",
         "/login;%5cx",
         "/login;\\x",
         "/login;%252fx",

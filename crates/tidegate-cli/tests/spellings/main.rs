@@ -177,7 +177,7 @@ fn spelled(dice: &mut Dice) -> String {
         "/;x",
         "/static/..%2f",
         "/x;%2fa/..",
-        "/%2f..;%2fx",
+        "/static%2f..;%2fx",
         "/x/..%3b",
         "/%u002e",
     ];
