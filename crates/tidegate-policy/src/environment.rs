@@ -198,13 +198,11 @@ fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[Str
     match last.as_str() {
         "ban" => table.remove("penalty"),
         "penalty" => table.remove("ban"),
-        "limit" => {
-            // A list says more than one variable can: keys, penalties, several limits.
-            if table.get("limits").is_some() {
-                let message = format!("{name} would take the place of the whole list `limits` in the file");
-                let error = Error::new(texts, value_at, message, "no variable here, or one for the whole list");
-                return Err(error.help(format!("{name}S sets the whole list")));
-            }
+        // A list says more than one variable can: keys, penalties, several limits.
+        "limit" if table.get("limits").is_some() => {
+            let message = format!("{name} would take the place of the whole list `limits` in the file");
+            let error = Error::new(texts, value_at, message, "no variable here, or one for the whole list");
+            return Err(error.help(format!("{name}S sets the whole list")));
         }
         "limits" => table.remove("limit"),
         _ => {}

@@ -42,7 +42,7 @@ pub struct Outbound {
     /// The number of callers' connections that the gateway takes at once. At the bound a new one displaces an idle one, or
     /// waits. Default 1024.
     pub connections: usize,
-    /// The number of them that one address may have (IPv6: one /64); `None` for `"off"`. Default a quarter. Loopback and the
+    /// The number of them that one address may have (IPv6: one network of `inbound.ipv6_prefix`); `None` for `"off"`. Default a quarter. Loopback and the
     /// proxies that `inbound.trusted_proxies` names are not counted.
     pub connections_per_client: Option<usize>,
     /// The most bytes that cached replies of all providers may take. Default 64 MiB.

@@ -138,7 +138,7 @@ impl Default for Timeouts {
 pub struct Caps {
     /// Connections open at once. Default 10,000.
     pub connections: u32,
-    /// Connections of one client address (IPv6: of one /64) open at once; `None` for `"off"`. Default a quarter of
+    /// Connections of one client address (IPv6: of one network of `ipv6_prefix`) open at once; `None` for `"off"`. Default a quarter of
     /// `connections`. Loopback and trusted proxies are not counted.
     pub connections_per_client: Option<usize>,
     /// Bytes in a request's head. Default 64 KiB; 8 KiB to 1 MiB.
