@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use tidegate_core::batch::Outcome;
+use tidegate_core::batch::{Against, Outcome};
 use tidegate_core::{
     Batch, Clock, Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, OnOutage, Op, Outcomes, Share, Span,
     Time, Verb,
@@ -286,15 +286,28 @@ impl Node {
         Ok(outcomes)
     }
 
-    /// The answer in place of one that knows nothing of a block.
+    /// The answer in place of one that knows nothing of a block. What that charged is given back.
     async fn doubt(&self, batch: &Batch, outcomes: Outcomes) -> Outcomes {
         for op in batch.ops() {
             self.settle_doubt(op.limit, op.key).await;
         }
         let now = self.clock.now();
         let Some(blocked) = self.blocks.answer(batch, false, now) else { return outcomes };
-        if let Some(release) = batch.release(self.remote.limits()) {
+        let limits = self.remote.limits();
+        if let Some(release) = batch.release(limits) {
             self.tell(&release, now);
+        }
+        let mut against = Against::default();
+        against.add(batch, limits, &outcomes);
+        let counts = |limit: &Limit| !matches!(limit.kind(), Kind::Concurrency(_));
+        let charged = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
+            op.verb == Verb::Take
+                && limits.get(op.limit).is_some_and(|limit| counts(limit) && against.charges(limit, outcome))
+        });
+        let (charged_at, lead) = (outcomes.now(), batch.terms().lead);
+        let refund = batch.part(charged.map(|(op, _)| Op { verb: Verb::Refund, ..*op }));
+        if !refund.ops().is_empty() {
+            self.tell(&refund.charged_at(charged_at).counted_at(charged_at + lead), now);
         }
         blocked
     }
