@@ -413,9 +413,9 @@ impl Node {
 
     /// Forgets what this node knows of a key that was reset.
     fn forget(&self, limit: LimitId, key: Key) {
-        self.blocks.forget(limit, key);
-        self.leases.forget(limit, key);
         let now = self.clock.now();
+        self.blocks.forget(limit, key, now);
+        self.leases.forget(limit, key);
         self.links.iter().filter_map(Link::local).for_each(|local| local.forget(limit, key, now));
     }
 

@@ -19,6 +19,8 @@ pub enum Mood {
     Well,
     /// It answers after this time.
     Slow(Duration),
+    /// It carries out what it is asked at once, and answers after this time.
+    Late(Duration),
     /// It carries out what it is asked, and its answer is lost.
     Mute,
     /// It answers, but to penalties that come back: those it carries out, and its answer is lost.
@@ -99,6 +101,11 @@ impl Remote for FlakyRemote {
             match mood {
                 Mood::Well => {}
                 Mood::Slow(delay) => tokio::time::sleep(delay).await,
+                Mood::Late(delay) => {
+                    let outcomes = store.carry_out(&batch);
+                    tokio::time::sleep(delay).await;
+                    return Ok(outcomes);
+                }
                 Mood::MuteToPenalties if !batch.ops().iter().any(|op| matches!(op.verb, Verb::Penalise { .. })) => {}
                 Mood::Mute | Mood::MuteToPenalties => {
                     store.carry_out(&batch);

@@ -7,6 +7,7 @@
 //! key was reset.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::batch::Outcome;
@@ -30,6 +31,8 @@ pub(super) struct Blocks {
     limits: Arc<Limits>,
     believed: Span,
     shards: [Mutex<Shard>; SHARDS],
+    /// The last moment at which a key was reset, in microseconds by this node's clock.
+    reset_at: AtomicU64,
     /// Wakes the task that settles doubts.
     pub(super) doubts: Notify,
 }
@@ -97,7 +100,7 @@ impl Block {
 impl Blocks {
     pub(super) fn new(limits: Arc<Limits>, resets_are_told: bool) -> Self {
         let believed = if resets_are_told { BELIEVED_WHEN_TOLD } else { BELIEVED };
-        Self { limits, believed, shards: Default::default(), doubts: Notify::new() }
+        Self { limits, believed, shards: Default::default(), reset_at: AtomicU64::new(0), doubts: Notify::new() }
     }
 
     fn shard(&self, key: Key) -> MutexGuard<'_, Shard> {
@@ -156,7 +159,9 @@ impl Blocks {
                 continue;
             }
             let mut block = Block::new(batch, outcomes, outcome.block_until.since(decided), sent, Standing::Told);
-            block.until = block.ends.min(sent + self.believed);
+            // A reset may have been heard before the answer to an older question.
+            let is_reset = self.reset_at.load(Ordering::Relaxed) >= sent.as_micros();
+            block.until = block.ends.min(sent + if is_reset { BELIEVED } else { self.believed });
             insert(&mut shard, place, block);
         }
         any_doubt
@@ -219,7 +224,8 @@ impl Blocks {
         self.shards.iter().flat_map(|shard| lock(shard).iter().filter_map(doubted).collect::<Vec<_>>()).collect()
     }
 
-    pub(super) fn forget(&self, limit: LimitId, key: Key) {
+    pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
+        self.reset_at.fetch_max(now.as_micros(), Ordering::Relaxed);
         self.shard(key).remove(&(limit, key));
     }
 

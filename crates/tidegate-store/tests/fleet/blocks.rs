@@ -243,6 +243,25 @@ async fn strikes_of_an_outage_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_reset_that_is_heard_before_the_answer_to_an_older_question_counts() {
+    let clock = Virtual::new();
+    let store = remote([penalised(1, 600)], clock, true);
+    let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+    settled().await;
+    assert!(one.take().await);
+    store.set_mood(Mood::Late(Duration::from_millis(20)));
+    let reset = async {
+        sleep(Duration::from_millis(10)).await;
+        two.one(Verb::Reset, &[0], KEY).await
+    };
+    let (is_admitted, _) = tokio::join!(one.take(), reset);
+    assert!(!is_admitted);
+    store.set_mood(Mood::Well);
+    sleep(Duration::from_secs(2)).await;
+    assert!(one.take().await);
+}
+
+#[tokio::test(start_paused = true)]
 async fn many_limits_of_a_key_are_reset_together() {
     let clock = Virtual::new();
     let store = remote((0..8).map(|_| penalised(1, 600)), clock, false);
