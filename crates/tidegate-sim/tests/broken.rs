@@ -84,7 +84,7 @@ fn what_stands_first_is_read_as_strictly() {
         ("measure = \"last 10s\"\n", (1, 11), "10s to 20s"),
         ("measure = \"10s to 70s\"\n", (1, 11), "and the run to 1m"),
         ("measure = [\"1s to 2s\", \"3s to 4s\"]\n", (1, 11), "not one stretch"),
-        ("duration = 60\n", (1, 12), "did you mean \"60s\"?"),
+        ("duration = 60\n", (1, 12), "did you mean \"60s\" or \"60ms\"?"),
         ("duration = \"3000d\"\n", (1, 12), "longer than a year"),
         ("starts_at = \"yesterday\"\n", (1, 13), "a moment such as"),
         ("trials = 0\n", (1, 10), "out of range"),
