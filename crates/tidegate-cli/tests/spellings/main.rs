@@ -224,7 +224,7 @@ fn escaped(letter: char, sign: &str) -> String {
     letter.encode_utf8(&mut bytes).bytes().map(|byte| format!("{sign}{byte:02x}")).collect()
 }
 
-/// What most servers need: the default quirk, and patterns that mean the same as their routes.
+/// The needs of most servers: the default quirk, and patterns that mean the same as their routes.
 const QUIRKS: &str = "[\"encoded_slash\"]";
 const JAVA: &str = "[\"encoded_slash\", \"parameters\"]";
 const PATHS: &str = "[\"/login\", \"/api/*\"]";

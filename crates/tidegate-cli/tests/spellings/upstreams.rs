@@ -4,7 +4,7 @@ use std::process::Command;
 
 use tidegate_testkit::servers::{Running, Scratch, wanted, wanted_module};
 
-/// What the limited handler answers.
+/// The answer of the limited handler.
 pub(crate) const LIMITED: &str = "ROUTED-TO-LIMITED";
 
 pub(crate) fn nginx_routes(port: u16, settings: &str) -> String {

@@ -101,14 +101,13 @@ fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
             now = now + DAY;
         }
         one(&store, Verb::Reset, 0, desk::key(1), now);
-        if is_used {
-            take(&store, 0, desk::key(1), now, 1);
-        }
+        let used = if is_used { 1 } else { 0 };
+        take(&store, 0, desk::key(1), now, used);
         for restart in 0..2 {
             drop(store);
             store = place.store(&limits, SELDOM, now);
             let found = one(&store, Verb::Peek, 0, desk::key(1), now);
-            assert_eq!((found.strikes, found.used), (0, u64::from(is_used)), "{what}, restart {restart}");
+            assert_eq!((found.strikes, found.used), (0, used as u64), "{what}, restart {restart}");
         }
     }
 }
