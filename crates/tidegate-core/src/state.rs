@@ -281,7 +281,7 @@ impl State {
             (_, Verb::Refund) => self.refund(ask),
             (_, Verb::Penalise { strikes, parole }) => {
                 if let Some(penalty) = limit.penalty() {
-                    // What is kept is brought to `now` as a whole.
+                    // The whole state is brought to `now`, as a store does that keeps it in one piece.
                     self.look(limit.kind(), 0, now);
                     // Nothing admits what the limit never will.
                     let parole = if limit.kind().waives() { limit.kind().capacity().min(parole.into()) } else { 0 };

@@ -40,11 +40,11 @@ pub fn is_host(host: &[u8]) -> bool {
 
 /// True if both name one server over HTTP: `host:80`, `host:` and `host` do, in any case.
 pub fn is_same_host(left: &[u8], right: &[u8]) -> bool {
-    let without_port = |host: &[u8]| {
-        let end = [&b":80"[..], b":"].into_iter().find(|port| host.ends_with(port)).map_or(0, <[u8]>::len);
-        host[..host.len() - end].to_ascii_lowercase()
-    };
-    without_port(left) == without_port(right)
+    without_port(left).eq_ignore_ascii_case(without_port(right))
+}
+
+fn without_port(host: &[u8]) -> &[u8] {
+    host.strip_suffix(b":80").or(host.strip_suffix(b":")).unwrap_or(host)
 }
 
 #[inline]

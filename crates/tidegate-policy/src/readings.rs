@@ -109,7 +109,7 @@ struct Judge<'s> {
     quirks: PathQuirks,
     /// So many bytes may still be rewritten.
     left: usize,
-    /// What was read again already.
+    /// The readings that were read again already.
     known: HashSet<Vec<u8>>,
     see: &'s mut dyn FnMut(&[u8]) -> Result<(), PathError>,
 }

@@ -41,7 +41,7 @@ pub(crate) fn texts(target: &[u8], quirks: PathQuirks) -> Vec<Vec<Token>> {
     texts
 }
 
-/// What is left without parameters: each goes from a `;` to the next slash.
+/// The text without parameters: each goes from a `;` to the next slash.
 pub(crate) fn without_parameters(tokens: &[Token], quirks: PathQuirks) -> Vec<Token> {
     let mut is_in = false;
     let is_left = |&&(byte, layers): &&Token| {

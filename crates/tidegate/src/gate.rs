@@ -111,8 +111,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// Which actions a query means: the one it names, else the first that matches its method, host and path, in each way
-    /// in which the path can be read. A call without any meets only `inbound.global`, and neither does a client that is on a
-    /// list and whose path can't be decided about: the list decides.
+    /// in which the path can be read. A call without any meets only `inbound.global`. A client that is on a list, and whose path
+    /// can't be decided about, has none: the list decides.
     ///
     /// # Errors
     /// It names one that the plan doesn't have, or its path can't be decided about.

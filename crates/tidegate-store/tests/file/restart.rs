@@ -112,7 +112,7 @@ fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
     }
 }
 
-/// What a quota has given back is given back after a restart, too, where nothing of it is used then.
+/// A refund is kept over a restart, too, where nothing of its quota is used then.
 #[test]
 fn a_refund_outlives_restarts() {
     let penalty = Penalty::new(PenaltySpec::default(), DAY).unwrap();
