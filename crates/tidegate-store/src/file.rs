@@ -39,8 +39,8 @@ type Later = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
 /// State in this process' memory, within a fixed number of bytes, and in a file.
 ///
 /// It goes by the time that comes with each batch. Answers are at hand, but for those that have to wait for the disk: all
-/// that change something with [`Flush::Always`], else those that the disk is too slow for. Dropping the store waits for
-/// the disk as well.
+/// that change something with [`Flush::Always`], else those that the disk is too slow for. None is while the file can't be
+/// written and [`OnFull::Deny`] holds. Dropping the store waits for the disk as well.
 pub struct FileStore {
     plan: Arc<Plan>,
     journal: Arc<Journal>,
@@ -82,13 +82,12 @@ impl FileStore {
         self.journal.note(change, now)
     }
 
-    /// The answer while nothing may change.
+    /// The answer while nothing may change. As all that fails it is boxed, so that the others are made where they are
+    /// returned: they are large, and a copy costs more than most decisions.
     #[cold]
-    fn apply_unchanged(&self, batch: &Batch, now: Time) -> Answer<Later> {
-        match self.plan.shards.apply_unchanged(batch, now) {
-            Some(outcomes) => Answer::Ready(outcomes),
-            None => Answer::Later(Box::pin(std::future::ready(Err(StoreError::Unwritable)))),
-        }
+    fn apply_unchanged(&self, batch: &Batch, now: Time) -> Later {
+        let outcomes = self.plan.shards.apply_unchanged(batch, now);
+        Box::pin(std::future::ready(outcomes.ok_or(StoreError::Unwritable)))
     }
 
     /// What the memory holds and has had to let go.
@@ -107,7 +106,7 @@ impl Store for FileStore {
     #[inline]
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
         if self.journal.denies() {
-            return self.apply_unchanged(batch, now);
+            return Answer::Later(self.apply_unchanged(batch, now));
         }
         let mut change = Change::default();
         let outcomes = self.plan.shards.apply(batch, now, &mut change);

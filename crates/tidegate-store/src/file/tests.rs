@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use redb::backends::FileBackend;
 use redb::{BackendError, StorageBackend};
 use tidegate_core::batch::Outcome;
@@ -108,10 +109,7 @@ fn ask(store: &FileStore, verb: Verb, now: Time) -> Answer<super::Later> {
 }
 
 fn ready(answer: Answer<super::Later>) -> Outcome {
-    match answer {
-        Answer::Ready(outcomes) => outcomes.list()[0],
-        Answer::Later(_) => panic!("has to wait for the disk"),
-    }
+    answered(answer).now_or_never().expect("it needn't wait for the disk").unwrap()
 }
 
 async fn later(answer: Answer<super::Later>) -> Outcome {
