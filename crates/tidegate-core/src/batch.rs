@@ -475,16 +475,26 @@ impl Against {
         }
     }
 
-    /// Whether a take that a limit answered like this was charged to it.
+    /// True if a take that a limit answered like this was charged to it.
     pub fn charges(&self, limit: &Limit, outcome: &Outcome) -> bool {
-        let own = outcome.verdict == Verdict::Admitted && limit.counts_refused();
-        own || !outcome.verdict.refuses() && !self.refuses(limit)
+        counts_anyway(limit, outcome) || self.charges_admitted(limit, outcome)
+    }
+
+    /// True if it was charged as that of a call that is admitted: it is to be given back if the call is refused after all.
+    pub fn charges_admitted(&self, limit: &Limit, outcome: &Outcome) -> bool {
+        !outcome.verdict.refuses() && !self.refuses(limit) && !counts_anyway(limit, outcome)
     }
 
     /// Whether a take under this limit isn't to be charged.
     pub fn refuses(&self, limit: &Limit) -> bool {
         if limit.is_shadow() { self.watched_refused } else { self.refused }
     }
+}
+
+/// True if a take is charged to a limit even where others refuse it.
+#[inline]
+fn counts_anyway(limit: &Limit, outcome: &Outcome) -> bool {
+    limit.counts_refused() && outcome.verdict == Verdict::Admitted
 }
 
 /// A store's cells for the operations of one batch, addressed by the operation's place in it.
@@ -590,8 +600,7 @@ fn change(
                 }
             }
             Verb::Take => {
-                let counts_anyway = limit.counts_refused() && outcome.verdict == Verdict::Admitted;
-                if !tally.refused || counts_anyway {
+                if !tally.refused || counts_anyway(limit, outcome) {
                     cells.charge(index, &ask, outcome);
                 }
             }

@@ -302,7 +302,7 @@ impl Node {
         let counts = |limit: &Limit| !matches!(limit.kind(), Kind::Concurrency(_));
         let charged = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             op.verb == Verb::Take
-                && limits.get(op.limit).is_some_and(|limit| counts(limit) && against.charges(limit, outcome))
+                && limits.get(op.limit).is_some_and(|limit| counts(limit) && against.charges_admitted(limit, outcome))
         });
         let (charged_at, lead) = (outcomes.now(), batch.terms().lead);
         let refund = batch.part(charged.map(|(op, _)| Op { verb: Verb::Refund, ..*op }));

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 use futures_util::future::try_join_all;
 use tidegate_core::batch::{Against, MAX_OPS, Outcome};
-use tidegate_core::{Batch, Kind, Limit, Limits, Op, Outcomes, Time, Verb, Verdict};
+use tidegate_core::{Batch, Kind, Limit, Limits, Op, Outcomes, Time, Verb};
 
 use super::Shared;
 use super::keys::Keys;
@@ -54,10 +54,7 @@ impl Part {
         against.add(&self.batch, limits, outcomes);
         let is_charged = |(index, (op, outcome)): (usize, (&Op, &Outcome))| {
             let limit = limits.get(op.limit)?;
-            let admits = op.verb == Verb::Take && !outcome.verdict.refuses() && !against.refuses(limit);
-            // What counts refused calls too counts this one anyhow.
-            let stays = limit.counts_refused() && outcome.verdict == Verdict::Admitted;
-            (admits && !stays).then_some(index)
+            (op.verb == Verb::Take && against.charges_admitted(limit, outcome)).then_some(index)
         };
         self.batch.ops().iter().zip(outcomes.list()).enumerate().filter_map(is_charged).collect()
     }

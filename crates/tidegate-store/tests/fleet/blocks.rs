@@ -161,16 +161,18 @@ async fn a_block_that_the_store_lost_in_an_outage_comes_back() {
 async fn a_block_that_the_store_loses_unnoticed_comes_back_with_the_first_question() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
-        let store = remote([penalised(1, 600), window(100, 600)], clock, tells_resets);
+        let limits = [penalised(1, 600), window(100, 600), window(100, 600).counting(Count::All)];
+        let store = remote(limits, clock, tells_resets);
         let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
         settled().await;
         assert!(one.take().await && !one.take().await);
         lose(&store, KEY);
         sleep(Duration::from_secs(61)).await;
-        assert!(one.one(Verb::Take, &[0, 1], KEY).await.verdict.refuses(), "told: {tells_resets}");
+        assert!(one.one(Verb::Take, &[0, 1, 2], KEY).await.verdict.refuses(), "told: {tells_resets}");
         assert!(!two.take().await, "told: {tells_resets}");
         settled().await;
         assert_eq!(two.one(Verb::Peek, &[1], KEY).await.used, 0, "a refused call is charged to none of its limits");
+        assert_eq!(two.one(Verb::Peek, &[2], KEY).await.used, 1, "but to those that count every call");
     }
 }
 
