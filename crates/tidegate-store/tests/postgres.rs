@@ -4,10 +4,11 @@
 mod rows;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, Connection as _, PgConnection};
-use tidegate_core::Limits;
-use tidegate_store::{Postgres, RowsOptions, StoreError};
+use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_store::{Postgres, Remote as _, RowsOptions, StoreError};
 use tidegate_testkit::servers::database::Database;
 use tidegate_testkit::servers::postgres::postgres;
 
@@ -49,3 +50,31 @@ impl rows::Kind for Pg {
 }
 
 suite!(Pg);
+
+/// The plans of a connection outlive the moment when they are made, while the table may be empty.
+#[tokio::test]
+async fn rows_are_found_by_their_index() {
+    let Some(server) = postgres() else { return };
+    let rate = Rate::new(1_000, Span::from_secs(1), 1_000).unwrap();
+    let limits = Arc::new(Limits::of_one(Limit::new(Kind::Rate(rate))));
+    let store = Postgres::new(limits, &RowsOptions::new(server.url())).unwrap();
+    for wave in 0..60 {
+        // Together, so that a statement is about many rows.
+        let asked = (0..500_u64).map(|key| {
+            let key = wave % 4 * 500 + key;
+            let op = Op::new(LimitId::FIRST, Verb::Take, Key::new(key, key), 1);
+            store.ask(&Batch::one(1, op), Time::ZERO)
+        });
+        futures_util::future::try_join_all(asked).await.unwrap();
+    }
+    // A process of the server tells what it counted when its connection is closed.
+    drop(store);
+    let mut connection = PgConnection::connect(server.url()).await.unwrap();
+    let open = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'tidegate'";
+    while sqlx::query_scalar::<_, i64>(open).fetch_one(&mut connection).await.unwrap() > 0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let counts = "SELECT idx_scan, seq_scan FROM pg_stat_user_tables WHERE relname = 'tidegate_state'";
+    let (by_index, whole): (i64, i64) = sqlx::query_as(counts).fetch_one(&mut connection).await.unwrap();
+    assert!(whole < 5 && by_index > 40, "{whole} times all of it, {by_index} times by the index");
+}
