@@ -16,7 +16,7 @@ use tokio::net::TcpListener;
 /// # Errors
 ///
 /// If there is no such argument, or it is no port.
-pub fn address(place: usize) -> Result<SocketAddr, Box<dyn Error>> {
+pub fn address_argument(place: usize) -> Result<SocketAddr, Box<dyn Error>> {
     let port = std::env::args().nth(place).ok_or("a port is missing")?;
     Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port.parse()?)))
 }

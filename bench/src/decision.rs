@@ -1,114 +1,132 @@
 //! Decisions in process, timed.
 
-use crate::keys::Draw;
+use crate::keys::KeyDistribution;
 use crate::options::Options;
-use crate::rows::Row;
-use crate::subjects::tidegate::Filling;
-use crate::subjects::{Terms, backon, governor, limitador, throttlecrab, tidegate};
-use crate::work::{Answer, Work};
+use crate::rows::BenchRow;
+use crate::subjects::tidegate::StateFill;
+use crate::subjects::{LimitTerms, backon, governor, limitador, throttlecrab, tidegate};
+use crate::work::{ExpectedAnswer, TimedWork};
 
 /// Measures every timed row that the options ask for, and hands each over as it is done.
-pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    let mut offer = |name: String, work: &dyn Fn(String) -> Work| {
+pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    let mut offer = |name: String, work: &dyn Fn(String) -> TimedWork| {
         if options.wants(&name) {
-            done(work(name).measure(options));
+            on_row(work(name).measure(options));
         }
     };
     for threads in [1, 2] {
-        for answer in [Answer::Allow, Answer::Rested, Answer::Deny] {
-            offer(format!("decision/one/{}/T{threads}", word(answer)), &|name| one(name, threads, answer));
+        for answer in [ExpectedAnswer::Allow, ExpectedAnswer::AllowAtFullBurst, ExpectedAnswer::Deny] {
+            offer(format!("decision/one/{}/T{threads}", answer_name(answer)), &|name| one_key(name, threads, answer));
         }
         for (keys, words) in [(1_000, "1k"), (1_000_000, "1M")] {
-            for (draw, how) in [(Draw::Uniform, "uniform"), (Draw::Zipf, "zipf")] {
-                for answer in [Answer::Allow, Answer::Deny] {
-                    let name = format!("decision/{words}/{how}/{}/T{threads}", word(answer));
-                    offer(name, &|name| many(name, keys, draw, threads, answer));
+            for (draw, how) in [(KeyDistribution::Uniform, "uniform"), (KeyDistribution::Zipf, "zipf")] {
+                for answer in [ExpectedAnswer::Allow, ExpectedAnswer::Deny] {
+                    let name = format!("decision/{words}/{how}/{}/T{threads}", answer_name(answer));
+                    offer(name, &|name| many_keys(name, keys, draw, threads, answer));
                 }
             }
         }
         offer(format!("decision/1k/uniform/rested/T{threads}"), &|name| {
-            many(name, 1_000, Draw::Uniform, threads, Answer::Rested)
+            many_keys(name, 1_000, KeyDistribution::Uniform, threads, ExpectedAnswer::AllowAtFullBurst)
         });
         offer(format!("decision/10k/hot/allow/T{threads}"), &|name| {
-            many(name, 10_000, Draw::Hot, threads, Answer::Allow)
+            many_keys(name, 10_000, KeyDistribution::SingleKey, threads, ExpectedAnswer::Allow)
         });
-        for (answer, row) in [(Answer::Allow, "inbound"), (Answer::Deny, "inbound-blocked")] {
+        for (answer, row) in [(ExpectedAnswer::Allow, "inbound"), (ExpectedAnswer::Deny, "inbound-blocked")] {
             offer(format!("decision/{row}/T{threads}"), &|name| inbound(name, threads, answer));
         }
     }
     offer("decision/backoff/T1".to_owned(), &backoff);
 }
 
-fn word(answer: Answer) -> &'static str {
+fn answer_name(answer: ExpectedAnswer) -> &'static str {
     match answer {
-        Answer::Allow => "allow",
-        Answer::Rested => "rested",
-        Answer::Deny => "deny",
+        ExpectedAnswer::Allow => "allow",
+        ExpectedAnswer::AllowAtFullBurst => "rested",
+        ExpectedAnswer::Deny => "deny",
     }
 }
 
-fn one(name: String, threads: usize, answer: Answer) -> Work {
+fn one_key(name: String, threads: usize, answer: ExpectedAnswer) -> TimedWork {
     let terms = match answer {
-        Answer::Allow => Terms::ROOMY,
-        Answer::Rested => Terms::RESTED,
-        Answer::Deny => Terms::TIGHT,
+        ExpectedAnswer::Allow => LimitTerms::LARGE,
+        ExpectedAnswer::AllowAtFullBurst => LimitTerms::FAST_REFILL,
+        ExpectedAnswer::Deny => LimitTerms::TIGHT,
     };
-    Work {
+    TimedWork {
         name,
         subjects: vec![tidegate::direct(terms), governor::direct(terms), throttlecrab::direct(terms)],
         keys: 1,
-        draw: Draw::Hot,
+        key_distribution: KeyDistribution::SingleKey,
         threads,
         answer,
-        steps: 50_000,
+        steps_per_chunk: 50_000,
     }
 }
 
-fn many(name: String, keys: u32, draw: Draw, threads: usize, answer: Answer) -> Work {
+fn many_keys(name: String, keys: u32, draw: KeyDistribution, threads: usize, answer: ExpectedAnswer) -> TimedWork {
     let terms = match answer {
-        Answer::Allow => Terms::ROOMY_KEYED,
-        Answer::Rested => Terms::RESTED_KEYED,
-        Answer::Deny => Terms::TIGHT,
+        ExpectedAnswer::Allow => LimitTerms::LARGE_KEYED,
+        ExpectedAnswer::AllowAtFullBurst => LimitTerms::FAST_REFILL_KEYED,
+        ExpectedAnswer::Deny => LimitTerms::TIGHT,
     };
     let mut subjects = vec![tidegate::keyed(terms), governor::keyed(terms), throttlecrab::keyed(terms)];
     // A window is never rested among a thousand keys.
-    if answer != Answer::Rested {
+    if answer != ExpectedAnswer::AllowAtFullBurst {
         subjects.insert(1, tidegate::windowed(terms));
     }
     // A million counters built beforehand are a gigabyte for each thread, and would time the fetching of them.
-    if answer != Answer::Rested && keys <= 10_000 {
+    if answer != ExpectedAnswer::AllowAtFullBurst && keys <= 10_000 {
         subjects.push(limitador::prebuilt(terms));
     }
-    Work { name, subjects, keys, draw, threads, answer, steps: if keys > 100_000 { 4_000 } else { 20_000 } }
+    TimedWork {
+        name,
+        subjects,
+        keys,
+        key_distribution: draw,
+        threads,
+        answer,
+        steps_per_chunk: if keys > 100_000 { 4_000 } else { 20_000 },
+    }
 }
 
-fn inbound(name: String, threads: usize, answer: Answer) -> Work {
+fn inbound(name: String, threads: usize, answer: ExpectedAnswer) -> TimedWork {
     const CLIENTS: u32 = 10_000;
     let subjects = match (answer, threads) {
-        (Answer::Deny, _) => vec![tidegate::inbound(Filling::Blocked, CLIENTS), limitador::whole(Terms::TIGHT)],
+        (ExpectedAnswer::Deny, _) => {
+            vec![tidegate::inbound(StateFill::Blocked, CLIENTS), limitador::whole(LimitTerms::TIGHT)]
+        }
         (_, 1) => vec![
-            tidegate::inbound(Filling::Everyday, CLIENTS),
-            tidegate::inbound(Filling::Rates, CLIENTS),
-            tidegate::inbound(Filling::Packed, CLIENTS),
-            limitador::whole(Terms::ROOMY_KEYED),
+            tidegate::inbound(StateFill::Typical, CLIENTS),
+            tidegate::inbound(StateFill::Rates, CLIENTS),
+            tidegate::inbound(StateFill::FullLogs, CLIENTS),
+            limitador::whole(LimitTerms::LARGE_KEYED),
         ],
         _ => vec![
-            tidegate::inbound(Filling::Rates, CLIENTS),
-            tidegate::inbound(Filling::Packed, CLIENTS),
-            limitador::whole(Terms::ROOMY_KEYED),
+            tidegate::inbound(StateFill::Rates, CLIENTS),
+            tidegate::inbound(StateFill::FullLogs, CLIENTS),
+            limitador::whole(LimitTerms::LARGE_KEYED),
         ],
     };
-    Work { name, subjects, keys: CLIENTS, draw: Draw::Uniform, threads, answer, steps: 8_000 }
+    TimedWork {
+        name,
+        subjects,
+        keys: CLIENTS,
+        key_distribution: KeyDistribution::Uniform,
+        threads,
+        answer,
+        steps_per_chunk: 8_000,
+    }
 }
 
-fn backoff(name: String) -> Work {
-    Work {
+fn backoff(name: String) -> TimedWork {
+    TimedWork {
         name,
         subjects: vec![tidegate::backoff(), backon::backoff()],
         keys: 1,
-        draw: Draw::Hot,
+        key_distribution: KeyDistribution::SingleKey,
         threads: 1,
-        answer: Answer::Allow,
-        steps: 50_000,
+        answer: ExpectedAnswer::Allow,
+        steps_per_chunk: 50_000,
     }
 }

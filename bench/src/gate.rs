@@ -1,28 +1,28 @@
 //! Requests through the gate: proxies on core 0, the client and the upstream on core 1.
 
-mod client;
 mod server;
+mod wrk;
 
 use tidegate_testkit::servers::RedisServer;
 
-use crate::measure::on;
+use crate::measure::run_on_core;
 use crate::options::Options;
-use crate::programs::{Failure, product, sibling};
-use crate::rows::{Row, Unit};
+use crate::programs::{ProgramError, bench_program, tidegate_program};
+use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
-use client::{Client, Load};
-use server::{Folder, Server, free_port};
+use server::{BenchServer, TempFolder, free_port};
+use wrk::{WrkClient, WrkRequest};
 
 /// One row's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Work {
+enum GateWork {
     Admitted,
     Refused,
     DecisionApi,
     Outbound,
 }
 
-impl Work {
+impl GateWork {
     const ALL: [Self; 4] = [Self::Admitted, Self::Refused, Self::DecisionApi, Self::Outbound];
 
     fn name(self) -> &'static str {
@@ -34,63 +34,64 @@ impl Work {
         }
     }
 
-    fn load(self) -> Load {
+    fn load(self) -> WrkRequest {
         match self {
-            Self::Admitted => Load::Get { path: "/admit", refused: false },
-            Self::Refused => Load::Get { path: "/refuse", refused: true },
-            Self::DecisionApi => Load::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
-            Self::Outbound => Load::Get { path: "/api/page", refused: false },
+            Self::Admitted => WrkRequest::Get { path: "/admit", refused: false },
+            Self::Refused => WrkRequest::Get { path: "/refuse", refused: true },
+            Self::DecisionApi => WrkRequest::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
+            Self::Outbound => WrkRequest::Get { path: "/api/page", refused: false },
         }
     }
 }
 
 /// Starts a subject in front of the upstream's port.
-type Start = fn(&Folder, Work, u16) -> Result<Server, Failure>;
+type StartServer = fn(&TempFolder, GateWork, u16) -> Result<BenchServer, ProgramError>;
 
 /// The core of every proxy.
 const PROXY_CORE: &str = "0";
 /// The core of the client and the upstream.
 const CLIENT_CORE: &str = "1";
 /// The port of an upstream that isn't asked: discard's.
-const UNASKED: u16 = 9;
+const UNUSED_PORT: u16 = 9;
 /// Connections at a time.
 const CONNECTIONS: u32 = 50;
 
 /// Measures the rows of the gate that the options ask for.
-pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    for work in Work::ALL {
+pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    for work in GateWork::ALL {
         let names = ["cpu", "requests"].map(|figure| format!("{}/{figure}", work.name()));
         if !names.iter().any(|name| options.wants(name)) {
             continue;
         }
         let [cpu, requests] = names;
-        let mut cpu = Row::new(cpu, Unit::CpuSeconds);
-        let mut requests = Row::new(requests, Unit::Requests);
+        let mut cpu = BenchRow::new(cpu, FigureUnit::CpuSeconds);
+        let mut requests = BenchRow::new(requests, FigureUnit::Requests);
         if let Err(failure) = run(options, work, &mut cpu, &mut requests) {
             cpu.skipped.push(failure.to_string());
         }
-        done(cpu);
-        done(requests);
+        on_row(cpu);
+        on_row(requests);
     }
     let name = "gate/one-client-of-redis";
     if options.wants(name) {
-        let mut row = Row::new(name, Unit::Nanoseconds);
-        if let Err(failure) = one_client(options, &mut row) {
+        let mut row = BenchRow::new(name, FigureUnit::Nanoseconds);
+        if let Err(failure) = measure_one_client(options, &mut row) {
             row.skipped.push(failure.to_string());
         }
-        done(row);
+        on_row(row);
     }
 }
 
 /// A decision that one client asks for at a time: its length over Redis less its length in memory.
-fn one_client(options: &Options, row: &mut Row) -> Result<(), Failure> {
-    let folder = Folder::new()?;
-    let client = Client::new(&folder, CLIENT_CORE, 1, Work::DecisionApi.load())?;
-    let redis = on(1, RedisServer::start).ok_or_else(|| Failure::new("redis-server", "is not installed"))?;
+fn measure_one_client(options: &Options, row: &mut BenchRow) -> Result<(), ProgramError> {
+    let folder = TempFolder::new()?;
+    let client = WrkClient::new(&folder, CLIENT_CORE, 1, GateWork::DecisionApi.load())?;
+    let redis =
+        run_on_core(1, RedisServer::start).ok_or_else(|| ProgramError::new("redis-server", "is not installed"))?;
     let on_redis = format!("[store]\nurl = \"{}\"\n{POLICY}", redis.url());
     let mut servers = Vec::new();
     for policy in [&on_redis, POLICY] {
-        let server = serve(&folder, Work::DecisionApi, UNASKED, policy)?;
+        let server = start_tidegate_with(&folder, GateWork::DecisionApi, UNUSED_PORT, policy)?;
         client.run(server.port, 1)?;
         servers.push(server);
     }
@@ -108,15 +109,21 @@ fn one_client(options: &Options, row: &mut Row) -> Result<(), Failure> {
     Ok(())
 }
 
-fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Result<(), Failure> {
-    let folder = Folder::new()?;
-    let client = Client::new(&folder, CLIENT_CORE, CONNECTIONS, work.load())?;
-    let upstream = Server::nginx(&folder, CLIENT_CORE, "upstream", UPSTREAM)?;
-    let subjects: Vec<(&str, Start)> = match work {
-        Work::Admitted => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper-util proxy", bare)],
-        Work::Refused => vec![(OURS, ours), ("nginx limit_req", limit_req), ("bare hyper 429", bare)],
-        Work::DecisionApi => vec![(OURS, ours), ("bare hyper POST", bare)],
-        Work::Outbound => vec![(OURS, ours), ("bare hyper-util proxy", bare)],
+fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut BenchRow) -> Result<(), ProgramError> {
+    let folder = TempFolder::new()?;
+    let client = WrkClient::new(&folder, CLIENT_CORE, CONNECTIONS, work.load())?;
+    let upstream = BenchServer::nginx(&folder, CLIENT_CORE, "upstream", UPSTREAM)?;
+    let subjects: Vec<(&str, StartServer)> = match work {
+        GateWork::Admitted => vec![
+            (OURS, start_tidegate),
+            ("nginx limit_req", start_nginx_limit_req),
+            ("bare hyper-util proxy", start_bare),
+        ],
+        GateWork::Refused => {
+            vec![(OURS, start_tidegate), ("nginx limit_req", start_nginx_limit_req), ("bare hyper 429", start_bare)]
+        }
+        GateWork::DecisionApi => vec![(OURS, start_tidegate), ("bare hyper POST", start_bare)],
+        GateWork::Outbound => vec![(OURS, start_tidegate), ("bare hyper-util proxy", start_bare)],
     };
     let mut running = Vec::new();
     for (name, start) in subjects {
@@ -150,28 +157,33 @@ fn run(options: &Options, work: Work, cpu: &mut Row, requests: &mut Row) -> Resu
     Ok(())
 }
 
-fn bare(_: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
+fn start_bare(_: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     let program = match work {
-        Work::Admitted | Work::Outbound => "bare-proxy",
-        Work::Refused => "bare-refuser",
-        Work::DecisionApi => "bare-api",
+        GateWork::Admitted | GateWork::Outbound => "bare-proxy",
+        GateWork::Refused => "bare-refuser",
+        GateWork::DecisionApi => "bare-api",
     };
     let port = free_port()?;
     let arguments = [port.to_string(), upstream.to_string()];
-    Server::start(PROXY_CORE, program, &sibling(program)?, &arguments, port)
+    BenchServer::start(PROXY_CORE, program, &bench_program(program)?, &arguments, port)
 }
 
-fn limit_req(folder: &Folder, _: Work, upstream: u16) -> Result<Server, Failure> {
+fn start_nginx_limit_req(folder: &TempFolder, _: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     let text = LIMIT_REQ.replace("{upstream}", &upstream.to_string());
-    Server::nginx(folder, PROXY_CORE, "limit_req", &text)
+    BenchServer::nginx(folder, PROXY_CORE, "limit_req", &text)
 }
 
-fn ours(folder: &Folder, work: Work, upstream: u16) -> Result<Server, Failure> {
-    serve(folder, work, upstream, if work == Work::Outbound { OUTBOUND_POLICY } else { POLICY })
+fn start_tidegate(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
+    start_tidegate_with(folder, work, upstream, if work == GateWork::Outbound { OUTBOUND_POLICY } else { POLICY })
 }
 
-fn serve(folder: &Folder, work: Work, upstream: u16, policy: &str) -> Result<Server, Failure> {
-    let program = product()?;
+fn start_tidegate_with(
+    folder: &TempFolder,
+    work: GateWork,
+    upstream: u16,
+    policy: &str,
+) -> Result<BenchServer, ProgramError> {
+    let program = tidegate_program()?;
     let (proxy, api, admin) = (free_port()?, free_port()?, free_port()?);
     let text = policy
         .replace("{proxy}", &proxy.to_string())
@@ -179,9 +191,9 @@ fn serve(folder: &Folder, work: Work, upstream: u16, policy: &str) -> Result<Ser
         .replace("{api}", &api.to_string())
         .replace("{admin}", &admin.to_string());
     let file = folder.write("tidegate.toml", &text)?;
-    let port = if work == Work::DecisionApi { api } else { proxy };
+    let port = if work == GateWork::DecisionApi { api } else { proxy };
     let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
-    Server::start(PROXY_CORE, OURS, &program, &arguments, port)
+    BenchServer::start(PROXY_CORE, OURS, &program, &arguments, port)
 }
 
 const UPSTREAM: &str = "\

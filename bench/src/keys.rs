@@ -2,22 +2,22 @@
 
 /// How often each key of a set is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Draw {
+pub enum KeyDistribution {
     /// Every key alike.
     Uniform,
     /// Key number n in proportion to 1 / n.
     Zipf,
     /// One key only; the others lie in the store.
-    Hot,
+    SingleKey,
 }
 
 /// The 16-byte text of key number `index`.
-pub fn name(index: u32) -> String {
+pub fn key_text(index: u32) -> String {
     format!("{:016x}", mix(u64::from(index)))
 }
 
 /// A long list of keys in the order in which one thread asks for them.
-pub struct Sequence {
+pub struct KeySequence {
     /// Numbers of the keys.
     pub indexes: Vec<u32>,
     /// Texts of the keys, one for each step and not one for each key: a caller's key is in its cache, as it was just
@@ -25,9 +25,9 @@ pub struct Sequence {
     pub keys: Vec<String>,
 }
 
-impl Sequence {
+impl KeySequence {
     /// Draws a sequence over `keys` keys. Two threads take different seeds.
-    pub fn new(draw: Draw, keys: u32, seed: u64) -> Self {
+    pub fn new(draw: KeyDistribution, keys: u32, seed: u64) -> Self {
         let steps = if keys > 100_000 { 1 << 20 } else { 1 << 14 };
         let mut state = mix(seed ^ 0x7469_6465);
         let mut next = || {
@@ -35,9 +35,9 @@ impl Sequence {
             mix(state)
         };
         let indexes: Vec<u32> = match draw {
-            Draw::Hot => vec![keys / 2; steps],
-            Draw::Uniform => (0..steps).map(|_| below(keys, next())).collect(),
-            Draw::Zipf => {
+            KeyDistribution::SingleKey => vec![keys / 2; steps],
+            KeyDistribution::Uniform => (0..steps).map(|_| below(keys, next())).collect(),
+            KeyDistribution::Zipf => {
                 let mut reached = 0.0;
                 let heights: Vec<f64> = (1..=keys)
                     .map(|rank| {
@@ -47,14 +47,14 @@ impl Sequence {
                     .collect();
                 (0..steps)
                     .map(|_| {
-                        let drawn = unit(next()) * reached;
+                        let drawn = to_unit_interval(next()) * reached;
                         let rank = heights.partition_point(|height| *height < drawn);
                         u32::try_from(rank).unwrap_or(u32::MAX).min(keys - 1)
                     })
                     .collect()
             }
         };
-        let keys = indexes.iter().map(|index| name(*index)).collect();
+        let keys = indexes.iter().map(|index| key_text(*index)).collect();
         Self { indexes, keys }
     }
 }
@@ -70,7 +70,7 @@ fn below(bound: u32, drawn: u64) -> u32 {
     ((u128::from(drawn) * u128::from(bound)) >> 64) as u32
 }
 
-fn unit(drawn: u64) -> f64 {
+fn to_unit_interval(drawn: u64) -> f64 {
     (drawn >> 11) as f64 / (1u64 << 53) as f64
 }
 
@@ -81,14 +81,14 @@ mod tests {
 
     #[test]
     fn names_are_distinct_and_16_bytes_long() {
-        let names: HashSet<String> = (0..50_000).map(name).collect();
+        let names: HashSet<String> = (0..50_000).map(key_text).collect();
         assert_eq!(names.len(), 50_000);
         assert!(names.iter().all(|name| name.len() == 16));
     }
 
     #[test]
     fn uniform_meets_every_key_about_equally() {
-        let sequence = Sequence::new(Draw::Uniform, 10, 1);
+        let sequence = KeySequence::new(KeyDistribution::Uniform, 10, 1);
         let share = |wanted| {
             let met = sequence.indexes.iter().filter(|index| **index == wanted).count();
             met as f64 / sequence.indexes.len() as f64
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn zipf_halves_from_the_first_key_to_the_second() {
-        let sequence = Sequence::new(Draw::Zipf, 1_000, 1);
+        let sequence = KeySequence::new(KeyDistribution::Zipf, 1_000, 1);
         let met = |wanted| sequence.indexes.iter().filter(|index| **index == wanted).count() as f64;
         assert!((1.7..2.3).contains(&(met(0) / met(1))));
         assert!(sequence.indexes.iter().all(|index| *index < 1_000));
@@ -106,7 +106,10 @@ mod tests {
 
     #[test]
     fn two_seeds_give_two_orders() {
-        let (one, other) = (Sequence::new(Draw::Uniform, 1_000, 1), Sequence::new(Draw::Uniform, 1_000, 2));
+        let (one, other) = (
+            KeySequence::new(KeyDistribution::Uniform, 1_000, 1),
+            KeySequence::new(KeyDistribution::Uniform, 1_000, 2),
+        );
         assert_ne!(one.indexes, other.indexes);
     }
 }

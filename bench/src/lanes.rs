@@ -1,8 +1,8 @@
 //! The lanes in which calls wait, while many do.
 
-use crate::measure::{Spread, on, preemptions};
+use crate::measure::{MedianRange, preemptions, run_on_core};
 use crate::options::Options;
-use crate::rows::{Row, Unit};
+use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
@@ -29,88 +29,89 @@ const REPEATS: usize = 4;
 const NOW: Time = Time::from_secs(1_767_225_600);
 
 /// Measures the rows of the lanes that the options ask for. All are measured together, so one of them brings the others.
-pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     let growth = "outbound/lanes/growth".to_owned();
     let names = NAMES.map(|name| format!("outbound/lanes/{name}"));
     if !options.wants_subject(OURS) || !names.iter().chain([&growth]).any(|name| options.wants(name)) {
         return;
     }
-    let rounds = on(usize::MAX, || rounds(options.rounds()));
+    let rounds = run_on_core(usize::MAX, || measure_rounds(options.rounds()));
     for (place, name) in names.into_iter().enumerate() {
-        let mut row = Row::new(name, Unit::Nanoseconds);
+        let mut row = BenchRow::new(name, FigureUnit::Nanoseconds);
         row.push(OURS, rounds.iter().map(|round| round.many[place]).collect());
         row.push("tidegate (1k waiting)", rounds.iter().map(|round| round.few[place]).collect());
-        done(row);
+        on_row(row);
     }
-    let mut row = Row::new(growth, Unit::Times);
-    let grown = |round: &Round| (0..NAMES.len()).map(|place| round.many[place] / round.few[place]).fold(0.0, f64::max);
+    let mut row = BenchRow::new(growth, FigureUnit::Ratio);
+    let grown =
+        |round: &LaneRound| (0..NAMES.len()).map(|place| round.many[place] / round.few[place]).fold(0.0, f64::max);
     row.push(OURS, rounds.iter().map(grown).collect());
-    done(row);
+    on_row(row);
 }
 
 /// Nanoseconds an operation, in the order of [`NAMES`].
-struct Round {
+struct LaneRound {
     many: [f64; NAMES.len()],
     few: [f64; NAMES.len()],
 }
 
-fn rounds(count: usize) -> Vec<Round> {
-    let (mut many, mut few) = (Queue::new(MANY), Queue::new(FEW));
-    (0..count).map(|_| Round { many: many.round(), few: few.round() }).collect()
+fn measure_rounds(count: usize) -> Vec<LaneRound> {
+    let (mut many, mut few) = (LanesUnderLoad::new(MANY), LanesUnderLoad::new(FEW));
+    (0..count).map(|_| LaneRound { many: many.measure_round(), few: few.measure_round() }).collect()
 }
 
 /// Lanes with calls in them, and what is done to them next.
-struct Queue {
+struct LanesUnderLoad {
     lanes: Lanes,
     waiting: Vec<Ticket>,
     /// Lanes and deadlines of the calls that come next, drawn beforehand.
-    coming: Vec<(Lane, Time)>,
+    next_calls: Vec<(Lane, Time)>,
     rng: SmallRng,
 }
 
-impl Queue {
+impl LanesUnderLoad {
     fn new(waiting: usize) -> Self {
         let lane = LaneSpec { max_waiting: MAX_WAITING, ..LaneSpec::default() };
         let lanes = Lanes::new(LanesSpec { lanes: [lane; 3], ..LanesSpec::default() });
-        let mut queue = Self { lanes, waiting: Vec::new(), coming: Vec::new(), rng: SmallRng::seed_from_u64(7) };
-        queue.draw(waiting);
+        let mut queue = Self { lanes, waiting: Vec::new(), next_calls: Vec::new(), rng: SmallRng::seed_from_u64(7) };
+        queue.draw_calls(waiting);
         queue.enqueue();
         queue
     }
 
     /// A tenth of what waits, at a time: it waits again when the round is over.
-    fn round(&mut self) -> [f64; NAMES.len()] {
+    fn measure_round(&mut self) -> [f64; NAMES.len()] {
         let batch = self.waiting.len() / 10;
         let mut chunks = [const { Vec::new() }; NAMES.len()];
         for _ in 0..CHUNKS {
-            let mut chunk = self.chunk(batch);
+            let mut chunk = self.measure_chunk(batch);
             for _ in 0..REPEATS {
                 if chunk.1 == 0 {
                     break;
                 }
-                chunk = self.chunk(batch);
+                chunk = self.measure_chunk(batch);
             }
             for (chunks, figure) in chunks.iter_mut().zip(chunk.0) {
                 chunks.push(figure);
             }
         }
-        chunks.map(|chunks| Spread::of(&chunks).expect("a round has chunks").median)
+        chunks.map(|chunks| MedianRange::of_figures(&chunks).expect("a round has chunks").median)
     }
 
     /// The figures, and how often the core was lost meanwhile.
-    fn chunk(&mut self, batch: usize) -> ([f64; NAMES.len()], u64) {
+    fn measure_chunk(&mut self, batch: usize) -> ([f64; NAMES.len()], u64) {
         let lost = preemptions();
-        self.draw(batch);
-        let enqueue = timed(batch, || self.enqueue());
+        self.draw_calls(batch);
+        let enqueue = nanos_per_operation(batch, || self.enqueue());
         self.waiting.shuffle(&mut self.rng);
         let leaving = self.waiting.split_off(self.waiting.len() - batch);
-        let cancel = timed(batch, || {
+        let cancel = nanos_per_operation(batch, || {
             for ticket in leaving {
                 assert!(self.lanes.cancel(black_box(ticket)), "it waits");
             }
         });
         let mut woken = Vec::with_capacity(batch);
-        let wake = timed(batch, || {
+        let wake = nanos_per_operation(batch, || {
             for _ in 0..batch {
                 let Turn::Ask(ticket) = self.lanes.poll(NOW) else { panic!("somebody waits") };
                 let lane = self.lanes.granted(ticket, NOW).expect("it waits");
@@ -121,14 +122,14 @@ impl Queue {
         let lost = preemptions() - lost;
         woken.sort_unstable_by_key(|ticket| ticket.index());
         self.waiting.retain(|ticket| woken.binary_search_by_key(&ticket.index(), |ticket| ticket.index()).is_err());
-        self.draw(batch);
+        self.draw_calls(batch);
         self.enqueue();
         ([enqueue, cancel, wake], lost)
     }
 
-    fn draw(&mut self, count: usize) {
+    fn draw_calls(&mut self, count: usize) {
         let rng = &mut self.rng;
-        self.coming.extend((0..count).map(|_| {
+        self.next_calls.extend((0..count).map(|_| {
             let lane = Lane::ALL[rng.random_range(0..Lane::ALL.len())];
             (lane, NOW + Span::from_millis(rng.random_range(1..60_000)))
         }));
@@ -136,13 +137,13 @@ impl Queue {
     }
 
     fn enqueue(&mut self) {
-        for (lane, deadline) in self.coming.drain(..) {
+        for (lane, deadline) in self.next_calls.drain(..) {
             self.waiting.push(self.lanes.enqueue(lane, 1, deadline, NOW).expect("there is room"));
         }
     }
 }
 
-fn timed(count: usize, work: impl FnOnce()) -> f64 {
+fn nanos_per_operation(count: usize, work: impl FnOnce()) -> f64 {
     let begin = Instant::now();
     work();
     begin.elapsed().as_nanos() as f64 / count as f64
@@ -154,8 +155,8 @@ mod tests {
 
     #[test]
     fn a_round_leaves_as_many_waiting_as_it_found() {
-        let mut queue = Queue::new(1_000);
-        let figures = queue.round();
+        let mut queue = LanesUnderLoad::new(1_000);
+        let figures = queue.measure_round();
         assert!(figures.iter().all(|ns| *ns > 0.0), "{figures:?}");
         let waiting: usize = Lane::ALL.iter().map(|lane| queue.lanes.waiting(*lane)).sum();
         assert_eq!((waiting, queue.waiting.len()), (1_000, 1_000));

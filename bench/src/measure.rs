@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 const REFERENCE_CLOCK_NS: f64 = 24.0;
 
 /// How often a chunk is measured again when its thread lost its core meanwhile.
-const REPEATS: usize = 4;
+const MAX_REPEATS: usize = 4;
 
 /// A loop that can be timed: it asks one subject, and counts what was admitted.
 pub trait Worker: Send {
@@ -19,7 +19,7 @@ pub trait Worker: Send {
 
 /// The middle and the ends of some figures.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Spread {
+pub struct MedianRange {
     /// The middle one; of an even number, the mean of the two in the middle.
     pub median: f64,
     /// The least.
@@ -28,9 +28,9 @@ pub struct Spread {
     pub max: f64,
 }
 
-impl Spread {
+impl MedianRange {
     /// `None` of no figures at all.
-    pub fn of(figures: &[f64]) -> Option<Self> {
+    pub fn of_figures(figures: &[f64]) -> Option<Self> {
         let mut sorted = figures.to_vec();
         sorted.sort_by(f64::total_cmp);
         let (min, max) = (*sorted.first()?, *sorted.last()?);
@@ -45,7 +45,7 @@ impl Spread {
 /// # Panics
 ///
 /// If the system refuses: figures of unbound threads are not comparable.
-pub fn pin(core: usize) {
+pub fn pin_to_core(core: usize) {
     let cores = core_affinity::get_core_ids().unwrap_or_default();
     let chosen = cores.get(core).or(cores.last()).copied();
     let bound = chosen.is_some_and(core_affinity::set_for_current);
@@ -58,9 +58,9 @@ pub fn pin(core: usize) {
 /// # Panics
 ///
 /// If the work does, or the system refuses.
-pub fn on<T: Send>(core: usize, work: impl FnOnce() -> T + Send) -> T {
+pub fn run_on_core<T: Send>(core: usize, work: impl FnOnce() -> T + Send) -> T {
     let bound = move || {
-        pin(core);
+        pin_to_core(core);
         work()
     };
     thread::scope(|scope| scope.spawn(bound).join()).expect("the work does not panic")
@@ -69,11 +69,11 @@ pub fn on<T: Send>(core: usize, work: impl FnOnce() -> T + Send) -> T {
 /// How often the calling thread lost its core to another one, since it began.
 pub fn preemptions() -> u64 {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
-    field(&status, "nonvoluntary_ctxt_switches:")
+    read_field(&status, "nonvoluntary_ctxt_switches:")
 }
 
 /// The number behind `name` in one of /proc's listings; 0 if it is not there.
-pub fn field(listing: &str, name: &str) -> u64 {
+pub fn read_field(listing: &str, name: &str) -> u64 {
     listing
         .lines()
         .find_map(|line| line.strip_prefix(name))
@@ -83,9 +83,9 @@ pub fn field(listing: &str, name: &str) -> u64 {
 }
 
 /// Resident memory of this process in bytes.
-pub fn resident() -> u64 {
+pub fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    field(&status, "VmRSS:") * 1024
+    read_field(&status, "VmRSS:") * 1024
 }
 
 /// By how much a clock read costs more here than on the machine of the targets; absolute targets are multiplied by it.
@@ -100,14 +100,14 @@ pub fn clock_scale() -> f64 {
             begin.elapsed().as_nanos() as f64 / f64::from(READS)
         })
         .collect();
-    Spread::of(&costs).map_or(1.0, |costs| costs.median / REFERENCE_CLOCK_NS)
+    MedianRange::of_figures(&costs).map_or(1.0, |costs| costs.median / REFERENCE_CLOCK_NS)
 }
 
 /// What one chunk showed.
 #[derive(Clone, Copy, Debug)]
-pub struct Chunk {
+pub struct ChunkResult {
     /// Nanoseconds a decision, the mean over the threads.
-    pub ns: f64,
+    pub ns_per_decision: f64,
     /// Decisions that admitted, of all threads.
     pub admitted: usize,
     /// Decisions made while the clock ran, of all threads.
@@ -115,18 +115,18 @@ pub struct Chunk {
 }
 
 /// Times `steps` decisions on each of the workers, one worker a core, all from the same start.
-pub fn chunk(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> Chunk {
-    let mut measured = attempt(workers, steps);
-    for _ in 0..REPEATS {
+pub fn measure_chunk(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> ChunkResult {
+    let mut measured = measure_chunk_once(workers, steps);
+    for _ in 0..MAX_REPEATS {
         if measured.1 == 0 {
             break;
         }
-        measured = attempt(workers, steps);
+        measured = measure_chunk_once(workers, steps);
     }
     measured.0
 }
 
-fn attempt(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Chunk, u64) {
+fn measure_chunk_once(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (ChunkResult, u64) {
     let threads = workers.len();
     let ready = AtomicUsize::new(0);
     let done = AtomicUsize::new(0);
@@ -138,7 +138,7 @@ fn attempt(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Chunk, u64) {
                 let (ready, done) = (&ready, &done);
                 scope.spawn(move || {
                     // A lone thread takes the last core: the first one serves most of a machine's interrupts.
-                    pin(if threads == 1 { usize::MAX } else { place });
+                    pin_to_core(if threads == 1 { usize::MAX } else { place });
                     worker.run(steps / 8);
                     let before = preemptions();
                     ready.fetch_add(1, Ordering::SeqCst);
@@ -160,8 +160,8 @@ fn attempt(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Chunk, u64) {
         handles.into_iter().map(|handle| handle.join().expect("a worker does not panic")).collect()
     });
     let total: f64 = results.iter().map(|(taken, ..)| taken.as_nanos() as f64).sum();
-    let chunk = Chunk {
-        ns: total / threads as f64 / steps as f64,
+    let chunk = ChunkResult {
+        ns_per_decision: total / threads as f64 / steps as f64,
         admitted: results.iter().map(|(_, admitted, _)| admitted).sum(),
         steps: steps * threads,
     };
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn spread_of_odd_even_and_none() {
-        let spread = |figures: &[f64]| Spread::of(figures).map(|s| (s.min, s.median, s.max));
+        let spread = |figures: &[f64]| MedianRange::of_figures(figures).map(|s| (s.min, s.median, s.max));
         assert_eq!(spread(&[3.0, 1.0, 2.0]), Some((1.0, 2.0, 3.0)));
         assert_eq!(spread(&[4.0, 1.0, 2.0, 3.0]), Some((1.0, 2.5, 4.0)));
         assert_eq!(spread(&[]), None);
@@ -182,9 +182,9 @@ mod tests {
 
     #[test]
     fn fields_of_proc_are_read() {
-        assert_eq!(field("VmPeak:\t 1 kB\nVmRSS:\t  42 kB\n", "VmRSS:"), 42);
-        assert_eq!(field("", "VmRSS:"), 0);
-        assert!(resident() > 0);
+        assert_eq!(read_field("VmPeak:\t 1 kB\nVmRSS:\t  42 kB\n", "VmRSS:"), 42);
+        assert_eq!(read_field("", "VmRSS:"), 0);
+        assert!(resident_bytes() > 0);
     }
 
     #[test]
@@ -201,8 +201,8 @@ mod tests {
             }
         }
         let mut workers: Vec<Box<dyn Worker>> = vec![Box::new(EverySecond(0)), Box::new(EverySecond(0))];
-        let chunk = chunk(&mut workers, 8_000);
+        let chunk = measure_chunk(&mut workers, 8_000);
         assert_eq!((chunk.admitted, chunk.steps), (8_000, 16_000));
-        assert!(chunk.ns > 0.0);
+        assert!(chunk.ns_per_decision > 0.0);
     }
 }

@@ -2,7 +2,7 @@
 
 /// Which part of the benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum BenchSuite {
     /// Decisions in process.
     Decision,
     /// Calls to others, in process.
@@ -21,7 +21,7 @@ pub enum Part {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Which rows.
-    pub part: Part,
+    pub suite: BenchSuite,
     /// Fail where a target is missed.
     pub check: bool,
     /// Fewer and shorter rounds: to see that it runs, not to quote.
@@ -55,16 +55,16 @@ impl Options {
     /// What is wrong, for a person; the empty text when help is asked for.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, String> {
         let mut options =
-            Self { part: Part::All, check: false, quick: false, filters: Vec::new(), subjects: Vec::new() };
+            Self { suite: BenchSuite::All, check: false, quick: false, filters: Vec::new(), subjects: Vec::new() };
         let mut arguments = arguments.into_iter();
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
-                "decision" => options.part = Part::Decision,
-                "outbound" => options.part = Part::Outbound,
-                "gate" => options.part = Part::Gate,
-                "stores" => options.part = Part::Stores,
-                "simulate" => options.part = Part::Simulate,
-                "all" => options.part = Part::All,
+                "decision" => options.suite = BenchSuite::Decision,
+                "outbound" => options.suite = BenchSuite::Outbound,
+                "gate" => options.suite = BenchSuite::Gate,
+                "stores" => options.suite = BenchSuite::Stores,
+                "simulate" => options.suite = BenchSuite::Simulate,
+                "all" => options.suite = BenchSuite::All,
                 "--check" => options.check = true,
                 "--quick" => options.quick = true,
                 "--filter" => options.filters.push(arguments.next().ok_or("--filter needs a text")?),
@@ -78,13 +78,13 @@ impl Options {
 
     /// Whether a row of this name is asked for.
     pub fn wants(&self, row: &str) -> bool {
-        let part = match self.part {
-            Part::Decision => row.starts_with("decision/"),
-            Part::Outbound => row.starts_with("outbound/"),
-            Part::Gate => row.starts_with("gate/"),
-            Part::Stores => row.starts_with("stores/"),
-            Part::Simulate => row.starts_with("simulate/"),
-            Part::All => true,
+        let part = match self.suite {
+            BenchSuite::Decision => row.starts_with("decision/"),
+            BenchSuite::Outbound => row.starts_with("outbound/"),
+            BenchSuite::Gate => row.starts_with("gate/"),
+            BenchSuite::Stores => row.starts_with("stores/"),
+            BenchSuite::Simulate => row.starts_with("simulate/"),
+            BenchSuite::All => true,
         };
         part && (self.filters.is_empty() || self.filters.iter().any(|filter| row.contains(filter.as_str())))
     }
@@ -112,7 +112,7 @@ mod tests {
     #[test]
     fn arguments_in_any_order() {
         let options = parse("--check decision --filter T1 --filter hot").expect("it is valid");
-        assert!(options.check && !options.quick && options.part == Part::Decision);
+        assert!(options.check && !options.quick && options.suite == BenchSuite::Decision);
         assert!(options.wants("decision/one/allow/T1") && options.wants("decision/10k/hot/allow/T2"));
         assert!(!options.wants("decision/one/allow/T2") && !options.wants("gate/hot"));
         assert!(options.wants_subject("governor"));

@@ -7,28 +7,28 @@ use std::sync::OnceLock;
 
 /// Why a program could not be run.
 #[derive(Clone, Debug)]
-pub struct Failure {
+pub struct ProgramError {
     program: String,
     reason: String,
 }
 
-impl Failure {
+impl ProgramError {
     /// A failure of `program` for the reason shown.
     pub fn new(program: impl Into<String>, reason: impl Display) -> Self {
         Self { program: program.into(), reason: reason.to_string() }
     }
 }
 
-impl Display for Failure {
+impl Display for ProgramError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}: {}", self.program, self.reason)
     }
 }
 
-impl std::error::Error for Failure {}
+impl std::error::Error for ProgramError {}
 
 /// The folder of this benchmark's manifest.
-fn home() -> &'static Path {
+fn manifest_folder() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
@@ -37,10 +37,10 @@ fn home() -> &'static Path {
 /// # Errors
 ///
 /// If cargo can't build it.
-pub fn sibling(name: &'static str) -> Result<PathBuf, Failure> {
-    static BUILT: OnceLock<Result<Vec<PathBuf>, Failure>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| build(&home().join("Cargo.toml"), &["--bins"]));
-    pick(name, built.as_ref().map_err(Clone::clone)?)
+pub fn bench_program(name: &'static str) -> Result<PathBuf, ProgramError> {
+    static BUILT: OnceLock<Result<Vec<PathBuf>, ProgramError>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| build(&manifest_folder().join("Cargo.toml"), &["--bins"]));
+    find_program(name, built.as_ref().map_err(Clone::clone)?)
 }
 
 /// The product's own program, built as a release first.
@@ -48,13 +48,13 @@ pub fn sibling(name: &'static str) -> Result<PathBuf, Failure> {
 /// # Errors
 ///
 /// If cargo can't build it.
-pub fn product() -> Result<PathBuf, Failure> {
-    static BUILT: OnceLock<Result<Vec<PathBuf>, Failure>> = OnceLock::new();
+pub fn tidegate_program() -> Result<PathBuf, ProgramError> {
+    static BUILT: OnceLock<Result<Vec<PathBuf>, ProgramError>> = OnceLock::new();
     let built = BUILT.get_or_init(|| {
-        let manifest = home().join("../Cargo.toml");
+        let manifest = manifest_folder().join("../Cargo.toml");
         build(&manifest, &["--package", "tidegate-cli", "--bins"])
     });
-    pick("tidegate", built.as_ref().map_err(Clone::clone)?)
+    find_program("tidegate", built.as_ref().map_err(Clone::clone)?)
 }
 
 /// A program of the system, by its name: on the path, or where Debian keeps servers.
@@ -62,16 +62,16 @@ pub fn product() -> Result<PathBuf, Failure> {
 /// # Errors
 ///
 /// If there is none.
-pub fn system(name: &'static str) -> Result<PathBuf, Failure> {
+pub fn system_program(name: &'static str) -> Result<PathBuf, ProgramError> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .chain([PathBuf::from("/usr/sbin")])
         .map(|folder| folder.join(name))
         .find(|candidate| candidate.is_file())
-        .ok_or_else(|| Failure::new(name, "is not installed"))
+        .ok_or_else(|| ProgramError::new(name, "is not installed"))
 }
 
-fn build(manifest: &Path, what: &[&str]) -> Result<Vec<PathBuf>, Failure> {
+fn build(manifest: &Path, what: &[&str]) -> Result<Vec<PathBuf>, ProgramError> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .args(["build", "--release", "--message-format=json", "--manifest-path"])
@@ -79,9 +79,9 @@ fn build(manifest: &Path, what: &[&str]) -> Result<Vec<PathBuf>, Failure> {
         .args(what)
         .stderr(Stdio::inherit())
         .output()
-        .map_err(|error| Failure::new("cargo", error))?;
+        .map_err(|error| ProgramError::new("cargo", error))?;
     if !output.status.success() {
-        return Err(Failure::new("cargo", format!("cannot build {}", manifest.display())));
+        return Err(ProgramError::new("cargo", format!("cannot build {}", manifest.display())));
     }
     let messages = String::from_utf8_lossy(&output.stdout);
     let executable = |line| {
@@ -91,10 +91,10 @@ fn build(manifest: &Path, what: &[&str]) -> Result<Vec<PathBuf>, Failure> {
     Ok(messages.lines().filter_map(executable).collect())
 }
 
-fn pick(name: &str, programs: &[PathBuf]) -> Result<PathBuf, Failure> {
+fn find_program(name: &str, programs: &[PathBuf]) -> Result<PathBuf, ProgramError> {
     programs
         .iter()
         .find(|program| program.file_stem().is_some_and(|stem| stem == name))
         .cloned()
-        .ok_or_else(|| Failure::new(name, "cargo built no such program"))
+        .ok_or_else(|| ProgramError::new(name, "cargo built no such program"))
 }

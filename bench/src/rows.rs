@@ -1,13 +1,13 @@
 //! Rows of the table: figures of one piece of work, ours beside the rivals'.
 
-use crate::measure::Spread;
+use crate::measure::MedianRange;
 use crate::subjects::OURS;
-use crate::targets::{self, Bound};
+use crate::targets::{self, TargetBound};
 use std::fmt::{self, Display, Formatter};
 
 /// What a row's figures count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
+pub enum FigureUnit {
     /// Nanoseconds.
     Nanoseconds,
     /// Bytes.
@@ -23,13 +23,13 @@ pub enum Unit {
     /// Allocations a call.
     Allocations,
     /// One figure over another.
-    Times,
+    Ratio,
     /// Parts of a hundred.
     Percent,
 }
 
-impl Unit {
-    fn write(self, figure: f64) -> String {
+impl FigureUnit {
+    fn format(self, figure: f64) -> String {
         match self {
             Self::Nanoseconds if figure >= 1e6 => format!("{:.2} ms", figure / 1e6),
             Self::Nanoseconds if figure >= 1e4 => format!("{:.1} µs", figure / 1e3),
@@ -40,7 +40,7 @@ impl Unit {
             Self::Requests => format!("{:.1}k/s", figure / 1e3),
             Self::Count => format!("{figure:.0}"),
             Self::Allocations => format!("{figure:.2}"),
-            Self::Times => format!("{figure:.1} ×"),
+            Self::Ratio => format!("{figure:.1} ×"),
             Self::Percent => format!("{figure:.2} %"),
         }
     }
@@ -48,7 +48,7 @@ impl Unit {
 
 /// The figures of one subject, one a round.
 #[derive(Clone, Debug)]
-pub struct Figures {
+pub struct SubjectFigures {
     /// Whose they are.
     pub subject: String,
     /// One a round, in the row's unit; all subjects of a row have the same rounds.
@@ -57,111 +57,113 @@ pub struct Figures {
 
 /// One piece of work.
 #[derive(Clone, Debug)]
-pub struct Row {
+pub struct BenchRow {
     /// `part/work/…`, as `--filter` and the targets name it.
     pub name: String,
     /// What the figures count.
-    pub unit: Unit,
+    pub unit: FigureUnit,
     /// Of every subject that was measured.
-    pub figures: Vec<Figures>,
+    pub figures: Vec<SubjectFigures>,
     /// Why figures are missing, if any are.
     pub skipped: Vec<String>,
 }
 
 /// How a row stands to its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum TargetResult {
     /// The row has no target.
-    Informs,
+    NoTarget,
     /// The target is reached.
     Reached,
     /// It isn't, or it could not be told.
     Missed,
 }
 
-impl Row {
+impl BenchRow {
     /// A row with no figures yet.
-    pub fn new(name: impl Into<String>, unit: Unit) -> Self {
+    pub fn new(name: impl Into<String>, unit: FigureUnit) -> Self {
         Self { name: name.into(), unit, figures: Vec::new(), skipped: Vec::new() }
     }
 
     /// Adds a subject's figures.
     pub fn push(&mut self, subject: &str, rounds: Vec<f64>) {
-        self.figures.push(Figures { subject: subject.to_owned(), rounds });
+        self.figures.push(SubjectFigures { subject: subject.to_owned(), rounds });
     }
 
-    fn rounds(&self, subject: &str) -> Option<&[f64]> {
+    fn rounds_of(&self, subject: &str) -> Option<&[f64]> {
         let of = self.figures.iter().find(|figures| figures.subject == subject)?;
         Some(&of.rounds)
     }
 
     /// Our figures over a rival's, round by round.
-    pub fn ratio(&self, rival: &str) -> Option<Spread> {
-        let (ours, rivals) = (self.rounds(OURS)?, self.rounds(rival)?);
+    pub fn ratio(&self, rival: &str) -> Option<MedianRange> {
+        let (ours, rivals) = (self.rounds_of(OURS)?, self.rounds_of(rival)?);
         let ratios: Vec<f64> = ours.iter().zip(rivals).map(|(ours, rival)| ours / rival).collect();
-        Spread::of(&ratios)
+        MedianRange::of_figures(&ratios)
     }
 
     /// Whether the row's target is reached. `scale` is what this machine's clock costs over the reference's.
-    pub fn verdict(&self, scale: f64) -> Verdict {
-        let Some(bound) = targets::of(&self.name) else {
-            return Verdict::Informs;
+    pub fn target_result(&self, scale: f64) -> TargetResult {
+        let Some(bound) = targets::bound_of(&self.name) else {
+            return TargetResult::NoTarget;
         };
-        let median = || self.rounds(OURS).and_then(Spread::of).map(|spread| spread.median);
+        let median = || self.rounds_of(OURS).and_then(MedianRange::of_figures).map(|spread| spread.median);
         let reached = match bound {
-            Bound::Ratio(rival, at_most) => self.ratio(rival).is_some_and(|ratio| ratio.median <= at_most),
-            Bound::RatioAtLeast(rival, at_least) => self.ratio(rival).is_some_and(|ratio| ratio.median >= at_least),
-            Bound::Nanoseconds(at_most) => median().is_some_and(|median| median <= at_most * scale),
-            Bound::AtMost(at_most) => median().is_some_and(|median| median <= at_most),
-            Bound::AtLeast(at_least) => median().is_some_and(|median| median >= at_least),
+            TargetBound::Ratio(rival, at_most) => self.ratio(rival).is_some_and(|ratio| ratio.median <= at_most),
+            TargetBound::RatioAtLeast(rival, at_least) => {
+                self.ratio(rival).is_some_and(|ratio| ratio.median >= at_least)
+            }
+            TargetBound::Nanoseconds(at_most) => median().is_some_and(|median| median <= at_most * scale),
+            TargetBound::AtMost(at_most) => median().is_some_and(|median| median <= at_most),
+            TargetBound::AtLeast(at_least) => median().is_some_and(|median| median >= at_least),
         };
-        if reached { Verdict::Reached } else { Verdict::Missed }
+        if reached { TargetResult::Reached } else { TargetResult::Missed }
     }
 
-    fn reach(&self, scale: f64) -> String {
-        match targets::of(&self.name) {
+    fn target_text(&self, scale: f64) -> String {
+        match targets::bound_of(&self.name) {
             None => "–".to_owned(),
-            Some(Bound::Ratio(rival, at_most)) => format!("≤ {at_most} × {rival}"),
-            Some(Bound::RatioAtLeast(rival, at_least)) => format!("≥ {at_least} × {rival}"),
-            Some(Bound::Nanoseconds(at_most)) => {
-                format!("≤ {}", Unit::Nanoseconds.write(at_most * scale))
+            Some(TargetBound::Ratio(rival, at_most)) => format!("≤ {at_most} × {rival}"),
+            Some(TargetBound::RatioAtLeast(rival, at_least)) => format!("≥ {at_least} × {rival}"),
+            Some(TargetBound::Nanoseconds(at_most)) => {
+                format!("≤ {}", FigureUnit::Nanoseconds.format(at_most * scale))
             }
-            Some(Bound::AtMost(at_most)) => format!("≤ {}", self.unit.write(at_most)),
-            Some(Bound::AtLeast(at_least)) => format!("≥ {}", self.unit.write(at_least)),
+            Some(TargetBound::AtMost(at_most)) => format!("≤ {}", self.unit.format(at_most)),
+            Some(TargetBound::AtLeast(at_least)) => format!("≥ {}", self.unit.format(at_least)),
         }
     }
 }
 
 /// Rows as a table of text, which is a table of Markdown as well.
-pub struct Table<'a> {
+pub struct BenchTable<'a> {
     /// What to show.
-    pub rows: &'a [Row],
-    /// See [`Row::verdict`].
-    pub scale: f64,
+    pub rows: &'a [BenchRow],
+    /// See [`BenchRow::verdict`].
+    pub clock_scale: f64,
 }
 
-const HEAD: [&str; 6] = ["work", "subject", "median (min–max)", "ours / it", "reach", ""];
+const HEADERS: [&str; 6] = ["work", "subject", "median (min–max)", "ours / it", "reach", ""];
 
-impl Table<'_> {
+impl BenchTable<'_> {
     fn lines(&self) -> Vec<[String; 6]> {
         let mut lines = Vec::new();
         for row in self.rows {
             let mut name = row.name.clone();
-            let mut reach = row.reach(self.scale);
-            let mut verdict = match row.verdict(self.scale) {
-                Verdict::Informs => String::new(),
-                Verdict::Reached => "reached".to_owned(),
-                Verdict::Missed => "MISSED".to_owned(),
+            let mut reach = row.target_text(self.clock_scale);
+            let mut verdict = match row.target_result(self.clock_scale) {
+                TargetResult::NoTarget => String::new(),
+                TargetResult::Reached => "reached".to_owned(),
+                TargetResult::Missed => "MISSED".to_owned(),
             };
             for figures in &row.figures {
-                let Some(spread) = Spread::of(&figures.rounds) else {
+                let Some(spread) = MedianRange::of_figures(&figures.rounds) else {
                     continue;
                 };
                 let figure = format!(
                     "{} ({}–{})",
-                    row.unit.write(spread.median),
-                    row.unit.write(spread.min),
-                    row.unit.write(spread.max)
+                    row.unit.format(spread.median),
+                    row.unit.format(spread.min),
+                    row.unit.format(spread.max)
                 );
                 let ratio = row.ratio(&figures.subject).filter(|_| figures.subject != OURS);
                 // Nothing over nothing, as of allocations that there are none of.
@@ -193,11 +195,11 @@ impl Table<'_> {
     }
 }
 
-impl Display for Table<'_> {
+impl Display for BenchTable<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let head = HEAD.map(str::to_owned);
+        let head = HEADERS.map(str::to_owned);
         let lines = self.lines();
-        let widths: Vec<usize> = (0..HEAD.len())
+        let widths: Vec<usize> = (0..HEADERS.len())
             .map(|column| {
                 let all = std::iter::once(&head).chain(&lines);
                 all.map(|line| line[column].chars().count()).max().unwrap_or(0)
@@ -222,8 +224,8 @@ impl Display for Table<'_> {
 mod tests {
     use super::*;
 
-    fn row(name: &str, ours: &[f64], governor: &[f64]) -> Row {
-        let mut row = Row::new(name, Unit::Nanoseconds);
+    fn row(name: &str, ours: &[f64], governor: &[f64]) -> BenchRow {
+        let mut row = BenchRow::new(name, FigureUnit::Nanoseconds);
         row.push(OURS, ours.to_vec());
         row.push("governor", governor.to_vec());
         row
@@ -234,34 +236,34 @@ mod tests {
         let row = row("x", &[1.0, 20.0, 3.0], &[2.0, 10.0, 3.0]);
         let ratio = row.ratio("governor").expect("both were measured");
         assert_eq!((ratio.min, ratio.median, ratio.max), (0.5, 1.0, 2.0));
-        assert_eq!(row.verdict(1.0), Verdict::Informs);
+        assert_eq!(row.target_result(1.0), TargetResult::NoTarget);
     }
 
     #[test]
     fn a_target_is_reached_or_missed() {
         let name = "decision/1k/uniform/allow/T1";
-        assert_eq!(row(name, &[9.0], &[10.0]).verdict(1.0), Verdict::Reached);
-        assert_eq!(row(name, &[9.1], &[10.0]).verdict(1.0), Verdict::Missed);
+        assert_eq!(row(name, &[9.0], &[10.0]).target_result(1.0), TargetResult::Reached);
+        assert_eq!(row(name, &[9.1], &[10.0]).target_result(1.0), TargetResult::Missed);
     }
 
     #[test]
     fn what_was_not_measured_is_missed() {
-        let mut row = Row::new("decision/1k/uniform/allow/T1", Unit::Nanoseconds);
+        let mut row = BenchRow::new("decision/1k/uniform/allow/T1", FigureUnit::Nanoseconds);
         row.push("governor", vec![1.0]);
-        assert_eq!(row.verdict(1.0), Verdict::Missed);
+        assert_eq!(row.target_result(1.0), TargetResult::Missed);
     }
 
     #[test]
     fn absolute_times_scale_with_the_clock() {
         let name = "decision/inbound/T1";
-        assert_eq!(row(name, &[300.0], &[]).verdict(1.0), Verdict::Missed);
-        assert_eq!(row(name, &[300.0], &[]).verdict(1.5), Verdict::Reached);
+        assert_eq!(row(name, &[300.0], &[]).target_result(1.0), TargetResult::Missed);
+        assert_eq!(row(name, &[300.0], &[]).target_result(1.5), TargetResult::Reached);
     }
 
     #[test]
     fn the_table_names_a_row_once() {
         let rows = [row("decision/inbound/T1", &[300.0], &[600.0])];
-        let table = Table { rows: &rows, scale: 1.0 }.to_string();
+        let table = BenchTable { rows: &rows, clock_scale: 1.0 }.to_string();
         assert_eq!(table.matches("decision/inbound/T1").count(), 1);
         assert!(table.contains("300.0 ns (300.0 ns–300.0 ns)"), "{table}");
         assert!(table.contains("0.50 (0.50–0.50)"), "{table}");

@@ -1,7 +1,7 @@
 //! The laboratory: how long an hour takes on a virtual clock, and how fast an access log is replayed.
 
 use crate::options::Options;
-use crate::rows::{Row, Unit};
+use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::{OURS, tidegate};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -9,10 +9,10 @@ use std::fmt::Write as _;
 use std::hint;
 use std::time::Instant;
 use tidegate_sim::Scenario;
-use tidegate_sim::replay::{Names, Replay};
+use tidegate_sim::replay::{FieldNames, LogReplay};
 
 /// A thousand clients that call every two seconds a service which fails now and then, for an hour.
-const HOUR: &str = r#"
+const HOUR_SCENARIO: &str = r#"
 duration = "1h"
 
 [service]
@@ -49,34 +49,34 @@ penalty = { base = "2s", cap = "1h" }
 const LINES: u32 = 2_000_000;
 
 /// Measures every row that the options ask for, and hands each over as it is done.
-pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    hour(options, done);
-    replay(options, done);
+pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    measure_hour(options, on_row);
+    measure_replay(options, on_row);
 }
 
-fn replay(options: &Options, done: &mut dyn FnMut(Row)) {
+fn measure_replay(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     const NAME: &str = "simulate/replay";
     if !options.wants(NAME) || !options.wants_subject(OURS) {
         return;
     }
     let (lines, rounds) = if options.quick { (LINES / 10, 1) } else { (LINES, 3) };
-    let log = log(lines);
-    let policy = tidegate::policy(POLICY);
+    let log = access_log(lines);
+    let policy = tidegate::load_policy(POLICY);
     let round = |_| {
-        let mut replay = Replay::new("the benchmark's", &policy, Names::default());
+        let mut replay = LogReplay::new("the benchmark's", &policy, FieldNames::default());
         let begin = Instant::now();
         replay.read("the benchmark's", log.as_bytes(), None).expect("a log in memory can be read");
         hint::black_box(replay.findings());
         f64::from(lines) / begin.elapsed().as_secs_f64()
     };
-    let mut row = Row::new(NAME, Unit::Requests);
+    let mut row = BenchRow::new(NAME, FigureUnit::Requests);
     row.push(OURS, (0..rounds).map(round).collect());
-    done(row);
+    on_row(row);
 }
 
 /// An access log in the combined format: a hundred thousand clients, of whom a few come often, a thousand times a second;
 /// one call in fifty is a log-in.
-fn log(lines: u32) -> String {
+fn access_log(lines: u32) -> String {
     const PATHS: [&str; 4] = ["/", "/search/shoes?q=red+boots", "/img/logo.png", "/product/4711"];
     let mut random = SmallRng::seed_from_u64(1);
     let mut log = String::with_capacity(lines as usize * 128);
@@ -98,13 +98,14 @@ fn log(lines: u32) -> String {
     log
 }
 
-fn hour(options: &Options, done: &mut dyn FnMut(Row)) {
+fn measure_hour(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     const NAME: &str = "simulate/hour";
     if !options.wants(NAME) || !options.wants_subject(OURS) {
         return;
     }
-    let scenario = Scenario::read("the benchmark's", HOUR.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
-    let mut row = Row::new(NAME, Unit::Nanoseconds);
+    let scenario =
+        Scenario::read("the benchmark's", HOUR_SCENARIO.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
+    let mut row = BenchRow::new(NAME, FigureUnit::Nanoseconds);
     let rounds = if options.quick { 1 } else { 3 };
     let round = |seed: u64| {
         let begin = Instant::now();
@@ -112,5 +113,5 @@ fn hour(options: &Options, done: &mut dyn FnMut(Row)) {
         begin.elapsed().as_nanos() as f64
     };
     row.push(OURS, (1..=rounds).map(round).collect());
-    done(row);
+    on_row(row);
 }

@@ -6,14 +6,14 @@ mod file;
 mod redis;
 
 use crate::options::Options;
-use crate::rows::Row;
+use crate::rows::BenchRow;
 
 /// Tasks that ask a server at once.
 pub(crate) const TASKS: usize = 64;
 
 /// Measures every row that the options ask for, and hands each over as it is done.
-pub fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    file::measure(options, done);
-    redis::measure(options, done);
-    databases::measure(options, done);
+pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    file::measure(options, on_row);
+    redis::measure(options, on_row);
+    databases::measure(options, on_row);
 }

@@ -11,7 +11,7 @@ pub mod throttlecrab;
 pub mod tidegate;
 pub mod tower_resilience;
 
-use crate::keys::Sequence;
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use std::future::{Future, poll_fn};
 use std::hint::{black_box, spin_loop};
@@ -24,39 +24,39 @@ pub const OURS: &str = "tidegate";
 
 /// A limit in words that every library understands: `burst` at once, then one each `every`.
 #[derive(Clone, Copy, Debug)]
-pub struct Terms {
+pub struct LimitTerms {
     /// The time after which one more call is admitted.
-    pub every: Duration,
+    pub interval: Duration,
     /// Calls admitted at once.
     pub burst: u32,
 }
 
-impl Terms {
+impl LimitTerms {
     /// The same rate as a count and the whole seconds that it is given for.
     fn count_and_seconds(self) -> (u32, u32) {
-        let nanos = u32::try_from(self.every.as_nanos());
+        let nanos = u32::try_from(self.interval.as_nanos());
         match nanos {
             Ok(nanos) if nanos < 1_000_000_000 => (1_000_000_000 / nanos, 1),
-            _ => (1, u32::try_from(self.every.as_secs()).expect("terms are short")),
+            _ => (1, u32::try_from(self.interval.as_secs()).expect("terms are short")),
         }
     }
 
     /// One limit for all calls, which no run of this benchmark uses up.
-    pub const ROOMY: Self = Self { every: Duration::from_secs(1), burst: 1_000_000_000 };
+    pub const LARGE: Self = Self { interval: Duration::from_secs(1), burst: 1_000_000_000 };
     /// A limit a key, which no run uses up, and slow enough that no key's state lapses during a run: a limiter that may
     /// forget a key between two calls would be timed on an empty store.
-    pub const ROOMY_KEYED: Self = Self { every: Duration::from_secs(10), burst: 100_000_000 };
+    pub const LARGE_KEYED: Self = Self { interval: Duration::from_secs(10), burst: 100_000_000 };
     /// A limit that is whole again before the next call comes, as of a client that calls seldom.
-    pub const RESTED: Self = Self { every: Duration::from_nanos(1), burst: 1_000_000 };
+    pub const FAST_REFILL: Self = Self { interval: Duration::from_nanos(1), burst: 1_000_000 };
     /// The same for each of a thousand keys.
-    pub const RESTED_KEYED: Self = Self { every: Duration::from_micros(1), burst: 1_000_000 };
+    pub const FAST_REFILL_KEYED: Self = Self { interval: Duration::from_micros(1), burst: 1_000_000 };
     /// Two calls, and then refusals for longer than any run. Not one: throttlecrab forgets a key of burst 1 at once, and
     /// admits every call.
-    pub const TIGHT: Self = Self { every: Duration::from_secs(3600), burst: 2 };
+    pub const TIGHT: Self = Self { interval: Duration::from_secs(3600), burst: 2 };
 }
 
 /// The keyed limiter of each library by the name that [`crate::weight`] gives its child process.
-pub fn keyed_by_name(name: &str, terms: Terms) -> Option<Box<dyn Subject>> {
+pub fn keyed_by_name(name: &str, terms: LimitTerms) -> Option<Box<dyn Subject>> {
     match name {
         OURS => Some(tidegate::keyed(terms)),
         "tidegate-window" => Some(tidegate::windowed(terms)),
@@ -71,15 +71,15 @@ pub fn keyed_by_name(name: &str, terms: Terms) -> Option<Box<dyn Subject>> {
 /// Who makes whole calls to others, by the name that [`crate::outbound`] gives its child process.
 pub fn caller_by_name(name: &str) -> Option<Box<dyn Subject>> {
     match name {
-        OURS => Some(outbound::calls(outbound::Limit::Window)),
-        "tidegate-rate" => Some(outbound::calls(outbound::Limit::Rate)),
+        OURS => Some(outbound::calls(outbound::LimitChoice::Window)),
+        "tidegate-rate" => Some(outbound::calls(outbound::LimitChoice::Rate)),
         "tower-resilience" => Some(tower_resilience::breaker_and_limiter()),
         _ => None,
     }
 }
 
 /// What a future gives that needs nobody to wake it: it is at hand, or another thread is about to let go of a lock.
-pub fn at_once<T>(future: impl Future<Output = T>) -> T {
+pub fn spin_until_ready<T>(future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     let mut context = Context::from_waker(Waker::noop());
     loop {
@@ -92,8 +92,8 @@ pub fn at_once<T>(future: impl Future<Output = T>) -> T {
 
 /// Calls a service of tower that is ready, or will be as soon as another thread lets go of a lock.
 pub fn call_once<S: tower::Service<()>>(service: &mut S) -> bool {
-    let ready = at_once(poll_fn(|context| service.poll_ready(context)));
-    ready.is_ok() && at_once(service.call(())).is_ok()
+    let ready = spin_until_ready(poll_fn(|context| service.poll_ready(context)));
+    ready.is_ok() && spin_until_ready(service.call(())).is_ok()
 }
 
 /// A limiter under measurement.
@@ -103,32 +103,35 @@ pub trait Subject: Sync {
 
     /// One decision outside every timed loop: fills the store.
     #[expect(clippy::ptr_arg, reason = "governor, keyed by `String`, asks for one")]
-    fn touch(&self, key: &String) -> bool;
+    fn decide_once(&self, key: &String) -> bool;
 
     /// A loop over the sequence for one of `threads` threads.
-    fn worker<'a>(&'a self, sequence: &'a Sequence, threads: usize) -> Box<dyn Worker + 'a>;
+    fn worker<'a>(&'a self, sequence: &'a KeySequence, threads: usize) -> Box<dyn Worker + 'a>;
 }
 
 /// A loop that asks with the sequence's keys, one after the other, round and round.
-pub fn keyed<'a>(sequence: &'a Sequence, decide: impl FnMut(&String) -> bool + Send + 'a) -> Box<dyn Worker + 'a> {
-    Box::new(Keyed { keys: &sequence.keys, at: 0, decide })
+pub fn keyed_worker<'a>(
+    sequence: &'a KeySequence,
+    decide: impl FnMut(&String) -> bool + Send + 'a,
+) -> Box<dyn Worker + 'a> {
+    Box::new(KeyedWorker { keys: &sequence.keys, position: 0, decide })
 }
 
 /// A loop that asks without a key.
-pub fn unkeyed<'a>(decide: impl FnMut() -> bool + Send + 'a) -> Box<dyn Worker + 'a> {
-    Box::new(Unkeyed(decide))
+pub fn unkeyed_worker<'a>(decide: impl FnMut() -> bool + Send + 'a) -> Box<dyn Worker + 'a> {
+    Box::new(UnkeyedWorker(decide))
 }
 
-struct Keyed<'a, F> {
+struct KeyedWorker<'a, F> {
     keys: &'a [String],
-    at: usize,
+    position: usize,
     decide: F,
 }
 
-impl<F: FnMut(&String) -> bool + Send> Worker for Keyed<'_, F> {
+impl<F: FnMut(&String) -> bool + Send> Worker for KeyedWorker<'_, F> {
     fn run(&mut self, steps: usize) -> usize {
         let mut admitted = 0;
-        for part in Parts::new(&mut self.at, self.keys.len(), steps) {
+        for part in RingRanges::new(&mut self.position, self.keys.len(), steps) {
             for key in &self.keys[part] {
                 admitted += usize::from(black_box((self.decide)(black_box(key))));
             }
@@ -137,28 +140,28 @@ impl<F: FnMut(&String) -> bool + Send> Worker for Keyed<'_, F> {
     }
 }
 
-struct Unkeyed<F>(F);
+struct UnkeyedWorker<F>(F);
 
-impl<F: FnMut() -> bool + Send> Worker for Unkeyed<F> {
+impl<F: FnMut() -> bool + Send> Worker for UnkeyedWorker<F> {
     fn run(&mut self, steps: usize) -> usize {
         (0..steps).map(|_| usize::from(black_box((self.0)()))).sum()
     }
 }
 
 /// The next `steps` places of a ring, as ranges that do not wrap: the timed loop has no wrap to test for.
-struct Parts<'a> {
+struct RingRanges<'a> {
     at: &'a mut usize,
     len: usize,
     left: usize,
 }
 
-impl<'a> Parts<'a> {
+impl<'a> RingRanges<'a> {
     fn new(at: &'a mut usize, len: usize, steps: usize) -> Self {
         Self { at, len, left: steps }
     }
 }
 
-impl Iterator for Parts<'_> {
+impl Iterator for RingRanges<'_> {
     type Item = std::ops::Range<usize>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -176,40 +179,40 @@ impl Iterator for Parts<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::Draw;
-    use crate::subjects::tidegate::Filling;
+    use crate::keys::KeyDistribution;
+    use crate::subjects::tidegate::StateFill;
 
     #[test]
     fn parts_go_round_a_ring() {
         let mut at = 3;
-        let parts: Vec<_> = Parts::new(&mut at, 5, 9).collect();
+        let parts: Vec<_> = RingRanges::new(&mut at, 5, 9).collect();
         assert_eq!(parts, [3..5, 0..5, 0..2]);
         assert_eq!(at, 2);
     }
 
     #[test]
     fn every_breaker_and_every_whole_call_lets_calls_through() {
-        let sequence = Sequence::new(Draw::Hot, 1, 1);
+        let sequence = KeySequence::new(KeyDistribution::SingleKey, 1, 1);
         let subjects = [
-            outbound::breaker(outbound::Told::AtHand),
-            outbound::breaker(outbound::Told::Read),
+            outbound::breaker(outbound::ClockUse::GivenTime),
+            outbound::breaker(outbound::ClockUse::ReadsClock),
             recloser::breaker(),
             failsafe::breaker(),
             tower_resilience::breaker(),
             outbound::breaker_layer(),
-            outbound::calls(outbound::Limit::Window),
-            outbound::calls(outbound::Limit::Rate),
+            outbound::calls(outbound::LimitChoice::Window),
+            outbound::calls(outbound::LimitChoice::Rate),
             tower_resilience::breaker_and_limiter(),
         ];
         for subject in subjects {
-            assert!(subject.touch(&crate::keys::name(0)), "{}", subject.name());
+            assert!(subject.decide_once(&crate::keys::key_text(0)), "{}", subject.name());
             assert_eq!(subject.worker(&sequence, 1).run(1_000), 1_000, "{}", subject.name());
         }
     }
 
     #[test]
     fn every_subject_admits_under_roomy_terms_and_refuses_under_tight_ones() {
-        let sequence = Sequence::new(Draw::Uniform, 100, 1);
+        let sequence = KeySequence::new(KeyDistribution::Uniform, 100, 1);
         let subjects = |terms| -> Vec<Box<dyn Subject>> {
             vec![
                 tidegate::keyed(terms),
@@ -220,18 +223,18 @@ mod tests {
                 limitador::whole(terms),
             ]
         };
-        for filling in [Filling::Everyday, Filling::Packed, Filling::Rates] {
+        for filling in [StateFill::Typical, StateFill::FullLogs, StateFill::Rates] {
             let subject = tidegate::inbound(filling, 100);
             assert_eq!(subject.worker(&sequence, 1).run(40_000), 40_000, "{filling:?}");
         }
-        assert_eq!(Terms::RESTED_KEYED.count_and_seconds(), (1_000_000, 1));
-        assert_eq!(Terms::TIGHT.count_and_seconds(), (1, 3600));
-        for subject in subjects(Terms::ROOMY_KEYED) {
+        assert_eq!(LimitTerms::FAST_REFILL_KEYED.count_and_seconds(), (1_000_000, 1));
+        assert_eq!(LimitTerms::TIGHT.count_and_seconds(), (1, 3600));
+        for subject in subjects(LimitTerms::LARGE_KEYED) {
             assert_eq!(subject.worker(&sequence, 1).run(40_000), 40_000, "{}", subject.name());
         }
-        for subject in subjects(Terms::TIGHT) {
+        for subject in subjects(LimitTerms::TIGHT) {
             for key in (0..100).chain(0..100) {
-                assert!(subject.touch(&crate::keys::name(key)), "{}", subject.name());
+                assert!(subject.decide_once(&crate::keys::key_text(key)), "{}", subject.name());
             }
             assert_eq!(subject.worker(&sequence, 2).run(40_000), 0, "{}", subject.name());
         }

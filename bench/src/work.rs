@@ -1,24 +1,24 @@
 //! A timed row: subjects that do the same work in turns.
 
-use crate::keys::{Draw, Sequence, name};
-use crate::measure::{Spread, Worker, chunk};
+use crate::keys::{KeyDistribution, KeySequence, key_text};
+use crate::measure::{MedianRange, Worker, measure_chunk};
 use crate::options::Options;
-use crate::rows::{Row, Unit};
-use crate::subjects::{Subject, Terms};
+use crate::rows::{BenchRow, FigureUnit};
+use crate::subjects::{LimitTerms, Subject};
 
 /// What every decision of a row must answer. A row that measured something else is no row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum ExpectedAnswer {
     /// Admitted out of a burst that is partly used.
     Allow,
     /// Admitted with the whole burst at hand.
-    Rested,
+    AllowAtFullBurst,
     /// Refused.
     Deny,
 }
 
 /// One row's work.
-pub struct Work {
+pub struct TimedWork {
     /// The row's name.
     pub name: String,
     /// Who is measured.
@@ -26,64 +26,64 @@ pub struct Work {
     /// How many keys are in the stores.
     pub keys: u32,
     /// How they are drawn.
-    pub draw: Draw,
+    pub key_distribution: KeyDistribution,
     /// On how many threads.
     pub threads: usize,
     /// What every decision must answer.
-    pub answer: Answer,
+    pub answer: ExpectedAnswer,
     /// Decisions of a chunk, on each thread: about two milliseconds' worth, so that subjects take turns often.
-    pub steps: usize,
+    pub steps_per_chunk: usize,
 }
 
 /// Chunks of each subject in a round, taken in turns; the round's figure is their median.
 const CHUNKS: usize = 7;
 
-impl Work {
+impl TimedWork {
     /// Measures the row.
-    pub fn measure(self, options: &Options) -> Row {
-        let sequences: Vec<Sequence> =
-            (0..self.threads).map(|thread| Sequence::new(self.draw, self.keys, thread as u64)).collect();
-        let mut row = Row::new(self.name, Unit::Nanoseconds);
-        let touches = match self.answer {
-            Answer::Allow | Answer::Rested => 1,
-            Answer::Deny => Terms::TIGHT.burst,
+    pub fn measure(self, options: &Options) -> BenchRow {
+        let sequences: Vec<KeySequence> =
+            (0..self.threads).map(|thread| KeySequence::new(self.key_distribution, self.keys, thread as u64)).collect();
+        let mut row = BenchRow::new(self.name, FigureUnit::Nanoseconds);
+        let calls_per_key = match self.answer {
+            ExpectedAnswer::Allow | ExpectedAnswer::AllowAtFullBurst => 1,
+            ExpectedAnswer::Deny => LimitTerms::TIGHT.burst,
         };
-        let mut teams: Vec<Team<'_>> = Vec::new();
+        let mut teams: Vec<SubjectRun<'_>> = Vec::new();
         for subject in &self.subjects {
             if !options.wants_subject(subject.name()) {
                 continue;
             }
             let filled = (0..self.keys).all(|index| {
-                let key = name(index);
-                (0..touches).all(|_| subject.touch(&key))
+                let key = key_text(index);
+                (0..calls_per_key).all(|_| subject.decide_once(&key))
             });
             if !filled {
                 row.skipped.push(format!("{}: refuses a first call", subject.name()));
                 continue;
             }
             let worker = |sequence| subject.worker(sequence, self.threads);
-            teams.push(Team {
+            teams.push(SubjectRun {
                 name: subject.name(),
                 workers: sequences.iter().map(worker).collect(),
                 chunks: Vec::new(),
                 rounds: Vec::new(),
-                astray: 0,
+                wrong_answers: 0,
             });
         }
         for round in 0..options.rounds() {
             for turn in 0..CHUNKS {
                 for place in 0..teams.len() {
                     let place = (place + turn + round) % teams.len();
-                    teams[place].play(self.steps, self.answer);
+                    teams[place].run_chunk(self.steps_per_chunk, self.answer);
                 }
             }
-            teams.iter_mut().for_each(Team::close_round);
+            teams.iter_mut().for_each(SubjectRun::close_round);
         }
         for team in teams {
-            if team.astray == 0 {
+            if team.wrong_answers == 0 {
                 row.push(team.name, team.rounds);
             } else {
-                let reason = format!("{}: answers {} calls otherwise", team.name, team.astray);
+                let reason = format!("{}: answers {} calls otherwise", team.name, team.wrong_answers);
                 row.skipped.push(reason);
             }
         }
@@ -92,28 +92,28 @@ impl Work {
 }
 
 /// A subject at work: one worker a thread.
-struct Team<'a> {
+struct SubjectRun<'a> {
     name: &'static str,
     workers: Vec<Box<dyn Worker + 'a>>,
     /// Of the round that is played.
     chunks: Vec<f64>,
     rounds: Vec<f64>,
     /// Answers that were not the row's.
-    astray: usize,
+    wrong_answers: usize,
 }
 
-impl Team<'_> {
-    fn play(&mut self, steps: usize, answer: Answer) {
-        let chunk = chunk(&mut self.workers, steps);
-        self.chunks.push(chunk.ns);
-        self.astray += match answer {
-            Answer::Allow | Answer::Rested => chunk.steps - chunk.admitted,
-            Answer::Deny => chunk.admitted,
+impl SubjectRun<'_> {
+    fn run_chunk(&mut self, steps: usize, answer: ExpectedAnswer) {
+        let chunk = measure_chunk(&mut self.workers, steps);
+        self.chunks.push(chunk.ns_per_decision);
+        self.wrong_answers += match answer {
+            ExpectedAnswer::Allow | ExpectedAnswer::AllowAtFullBurst => chunk.steps - chunk.admitted,
+            ExpectedAnswer::Deny => chunk.admitted,
         };
     }
 
     fn close_round(&mut self) {
-        self.rounds.extend(Spread::of(&self.chunks).map(|spread| spread.median));
+        self.rounds.extend(MedianRange::of_figures(&self.chunks).map(|spread| spread.median));
         self.chunks.clear();
     }
 }

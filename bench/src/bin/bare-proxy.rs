@@ -9,11 +9,11 @@ use hyper_util::rt::TokioExecutor;
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let upstream = bare::address(2)?.to_string().parse::<hyper::http::uri::Authority>()?;
+    let upstream = bare::address_argument(2)?.to_string().parse::<hyper::http::uri::Authority>()?;
     let mut connector = HttpConnector::new();
     connector.set_nodelay(true);
     let client: Client<_, Incoming> = Client::builder(TokioExecutor::new()).build(connector);
-    bare::serve(bare::address(1)?, move |mut request: Request<Incoming>| {
+    bare::serve(bare::address_argument(1)?, move |mut request: Request<Incoming>| {
         let mut parts = std::mem::take(request.uri_mut()).into_parts();
         parts.scheme = Some(Scheme::HTTP);
         parts.authority = Some(upstream.clone());

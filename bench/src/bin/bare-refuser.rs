@@ -10,7 +10,7 @@ use std::error::Error;
 const BODY: &[u8] = br#"{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}"#;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    bare::serve(bare::address(1)?, |_| async {
+    bare::serve(bare::address_argument(1)?, |_| async {
         let mut response = Response::new(Full::new(Bytes::from_static(BODY)));
         *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
         let headers = response.headers_mut();

@@ -3,10 +3,10 @@
 //! allocations of calls to others.
 //! It is a program beside the benchmark because it counts every allocation, which must not slow what the benchmark times.
 
-use bench::keys::name;
-use bench::measure::{pin, preemptions, resident};
-use bench::subjects::tidegate::{login, policy};
-use bench::subjects::{Subject, Terms, caller_by_name, keyed_by_name};
+use bench::keys::key_text;
+use bench::measure::{pin_to_core, preemptions, resident_bytes};
+use bench::subjects::tidegate::{load_policy, login_query};
+use bench::subjects::{LimitTerms, Subject, caller_by_name, keyed_by_name};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::net::Ipv4Addr;
@@ -16,44 +16,44 @@ use std::time::{Duration, Instant};
 use tidegate::Gate;
 
 /// The system's allocator, how many bytes are out, and how often it was asked for some.
-struct Counting;
+struct CountingAllocator;
 
-static OUT: AtomicU64 = AtomicU64::new(0);
-static ASKED: AtomicU64 = AtomicU64::new(0);
+static ALLOCATED_BYTES: AtomicU64 = AtomicU64::new(0);
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-impl Counting {
-    fn took(size: usize) {
-        OUT.fetch_add(size as u64, Ordering::Relaxed);
-        ASKED.fetch_add(1, Ordering::Relaxed);
+impl CountingAllocator {
+    fn record_allocation(size: usize) {
+        ALLOCATED_BYTES.fetch_add(size as u64, Ordering::Relaxed);
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
     }
 }
 
 // SAFETY: every call is the system allocator's own, with the caller's own arguments.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        Self::took(layout.size());
+        Self::record_allocation(layout.size());
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        Self::took(layout.size());
+        Self::record_allocation(layout.size());
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        Self::took(size);
-        OUT.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+        Self::record_allocation(size);
+        ALLOCATED_BYTES.fetch_sub(layout.size() as u64, Ordering::Relaxed);
         unsafe { System.realloc(at, layout, size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        OUT.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+        ALLOCATED_BYTES.fetch_sub(layout.size() as u64, Ordering::Relaxed);
         unsafe { System.dealloc(at, layout) }
     }
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     let Ok(keys) = keys.parse::<u32>() else {
         return usage();
     };
-    pin(usize::MAX);
+    pin_to_core(usize::MAX);
     if let Some(flood) = Flood::of(what) {
         flood.run(keys);
         return ExitCode::SUCCESS;
@@ -72,25 +72,25 @@ fn main() -> ExitCode {
         let Some(caller) = caller_by_name(subject) else {
             return usage();
         };
-        println!("allocations {}", allocations(caller.as_ref(), keys));
+        println!("allocations {}", count_allocations(caller.as_ref(), keys));
         return ExitCode::SUCCESS;
     }
     // Before the limiter is made: one that takes all its memory at once is to be weighed with it.
-    let (counted, held) = (OUT.load(Ordering::Relaxed), resident());
-    let Some(limiter) = keyed_by_name(subject, Terms::ROOMY_KEYED) else {
+    let (counted, held) = (ALLOCATED_BYTES.load(Ordering::Relaxed), resident_bytes());
+    let Some(limiter) = keyed_by_name(subject, LimitTerms::LARGE_KEYED) else {
         return usage();
     };
     match what.as_str() {
         "bytes" => {
             for index in 0..keys {
-                assert!(limiter.touch(&name(index)), "a first call is admitted");
+                assert!(limiter.decide_once(&key_text(index)), "a first call is admitted");
             }
             // Some of them tidy up behind the calls; what they have not returned by then is theirs.
             std::thread::sleep(Duration::from_millis(200));
-            println!("counted {}", OUT.load(Ordering::Relaxed) - counted);
-            println!("resident {}", resident() - held);
+            println!("counted {}", ALLOCATED_BYTES.load(Ordering::Relaxed) - counted);
+            println!("resident {}", resident_bytes() - held);
         }
-        "growth" => println!("longest {}", longest(limiter.as_ref(), keys).as_nanos()),
+        "growth" => println!("longest {}", longest_insert(limiter.as_ref(), keys).as_nanos()),
         _ => return usage(),
     }
     ExitCode::SUCCESS
@@ -102,24 +102,24 @@ fn usage() -> ExitCode {
 }
 
 /// How often memory was asked for in so many calls, once the first ones have made room.
-fn allocations(caller: &dyn Subject, calls: u32) -> u64 {
-    let key = name(0);
-    let call = || assert!(caller.touch(&key), "a call is let through");
+fn count_allocations(caller: &dyn Subject, calls: u32) -> u64 {
+    let key = key_text(0);
+    let call = || assert!(caller.decide_once(&key), "a call is let through");
     (0..calls).for_each(|_| call());
-    let before = ASKED.load(Ordering::Relaxed);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
     (0..calls).for_each(|_| call());
-    ASKED.load(Ordering::Relaxed) - before
+    ALLOCATIONS.load(Ordering::Relaxed) - before
 }
 
 /// The longest single insert. One during which the thread lost its core is left out: that time is another program's.
-fn longest(limiter: &dyn Subject, keys: u32) -> Duration {
+fn longest_insert(limiter: &dyn Subject, keys: u32) -> Duration {
     const SUSPECT: Duration = Duration::from_micros(20);
     let mut longest = Duration::ZERO;
     let mut lost = preemptions();
     for index in 0..keys {
-        let key = name(index);
+        let key = key_text(index);
         let begin = Instant::now();
-        let admitted = limiter.touch(&key);
+        let admitted = limiter.decide_once(&key);
         let taken = begin.elapsed();
         assert!(admitted, "a first call is admitted");
         if taken < SUSPECT || taken <= longest {
@@ -143,7 +143,7 @@ enum Flood {
 }
 
 /// Clients that are blocked before the flood.
-const GUESTS: u32 = 100;
+const BLOCKED_CLIENTS: u32 = 100;
 
 const POLICY: &str = r#"
 [store]
@@ -172,13 +172,13 @@ impl Flood {
     fn run(self, keys: u32) {
         let limit: u32 = if self == Self::Junk { 5 } else { 1 };
         let mut taken = vec![0_u32; keys as usize * 2];
-        let held = resident();
-        let gate = Gate::new(&policy(&POLICY.replace("LIMIT", &limit.to_string())));
+        let held = resident_bytes();
+        let gate = Gate::new(&load_policy(&POLICY.replace("LIMIT", &limit.to_string())));
         let ask = |address: u32| {
-            let decision = gate.check_now(&login(Ipv4Addr::from_bits(address).into()));
+            let decision = gate.check_now(&login_query(Ipv4Addr::from_bits(address).into()));
             decision.expect("the query has every part")
         };
-        let guests = 0xc000_0200..0xc000_0200 + GUESTS;
+        let guests = 0xc000_0200..0xc000_0200 + BLOCKED_CLIENTS;
         for guest in guests.clone() {
             let last = (0..=limit).fold(None, |_, _| Some(ask(guest)));
             assert!(last.is_some_and(|decision| decision.blocked), "a guest is blocked beforehand");
@@ -189,7 +189,7 @@ impl Flood {
             black_box(ask(stranger));
             *taken = u32::try_from(begin.elapsed().as_nanos()).unwrap_or(u32::MAX);
         }
-        println!("resident {}", resident() - held);
+        println!("resident {}", resident_bytes() - held);
         println!("still-blocked {}", guests.filter(|guest| ask(*guest).blocked).count());
         taken.sort_unstable();
         println!("p99 {}", taken[taken.len() / 100 * 99]);

@@ -1,6 +1,6 @@
 //! Servers that run for a row: started on one core, awaited, read for the CPU they spend, and ended.
 
-use crate::programs::{Failure, system};
+use crate::programs::{ProgramError, system_program};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -9,31 +9,31 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Ticks a second of the times in /proc: 100 on every Linux, whatever the kernel's own tick.
-const TICKS: f64 = 100.0;
+const TICKS_PER_SECOND: f64 = 100.0;
 
 /// How long a server may take to listen.
-const PATIENCE: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A folder of this run's own, removed at the end.
-pub(super) struct Folder(PathBuf);
+pub(super) struct TempFolder(PathBuf);
 
-impl Folder {
-    pub(super) fn new() -> Result<Self, Failure> {
+impl TempFolder {
+    pub(super) fn new() -> Result<Self, ProgramError> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("tidegate-bench-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path).map_err(|error| Failure::new(path.display().to_string(), error))?;
+        std::fs::create_dir_all(&path).map_err(|error| ProgramError::new(path.display().to_string(), error))?;
         Ok(Self(path))
     }
 
-    pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, Failure> {
+    pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, ProgramError> {
         let path = self.0.join(name);
-        std::fs::write(&path, text).map_err(|error| Failure::new(path.display().to_string(), error))?;
+        std::fs::write(&path, text).map_err(|error| ProgramError::new(path.display().to_string(), error))?;
         Ok(path)
     }
 }
 
-impl Drop for Folder {
+impl Drop for TempFolder {
     fn drop(&mut self) {
         // What can't be removed is left to the system, which clears its temporary files.
         let _ = std::fs::remove_dir_all(&self.0);
@@ -41,21 +41,21 @@ impl Drop for Folder {
 }
 
 /// A loopback port that nobody listens on.
-pub(super) fn free_port() -> Result<u16, Failure> {
+pub(super) fn free_port() -> Result<u16, ProgramError> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .and_then(|listener| listener.local_addr())
         .map(|address| address.port())
-        .map_err(|error| Failure::new("a free port", error))
+        .map_err(|error| ProgramError::new("a free port", error))
 }
 
 /// A running server, ended when dropped.
-pub(super) struct Server {
+pub(super) struct BenchServer {
     name: String,
     child: Child,
     pub(super) port: u16,
 }
 
-impl Server {
+impl BenchServer {
     /// Starts a program bound to a core, and waits until it listens.
     pub(super) fn start(
         core: &str,
@@ -63,22 +63,22 @@ impl Server {
         program: &Path,
         arguments: &[String],
         port: u16,
-    ) -> Result<Self, Failure> {
-        let child = Command::new(system("taskset")?)
+    ) -> Result<Self, ProgramError> {
+        let child = Command::new(system_program("taskset")?)
             .args(["-c", core])
             .arg(program)
             .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()
-            .map_err(|error| Failure::new(name, error))?;
+            .map_err(|error| ProgramError::new(name, error))?;
         let mut server = Self { name: name.to_owned(), child, port };
         server.await_listening()?;
         Ok(server)
     }
 
     /// Starts nginx as a single process with one server, into which `inside` is put.
-    pub(super) fn nginx(folder: &Folder, core: &str, name: &str, inside: &str) -> Result<Self, Failure> {
+    pub(super) fn nginx(folder: &TempFolder, core: &str, name: &str, server_block: &str) -> Result<Self, ProgramError> {
         let port = free_port()?;
         let home = folder.0.display().to_string();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
@@ -96,41 +96,41 @@ http {{
   keepalive_requests 1000000000;
 {temporary}  server {{
     listen 127.0.0.1:{port};
-{inside}  }}
+{server_block}  }}
 }}
 "
         );
         let file = folder.write(&format!("{name}.conf"), &text)?;
         let arguments = ["-p".to_owned(), home, "-c".to_owned(), file.display().to_string()];
         let arguments = [&arguments[..], &["-e".to_owned(), "stderr".to_owned()]].concat();
-        Self::start(core, "nginx", &system("nginx")?, &arguments, port)
+        Self::start(core, "nginx", &system_program("nginx")?, &arguments, port)
     }
 
-    fn await_listening(&mut self) -> Result<(), Failure> {
+    fn await_listening(&mut self) -> Result<(), ProgramError> {
         let begin = Instant::now();
-        while begin.elapsed() < PATIENCE {
+        while begin.elapsed() < START_TIMEOUT {
             if TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok() {
                 return Ok(());
             }
             if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(Failure::new(&self.name, format!("ended before it listened ({status})")));
+                return Err(ProgramError::new(&self.name, format!("ended before it listened ({status})")));
             }
             thread::sleep(Duration::from_millis(20));
         }
-        Err(Failure::new(&self.name, "does not listen"))
+        Err(ProgramError::new(&self.name, "does not listen"))
     }
 
     /// CPU time spent so far by all threads, in the kernel and out of it.
-    pub(super) fn cpu_seconds(&self) -> Result<f64, Failure> {
+    pub(super) fn cpu_seconds(&self) -> Result<f64, ProgramError> {
         let listing = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
-            .map_err(|error| Failure::new(&self.name, error))?;
-        ticks(&listing)
-            .map(|ticks| ticks as f64 / TICKS)
-            .ok_or_else(|| Failure::new(&self.name, "/proc tells no CPU time"))
+            .map_err(|error| ProgramError::new(&self.name, error))?;
+        cpu_ticks(&listing)
+            .map(|ticks| ticks as f64 / TICKS_PER_SECOND)
+            .ok_or_else(|| ProgramError::new(&self.name, "/proc tells no CPU time"))
     }
 }
 
-impl Drop for Server {
+impl Drop for BenchServer {
     fn drop(&mut self) {
         // It may have ended by itself, which its row has reported.
         let _ = self.child.kill();
@@ -139,7 +139,7 @@ impl Drop for Server {
 }
 
 /// `utime` + `stime` of /proc/PID/stat. The program's name, in brackets, may hold anything.
-fn ticks(listing: &str) -> Option<u64> {
+fn cpu_ticks(listing: &str) -> Option<u64> {
     let (_, rest) = listing.rsplit_once(") ")?;
     let mut fields = rest.split(' ').skip(11);
     let mut next = || fields.next()?.parse::<u64>().ok();
@@ -153,13 +153,13 @@ mod tests {
     #[test]
     fn ticks_of_a_program_with_an_odd_name() {
         let listing = "42 (a) b (c) S 1 42 42 0 -1 4194560 100 0 0 0 250 50 0 0 20 0 1 0 1 1 1";
-        assert_eq!(ticks(listing), Some(300));
-        assert_eq!(ticks("42 (a"), None);
+        assert_eq!(cpu_ticks(listing), Some(300));
+        assert_eq!(cpu_ticks("42 (a"), None);
     }
 
     #[test]
     fn own_cpu_time_is_read() {
         let listing = std::fs::read_to_string("/proc/self/stat").unwrap();
-        assert!(ticks(&listing).is_some());
+        assert!(cpu_ticks(&listing).is_some());
     }
 }

@@ -8,31 +8,31 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use sqlx::{Executor as _, MySqlPool, PgPool};
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Span, Time, Verb};
 use tidegate_store::{MongoDb, MySql, Postgres, Remote, RowsOptions};
-use tidegate_testkit::servers::{database::Database, mariadb::mariadb, mongo::mongo, postgres::postgres};
+use tidegate_testkit::servers::{database::DatabaseServer, mariadb::mariadb, mongo::mongo, postgres::postgres};
 use tokio::runtime::{Builder, Runtime};
 
 use super::TASKS;
 use crate::options::Options;
-use crate::rows::{Row, Unit};
+use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 
 /// The ceiling's name.
-const CEILING: &str = "bare upsert";
+const BASELINE: &str = "bare upsert";
 /// Keys in the server.
 const KEYS: u64 = 10_000;
 /// Connections of each subject: the store's default.
 const CONNECTIONS: u32 = 8;
 
 /// What asks for one key: true if it was counted.
-type Ask = Arc<dyn Fn(u64) -> Pin<Box<dyn Future<Output = bool> + Send>> + Send + Sync>;
+type DecideFn = Arc<dyn Fn(u64) -> Pin<Box<dyn Future<Output = bool> + Send>> + Send + Sync>;
 
 /// Measures every row that the options ask for.
-pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
-    type Subjects = fn(&Runtime, &Database) -> Result<[(&'static str, Ask); 2], String>;
-    type Start = fn() -> Option<Database>;
-    let servers: [(&str, Start, Subjects); 3] = [
+pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    type ConnectSubjects = fn(&Runtime, &DatabaseServer) -> Result<[(&'static str, DecideFn); 2], String>;
+    type StartDatabase = fn() -> Option<DatabaseServer>;
+    let servers: [(&str, StartDatabase, ConnectSubjects); 3] = [
         ("stores/mariadb", mariadb, |runtime, server| runtime.block_on(on_mariadb(server.url()))),
         ("stores/postgres", postgres, |runtime, server| runtime.block_on(on_postgres(server.url()))),
         ("stores/mongodb", mongo, |runtime, server| runtime.block_on(on_mongodb(server.url()))),
@@ -41,7 +41,7 @@ pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
         if !options.wants(name) {
             continue;
         }
-        let mut row = Row::new(name, Unit::Requests);
+        let mut row = BenchRow::new(name, FigureUnit::Requests);
         match start() {
             Some(server) => {
                 if let Err(failure) = run(options, &server, subjects, &mut row) {
@@ -50,15 +50,15 @@ pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
             }
             None => row.skipped.push("the server isn't installed".to_owned()),
         }
-        done(row);
+        on_row(row);
     }
 }
 
 fn run(
     options: &Options,
-    server: &Database,
-    subjects: impl Fn(&Runtime, &Database) -> Result<[(&'static str, Ask); 2], String>,
-    row: &mut Row,
+    server: &DatabaseServer,
+    subjects: impl Fn(&Runtime, &DatabaseServer) -> Result<[(&'static str, DecideFn); 2], String>,
+    row: &mut BenchRow,
 ) -> Result<(), String> {
     let runtime =
         Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(|error| error.to_string())?;
@@ -70,7 +70,7 @@ fn run(
     for round in 0..=rounds {
         for place in 0..subjects.len() {
             let place = (place + round) % subjects.len();
-            let rate = runtime.block_on(rate(&subjects[place].1, time, round as u64))?;
+            let rate = runtime.block_on(measure_rate(&subjects[place].1, time, round as u64))?;
             if round > 0 {
                 figures[place].push(rate);
             }
@@ -83,7 +83,7 @@ fn run(
 }
 
 /// Decisions a second of all tasks.
-async fn rate(ask: &Ask, time: Duration, round: u64) -> Result<f64, String> {
+async fn measure_rate(ask: &DecideFn, time: Duration, round: u64) -> Result<f64, String> {
     let start = Instant::now();
     let tasks: Vec<_> = (0..TASKS)
         .map(|task| {
@@ -112,16 +112,16 @@ async fn rate(ask: &Ask, time: Duration, round: u64) -> Result<f64, String> {
 /// A rate that is never met: every decision changes its row.
 fn limits() -> Result<Arc<Limits>, String> {
     let rate = Rate::new(1_000_000, Span::from_secs(1), 1_000_000_000).map_err(|error| error.to_string())?;
-    Ok(Arc::new(Limits::of_one(Limit::new(Kind::Rate(rate)))))
+    Ok(Arc::new(Limits::with_limit(Limit::new(LimitKind::Rate(rate)))))
 }
 
-fn ours(store: impl Remote) -> Ask {
+fn decide_with_store(store: impl Remote) -> DecideFn {
     let store = Arc::new(store);
     Arc::new(move |key| {
         let store = Arc::clone(&store);
         Box::pin(async move {
             let mut batch = Batch::new(0);
-            let op = Op::new(LimitId::FIRST, Verb::Take, Key::new(key, spread(key)), 1);
+            let op = Op::new(LimitId::FIRST, Verb::Take, Key::new(key, hash_key(key)), 1);
             if batch.push(op).is_err() {
                 return false;
             }
@@ -131,59 +131,59 @@ fn ours(store: impl Remote) -> Ask {
     })
 }
 
-fn spread(key: u64) -> u64 {
+fn hash_key(key: u64) -> u64 {
     (key + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 fn key_bytes(key: u64) -> Vec<u8> {
-    [0, key, spread(key)].iter().flat_map(|word| word.to_be_bytes()).collect()
+    [0, key, hash_key(key)].iter().flat_map(|word| word.to_be_bytes()).collect()
 }
 
-async fn on_mariadb(url: &str) -> Result<[(&'static str, Ask); 2], String> {
+async fn on_mariadb(url: &str) -> Result<[(&'static str, DecideFn); 2], String> {
     let store = MySql::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
     let pool = sqlx::mysql::MySqlPoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
     let pool: MySqlPool = pool.connect(url).await.map_err(|error| error.to_string())?;
     let make = "CREATE TABLE bare (id BINARY(24) NOT NULL PRIMARY KEY, used BIGINT NOT NULL)";
     pool.execute(make).await.map_err(|error| error.to_string())?;
-    let bare: Ask = Arc::new(move |key| {
+    let bare: DecideFn = Arc::new(move |key| {
         let pool = pool.clone();
         Box::pin(async move {
             let upsert = sqlx::query("INSERT INTO bare VALUES (?, 1) ON DUPLICATE KEY UPDATE used = used + 1");
             upsert.bind(key_bytes(key)).execute(&pool).await.is_ok()
         })
     });
-    Ok([(OURS, ours(store)), (CEILING, bare)])
+    Ok([(OURS, decide_with_store(store)), (BASELINE, bare)])
 }
 
-async fn on_postgres(url: &str) -> Result<[(&'static str, Ask); 2], String> {
+async fn on_postgres(url: &str) -> Result<[(&'static str, DecideFn); 2], String> {
     let store = Postgres::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
     let pool = sqlx::postgres::PgPoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
     let pool: PgPool = pool.connect(url).await.map_err(|error| error.to_string())?;
     let make = "CREATE TABLE bare (id bytea PRIMARY KEY, used bigint NOT NULL)";
     pool.execute(make).await.map_err(|error| error.to_string())?;
-    let bare: Ask = Arc::new(move |key| {
+    let bare: DecideFn = Arc::new(move |key| {
         let pool = pool.clone();
         Box::pin(async move {
             let words = "INSERT INTO bare VALUES ($1, 1) ON CONFLICT (id) DO UPDATE SET used = bare.used + 1";
             sqlx::query(words).bind(key_bytes(key)).execute(&pool).await.is_ok()
         })
     });
-    Ok([(OURS, ours(store)), (CEILING, bare)])
+    Ok([(OURS, decide_with_store(store)), (BASELINE, bare)])
 }
 
-async fn on_mongodb(url: &str) -> Result<[(&'static str, Ask); 2], String> {
+async fn on_mongodb(url: &str) -> Result<[(&'static str, DecideFn); 2], String> {
     use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
     let store = MongoDb::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
     let mut options = mongodb::options::ClientOptions::parse(url).await.map_err(|error| error.to_string())?;
     options.max_pool_size = Some(CONNECTIONS);
     let client = mongodb::Client::with_options(options).map_err(|error| error.to_string())?;
     let bare = client.database("bare").collection::<Document>("bare");
-    let bare: Ask = Arc::new(move |key| {
+    let bare: DecideFn = Arc::new(move |key| {
         let bare = bare.clone();
         Box::pin(async move {
             let id = Binary { subtype: BinarySubtype::Generic, bytes: key_bytes(key) };
             bare.update_one(doc! { "_id": id }, doc! { "$inc": { "used": 1_i64 } }).upsert(true).await.is_ok()
         })
     });
-    Ok([(OURS, ours(store)), (CEILING, bare)])
+    Ok([(OURS, decide_with_store(store)), (BASELINE, bare)])
 }

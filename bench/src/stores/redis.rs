@@ -8,35 +8,35 @@ use std::time::Instant;
 use redis::aio::MultiplexedConnection;
 use tidegate::SystemClock;
 use tidegate_core::{
-    Batch, Clock as _, Key, Kind, LeaseSpec, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate, Sharing,
-    Span, Time, Verb, Window,
+    Batch, Clock as _, Key, LeaseSpec, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate,
+    Sharing, Span, Time, Verb, Window,
 };
 use tidegate_store::{Answer, Fleet, FleetOptions, Redis, RedisOptions, Remote as _, Store as _, fleet_limits};
 use tidegate_testkit::servers::RedisServer;
 
 use super::TASKS;
-use crate::keys::{Draw, Sequence};
-use crate::measure::{Spread, on};
+use crate::keys::{KeyDistribution, KeySequence};
+use crate::measure::{MedianRange, run_on_core};
 use crate::options::Options;
-use crate::rows::{Row, Unit};
+use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 
 /// The ceiling's name.
-pub(crate) const CEILING: &str = "smallest GCRA script";
+pub(crate) const BASELINE: &str = "smallest GCRA script";
 
 /// Keys in the server.
 const KEYS: u32 = 10_000;
 /// Decisions of a task in a chunk: about a tenth of a second's worth for all.
-const CALLS: usize = 150;
+const CALLS_PER_CHUNK: usize = 150;
 /// The limit that slices are taken of, and over how many keys a chunk spends it: 96 % of it.
-const LEASED: u64 = 10_000;
+const LEASED_LIMIT: u64 = 10_000;
 const LEASED_KEYS: usize = 8;
 const LEASED_CALLS: usize = 1_200;
 /// Chunks of each subject in a round, taken in turns; the round's figure is their median.
 const CHUNKS: usize = 5;
 
 /// One take of a cost of 1, in whole microseconds: step and burst are the arguments.
-const SMALLEST: &str = "\
+const SMALLEST_SCRIPT: &str = "\
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local tat = tonumber(redis.call('GET', KEYS[1]) or now)
@@ -47,18 +47,18 @@ redis.call('SET', KEYS[1], tat + ARGV[1], 'PX', math.ceil((tat + ARGV[1] - now) 
 return 0";
 
 /// Whoever can be asked for a key.
-trait Ask: Clone + Send + Sync + 'static {
-    fn ask(&mut self, key: u32) -> impl Future<Output = bool> + Send;
+trait AsyncSubject: Clone + Send + Sync + 'static {
+    fn decide(&mut self, key: u32) -> impl Future<Output = bool> + Send;
 }
 
 #[derive(Clone)]
-struct Smallest {
+struct SmallestScript {
     connection: MultiplexedConnection,
     hash: Arc<str>,
 }
 
-impl Ask for Smallest {
-    async fn ask(&mut self, key: u32) -> bool {
+impl AsyncSubject for SmallestScript {
+    async fn decide(&mut self, key: u32) -> bool {
         let mut command = redis::cmd("EVALSHA");
         command.arg(&*self.hash).arg(1).arg(format!("gcra:{key:016x}")).arg(1_000_000).arg(10_000_000_000_000_u64);
         matches!(self.connection.send_packed_command(&command).await, Ok(redis::Value::Int(0)))
@@ -66,16 +66,16 @@ impl Ask for Smallest {
 }
 
 #[derive(Clone)]
-struct Ours {
+struct TidegateRedis {
     store: Arc<Redis>,
     ids: Arc<[LimitId]>,
     /// Of how many costs, from 1 on, each call has one.
-    costs: u32,
+    max_cost: u32,
 }
 
-impl Ask for Ours {
-    async fn ask(&mut self, key: u32) -> bool {
-        let batch = batch(&self.ids, key, 1 + key % self.costs);
+impl AsyncSubject for TidegateRedis {
+    async fn decide(&mut self, key: u32) -> bool {
+        let batch = batch(&self.ids, key, 1 + key % self.max_cost);
         admits(self.store.ask(&batch, Time::from_secs(1_700_000_000)).await.as_ref().ok())
     }
 }
@@ -96,14 +96,14 @@ fn admits(outcomes: Option<&Outcomes>) -> bool {
 
 /// A node that takes slices.
 #[derive(Clone)]
-struct Leased {
+struct LeasedFleet {
     fleet: Fleet,
     id: LimitId,
     clock: SystemClock,
 }
 
-impl Ask for Leased {
-    async fn ask(&mut self, key: u32) -> bool {
+impl AsyncSubject for LeasedFleet {
+    async fn decide(&mut self, key: u32) -> bool {
         match self.fleet.apply(&batch(&[self.id], key, 1), self.clock.now()) {
             Answer::Ready(outcomes) => admits(Some(&outcomes)),
             Answer::Later(later) => admits(later.await.as_ref().ok()),
@@ -111,12 +111,12 @@ impl Ask for Leased {
     }
 }
 
-impl Leased {
+impl LeasedFleet {
     fn new(url: &str) -> Self {
         let max_age = Span::from_millis(250);
-        let window = Window::new(LEASED, Span::from_secs(60), 64).expect("a window").with_lead(max_age);
+        let window = Window::new(LEASED_LIMIT, Span::from_secs(60), 64).expect("a window").with_lead(max_age);
         let sharing = Sharing { lease: Some(LeaseSpec { permille: 100, max_age }), ..Sharing::default() };
-        let limits = Limits::new(vec![Limit::new(Kind::Window(window)).shared(sharing)]).expect("one limit");
+        let limits = Limits::new(vec![Limit::new(LimitKind::Window(window)).with_sharing(sharing)]).expect("one limit");
         let id = limits.iter().map(|(id, _)| id).next().expect("one limit");
         let limits = Arc::new(fleet_limits(&limits).expect("two limits"));
         let redis = Redis::new(RedisOptions::new(url), limits).expect("a URL");
@@ -125,66 +125,68 @@ impl Leased {
     }
 }
 
-impl Ours {
+impl TidegateRedis {
     fn new(url: &str, limits: Vec<Limit>, costs: u32) -> Self {
         let limits = Arc::new(Limits::new(limits).expect("a few limits"));
         let ids = limits.iter().map(|(id, _)| id).collect();
-        Self { store: Arc::new(Redis::new(RedisOptions::new(url), limits).expect("a URL")), ids, costs }
+        Self { store: Arc::new(Redis::new(RedisOptions::new(url), limits).expect("a URL")), ids, max_cost: costs }
     }
 }
 
 fn rate() -> Limit {
-    Limit::new(Kind::Rate(Rate::new(1, Span::from_secs(1), 10_000_000).expect("a rate")))
+    Limit::new(LimitKind::Rate(Rate::new(1, Span::from_secs(1), 10_000_000).expect("a rate")))
 }
 
 fn window() -> Limit {
     let length = Span::from_secs(60);
     let window = Window::new(1 << 30, length, 64).expect("a window");
-    Limit::new(Kind::Window(window))
+    Limit::new(LimitKind::Window(window))
         .with_penalty(Penalty::new(PenaltySpec::default(), length).expect("the default penalty"))
 }
 
 /// Measures every row that the options ask for, and hands each over as it is done.
-pub(super) fn measure(options: &Options, done: &mut dyn FnMut(Row)) {
+pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for (name, limits, costs) in [
         ("stores/redis/rate", vec![rate()], 1),
         ("stores/redis/costs", vec![rate()], 100),
         ("stores/redis/two-limits-and-penalty", vec![rate(), window()], 1),
     ] {
         if options.wants(name) {
-            let [row, _] = rows(name, CALLS, sequences, |url| Ours::new(url, limits, costs), options);
-            done(row);
+            let [row, _] =
+                measure_rows(name, CALLS_PER_CHUNK, random_keys, |url| TidegateRedis::new(url, limits, costs), options);
+            on_row(row);
         }
     }
     let name = "stores/redis/leases";
     if options.wants(name) {
-        rows(name, LEASED_CALLS, in_turns, Leased::new, options).into_iter().for_each(done);
+        measure_rows(name, LEASED_CALLS, rotating_keys, LeasedFleet::new, options).into_iter().for_each(on_row);
     }
 }
 
 /// Any of the keys, again and again.
-fn sequences(task: usize, chunk: usize) -> Vec<u32> {
-    let drawn = Sequence::new(Draw::Uniform, KEYS, task as u64).indexes;
-    drawn.iter().copied().cycle().skip(chunk * CALLS).take(CALLS).collect()
+fn random_keys(task: usize, chunk: usize) -> Vec<u32> {
+    let drawn = KeySequence::new(KeyDistribution::Uniform, KEYS, task as u64).indexes;
+    drawn.iter().copied().cycle().skip(chunk * CALLS_PER_CHUNK).take(CALLS_PER_CHUNK).collect()
 }
 
 /// New keys in every chunk, all tasks around each.
-fn in_turns(task: usize, chunk: usize) -> Vec<u32> {
+fn rotating_keys(task: usize, chunk: usize) -> Vec<u32> {
     (0..LEASED_CALLS).map(|call| (chunk * LEASED_KEYS + (task + call) % LEASED_KEYS) as u32).collect()
 }
 
 /// Decisions a second, and how many of a hundred asked the server.
-fn rows<A: Ask>(
+fn measure_rows<A: AsyncSubject>(
     name: &str,
     calls: usize,
     keys: fn(usize, usize) -> Vec<u32>,
     ours: impl FnOnce(&str) -> A + Send,
     options: &Options,
-) -> [Row; 2] {
-    let mut rows = [Row::new(name, Unit::Requests), Row::new(format!("{name}/trips"), Unit::Percent)];
+) -> [BenchRow; 2] {
+    let mut rows =
+        [BenchRow::new(name, FigureUnit::Requests), BenchRow::new(format!("{name}/trips"), FigureUnit::Percent)];
     let play_all = async |server: RedisServer| {
         let ours = ours(&server.url());
-        let smallest = smallest(&server.url()).await?;
+        let smallest = load_smallest_script(&server.url()).await?;
         let (mut of_ours, mut of_smallest, mut trips) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..options.rounds() {
             let (mut chunks_of_ours, mut chunks_of_smallest) = (Vec::new(), Vec::new());
@@ -195,31 +197,31 @@ fn rows<A: Ask>(
                 for turn in 0..2 {
                     let is_ours = (number + turn).is_multiple_of(2);
                     if is_ours && options.wants_subject(OURS) {
-                        let before = server.scripts();
-                        chunks_of_ours.push(play(&ours, keys.clone()).await?);
-                        asked += server.scripts() - before;
-                    } else if !is_ours && options.wants_subject(CEILING) {
+                        let before = server.script_count();
+                        chunks_of_ours.push(measure_rate(&ours, keys.clone()).await?);
+                        asked += server.script_count() - before;
+                    } else if !is_ours && options.wants_subject(BASELINE) {
                         // As many of them as usual: it would take twenty times as long.
-                        let keys = keys.iter().map(|keys| keys[..CALLS].to_vec()).collect();
-                        chunks_of_smallest.push(play(&smallest, keys).await?);
+                        let keys = keys.iter().map(|keys| keys[..CALLS_PER_CHUNK].to_vec()).collect();
+                        chunks_of_smallest.push(measure_rate(&smallest, keys).await?);
                     }
                 }
             }
             if options.wants_subject(OURS) {
                 trips.push(asked as f64 * 100.0 / (CHUNKS * TASKS * calls) as f64);
             }
-            of_ours.extend(Spread::of(&chunks_of_ours).map(|spread| spread.median));
-            of_smallest.extend(Spread::of(&chunks_of_smallest).map(|spread| spread.median));
+            of_ours.extend(MedianRange::of_figures(&chunks_of_ours).map(|spread| spread.median));
+            of_smallest.extend(MedianRange::of_figures(&chunks_of_smallest).map(|spread| spread.median));
         }
         Ok::<_, String>((of_ours, of_smallest, trips))
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let server = on(0, RedisServer::start).ok_or_else(|| "redis-server: is not installed".to_owned());
+    let server = run_on_core(0, RedisServer::start).ok_or_else(|| "redis-server: is not installed".to_owned());
     // The server has the other core.
-    match server.and_then(|server| on(1, || runtime.block_on(play_all(server)))) {
+    match server.and_then(|server| run_on_core(1, || runtime.block_on(play_all(server)))) {
         Ok((of_ours, of_smallest, trips)) => {
             rows[0].push(OURS, of_ours);
-            rows[0].push(CEILING, of_smallest);
+            rows[0].push(BASELINE, of_smallest);
             rows[1].push(OURS, trips);
             rows
         }
@@ -230,18 +232,18 @@ fn rows<A: Ask>(
     }
 }
 
-async fn smallest(url: &str) -> Result<Smallest, String> {
+async fn load_smallest_script(url: &str) -> Result<SmallestScript, String> {
     let connect = async {
         let mut connection = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
-        let script = redis::Script::new(SMALLEST);
+        let script = redis::Script::new(SMALLEST_SCRIPT);
         script.load_async(&mut connection).await?;
-        Ok::<_, redis::RedisError>(Smallest { connection, hash: script.get_hash().into() })
+        Ok::<_, redis::RedisError>(SmallestScript { connection, hash: script.get_hash().into() })
     };
     connect.await.map_err(|error| error.to_string())
 }
 
 /// Decisions a second of all tasks together, each with its keys.
-async fn play(subject: &impl Ask, keys: Vec<Vec<u32>>) -> Result<f64, String> {
+async fn measure_rate(subject: &impl AsyncSubject, keys: Vec<Vec<u32>>) -> Result<f64, String> {
     let count: usize = keys.iter().map(Vec::len).sum();
     let begin = Instant::now();
     let tasks: Vec<_> = keys
@@ -250,7 +252,7 @@ async fn play(subject: &impl Ask, keys: Vec<Vec<u32>>) -> Result<f64, String> {
             let mut subject = subject.clone();
             tokio::spawn(async move {
                 for key in keys {
-                    if !subject.ask(key).await {
+                    if !subject.decide(key).await {
                         return false;
                     }
                 }

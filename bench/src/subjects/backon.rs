@@ -1,17 +1,17 @@
 //! backon's exponential back-off with jitter, asked for the delays of one call after the other.
 
-use super::{Subject, unkeyed};
-use crate::keys::Sequence;
+use super::{Subject, unkeyed_worker};
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use std::time::Duration;
 
 /// Delays asked for until a call is over and the next begins with the shortest one.
-pub const TRIES: u32 = 10;
+pub const TRIES_PER_CALL: u32 = 10;
 
 /// Base 1 s, factor 2, cap one hour: ten delays do not meet the cap.
 pub fn backoff() -> Box<dyn Subject> {
-    Box::new(Backon(
+    Box::new(BackonSubject(
         ExponentialBuilder::new()
             .with_min_delay(Duration::from_secs(1))
             .with_max_delay(Duration::from_secs(3600))
@@ -21,18 +21,18 @@ pub fn backoff() -> Box<dyn Subject> {
     ))
 }
 
-struct Backon(ExponentialBuilder);
+struct BackonSubject(ExponentialBuilder);
 
-struct Delays<'a> {
+struct BackonDelays<'a> {
     builder: &'a ExponentialBuilder,
     seed: u64,
     tries: u32,
     current: ExponentialBackoff,
 }
 
-impl Delays<'_> {
+impl BackonDelays<'_> {
     fn next(&mut self) -> Option<Duration> {
-        if self.tries == TRIES {
+        if self.tries == TRIES_PER_CALL {
             self.tries = 0;
             self.seed = self.seed.wrapping_add(1);
             self.current = self.builder.with_jitter_seed(self.seed).build();
@@ -42,17 +42,17 @@ impl Delays<'_> {
     }
 }
 
-impl Subject for Backon {
+impl Subject for BackonSubject {
     fn name(&self) -> &'static str {
         "backon"
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         self.0.build().next().is_some()
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        let mut delays = Delays { builder: &self.0, seed: 1, tries: 0, current: self.0.build() };
-        unkeyed(move || std::hint::black_box(delays.next()).is_some())
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        let mut delays = BackonDelays { builder: &self.0, seed: 1, tries: 0, current: self.0.build() };
+        unkeyed_worker(move || std::hint::black_box(delays.next()).is_some())
     }
 }

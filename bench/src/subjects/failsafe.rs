@@ -1,7 +1,7 @@
 //! failsafe with its policy of consecutive failures: the one that costs least.
 
-use super::{Subject, unkeyed};
-use crate::keys::Sequence;
+use super::{Subject, unkeyed_worker};
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use failsafe::backoff::{Constant, constant};
 use failsafe::failure_policy::{ConsecutiveFailures, consecutive_failures};
@@ -11,27 +11,27 @@ use std::time::Duration;
 /// A closed breaker around a call that succeeds at once.
 pub fn breaker() -> Box<dyn Subject> {
     let policy = consecutive_failures(5, constant(Duration::from_secs(300)));
-    Box::new(Breaker(Config::new().failure_policy(policy).build()))
+    Box::new(FailsafeBreaker(Config::new().failure_policy(policy).build()))
 }
 
-struct Breaker(StateMachine<ConsecutiveFailures<Constant>, ()>);
+struct FailsafeBreaker(StateMachine<ConsecutiveFailures<Constant>, ()>);
 
-impl Breaker {
+impl FailsafeBreaker {
     fn call(&self) -> bool {
         self.0.call(|| Ok::<_, ()>(())).is_ok()
     }
 }
 
-impl Subject for Breaker {
+impl Subject for FailsafeBreaker {
     fn name(&self) -> &'static str {
         "failsafe"
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         self.call()
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        unkeyed(|| self.call())
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        unkeyed_worker(|| self.call())
     }
 }

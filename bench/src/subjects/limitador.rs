@@ -1,8 +1,8 @@
 //! limitador, in memory: at its best, with every counter built beforehand, and as its users meet it, with a context made
 //! from each request.
 
-use super::{Parts, Subject, Terms};
-use crate::keys::{Sequence, name};
+use super::{LimitTerms, RingRanges, Subject};
+use crate::keys::{KeySequence, key_text};
 use crate::measure::Worker;
 use limitador::RateLimiter;
 use limitador::counter::Counter;
@@ -14,22 +14,22 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 /// Counters that it keeps at most: more than any row has.
-const CACHE: u64 = 2_000_000;
+const MAX_COUNTERS: u64 = 2_000_000;
 
 /// A limit for each text, asked with counters that were built before the clock ran. `touch` builds its own.
-pub fn prebuilt(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Prebuilt { storage: InMemoryStorage::new(CACHE), limit: Arc::new(limit(terms)) })
+pub fn prebuilt(terms: LimitTerms) -> Box<dyn Subject> {
+    Box::new(LimitadorPrebuilt { storage: InMemoryStorage::new(MAX_COUNTERS), limit: Arc::new(limit(terms)) })
 }
 
 /// A limit for each text, asked as a server does: a context of the request's method, path and key, the limit's
 /// conditions evaluated over it, the counter resolved from it.
-pub fn whole(terms: Terms) -> Box<dyn Subject> {
-    let limiter = RateLimiter::new(CACHE);
+pub fn whole(terms: LimitTerms) -> Box<dyn Subject> {
+    let limiter = RateLimiter::new(MAX_COUNTERS);
     limiter.add_limit(limit(terms));
-    Box::new(Whole { limiter, namespace: Namespace::from("bench") })
+    Box::new(LimitadorWhole { limiter, namespace: Namespace::from("bench") })
 }
 
-fn limit(terms: Terms) -> Limit {
+fn limit(terms: LimitTerms) -> Limit {
     let conditions =
         ["method == 'POST'", "path == '/login'"].map(|condition| condition.try_into().expect("the condition is valid"));
     let variables = ["client".try_into().expect("the variable is valid")];
@@ -45,12 +45,12 @@ fn context(key: &str) -> Context<'static> {
     .into()
 }
 
-struct Prebuilt {
+struct LimitadorPrebuilt {
     storage: InMemoryStorage,
     limit: Arc<Limit>,
 }
 
-impl Prebuilt {
+impl LimitadorPrebuilt {
     fn counter(&self, key: &str) -> Vec<Counter> {
         let counter = Counter::new(Arc::clone(&self.limit), &context(key));
         vec![counter.expect("the variable resolves").expect("the context has the variable")]
@@ -62,68 +62,68 @@ impl Prebuilt {
     }
 }
 
-impl Subject for Prebuilt {
+impl Subject for LimitadorPrebuilt {
     fn name(&self) -> &'static str {
         "limitador (prebuilt)"
     }
 
-    fn touch(&self, key: &String) -> bool {
+    fn decide_once(&self, key: &String) -> bool {
         self.decide(&mut self.counter(key))
     }
 
-    fn worker<'a>(&'a self, sequence: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+    fn worker<'a>(&'a self, sequence: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
         let keys = sequence.indexes.iter().max().map_or(0, |most| most + 1);
-        Box::new(Asking {
-            of: self,
-            counters: (0..keys).map(|index| self.counter(&name(index))).collect(),
+        Box::new(LimitadorWorker {
+            subject: self,
+            counters: (0..keys).map(|index| self.counter(&key_text(index))).collect(),
             order: &sequence.indexes,
-            at: 0,
+            position: 0,
         })
     }
 }
 
-struct Asking<'a> {
-    of: &'a Prebuilt,
+struct LimitadorWorker<'a> {
+    subject: &'a LimitadorPrebuilt,
     counters: Vec<Vec<Counter>>,
     order: &'a [u32],
-    at: usize,
+    position: usize,
 }
 
-impl Worker for Asking<'_> {
+impl Worker for LimitadorWorker<'_> {
     fn run(&mut self, steps: usize) -> usize {
         let mut admitted = 0;
-        for part in Parts::new(&mut self.at, self.order.len(), steps) {
+        for part in RingRanges::new(&mut self.position, self.order.len(), steps) {
             for index in &self.order[part] {
                 let counters = black_box(&mut self.counters[*index as usize]);
-                admitted += usize::from(black_box(self.of.decide(counters)));
+                admitted += usize::from(black_box(self.subject.decide(counters)));
             }
         }
         admitted
     }
 }
 
-struct Whole {
+struct LimitadorWhole {
     limiter: RateLimiter,
     namespace: Namespace,
 }
 
-impl Whole {
+impl LimitadorWhole {
     fn decide(&self, key: &str) -> bool {
         let answer = self.limiter.check_rate_limited_and_update(&self.namespace, &context(key), 1);
         !answer.expect("memory does not fail").limited
     }
 }
 
-impl Subject for Whole {
+impl Subject for LimitadorWhole {
     fn name(&self) -> &'static str {
         "limitador (one limit)"
     }
 
-    fn touch(&self, key: &String) -> bool {
+    fn decide_once(&self, key: &String) -> bool {
         self.decide(key)
     }
 
-    fn worker<'a>(&'a self, sequence: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        super::keyed(sequence, |key| self.decide(key))
+    fn worker<'a>(&'a self, sequence: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        super::keyed_worker(sequence, |key| self.decide(key))
     }
 }

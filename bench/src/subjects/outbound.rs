@@ -1,16 +1,16 @@
 //! Ours around calls to others: the breaker alone, as a layer, and the whole machine.
 
-use super::tidegate::policy;
+use super::tidegate::load_policy;
 use super::tower_resilience::immediate;
-use super::{OURS, Subject, at_once, call_once, unkeyed};
-use crate::keys::Sequence;
+use super::{OURS, Subject, call_once, spin_until_ready, unkeyed_worker};
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
-use tidegate::core::breaker::Lock;
+use tidegate::core::breaker::ExclusiveAccess;
 use tidegate::core::call::Reply;
 use tidegate::core::retry::Reach;
 use tidegate::core::{Breaker, BreakerSpec, Class, SharedBreaker};
@@ -22,29 +22,33 @@ use tower::Layer;
 
 /// How a breaker learns what time it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum ClockUse {
     /// By its driver, who has read the clock for other reasons: what the breaker itself costs.
-    AtHand,
+    GivenTime,
     /// By a clock that is read for it, before the call and after.
-    Read,
+    ReadsClock,
 }
 
 /// A closed breaker around a call that succeeds at once.
-pub fn breaker(told: Told) -> Box<dyn Subject> {
+pub fn breaker(told: ClockUse) -> Box<dyn Subject> {
     let breaker = Breaker::new(BreakerSpec::default()).expect("the defaults are valid");
-    Box::new(Alone { breaker: SharedBreaker::new(Locked(Mutex::new(breaker))), told, clock: SystemClock::new() })
+    Box::new(BreakerSubject {
+        breaker: SharedBreaker::new(MutexBreaker(Mutex::new(breaker))),
+        clock_use: told,
+        clock: SystemClock::new(),
+    })
 }
 
 /// The same as a layer around a service of tower that replies at once.
 pub fn breaker_layer() -> Box<dyn Subject> {
     let judge = |outcome: Result<&(), &Infallible>| outcome.map_or(Class::Transient, |()| Class::Success);
     let layer = BreakerLayer::new(BreakerSpec::default(), judge).expect("the defaults are valid");
-    Box::new(Layered(layer.layer(immediate())))
+    Box::new(BreakerLayerSubject(layer.layer(immediate())))
 }
 
 /// Which limit a provider has, of those that no run reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Limit {
+pub enum LimitChoice {
     /// A strict window of more calls than it keeps one by one, which are counted ahead of their replies.
     Window,
     /// A rate.
@@ -53,37 +57,37 @@ pub enum Limit {
 
 /// Whole calls to a provider with a limit, two credentials and everything else by default, around an upstream that
 /// replies at once.
-pub fn calls(limit: Limit) -> Box<dyn Subject> {
+pub fn calls(limit: LimitChoice) -> Box<dyn Subject> {
     let (name, limit) = match limit {
-        Limit::Window => (OURS, "1000000000 per 10s"),
-        Limit::Rate => ("tidegate (rate)", "1 per 1s burst 1000000000"),
+        LimitChoice::Window => (OURS, "1000000000 per 10s"),
+        LimitChoice::Rate => ("tidegate (rate)", "1 per 1s burst 1000000000"),
     };
     let text = format!(
         "[outbound.provider.api]\nlimit = \"{limit}\"\ncredentials = [\"env:BENCH_A\", \"env:BENCH_B\"]\nauth = \"bearer\"\n"
     );
-    let outbound = Outbound::new(&policy(&text)).expect("the policy has providers");
+    let outbound = Outbound::new(&load_policy(&text)).expect("the policy has providers");
     let provider = outbound.provider("api").expect("the policy has this one").clone();
     let runtime = Builder::new_current_thread().enable_time().build().expect("a runtime can be made");
-    Box::new(Calls { name, provider, runtime })
+    Box::new(TidegateCalls { name, provider, runtime })
 }
 
-struct Locked(Mutex<Breaker>);
+struct MutexBreaker(Mutex<Breaker>);
 
-impl Lock<Breaker> for Locked {
+impl ExclusiveAccess<Breaker> for MutexBreaker {
     fn with<R>(&self, work: impl FnOnce(&mut Breaker) -> R) -> R {
         work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-struct Alone {
-    breaker: SharedBreaker<Locked>,
-    told: Told,
+struct BreakerSubject {
+    breaker: SharedBreaker<MutexBreaker>,
+    clock_use: ClockUse,
     clock: SystemClock,
 }
 
-impl Alone {
+impl BreakerSubject {
     fn call(&self, at_hand: Time, rng: &mut SmallRng) -> bool {
-        let now = || if self.told == Told::Read { self.clock.now() } else { black_box(at_hand) };
+        let now = || if self.clock_use == ClockUse::ReadsClock { self.clock.now() } else { black_box(at_hand) };
         let began_at = now();
         let Ok(permit) = self.breaker.take(began_at) else { return false };
         let ended_at = now();
@@ -92,58 +96,58 @@ impl Alone {
     }
 }
 
-impl Subject for Alone {
+impl Subject for BreakerSubject {
     fn name(&self) -> &'static str {
-        match self.told {
-            Told::AtHand => OURS,
-            Told::Read => "tidegate (clock read)",
+        match self.clock_use {
+            ClockUse::GivenTime => OURS,
+            ClockUse::ReadsClock => "tidegate (clock read)",
         }
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         self.call(self.clock.now(), &mut SmallRng::seed_from_u64(1))
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
         let (at_hand, mut rng) = (self.clock.now(), SmallRng::seed_from_u64(1));
-        unkeyed(move || self.call(at_hand, &mut rng))
+        unkeyed_worker(move || self.call(at_hand, &mut rng))
     }
 }
 
-struct Layered<S>(S);
+struct BreakerLayerSubject<S>(S);
 
-impl<S: tower::Service<()> + Clone + Send + Sync> Subject for Layered<S> {
+impl<S: tower::Service<()> + Clone + Send + Sync> Subject for BreakerLayerSubject<S> {
     fn name(&self) -> &'static str {
         OURS
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         call_once(&mut self.0.clone())
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
         let mut service = self.0.clone();
-        unkeyed(move || call_once(&mut service))
+        unkeyed_worker(move || call_once(&mut service))
     }
 }
 
-struct Calls {
+struct TidegateCalls {
     name: &'static str,
     provider: Provider,
     runtime: Runtime,
 }
 
-impl Calls {
+impl TidegateCalls {
     fn call(&self) -> bool {
-        let done = at_once(self.provider.call(CallOptions::default(), &mut Immediate));
+        let done = spin_until_ready(self.provider.call(CallOptions::default(), &mut ImmediateUpstream));
         done.is_ok_and(|done| done.happened.attempts == 1)
     }
 }
 
 /// An upstream that replies at once.
-struct Immediate;
+struct ImmediateUpstream;
 
-impl Upstream for Immediate {
+impl Upstream for ImmediateUpstream {
     type Reply = ();
 
     async fn send(&mut self, attempt: Attempt) -> Ended<()> {
@@ -153,25 +157,25 @@ impl Upstream for Immediate {
     }
 }
 
-impl Subject for Calls {
+impl Subject for TidegateCalls {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         let _entered = self.runtime.enter();
         self.call()
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        Box::new(Within(self))
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        Box::new(TidegateCallsWorker(self))
     }
 }
 
 /// Calls within the runtime, which is entered once and not for each.
-struct Within<'a>(&'a Calls);
+struct TidegateCallsWorker<'a>(&'a TidegateCalls);
 
-impl Worker for Within<'_> {
+impl Worker for TidegateCallsWorker<'_> {
     fn run(&mut self, steps: usize) -> usize {
         let _entered = self.0.runtime.enter();
         (0..steps).map(|_| usize::from(black_box(self.0.call()))).sum()

@@ -1,33 +1,33 @@
 //! recloser by its defaults: a failure rate of one half over a hundred calls.
 
-use super::{Subject, unkeyed};
-use crate::keys::Sequence;
+use super::{Subject, unkeyed_worker};
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use recloser::Recloser;
 
 /// A closed breaker around a call that succeeds at once.
 pub fn breaker() -> Box<dyn Subject> {
-    Box::new(Breaker(Recloser::default()))
+    Box::new(RecloserBreaker(Recloser::default()))
 }
 
-struct Breaker(Recloser);
+struct RecloserBreaker(Recloser);
 
-impl Breaker {
+impl RecloserBreaker {
     fn call(&self) -> bool {
         self.0.call(|| Ok::<_, ()>(())).is_ok()
     }
 }
 
-impl Subject for Breaker {
+impl Subject for RecloserBreaker {
     fn name(&self) -> &'static str {
         "recloser"
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         self.call()
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        unkeyed(|| self.call())
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        unkeyed_worker(|| self.call())
     }
 }

@@ -1,7 +1,7 @@
 //! throttlecrab, with the store that it calls its default. It wants `&mut self`: two threads need a mutex, one does not.
 
-use super::{Parts, Subject, Terms};
-use crate::keys::Sequence;
+use super::{LimitTerms, RingRanges, Subject};
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use std::hint::black_box;
 use std::sync::Mutex;
@@ -9,25 +9,28 @@ use std::time::SystemTime;
 use throttlecrab::{PeriodicStore, RateLimiter};
 
 /// One limit for all calls: it has no limiter without keys, so every call has the same one.
-pub fn direct(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Throttlecrab { same: vec![crate::keys::name(0); 4096], ..Throttlecrab::new(terms) })
+pub fn direct(terms: LimitTerms) -> Box<dyn Subject> {
+    Box::new(ThrottlecrabSubject {
+        single_key: vec![crate::keys::key_text(0); 4096],
+        ..ThrottlecrabSubject::new(terms)
+    })
 }
 
 /// A limit for each text.
-pub fn keyed(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Throttlecrab::new(terms))
+pub fn keyed(terms: LimitTerms) -> Box<dyn Subject> {
+    Box::new(ThrottlecrabSubject::new(terms))
 }
 
-struct Throttlecrab {
+struct ThrottlecrabSubject {
     limiter: Mutex<RateLimiter<PeriodicStore>>,
-    terms: Terms,
+    terms: LimitTerms,
     /// Keys to ask with instead of the sequence's.
-    same: Vec<String>,
+    single_key: Vec<String>,
 }
 
-impl Throttlecrab {
-    fn new(terms: Terms) -> Self {
-        Self { limiter: Mutex::new(RateLimiter::new(PeriodicStore::new())), terms, same: Vec::new() }
+impl ThrottlecrabSubject {
+    fn new(terms: LimitTerms) -> Self {
+        Self { limiter: Mutex::new(RateLimiter::new(PeriodicStore::new())), terms, single_key: Vec::new() }
     }
 
     fn decide(&self, limiter: &mut RateLimiter<PeriodicStore>, key: &str) -> bool {
@@ -39,39 +42,39 @@ impl Throttlecrab {
     }
 }
 
-impl Subject for Throttlecrab {
+impl Subject for ThrottlecrabSubject {
     fn name(&self) -> &'static str {
         "throttlecrab"
     }
 
-    fn touch(&self, key: &String) -> bool {
-        let key = self.same.first().unwrap_or(key);
+    fn decide_once(&self, key: &String) -> bool {
+        let key = self.single_key.first().unwrap_or(key);
         self.decide(&mut self.limiter.lock().expect("no thread panicked"), key)
     }
 
-    fn worker<'a>(&'a self, sequence: &'a Sequence, threads: usize) -> Box<dyn Worker + 'a> {
-        let keys = if self.same.is_empty() { &sequence.keys } else { &self.same };
-        Box::new(Asking { of: self, keys, at: 0, alone: threads == 1 })
+    fn worker<'a>(&'a self, sequence: &'a KeySequence, threads: usize) -> Box<dyn Worker + 'a> {
+        let keys = if self.single_key.is_empty() { &sequence.keys } else { &self.single_key };
+        Box::new(ThrottlecrabWorker { subject: self, keys, position: 0, is_single_thread: threads == 1 })
     }
 }
 
-struct Asking<'a> {
-    of: &'a Throttlecrab,
+struct ThrottlecrabWorker<'a> {
+    subject: &'a ThrottlecrabSubject,
     keys: &'a [String],
-    at: usize,
-    alone: bool,
+    position: usize,
+    is_single_thread: bool,
 }
 
-impl Worker for Asking<'_> {
+impl Worker for ThrottlecrabWorker<'_> {
     fn run(&mut self, steps: usize) -> usize {
         let mut admitted = 0;
-        let mut whole = self.alone.then(|| self.of.limiter.lock().expect("no thread panicked"));
-        for part in Parts::new(&mut self.at, self.keys.len(), steps) {
+        let mut held_lock = self.is_single_thread.then(|| self.subject.limiter.lock().expect("no thread panicked"));
+        for part in RingRanges::new(&mut self.position, self.keys.len(), steps) {
             for key in &self.keys[part] {
                 let key = black_box(key);
-                let allowed = match &mut whole {
-                    Some(limiter) => self.of.decide(limiter, key),
-                    None => self.of.decide(&mut self.of.limiter.lock().expect("no thread panicked"), key),
+                let allowed = match &mut held_lock {
+                    Some(limiter) => self.subject.decide(limiter, key),
+                    None => self.subject.decide(&mut self.subject.limiter.lock().expect("no thread panicked"), key),
                 };
                 admitted += usize::from(black_box(allowed));
             }

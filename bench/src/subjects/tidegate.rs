@@ -1,47 +1,47 @@
 //! Ours, by its public API: what a Rust program would write.
 
-use super::backon::TRIES;
-use super::{OURS, Subject, Terms, keyed as keyed_loop, unkeyed};
-use crate::keys::{Sequence, name as key_name};
+use super::backon::TRIES_PER_CALL;
+use super::{LimitTerms, OURS, Subject, keyed_worker as keyed_loop, unkeyed_worker};
+use crate::keys::{KeySequence, key_text as key_name};
 use crate::measure::Worker;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU64, Ordering};
-use tidegate::core::backoff::Waits;
-use tidegate::policy::Sources;
+use tidegate::core::backoff::BackoffState;
+use tidegate::policy::PolicySources;
 use tidegate::{Backoff, Clock, Gate, KeyedLimiter, Limiter, Memory, Policy, Query, Span, SystemClock, Time};
 
 /// One rate, no key.
-pub fn direct(terms: Terms) -> Box<dyn Subject> {
-    Box::new(Direct(Limiter::new(&rate(terms)).expect("the terms are a rate")))
+pub fn direct(terms: LimitTerms) -> Box<dyn Subject> {
+    Box::new(TidegateDirect(Limiter::new(&rate(terms)).expect("the terms are a rate")))
 }
 
 /// A rate for each text, in a store of the default size.
-pub fn keyed(terms: Terms) -> Box<dyn Subject> {
-    Box::new(ByText { name: OURS, limiter: KeyedLimiter::new(&rate(terms)).expect("the terms are a rate") })
+pub fn keyed(terms: LimitTerms) -> Box<dyn Subject> {
+    Box::new(TidegateKeyed { name: OURS, limiter: KeyedLimiter::new(&rate(terms)).expect("the terms are a rate") })
 }
 
 /// A strict window for each text, which none of the rivals has: to see what strictness costs. Its store is larger than
 /// the default one, which does not hold the windows of a million keys.
-pub fn windowed(terms: Terms) -> Box<dyn Subject> {
+pub fn windowed(terms: LimitTerms) -> Box<dyn Subject> {
     const MAX_BYTES: usize = 2 << 30;
     let window = format!("{} per 1h", terms.burst);
     let limiter = KeyedLimiter::with_clock(&window, MAX_BYTES, SystemClock::new());
-    Box::new(ByText { name: "tidegate (strict window)", limiter: limiter.expect("the terms are a window") })
+    Box::new(TidegateKeyed { name: "tidegate (strict window)", limiter: limiter.expect("the terms are a window") })
 }
 
 /// How full the state is that an inbound decision meets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Filling {
+pub enum StateFill {
     /// Of clients that call four times a minute on average, none above six times as often: short logs for the action,
     /// long ones for the hour that the global limit counts. Time passes quickly, so that this state lasts however fast
     /// the calls come.
-    Everyday,
+    Typical,
     /// Of clients that call as fast as they can under limits that none of them reaches: every window's log is full and
     /// merges its neighbours. The worst case.
-    Packed,
+    FullLogs,
     /// No logs: both limits are rates.
     Rates,
     /// Blocked clients.
@@ -50,12 +50,12 @@ pub enum Filling {
 
 /// The whole inbound decision: three actions to match, a penalty, the action's limit and the global one; for `clients`
 /// that call in no particular order.
-pub fn inbound(filling: Filling, clients: u32) -> Box<dyn Subject> {
+pub fn inbound(filling: StateFill, clients: u32) -> Box<dyn Subject> {
     let (name, login, global) = match filling {
-        Filling::Everyday => (OURS, "100 per 60s", "5000 per 1h"),
-        Filling::Packed => ("tidegate (packed logs)", "1000000000 per 60s", "1000000000 per 1h"),
-        Filling::Rates => ("tidegate (rates)", "1 per 10s burst 1000000", "1 per 10s burst 1000000"),
-        Filling::Blocked => (OURS, "2 per 1h", "1000000000 per 1h"),
+        StateFill::Typical => (OURS, "100 per 60s", "5000 per 1h"),
+        StateFill::FullLogs => ("tidegate (packed logs)", "1000000000 per 60s", "1000000000 per 1h"),
+        StateFill::Rates => ("tidegate (rates)", "1 per 10s burst 1000000", "1 per 10s burst 1000000"),
+        StateFill::Blocked => (OURS, "2 per 1h", "1000000000 per 1h"),
     };
     let text = format!(
         r#"
@@ -80,29 +80,29 @@ limit = "{login}"
 penalty = {{ base = "1h", cap = "1h" }}
 "#
     );
-    let policy = policy(&text);
-    if filling != Filling::Everyday {
+    let policy = load_policy(&text);
+    if filling != StateFill::Typical {
         let gate = Gate::new(&policy);
-        return Box::new(Inbound { name, gate });
+        return Box::new(InboundSubject { name, gate });
     }
-    let clock = QuickClock {
+    let clock = FastClock {
         real: SystemClock::new(),
         ahead: AtomicU64::new(0),
         step: Span::from_micros(15_000_000 / u64::from(clients)),
     };
     let gate = Gate::in_memory(&policy, clock);
-    let inbound = Inbound { name, gate };
+    let inbound = InboundSubject { name, gate };
     // An hour and more of them, until as many calls leave the global windows as enter.
     for call in 0..260 * clients {
         let number = call.wrapping_mul(0x9e37_79b1) % clients;
-        inbound.touch(&key_name(number));
+        inbound.decide_once(&key_name(number));
     }
     Box::new(inbound)
 }
 
 /// Base 1 s, factor 2, cap one hour, full jitter.
 pub fn backoff() -> Box<dyn Subject> {
-    Box::new(Delays(Backoff::exponential(Span::from_secs(1), Span::from_secs(3600))))
+    Box::new(TidegateBackoff(Backoff::exponential(Span::from_secs(1), Span::from_secs(3600))))
 }
 
 /// A policy of this text alone.
@@ -110,64 +110,64 @@ pub fn backoff() -> Box<dyn Subject> {
 /// # Panics
 ///
 /// If it isn't valid: the benchmark's own texts are.
-pub fn policy(text: &str) -> Policy {
-    let sources = Sources::new().file("bench.toml", text);
+pub fn load_policy(text: &str) -> Policy {
+    let sources = PolicySources::new().file("bench.toml", text);
     Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 /// A login from this address.
-pub fn login(ip: IpAddr) -> Query<'static> {
+pub fn login_query(ip: IpAddr) -> Query<'static> {
     Query { ip: Some(ip), method: Some("POST"), path: Some("/login"), host: Some("example.com"), ..Query::default() }
 }
 
-fn rate(terms: Terms) -> String {
+fn rate(terms: LimitTerms) -> String {
     let (count, seconds) = terms.count_and_seconds();
     format!("{count} per {seconds}s burst {}", terms.burst)
 }
 
-struct Direct(Limiter);
+struct TidegateDirect(Limiter);
 
-impl Subject for Direct {
+impl Subject for TidegateDirect {
     fn name(&self) -> &'static str {
         OURS
     }
 
-    fn touch(&self, _: &String) -> bool {
-        self.0.check().is_now()
+    fn decide_once(&self, _: &String) -> bool {
+        self.0.check().is_admitted()
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        unkeyed(|| self.0.check().is_now())
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        unkeyed_worker(|| self.0.check().is_admitted())
     }
 }
 
-struct ByText {
+struct TidegateKeyed {
     name: &'static str,
     limiter: KeyedLimiter<String>,
 }
 
-impl Subject for ByText {
+impl Subject for TidegateKeyed {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn touch(&self, key: &String) -> bool {
-        self.limiter.check(key).is_now()
+    fn decide_once(&self, key: &String) -> bool {
+        self.limiter.check(key).is_admitted()
     }
 
-    fn worker<'a>(&'a self, sequence: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
-        keyed_loop(sequence, |key| self.limiter.check(key).is_now())
+    fn worker<'a>(&'a self, sequence: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
+        keyed_loop(sequence, |key| self.limiter.check(key).is_admitted())
     }
 }
 
 /// The machine's clock, read every time, and ahead of it by a step for every call that was made; for one thread.
-struct QuickClock {
+struct FastClock {
     real: SystemClock,
     ahead: AtomicU64,
     step: Span,
 }
 
-impl Clock for QuickClock {
+impl Clock for FastClock {
     fn now(&self) -> Time {
         // Not one atomic operation, which would cost as much as some of what is measured.
         let ahead = self.ahead.load(Ordering::Relaxed) + self.step.as_micros();
@@ -176,31 +176,31 @@ impl Clock for QuickClock {
     }
 }
 
-struct Inbound<C> {
+struct InboundSubject<C> {
     name: &'static str,
     gate: Gate<Memory, C>,
 }
 
-impl<C: Clock> Inbound<C> {
+impl<C: Clock> InboundSubject<C> {
     fn decide(&self, ip: IpAddr) -> bool {
-        let decision = self.gate.check_now(black_box(&login(ip)));
+        let decision = self.gate.check_now(black_box(&login_query(ip)));
         decision.expect("the query has every part").allowed
     }
 }
 
-impl<C: Clock> Subject for Inbound<C> {
+impl<C: Clock> Subject for InboundSubject<C> {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn touch(&self, key: &String) -> bool {
+    fn decide_once(&self, key: &String) -> bool {
         self.decide(address(key))
     }
 
-    fn worker<'a>(&'a self, sequence: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+    fn worker<'a>(&'a self, sequence: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
         let addresses: Vec<IpAddr> = sequence.keys.iter().map(|key| address(key)).collect();
         let mut at = 0;
-        unkeyed(move || {
+        unkeyed_worker(move || {
             at = if at + 1 == addresses.len() { 0 } else { at + 1 };
             self.decide(addresses[at])
         })
@@ -212,25 +212,25 @@ fn address(key: &str) -> IpAddr {
     IpAddr::V4(Ipv4Addr::from_bits(number as u32))
 }
 
-struct Delays(Backoff);
+struct TidegateBackoff(Backoff);
 
-impl Subject for Delays {
+impl Subject for TidegateBackoff {
     fn name(&self) -> &'static str {
         OURS
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         true
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
         let mut rng = SmallRng::seed_from_u64(1);
-        let mut waits = Waits::default();
+        let mut waits = BackoffState::default();
         let mut tries = 0;
-        unkeyed(move || {
-            if tries == TRIES {
+        unkeyed_worker(move || {
+            if tries == TRIES_PER_CALL {
                 tries = 0;
-                waits = Waits::default();
+                waits = BackoffState::default();
             }
             tries += 1;
             black_box(waits.next(&self.0, &mut rng));

@@ -1,7 +1,7 @@
 //! tower-resilience: its circuit breaker, with consecutive failures as ours, and its rate limiter.
 
-use super::{Subject, call_once, unkeyed};
-use crate::keys::Sequence;
+use super::{Subject, call_once, unkeyed_worker};
+use crate::keys::KeySequence;
 use crate::measure::Worker;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -11,23 +11,24 @@ use tower_resilience_circuitbreaker::{CircuitBreakerLayer, DefaultClassifier};
 use tower_resilience_ratelimiter::RateLimiterLayer;
 
 /// What is called: it succeeds at once.
-pub fn immediate() -> impl Service<(), Response = (), Error = Infallible, Future = Immediate> + Clone + Send + Sync {
+pub fn immediate() -> impl Service<(), Response = (), Error = Infallible, Future = ImmediateReply> + Clone + Send + Sync
+{
     tower::service_fn(|()| ready(Ok(())))
 }
 
 /// The reply to a call that succeeds at once.
-pub type Immediate = Ready<Result<(), Infallible>>;
+pub type ImmediateReply = Ready<Result<(), Infallible>>;
 
 /// A closed breaker around a service that replies at once.
 pub fn breaker() -> Box<dyn Subject> {
-    Box::new(Calls(circuit_breaker().layer(immediate())))
+    Box::new(TowerResilienceCalls(circuit_breaker().layer(immediate())))
 }
 
 /// The breaker, and inside of it a limit that no run reaches.
 pub fn breaker_and_limiter() -> Box<dyn Subject> {
     let limiter = RateLimiterLayer::builder().limit_for_period(1_000_000_000).refresh_period(Duration::from_secs(1));
     let limiter = limiter.build().expect("the limit is valid");
-    Box::new(Calls(ServiceBuilder::new().layer(circuit_breaker()).layer(limiter).service(immediate())))
+    Box::new(TowerResilienceCalls(ServiceBuilder::new().layer(circuit_breaker()).layer(limiter).service(immediate())))
 }
 
 fn circuit_breaker() -> CircuitBreakerLayer<DefaultClassifier> {
@@ -36,19 +37,19 @@ fn circuit_breaker() -> CircuitBreakerLayer<DefaultClassifier> {
     breaker.build().expect("the breaker is valid")
 }
 
-struct Calls<S>(S);
+struct TowerResilienceCalls<S>(S);
 
-impl<S: Service<()> + Clone + Send + Sync> Subject for Calls<S> {
+impl<S: Service<()> + Clone + Send + Sync> Subject for TowerResilienceCalls<S> {
     fn name(&self) -> &'static str {
         "tower-resilience"
     }
 
-    fn touch(&self, _: &String) -> bool {
+    fn decide_once(&self, _: &String) -> bool {
         call_once(&mut self.0.clone())
     }
 
-    fn worker<'a>(&'a self, _: &'a Sequence, _: usize) -> Box<dyn Worker + 'a> {
+    fn worker<'a>(&'a self, _: &'a KeySequence, _: usize) -> Box<dyn Worker + 'a> {
         let mut service = self.0.clone();
-        unkeyed(move || call_once(&mut service))
+        unkeyed_worker(move || call_once(&mut service))
     }
 }

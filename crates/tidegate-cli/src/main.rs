@@ -11,7 +11,7 @@
 //! `retry` ends with its command's status, or as GNU's `timeout` and `env` do: 124 for an attempt that took too long, 125
 //! for wrong words, 126 and 127 for a command that can't be run or found.
 
-mod ask;
+mod api_client;
 mod policy;
 mod replay;
 mod retry;
@@ -23,7 +23,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::policy::Env;
+use crate::policy::EnvOverrides;
 
 /// A call makes some twenty small allocations on its way through; this allocator takes a fifth of the gateway's own time
 /// less than the C library's.
@@ -72,11 +72,11 @@ enum Command {
         env_prefix: Option<String>,
     },
     /// Ask a running gate about every limit that a call would meet. Changes nothing.
-    Explain(Question),
+    Explain(CallArgs),
     /// Ask a running gate whether a call would be admitted. Changes nothing.
-    Status(Question),
+    Status(CallArgs),
     /// Make a running gate forget a caller under an action's own limits.
-    Reset(Question),
+    Reset(CallArgs),
     /// Run a scenario: the production machines in a simulated world, on a virtual clock.
     #[command(after_help = simulate::help())]
     Simulate {
@@ -98,17 +98,17 @@ enum Command {
     },
     /// Say what a policy would have done to the requests of access logs, on the logs' own clock.
     #[command(after_help = replay::HELP)]
-    Replay(replay::Arguments),
+    Replay(replay::ReplayArgs),
     /// Run a command until it succeeds, with waits that grow in between.
     #[command(after_help = retry::HELP)]
-    Retry(retry::Arguments),
+    Retry(retry::RetryArgs),
     /// Print every environment variable with its default, as a .env file.
     Env,
 }
 
 /// A call, as the decision API describes it.
 #[derive(Debug, Args)]
-struct Question {
+struct CallArgs {
     /// The action.
     #[arg(required_unless_present = "path")]
     action: Option<String>,
@@ -156,44 +156,44 @@ struct Question {
 
 /// How a command ended; see the table above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
+enum CliOutcome {
     Done,
-    Broke,
-    WrongWords,
+    Failed,
+    InvalidInput,
     Refused,
 }
 
-impl From<Outcome> for ExitCode {
-    fn from(outcome: Outcome) -> Self {
+impl From<CliOutcome> for ExitCode {
+    fn from(outcome: CliOutcome) -> Self {
         Self::from(match outcome {
-            Outcome::Done => 0,
-            Outcome::Broke => 1,
-            Outcome::WrongWords => 2,
-            Outcome::Refused => 3,
+            CliOutcome::Done => 0,
+            CliOutcome::Failed => 1,
+            CliOutcome::InvalidInput => 2,
+            CliOutcome::Refused => 3,
         })
     }
 }
 
 /// The status for what is wrong with a command line, which is printed; or for the help.
-fn usage(error: &clap::Error) -> ExitCode {
-    policy::tell_usage(error);
-    if error.use_stderr() { Outcome::WrongWords.into() } else { Outcome::Done.into() }
+fn usage_error(error: &clap::Error) -> ExitCode {
+    policy::print_usage(error);
+    if error.use_stderr() { CliOutcome::InvalidInput.into() } else { CliOutcome::Done.into() }
 }
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return retry::usage(&error).unwrap_or_else(|| usage(&error)),
+        Err(error) => return retry::usage_error(&error).unwrap_or_else(|| usage_error(&error)),
     };
     let outcome = match cli.command {
         Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
         Command::Check { file, config, no_env, env_prefix } => {
-            let env = if no_env { Env::Ignored } else { Env::Read { prefix: env_prefix.as_deref() } };
+            let env = if no_env { EnvOverrides::Ignored } else { EnvOverrides::Used { prefix: env_prefix.as_deref() } };
             policy::check(&config.unwrap_or(file), env)
         }
-        Command::Explain(question) => ask::explain(&question),
-        Command::Status(question) => ask::status(&question),
-        Command::Reset(question) => ask::reset(&question),
+        Command::Explain(question) => api_client::explain(&question),
+        Command::Status(question) => api_client::status(&question),
+        Command::Reset(question) => api_client::reset(&question),
         Command::Simulate { list: true, .. } => simulate::list(),
         Command::Simulate { scenario, seed, out, check, list: _ } => {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)

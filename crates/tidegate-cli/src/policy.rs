@@ -6,47 +6,47 @@ use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use tidegate::policy::{Action, Plan};
-use tidegate_policy::{Policy, Sources, printable, printable_json, printable_lines, settings};
+use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines, settings};
 
-use crate::Outcome;
+use crate::CliOutcome;
 
 /// Where the policy lies when nobody says.
-const USUAL: &str = "tidegate.toml";
+const DEFAULT_FILE: &str = "tidegate.toml";
 
 /// A policy and the name of what it was read from.
-pub(crate) struct Read {
+pub(crate) struct LoadedPolicy {
     pub(crate) policy: Policy,
-    pub(crate) from: String,
+    pub(crate) source_name: String,
 }
 
 /// Whether the environment overrides the file.
 #[derive(Clone, Copy)]
-pub(crate) enum Env<'p> {
+pub(crate) enum EnvOverrides<'p> {
     Ignored,
     /// By the usual names, and by those behind a prefix.
-    Read {
+    Used {
         prefix: Option<&'p str>,
     },
 }
 
 /// Reads the policy of this file, or ./tidegate.toml, or the built-in one. What is wrong is told on standard error.
-pub(crate) fn read(file: Option<&Path>, env: Env<'_>) -> Result<Read, Outcome> {
-    let usual = Path::new(USUAL);
-    let file = file.map(Path::to_owned).or_else(|| usual.exists().then(|| PathBuf::from(USUAL)));
-    let mut sources = Sources::new();
+pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<LoadedPolicy, CliOutcome> {
+    let usual = Path::new(DEFAULT_FILE);
+    let file = file.map(Path::to_owned).or_else(|| usual.exists().then(|| PathBuf::from(DEFAULT_FILE)));
+    let mut sources = PolicySources::new();
     let from = match &file {
         None => "the built-in default policy".to_owned(),
         Some(file) => {
-            let name = name_of(file);
-            let bytes = bytes_of(file).map_err(|error| {
-                tell(&format!("error: can't read {name}: {error}\n"));
-                Outcome::Broke
+            let name = display_name(file);
+            let bytes = read_input(file).map_err(|error| {
+                print_error(&format!("error: can't read {name}: {error}\n"));
+                CliOutcome::Failed
             })?;
             sources = sources.file_bytes(name.clone(), bytes);
             name
         }
     };
-    if let Env::Read { prefix } = env {
+    if let EnvOverrides::Used { prefix } = env {
         // What isn't Unicode is passed on with a mark in its place: where the name is ours, reading the value fails.
         let text = |word: std::ffi::OsString| word.to_string_lossy().into_owned();
         sources = sources.env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
@@ -55,21 +55,21 @@ pub(crate) fn read(file: Option<&Path>, env: Env<'_>) -> Result<Read, Outcome> {
         }
     }
     match Policy::load(sources) {
-        Ok(policy) => Ok(Read { policy, from }),
+        Ok(policy) => Ok(LoadedPolicy { policy, source_name: from }),
         Err(errors) => {
-            tell(&format!("{errors}\n"));
-            Err(Outcome::WrongWords)
+            print_error(&format!("{errors}\n"));
+            Err(CliOutcome::InvalidInput)
         }
     }
 }
 
 /// A file's name as it is shown; `-` is standard input.
-pub(crate) fn name_of(file: &Path) -> String {
+pub(crate) fn display_name(file: &Path) -> String {
     if file.as_os_str() == "-" { "standard input".to_owned() } else { printable(&file.to_string_lossy()).into_owned() }
 }
 
 /// What a file holds; `-` is standard input.
-pub(crate) fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
+pub(crate) fn read_input(file: &Path) -> io::Result<Vec<u8>> {
     if file.as_os_str() == "-" {
         let mut bytes = Vec::new();
         io::stdin().read_to_end(&mut bytes)?;
@@ -79,78 +79,78 @@ pub(crate) fn bytes_of(file: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Writes to standard error, with nothing in it that would steer a terminal.
-pub(crate) fn tell(text: &str) {
+pub(crate) fn print_error(text: &str) {
     // Standard error that is closed has nobody to tell.
     let _ = io::stderr().write_all(printable_lines(text).as_bytes());
 }
 
 /// Prints what is wrong with a command line, which may repeat a file's name that a shell has put there; or the help.
-pub(crate) fn tell_usage(error: &clap::Error) {
+pub(crate) fn print_usage(error: &clap::Error) {
     let plain = error.render().to_string();
     match printable_lines(&plain) {
         // As it is, it has colours.
         Cow::Borrowed(_) => drop(error.print()),
-        Cow::Owned(safe) => tell(&safe),
+        Cow::Owned(safe) => print_error(&safe),
     }
 }
 
 /// The form that a file's ending asks for.
-pub(crate) fn form_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
+pub(crate) fn format_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
     let ending = file.extension()?;
     forms.iter().find(|(known, _)| ending.eq_ignore_ascii_case(known)).map(|(_, form)| *form)
 }
 
 /// `tidegate check`.
-pub(crate) fn check(file: &Path, env: Env<'_>) -> Outcome {
-    match read(Some(file), env) {
+pub(crate) fn check(file: &Path, env: EnvOverrides<'_>) -> CliOutcome {
+    match load(Some(file), env) {
         Err(outcome) => outcome,
-        Ok(Read { policy, from }) => print(&format!("{from}: good\n\n{}", in_words(&policy))),
+        Ok(LoadedPolicy { policy, source_name: from }) => print(&format!("{from}: good\n\n{}", describe(&policy))),
     }
 }
 
 /// `tidegate env`.
-pub(crate) fn env() -> Outcome {
+pub(crate) fn env() -> CliOutcome {
     print(&settings::env_example())
 }
 
 /// Writes to standard output, with nothing in it that would steer a terminal.
-pub(crate) fn print(text: &str) -> Outcome {
-    write(&printable_lines(text))
+pub(crate) fn print(text: &str) -> CliOutcome {
+    write_stdout(&printable_lines(text))
 }
 
 /// [`print`] for JSON, which reads back as it was.
-pub(crate) fn print_json(text: &str) -> Outcome {
-    write(&format!("{}\n", printable_json(text)))
+pub(crate) fn print_json(text: &str) -> CliOutcome {
+    write_stdout(&format!("{}\n", printable_json(text)))
 }
 
 /// A reader that has gone away (`| head`) is no error.
-fn write(text: &str) -> Outcome {
+fn write_stdout(text: &str) -> CliOutcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Outcome::Done,
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Outcome::Done,
-        Err(_) => Outcome::Broke,
+        Ok(()) => CliOutcome::Done,
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CliOutcome::Done,
+        Err(_) => CliOutcome::Failed,
     }
 }
 
 /// Every limit of a policy with its true bound.
-pub(crate) fn in_words(policy: &Policy) -> String {
+pub(crate) fn describe(policy: &Policy) -> String {
     let plan = policy.plan();
     let mut text = String::new();
     if !plan.global().is_empty() {
         let _ = writeln!(text, "every call, over all actions");
-        limits(&mut text, plan, plan.global());
+        describe_limits(&mut text, plan, plan.global());
     }
     for (_, action) in plan.actions() {
-        let _ = writeln!(text, "{}{}", action.name(), reached_by(action, policy.api().forward_auth));
+        let _ = writeln!(text, "{}{}", action.name(), describe_matcher(action, policy.api().forward_auth));
         if action.is_unlimited() {
             let _ = writeln!(text, "  unlimited");
         }
-        limits(&mut text, plan, action.limits());
+        describe_limits(&mut text, plan, action.limits());
     }
     if let Some(outbound) = policy.outbound() {
         let gap = if text.is_empty() { "" } else { "\n" };
-        let _ = write!(text, "{gap}calls to other people's APIs\n{}", outbound.words());
+        let _ = write!(text, "{gap}calls to other people's APIs\n{}", outbound.describe());
     }
     if text.is_empty() {
         text.push_str("nothing is limited\n");
@@ -161,7 +161,7 @@ pub(crate) fn in_words(policy: &Policy) -> String {
     text
 }
 
-fn reached_by(action: &Action, forward_auth: bool) -> String {
+fn describe_matcher(action: &Action, forward_auth: bool) -> String {
     let mut text = match action.matcher() {
         Some(matcher) => format!(": {matcher}"),
         None if forward_auth && !action.has_concurrency() => {
@@ -178,12 +178,12 @@ fn reached_by(action: &Action, forward_auth: bool) -> String {
     text
 }
 
-fn limits(text: &mut String, plan: &Plan, ids: &[tidegate::core::LimitId]) {
+fn describe_limits(text: &mut String, plan: &Plan, ids: &[tidegate::core::LimitId]) {
     for id in ids {
         let parts: Vec<String> = plan.key_parts(*id).iter().map(ToString::to_string).collect();
         let by = if parts.is_empty() { "all together".to_owned() } else { format!("by {}", parts.join(" + ")) };
-        let _ = writeln!(text, "  {} ({by})", plan.info(*id).words());
-        if let Some(words) = plan.missing_words(*id) {
+        let _ = writeln!(text, "  {} ({by})", plan.limit_info(*id).description());
+        if let Some(words) = plan.describe_on_missing(*id) {
             let _ = writeln!(text, "    {words}");
         }
     }

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use tidegate_sim::replay::{Findings, Names, Replay};
+use tidegate_sim::replay::{FieldNames, Findings, LogReplay};
 
-use crate::Outcome;
-use crate::policy::{self, Env, Read as PolicyRead, form_of, name_of, print, tell};
+use crate::CliOutcome;
+use crate::policy::{self, EnvOverrides, LoadedPolicy as PolicyRead, display_name, format_of, print, print_error};
 
 /// What the command's help ends with.
 pub(crate) const HELP: &str = "\
@@ -20,7 +20,7 @@ or header:NAME; `a.b` is `b` within `a`.";
 
 /// `tidegate replay`'s words.
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {
+pub(crate) struct ReplayArgs {
     /// The logs, the oldest first; `-` reads standard input.
     #[arg(required = true, value_name = "LOG")]
     logs: Vec<PathBuf>,
@@ -42,61 +42,70 @@ pub(crate) struct Arguments {
 }
 
 /// `tidegate replay LOG…`.
-pub(crate) fn run(arguments: &Arguments) -> Outcome {
-    match replayed(arguments) {
+pub(crate) fn run(arguments: &ReplayArgs) -> CliOutcome {
+    match try_run(arguments) {
         Ok(outcome) | Err(outcome) => outcome,
     }
 }
 
-fn replayed(arguments: &Arguments) -> Result<Outcome, Outcome> {
+fn try_run(arguments: &ReplayArgs) -> Result<CliOutcome, CliOutcome> {
     let mut forms = Vec::with_capacity(arguments.out.len());
     for file in &arguments.out {
-        let form = form_of(file, &Form::ALL);
+        let form = format_of(file, &FindingsFormat::ALL);
         forms.push((
             file,
-            form.ok_or_else(|| wrong(format!("{}: findings end with .html, .svg or .json", name_of(file))))?,
+            form.ok_or_else(|| {
+                report_invalid_input(format!("{}: findings end with .html, .svg or .json", display_name(file)))
+            })?,
         ));
     }
-    let mut names = Names::default();
+    let mut names = FieldNames::default();
     for field in &arguments.fields {
-        names.add(field).map_err(|error| wrong(format!("--field: {error}")))?;
+        names.add(field).map_err(|error| report_invalid_input(format!("--field: {error}")))?;
     }
     if arguments.logs.iter().filter(|log| is_stdin(log)).count() > 1 {
-        return Err(wrong("standard input can be read once".to_owned()));
+        return Err(report_invalid_input("standard input can be read once".to_owned()));
     }
-    let env = Env::Read { prefix: None };
-    let PolicyRead { policy, from } = policy::read(arguments.config.as_deref(), env)?;
-    let mut replay = Replay::new(from, &policy, names);
+    let env = EnvOverrides::Used { prefix: None };
+    let PolicyRead { policy, source_name: from } = policy::load(arguments.config.as_deref(), env)?;
+    let mut replay = LogReplay::new(from, &policy, names);
     if let Some(other) = &arguments.diff {
-        let PolicyRead { policy, from } = policy::read(Some(other), env)?;
-        replay = replay.against(from, &policy);
+        let PolicyRead { policy, source_name: from } = policy::load(Some(other), env)?;
+        replay = replay.compare_with(from, &policy);
     }
     let mut refusals = match &arguments.refusals {
-        Some(file) => Some(BufWriter::new(File::create(file).map_err(|error| broke("write", file, &error))?)),
+        Some(file) => Some(BufWriter::new(File::create(file).map_err(|error| report_failure("write", file, &error))?)),
         None => None,
     };
-    let read = read(&mut replay, &arguments.logs, refusals.as_mut().map(|to| to as &mut dyn Write))?;
+    let read = read_logs(&mut replay, &arguments.logs, refusals.as_mut().map(|to| to as &mut dyn Write))?;
     if let (Some(mut to), Some(file)) = (refusals, &arguments.refusals) {
-        to.flush().map_err(|error| broke("write", file, &error))?;
+        to.flush().map_err(|error| report_failure("write", file, &error))?;
     }
     let findings = replay.findings();
     for (file, form) in forms {
         let written = form.render(&findings).and_then(|text| Ok(std::fs::write(file, text)?));
-        written.map_err(|error| broke("write", file, &*error))?;
+        written.map_err(|error| report_failure("write", file, &*error))?;
     }
     match print(&findings.table()) {
-        Outcome::Done => Ok(read),
+        CliOutcome::Done => Ok(read),
         other => Ok(other),
     }
 }
 
 /// Reads all logs, and shows how far it is where somebody looks. What breaks on the way is told, and costs nothing that
 /// can be read.
-fn read(replay: &mut Replay, logs: &[PathBuf], mut refusals: Option<&mut dyn Write>) -> Result<Outcome, Outcome> {
+fn read_logs(
+    replay: &mut LogReplay,
+    logs: &[PathBuf],
+    mut refusals: Option<&mut dyn Write>,
+) -> Result<CliOutcome, CliOutcome> {
     let mut bytes = Some(0);
     for log in logs.iter() {
-        let data =
-            if is_stdin(log) { None } else { Some(fs::metadata(log).map_err(|error| broke("read", log, &error))?) };
+        let data = if is_stdin(log) {
+            None
+        } else {
+            Some(fs::metadata(log).map_err(|error| report_failure("read", log, &error))?)
+        };
         bytes = bytes.zip(data.filter(Metadata::is_file)).map(|(sum, data)| sum + data.len());
     }
     let bar = ProgressBar::with_draw_target(bytes, ProgressDrawTarget::stderr_with_hz(4));
@@ -104,7 +113,7 @@ fn read(replay: &mut Replay, logs: &[PathBuf], mut refusals: Option<&mut dyn Wri
     if let Ok(style) = ProgressStyle::with_template(form) {
         bar.set_style(style);
     }
-    let mut outcome = Outcome::Done;
+    let mut outcome = CliOutcome::Done;
     for log in logs {
         let name = log.display().to_string();
         let refusals = refusals.as_mut().map(|to| &mut **to as &mut dyn Write);
@@ -116,7 +125,7 @@ fn read(replay: &mut Replay, logs: &[PathBuf], mut refusals: Option<&mut dyn Wri
         };
         let read = source.and_then(|source| replay.read(&name, bar.wrap_read(source), refusals));
         if let Err(error) = read {
-            outcome = bar.suspend(|| broke("read", log, &error));
+            outcome = bar.suspend(|| report_failure("read", log, &error));
         }
     }
     bar.finish_and_clear();
@@ -127,25 +136,25 @@ fn is_stdin(log: &Path) -> bool {
     log.as_os_str() == "-"
 }
 
-fn wrong(what: String) -> Outcome {
-    tell(&format!("error: {what}\n"));
-    Outcome::WrongWords
+fn report_invalid_input(what: String) -> CliOutcome {
+    print_error(&format!("error: {what}\n"));
+    CliOutcome::InvalidInput
 }
 
-fn broke(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> Outcome {
-    tell(&format!("error: can't {what} {}: {error}\n", name_of(file)));
-    Outcome::Broke
+fn report_failure(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> CliOutcome {
+    print_error(&format!("error: can't {what} {}: {error}\n", display_name(file)));
+    CliOutcome::Failed
 }
 
 /// What findings are written as.
 #[derive(Clone, Copy)]
-enum Form {
+enum FindingsFormat {
     Html,
     Svg,
     Json,
 }
 
-impl Form {
+impl FindingsFormat {
     const ALL: [(&str, Self); 3] = [("html", Self::Html), ("svg", Self::Svg), ("json", Self::Json)];
 
     fn render(self, findings: &Findings) -> Result<String, Box<dyn std::error::Error>> {

@@ -18,11 +18,11 @@ use tidegate::core::retry::Tries;
 use tidegate::core::{Attempt, Backoff, Class, Clock as _, GiveUp, Jitter, Retry, Span, Time};
 use tidegate_policy::parse_duration;
 
-use crate::policy::{tell, tell_usage};
-use attempt::{End, Failed, Launch};
-use input::Input;
-use output::{Patterns, Seen};
-use signals::{Event, Signal};
+use crate::policy::{print_error, print_usage};
+use attempt::{CommandError, CommandExit, CommandLauncher};
+use input::StdinSource;
+use output::{OutputMatches, OutputPatterns};
+use signals::{CommandEvent, ReceivedSignal};
 
 /// What the command's help ends with.
 pub(crate) const HELP: &str = "\
@@ -31,31 +31,31 @@ words, 126 if it can't be run, 127 if it isn't found. INT, TERM, HUP, QUIT, USR1
 of the first four there is no retry.";
 
 /// The statuses of GNU's `timeout` and `env`.
-const TOO_LONG: u8 = 124;
-const WRONG_WORDS: u8 = 125;
+const TIMED_OUT_STATUS: u8 = 124;
+const USAGE_STATUS: u8 = 125;
 
 /// `tidegate retry`'s words.
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {
+pub(crate) struct RetryArgs {
     /// Attempts at the most, the first included.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     attempts: u32,
     /// The first wait; each further one is twice as long.
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = time)]
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_time)]
     base: Span,
     /// The longest wait.
-    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = time)]
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_time)]
     cap: Span,
     /// How waits are spread: full, anywhere from 0 to the wait; equal, in its upper half; decorrelated, anywhere from the
     /// base to three times the wait before; none.
     #[arg(long, value_enum, default_value = "full")]
-    jitter: Spread,
+    jitter: JitterArg,
     /// The longest that an attempt may take; then it is told to end (TERM), and 5 s later ended (KILL), with all whom it has
     /// started unless standard input is a terminal.
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
     timeout: Option<Span>,
     /// No attempt starts later than this after the beginning.
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
     deadline: Option<Span>,
     /// Statuses that mean: too much was asked. It is tried again.
     #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "75")]
@@ -74,7 +74,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "REGEX")]
     retry_after_output: Option<Regex>,
     /// The longest such wait; if more is asked for, it isn't tried again.
-    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_time)]
     max_retry_after: Span,
     /// Read standard input first, up to 64 MiB, and give it to every attempt. Otherwise a pipe goes to the first attempt;
     /// a file is given to all.
@@ -90,55 +90,55 @@ pub(crate) struct Arguments {
 
 /// How waits are spread.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Spread {
+enum JitterArg {
     None,
     Full,
     Equal,
     Decorrelated,
 }
 
-fn time(text: &str) -> Result<Span, String> {
+fn parse_time(text: &str) -> Result<Span, String> {
     parse_duration(text).map_err(|error| error.to_string())
 }
 
 /// The status for wrong words where they were meant for `retry`: a caller must be able to tell them from the command's own
 /// end. Help isn't wrong.
-pub(crate) fn usage(error: &clap::Error) -> Option<ExitCode> {
+pub(crate) fn usage_error(error: &clap::Error) -> Option<ExitCode> {
     let is_ours = std::env::args_os().nth(1).is_some_and(|word| word == "retry");
     let is_wrong = !matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
     (is_ours && is_wrong).then(|| {
-        tell_usage(error);
-        WRONG_WORDS.into()
+        print_usage(error);
+        USAGE_STATUS.into()
     })
 }
 
 /// `tidegate retry -- COMMAND…`.
-pub(crate) fn run(arguments: &Arguments) -> ExitCode {
-    match Runner::new(arguments) {
+pub(crate) fn run(arguments: &RetryArgs) -> ExitCode {
+    match RetryRunner::new(arguments) {
         Ok(mut runner) => runner.run().into(),
         Err(error) => {
-            tell(&format!("tidegate retry: {error}\n"));
-            WRONG_WORDS.into()
+            print_error(&format!("tidegate retry: {error}\n"));
+            USAGE_STATUS.into()
         }
     }
 }
 
-struct Runner<'a> {
-    arguments: &'a Arguments,
+struct RetryRunner<'a> {
+    arguments: &'a RetryArgs,
     retry: Retry,
-    patterns: Patterns,
+    patterns: OutputPatterns,
     clock: SystemClock,
-    events: Receiver<Event>,
-    launch: Launch,
+    events: Receiver<CommandEvent>,
+    launcher: CommandLauncher,
 }
 
-impl<'a> Runner<'a> {
-    fn new(arguments: &'a Arguments) -> std::io::Result<Self> {
+impl<'a> RetryRunner<'a> {
+    fn new(arguments: &'a RetryArgs) -> std::io::Result<Self> {
         let jitter = match arguments.jitter {
-            Spread::None => Jitter::None,
-            Spread::Full => Jitter::Full,
-            Spread::Equal => Jitter::Equal,
-            Spread::Decorrelated => Jitter::Decorrelated,
+            JitterArg::None => Jitter::None,
+            JitterArg::Full => Jitter::Full,
+            JitterArg::Equal => Jitter::Equal,
+            JitterArg::Decorrelated => Jitter::Decorrelated,
         };
         let retry = Retry {
             max_attempts: arguments.attempts,
@@ -146,19 +146,19 @@ impl<'a> Runner<'a> {
             max_retry_after: arguments.max_retry_after,
             ..Retry::default()
         };
-        let patterns = Patterns {
+        let patterns = OutputPatterns {
             throttled: arguments.throttled_output.clone(),
             permanent: arguments.permanent_output.clone(),
             retry_after: arguments.retry_after_output.clone(),
         };
         // Before signals are caught: reading all of standard input may take for ever, and is to be ended like any program.
-        let input = Input::new(arguments.keep_stdin)?;
+        let input = StdinSource::new(arguments.keep_stdin)?;
         let (sender, events) = signals::channel();
         signals::listen(sender.clone())?;
         // As GNU's `timeout` does it, but never for who may ask at a terminal.
         let is_group = arguments.timeout.is_some() && !std::io::stdin().is_terminal();
-        let launch = Launch::new(&arguments.command, input, sender, is_group);
-        Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launch })
+        let launch = CommandLauncher::new(&arguments.command, input, sender, is_group);
+        Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launcher: launch })
     }
 
     /// The status to end with.
@@ -167,18 +167,21 @@ impl<'a> Runner<'a> {
         let deadline = self.arguments.deadline.map_or(Time::NEVER, |deadline| began + deadline);
         let (mut tries, mut rng) = (Tries::new(deadline), rand::rng());
         loop {
-            if tries.attempts() == 1 && self.launch.input.is_gone() {
-                self.say("standard input went to the first attempt; the next ones have none (--keep-stdin keeps it)");
+            if tries.attempts() == 1 && self.launcher.input.is_used_up() {
+                self.print_status(
+                    "standard input went to the first attempt; the next ones have none (--keep-stdin keeps it)",
+                );
             }
-            let (end, seen) = match self.launch.run(&self.patterns, &self.events, &self.clock, self.arguments.timeout) {
+            let (end, seen) = match self.launcher.run(&self.patterns, &self.events, &self.clock, self.arguments.timeout)
+            {
                 Ok(ended) => ended,
-                Err(Failed { error, status }) => {
+                Err(CommandError { error, status }) => {
                     let name = self.arguments.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
-                    tell(&format!("tidegate retry: can't run {name}: {error}\n"));
+                    print_error(&format!("tidegate retry: can't run {name}: {error}\n"));
                     return status;
                 }
             };
-            let (class, status) = (self.class(&end, &seen), end.status());
+            let (class, status) = (self.classify(&end, &seen), end.status());
             if class == Class::Success || end.stopped_by.is_some() {
                 return status;
             }
@@ -192,23 +195,24 @@ impl<'a> Runner<'a> {
             };
             let now = self.clock.now();
             let next = tries.after(&self.retry, &attempt, None, now, &mut rng);
-            let of = format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, words(&end, class));
+            let of =
+                format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
                 Ok(at) => {
-                    self.say(&format!("{of}; the next in {}", rounded(at.since(now))));
+                    self.print_status(&format!("{of}; the next in {}", rounded_up(at.since(now))));
                     if let Some(signal) = self.wait_until(at) {
                         return signal.status();
                     }
                 }
                 Err(why) => {
-                    self.say(&format!("{of}; {}", reason(why)));
+                    self.print_status(&format!("{of}; {}", describe_give_up(why)));
                     return status;
                 }
             }
         }
     }
 
-    fn class(&self, end: &End, seen: &Seen) -> Class {
+    fn classify(&self, end: &CommandExit, seen: &OutputMatches) -> Class {
         let status = end.status();
         if status == 0 {
             Class::Success
@@ -228,14 +232,14 @@ impl<'a> Runner<'a> {
     }
 
     /// Waits; ends early with the signal that ends everything.
-    fn wait_until(&self, at: Time) -> Option<Signal> {
+    fn wait_until(&self, at: Time) -> Option<ReceivedSignal> {
         loop {
             let rest = at.since(self.clock.now());
             if rest.is_zero() {
                 return None;
             }
             match self.events.recv_timeout(rest.as_duration()) {
-                Ok(Event::Signal(signal)) if signal.ends() => return Some(signal),
+                Ok(CommandEvent::Signal(signal)) if signal.stops_retries() => return Some(signal),
                 Ok(_) => {}
                 // The sender is our own, so it is never gone.
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
@@ -243,18 +247,18 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn say(&self, what: &str) {
+    fn print_status(&self, what: &str) {
         if !self.arguments.quiet {
             // A progress bar of the command's may have left the cursor within a line.
             if std::io::stderr().is_terminal() {
                 let _ = std::io::stderr().write_all(b"\r");
             }
-            tell(&format!("tidegate retry: {what}\n"));
+            print_error(&format!("tidegate retry: {what}\n"));
         }
     }
 }
 
-fn words(end: &End, class: Class) -> String {
+fn describe_end(end: &CommandExit, class: Class) -> String {
     let how = match end.signal() {
         _ if end.timed_out => "took too long".to_owned(),
         Some(signal) => format!("was ended by signal {signal}"),
@@ -266,11 +270,11 @@ fn words(end: &End, class: Class) -> String {
     }
 }
 
-fn reason(why: GiveUp) -> String {
+fn describe_give_up(why: GiveUp) -> String {
     match why {
         GiveUp::Final => "it would fail again".to_owned(),
         GiveUp::RetryAfterTooLong { retry_after } => {
-            format!("it asks for a wait of {}, which is too long", rounded(retry_after))
+            format!("it asks for a wait of {}, which is too long", rounded_up(retry_after))
         }
         GiveUp::Deadline { .. } => "the next would start after the deadline".to_owned(),
         _ => "that was the last".to_owned(),
@@ -278,7 +282,7 @@ fn reason(why: GiveUp) -> String {
 }
 
 /// A wait as people read it, rounded up to the tenth of a second.
-fn rounded(wait: Span) -> String {
+fn rounded_up(wait: Span) -> String {
     const TENTH: u64 = 100_000;
     Span::from_micros(wait.as_micros().div_ceil(TENTH) * TENTH).to_string()
 }

@@ -5,64 +5,67 @@ use std::path::Path;
 
 use tidegate::AnyStore;
 use tidegate_policy::Policy;
-use tidegate_server::{Bound, Server, descriptors, log, signals};
+use tidegate_server::{BoundServer, Server, descriptors, log, signals};
 
-use crate::Outcome;
-use crate::policy::{self, Env, Read, tell};
+use crate::CliOutcome;
+use crate::policy::{self, EnvOverrides, LoadedPolicy, print_error};
 
 /// Runs the gate until it is told to stop.
-pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> Outcome {
-    let Read { policy, from } = match policy::read(config, Env::Read { prefix }) {
+pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CliOutcome {
+    let LoadedPolicy { policy, source_name: from } = match policy::load(config, EnvOverrides::Used { prefix }) {
         Ok(read) => read,
         Err(outcome) => return outcome,
     };
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
     if let Err(error) = log::start(policy.log(), filter.as_deref()) {
-        tell(&format!("error: {error}\n"));
-        return Outcome::WrongWords;
+        print_error(&format!("error: {error}\n"));
+        return CliOutcome::InvalidInput;
     }
-    descriptors::raise(&policy);
+    descriptors::raise_limit(&policy);
     // With one processor there is nobody to share work with, and sharing it costs.
-    let alone = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
-    let mut runtime =
-        if alone { tokio::runtime::Builder::new_current_thread() } else { tokio::runtime::Builder::new_multi_thread() };
+    let is_single_core = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
+    let mut runtime = if is_single_core {
+        tokio::runtime::Builder::new_current_thread()
+    } else {
+        tokio::runtime::Builder::new_multi_thread()
+    };
     match runtime.enable_all().build() {
         Ok(runtime) => runtime.block_on(serve(&policy, &from)),
         Err(error) => {
-            tell(&format!("error: can't start: {error}\n"));
-            Outcome::Broke
+            print_error(&format!("error: can't start: {error}\n"));
+            CliOutcome::Failed
         }
     }
 }
 
-async fn serve(policy: &Policy, from: &str) -> Outcome {
-    let stop = match signals::stop() {
+async fn serve(policy: &Policy, from: &str) -> CliOutcome {
+    let stop = match signals::stop_signal() {
         Ok(stop) => stop,
         Err(error) => {
-            tell(&format!("error: can't listen for signals: {error}\n"));
-            return Outcome::Broke;
+            print_error(&format!("error: can't listen for signals: {error}\n"));
+            return CliOutcome::Failed;
         }
     };
     let server = match Server::open(policy).await {
         Ok(server) => server,
         Err(error) => {
-            tell(&format!("error: {error}\n"));
-            return Outcome::Broke;
+            print_error(&format!("error: {error}\n"));
+            return CliOutcome::Failed;
         }
     };
     let bound = match server.bind() {
         Ok(bound) => bound,
         Err(error) => {
-            tell(&format!("error: {error}\n"));
-            return Outcome::Broke;
+            print_error(&format!("error: {error}\n"));
+            return CliOutcome::Failed;
         }
     };
-    policy::print(&greeting(policy, from, &bound));
+    policy::print(&startup_message(policy, from, &bound));
     bound.run(stop).await;
-    Outcome::Done
+    CliOutcome::Done
 }
 
-fn greeting(policy: &Policy, from: &str, bound: &Bound<AnyStore>) -> String {
+fn startup_message(policy: &Policy, from: &str, bound: &BoundServer<AnyStore>) -> String {
     let mut text = format!("tidegate {} runs {from}\n\n", env!("CARGO_PKG_VERSION"));
     match (bound.inbound(), &policy.inbound().upstream) {
         (Some(address), Some(upstream)) => {
@@ -82,6 +85,6 @@ fn greeting(policy: &Policy, from: &str, bound: &Bound<AnyStore>) -> String {
             let _ = writeln!(text, "  {name:<8} http://{address} ({paths})");
         }
     }
-    let _ = write!(text, "\n{}\n", policy::in_words(policy));
+    let _ = write!(text, "\n{}\n", policy::describe(policy));
     text
 }

@@ -8,13 +8,13 @@ use tidegate::SystemClock;
 use tidegate::core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 
-use crate::Outcome;
-use crate::policy::{bytes_of, form_of, name_of, print, tell};
+use crate::CliOutcome;
+use crate::policy::{display_name, format_of, print, print_error, read_input};
 
 /// A run that takes longer than this shows how far it is.
-const LONG: Span = Span::from_millis(700);
+const PROGRESS_DELAY: Span = Span::from_millis(700);
 /// The progress bar's steps.
-const STEPS: u64 = 1000;
+const PROGRESS_STEPS: u64 = 1000;
 
 /// The names of the scenarios that come with Tidegate, for the command's help.
 pub(crate) fn help() -> String {
@@ -23,7 +23,7 @@ pub(crate) fn help() -> String {
 }
 
 /// `tidegate simulate --list`.
-pub(crate) fn list() -> Outcome {
+pub(crate) fn list() -> CliOutcome {
     let mut text = String::new();
     let width = shipped::ALL.iter().map(|shipped| shipped.name.len()).max().unwrap_or(0);
     for shipped in &shipped::ALL {
@@ -32,22 +32,25 @@ pub(crate) fn list() -> Outcome {
                 let _ =
                     writeln!(text, "{:width$}  {}\n{:width$}  {}", shipped.name, scenario.title, "", scenario.about);
             }
-            Err(errors) => return wrong(&errors),
+            Err(errors) => return report_invalid_input(&errors),
         }
     }
     print(&text)
 }
 
 /// `tidegate simulate SCENARIO`.
-pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf], check: bool) -> Outcome {
+pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf], check: bool) -> CliOutcome {
     let mut forms = Vec::with_capacity(out.len());
     for file in out {
-        let Some(form) = form_of(file, &Form::ALL) else {
-            return wrong(&format!("error: {}: a report ends with .html, .svg, .png or .json", name_of(file)));
+        let Some(form) = format_of(file, &ReportFormat::ALL) else {
+            return report_invalid_input(&format!(
+                "error: {}: a report ends with .html, .svg, .png or .json",
+                display_name(file)
+            ));
         };
         forms.push((file, form));
     }
-    let read = match read(scenario) {
+    let read = match load_scenario(scenario) {
         Ok(read) => read,
         Err(outcome) => return outcome,
     };
@@ -55,52 +58,52 @@ pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf]
     for (file, form) in forms {
         let written = form.render(&report).and_then(|bytes| Ok(std::fs::write(file, bytes)?));
         if let Err(error) = written {
-            tell(&format!("error: can't write {}: {error}\n", name_of(file)));
-            return Outcome::Broke;
+            print_error(&format!("error: can't write {}: {error}\n", display_name(file)));
+            return CliOutcome::Failed;
         }
     }
     match (print(&report.table()), check) {
-        (Outcome::Done, true) => verdict(&report),
+        (CliOutcome::Done, true) => check_recovery(&report),
         (outcome, _) => outcome,
     }
 }
 
-fn wrong(what: &dyn std::fmt::Display) -> Outcome {
-    tell(&format!("{what}\n"));
-    Outcome::WrongWords
+fn report_invalid_input(what: &dyn std::fmt::Display) -> CliOutcome {
+    print_error(&format!("{what}\n"));
+    CliOutcome::InvalidInput
 }
 
 /// A file goes before a scenario of the same name that comes with Tidegate.
-fn read(scenario: &Path) -> Result<Scenario, Outcome> {
+fn load_scenario(scenario: &Path) -> Result<Scenario, CliOutcome> {
     let is_input = scenario.as_os_str() == "-";
-    let name = name_of(scenario);
-    let body = match bytes_of(scenario) {
+    let name = display_name(scenario);
+    let body = match read_input(scenario) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && !is_input => match shipped::find(&name) {
             Ok(shipped) => shipped.text.as_bytes().to_vec(),
-            Err(unknown) => return Err(wrong(&format!("error: {unknown}"))),
+            Err(unknown) => return Err(report_invalid_input(&format!("error: {unknown}"))),
         },
         Err(error) => {
-            tell(&format!("error: can't read {name}: {error}\n"));
-            return Err(Outcome::Broke);
+            print_error(&format!("error: can't read {name}: {error}\n"));
+            return Err(CliOutcome::Failed);
         }
     };
-    Scenario::read(&name, &body).map_err(|errors| wrong(&errors))
+    Scenario::read(&name, &body).map_err(|errors| report_invalid_input(&errors))
 }
 
 fn with_progress(scenario: &Scenario, seed: u64) -> Report {
     let (clock, mut bar) = (SystemClock::new(), None);
     let began = clock.now();
     let report = scenario.run(seed, &mut |share| {
-        if bar.is_none() && clock.now() > began + LONG {
-            let made = ProgressBar::with_draw_target(Some(STEPS), ProgressDrawTarget::stderr());
+        if bar.is_none() && clock.now() > began + PROGRESS_DELAY {
+            let made = ProgressBar::with_draw_target(Some(PROGRESS_STEPS), ProgressDrawTarget::stderr());
             if let Ok(style) = ProgressStyle::with_template("{bar:40} {percent:>3} %  {eta} left") {
                 made.set_style(style);
             }
             bar = Some(made);
         }
         if let Some(bar) = &bar {
-            bar.set_position((share * STEPS as f64) as u64);
+            bar.set_position((share * PROGRESS_STEPS as f64) as u64);
         }
     });
     if let Some(bar) = bar {
@@ -110,12 +113,12 @@ fn with_progress(scenario: &Scenario, seed: u64) -> Report {
 }
 
 /// Whether goodput has recovered, strategy by strategy.
-fn verdict(report: &Report) -> Outcome {
+fn check_recovery(report: &Report) -> CliOutcome {
     let (mut text, mut good, mut known, mut dead) = (String::new(), true, false, false);
-    for run in report.checked() {
+    for run in report.checked_runs() {
         let case = if run.case.is_empty() { String::new() } else { format!("{}, ", run.case) };
         let of = if run.trials > 1 { " in the worst trial" } else { "" };
-        let words = match (run.recovered(), run.worst) {
+        let words = match (run.recovered(), run.worst_trial) {
             (Some(recovered), Some((before, after))) => format!(
                 "{}: {:.1} % of calls succeeded before, {:.1} % after{of}",
                 if recovered { "recovered" } else { "did not recover" },
@@ -132,29 +135,29 @@ fn verdict(report: &Report) -> Outcome {
         good &= run.recovered() != Some(false);
         let _ = writeln!(text, "{case}{}: {words}", run.strategy);
     }
-    tell(&text);
+    print_error(&text);
     match (good, dead, known) {
-        (false, ..) => Outcome::Broke,
+        (false, ..) => CliOutcome::Failed,
         (true, true, _) => {
-            wrong(&"error: --check compares with what succeeds before the disturbance, and nothing does")
+            report_invalid_input(&"error: --check compares with what succeeds before the disturbance, and nothing does")
         }
-        (true, false, true) => Outcome::Done,
-        (true, false, false) => {
-            wrong(&"error: --check needs a disturbance, and at least `check.within` after and some time before it")
-        }
+        (true, false, true) => CliOutcome::Done,
+        (true, false, false) => report_invalid_input(
+            &"error: --check needs a disturbance, and at least `check.within` after and some time before it",
+        ),
     }
 }
 
 /// What a report is written as.
 #[derive(Clone, Copy)]
-enum Form {
+enum ReportFormat {
     Html,
     Svg,
     Png,
     Json,
 }
 
-impl Form {
+impl ReportFormat {
     const ALL: [(&str, Self); 4] = [("html", Self::Html), ("svg", Self::Svg), ("png", Self::Png), ("json", Self::Json)];
 
     fn render(self, report: &Report) -> Result<Vec<u8>, Box<dyn std::error::Error>> {

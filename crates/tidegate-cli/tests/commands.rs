@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Output};
 use std::thread;
 
-use tidegate_testkit::servers::{Running, Scratch, free_port};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
 const POLICY: &str = r#"
 [inbound.global]
@@ -40,7 +40,7 @@ fn run(arguments: &[&str]) -> (i32, String, String) {
 
 #[test]
 fn check_says_in_words_what_is_limited() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("good.toml", POLICY);
     let (status, out, err) = run(&["check", file.to_str().unwrap()]);
     assert_eq!((status, err.as_str()), (0, ""));
@@ -53,7 +53,7 @@ fn check_says_in_words_what_is_limited() {
 
 #[test]
 fn check_says_what_becomes_of_requests_without_a_part_of_the_key() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     for (missing, words) in [
         ("", "are counted by their address"),
         ("missing = \"share\"\n", "share one count"),
@@ -72,7 +72,7 @@ fn check_says_what_becomes_of_requests_without_a_part_of_the_key() {
 
 #[test]
 fn a_variable_that_is_no_text_is_told_where_it_is_ours_and_no_matter_elsewhere() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("tidegate.toml", POLICY);
     let check = |name: &str| {
         let mut check = Command::new(env!("CARGO_BIN_EXE_tidegate"));
@@ -87,7 +87,7 @@ fn a_variable_that_is_no_text_is_told_where_it_is_ours_and_no_matter_elsewhere()
 
 #[test]
 fn check_and_serve_say_that_forward_auth_is_off() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let in_flight = "[inbound.action.export]\nmatch = { path = \"/export\" }\nlimit = \"2 in flight\"\n";
     let file = scratch.write("tidegate.toml", &format!("{POLICY}{in_flight}"));
     let (status, out, err) = run(&["check", file.to_str().unwrap()]);
@@ -100,16 +100,16 @@ fn check_and_serve_say_that_forward_auth_is_off() {
         .arg("serve")
         .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{api}"))
         .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{admin}"));
-    let gate = Running::start(serve, scratch, admin);
+    let gate = ChildProcess::start(serve, scratch, admin);
     // Who is answered was let in after the greeting.
     assert_eq!(run(&["status", "login", "--ip", "::1", "--url", &format!("http://127.0.0.1:{api}")]).0, 0);
-    let greeting = gate.read("stdout");
+    let greeting = gate.read_file("stdout");
     assert!(greeting.contains(&format!("  API      http://127.0.0.1:{api} (/v1/check)\n")), "{greeting}");
 }
 
 #[test]
 fn check_says_in_words_what_is_called() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write(
         "calls.toml",
         "[outbound.provider.tmdb]\npreset = \"tmdb\"\n[outbound.provider.plain]\nbase_url = \"http://api.example.com\"\n",
@@ -137,7 +137,7 @@ fn check_says_in_words_what_is_called() {
 
 #[test]
 fn check_points_at_what_is_wrong() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("bad.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
     let (status, out, err) = run(&["check", file.to_str().unwrap()]);
     assert_eq!((status, out.as_str()), (2, ""));
@@ -180,7 +180,7 @@ fn nobody_answers() {
 
 #[test]
 fn questions_to_a_running_gate() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let by_header = "[inbound.action.byip]\nkey = [\"header:x-api-key\"]\nlimit = \"5 per 60s\"\n";
     let file = scratch.write("tidegate.toml", &format!("{POLICY}\n{by_header}"));
     let (api, admin) = (free_port(), free_port());
@@ -192,7 +192,7 @@ fn questions_to_a_running_gate() {
         .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{admin}"))
         .env("TIDEGATE__API__TOKEN", "env:API_TOKEN")
         .env("API_TOKEN", "s3cret");
-    let _gate = Running::start(command, scratch, admin);
+    let _gate = ChildProcess::start(command, scratch, admin);
     let url = format!("http://127.0.0.1:{api}");
     let ask = |arguments: &[&str]| {
         let more = ["--url", &url, "--token-env", "API_TOKEN"];
@@ -242,7 +242,7 @@ fn questions_to_a_running_gate() {
 
 #[test]
 fn the_policy_says_where_the_gate_is_and_its_token() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let (api, admin) = (free_port(), free_port());
     let listeners = format!(
         "[api]\nlisten = \"0.0.0.0:{api}\"\ntoken = \"env:API_TOKEN\"\n[admin]\nlisten = \"127.0.0.1:{admin}\"\n"
@@ -251,7 +251,7 @@ fn the_policy_says_where_the_gate_is_and_its_token() {
     let folder = scratch.path().to_owned();
     let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     serve.args(["serve", "-c"]).arg(&file).env("API_TOKEN", "s3cret");
-    let _gate = Running::start(serve, scratch, admin);
+    let _gate = ChildProcess::start(serve, scratch, admin);
     let ask = |arguments: &[&str], token: &str, config: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
         command.args(arguments).args(config).env("API_TOKEN", token).env("OTHER", "s3cret").current_dir(&folder);
@@ -284,7 +284,7 @@ fn the_policy_says_where_the_gate_is_and_its_token() {
 
 #[test]
 fn a_policy_that_is_not_text_is_told_with_its_place() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.path().join("latin1.toml");
     std::fs::write(&file, b"# Gr\xfc\xdfe\n").unwrap();
     let (status, _, err) = run(&["check", "--config", file.to_str().unwrap()]);
@@ -297,7 +297,7 @@ fn variables_that_are_not_text_matter_only_where_they_are_ours() {
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt as _;
 
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("good.toml", POLICY);
     let garbled = OsStr::from_bytes(b"12\xff");
     let check = |name: &[u8]| {
@@ -331,7 +331,7 @@ fn run_safely(arguments: &[&str]) -> (i32, String, String) {
 fn nothing_from_outside_steers_the_terminal() {
     const HOSTILE: &str = "\u{1b}[2J\u{202e}\u{9b}31m\u{200b}";
     const ESCAPED: &str = "\\u001b[2J\\u202e\\u009b31m\\u200b";
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let path = |name: &str, text: &str| scratch.write(&format!("{HOSTILE}\n{name}"), text).to_str().unwrap().to_owned();
 
     // What a file is called and says.

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use tidegate_testkit::client::{Client, get};
-use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx, wrk};
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, caddy, free_port, nginx, wrk};
 use yaml_rust2::YamlLoader;
 
 /// Where a gate listens.
@@ -20,9 +20,9 @@ struct Ports {
 }
 
 /// Runs `tidegate serve` with this policy in front of `upstream`.
-fn gate(policy: &str, upstream: u16) -> (Running, Ports) {
+fn gate(policy: &str, upstream: u16) -> (ChildProcess, Ports) {
     let ports = Ports { gate: free_port(), api: free_port(), admin: free_port() };
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("tidegate.toml", policy);
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command
@@ -32,11 +32,11 @@ fn gate(policy: &str, upstream: u16) -> (Running, Ports) {
         .env("TIDEGATE__INBOUND__UPSTREAM", format!("http://127.0.0.1:{upstream}"))
         .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{}", ports.api))
         .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{}", ports.admin));
-    (Running::start(command, scratch, ports.admin), ports)
+    (ChildProcess::start(command, scratch, ports.admin), ports)
 }
 
 /// An nginx that serves a page and logs each request, after whatever else its `http` block is to hold.
-fn pages(more: &str, port: u16, listens: u16) -> Option<Running> {
+fn pages(more: &str, port: u16, listens: u16) -> Option<ChildProcess> {
     let server = format!(
         "log_format line '$status $request';\nserver {{\n  listen 127.0.0.1:{port} backlog=1024;\n  \
          access_log access.log line;\n  keepalive_requests 100000000;\n  \
@@ -67,16 +67,16 @@ fn nginx_behind_the_gate_sees_what_was_admitted_and_nothing_else() {
     let threads: Vec<_> = (0..20)
         .map(|_| {
             thread::spawn(move || {
-                let mut client = Client::connect(ports.gate).unwrap();
+                let mut client = HttpClient::connect(ports.gate).unwrap();
                 let (mut admitted, mut refused) = (0, 0);
                 for number in 0..1000 {
-                    let answer = client.ask(get(if number % 5 == 0 { "/over" } else { "/page" }));
+                    let answer = client.request(get_request(if number % 5 == 0 { "/over" } else { "/page" }));
                     match answer.status {
                         200 => admitted += 1,
                         429 => refused += 1,
                         status => panic!("{status}: {}", answer.body),
                     }
-                    assert!(!answer.last);
+                    assert!(!answer.closes_connection);
                 }
                 (admitted, refused)
             })
@@ -91,7 +91,7 @@ fn nginx_behind_the_gate_sees_what_was_admitted_and_nothing_else() {
     assert_eq!((admitted, refused), (16_001, 3_999));
     // nginx logs after it has answered.
     thread::sleep(Duration::from_millis(300));
-    assert_eq!(lines(&server.read("access.log")), admitted);
+    assert_eq!(lines(&server.read_file("access.log")), admitted);
 }
 
 #[test]
@@ -105,18 +105,22 @@ fn wrk_finds_no_fault() {
     let Some(page) = wrk(&format!("{url}/page"), 4 * connections, 3) else { return };
     let (over, page) = (over.finish(), page.finish());
     for load in [over, page] {
-        assert_eq!((load.server_errors, load.connect_errors, load.broken, load.timeouts), (0, 0, 0, 0), "{load:?}");
+        assert_eq!(
+            (load.server_errors, load.connect_errors, load.read_write_errors, load.timeouts),
+            (0, 0, 0, 0),
+            "{load:?}"
+        );
     }
     assert!(page.answers > 1000 && over.answers > 1000);
     assert_eq!(page.not_ok, 0);
     assert_eq!(over.not_ok, over.answers - 1);
     thread::sleep(Duration::from_millis(300));
     // At its end wrk leaves without waiting for what it asked last, a request a connection.
-    let seen = lines(&server.read("access.log"));
+    let seen = lines(&server.read_file("access.log"));
     let answered = page.answers + 1;
     let left = u64::from(4 * connections);
     assert!((answered..=answered + left).contains(&seen), "{answered} answered, {seen} seen");
-    let refusals = gate.read("stderr").lines().filter(|line| line.contains("refused ")).count();
+    let refusals = gate.read_file("stderr").lines().filter(|line| line.contains("refused ")).count();
     assert!((1..=60).contains(&refusals), "{refusals} lines about {} refusals", over.not_ok);
 }
 
@@ -131,34 +135,34 @@ fn sigterm_under_load_loses_no_request() {
             let (answered, going) = (Arc::clone(&answered), Arc::clone(&going));
             thread::spawn(move || {
                 while going.load(Ordering::Relaxed) {
-                    let Some(mut client) = Client::connect(ports.gate) else { return };
-                    let Some(mut answer) = client.ask_first(&get("/page")) else { return };
+                    let Some(mut client) = HttpClient::connect(ports.gate) else { return };
+                    let Some(mut answer) = client.try_first_request(&get_request("/page")) else { return };
                     loop {
                         assert_eq!(answer.status, 200);
                         answered.fetch_add(1, Ordering::Relaxed);
-                        if answer.last {
+                        if answer.closes_connection {
                             break;
                         }
-                        answer = client.ask(get("/page"));
+                        answer = client.request(get_request("/page"));
                     }
                 }
             })
         })
         .collect();
     thread::sleep(Duration::from_millis(500));
-    gate.signal("TERM");
+    gate.send_signal("TERM");
     let status = gate.wait().expect("the gate ends");
     assert!(status.success(), "{status}");
     going.store(false, Ordering::Relaxed);
     for thread in threads {
         thread.join().expect("no request is lost");
     }
-    let log = gate.read("stderr");
+    let log = gate.read_file("stderr");
     assert!(log.contains("stopped cut_off=0"), "{log}");
     thread::sleep(Duration::from_millis(300));
     let answered = answered.load(Ordering::Relaxed);
     assert!(answered > 100);
-    assert_eq!(lines(&server.read("access.log")), answered);
+    assert_eq!(lines(&server.read_file("access.log")), answered);
 }
 
 #[test]
@@ -166,15 +170,15 @@ fn a_second_signal_ends_at_once() {
     // An upstream that never answers keeps the gate from ending.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (mut gate, ports) = gate("", silent.local_addr().unwrap().port());
-    let mut client = Client::connect(ports.gate).unwrap();
-    client.send(get("/"));
+    let mut client = HttpClient::connect(ports.gate).unwrap();
+    client.send(get_request("/"));
     let _served = silent.accept().unwrap();
-    gate.signal("TERM");
+    gate.send_signal("TERM");
     thread::sleep(Duration::from_millis(300));
     assert!(TcpStream::connect(("127.0.0.1", ports.gate)).is_err());
-    let mut admin = Client::connect(ports.admin).unwrap();
-    assert_eq!(admin.ask(get("/readyz")).status, 503);
-    gate.signal("INT");
+    let mut admin = HttpClient::connect(ports.admin).unwrap();
+    assert_eq!(admin.request(get_request("/readyz")).status, 503);
+    gate.send_signal("INT");
     assert_eq!(gate.wait().and_then(|status| status.code()), Some(130));
 }
 
@@ -190,17 +194,17 @@ const LOGIN: &str = r#"
 
 /// What a front answers to seven logins and a look elsewhere: statuses, and how long the refused are to wait.
 fn enforced(port: u16) -> Vec<(u16, Option<String>)> {
-    let mut client = Client::connect(port).unwrap();
+    let mut client = HttpClient::connect(port).unwrap();
     let login = "POST /login?next=/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 3\r\n\r\na=b".to_owned();
     // What a client says of itself changes nothing.
     let lie = "POST /login HTTP/1.1\r\nHost: a.test\r\nX-Forwarded-For: 203.0.113.9\r\nX-Forwarded-Uri: /\r\n\
         X-Forwarded-Method: GET\r\nX-Original-Uri: /\r\nX-Original-Method: GET\r\nContent-Length: 0\r\n\r\n"
         .to_owned();
-    let requests = [&login, &login, &lie, &login, &login, &login, &lie, &get("/elsewhere")];
+    let requests = [&login, &login, &lie, &login, &login, &login, &lie, &get_request("/elsewhere")];
     let ask = |request: &&String| {
-        let answer = client.ask(request.as_str());
-        if answer.last {
-            client = Client::connect(port).unwrap();
+        let answer = client.request(request.as_str());
+        if answer.closes_connection {
+            client = HttpClient::connect(port).unwrap();
         }
         let wait = answer.head.lines().find_map(|line| line.strip_prefix("retry-after: "));
         if answer.status == 429 {
@@ -237,9 +241,9 @@ fn nginx_with_the_snippet_enforces_alike() {
         .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
     let Some(server) = pages(&snippet, upstream, front) else { return };
     assert_eq!(enforced(front), expected());
-    let seen = server.read("access.log");
+    let seen = server.read_file("access.log");
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
-    let answer = Client::connect(front).unwrap().ask(get("/elsewhere"));
+    let answer = HttpClient::connect(front).unwrap().request(get_request("/elsewhere"));
     assert_eq!(answer.body, "a page of nginx");
 }
 
@@ -254,7 +258,7 @@ fn caddy_with_the_snippet_enforces_alike() {
         .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
     let Some(_caddy) = caddy(&snippet, front) else { return };
     assert_eq!(enforced(front), expected());
-    let seen = server.read("access.log");
+    let seen = server.read_file("access.log");
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
 }
 
@@ -278,12 +282,12 @@ fn traefik_would_enforce_alike_with_the_snippet() {
     let path = forward_auth["address"].as_str().unwrap().strip_prefix("http://127.0.0.1:8082").unwrap();
 
     let (_gate, ports) = gate(LOGIN, free_port());
-    let mut front = Client::connect(ports.api).unwrap();
+    let mut front = HttpClient::connect(ports.api).unwrap();
     let lies = [("X-Original-Method", "GET"), ("X-Original-URI", "/"), ("X-Original-URL", "http://b.test/")];
     let passed_on = lies.iter().filter(|(name, _)| !is_emptied(name));
     let passed_on: String = passed_on.map(|(name, value)| format!("{name}: {value}\r\n")).collect();
     let mut ask = |method: &str, uri: &str| {
-        let answer = front.ask(format!(
+        let answer = front.request(format!(
             "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{passed_on}X-Forwarded-For: 203.0.113.7\r\n\
              X-Forwarded-Host: a.test\r\nX-Forwarded-Method: {method}\r\nX-Forwarded-Port: 80\r\n\
              X-Forwarded-Proto: http\r\nX-Forwarded-Server: traefik\r\nX-Forwarded-Uri: {uri}\r\n\
@@ -302,10 +306,10 @@ fn axum_with_the_layer_enforces_alike() {
     use axum::Router;
     use axum::routing::any;
     use tidegate::{GateLayer, Policy};
-    use tidegate_policy::Sources;
+    use tidegate_policy::PolicySources;
 
     let policy = LOGIN.replace("trusted_proxies = [\"127.0.0.0/8\"]", "trusted_proxies = []");
-    let policy = Policy::load(Sources::new().file("layer.toml", policy)).unwrap();
+    let policy = Policy::load(PolicySources::new().file("layer.toml", policy)).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let port = runtime.block_on(async {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -334,7 +338,7 @@ fn the_snippets_in_the_guide_are_those_that_are_tested() {
 #[test]
 fn the_limit_on_descriptors_is_raised_and_held_against_the_caps() {
     let served = |limits: &str| {
-        let (port, scratch) = (free_port(), Scratch::new());
+        let (port, scratch) = (free_port(), ScratchDir::new());
         let mut command = Command::new("sh");
         command
             .args(["-c", &format!("ulimit {limits}; exec \"$0\" serve"), env!("CARGO_BIN_EXE_tidegate")])
@@ -343,10 +347,10 @@ fn the_limit_on_descriptors_is_raised_and_held_against_the_caps() {
             .env("TIDEGATE__INBOUND__CAPS__CONNECTIONS", "100")
             .env("TIDEGATE__API__LISTEN", "off")
             .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{port}"));
-        let gate = Running::start(command, scratch, port);
+        let gate = ChildProcess::start(command, scratch, port);
         let limits = std::fs::read_to_string(format!("/proc/{}/limits", gate.id())).unwrap_or_default();
         let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().next());
-        (soft.map(str::to_owned), gate.read("stderr").contains("fewer file descriptors"))
+        (soft.map(str::to_owned), gate.read_file("stderr").contains("fewer file descriptors"))
     };
     let linux = |limit: &str| cfg!(target_os = "linux").then(|| limit.to_owned());
     // 100 twice, 64 of the admin listener, and 64 others.

@@ -7,9 +7,11 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
-use tidegate_testkit::client::Client;
-use tidegate_testkit::dice;
-use tidegate_testkit::servers::{RedisCluster, RedisPair, RedisServer, RedisSetup, Running, Scratch, free_port};
+use tidegate_testkit::http_client::HttpClient;
+use tidegate_testkit::random;
+use tidegate_testkit::servers::{
+    ChildProcess, RedisCluster, RedisSentinelGroup, RedisServer, RedisServerOptions, ScratchDir, free_port,
+};
 
 /// Decisions a second, over both gates.
 const LOAD: u32 = 1_000;
@@ -34,14 +36,14 @@ on_outage = \"deny\"
 ";
 
 struct Gate {
-    running: Running,
+    running: ChildProcess,
     port: u16,
 }
 
 impl Gate {
     fn start(store: &str) -> Self {
         let port = free_port();
-        let scratch = Scratch::new();
+        let scratch = ScratchDir::new();
         let file = scratch.write("tidegate.toml", POLICY);
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
         command
@@ -50,30 +52,35 @@ impl Gate {
             .env("TIDEGATE__STORE__URL", store)
             .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{port}"))
             .env("TIDEGATE__ADMIN__LISTEN", "off");
-        Self { running: Running::start(command, scratch, port), port }
+        Self { running: ChildProcess::start(command, scratch, port), port }
     }
 
     fn ask(&self, action: &str, cost: u64) -> (u16, String) {
-        let answer = Client::connect(self.port).expect("the gate listens").ask(question(action, "k", cost));
+        let answer = HttpClient::connect(self.port).expect("the gate listens").request(question(action, "k", cost));
         (answer.status, answer.body)
     }
 
     fn left(&self, action: &str) -> u64 {
         let path = format!("/v1/status?action={action}&key=k");
-        let answer = Client::connect(self.port).expect("the gate listens").ask(tidegate_testkit::client::get(&path));
+        let answer = HttpClient::connect(self.port)
+            .expect("the gate listens")
+            .request(tidegate_testkit::http_client::get_request(&path));
         let decision: serde_json::Value = serde_json::from_str(&answer.body).expect("a decision");
         decision["remaining"].as_u64().expect("what is left")
     }
 
     /// How often the log says this.
     fn told(&self, what: &str) -> usize {
-        [self.running.read("stdout"), self.running.read("stderr")].iter().map(|text| text.matches(what).count()).sum()
+        [self.running.read_file("stdout"), self.running.read_file("stderr")]
+            .iter()
+            .map(|text| text.matches(what).count())
+            .sum()
     }
 
     fn hears(&self, what: &str, within: Duration) -> Duration {
         let start = Instant::now();
         while self.told(what) == 0 {
-            assert!(start.elapsed() < within, "the log doesn't say {what:?}:\n{}", self.running.read("stdout"));
+            assert!(start.elapsed() < within, "the log doesn't say {what:?}:\n{}", self.running.read_file("stdout"));
             sleep(Duration::from_millis(20));
         }
         start.elapsed()
@@ -99,7 +106,7 @@ fn load(ports: [u16; 2], stop: &AtomicBool) -> Vec<Asked> {
         let threads: Vec<_> = (0..CONNECTIONS)
             .map(|connection| {
                 scope.spawn(move || {
-                    let mut client = Client::connect(ports[connection as usize % 2]).expect("the gate listens");
+                    let mut client = HttpClient::connect(ports[connection as usize % 2]).expect("the gate listens");
                     let (start, pace) = (Instant::now(), Duration::from_secs(1) * CONNECTIONS / LOAD);
                     let mut all = Vec::new();
                     for turn in 0.. {
@@ -108,7 +115,7 @@ fn load(ports: [u16; 2], stop: &AtomicBool) -> Vec<Asked> {
                         }
                         sleep((start + pace * turn).saturating_duration_since(Instant::now()));
                         let at = Instant::now();
-                        let status = client.ask(question("api", "k", 1)).status;
+                        let status = client.request(question("api", "k", 1)).status;
                         all.push(Asked { at, took: at.elapsed(), status });
                     }
                     all
@@ -149,15 +156,18 @@ enum Fate {
 /// What the gates share.
 enum Shared {
     One(RedisServer),
-    Pair(RedisPair),
+    Pair(RedisSentinelGroup),
 }
 
 impl Shared {
     /// That a fate befalls which lasts for about so long.
     fn start(fate: Fate, outage: Duration) -> Option<Self> {
         Some(match fate {
-            Fate::FailedOver => Self::Pair(RedisPair::start(outage)?),
-            _ => Self::One(RedisServer::with(RedisSetup { durable: true, ..RedisSetup::default() })?),
+            Fate::FailedOver => Self::Pair(RedisSentinelGroup::start(outage)?),
+            _ => Self::One(RedisServer::start_with(RedisServerOptions {
+                durable: true,
+                ..RedisServerOptions::default()
+            })?),
         })
     }
 
@@ -207,7 +217,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 fn outlives(fate: Fate) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let outage = Duration::from_secs(if dice::full() { 10 } else { 4 });
+    let outage = Duration::from_secs(if random::is_full_run() { 10 } else { 4 });
     let Some(mut redis) = Shared::start(fate, outage) else { return };
     let gates = [Gate::start(&redis.url()), Gate::start(&redis.url())];
     // Until both know of each other.
@@ -295,7 +305,7 @@ fn a_failover() {
 
 #[test]
 fn a_gate_that_finds_no_server_says_so() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let policy = scratch.write("tidegate.toml", POLICY);
     let port = free_port();
     let run = |env: &[(&str, &str)]| {
@@ -319,7 +329,7 @@ fn a_gate_that_finds_no_server_says_so() {
         ("TIDEGATE__API__LISTEN", &listen),
         ("TIDEGATE__ADMIN__LISTEN", "off"),
     ];
-    let gate = Gate { running: Running::start(run(&env), Scratch::new(), api), port: api };
+    let gate = Gate { running: ChildProcess::start(run(&env), ScratchDir::new(), api), port: api };
     assert_eq!(gate.ask("api", 1).0, 200, "a node that knows the secret goes on by itself");
     gate.hears("the store is down", Duration::from_secs(5));
 }
@@ -332,9 +342,9 @@ fn a_cluster_that_loses_a_master() {
     let gate = Gate::start(&cluster.url());
     let ask = |number: u32| {
         let at = Instant::now();
-        let status = Client::connect(gate.port)
+        let status = HttpClient::connect(gate.port)
             .expect("the gate listens")
-            .ask(question("careful", &number.to_string(), 1))
+            .request(question("careful", &number.to_string(), 1))
             .status;
         (status, at.elapsed())
     };
@@ -350,7 +360,7 @@ fn a_cluster_that_loses_a_master() {
     cluster.node_mut(0).kill();
     let lost = Instant::now();
     let (mut took, mut missed, mut asked) = (Vec::new(), 0, 0);
-    while lost.elapsed() < Duration::from_secs(if dice::full() { 10 } else { 3 }) {
+    while lost.elapsed() < Duration::from_secs(if random::is_full_run() { 10 } else { 3 }) {
         let answers: Vec<_> = (0..60).map(ask).collect();
         assert!(answers.iter().all(|(status, _)| matches!(status, 200 | 503)), "{answers:?}");
         let answered = answers.iter().filter(|(status, _)| *status == 200).count();

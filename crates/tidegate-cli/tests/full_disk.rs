@@ -9,20 +9,20 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
-use tidegate_testkit::client::{Answer, Client, get};
-use tidegate_testkit::servers::{Running, Scratch, free_port};
+use tidegate_testkit::http_client::{HttpClient, HttpResponse, get_request};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
 /// The bytes that may still be written: the log, and no commit.
 const NOTHING: u64 = 8_192;
 
 struct Gate {
-    running: Running,
+    running: ChildProcess,
     port: u16,
 }
 
 impl Gate {
     fn start(store: &Path, more: &str) -> Self {
-        let scratch = Scratch::new();
+        let scratch = ScratchDir::new();
         let policy = format!(
             "[store]\nurl = \"file:{}\"\nsync = \"always\"\n{more}\n\
              [inbound.action.day]\nkey = [\"key\"]\nlimit = \"1000 per 24h\"\n\
@@ -37,11 +37,11 @@ impl Gate {
             .arg(scratch.write("tidegate.toml", &policy))
             .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{port}"))
             .env("TIDEGATE__ADMIN__LISTEN", "off");
-        Self { running: Running::start(command, scratch, port), port }
+        Self { running: ChildProcess::start(command, scratch, port), port }
     }
 
-    fn ask(&self, request: impl AsRef<[u8]>) -> Answer {
-        Client::connect(self.port).expect("the gate listens").ask(request)
+    fn ask(&self, request: impl AsRef<[u8]>) -> HttpResponse {
+        HttpClient::connect(self.port).expect("the gate listens").request(request)
     }
 
     fn check(&self, action: &str, key: &str) -> u16 {
@@ -55,7 +55,7 @@ impl Gate {
     }
 
     fn left(&self, key: &str) -> u64 {
-        let answer = self.ask(get(&format!("/v1/status?action=day&key={key}")));
+        let answer = self.ask(get_request(&format!("/v1/status?action=day&key={key}")));
         let decision: serde_json::Value = serde_json::from_str(&answer.body).unwrap();
         decision["remaining"].as_u64().unwrap()
     }
@@ -67,18 +67,18 @@ impl Gate {
     }
 
     fn told(&self, what: &str) -> bool {
-        [self.running.read("stdout"), self.running.read("stderr")].iter().any(|text| text.contains(what))
+        [self.running.read_file("stdout"), self.running.read_file("stderr")].iter().any(|text| text.contains(what))
     }
 
     fn kill(mut self) {
-        self.running.signal("KILL");
+        self.running.send_signal("KILL");
         self.running.wait();
     }
 }
 
 #[test]
 fn a_full_disk_admits_nothing_that_a_crash_would_lose() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let store = folder.path().join("state");
     let gate = Gate::start(&store, "");
     let mut admitted = (0..10).filter(|_| gate.check("day", "k") == 200).count();
@@ -91,7 +91,7 @@ fn a_full_disk_admits_nothing_that_a_crash_would_lose() {
     }
     assert_eq!(gate.check("login", "bad"), 429, "a block is known");
     assert_eq!(gate.post("reset", "login", "bad"), 503, "a reset would be lost as well");
-    assert!(gate.told("can't be written"), "{}", gate.running.read("stdout"));
+    assert!(gate.told("can't be written"), "{}", gate.running.read_file("stdout"));
     gate.disk(None);
     let mut tries = 0;
     while gate.check("day", "k") != 200 {
@@ -113,13 +113,13 @@ fn a_full_disk_admits_nothing_that_a_crash_would_lose() {
 
 #[test]
 fn a_full_disk_stops_no_decision_where_the_policy_says_so() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let store = folder.path().join("state");
     let gate = Gate::start(&store, "on_full = \"continue\"");
     assert_eq!(gate.check("day", "k"), 200);
     gate.disk(Some(NOTHING));
     assert!((0..20).all(|_| gate.check("day", "k") == 200));
-    assert!(gate.told("can't be written"), "{}", gate.running.read("stdout"));
+    assert!(gate.told("can't be written"), "{}", gate.running.read_file("stdout"));
     gate.disk(None);
     let mut tries = 0;
     while !gate.told("is written again") {

@@ -10,9 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-use tidegate_testkit::client::{Client, get};
-use tidegate_testkit::dice;
-use tidegate_testkit::servers::{Scratch, free_port, nginx};
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::random;
+use tidegate_testkit::servers::{ScratchDir, free_port, nginx};
 
 use crate::common::{gateway, provider};
 
@@ -105,7 +105,7 @@ impl Drop for Stalls {
 /// refuses more with 429; gives what nginx logged, as statuses and seconds.
 fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
     let upstream = free_port();
-    let pages = Scratch::new();
+    let pages = ScratchDir::new();
     pages.write("page", "a page of nginx");
     // A page from a file, because `return` answers before `limit_req` is asked.
     let server = format!(
@@ -123,10 +123,10 @@ fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(
         .map(|_| {
             let going = Arc::clone(&going);
             thread::spawn(move || {
-                let mut client = Client::connect(port).unwrap();
+                let mut client = HttpClient::connect(port).unwrap();
                 let mut others = Vec::new();
                 while going.load(Ordering::Relaxed) {
-                    let answer = client.ask(get("/api/page"));
+                    let answer = client.request(get_request("/api/page"));
                     if (answer.status, answer.body.as_str()) != (200, "a page of nginx") {
                         others.push(answer.head);
                     }
@@ -140,7 +140,7 @@ fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(
     let others: Vec<String> = clients.into_iter().flat_map(|client| client.join().unwrap()).collect();
     // nginx writes its log once a second, so that it seldom waits for the disk.
     thread::sleep(Duration::from_millis(1_300));
-    let log = server.read("access.log");
+    let log = server.read_file("access.log");
     let line = |line: &str| {
         let (status, at) = line.split_once(' ').unwrap();
         (status.parse().unwrap(), at.parse().unwrap())
@@ -151,8 +151,8 @@ fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(
     let (least, all) = (gaps.clone().fold(f64::MAX, f64::min), gaps.sum::<f64>());
     println!("{} requests in {all:.3} s, at least {least:.3} s apart; {refused} refused", log.len());
     assert!(refused > 0 || others.is_empty(), "{others:?}");
-    let mut direct = Client::connect(upstream)?;
-    let statuses: Vec<u16> = (0..15).map(|_| direct.ask(get("/page")).status).collect();
+    let mut direct = HttpClient::connect(upstream)?;
+    let statuses: Vec<u16> = (0..15).map(|_| direct.request(get_request("/page")).status).collect();
     assert!(statuses.contains(&429), "it would have refused: {statuses:?}");
     Some(log)
 }
@@ -161,27 +161,27 @@ fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(
 /// the machine takes a larger part.
 fn assert_used(log: &[(u16, f64)], seconds: u32, permitted: u32) {
     let served = log.iter().filter(|(_, at)| at - log[0].1 < f64::from(seconds)).count();
-    let least = dice::count(90, 95) * permitted;
+    let least = random::case_count(90, 95) * permitted;
     assert!(served * 100 >= least as usize, "{served} of {permitted} calls got through in {seconds} s");
 }
 
 #[test]
 fn nginx_without_a_burst_refuses_none_of_a_rate() {
-    let seconds = dice::count(10, 60);
+    let seconds = random::case_count(10, 60);
     let Some(log) = through_nginx("", "10/s", seconds) else { return };
     assert_used(&log, seconds, seconds * 10);
 }
 
 #[test]
 fn nginx_with_a_burst_refuses_none_of_a_rate_with_a_burst() {
-    let seconds = dice::count(10, 60);
+    let seconds = random::case_count(10, 60);
     let Some(log) = through_nginx("burst=10 nodelay", "10/s burst 10", seconds) else { return };
     assert_used(&log, seconds, seconds * 10 + 10);
 }
 
 /// What of nginx's own rate got through after a warm-up, and what it refused of all then, both as a percentage.
 fn found_pace(rate: u32, limit_req: &str) -> Option<(f64, f64)> {
-    let (warm_up, seconds) = (dice::count(12, 30), dice::count(20, 60));
+    let (warm_up, seconds) = (random::case_count(12, 30), random::case_count(20, 60));
     let settings = format!("limit = \"{}/s\"\npace = \"adaptive\"", rate * 2);
     let log = run(rate, limit_req, &settings, warm_up + seconds)?;
     let began = log[0].1 + f64::from(warm_up);

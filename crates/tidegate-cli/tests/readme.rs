@@ -59,7 +59,7 @@ fn the_set_up_is_two_commands() {
 #[test]
 fn the_policy_is_one() {
     let toml = README.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a policy");
-    let folder = servers::Scratch::new();
+    let folder = servers::ScratchDir::new();
     let file = folder.write("tidegate.toml", toml);
     let check = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("check").arg(file).output().unwrap();
     assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stderr));
@@ -74,7 +74,7 @@ fn the_environment_is_listed_in_full() {
 
 #[test]
 fn the_tour_prints_what_it_says() {
-    if ["bash", "caddy", "curl"].into_iter().any(|program| servers::require(program).is_none()) {
+    if ["bash", "caddy", "curl"].into_iter().any(|program| servers::require_program(program).is_none()) {
         return;
     }
     // The tour's ports may be taken here; each is swapped for a free one on the way in and back on the way out.
@@ -86,7 +86,7 @@ fn the_tour_prints_what_it_says() {
         })
     };
 
-    let folder = servers::Scratch::new();
+    let folder = servers::ScratchDir::new();
     let bin = std::path::Path::new(env!("CARGO_BIN_EXE_tidegate")).parent().unwrap();
     let mut shell = Command::new("bash")
         .current_dir(folder.path())

@@ -13,10 +13,10 @@ use serde_json::Value;
 use tidegate::clock::ManualClock;
 use tidegate::core::{Reason, Time};
 use tidegate::{Gate, Query};
-use tidegate_policy::{Policy, Sources};
-use tidegate_testkit::client::{Client, get};
-use tidegate_testkit::dice::Dice;
-use tidegate_testkit::servers::{Running, Scratch, free_port, nginx};
+use tidegate_policy::{Policy, PolicySources};
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::random::RandomSource;
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, nginx};
 
 /// Every kind of limit, key and list that a log can tell of.
 const POLICY: &str = r#"
@@ -73,39 +73,39 @@ struct Asked {
 }
 
 fn requests(seed: u64, count: usize) -> Vec<Asked> {
-    let mut dice = Dice::seeded(seed);
+    let mut random = RandomSource::from_seed(seed);
     let (mut now, mut newest) = (START * 1_000_000, 0);
     let mut requests = Vec::with_capacity(count);
     for _ in 0..count {
-        now += dice.below(120_000);
-        if dice.percent(1) && dice.percent(30) {
-            now += dice.below(200_000_000);
+        now += random.below(120_000);
+        if random.chance(1) && random.chance(30) {
+            now += random.below(200_000_000);
         }
         let mut micros = now;
-        if dice.percent(3) {
-            micros -= dice.below(90_000_000).min(micros - START * 1_000_000);
+        if random.chance(3) {
+            micros -= random.below(90_000_000).min(micros - START * 1_000_000);
         }
         let mut too_late = false;
-        if dice.percent(1) {
-            micros = START * 1_000_000 - 4_000_000_000 - dice.below(1_000_000);
+        if random.chance(1) {
+            micros = START * 1_000_000 - 4_000_000_000 - random.below(1_000_000);
             too_late = true;
         } else {
             newest = newest.max(micros);
         }
-        let client = dice.below(12);
-        let address = match dice.below(8) {
-            0 => format!("198.51.100.{}", dice.below(40)),
-            1 => format!("2001:db8:0:{}::{:x}", client % 3, 1 + dice.below(9)),
+        let client = random.below(12);
+        let address = match random.below(8) {
+            0 => format!("198.51.100.{}", random.below(40)),
+            1 => format!("2001:db8:0:{}::{:x}", client % 3, 1 + random.below(9)),
             _ => format!("203.0.113.{client}"),
         };
-        let through_proxy = dice.percent(30);
+        let through_proxy = random.chance(30);
         let peer = if through_proxy { "10.1.2.3".to_owned() } else { address.clone() };
-        let path = match dice.below(9) {
+        let path = match random.below(9) {
             0 | 1 => "/login".to_owned(),
-            2 | 3 => format!("/search/{}", dice.below(3)),
+            2 | 3 => format!("/search/{}", random.below(3)),
             4 => "/export?all".to_owned(),
             5 => "/trial".to_owned(),
-            6 => format!("/p/{}?q={}", dice.below(2), dice.below(2)),
+            6 => format!("/p/{}?q={}", random.below(2), random.below(2)),
             7 => "/x/..%2Flogin".to_owned(),
             _ => "/".to_owned(),
         };
@@ -113,9 +113,9 @@ fn requests(seed: u64, count: usize) -> Vec<Asked> {
             micros,
             peer: peer.parse().unwrap(),
             forwarded: through_proxy.then(|| format!("6.6.6.6, {address}")),
-            method: if dice.percent(60) { "POST" } else { "GET" },
+            method: if random.chance(60) { "POST" } else { "GET" },
             path,
-            agent: AGENTS[dice.below(3) as usize],
+            agent: AGENTS[random.below(3) as usize],
             too_late,
         });
     }
@@ -125,7 +125,7 @@ fn requests(seed: u64, count: usize) -> Vec<Asked> {
 
 /// What a running gate refuses of these, as `replay --refusals` writes it; `resolution` is the log's, in microseconds.
 fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str) -> Vec<String> {
-    let policy = Policy::load(Sources::new().file("tidegate.toml", policy)).unwrap();
+    let policy = Policy::load(PolicySources::new().file("tidegate.toml", policy)).unwrap();
     let clock = ManualClock::at(Time::ZERO);
     let gate = Gate::in_memory(&policy, clock.clone());
     let (mut newest, mut refused) = (0, Vec::new());
@@ -142,7 +142,7 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
             }
         }
         let query = Query {
-            ip: Some(policy.inbound().forwarding.client(asked.peer, &headers)),
+            ip: Some(policy.inbound().forwarding.client_ip(asked.peer, &headers)),
             method: Some(asked.method),
             path: Some(&asked.path),
             host: Some("example.com"),
@@ -151,7 +151,7 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
         };
         let actions = gate.actions(&query).unwrap();
         let decision = gate.check_now(&query).unwrap();
-        drop(gate.hold(actions, &query, &decision).unwrap());
+        drop(gate.hold_permit(actions, &query, &decision).unwrap());
         if decision.allowed {
             continue;
         }
@@ -162,8 +162,8 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
             Reason::DenyList => "deny list",
             _ => "limit",
         };
-        let action = gate.plan().names(actions).unwrap_or_else(|| "-".to_owned());
-        let limit = decision.bound_by.map_or("-", |limit| gate.plan().info(limit).name());
+        let action = gate.plan().action_names(actions).unwrap_or_else(|| "-".to_owned());
+        let limit = decision.bound_by.map_or("-", |limit| gate.plan().limit_info(limit).name());
         refused.push(format!("{log}\t{line}\t{action}\t{limit}\t{wait}\t{why}"));
     }
     refused
@@ -208,7 +208,7 @@ fn caddy(requests: &[Asked]) -> String {
     log
 }
 
-fn replay(folder: &Scratch, arguments: &[&str]) -> (i32, String, String) {
+fn replay(folder: &ScratchDir, arguments: &[&str]) -> (i32, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TIDEGATE")) {
         command.env_remove(name);
@@ -225,7 +225,7 @@ fn lines(file: &Path) -> Vec<String> {
 #[test]
 fn refusals_are_those_of_a_running_gate_line_by_line() {
     for seed in 0..4 {
-        let folder = Scratch::new();
+        let folder = ScratchDir::new();
         folder.write("tidegate.toml", POLICY);
         let asked = requests(seed, 4000);
         for (log, text, resolution) in [("access.log", combined(&asked), 1_000_000), ("access.json", caddy(&asked), 1)]
@@ -256,7 +256,7 @@ fn refusals_are_those_of_a_running_gate_line_by_line() {
 
 #[test]
 fn packed_logs_standard_input_and_several_files_are_one_log() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     folder.write("tidegate.toml", POLICY);
     let text = combined(&requests(9, 3000).into_iter().filter(|asked| !asked.too_late).collect::<Vec<_>>());
     folder.write("whole.log", &text);
@@ -299,7 +299,7 @@ fn by_program(program: &str, bytes: &[u8]) -> Vec<u8> {
 
 #[test]
 fn the_tables_say_who_when_why_and_what_else_would_do() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     folder.write(
         "tidegate.toml",
         "[inbound.action.login]\nmatch = { method = \"POST\", path = \"/login\" }\nlimit = \"5 per 60s\"\n",
@@ -364,7 +364,7 @@ fn the_tables_say_who_when_why_and_what_else_would_do() {
 
 #[test]
 fn broken_lines_are_counted_and_the_first_ten_shown() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let mut log = String::new();
     for number in 0..25 {
         log += &format!("192.0.2.1 - - [21/Nov/2026:12:00:{number:02} +0000] \"GET / HTTP/1.1\" 200 1\n");
@@ -383,7 +383,7 @@ fn broken_lines_are_counted_and_the_first_ten_shown() {
 /// A log that breaks off costs what can't be read, and no more.
 #[test]
 fn what_can_be_read_of_a_broken_log_is_told() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let text = combined(&requests(9, 3000).into_iter().filter(|asked| !asked.too_late).collect::<Vec<_>>());
     let packed = by_program("gzip", text.as_bytes());
     std::fs::write(folder.path().join("cut.gz"), &packed[..packed.len() / 2]).unwrap();
@@ -398,7 +398,7 @@ fn what_can_be_read_of_a_broken_log_is_told() {
 
 #[test]
 fn wrong_words_and_missing_files_are_told() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     folder.write("access.log", "");
     for (arguments, status, told) in [
         (&["access.log", "--out", "x.pdf"][..], 2, "findings end with .html, .svg or .json"),
@@ -432,15 +432,15 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
          [inbound.action.agent]\nmatch = {{ path = \"/agent/*\" }}\nkey = [\"client_ip\", \"header:user-agent\"]\n\
          limit = \"3 per 30m\"\n"
     );
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let file = folder.write("tidegate.toml", &policy);
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     serve
         .args(["serve", "--config"])
         .arg(file)
         .envs([("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "off")]);
-    let _gate = Running::start(serve, scratch, gate_port);
+    let _gate = ChildProcess::start(serve, scratch, gate_port);
     // The client's address is made up by a header, so that there are many of them.
     let server = format!(
         "log_format main '$http_x_client - $remote_user [$time_local] \"$request\" $status $body_bytes_sent \
@@ -449,18 +449,21 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
          proxy_set_header X-Forwarded-For $http_x_client; }} }}"
     );
     let Some(proxy) = nginx(&server, front) else { return };
-    let (mut dice, mut client) = (Dice::seeded(5), Client::connect(front).unwrap());
+    let (mut random, mut client) = (RandomSource::from_seed(5), HttpClient::connect(front).unwrap());
     let mut statuses: HashMap<u16, usize> = HashMap::new();
     for _ in 0..600 {
-        let path = ["/", "/login", "/agent/x?y"][dice.below(3) as usize];
-        let (address, agent) = (1 + dice.below(15), AGENTS[dice.below(2) as usize]);
-        let request =
-            get(path).replacen("\r\n", &format!("\r\nx-client: 203.0.113.{address}\r\nuser-agent: {agent}\r\n"), 1);
-        *statuses.entry(client.ask(request).status).or_default() += 1;
+        let path = ["/", "/login", "/agent/x?y"][random.below(3) as usize];
+        let (address, agent) = (1 + random.below(15), AGENTS[random.below(2) as usize]);
+        let request = get_request(path).replacen(
+            "\r\n",
+            &format!("\r\nx-client: 203.0.113.{address}\r\nuser-agent: {agent}\r\n"),
+            1,
+        );
+        *statuses.entry(client.request(request).status).or_default() += 1;
     }
     assert!(statuses[&200] > 50 && statuses[&429] > 50 && statuses.len() == 2, "{statuses:?}");
     std::thread::sleep(std::time::Duration::from_millis(300));
-    let log = proxy.read("access.log");
+    let log = proxy.read_file("access.log");
     // Without the front's address, which trusted it is; the log tells the client itself.
     folder.write("access.log", &log);
     let (status, out, err) = replay(&folder, &["access.log", "--refusals", "refusals"]);

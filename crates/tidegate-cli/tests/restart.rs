@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use tidegate_testkit::servers::{Running, Scratch, free_port};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
 /// An API that answers everything, and how often it was asked.
 fn api() -> (u16, Arc<AtomicU64>) {
@@ -40,11 +40,11 @@ fn api() -> (u16, Arc<AtomicU64>) {
 }
 
 struct Gate {
-    running: Running,
+    running: ChildProcess,
     port: u16,
 }
 
-fn command(upstream: u16, snapshot: &Path, scratch: &Scratch) -> (Command, u16, u16) {
+fn command(upstream: u16, snapshot: &Path, scratch: &ScratchDir) -> (Command, u16, u16) {
     // A year doesn't end while a test runs, or hardly ever.
     let policy = format!(
         "[outbound]\nsnapshot = \"{}\"\n[outbound.provider.omdb]\npreset = \"omdb-free\"\ncache = \"off\"\n\
@@ -65,9 +65,9 @@ fn command(upstream: u16, snapshot: &Path, scratch: &Scratch) -> (Command, u16, 
 
 impl Gate {
     fn start(upstream: u16, snapshot: &Path) -> Self {
-        let scratch = Scratch::new();
+        let scratch = ScratchDir::new();
         let (command, port, admin) = command(upstream, snapshot, &scratch);
-        Self { running: Running::start(command, scratch, admin), port }
+        Self { running: ChildProcess::start(command, scratch, admin), port }
     }
 
     /// The status of a call, and its reply.
@@ -101,14 +101,14 @@ impl Gate {
     }
 
     fn end(mut self, signal: &str) {
-        self.running.signal(signal);
+        self.running.send_signal(signal);
         self.running.wait();
     }
 }
 
 #[test]
 fn a_quota_outlives_the_program_however_it_ends() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let snapshot = folder.path().join("outbound.json");
     let (upstream, asked) = api();
 
@@ -137,9 +137,9 @@ fn a_quota_outlives_the_program_however_it_ends() {
 
 #[test]
 fn a_snapshot_that_is_broken_is_told_and_left_alone() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let snapshot: PathBuf = folder.write("outbound.json", "{ \"tidegate_outbound\": 1, \"records\"");
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let (mut command, ..) = command(1, &snapshot, &scratch);
     let output = command.output().unwrap();
     let told = String::from_utf8(output.stderr).unwrap();

@@ -7,10 +7,10 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use tidegate_testkit::servers::Scratch;
+use tidegate_testkit::servers::ScratchDir;
 
 /// What ignores signals passes that on: a shell that runs the tests in the background INT and QUIT, `nohup` HUP.
-fn retry(folder: &Scratch, words: &[&str]) -> Command {
+fn retry(folder: &ScratchDir, words: &[&str]) -> Command {
     let mut command = Command::new("env");
     command
         .args(["--default-signal", env!("CARGO_BIN_EXE_tidegate"), "retry"])
@@ -21,7 +21,7 @@ fn retry(folder: &Scratch, words: &[&str]) -> Command {
 }
 
 /// The status, standard output and standard error.
-fn run(folder: &Scratch, words: &[&str]) -> (i32, String, String) {
+fn run(folder: &ScratchDir, words: &[&str]) -> (i32, String, String) {
     told(retry(folder, words).output().unwrap())
 }
 
@@ -34,27 +34,27 @@ fn counting(body: &str) -> String {
     format!("n=$(($(cat runs 2>/dev/null || echo 0) + 1)); echo $n > runs; {body}")
 }
 
-fn runs(folder: &Scratch) -> u32 {
+fn runs(folder: &ScratchDir) -> u32 {
     std::fs::read_to_string(folder.path().join("runs")).unwrap().trim().parse().unwrap()
 }
 
 #[test]
 fn it_runs_until_the_command_succeeds_and_says_what_it_waits_for() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let body = counting("echo out $n; echo err $n >&2; [ $n = 3 ] || exit 7");
     let (status, out, err) = run(&folder, &["--base", "10ms", "--jitter", "none", "--", "sh", "-c", &body]);
     assert_eq!((status, out.as_str()), (0, "out 1\nout 2\nout 3\n"));
     let expected = "err 1\ntidegate retry: attempt 1 of 5 ended with status 7; the next in 100ms\n\
                     err 2\ntidegate retry: attempt 2 of 5 ended with status 7; the next in 100ms\nerr 3\n";
     assert_eq!(err, expected);
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let (status, _, err) = run(&folder, &["-q", "--base", "1ms", "--", "sh", "-c", &counting("[ $n = 3 ] || exit 7")]);
     assert_eq!((status, err.as_str(), runs(&folder)), (0, "", 3));
 }
 
 #[test]
 fn it_ends_with_the_commands_own_status() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let (status, _, err) =
         run(&folder, &["--attempts", "3", "--base", "1ms", "--", "sh", "-c", &counting("exit $((40 + n))")]);
     assert_eq!((status, runs(&folder)), (43, 3));
@@ -97,7 +97,7 @@ fn statuses_and_output_say_what_is_permanent_and_what_throttled() {
         (&outputs, "echo there is no such thing; exit 1", 3, "status 1;"),
         (&outputs, "echo no such thing", 1, ""),
     ] {
-        let folder = Scratch::new();
+        let folder = ScratchDir::new();
         let body = counting(body);
         let words = [&flags[..], more, &["--", "sh", "-c", &body]].concat();
         let (_, _, err) = run(&folder, &words);
@@ -109,7 +109,7 @@ fn statuses_and_output_say_what_is_permanent_and_what_throttled() {
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program waits is measured")]
 fn waits_grow_and_what_the_command_asks_for_is_a_floor() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let began = Instant::now();
     let words = ["--base", "100ms", "--cap", "250ms", "--jitter", "none", "--attempts", "4", "--", "false"];
     let (status, _, err) = run(&folder, &words);
@@ -140,7 +140,7 @@ fn waits_grow_and_what_the_command_asks_for_is_a_floor() {
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
 fn an_attempt_that_takes_too_long_is_ended() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let began = Instant::now();
     let body = counting("exec sleep 30");
     let (status, _, err) =
@@ -157,14 +157,14 @@ fn an_attempt_that_takes_too_long_is_ended() {
 /// A pipeline that went on would run beside the next attempt.
 #[test]
 fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let inner = "trap 'touch told; exit' TERM; touch ready; while :; do sleep 0.05; done";
     let body = format!("bash -c \"{inner}\" | cat");
     let (status, _, _) = run(&folder, &["--timeout", "500ms", "--attempts", "1", "--", "sh", "-c", &body]);
     assert_eq!(status, 124);
     appears(&folder, "told");
 
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let child = retry(&folder, &["--timeout", "1m", "--", "sh", "-c", &body]).spawn().unwrap();
     appears(&folder, "ready");
     signal(&child, "TERM");
@@ -174,7 +174,7 @@ fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
 
 #[test]
 fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let body = "printf 'half a line'; read _";
     let mut child = retry(&folder, &["--throttled-output", "x", "--", "sh", "-c", body])
         .stdin(Stdio::piped())
@@ -194,7 +194,7 @@ fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
 #[test]
 fn a_reader_that_is_slow_gets_everything() {
     const LENGTH: usize = 300_000;
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     folder.write("long", &"x".repeat(LENGTH));
     let mut child =
         retry(&folder, &["--throttled-output", "y", "--", "cat", "long"]).stdout(Stdio::piped()).spawn().unwrap();
@@ -221,7 +221,7 @@ fn what_was_printed_counts_while_somebody_keeps_the_output_open() {
         ("printf 'no such thing'", "it would fail again"),
         ("echo after 1h >&2", "it asks for a wait of 1h, which is too long"),
     ] {
-        let folder = Scratch::new();
+        let folder = ScratchDir::new();
         let body = counting(&format!("sleep 20 & {print}; exit 1"));
         let (status, _, err) = run(&folder, &[&patterns[..], &["--", "sh", "-c", &body]].concat());
         assert_eq!((status, runs(&folder)), (1, 1), "{print}: {err}");
@@ -234,23 +234,23 @@ fn what_was_printed_counts_while_somebody_keeps_the_output_open() {
 fn standard_input_goes_to_the_first_attempt_or_to_all() {
     let body = counting("cat > in$n; [ $n = 2 ]");
     let read =
-        |folder: &Scratch| [1, 2].map(|n| std::fs::read_to_string(folder.path().join(format!("in{n}"))).unwrap());
-    let piped = |folder: &Scratch, words: &[&str]| {
+        |folder: &ScratchDir| [1, 2].map(|n| std::fs::read_to_string(folder.path().join(format!("in{n}"))).unwrap());
+    let piped = |folder: &ScratchDir, words: &[&str]| {
         let mut child = retry(folder, words).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         child.stdin.take().unwrap().write_all(b"some words").unwrap();
         told(child.wait_with_output().unwrap())
     };
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let (status, _, err) = piped(&folder, &["--base", "1ms", "--", "sh", "-c", &body]);
     assert_eq!((status, read(&folder)), (0, ["some words".to_owned(), String::new()]));
     assert!(err.contains("standard input went to the first attempt"), "{err}");
 
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let (status, _, err) = piped(&folder, &["--keep-stdin", "--base", "1ms", "--", "sh", "-c", &body]);
     assert_eq!((status, read(&folder)), (0, ["some words".to_owned(), "some words".to_owned()]));
     assert!(!err.contains("standard input"), "{err}");
 
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let file = std::fs::File::open(folder.write("words", "some words")).unwrap();
     let output = retry(&folder, &["--base", "1ms", "--", "sh", "-c", &body]).stdin(file).output().unwrap();
     assert_eq!((told(output).0, read(&folder)), (0, ["some words".to_owned(), "some words".to_owned()]));
@@ -261,7 +261,7 @@ fn signal(child: &Child, name: &str) {
 }
 
 /// Waits until a file is there.
-fn appears(folder: &Scratch, name: &str) {
+fn appears(folder: &ScratchDir, name: &str) {
     for _ in 0..2000 {
         if folder.path().join(name).exists() {
             return;
@@ -274,7 +274,7 @@ fn appears(folder: &Scratch, name: &str) {
 #[test]
 fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
     for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1), ("QUIT", 3)] {
-        let folder = Scratch::new();
+        let folder = ScratchDir::new();
         let body =
             counting(&format!("trap 'echo got > got; exit 9' {name}; touch ready; while :; do sleep 0.05; done"));
         let child =
@@ -285,7 +285,7 @@ fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
         assert_eq!((status, runs(&folder)), (9, 1), "{name}");
         assert!(folder.path().join("got").exists());
 
-        let folder = Scratch::new();
+        let folder = ScratchDir::new();
         let body = counting("touch ready; exec sleep 30");
         let child = retry(&folder, &["--", "sh", "-c", &body]).stderr(Stdio::piped()).spawn().unwrap();
         appears(&folder, "ready");
@@ -296,7 +296,7 @@ fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
         assert_eq!((told(output).0, runs(&folder)), (128 + number, 1), "{name}");
     }
     for name in ["USR1", "USR2", "WINCH"] {
-        let folder = Scratch::new();
+        let folder = ScratchDir::new();
         let body = counting(&format!(
             "trap 'echo got > got' {name}; touch ready; until [ -e got ]; do sleep 0.05; done; exit 3"
         ));
@@ -311,7 +311,7 @@ fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
 fn a_wait_is_ended_by_a_signal() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let body = counting("touch ready; exit 3");
     let mut command = retry(&folder, &["--base", "60s", "--cap", "60s", "--jitter", "none", "--", "sh", "-c", &body]);
     let child = command.stderr(Stdio::piped()).spawn().unwrap();
@@ -326,7 +326,7 @@ fn a_wait_is_ended_by_a_signal() {
 
 #[test]
 fn reading_standard_input_is_ended_by_a_signal() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let mut command = retry(&folder, &["--keep-stdin", "--", "cat"]);
     let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.as_mut().unwrap().write_all(b"some words").unwrap();
@@ -343,7 +343,7 @@ fn reading_standard_input_is_ended_by_a_signal() {
 /// A shell that ignores a signal makes its commands ignore it.
 #[test]
 fn a_signal_that_is_ignored_stays_ignored() {
-    let folder = Scratch::new();
+    let folder = ScratchDir::new();
     let tidegate = env!("CARGO_BIN_EXE_tidegate");
     let script = format!("trap '' HUP; exec {tidegate} retry -- sh -c 'touch ready; sleep 1; exit 0'");
     let child = Command::new("sh").args(["-c", &script]).current_dir(folder.path()).process_group(0).spawn().unwrap();

@@ -2,7 +2,7 @@
 //!
 //! Growth and jitter are apart: growth gives the n-th wait, jitter spreads it. Both stay inside the cap, so that a
 //! thousand clients at the cap don't wake together; only Google's additive kind, which its authors clamp last, gathers
-//! there. Sources: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog 2015 (full, equal,
+//! there. PolicySources: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog 2015 (full, equal,
 //! decorrelated); Google Cloud, "Truncated exponential backoff" (additive).
 
 use rand_core::Rng;
@@ -67,7 +67,7 @@ impl Backoff {
     }
 
     /// The n-th wait before jitter; n counts from 1, and 0 counts as 1.
-    pub fn wait(&self, n: u32) -> Span {
+    pub fn base_wait(&self, n: u32) -> Span {
         let n = n.max(1);
         let times = match self.growth {
             Growth::Constant => 1,
@@ -81,37 +81,37 @@ impl Backoff {
 
     /// The n-th wait with jitter. `before` is the wait that was answered last (the base, at first); only decorrelated
     /// jitter asks for it.
-    pub fn delay(&self, n: u32, before: Span, rng: &mut impl Rng) -> Span {
+    pub fn jittered_wait(&self, n: u32, before: Span, rng: &mut impl Rng) -> Span {
         match self.jitter {
-            Jitter::None => self.wait(n),
-            Jitter::Full => between(Span::ZERO, self.wait(n), rng),
+            Jitter::None => self.base_wait(n),
+            Jitter::Full => random_span(Span::ZERO, self.base_wait(n), rng),
             Jitter::Equal => {
-                let wait = self.wait(n);
-                between(Span::from_micros(wait.as_micros().div_ceil(2)), wait, rng)
+                let wait = self.base_wait(n);
+                random_span(Span::from_micros(wait.as_micros().div_ceil(2)), wait, rng)
             }
             Jitter::Decorrelated => {
                 let low = self.base.min(self.cap);
-                between(low, before.times(3).min(self.cap).max(low), rng)
+                random_span(low, before.times(3).min(self.cap).max(low), rng)
             }
-            Jitter::Additive(most) => (self.wait(n) + between(Span::ZERO, most, rng)).min(self.cap),
+            Jitter::Additive(most) => (self.base_wait(n) + random_span(Span::ZERO, most, rng)).min(self.cap),
         }
     }
 }
 
 /// How far one call has come with its waits; the default is at their start.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Waits {
-    n: u32,
-    before: Span,
+pub struct BackoffState {
+    count: u32,
+    previous: Span,
 }
 
-impl Waits {
+impl BackoffState {
     /// The next wait.
     pub fn next(&mut self, backoff: &Backoff, rng: &mut impl Rng) -> Span {
-        let before = if self.n == 0 { backoff.base } else { self.before };
-        self.n = self.n.saturating_add(1);
-        self.before = backoff.delay(self.n, before, rng);
-        self.before
+        let before = if self.count == 0 { backoff.base } else { self.previous };
+        self.count = self.count.saturating_add(1);
+        self.previous = backoff.jittered_wait(self.count, before, rng);
+        self.previous
     }
 }
 
@@ -126,17 +126,17 @@ fn fibonacci(n: u32) -> u64 {
     this
 }
 
-fn between(low: Span, high: Span, rng: &mut impl Rng) -> Span {
-    Span::from_micros(drawn(low.as_micros(), high.as_micros(), rng))
+fn random_span(low: Span, high: Span, rng: &mut impl Rng) -> Span {
+    Span::from_micros(random_in_range(low.as_micros(), high.as_micros(), rng))
 }
 
-fn drawn(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
-    placed(low, high, rng.next_u64())
+fn random_in_range(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
+    scale_to_range(low, high, rng.next_u64())
 }
 
 /// The number from `low` to `high`, both included, that a random word stands for. Multiplying and shifting favours no
 /// number of a range below 2^52 by more than one part in 2^11.
-pub(crate) fn placed(low: u64, high: u64, word: u64) -> u64 {
+pub(crate) fn scale_to_range(low: u64, high: u64, word: u64) -> u64 {
     let width = u128::from(high.saturating_sub(low)) + 1;
     low + ((u128::from(word) * width) >> 64) as u64
 }
@@ -149,7 +149,7 @@ mod tests {
     use std::vec::Vec;
 
     fn secs(backoff: Backoff, n: u32) -> Vec<u64> {
-        (1..=n).map(|n| backoff.wait(n).as_secs_ceil()).collect()
+        (1..=n).map(|n| backoff.base_wait(n).as_secs_ceil()).collect()
     }
 
     #[test]
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(secs(Backoff { growth: Growth::Exponential { factor: 3 }, ..base }, 5), [1, 3, 9, 27, 30]);
         assert_eq!(secs(Backoff { growth: Growth::Fibonacci, ..base }, 9), [1, 1, 2, 3, 5, 8, 13, 21, 30]);
         for growth in [Growth::Linear, Growth::Exponential { factor: u32::MAX }, Growth::Fibonacci] {
-            let wait = Backoff { growth, base: Span::MAX, cap: Span::MAX, jitter: Jitter::None }.wait(u32::MAX);
+            let wait = Backoff { growth, base: Span::MAX, cap: Span::MAX, jitter: Jitter::None }.base_wait(u32::MAX);
             assert_eq!(wait, Span::MAX);
         }
     }
@@ -176,14 +176,14 @@ mod tests {
         let mut rng = SmallRng::seed_from_u64(7);
         let base = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
         for n in 1..=200 {
-            let wait = base.wait(n);
-            assert!(base.delay(n, base.base, &mut rng) <= wait);
-            let equal = base.with_jitter(Jitter::Equal).delay(n, base.base, &mut rng);
+            let wait = base.base_wait(n);
+            assert!(base.jittered_wait(n, base.base, &mut rng) <= wait);
+            let equal = base.with_jitter(Jitter::Equal).jittered_wait(n, base.base, &mut rng);
             assert!(equal >= Span::from_micros(wait.as_micros() / 2) && equal <= wait);
-            let additive = base.with_jitter(Jitter::Additive(Span::from_secs(1))).delay(n, base.base, &mut rng);
+            let additive = base.with_jitter(Jitter::Additive(Span::from_secs(1))).jittered_wait(n, base.base, &mut rng);
             assert!(additive >= wait && additive <= (wait + Span::from_secs(1)).min(base.cap));
         }
-        let (decorrelated, mut waits) = (base.with_jitter(Jitter::Decorrelated), Waits::default());
+        let (decorrelated, mut waits) = (base.with_jitter(Jitter::Decorrelated), BackoffState::default());
         let mut before = base.base;
         for _ in 0..10_000 {
             let wait = waits.next(&decorrelated, &mut rng);
@@ -199,7 +199,7 @@ mod tests {
             let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32)).with_jitter(jitter);
             let mut buckets = [0; 321];
             for _ in 0..1000 {
-                let mut waits = Waits::default();
+                let mut waits = BackoffState::default();
                 let wait = (0..20).fold(Span::ZERO, |_, _| waits.next(&backoff, &mut rng));
                 buckets[(wait.as_micros() / 100_000) as usize] += 1;
             }

@@ -3,8 +3,8 @@
 use arrayvec::ArrayVec;
 use core::fmt;
 
-use crate::state::Look;
-use crate::{Kind, Limit, LimitId, Limits, Span, State, Time};
+use crate::state::LimitStatus;
+use crate::{KeyState, Limit, LimitId, LimitKind, Limits, Span, Time};
 
 /// The most operations that one batch holds.
 pub const MAX_OPS: usize = 8;
@@ -40,8 +40,8 @@ pub enum Verb {
     Take,
     /// Answers what a `Take` would meet, and changes nothing.
     Peek,
-    /// Gives back a cost that was charged: of a call that was admitted at [`Terms::charged_at`], and that windows counted
-    /// at [`Terms::counted_at`], if that is known.
+    /// Gives back a cost that was charged: of a call that was admitted at [`BatchContext::charged_at`], and that windows counted
+    /// at [`BatchContext::counted_at`], if that is known.
     Refund,
     /// Gives back the permits that the batch's id holds.
     Release,
@@ -54,7 +54,7 @@ pub enum Verb {
     /// taken for, or what was let through elsewhere. Of permits, the batch's id holds as many from now on, unless it
     /// does already; that lengthens its lease. Of a pace, callers wait for the cost, in nanoseconds, at the least.
     Debit,
-    /// Tells a window that a call which was charged ahead ([`Batch::ahead`]) has ended: what it was charged counts as
+    /// Tells a window that a call which was charged ahead ([`Batch::with_lead`]) has ended: what it was charged counts as
     /// made now.
     Settle,
     /// Closes a cool-down for a throttled reply to a call of this generation. The cost is the wait that was asked for,
@@ -64,7 +64,7 @@ pub enum Verb {
         generation: u32,
     },
     /// Tells a cool-down that a call of this generation succeeded.
-    Succeed {
+    Success {
         /// The generation that the call was let through with.
         generation: u32,
     },
@@ -72,13 +72,13 @@ pub enum Verb {
     Disable,
     /// Brings back what a store doesn't know of a penalty: a block that lasts for the cost, in microseconds, at the least, and
     /// strikes, as many at the least. 0 is a block that is over.
-    Penalise {
+    RestorePenalty {
         /// Strikes that count.
         strikes: u8,
         /// The largest cost that may pass a full limit once, where the block leaves a parole.
         parole: u32,
     },
-    /// Tells a pace of a call, and is told how long to wait ([`Step::of`](crate::pacer::Step::of)).
+    /// Tells a pace of a call, and is told how long to wait ([`Step::of`](crate::pacer::PaceStep::from_outcome)).
     Pace {
         /// Whether the call failed; else it succeeded.
         failed: bool,
@@ -89,13 +89,13 @@ pub enum Verb {
 
 impl Verb {
     /// True if under this limit it concerns a key that nothing is remembered of, too.
-    fn makes(self, limit: &Limit) -> bool {
+    fn creates_state(self, limit: &Limit) -> bool {
         let kind = limit.kind();
         match self {
-            Self::Debit => !matches!(kind, Kind::Cooldown(_)),
-            Self::Penalise { .. } => limit.penalty().is_some(),
-            Self::Throttle { .. } | Self::Disable => matches!(kind, Kind::Cooldown(_)),
-            Self::Pace { failed, .. } => failed && matches!(kind, Kind::Pace(_)),
+            Self::Debit => !matches!(kind, LimitKind::Cooldown(_)),
+            Self::RestorePenalty { .. } => limit.penalty().is_some(),
+            Self::Throttle { .. } | Self::Disable => matches!(kind, LimitKind::Cooldown(_)),
+            Self::Pace { failed, .. } => failed && matches!(kind, LimitKind::Pace(_)),
             _ => false,
         }
     }
@@ -103,32 +103,32 @@ impl Verb {
 
 /// The clients that share a key because a full store had no room for the caller's own, from none to all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Share {
+pub enum ShareLevel {
     /// None: the key is the caller's own.
     #[default]
     Own,
     /// Those of one /24 of IPv4 or one /48 of IPv6.
-    Near,
+    SmallNetwork,
     /// Those of one /16 of IPv4 or one /32 of IPv6.
-    Wide,
+    LargeNetwork,
     /// All.
     All,
 }
 
-impl Share {
+impl ShareLevel {
     /// The next wider one.
     #[must_use]
     pub fn wider(self) -> Self {
         match self {
-            Self::Own => Self::Near,
-            Self::Near => Self::Wide,
-            Self::Wide | Self::All => Self::All,
+            Self::Own => Self::SmallNetwork,
+            Self::SmallNetwork => Self::LargeNetwork,
+            Self::LargeNetwork | Self::All => Self::All,
         }
     }
 
     /// True if a refused call takes a strike. Under a key of many networks it takes none: strangers would be blocked for it.
-    pub fn takes_strikes(self) -> bool {
-        self <= Self::Near
+    pub fn allows_strikes(self) -> bool {
+        self <= Self::SmallNetwork
     }
 }
 
@@ -146,19 +146,19 @@ pub struct Op {
     /// Whether a store that is full must find room for this key all the same.
     pub must_fit: bool,
     /// The clients that share the key.
-    pub share: Share,
+    pub share_level: ShareLevel,
 }
 
 impl Op {
     /// A `Take`, `Peek` or other operation of `cost` on a key that may have to share when the store is full.
     pub const fn new(limit: LimitId, verb: Verb, key: Key, cost: u64) -> Self {
-        Self { limit, verb, key, cost, must_fit: false, share: Share::Own }
+        Self { limit, verb, key, cost, must_fit: false, share_level: ShareLevel::Own }
     }
 }
 
 /// What the operations of a batch have in common.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Terms {
+pub struct BatchContext {
     /// Who holds the permits that are taken, given back or renewed.
     pub holder: u64,
     /// How far ahead of the present a window counts what is taken.
@@ -174,13 +174,13 @@ pub struct Terms {
 
 /// One operation, and all that it is judged by.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask<'a> {
+pub struct OpContext<'a> {
     /// The operation.
     pub op: &'a Op,
     /// The limit that it names.
     pub limit: &'a Limit,
     /// What it has in common with the rest of its batch.
-    pub terms: Terms,
+    pub batch: BatchContext,
     /// The moment of the decision.
     pub now: Time,
 }
@@ -188,31 +188,31 @@ pub struct Ask<'a> {
 /// Operations that a store carries out together, atomically.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    terms: Terms,
+    context: BatchContext,
     ops: ArrayVec<Op, MAX_OPS>,
 }
 
 /// A batch already holds [`MAX_OPS`] operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BatchFull;
+pub struct BatchFullError;
 
-impl fmt::Display for BatchFull {
+impl fmt::Display for BatchFullError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "one decision asks at most {MAX_OPS} limits")
     }
 }
 
-impl core::error::Error for BatchFull {}
+impl core::error::Error for BatchFullError {}
 
 impl Batch {
     /// An empty batch. The id names the holder of any permits it takes, or gives back, or renews.
     pub fn new(id: u64) -> Self {
-        Self { terms: Terms { holder: id, ..Terms::default() }, ops: ArrayVec::new() }
+        Self { context: BatchContext { holder: id, ..BatchContext::default() }, ops: ArrayVec::new() }
     }
 
     /// A batch of a single operation.
-    pub fn one(id: u64, op: Op) -> Self {
-        Self::new(id).part([op])
+    pub fn with_op(id: u64, op: Op) -> Self {
+        Self::new(id).with_ops([op])
     }
 
     /// Has windows count what is taken up to `lead` from now: for calls that somebody else counts at a moment between
@@ -220,15 +220,15 @@ impl Batch {
     /// doesn't expect so much ([`Window::with_lead`](crate::Window::with_lead)) take what they expect. No call is counted
     /// before one that was taken earlier.
     #[must_use]
-    pub fn ahead(mut self, lead: Span) -> Self {
-        self.terms.lead = lead;
+    pub fn with_lead(mut self, lead: Span) -> Self {
+        self.context.lead = lead;
         self
     }
 
     /// Says at which moment windows counted what is settled or refunded: the decision's plus the lead.
     #[must_use]
-    pub fn counted_at(mut self, at: Time) -> Self {
-        self.terms.counted_at = at;
+    pub fn with_counted_at(mut self, at: Time) -> Self {
+        self.context.counted_at = at;
         self
     }
 
@@ -236,14 +236,14 @@ impl Batch {
     /// back of what an earlier period was charged, nor where nobody knows: that would be one call more than the present
     /// period allows. [`Time::NEVER`] says that it was just now, whatever the store's time is.
     #[must_use]
-    pub fn charged_at(mut self, at: Time) -> Self {
-        self.terms.charged_at = at;
+    pub fn with_charged_at(mut self, at: Time) -> Self {
+        self.context.charged_at = at;
         self
     }
 
     /// Says what all its keys have in common. Whoever asks for one of the keys must say the same.
     pub fn set_affinity(&mut self, affinity: u64) {
-        self.terms.affinity = affinity;
+        self.context.affinity = affinity;
     }
 
     /// A batch of some of its operations, or of others in their place, that have the same in common.
@@ -251,21 +251,21 @@ impl Batch {
     /// # Panics
     /// Of more than [`MAX_OPS`].
     #[must_use]
-    pub fn part(&self, ops: impl IntoIterator<Item = Op>) -> Self {
-        Self { terms: self.terms, ops: ops.into_iter().collect() }
+    pub fn with_ops(&self, ops: impl IntoIterator<Item = Op>) -> Self {
+        Self { context: self.context, ops: ops.into_iter().collect() }
     }
 
     /// What gives back the permits that it may have been granted, if it asks for any.
-    pub fn release(&self, limits: &Limits) -> Option<Self> {
-        let in_flight = |op: &&Op| matches!(limits.get(op.limit).map(Limit::kind), Some(Kind::Concurrency(_)));
+    pub fn to_release(&self, limits: &Limits) -> Option<Self> {
+        let in_flight = |op: &&Op| matches!(limits.get(op.limit).map(Limit::kind), Some(LimitKind::Concurrency(_)));
         let takes = self.ops.iter().filter(|op| op.verb == Verb::Take).filter(in_flight);
-        let release = self.part(takes.map(|op| Op { verb: Verb::Release, ..*op }));
+        let release = self.with_ops(takes.map(|op| Op { verb: Verb::Release, ..*op }));
         (!release.ops.is_empty()).then_some(release)
     }
 
     /// Drops operations that name the same limit and key as one before them, which no batch may do. A call that counts
     /// under several keys comes to that where the store has no room for them, and they share one.
-    pub fn drop_repeated(&mut self) {
+    pub fn dedup(&mut self) {
         let ops = self.ops.clone();
         let is_first = |op: &Op| ops.iter().position(|other| (other.limit, other.key) == (op.limit, op.key));
         let mut index = 0;
@@ -276,36 +276,36 @@ impl Batch {
     }
 
     /// Empties it, for reuse by whoever has the same in common.
-    pub(crate) fn restart(&mut self) {
-        self.terms = Terms { affinity: self.terms.affinity, ..Terms::default() };
+    pub(crate) fn clear(&mut self) {
+        self.context = BatchContext { affinity: self.context.affinity, ..BatchContext::default() };
         self.ops.clear();
     }
 
     pub(crate) fn set_lead(&mut self, lead: Span) {
-        self.terms.lead = lead;
+        self.context.lead = lead;
     }
 
     pub(crate) fn set_charged(&mut self, charged_at: Time, counted_at: Time) {
-        self.terms.charged_at = charged_at;
-        self.terms.counted_at = counted_at;
+        self.context.charged_at = charged_at;
+        self.context.counted_at = counted_at;
     }
 
     /// Adds an operation.
     ///
     /// # Errors
-    /// [`BatchFull`] at the ninth.
-    pub fn push(&mut self, op: Op) -> Result<(), BatchFull> {
-        self.ops.try_push(op).map_err(|_| BatchFull)
+    /// [`BatchFullError`] at the ninth.
+    pub fn push(&mut self, op: Op) -> Result<(), BatchFullError> {
+        self.ops.try_push(op).map_err(|_| BatchFullError)
     }
 
     /// Who holds the permits of this batch.
-    pub fn id(&self) -> u64 {
-        self.terms.holder
+    pub fn holder(&self) -> u64 {
+        self.context.holder
     }
 
     /// What the operations have in common.
-    pub fn terms(&self) -> Terms {
-        self.terms
+    pub fn context(&self) -> BatchContext {
+        self.context
     }
 
     /// The operations in order.
@@ -369,7 +369,7 @@ pub struct Outcome {
 impl Outcome {
     /// The outcome of a look at `now` where no penalty has a say.
     #[inline]
-    pub fn of(look: Look, now: Time) -> Self {
+    pub fn from_status(look: LimitStatus, now: Time) -> Self {
         Self {
             verdict: if look.retry_at <= now { Verdict::Admitted } else { Verdict::Refused },
             limit: look.limit,
@@ -386,18 +386,19 @@ impl Outcome {
 
     /// An answer that says nothing about a limit: of an operation that gave back, or renewed, or forgot. Of a pace that
     /// isn't remembered it says that nobody has to wait.
-    pub fn plain(verdict: Verdict, now: Time) -> Self {
-        Self::of(Look { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now).with(verdict)
+    pub fn without_limit(verdict: Verdict, now: Time) -> Self {
+        Self::from_status(LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now)
+            .with_verdict(verdict)
     }
 
     /// Counts `cost` that was just charged.
     #[inline]
-    pub fn spend(&mut self, cost: u64) {
+    pub fn record_charge(&mut self, cost: u64) {
         self.used = self.used.saturating_add(cost);
         self.remaining = self.remaining.saturating_sub(cost);
     }
 
-    fn with(mut self, verdict: Verdict) -> Self {
+    fn with_verdict(mut self, verdict: Verdict) -> Self {
         self.verdict = verdict;
         self
     }
@@ -434,13 +435,13 @@ impl Outcomes {
 
 /// What stands against a call.
 #[derive(Clone, Copy, Default)]
-struct Tally {
+struct VerdictFlags {
     refused: bool,
     blocked: bool,
     no_room: bool,
 }
 
-impl Tally {
+impl VerdictFlags {
     fn add(&mut self, verdict: Verdict) {
         self.refused |= verdict.refuses();
         self.blocked |= verdict == Verdict::Blocked;
@@ -448,70 +449,70 @@ impl Tally {
     }
 }
 
-/// What stands against a call in other parts of its batch, where a store carries it out in parts ([`settle_part`]).
+/// What stands against a call in other parts of its batch, where a store carries it out in parts ([`execute_part`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Against {
+pub struct RefusalSummary {
     /// An enforced limit refuses.
-    pub refused: bool,
+    pub enforced_refused: bool,
     /// An enforced limit is under a block.
-    pub blocked: bool,
+    pub enforced_blocked: bool,
     /// Any limit refuses, in shadow or not.
-    pub watched_refused: bool,
+    pub any_refused: bool,
     /// Any limit is under a block, in shadow or not.
-    pub watched_blocked: bool,
+    pub any_blocked: bool,
 }
 
-impl Against {
+impl RefusalSummary {
     /// Adds what the takes of a part came to.
-    pub fn add(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
+    pub fn add_part(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
         for (op, outcome) in batch.ops.iter().zip(&outcomes.list).filter(|(op, _)| op.verb == Verb::Take) {
             let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
-            self.watched_refused |= refuses;
-            self.watched_blocked |= blocks;
+            self.any_refused |= refuses;
+            self.any_blocked |= blocks;
             if limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()) {
-                self.refused |= refuses;
-                self.blocked |= blocks;
+                self.enforced_refused |= refuses;
+                self.enforced_blocked |= blocks;
             }
         }
     }
 
     /// True if a take that a limit answered like this was charged to it.
-    pub fn charges(&self, limit: &Limit, outcome: &Outcome) -> bool {
-        counts_anyway(limit, outcome) || self.charges_admitted(limit, outcome)
+    pub fn is_charged(&self, limit: &Limit, outcome: &Outcome) -> bool {
+        is_always_charged(limit, outcome) || self.must_refund_if_refused(limit, outcome)
     }
 
     /// True if it was charged as that of a call that is admitted: it is to be given back if the call is refused after all.
-    pub fn charges_admitted(&self, limit: &Limit, outcome: &Outcome) -> bool {
-        !outcome.verdict.refuses() && !self.refuses(limit) && !counts_anyway(limit, outcome)
+    pub fn must_refund_if_refused(&self, limit: &Limit, outcome: &Outcome) -> bool {
+        !outcome.verdict.refuses() && !self.has_refusal_for(limit) && !is_always_charged(limit, outcome)
     }
 
     /// Whether a take under this limit isn't to be charged.
-    pub fn refuses(&self, limit: &Limit) -> bool {
-        if limit.is_shadow() { self.watched_refused } else { self.refused }
+    pub fn has_refusal_for(&self, limit: &Limit) -> bool {
+        if limit.is_shadow() { self.any_refused } else { self.enforced_refused }
     }
 }
 
 /// True if a take is charged to a limit even where others refuse it.
 #[inline]
-fn counts_anyway(limit: &Limit, outcome: &Outcome) -> bool {
+fn is_always_charged(limit: &Limit, outcome: &Outcome) -> bool {
     limit.counts_refused() && outcome.verdict == Verdict::Admitted
 }
 
 /// A store's cells for the operations of one batch, addressed by the operation's place in it.
 ///
-/// The methods mirror [`State`]'s; a store that keeps whole states forwards to them, and one that keeps some states
+/// The methods mirror [`KeyState`]'s; a store that keeps whole states forwards to them, and one that keeps some states
 /// in a shorter form may answer from that.
-pub trait Cells {
-    /// [`State::judge`], or for a `Peek` [`State::peek`], which changes nothing.
-    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome;
-    /// [`State::charge`].
-    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome);
-    /// [`State::strike`].
-    fn strike(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome);
+pub trait BatchStates {
+    /// [`KeyState::evaluate`], or for a `Peek` [`KeyState::peek`], which changes nothing.
+    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome;
+    /// [`KeyState::charge`].
+    fn charge(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome);
+    /// [`KeyState::strike`].
+    fn strike(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome);
     /// Runs `change` on the whole state, if there is one, or on a new one if there has to be one.
-    fn alter(&mut self, index: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State));
+    fn modify(&mut self, index: usize, ask: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState));
     /// Forgets the state.
-    fn forget(&mut self, index: usize, op: &Op);
+    fn reset(&mut self, index: usize, op: &Op);
 }
 
 /// Carries out a batch: first every limit is judged, then, if none refuses, all are charged; otherwise those that
@@ -523,46 +524,46 @@ pub trait Cells {
 /// - A limit that counts all calls is charged whenever it has room itself, which a parole is not.
 /// - Where the store has no room for a key, nothing changes at all: the batch is to be asked again under another key.
 #[inline]
-pub fn settle(batch: &Batch, limits: &Limits, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcomes {
-    settle_part(batch, limits, cells, now, Against::default())
+pub fn execute(batch: &Batch, limits: &Limits, cells: &mut (impl BatchStates + ?Sized), now: Time) -> Outcomes {
+    execute_part(batch, limits, cells, now, RefusalSummary::default())
 }
 
-/// [`settle`] for a part of a batch: what stands against the call elsewhere counts as if it stood here.
+/// [`execute`] for a part of a batch: what stands against the call elsewhere counts as if it stood here.
 #[inline]
-pub fn settle_part(
+pub fn execute_part(
     batch: &Batch,
     limits: &Limits,
-    cells: &mut (impl Cells + ?Sized),
+    cells: &mut (impl BatchStates + ?Sized),
     now: Time,
-    elsewhere: Against,
+    other_parts: RefusalSummary,
 ) -> Outcomes {
-    let now = judgeable(now);
+    let now = clamp_now(now);
     let mut outcomes = Outcomes { now, list: ArrayVec::new() };
-    let (mut enforced, mut watched) = judge(batch, limits, cells, now, &mut outcomes.list);
-    enforced.refused |= elsewhere.refused;
-    enforced.blocked |= elsewhere.blocked;
-    watched.refused |= elsewhere.watched_refused;
-    watched.blocked |= elsewhere.watched_blocked;
-    if !watched.no_room {
-        change(batch, limits, cells, now, &mut outcomes.list, (enforced, watched));
+    let (mut enforced, mut including_shadow) = evaluate_ops(batch, limits, cells, now, &mut outcomes.list);
+    enforced.refused |= other_parts.enforced_refused;
+    enforced.blocked |= other_parts.enforced_blocked;
+    including_shadow.refused |= other_parts.any_refused;
+    including_shadow.blocked |= other_parts.any_blocked;
+    if !including_shadow.no_room {
+        apply_ops(batch, limits, cells, now, &mut outcomes.list, (enforced, including_shadow));
     }
     outcomes
 }
 
 /// The first half: what stands against the call, among enforced limits and among all.
 #[inline]
-fn judge(
+fn evaluate_ops(
     batch: &Batch,
     limits: &Limits,
-    cells: &mut (impl Cells + ?Sized),
+    cells: &mut (impl BatchStates + ?Sized),
     now: Time,
     outcomes: &mut ArrayVec<Outcome, MAX_OPS>,
-) -> (Tally, Tally) {
-    let (mut enforced, mut watched) = (Tally::default(), Tally::default());
+) -> (VerdictFlags, VerdictFlags) {
+    let (mut enforced, mut watched) = (VerdictFlags::default(), VerdictFlags::default());
     for (index, op) in batch.ops.iter().enumerate() {
         let outcome = match limits.get(op.limit) {
             Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
-                let outcome = cells.judge(index, &Ask { op, limit, terms: batch.terms, now });
+                let outcome = cells.evaluate(index, &OpContext { op, limit, batch: batch.context, now });
                 if op.verb == Verb::Take {
                     watched.add(outcome.verdict);
                     if !limit.is_shadow() {
@@ -571,7 +572,7 @@ fn judge(
                 }
                 outcome
             }
-            _ => Outcome::plain(Verdict::Admitted, now),
+            _ => Outcome::without_limit(Verdict::Admitted, now),
         };
         outcomes.push(outcome);
     }
@@ -580,17 +581,17 @@ fn judge(
 
 /// The second half: charges, strikes, and what is told.
 #[inline]
-fn change(
+fn apply_ops(
     batch: &Batch,
     limits: &Limits,
-    cells: &mut (impl Cells + ?Sized),
+    cells: &mut (impl BatchStates + ?Sized),
     now: Time,
     outcomes: &mut [Outcome],
-    (enforced, watched): (Tally, Tally),
+    (enforced, watched): (VerdictFlags, VerdictFlags),
 ) {
     for (index, (op, outcome)) in batch.ops.iter().zip(outcomes).enumerate() {
         let Some(limit) = limits.get(op.limit) else { continue };
-        let ask = Ask { op, limit, terms: batch.terms, now };
+        let ask = OpContext { op, limit, batch: batch.context, now };
         let tally = if limit.is_shadow() { watched } else { enforced };
         match op.verb {
             Verb::Peek => {}
@@ -600,15 +601,15 @@ fn change(
                 }
             }
             Verb::Take => {
-                if !tally.refused || counts_anyway(limit, outcome) {
+                if !tally.refused || is_always_charged(limit, outcome) {
                     cells.charge(index, &ask, outcome);
                 }
             }
-            Verb::Reset => cells.forget(index, op),
+            Verb::Reset => cells.reset(index, op),
             _ => {
                 // What isn't remembered can be given back, but not be held.
                 let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
-                cells.alter(index, &ask, op.verb.makes(limit), &mut |state| done = state.tell(&ask, outcome));
+                cells.modify(index, &ask, op.verb.creates_state(limit), &mut |state| done = state.apply(&ask, outcome));
                 outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
             }
         }
@@ -618,15 +619,21 @@ fn change(
 /// The last moment at which anything is decided lies before [`Time::NEVER`], so that even a clock gone mad never
 /// reaches the moment when a limit of 0 has room.
 #[inline]
-pub fn judgeable(now: Time) -> Time {
+pub fn clamp_now(now: Time) -> Time {
     now.min(Time::NEVER - Span::from_micros(1))
 }
 
-/// [`settle`] for a batch of nothing but one `Take`, of a limit that is enforced.
+/// [`execute`] for a batch of nothing but one `Take`, of a limit that is enforced.
 #[inline]
-pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut (impl Cells + ?Sized), now: Time) -> Outcome {
-    let ask = Ask { op, limit, terms: Terms { holder, ..Terms::default() }, now: judgeable(now) };
-    let mut outcome = cells.judge(0, &ask);
+pub fn execute_take(
+    op: &Op,
+    limit: &Limit,
+    holder: u64,
+    cells: &mut (impl BatchStates + ?Sized),
+    now: Time,
+) -> Outcome {
+    let ask = OpContext { op, limit, batch: BatchContext { holder, ..BatchContext::default() }, now: clamp_now(now) };
+    let mut outcome = cells.evaluate(0, &ask);
     match outcome.verdict {
         Verdict::Admitted | Verdict::Parole => cells.charge(0, &ask, &mut outcome),
         Verdict::Refused => cells.strike(0, &ask, &mut outcome),
@@ -636,27 +643,27 @@ pub fn take(op: &Op, limit: &Limit, holder: u64, cells: &mut (impl Cells + ?Size
 }
 
 /// Whole states, one for each operation, as cells: for stores that load a batch's rows and write them back.
-impl Cells for [State] {
-    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+impl BatchStates for [KeyState] {
+    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
         match ask.op.verb {
             Verb::Peek => self[index].peek(ask),
-            _ => self[index].judge(ask),
+            _ => self[index].evaluate(ask),
         }
     }
 
-    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn charge(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         self[index].charge(ask, outcome);
     }
 
-    fn strike(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn strike(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         self[index].strike(ask, outcome);
     }
 
-    fn alter(&mut self, index: usize, _: &Ask<'_>, _: bool, change: &mut dyn FnMut(&mut State)) {
+    fn modify(&mut self, index: usize, _: &OpContext<'_>, _: bool, change: &mut dyn FnMut(&mut KeyState)) {
         change(&mut self[index]);
     }
 
-    fn forget(&mut self, index: usize, _: &Op) {
-        self[index] = State::default();
+    fn reset(&mut self, index: usize, _: &Op) {
+        self[index] = KeyState::default();
     }
 }

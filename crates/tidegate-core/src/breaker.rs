@@ -8,7 +8,7 @@
 //! Of the classes, `transient` is a failure; `success`, `permanent` and `auth` show a provider that works; `throttled`
 //! and `cancelled` say nothing about it.
 
-mod calls;
+mod call_window;
 mod shared;
 mod spec;
 
@@ -16,17 +16,17 @@ use alloc::vec::Vec;
 
 use rand_core::Rng;
 
-use crate::backoff::Waits;
-use crate::time::OVERTAKEN;
+use crate::backoff::BackoffState;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{Class, Span, Time};
-use calls::Calls;
-pub use shared::{Lock, SharedBreaker};
-use spec::WHOLE;
+use call_window::CallWindow;
+pub use shared::{ExclusiveAccess, SharedBreaker};
+use spec::PER_MILLE;
 pub use spec::{BreakerError, BreakerSpec, MAX_PROBES, MAX_RAMP, RampStep, SlowCalls};
 
 /// What a breaker does with calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum State {
+pub enum BreakerState {
     /// All pass.
     Closed,
     /// A share of them passes, on the way to closed.
@@ -37,7 +37,7 @@ pub enum State {
     HalfOpen,
 }
 
-impl State {
+impl BreakerState {
     /// The state as it stands in answers, logs and metrics.
     pub const fn name(self) -> &'static str {
         match self {
@@ -51,9 +51,9 @@ impl State {
 
 /// Why a call may not pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct BreakerRefusal {
     /// Open, half-open with all probes out, or ramping with the share used up.
-    pub state: State,
+    pub state: BreakerState,
     /// As [`Breaker::failures`] tells.
     pub failures: u32,
     /// After how long a call passes, unless another comes first: when the open time, the first probe's lease or the
@@ -65,14 +65,14 @@ pub struct Refusal {
 /// otherwise nothing.
 #[derive(Debug)]
 #[must_use = "a permit is reported or given back"]
-pub struct Permit {
+pub struct BreakerPermit {
     generation: u64,
     /// A number from 1 that no other probe has; 0 is a call that is none.
     probe: u64,
 }
 
-impl Permit {
-    fn plain(generation: u64) -> Self {
+impl BreakerPermit {
+    fn without_probe(generation: u64) -> Self {
         Self { generation, probe: 0 }
     }
 
@@ -83,17 +83,17 @@ impl Permit {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Probe {
+struct ProbeLease {
     number: u64,
     expires: Time,
 }
 
 #[derive(Clone, Debug)]
-enum Phase {
+enum BreakerPhase {
     Closed,
     Ramping { ends: Time, credit: u16 },
     Open { until: Time, length: Span },
-    HalfOpen { successes: u32, probes: Vec<Probe> },
+    HalfOpen { successes: u32, probes: Vec<ProbeLease> },
 }
 
 /// A provider's circuit breaker.
@@ -104,17 +104,17 @@ enum Phase {
 #[derive(Clone, Debug)]
 pub struct Breaker {
     spec: BreakerSpec,
-    phase: Phase,
+    phase: BreakerPhase,
     generation: u64,
     failures: u32,
-    calls: Option<Calls>,
-    openings: Waits,
+    call_window: Option<CallWindow>,
+    open_backoff: BackoffState,
     probes_sent: u64,
 }
 
 impl Breaker {
     /// A usual ramp: half a minute each of 10 %, 25 % and 50 %, then all.
-    pub const RAMP: [RampStep; 3] = [
+    pub const DEFAULT_RAMP: [RampStep; 3] = [
         RampStep { share: 100, length: Span::from_secs(30) },
         RampStep { share: 250, length: Span::from_secs(30) },
         RampStep { share: 500, length: Span::from_secs(30) },
@@ -127,25 +127,25 @@ impl Breaker {
     pub fn new(spec: BreakerSpec) -> Result<Self, BreakerError> {
         spec.check()?;
         Ok(Self {
-            phase: Phase::Closed,
+            phase: BreakerPhase::Closed,
             generation: 0,
             failures: 0,
-            calls: spec.has_rates().then(|| Calls::new(spec.window)),
-            openings: Waits::default(),
+            call_window: spec.has_rates().then(|| CallWindow::new(spec.window)),
+            open_backoff: BackoffState::default(),
             probes_sent: 0,
             spec,
         })
     }
 
     /// A breaker that never opens.
-    pub fn off() -> Self {
+    pub fn disabled() -> Self {
         let spec = BreakerSpec { failures: None, failure_rate: None, slow_calls: None, ..BreakerSpec::default() };
         Self {
-            phase: Phase::Closed,
+            phase: BreakerPhase::Closed,
             generation: 0,
             failures: 0,
-            calls: None,
-            openings: Waits::default(),
+            call_window: None,
+            open_backoff: BackoffState::default(),
             probes_sent: 0,
             spec,
         }
@@ -157,12 +157,12 @@ impl Breaker {
     }
 
     /// The state at `now`.
-    pub fn state(&self, now: Time) -> State {
+    pub fn state(&self, now: Time) -> BreakerState {
         match self.phase {
-            Phase::Ramping { ends, .. } if now < ends => State::Ramping,
-            Phase::Closed | Phase::Ramping { .. } => State::Closed,
-            Phase::Open { until, .. } if now < until => State::Open,
-            Phase::Open { .. } | Phase::HalfOpen { .. } => State::HalfOpen,
+            BreakerPhase::Ramping { ends, .. } if now < ends => BreakerState::Ramping,
+            BreakerPhase::Closed | BreakerPhase::Ramping { .. } => BreakerState::Closed,
+            BreakerPhase::Open { until, .. } if now < until => BreakerState::Open,
+            BreakerPhase::Open { .. } | BreakerPhase::HalfOpen { .. } => BreakerState::HalfOpen,
         }
     }
 
@@ -186,13 +186,13 @@ impl Breaker {
     /// # Errors
     /// Why it would be refused.
     #[inline]
-    pub fn peek(&self, now: Time) -> Result<(), Refusal> {
+    pub fn peek(&self, now: Time) -> Result<(), BreakerRefusal> {
         match self.phase {
-            Phase::Closed | Phase::Ramping { .. } => Ok(()),
-            Phase::Open { until, length } => self.wait_for(until, length, now),
-            Phase::HalfOpen { ref probes, .. } if probes.len() < self.spec.probes as usize => Ok(()),
-            Phase::HalfOpen { ref probes, .. } => {
-                let waits = probes.iter().map(|probe| self.wait_for(probe.expires, self.spec.probe_lease, now).err());
+            BreakerPhase::Closed | BreakerPhase::Ramping { .. } => Ok(()),
+            BreakerPhase::Open { until, length } => self.check_end(until, length, now),
+            BreakerPhase::HalfOpen { ref probes, .. } if probes.len() < self.spec.probes as usize => Ok(()),
+            BreakerPhase::HalfOpen { ref probes, .. } => {
+                let waits = probes.iter().map(|probe| self.check_end(probe.expires, self.spec.probe_lease, now).err());
                 // One that isn't to be waited for is less than any wait.
                 let first = waits.min_by_key(|refusal| refusal.map(|refusal| refusal.reset_in));
                 first.flatten().map_or(Ok(()), Err)
@@ -205,25 +205,25 @@ impl Breaker {
     /// # Errors
     /// Why it is refused.
     #[inline]
-    pub fn take(&mut self, now: Time) -> Result<Permit, Refusal> {
-        self.settle(now);
+    pub fn take(&mut self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
+        self.refresh(now);
         self.peek(now)?;
-        let mut permit = Permit::plain(self.generation);
+        let mut permit = BreakerPermit::without_probe(self.generation);
         match &mut self.phase {
-            Phase::Closed | Phase::Open { .. } => {}
-            Phase::Ramping { ends, credit } => {
+            BreakerPhase::Closed | BreakerPhase::Open { .. } => {}
+            BreakerPhase::Ramping { ends, credit } => {
                 let ends = *ends;
                 // Error diffusion: of n calls, n shares pass, to within one call.
                 *credit += self.spec.ramp_share(ends.since(now));
-                if *credit < WHOLE {
+                if *credit < PER_MILLE {
                     return Err(self.refusal(ends, now));
                 }
-                *credit -= WHOLE;
+                *credit -= PER_MILLE;
             }
-            Phase::HalfOpen { probes, .. } => {
+            BreakerPhase::HalfOpen { probes, .. } => {
                 self.probes_sent += 1;
                 permit.probe = self.probes_sent;
-                probes.push(Probe { number: permit.probe, expires: now + self.spec.probe_lease });
+                probes.push(ProbeLease { number: permit.probe, expires: now + self.spec.probe_lease });
             }
         }
         Ok(permit)
@@ -231,7 +231,7 @@ impl Breaker {
 
     /// Learns at `now` what became of a call that took `elapsed`. A probe whose lease has ended still counts;
     /// randomness is drawn only where it opens.
-    pub fn report(&mut self, permit: Permit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
+    pub fn report(&mut self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
         if permit.generation != self.generation {
             return;
         }
@@ -239,26 +239,26 @@ impl Breaker {
         if matches!(class, Class::Throttled | Class::Cancelled) {
             return;
         }
-        self.settle(now);
+        self.refresh(now);
         let failed = is_failure(class);
         let slow = self.spec.slow_calls.is_some_and(|slow| elapsed > slow.threshold);
         self.failures = if failed { self.failures.saturating_add(1) } else { 0 };
         let opens = match &mut self.phase {
-            Phase::HalfOpen { .. } if failed || slow => true,
-            Phase::HalfOpen { successes, .. } => {
+            BreakerPhase::HalfOpen { .. } if failed || slow => true,
+            BreakerPhase::HalfOpen { successes, .. } => {
                 *successes += 1;
                 if *successes >= self.spec.successes {
                     self.close(now);
                 }
                 false
             }
-            Phase::Closed | Phase::Ramping { .. } => {
-                if let Some(calls) = &mut self.calls {
+            BreakerPhase::Closed | BreakerPhase::Ramping { .. } => {
+                if let Some(calls) = &mut self.call_window {
                     calls.record(failed, slow, now);
                 }
-                self.is_too_much()
+                self.should_open()
             }
-            Phase::Open { .. } => false,
+            BreakerPhase::Open { .. } => false,
         };
         if opens {
             self.open(now, rng);
@@ -266,8 +266,8 @@ impl Breaker {
     }
 
     /// Takes back a permit whose call was never sent or says nothing.
-    pub fn give_back(&mut self, permit: Permit) {
-        if let Phase::HalfOpen { probes, .. } = &mut self.phase {
+    pub fn give_back(&mut self, permit: BreakerPermit) {
+        if let BreakerPhase::HalfOpen { probes, .. } = &mut self.phase {
             probes.retain(|probe| probe.number != permit.probe);
         }
     }
@@ -275,8 +275,8 @@ impl Breaker {
     /// Opens it at `now`, if it lets calls through, because others have found that the provider fails. False if it
     /// doesn't.
     pub fn trip(&mut self, now: Time, rng: &mut impl Rng) -> bool {
-        self.settle(now);
-        let lets_through = matches!(self.phase, Phase::Closed | Phase::Ramping { .. });
+        self.refresh(now);
+        let lets_through = matches!(self.phase, BreakerPhase::Closed | BreakerPhase::Ramping { .. });
         if lets_through {
             self.open(now, rng);
         }
@@ -285,25 +285,25 @@ impl Breaker {
 
     /// Closes it fully, whatever it has seen.
     pub fn reset(&mut self) {
-        self.begin(Phase::Closed);
+        self.enter_phase(BreakerPhase::Closed);
         self.failures = 0;
-        self.openings = Waits::default();
+        self.open_backoff = BackoffState::default();
     }
 
     /// The generation, if it is closed and has nothing to remember: until that changes, a take gives a plain permit of
     /// this generation, and nothing but the report of a failure changes the breaker.
-    fn clean(&self) -> Option<u64> {
-        let clean = matches!(self.phase, Phase::Closed) && self.failures == 0 && self.calls.is_none();
+    fn clean_generation(&self) -> Option<u64> {
+        let clean = matches!(self.phase, BreakerPhase::Closed) && self.failures == 0 && self.call_window.is_none();
         clean.then_some(self.generation)
     }
 
-    fn is_too_much(&self) -> bool {
+    fn should_open(&self) -> bool {
         let spec = &self.spec;
         let too_often = |count: u64, calls: u64, rate: u16| {
-            u128::from(count) * u128::from(WHOLE) >= u128::from(calls) * u128::from(rate)
+            u128::from(count) * u128::from(PER_MILLE) >= u128::from(calls) * u128::from(rate)
         };
         spec.failures.is_some_and(|most| self.failures >= most)
-            || self.calls.as_ref().map(Calls::sum).is_some_and(|sum| {
+            || self.call_window.as_ref().map(CallWindow::totals).is_some_and(|sum| {
                 sum.calls >= u64::from(spec.min_calls)
                     && (spec.failure_rate.is_some_and(|rate| too_often(sum.failures, sum.calls, rate))
                         || spec.slow_calls.is_some_and(|slow| too_often(sum.slow, sum.calls, slow.rate)))
@@ -311,73 +311,73 @@ impl Breaker {
     }
 
     fn open(&mut self, now: Time, rng: &mut impl Rng) {
-        if let Some(calls) = &self.calls {
-            self.failures = self.failures.max(u32::try_from(calls.sum().failures).unwrap_or(u32::MAX));
+        if let Some(calls) = &self.call_window {
+            self.failures = self.failures.max(u32::try_from(calls.totals().failures).unwrap_or(u32::MAX));
         }
-        let length = self.openings.next(&self.spec.open, rng);
-        self.begin(Phase::Open { until: now + length, length });
+        let length = self.open_backoff.next(&self.spec.open, rng);
+        self.enter_phase(BreakerPhase::Open { until: now + length, length });
     }
 
     fn close(&mut self, now: Time) {
         if let Some(first) = self.spec.ramp.first() {
             // What the first call lacks is granted: it passes, however small the share.
-            let credit = WHOLE - first.share;
-            self.begin(Phase::Ramping { ends: now + self.spec.ramp_length(), credit });
+            let credit = PER_MILLE - first.share;
+            self.enter_phase(BreakerPhase::Ramping { ends: now + self.spec.ramp_length(), credit });
         } else {
             self.reset();
         }
     }
 
-    fn begin(&mut self, phase: Phase) {
+    fn enter_phase(&mut self, phase: BreakerPhase) {
         self.phase = phase;
         self.generation += 1;
-        if let Some(calls) = &mut self.calls {
+        if let Some(calls) = &mut self.call_window {
             calls.clear();
         }
     }
 
     /// Brings the phase to `now`: ends what is over, and brings back ends that only a clock which has since stepped
     /// back can have put so far ahead.
-    fn settle(&mut self, now: Time) {
+    fn refresh(&mut self, now: Time) {
         let bring_back = |end: &mut Time, length| {
-            if is_astray(*end, length, now) {
+            if is_impossible_end(*end, length, now) {
                 *end = now + length;
             }
         };
         match &mut self.phase {
-            Phase::Closed => {}
-            Phase::Ramping { ends, .. } => {
+            BreakerPhase::Closed => {}
+            BreakerPhase::Ramping { ends, .. } => {
                 bring_back(ends, self.spec.ramp_length());
                 if now >= *ends {
-                    self.phase = Phase::Closed;
-                    self.openings = Waits::default();
+                    self.phase = BreakerPhase::Closed;
+                    self.open_backoff = BackoffState::default();
                 }
             }
-            Phase::Open { until, length } => {
+            BreakerPhase::Open { until, length } => {
                 bring_back(until, *length);
                 if now >= *until {
-                    self.phase = Phase::HalfOpen { successes: 0, probes: Vec::new() };
+                    self.phase = BreakerPhase::HalfOpen { successes: 0, probes: Vec::new() };
                 }
             }
-            Phase::HalfOpen { probes, .. } => probes.retain_mut(|probe| {
+            BreakerPhase::HalfOpen { probes, .. } => probes.retain_mut(|probe| {
                 bring_back(&mut probe.expires, self.spec.probe_lease);
                 probe.expires > now
             }),
         }
     }
 
-    fn wait_for(&self, end: Time, length: Span, now: Time) -> Result<(), Refusal> {
-        if now >= end || is_astray(end, length, now) { Ok(()) } else { Err(self.refusal(end, now)) }
+    fn check_end(&self, end: Time, length: Span, now: Time) -> Result<(), BreakerRefusal> {
+        if now >= end || is_impossible_end(end, length, now) { Ok(()) } else { Err(self.refusal(end, now)) }
     }
 
-    fn refusal(&self, end: Time, now: Time) -> Refusal {
-        Refusal { state: self.state(now), failures: self.failures, reset_in: end.since(now) }
+    fn refusal(&self, end: Time, now: Time) -> BreakerRefusal {
+        BreakerRefusal { state: self.state(now), failures: self.failures, reset_in: end.since(now) }
     }
 }
 
 /// Whether the end of a `length` that began by now can't be.
-fn is_astray(end: Time, length: Span, now: Time) -> bool {
-    end > now + length + OVERTAKEN
+fn is_impossible_end(end: Time, length: Span, now: Time) -> bool {
+    end > now + length + MAX_CLOCK_LAG
 }
 
 fn is_failure(class: Class) -> bool {

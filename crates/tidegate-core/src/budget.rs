@@ -6,7 +6,7 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// What a retry costs: the arithmetic's unit is a thousandth of one.
-const RETRY: u64 = 1_000;
+const RETRY_UNITS: u64 = 1_000;
 
 /// A retry budget as it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,47 +34,47 @@ impl Default for BudgetSpec {
 #[derive(Debug)]
 pub struct Budget {
     ratio: u64,
-    most: u64,
-    held: AtomicU64,
+    max_units: u64,
+    units: AtomicU64,
 }
 
 impl Budget {
     /// A budget that holds the minimum.
     pub fn new(spec: BudgetSpec) -> Self {
         Self {
-            ratio: u64::from(spec.ratio).min(RETRY),
-            most: u64::from(spec.reserve.max(spec.min)) * RETRY,
-            held: AtomicU64::new(u64::from(spec.min) * RETRY),
+            ratio: u64::from(spec.ratio).min(RETRY_UNITS),
+            max_units: u64::from(spec.reserve.max(spec.min)) * RETRY_UNITS,
+            units: AtomicU64::new(u64::from(spec.min) * RETRY_UNITS),
         }
     }
 
     /// Earns the share of a first try.
     #[inline]
-    pub fn first_try(&self) {
-        self.add(self.ratio);
+    pub fn record_first_try(&self) {
+        self.add_units(self.ratio);
     }
 
     /// Spends a retry; false if there is none left.
     pub fn take(&self) -> bool {
-        self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| held.checked_sub(RETRY)).is_ok()
+        self.units.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| held.checked_sub(RETRY_UNITS)).is_ok()
     }
 
     /// Gives back a retry that was taken and not sent.
     pub fn give_back(&self) {
-        self.add(RETRY);
+        self.add_units(RETRY_UNITS);
     }
 
     /// How many retries could be spent now.
-    pub fn left(&self) -> u64 {
-        self.held.load(Ordering::Relaxed) / RETRY
+    pub fn remaining(&self) -> u64 {
+        self.units.load(Ordering::Relaxed) / RETRY_UNITS
     }
 
     #[inline]
-    fn add(&self, earned: u64) {
+    fn add_units(&self, earned: u64) {
         // The count is all that threads tell each other here, so no order beyond its own is needed. Whether it could be
         // added is no question: it can't only where nothing is to be added.
-        let _ = self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
-            let after = (held + earned).min(self.most);
+        let _ = self.units.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
+            let after = (held + earned).min(self.max_units);
             (after != held).then_some(after)
         });
     }
@@ -90,10 +90,10 @@ mod tests {
         let budget = Budget::new(BudgetSpec::default());
         assert_eq!((0..5).filter(|_| budget.take()).count(), 3);
         for _ in 0..4 {
-            budget.first_try();
+            budget.record_first_try();
             assert!(!budget.take());
         }
-        budget.first_try();
+        budget.record_first_try();
         assert!(budget.take() && !budget.take());
     }
 
@@ -101,9 +101,9 @@ mod tests {
     fn a_long_quiet_stores_no_more_than_the_reserve() {
         let budget = Budget::new(BudgetSpec::default());
         for _ in 0..1_000_000 {
-            budget.first_try();
+            budget.record_first_try();
         }
-        assert_eq!(budget.left(), 10);
+        assert_eq!(budget.remaining(), 10);
         assert_eq!((0..100).filter(|_| budget.take()).count(), 10);
         let generous = Budget::new(BudgetSpec { ratio: 0, min: 20, reserve: 10 });
         assert_eq!((0..100).filter(|_| generous.take()).count(), 20);
@@ -117,13 +117,13 @@ mod tests {
         assert!(budget.take() && !budget.take());
         budget.give_back();
         budget.give_back();
-        assert_eq!(budget.left(), 1, "never above the reserve");
+        assert_eq!(budget.remaining(), 1, "never above the reserve");
     }
 
     #[test]
     fn a_ratio_above_one_counts_as_one() {
         let budget = Budget::new(BudgetSpec { ratio: u16::MAX, min: 0, reserve: u32::MAX });
-        budget.first_try();
+        budget.record_first_try();
         assert!(budget.take() && !budget.take());
     }
 
@@ -135,7 +135,7 @@ mod tests {
                 scope.spawn(|| {
                     let mut spent = 0;
                     for turn in 0..10_000 {
-                        budget.first_try();
+                        budget.record_first_try();
                         if budget.take() {
                             spent += 1;
                             if turn % 3 == 0 {

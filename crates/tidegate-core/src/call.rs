@@ -23,10 +23,10 @@ pub use remainder::Remainder;
 pub use rules::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
 pub use step::{Failure, Reply, Step};
 
-use crate::breaker::Permit;
+use crate::breaker::BreakerPermit;
 use crate::lanes::{Lane, Scope, Ticket};
 use crate::retry::{Attempt, Reach, Tries};
-use crate::{Batch, Class, Kind, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, Pool, Span, Time, Verb};
+use crate::{Batch, Class, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, Pool, Span, Time, Verb};
 
 /// How long a credential that isn't accepted is left out.
 pub const DISABLED: Span = Span::from_secs(300);
@@ -54,7 +54,7 @@ struct Sent {
     charged_at: Time,
     counted_at: Time,
     lane: Lane,
-    permit: Permit,
+    permit: BreakerPermit,
     generation: u32,
     /// How many were under way when it was sent, itself included.
     in_flight: u32,
@@ -246,8 +246,8 @@ impl Call {
         };
         let kind = |op: &Op| limits.get(op.limit).map(crate::Limit::kind);
         let certain = |op: &Op, outcome: &Outcome| match kind(op) {
-            Some(Kind::Cooldown(cooldown)) => cooldown.is_closing(outcome.retry_at, outcomes.now()),
-            Some(Kind::Quota(_)) => rules.measure(op.limit) == Some(Measure::Calls),
+            Some(LimitKind::Cooldown(cooldown)) => cooldown.is_closing(outcome.retry_at, outcomes.now()),
+            Some(LimitKind::Quota(_)) => rules.measure(op.limit) == Some(Measure::Calls),
             _ => false,
         };
         let until = outcome.retry_at + desk.apart(rules, kind(op));
@@ -259,7 +259,7 @@ impl Call {
             } else {
                 desk.pool.not_before(credential, until, now);
             }
-            if let Some(Kind::Quota(_)) = kind(op) {
+            if let Some(LimitKind::Quota(_)) = kind(op) {
                 desk.pool.spent_until(credential, op.limit, until);
             }
             self.stage = Stage::Queued(ticket);
@@ -267,7 +267,7 @@ impl Call {
         }
         let own = rules.lane_ceilings[self.charged as usize].iter().any(|ceiling| ceiling.limit == op.limit);
         let failure = match kind(op) {
-            Some(Kind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
+            Some(LimitKind::Quota(_)) => Failure::QuotaSpent { limit: op.limit, resets_at: until },
             _ => Failure::RateLimited { limit: op.limit, earliest: until },
         };
         self.stage = Stage::Queued(ticket);
@@ -319,7 +319,7 @@ impl Call {
             pace.sent(now);
         }
         if self.requests == 0 {
-            desk.budget.first_try();
+            desk.budget.record_first_try();
         }
         self.retries = false;
         self.requests += 1;
@@ -422,7 +422,7 @@ impl Call {
             return None;
         }
         let charged_at = outcomes.now();
-        let mut refund = Batch::new(0).charged_at(charged_at).counted_at(charged_at + batch.terms().lead);
+        let mut refund = Batch::new(0).with_charged_at(charged_at).with_counted_at(charged_at + batch.context().lead);
         for op in batch.ops().iter().filter(|op| op.limit != rules.cooldown) {
             push(&mut refund, Op::new(op.limit, Verb::Refund, op.key, op.cost));
         }
@@ -497,7 +497,7 @@ impl Call {
                     desk.pool.closed_until(sent.credential, now + asked, now);
                 }
             }
-            Class::Success if generation > 0 => push(&mut desk.orders.tell, cooldown(Verb::Succeed { generation }, 0)),
+            Class::Success if generation > 0 => push(&mut desk.orders.tell, cooldown(Verb::Success { generation }, 0)),
             Class::Auth if !rules.renews || self.renewed => disable(rules, desk, sent.credential, now),
             _ => {}
         }
@@ -562,7 +562,7 @@ impl Call {
     fn fill(&self, batch: &mut Batch, rules: &Rules, credential: usize, verb: Verb) {
         let cost = |ceiling: &Ceiling| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
         let own_key = rules.credential_keys[credential];
-        batch.restart();
+        batch.clear();
         if verb == Verb::Take {
             push(batch, Op::new(rules.cooldown, verb, own_key, 1));
         }

@@ -4,8 +4,8 @@
 use alloc::vec::Vec;
 
 use crate::limit::LimitError;
-use crate::state::Look;
-use crate::time::OVERTAKEN;
+use crate::state::LimitStatus;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
 /// The most permits that one key hands out: few enough to look them all over in microseconds.
@@ -20,9 +20,9 @@ pub struct Concurrency {
 
 impl Concurrency {
     /// How long a permit lives unless it is renewed: 30 s.
-    pub const LEASE: Span = Span::from_secs(30);
+    pub const DEFAULT_LEASE: Span = Span::from_secs(30);
     /// How often a holder renews: every 10 s.
-    pub const RENEW: Span = Span::from_secs(10);
+    pub const RENEW_INTERVAL: Span = Span::from_secs(10);
 
     /// At most `limit` in flight, with leases of `lease`.
     ///
@@ -50,10 +50,10 @@ impl Concurrency {
 
     /// Forgets permits whose lease has ended, and shortens those that a clock which stepped back had made longer
     /// than a lease.
-    pub fn settle(&self, permits: &mut Permits, now: Time) {
+    pub fn refresh(&self, permits: &mut Permits, now: Time) {
         let longest = now + self.lease;
         permits.0.retain_mut(|permit| {
-            if permit.expires > longest + OVERTAKEN {
+            if permit.expires > longest + MAX_CLOCK_LAG {
                 permit.expires = longest;
             }
             permit.expires > now
@@ -61,7 +61,7 @@ impl Concurrency {
     }
 
     /// What a call of `cost` permits would meet at `now`, in a list that was settled for `now`.
-    pub fn look(&self, permits: &Permits, cost: u64, now: Time) -> Look {
+    pub fn status(&self, permits: &Permits, cost: u64, now: Time) -> LimitStatus {
         let used = permits.used();
         let retry_at = if cost > self.limit {
             Time::NEVER
@@ -69,7 +69,7 @@ impl Concurrency {
             now
         } else {
             let mut missing = used + cost - self.limit;
-            let mut expiries: Vec<&Permit> = permits.0.iter().collect();
+            let mut expiries: Vec<&PermitLease> = permits.0.iter().collect();
             expiries.sort_unstable_by_key(|permit| permit.expires);
             let mut free_at = now;
             for permit in expiries {
@@ -82,7 +82,7 @@ impl Concurrency {
             free_at
         };
         let reset_at = permits.0.iter().map(|permit| permit.expires).max().unwrap_or(now);
-        Look { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
+        LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
     /// Hands `cost` permits to `holder`; a holder that asks again keeps what it has.
@@ -90,7 +90,7 @@ impl Concurrency {
         let expires = now + self.lease;
         match permits.0.iter_mut().find(|permit| permit.holder == holder) {
             Some(permit) => permit.expires = expires,
-            None if cost > 0 => permits.0.push(Permit { holder, count: cost, expires }),
+            None if cost > 0 => permits.0.push(PermitLease { holder, count: cost, expires }),
             None => {}
         }
     }
@@ -123,7 +123,7 @@ impl Concurrency {
 
 /// What one holder has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Permit {
+pub struct PermitLease {
     /// Who holds it: the id of the batch that took it.
     pub holder: u64,
     /// How many.
@@ -134,16 +134,16 @@ pub struct Permit {
 
 /// The permits that a key has handed out.
 #[derive(Clone, Debug, Default)]
-pub struct Permits(Vec<Permit>);
+pub struct Permits(Vec<PermitLease>);
 
 impl Permits {
     /// A list of these permits.
-    pub fn of(permits: Vec<Permit>) -> Self {
+    pub fn from_leases(permits: Vec<PermitLease>) -> Self {
         Self(permits)
     }
 
     /// Each holder's permits.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Permit> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &PermitLease> {
         self.0.iter()
     }
 
@@ -164,7 +164,7 @@ impl Permits {
 
     /// Bytes held outside the list itself.
     pub fn heap_bytes(&self) -> usize {
-        self.0.capacity() * size_of::<Permit>()
+        self.0.capacity() * size_of::<PermitLease>()
     }
 }
 
@@ -174,32 +174,32 @@ mod tests {
 
     #[test]
     fn permits_return_by_release_or_by_the_lease() {
-        let limit = Concurrency::new(2, Concurrency::LEASE).unwrap();
+        let limit = Concurrency::new(2, Concurrency::DEFAULT_LEASE).unwrap();
         let at = |secs: u64| Time::from_secs(1000 + secs);
         let mut permits = Permits::default();
         limit.charge(&mut permits, 1, 1, at(0));
         limit.charge(&mut permits, 2, 1, at(5));
         limit.charge(&mut permits, 2, 1, at(5));
-        assert_eq!(limit.look(&permits, 1, at(5)).retry_at, at(30));
+        assert_eq!(limit.status(&permits, 1, at(5)).retry_at, at(30));
         assert!(limit.renew(&mut permits, 1, at(10)));
-        assert_eq!(limit.look(&permits, 1, at(10)).retry_at, at(35));
+        assert_eq!(limit.status(&permits, 1, at(10)).retry_at, at(35));
         assert!(limit.release(&mut permits, 2) && !limit.release(&mut permits, 2));
-        assert_eq!(limit.look(&permits, 1, at(10)).retry_at, at(10));
-        limit.settle(&mut permits, at(40));
+        assert_eq!(limit.status(&permits, 1, at(10)).retry_at, at(10));
+        limit.refresh(&mut permits, at(40));
         assert_eq!(permits.used(), 0);
         assert!(!limit.renew(&mut permits, 1, at(40)));
     }
 
     #[test]
     fn a_debit_holds_what_there_was_no_room_for() {
-        let limit = Concurrency::new(2, Concurrency::LEASE).unwrap();
+        let limit = Concurrency::new(2, Concurrency::DEFAULT_LEASE).unwrap();
         let at = |secs: u64| Time::from_secs(1000 + secs);
         let mut permits = Permits::default();
         for _ in 0..2 {
             limit.debit(&mut permits, 1, 3, at(0));
         }
         limit.debit(&mut permits, 2, MAX_PERMITS - 2, at(0));
-        let look = limit.look(&permits, 1, at(0));
+        let look = limit.status(&permits, 1, at(0));
         assert_eq!((look.used, look.remaining, look.retry_at), (3, 0, at(30)));
         assert!(limit.renew(&mut permits, 1, at(10)) && !limit.renew(&mut permits, 2, at(10)));
     }

@@ -6,7 +6,7 @@
 //! before, although the first may have shown by then that the credential is good again: those who waited for it would
 //! all come at once. That ends, after a success, with the first moment that nobody wants, or after a hundred.
 
-use crate::time::OVERTAKEN;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};
 
 /// How long a gate that has opened is remembered at least: longer than calls are in flight, so that a late reply is
@@ -50,13 +50,13 @@ pub struct Gate {
 impl Cooldown {
     /// The n-th closing, n counted from 1: `min(base · 2^(n−1), cap)`.
     pub fn wait(&self, step: u8) -> Span {
-        Backoff::exponential(self.base, self.cap).wait(u32::from(step))
+        Backoff::exponential(self.base, self.cap).base_wait(u32::from(step))
     }
 
     /// Brings the gate to `now`: forgets what has been idle for long, and lets a closing that was made by a clock which
     /// has since stepped back start over, so that it lasts its own length and no longer.
     pub fn settle(&self, gate: &mut Gate, now: Time) {
-        if gate.last > now + OVERTAKEN {
+        if gate.last > now + MAX_CLOCK_LAG {
             if gate.until > Time::ZERO && !gate.until.is_never() {
                 gate.until = now + gate.until.since(gate.last);
             }
@@ -105,7 +105,7 @@ impl Cooldown {
     /// callers that are released after one may become free to go sooner than one by one. Of a closing that ends within
     /// the time of a slot it says no.
     pub fn is_closing(&self, free_at: Time, now: Time) -> bool {
-        free_at > now + OVERTAKEN + self.stagger
+        free_at > now + MAX_CLOCK_LAG + self.stagger
     }
 
     /// Lets a caller through that [`Cooldown::look`] has just found free at `now`, and returns the generation to judge

@@ -17,7 +17,7 @@ use arrayvec::ArrayVec;
 use core::cmp::Reverse;
 
 use crate::heap::IndexHeap;
-use crate::time::OVERTAKEN;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{LimitId, MAX_COST, Span, Time};
 pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFull};
 
@@ -89,7 +89,7 @@ impl Told {
     /// Whether asking for such a call is no use yet. A more urgent one may have reserves, a cheaper one may fit; and
     /// what was told by a clock that has since stepped back is worth asking again.
     fn holds(&self, lane: Lane, cost: u64, now: Time) -> bool {
-        now < self.until && self.at <= now + OVERTAKEN && lane <= self.lane && cost >= self.cost
+        now < self.until && self.at <= now + MAX_CLOCK_LAG && lane <= self.lane && cost >= self.cost
     }
 }
 

@@ -13,8 +13,8 @@
 //! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: what repeated violation costs |
 //! | "open after 5 failures" | [`Breaker`]: stops calling a provider that fails |
 //! | "3 attempts" | [`Retry`]: whether and when a failed call is tried again, within a [`Budget`] |
-//! | "as fast as it bears" | [`Pacer`]: a wait that grows on failure; [`Adaptive`]: a rate that is found |
-//! | "all of us together" | [`SharedPacer`]: the rules of a pacer whose wait many share |
+//! | "as fast as it bears" | [`LocalPacer`]: a wait that grows on failure; [`AdaptiveRate`]: a rate that is found |
+//! | "all of us together" | [`SharedPacerRules`]: the rules of a pacer whose wait many share |
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -22,8 +22,8 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
-pub mod adaptive;
-pub mod admit;
+pub mod adaptive_limit;
+pub mod adaptive_rate;
 pub mod allowance;
 pub mod backoff;
 pub mod batch;
@@ -32,9 +32,8 @@ pub mod budget;
 pub mod call;
 pub mod concurrency;
 pub mod cooldown;
-mod encoding;
+pub mod decision;
 mod heap;
-pub mod inflight;
 pub mod lanes;
 pub mod limit;
 pub mod pace;
@@ -45,28 +44,31 @@ pub mod quota;
 pub mod rate;
 pub mod retry;
 pub mod state;
+mod state_encoding;
 pub mod time;
 pub mod window;
 
-pub use adaptive::{Adaptive, AdaptiveError, AdaptiveSpec};
-pub use admit::{Decision, Reason};
+pub use adaptive_limit::{AdaptiveLimit, AdaptiveLimitError, AdaptiveLimitSpec};
+pub use adaptive_rate::{AdaptiveRate, AdaptiveRateError, AdaptiveRateSpec};
 pub use allowance::{Rest, Rests};
 pub use backoff::{Backoff, Growth, Jitter};
-pub use batch::{Batch, BatchFull, Key, MAX_OPS, Op, Outcome, Outcomes, Share, Verb, Verdict};
-pub use breaker::{Breaker, BreakerError, BreakerSpec, Refusal, SharedBreaker};
+pub use batch::{Batch, BatchFullError, Key, MAX_OPS, Op, Outcome, Outcomes, ShareLevel, Verb, Verdict};
+pub use breaker::{Breaker, BreakerError, BreakerRefusal, BreakerSpec, SharedBreaker};
 pub use budget::{Budget, BudgetSpec};
 pub use concurrency::Concurrency;
 pub use cooldown::Cooldown;
-pub use inflight::{Inflight, InflightError, InflightSpec};
+pub use decision::{Decision, Reason};
 pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFull, Scope, Ticket, Turn};
-pub use limit::{Count, Kind, LeaseSpec, Limit, LimitError, LimitId, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing};
+pub use limit::{
+    CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing,
+};
 pub use pace::Pace;
-pub use pacer::{Pacer, PacerError, PacerSpec, SharedPacer};
+pub use pacer::{LocalPacer, PacerError, PacerSpec, SharedPacerRules};
 pub use penalty::{Penalty, PenaltyMode, PenaltySpec};
 pub use pool::{Balance, MAX_CREDENTIALS, Pool, PoolSize};
 pub use quota::{Calendar, Period, Quota};
 pub use rate::Rate;
 pub use retry::{Attempt, Class, Fault, GiveUp, Retry, Tries, Unreplayable};
-pub use state::State;
-pub use time::{ABOUT, Clock, Span, Time};
+pub use state::KeyState;
+pub use time::{Clock, MAX_NOW_SPREAD, Span, Time};
 pub use window::Window;

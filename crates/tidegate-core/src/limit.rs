@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::num::NonZeroU16;
 
-use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, SharedPacer, Span, Window};
+use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, SharedPacerRules, Span, Window};
 
 /// The largest limit: 2^40.
 pub const MAX_LIMIT: u64 = 1 << 40;
@@ -42,7 +42,7 @@ impl LimitId {
 
 /// How much of what is allowed.
 #[derive(Clone, Debug)]
-pub enum Kind {
+pub enum LimitKind {
     /// A strict trailing window.
     Window(Window),
     /// GCRA: smooth, with a burst.
@@ -54,13 +54,13 @@ pub enum Kind {
     /// Whether a credential may be used, or cools down.
     Cooldown(Cooldown),
     /// How long callers that share a pacer wait between calls. It refuses nobody.
-    Pace(SharedPacer),
+    Pace(SharedPacerRules),
 }
 
-impl Kind {
+impl LimitKind {
     /// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that
     /// isn't there, so neither can be overdrawn.
-    pub fn waives(&self) -> bool {
+    pub fn allows_parole(&self) -> bool {
         matches!(self, Self::Window(_) | Self::Rate(_))
     }
 
@@ -85,7 +85,7 @@ impl Kind {
 
 /// Which calls a limit counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Count {
+pub enum CountMode {
     /// Only calls that every limit of the decision admits.
     #[default]
     Admitted,
@@ -127,9 +127,9 @@ pub struct Sharing {
 /// One limit of a plan: its kind, the penalty for exceeding it, its part in a decision, and how it is shared.
 #[derive(Clone, Debug)]
 pub struct Limit {
-    kind: Kind,
+    kind: LimitKind,
     penalty: Option<Penalty>,
-    count: Count,
+    count_mode: CountMode,
     shadow: bool,
     tag: Option<u64>,
     sharing: Sharing,
@@ -137,8 +137,15 @@ pub struct Limit {
 
 impl Limit {
     /// A limit without penalty that counts admitted calls and is enforced.
-    pub fn new(kind: Kind) -> Self {
-        Self { kind, penalty: None, count: Count::Admitted, shadow: false, tag: None, sharing: Sharing::default() }
+    pub fn new(kind: LimitKind) -> Self {
+        Self {
+            kind,
+            penalty: None,
+            count_mode: CountMode::Admitted,
+            shadow: false,
+            tag: None,
+            sharing: Sharing::default(),
+        }
     }
 
     /// Adds what exceeding the limit costs.
@@ -150,35 +157,35 @@ impl Limit {
 
     /// Chooses which calls count.
     #[must_use]
-    pub fn counting(mut self, count: Count) -> Self {
-        self.count = count;
+    pub fn with_count_mode(mut self, count: CountMode) -> Self {
+        self.count_mode = count;
         self
     }
 
     /// In shadow, the limit is counted and judged but its refusal stops no call and no other limit's charge.
     #[must_use]
-    pub fn in_shadow(mut self, shadow: bool) -> Self {
+    pub fn with_shadow(mut self, shadow: bool) -> Self {
         self.shadow = shadow;
         self
     }
 
     /// The same limit but for how much of what it allows.
     #[must_use]
-    pub fn with_kind(&self, kind: Kind) -> Self {
+    pub fn with_kind(&self, kind: LimitKind) -> Self {
         Self { kind, ..self.clone() }
     }
 
     /// Names the limit wherever its state outlives this plan: in a file, or in a store that other nodes share, whose
     /// plans may number their limits differently. A hash of its name does. Unless said, its number in the plan.
     #[must_use]
-    pub fn tagged(mut self, tag: u64) -> Self {
+    pub fn with_tag(mut self, tag: u64) -> Self {
         self.tag = Some(tag);
         self
     }
 
     /// Chooses how several nodes share it.
     #[must_use]
-    pub fn shared(mut self, sharing: Sharing) -> Self {
+    pub fn with_sharing(mut self, sharing: Sharing) -> Self {
         self.sharing = sharing;
         self
     }
@@ -189,7 +196,7 @@ impl Limit {
     }
 
     /// How much of what is allowed.
-    pub fn kind(&self) -> &Kind {
+    pub fn kind(&self) -> &LimitKind {
         &self.kind
     }
 
@@ -199,27 +206,27 @@ impl Limit {
     }
 
     /// Which calls count.
-    pub fn count(&self) -> Count {
-        self.count
+    pub fn count_mode(&self) -> CountMode {
+        self.count_mode
     }
 
-    /// How far ahead of the present it counts what is taken, of what a batch asks for ([`Batch::ahead`](crate::Batch::ahead)).
+    /// How far ahead of the present it counts what is taken, of what a batch asks for ([`Batch::ahead`](crate::Batch::with_lead)).
     /// A window does as far as it expects; a rate only where slices are taken of it, for what is spent until a lease ends
     /// counts as spent then.
-    pub fn lead(&self, asked: Span) -> Span {
+    pub fn lead(&self, requested: Span) -> Span {
         match &self.kind {
-            Kind::Window(window) => asked.min(window.lead()),
-            Kind::Rate(rate) => {
+            LimitKind::Window(window) => requested.min(window.lead()),
+            LimitKind::Rate(rate) => {
                 let most = self.sharing.lease.map_or(Span::ZERO, |lease| lease.max_age.min(rate.refill_time()));
-                asked.min(most)
+                requested.min(most)
             }
-            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => Span::ZERO,
+            LimitKind::Quota(_) | LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => Span::ZERO,
         }
     }
 
     /// Whether calls that another limit refuses count too.
     pub fn counts_refused(&self) -> bool {
-        self.count == Count::All && !matches!(self.kind, Kind::Concurrency(_))
+        self.count_mode == CountMode::All && !matches!(self.kind, LimitKind::Concurrency(_))
     }
 
     /// Whether the limit is only watched.
@@ -242,7 +249,7 @@ impl Limits {
     }
 
     /// A plan of one limit, [`LimitId::FIRST`].
-    pub fn of_one(limit: Limit) -> Self {
+    pub fn with_limit(limit: Limit) -> Self {
         Self(alloc::vec![limit])
     }
 
@@ -251,7 +258,7 @@ impl Limits {
         self.0.get(id.index())
     }
 
-    /// What a limit is called wherever its state outlives this plan ([`Limit::tagged`]).
+    /// What a limit is called wherever its state outlives this plan ([`Limit::with_tag`]).
     pub fn tag(&self, id: LimitId) -> u64 {
         self.get(id).and_then(|limit| limit.tag).unwrap_or(u64::from(id.get()))
     }
@@ -289,7 +296,7 @@ pub enum LimitError {
     /// A rate whose burst takes longer than 71 years (2^51 µs) to refill.
     TooSlow,
     /// A window that keeps no entries, or more than 32,768.
-    Entries {
+    InvalidEntries {
         /// What was asked.
         found: u32,
     },
@@ -317,7 +324,7 @@ impl fmt::Display for LimitError {
             Self::ZeroRate => f.write_str("a rate of 0; a window of 0 refuses everything"),
             Self::ZeroBurst => f.write_str("a burst of 0 would never let anything pass"),
             Self::TooSlow => f.write_str("the burst would take more than 71 years to refill"),
-            Self::Entries { found } => write!(f, "a window keeps 1 to 32768 entries, not {found}"),
+            Self::InvalidEntries { found } => write!(f, "a window keeps 1 to 32768 entries, not {found}"),
             Self::TooManyPermits { found } => write!(f, "{found} in flight is above the largest, 4096"),
             Self::ZeroFactor => f.write_str("a penalty's factor of 0; 1 keeps blocks at their base"),
             Self::CapBelowBase => f.write_str("the penalty's cap is below its base"),

@@ -4,8 +4,8 @@ use core::time::Duration;
 
 use rand_core::Rng;
 
-use crate::time::OVERTAKEN;
-use crate::{Adaptive, Class, Pacer, Rest, Span, Time};
+use crate::time::MAX_CLOCK_LAG;
+use crate::{AdaptiveRate, Class, LocalPacer, Rest, Span, Time};
 
 /// What keeps calls to a provider apart beyond its limits: it is asked before a call is sent and told of each end.
 ///
@@ -13,31 +13,31 @@ use crate::{Adaptive, Class, Pacer, Rest, Span, Time};
 /// the provider has taken the call, and the others say nothing about its limits.
 #[derive(Clone, Debug)]
 pub enum Pace {
-    /// A wait between calls that grows and shrinks: see [`Spaced`].
-    Responsive(Spaced),
-    /// A rate that is looked for: see [`Adaptive`].
-    Adaptive(Adaptive),
+    /// A wait between calls that grows and shrinks: see [`ResponsivePace`].
+    Responsive(ResponsivePace),
+    /// A rate that is looked for: see [`AdaptiveRate`].
+    Adaptive(AdaptiveRate),
 }
 
-/// A [`Pacer`]'s wait kept between the calls of many, instead of by each after its own.
+/// A [`LocalPacer`]'s wait kept between the calls of many, instead of by each after its own.
 ///
 /// Calls that were sent before its last step up tell of the pace before: their throttles count as one with it, and their
 /// successes don't count.
 #[derive(Clone, Debug)]
-pub struct Spaced {
-    pacer: Pacer,
+pub struct ResponsivePace {
+    pacer: LocalPacer,
     sent_at: Time,
     raised_at: Time,
 }
 
-impl From<Pacer> for Pace {
-    fn from(pacer: Pacer) -> Self {
-        Self::Responsive(Spaced { pacer, sent_at: Time::ZERO, raised_at: Time::ZERO })
+impl From<LocalPacer> for Pace {
+    fn from(pacer: LocalPacer) -> Self {
+        Self::Responsive(ResponsivePace { pacer, sent_at: Time::ZERO, raised_at: Time::ZERO })
     }
 }
 
-impl From<Adaptive> for Pace {
-    fn from(adaptive: Adaptive) -> Self {
+impl From<AdaptiveRate> for Pace {
+    fn from(adaptive: AdaptiveRate) -> Self {
         Self::Adaptive(adaptive)
     }
 }
@@ -72,11 +72,11 @@ impl Pace {
     /// ([`Pool`](crate::Pool)): it may be about one of several credentials, and a pace is all calls'.
     pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<Rest>, now: Time, rng: &mut impl Rng) {
         match (self, class) {
-            (Self::Responsive(spaced), Class::Throttled) if spaced.tells(sent_at, now) => {
+            (Self::Responsive(spaced), Class::Throttled) if spaced.is_current_call(sent_at, now) => {
                 spaced.raised_at = now;
                 spaced.pacer.failed(rng);
             }
-            (Self::Responsive(spaced), Class::Success | Class::Permanent) if spaced.tells(sent_at, now) => {
+            (Self::Responsive(spaced), Class::Success | Class::Permanent) if spaced.is_current_call(sent_at, now) => {
                 spaced.pacer.succeeded(rng);
             }
             (Self::Responsive(_), _) => {}
@@ -87,7 +87,7 @@ impl Pace {
     }
 }
 
-impl Spaced {
+impl ResponsivePace {
     fn next_at(&self, now: Time) -> Time {
         let wait = Span::from_duration(self.pacer.interval());
         // Further off only if the clock has stepped back.
@@ -95,8 +95,8 @@ impl Spaced {
     }
 
     /// Whether a call that was sent at `sent_at` tells of the pace as it is.
-    fn tells(&self, sent_at: Time, now: Time) -> bool {
+    fn is_current_call(&self, sent_at: Time, now: Time) -> bool {
         // No call was sent after a step of which the clock says that it is still to come.
-        sent_at >= self.raised_at || self.raised_at > now + OVERTAKEN
+        sent_at >= self.raised_at || self.raised_at > now + MAX_CLOCK_LAG
     }
 }

@@ -5,7 +5,7 @@
 //! true even where the window is still full.
 
 use crate::limit::LimitError;
-use crate::time::OVERTAKEN;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
 /// What a penalty tells and what it leaves behind when a block is served.
@@ -55,7 +55,7 @@ pub struct Penalty {
     cap: Span,
     forgive_after: Span,
     mode: PenaltyMode,
-    last: u8,
+    max_strikes: u8,
 }
 
 impl Penalty {
@@ -75,10 +75,10 @@ impl Penalty {
         if cap < base {
             return Err(LimitError::CapBelowBase);
         }
-        let mut penalty = Self { base, factor, cap, forgive_after, mode, last: 1 };
+        let mut penalty = Self { base, factor, cap, forgive_after, mode, max_strikes: 1 };
         // A factor of at least 2 reaches any cap within 53 steps: spans have 52 bits.
-        while penalty.factor > 1 && penalty.block(penalty.last) < cap {
-            penalty.last += 1;
+        while penalty.factor > 1 && penalty.block_length(penalty.max_strikes) < cap {
+            penalty.max_strikes += 1;
         }
         Ok(penalty)
     }
@@ -92,7 +92,7 @@ impl Penalty {
     }
 
     /// The n-th block, n counted from 1: `min(base · factor^(n−1), cap)`.
-    pub fn block(&self, strike: u8) -> Span {
+    pub fn block_length(&self, strike: u8) -> Span {
         let factor = u64::from(self.factor).saturating_pow(u32::from(strike.saturating_sub(1)));
         self.base.times(factor).min(self.cap)
     }
@@ -123,83 +123,83 @@ impl Penalty {
     }
 
     /// The last strike that counts: the first whose block is the cap.
-    pub fn last_strike(&self) -> u8 {
-        self.last
+    pub fn max_strikes(&self) -> u8 {
+        self.max_strikes
     }
 
     /// Brings the record to `now`: takes off forgiven strikes, and shortens a block that only a clock which has since
     /// stepped back can have put so far ahead. A parole outlives its strikes: what was told stays true.
-    pub fn settle(&self, record: &mut Record, now: Time) {
+    pub fn refresh(&self, record: &mut PenaltyRecord, now: Time) {
         if record.strikes == 0 {
             return;
         }
-        let longest = self.block(record.strikes);
-        if record.until > now + longest + OVERTAKEN {
-            record.until = now + longest;
+        let longest = self.block_length(record.strikes);
+        if record.blocked_until > now + longest + MAX_CLOCK_LAG {
+            record.blocked_until = now + longest;
         }
-        let forgiven = now.since(record.until).as_micros() / self.forgive_after.as_micros();
+        let forgiven = now.since(record.blocked_until).as_micros() / self.forgive_after.as_micros();
         if forgiven >= u64::from(record.strikes) {
-            *record = Record { parole: record.parole, ..Record::default() };
+            *record = PenaltyRecord { parole: record.parole, ..PenaltyRecord::default() };
         }
     }
 
     /// How many strikes count at `now`.
-    pub fn strikes(&self, record: &Record, now: Time) -> u8 {
-        let forgiven = now.since(record.until).as_micros() / self.forgive_after.as_micros();
+    pub fn strikes(&self, record: &PenaltyRecord, now: Time) -> u8 {
+        let forgiven = now.since(record.blocked_until).as_micros() / self.forgive_after.as_micros();
         record.strikes.saturating_sub(u8::try_from(forgiven).unwrap_or(u8::MAX))
     }
 
     /// Takes a strike for a refused call of `cost`; the block starts now.
-    pub fn strike(&self, record: &mut Record, cost: u64, now: Time) {
-        let strikes = self.strikes(record, now).saturating_add(1).min(self.last);
+    pub fn strike(&self, record: &mut PenaltyRecord, cost: u64, now: Time) {
+        let strikes = self.strikes(record, now).saturating_add(1).min(self.max_strikes);
         let parole = match self.mode {
             PenaltyMode::Parole => cost,
             PenaltyMode::Strict => 0,
         };
-        *record = Record { until: now + self.block(strikes), parole, strikes };
+        *record = PenaltyRecord { blocked_until: now + self.block_length(strikes), parole, strikes };
     }
 
     /// Brings back what a record lacks: so many strikes at the least, and a block that lasts so long from now. Doing it again
     /// changes nothing.
-    pub fn bring_back(&self, record: &mut Record, strikes: u8, parole: u64, lasts: Span, now: Time) {
-        self.settle(record, now);
-        let strikes = strikes.min(self.last);
+    pub fn restore(&self, record: &mut PenaltyRecord, strikes: u8, parole: u64, remaining: Span, now: Time) {
+        self.refresh(record, now);
+        let strikes = strikes.min(self.max_strikes);
         if strikes == 0 {
             return;
         }
-        let until = now + lasts.min(self.block(strikes));
+        let until = now + remaining.min(self.block_length(strikes));
         record.strikes = self.strikes(record, now).max(strikes);
-        record.until = record.until.max(until);
+        record.blocked_until = record.blocked_until.max(until);
         if self.mode == PenaltyMode::Parole {
             record.parole = record.parole.max(parole);
         }
     }
 
     /// When nothing of the record is remembered any more.
-    pub fn idle_at(&self, record: &Record) -> Time {
+    pub fn idle_at(&self, record: &PenaltyRecord) -> Time {
         if record.strikes == 0 {
             Time::ZERO
         } else {
-            record.until + self.forgive_after.times(u64::from(record.strikes))
+            record.blocked_until + self.forgive_after.times(u64::from(record.strikes))
         }
     }
 }
 
 /// What a key has done to earn its penalty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Record {
+pub struct PenaltyRecord {
     /// When the last block ends or ended.
-    pub until: Time,
+    pub blocked_until: Time,
     /// The largest cost that may pass a full limit once; 0 is none.
     pub parole: u64,
     /// Strikes taken; 0 is a clean record.
     pub strikes: u8,
 }
 
-impl Record {
+impl PenaltyRecord {
     /// Whether a block lives.
-    pub fn blocks(&self, now: Time) -> bool {
-        self.strikes > 0 && self.until > now
+    pub fn is_blocked(&self, now: Time) -> bool {
+        self.strikes > 0 && self.blocked_until > now
     }
 }
 
@@ -215,45 +215,45 @@ mod tests {
     #[test]
     fn blocks_double_up_to_the_cap() {
         let penalty = penalty(PenaltySpec::default());
-        let blocks: Vec<u64> = (1..=13).map(|n| penalty.block(n).as_secs_ceil()).collect();
+        let blocks: Vec<u64> = (1..=13).map(|n| penalty.block_length(n).as_secs_ceil()).collect();
         assert_eq!(blocks, [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3600, 3600]);
-        assert_eq!(penalty.last_strike(), 12);
+        assert_eq!(penalty.max_strikes(), 12);
     }
 
     #[test]
     fn a_base_of_the_power() {
         let penalty = penalty(PenaltySpec { base: Span::from_secs(3), factor: 3, ..PenaltySpec::default() });
-        let blocks: Vec<u64> = (1..=3).map(|n| penalty.block(n).as_secs_ceil()).collect();
+        let blocks: Vec<u64> = (1..=3).map(|n| penalty.block_length(n).as_secs_ceil()).collect();
         assert_eq!(blocks, [3, 9, 27]);
     }
 
     #[test]
     fn strikes_stop_and_never_overflow() {
         let penalty = penalty(PenaltySpec::default());
-        let mut record = Record::default();
+        let mut record = PenaltyRecord::default();
         let mut now = Time::from_secs(1000);
         for _ in 0..1_000_000 {
             penalty.strike(&mut record, 1, now);
-            now = record.until;
+            now = record.blocked_until;
         }
         assert_eq!(record.strikes, 12);
-        assert_eq!(penalty.block(u8::MAX), Span::from_secs(3600));
+        assert_eq!(penalty.block_length(u8::MAX), Span::from_secs(3600));
         let widest = Penalty::new(
             PenaltySpec { base: Span::from_micros(1), factor: 2, cap: Span::MAX, ..PenaltySpec::default() },
             Span::MAX,
         );
-        assert_eq!(widest.unwrap().last_strike(), 53);
+        assert_eq!(widest.unwrap().max_strikes(), 53);
     }
 
     #[test]
     fn forgiveness_counts_from_the_blocks_end() {
         let penalty = penalty(PenaltySpec { forgive_after: Some(Span::from_secs(100)), ..PenaltySpec::default() });
-        let mut record = Record::default();
+        let mut record = PenaltyRecord::default();
         let start = Time::from_secs(1000);
         for _ in 0..3 {
             penalty.strike(&mut record, 1, start);
         }
-        let end = record.until;
+        let end = record.blocked_until;
         for (after, left) in [(0, 3), (99, 3), (100, 2), (199, 2), (200, 1), (300, 0)] {
             assert_eq!(penalty.strikes(&record, end + Span::from_secs(after)), left, "after {after} s");
         }
@@ -266,28 +266,32 @@ mod tests {
     fn what_is_brought_back_adds_to_what_is_known() {
         let penalty = penalty(PenaltySpec::default());
         let (start, secs) = (Time::from_secs(10_000), Span::from_secs);
-        let mut lost = Record::default();
-        penalty.bring_back(&mut lost, 5, 3, secs(20), start);
-        assert_eq!(lost, Record { until: start + secs(20), parole: 3, strikes: 5 });
-        penalty.bring_back(&mut lost, 5, 3, secs(20), start);
-        penalty.bring_back(&mut lost, 4, 1, secs(2), start + secs(3));
-        assert_eq!(lost, Record { until: start + secs(20), parole: 3, strikes: 5 }, "it is known already");
-        penalty.bring_back(&mut lost, 2, 3, secs(3600), start);
-        assert_eq!(lost.until, start + secs(20), "no block of two strikes lasts for longer than the second");
-        penalty.bring_back(&mut lost, 200, 0, Span::ZERO, start + secs(30));
-        assert_eq!((lost.strikes, lost.until), (12, start + secs(30)), "strikes alone block nobody");
-        let mut forgiven = Record { until: start, parole: 0, strikes: 3 };
-        penalty.bring_back(&mut forgiven, 1, 0, Span::ZERO, start + secs(7200));
+        let mut lost = PenaltyRecord::default();
+        penalty.restore(&mut lost, 5, 3, secs(20), start);
+        assert_eq!(lost, PenaltyRecord { blocked_until: start + secs(20), parole: 3, strikes: 5 });
+        penalty.restore(&mut lost, 5, 3, secs(20), start);
+        penalty.restore(&mut lost, 4, 1, secs(2), start + secs(3));
+        assert_eq!(
+            lost,
+            PenaltyRecord { blocked_until: start + secs(20), parole: 3, strikes: 5 },
+            "it is known already"
+        );
+        penalty.restore(&mut lost, 2, 3, secs(3600), start);
+        assert_eq!(lost.blocked_until, start + secs(20), "no block of two strikes lasts for longer than the second");
+        penalty.restore(&mut lost, 200, 0, Span::ZERO, start + secs(30));
+        assert_eq!((lost.strikes, lost.blocked_until), (12, start + secs(30)), "strikes alone block nobody");
+        let mut forgiven = PenaltyRecord { blocked_until: start, parole: 0, strikes: 3 };
+        penalty.restore(&mut forgiven, 1, 0, Span::ZERO, start + secs(7200));
         assert_eq!(forgiven.strikes, 1, "two were forgiven");
     }
 
     #[test]
     fn a_step_back_never_lengthens_a_block() {
         let penalty = penalty(PenaltySpec::default());
-        let mut record = Record::default();
+        let mut record = PenaltyRecord::default();
         penalty.strike(&mut record, 1, Time::from_secs(50_000_000));
         let now = Time::from_secs(1000);
-        penalty.settle(&mut record, now);
-        assert_eq!(record.until, now + Span::from_secs(2));
+        penalty.refresh(&mut record, now);
+        assert_eq!(record.blocked_until, now + Span::from_secs(2));
     }
 }

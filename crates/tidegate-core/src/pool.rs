@@ -11,7 +11,7 @@ use core::fmt;
 use rand_core::Rng;
 
 use crate::heap::IndexHeap;
-use crate::time::OVERTAKEN;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{LimitId, Time};
 
 /// The most credentials that one pool holds.
@@ -246,7 +246,7 @@ impl Pool {
     /// Lets those rejoin whose moment has come. A clock that has stepped back makes all notes void: their moments may
     /// be far off now, and asking once too often does no harm.
     fn rejoin(&mut self, now: Time) {
-        let stepped_back = self.noted > now + OVERTAKEN;
+        let stepped_back = self.noted > now + MAX_CLOCK_LAG;
         while let Some((until, index)) = self.cooling.first()
             && (until <= now || stepped_back)
         {

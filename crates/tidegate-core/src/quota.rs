@@ -6,7 +6,7 @@ use core::cmp::Ordering;
 use core::fmt;
 
 use crate::limit::{LimitError, checked_limit};
-use crate::state::Look;
+use crate::state::LimitStatus;
 use crate::{Span, Time};
 
 /// One period of a calendar: from `start` up to, not including, `end`.
@@ -44,7 +44,7 @@ impl Quota {
     ///
     /// # Errors
     /// A limit above 2^40.
-    pub fn of_limit(&self, limit: u64) -> Result<Self, LimitError> {
+    pub fn with_limit(&self, limit: u64) -> Result<Self, LimitError> {
         Self::new(limit, Arc::clone(&self.calendar))
     }
 
@@ -61,7 +61,7 @@ impl Quota {
     /// Brings a ledger back that only a clock which has since stepped back can have moved beyond the coming period,
     /// its count included, so that nobody is locked out until then. A clock that went back less goes on counting where
     /// it was, so that no period is granted twice.
-    pub fn settle(&self, ledger: &mut Ledger, now: Time) {
+    pub fn refresh(&self, ledger: &mut QuotaUsage, now: Time) {
         let period = self.calendar.period(now);
         if ledger.period.start > period.end {
             ledger.period = period;
@@ -70,18 +70,18 @@ impl Quota {
 
     /// The ledger as it counts at `now`: a new period begins with nothing used. Only a charge makes that last, for a
     /// clock that jumps ahead and back again must not have emptied it.
-    fn current(&self, ledger: &Ledger, now: Time) -> Ledger {
+    fn usage_at(&self, ledger: &QuotaUsage, now: Time) -> QuotaUsage {
         let period = self.calendar.period(now);
         match ledger.period.start.cmp(&period.start) {
-            Ordering::Less => Ledger { period, used: 0 },
-            Ordering::Equal => Ledger { period, used: ledger.used },
+            Ordering::Less => QuotaUsage { period, used: 0 },
+            Ordering::Equal => QuotaUsage { period, used: ledger.used },
             Ordering::Greater => *ledger,
         }
     }
 
     /// What a call of `cost` would meet at `now`, in a ledger that was settled for `now`.
-    pub fn look(&self, ledger: &Ledger, cost: u64, now: Time) -> Look {
-        let ledger = self.current(ledger, now);
+    pub fn status(&self, ledger: &QuotaUsage, cost: u64, now: Time) -> LimitStatus {
+        let ledger = self.usage_at(ledger, now);
         let remaining = self.limit.saturating_sub(ledger.used);
         let retry_at = if cost > self.limit {
             Time::NEVER
@@ -91,19 +91,19 @@ impl Quota {
             ledger.period.end
         };
         let reset_at = if ledger.used == 0 { now } else { ledger.period.end };
-        Look { limit: self.limit, used: ledger.used, remaining, retry_at, reset_at }
+        LimitStatus { limit: self.limit, used: ledger.used, remaining, retry_at, reset_at }
     }
 
     /// Records a call of `cost` at `now`.
-    pub fn charge(&self, ledger: &mut Ledger, cost: u64, now: Time) {
-        *ledger = self.current(ledger, now);
+    pub fn charge(&self, ledger: &mut QuotaUsage, cost: u64, now: Time) {
+        *ledger = self.usage_at(ledger, now);
         ledger.used = ledger.used.saturating_add(cost);
     }
 
     /// Gives back a `cost` that was charged at a moment, down to nothing used. What an earlier period was charged is over
     /// with it.
-    pub fn refund(&self, ledger: &mut Ledger, cost: u64, charged_at: Time, now: Time) {
-        let current = self.current(ledger, now);
+    pub fn refund(&self, ledger: &mut QuotaUsage, cost: u64, charged_at: Time, now: Time) {
+        let current = self.usage_at(ledger, now);
         if current.used > 0 && charged_at >= current.period.start {
             ledger.used = ledger.used.saturating_sub(cost);
         }
@@ -112,14 +112,14 @@ impl Quota {
 
 /// What was used of one period.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ledger {
+pub struct QuotaUsage {
     /// The period that is counted.
     pub period: Period,
     /// How much of it is used.
     pub used: u64,
 }
 
-impl Ledger {
+impl QuotaUsage {
     /// When the ledger no longer matters.
     pub fn idle_at(&self) -> Time {
         if self.used == 0 { Time::ZERO } else { self.period.end }
@@ -128,12 +128,12 @@ impl Ledger {
 
 /// Periods of equal length counted from the Unix epoch: a calendar for tests and for days and hours in UTC.
 #[derive(Clone, Copy, Debug)]
-pub struct Every(
+pub struct FixedPeriods(
     /// The length of a period; zero counts as one microsecond.
     pub Span,
 );
 
-impl Calendar for Every {
+impl Calendar for FixedPeriods {
     fn period(&self, now: Time) -> Period {
         let length = self.0.as_micros().max(1);
         let start = Time::from_micros(now.as_micros() / length * length);
@@ -147,9 +147,9 @@ mod tests {
 
     const DAY: u64 = 86_400;
 
-    fn take(quota: &Quota, ledger: &mut Ledger, now: Time) -> bool {
-        quota.settle(ledger, now);
-        let fits = quota.look(ledger, 1, now).retry_at == now;
+    fn take(quota: &Quota, ledger: &mut QuotaUsage, now: Time) -> bool {
+        quota.refresh(ledger, now);
+        let fits = quota.status(ledger, 1, now).retry_at == now;
         if fits {
             quota.charge(ledger, 1, now);
         }
@@ -158,13 +158,13 @@ mod tests {
 
     #[test]
     fn resets_at_the_boundary_and_not_twice() {
-        let quota = Quota::new(2, Arc::new(Every(Span::from_secs(DAY)))).unwrap();
-        let mut ledger = Ledger::default();
+        let quota = Quota::new(2, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
+        let mut ledger = QuotaUsage::default();
         let day = |day: u64, secs: u64| Time::from_secs((20_000 + day) * DAY + secs);
         assert!(take(&quota, &mut ledger, day(0, 5)));
         assert!(take(&quota, &mut ledger, day(0, 6)));
         assert!(!take(&quota, &mut ledger, day(0, DAY - 1)));
-        assert_eq!(quota.look(&ledger, 1, day(0, DAY - 1)).retry_at, day(1, 0));
+        assert_eq!(quota.status(&ledger, 1, day(0, DAY - 1)).retry_at, day(1, 0));
         assert!(take(&quota, &mut ledger, day(1, 0)));
         assert!(take(&quota, &mut ledger, day(0, DAY - 10)), "the later day's own second call");
         assert!(!take(&quota, &mut ledger, day(0, DAY - 9)));
@@ -174,8 +174,8 @@ mod tests {
 
     #[test]
     fn what_an_earlier_period_was_charged_is_not_given_back_to_the_next() {
-        let quota = Quota::new(3, Arc::new(Every(Span::from_secs(DAY)))).unwrap();
-        let mut ledger = Ledger::default();
+        let quota = Quota::new(3, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
+        let mut ledger = QuotaUsage::default();
         let at = |secs: u64| Time::from_secs(20_000 * DAY + secs);
         assert!(take(&quota, &mut ledger, at(DAY - 1)));
         quota.refund(&mut ledger, 1, at(DAY - 1), at(DAY + 5));
@@ -197,8 +197,8 @@ mod tests {
 
     #[test]
     fn a_jump_of_a_year_and_back_locks_nobody_out() {
-        let quota = Quota::new(2, Arc::new(Every(Span::from_secs(DAY)))).unwrap();
-        let mut ledger = Ledger::default();
+        let quota = Quota::new(2, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
+        let mut ledger = QuotaUsage::default();
         let day = |day: u64| Time::from_secs((20_000 + day) * DAY);
         assert!(take(&quota, &mut ledger, day(365)) && take(&quota, &mut ledger, day(365)));
         assert!(!take(&quota, &mut ledger, day(0)), "nothing is minted");

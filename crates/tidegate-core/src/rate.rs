@@ -3,8 +3,8 @@
 //! by the burst.
 
 use crate::limit::{LimitError, checked_limit};
-use crate::state::Look;
-use crate::time::OVERTAKEN;
+use crate::state::LimitStatus;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
 /// The arithmetic's unit: 1/1024 µs, so that a million calls a second are still spaced within 0.1 %.
@@ -16,7 +16,7 @@ const MAX_ARRIVAL: u64 = (1 << 62) - 1;
 
 /// A smooth rate with a burst: each call moves the key's *theoretical arrival time* on by `period ÷ count`.
 ///
-/// In any window of length W it admits at most `burst + W · count ÷ period` calls ([`Rate::bound`]), however long the
+/// In any window of length W it admits at most `burst + W · count ÷ period` calls ([`Rate::max_in`]), however long the
 /// key was idle before. The spacing is rounded up to 1/1024 µs, so a rate is never exceeded, and rates above 10^9 a
 /// second run slower than written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,8 +24,8 @@ pub struct Rate {
     count: u64,
     per: Span,
     burst: u64,
-    spacing: u64,
-    refill: u64,
+    units_per_call: u64,
+    refill_units: u64,
 }
 
 impl Rate {
@@ -48,7 +48,9 @@ impl Rate {
         let spacing = (u128::from(per.as_micros()) << FRACTION_BITS).div_ceil(u128::from(count));
         let refill = spacing * u128::from(burst);
         match (u64::try_from(spacing), u64::try_from(refill)) {
-            (Ok(spacing), Ok(refill)) if refill <= MAX_REFILL => Ok(Self { count, per, burst, spacing, refill }),
+            (Ok(spacing), Ok(refill)) if refill <= MAX_REFILL => {
+                Ok(Self { count, per, burst, units_per_call: spacing, refill_units: refill })
+            }
             _ => Err(LimitError::TooSlow),
         }
     }
@@ -70,119 +72,130 @@ impl Rate {
 
     /// How long a burst takes to come back.
     pub fn refill_time(&self) -> Span {
-        Span::from_micros(self.refill >> FRACTION_BITS)
+        Span::from_micros(self.refill_units >> FRACTION_BITS)
     }
 
-    /// How far a call of `cost` moves the arrival time on, in the units of [`Arrival::to_bits`]: the period over the count,
+    /// How far a call of `cost` moves the arrival time on, in the units of [`ArrivalTime::to_bits`]: the period over the count,
     /// rounded up, times the cost; below 2^62.
-    pub fn step(&self, cost: u64) -> u64 {
-        self.cost(cost)
+    pub fn cost_units(&self, cost: u64) -> u64 {
+        self.units_of(cost)
     }
 
-    /// How far the arrival time of a spent burst lies ahead, in the units of [`Arrival::to_bits`]; at most 2^61.
-    pub fn refill(&self) -> u64 {
-        self.refill
+    /// How far the arrival time of a spent burst lies ahead, in the units of [`ArrivalTime::to_bits`]; at most 2^61.
+    pub fn refill_units(&self) -> u64 {
+        self.refill_units
     }
 
     /// The most that any window of this length admits: burst + rate × window.
-    pub fn bound(&self, window: Span) -> u64 {
+    pub fn max_in(&self, window: Span) -> u64 {
         let more = u128::from(window.as_micros()) * u128::from(self.count) / u128::from(self.per.as_micros());
         self.burst.saturating_add(u64::try_from(more).unwrap_or(u64::MAX))
     }
 
-    fn cost(&self, cost: u64) -> u64 {
-        self.spacing.saturating_mul(cost).min(MAX_ARRIVAL)
+    fn units_of(&self, cost: u64) -> u64 {
+        self.units_per_call.saturating_mul(cost).min(MAX_ARRIVAL)
     }
 
     /// Brings an arrival time back that only a clock which has since stepped back can have put so far ahead: to a full
     /// burst from now. Who judges at `now` keeps what this returns, or the wait that it tells would never end.
     #[inline]
-    pub fn settle(&self, arrival: Arrival, now: Time) -> Arrival {
-        let now = units(now);
-        if arrival.0 > self.furthest(now) { Arrival(now + self.refill) } else { arrival }
+    pub fn refresh(&self, arrival: ArrivalTime, now: Time) -> ArrivalTime {
+        let now = time_to_units(now);
+        if arrival.0 > self.latest_arrival(now) { ArrivalTime(now + self.refill_units) } else { arrival }
     }
 
     /// The furthest ahead that an arrival time gets: a full burst, another that paroles have overdrawn, and the time by
     /// which this call may have been overtaken by the one that put it there.
     #[inline]
-    fn furthest(&self, now: u64) -> u64 {
-        now + 2 * self.refill + units(Time::ZERO + OVERTAKEN)
+    fn latest_arrival(&self, now: u64) -> u64 {
+        now + 2 * self.refill_units + time_to_units(Time::ZERO + MAX_CLOCK_LAG)
     }
 
     /// The arrival time as it counts at `now`.
-    fn current(&self, arrival: Arrival, now: u64) -> u64 {
-        if arrival.0 > self.furthest(now) { now + self.refill } else { arrival.0.max(now) }
+    fn arrival_at(&self, arrival: ArrivalTime, now: u64) -> u64 {
+        if arrival.0 > self.latest_arrival(now) { now + self.refill_units } else { arrival.0.max(now) }
     }
 
     /// What a call of `cost` would meet at `now`.
     #[inline]
-    pub fn look(&self, arrival: Arrival, cost: u64, now: Time) -> Look {
-        let now_units = units(now);
-        let current = self.current(arrival, now_units);
-        let free = (now_units + self.refill).saturating_sub(current);
+    pub fn status(&self, arrival: ArrivalTime, cost: u64, now: Time) -> LimitStatus {
+        let now_units = time_to_units(now);
+        let current = self.arrival_at(arrival, now_units);
+        let free = (now_units + self.refill_units).saturating_sub(current);
         let retry_at = self.retry_at(arrival, cost, now);
         let remaining = self.remaining(free);
-        Look { limit: self.burst, used: self.burst - remaining, remaining, retry_at, reset_at: micros_ceil(current) }
+        LimitStatus {
+            limit: self.burst,
+            used: self.burst - remaining,
+            remaining,
+            retry_at,
+            reset_at: micros_ceil(current),
+        }
     }
 
     /// When a call of `cost` would have room: `now` if it has, [`Time::NEVER`] if it never will.
     #[inline]
-    pub fn retry_at(&self, arrival: Arrival, cost: u64, now: Time) -> Time {
-        let now_units = units(now);
-        let after = self.current(arrival, now_units).saturating_add(self.cost(cost));
+    pub fn retry_at(&self, arrival: ArrivalTime, cost: u64, now: Time) -> Time {
+        let now_units = time_to_units(now);
+        let after = self.arrival_at(arrival, now_units).saturating_add(self.units_of(cost));
         if cost > self.burst {
             Time::NEVER
-        } else if after <= now_units + self.refill || cost == 0 {
+        } else if after <= now_units + self.refill_units || cost == 0 {
             now
         } else {
-            micros_ceil(after - self.refill)
+            micros_ceil(after - self.refill_units)
         }
     }
 
     #[inline]
     fn remaining(&self, free: u64) -> u64 {
-        if free >= self.refill { self.burst } else { free / self.spacing }
+        if free >= self.refill_units { self.burst } else { free / self.units_per_call }
     }
 
-    /// Whether [`Rate::take_ahead`] can ever admit when the moments lie this far apart.
+    /// Whether [`Rate::take_between`] can ever admit when the moments lie this far apart.
     #[inline]
-    pub fn runs_ahead_of(&self, apart: Span) -> bool {
-        self.refill > apart.as_micros() << FRACTION_BITS
+    pub fn can_take_between(&self, apart: Span) -> bool {
+        self.refill_units > apart.as_micros() << FRACTION_BITS
     }
 
     /// Admits a call of `cost` at some moment between two, if the moment makes no difference: an arrival time that lies
     /// ahead of both moves on by the cost, and what has room at the earlier has room at the later. `None` says
     /// nothing; ask with the exact moment then.
     #[inline]
-    pub fn take_ahead(&self, arrival: Arrival, cost: u64, (earliest, latest): (Time, Time)) -> Option<Arrival> {
-        let after = arrival.0.saturating_add(self.cost(cost));
-        let fits = after <= (units(earliest) + self.refill).min(MAX_ARRIVAL);
-        (arrival.0 >= units(latest) && fits).then_some(Arrival(after))
+    pub fn take_between(
+        &self,
+        arrival: ArrivalTime,
+        cost: u64,
+        (earliest, latest): (Time, Time),
+    ) -> Option<ArrivalTime> {
+        let after = arrival.0.saturating_add(self.units_of(cost));
+        let fits = after <= (time_to_units(earliest) + self.refill_units).min(MAX_ARRIVAL);
+        (arrival.0 >= time_to_units(latest) && fits).then_some(ArrivalTime(after))
     }
 
     /// The arrival time after a call of `cost` at `now`, whether it had room or was let through on parole. What paroles
     /// overdraw counts up to one more burst.
     #[inline]
-    pub fn charge(&self, arrival: Arrival, cost: u64, now: Time) -> Arrival {
-        let now = units(now);
-        let current = self.current(arrival, now);
-        let most = current.max(now + 2 * self.refill).min(MAX_ARRIVAL);
-        Arrival(current.saturating_add(self.cost(cost)).min(most))
+    pub fn charge(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
+        let now = time_to_units(now);
+        let current = self.arrival_at(arrival, now);
+        let most = current.max(now + 2 * self.refill_units).min(MAX_ARRIVAL);
+        ArrivalTime(current.saturating_add(self.units_of(cost)).min(most))
     }
 
     /// The arrival time after `cost` is given back; never before the present, so that idleness earns nothing.
-    pub fn refund(&self, arrival: Arrival, cost: u64, now: Time) -> Arrival {
-        let now = units(now);
-        Arrival(self.current(arrival, now).saturating_sub(self.cost(cost)).max(now))
+    pub fn refund(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
+        let now = time_to_units(now);
+        ArrivalTime(self.arrival_at(arrival, now).saturating_sub(self.units_of(cost)).max(now))
     }
 }
 
 /// A key's theoretical arrival time, in 1/1024 µs since the Unix epoch. One that has passed is the same as none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Arrival(u64);
+pub struct ArrivalTime(u64);
 
-impl Arrival {
-    /// From the number that [`Arrival::to_bits`] gave.
+impl ArrivalTime {
+    /// From the number that [`ArrivalTime::to_bits`] gave.
     pub const fn from_bits(bits: u64) -> Self {
         Self(if bits > MAX_ARRIVAL { MAX_ARRIVAL } else { bits })
     }
@@ -199,7 +212,7 @@ impl Arrival {
 }
 
 #[inline]
-fn units(time: Time) -> u64 {
+fn time_to_units(time: Time) -> u64 {
     time.as_micros() << FRACTION_BITS
 }
 
@@ -219,44 +232,44 @@ mod tests {
     #[test]
     fn ten_a_second_burst_twenty() {
         let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
-        let mut arrival = Arrival::default();
+        let mut arrival = ArrivalTime::default();
         for left in (0..20).rev() {
-            assert_eq!(rate.look(arrival, 1, at(0)).retry_at, at(0));
+            assert_eq!(rate.status(arrival, 1, at(0)).retry_at, at(0));
             arrival = rate.charge(arrival, 1, at(0));
-            assert_eq!(rate.look(arrival, 1, at(0)).remaining, left);
+            assert_eq!(rate.status(arrival, 1, at(0)).remaining, left);
         }
-        assert_eq!(rate.look(arrival, 1, at(0)).retry_at, at(100));
-        assert_eq!(rate.look(arrival, 1, at(99)).retry_at, at(100));
-        assert_eq!(rate.look(arrival, 1, at(100)).retry_at, at(100));
-        assert_eq!(rate.look(arrival, 20, at(100)).retry_at, at(2000));
-        assert_eq!(rate.look(arrival, 21, at(100)).retry_at, Time::NEVER);
-        assert_eq!(rate.look(arrival, 1, at(500)).reset_at, at(2000));
-        assert_eq!(rate.bound(Span::from_secs(60)), 620);
+        assert_eq!(rate.status(arrival, 1, at(0)).retry_at, at(100));
+        assert_eq!(rate.status(arrival, 1, at(99)).retry_at, at(100));
+        assert_eq!(rate.status(arrival, 1, at(100)).retry_at, at(100));
+        assert_eq!(rate.status(arrival, 20, at(100)).retry_at, at(2000));
+        assert_eq!(rate.status(arrival, 21, at(100)).retry_at, Time::NEVER);
+        assert_eq!(rate.status(arrival, 1, at(500)).reset_at, at(2000));
+        assert_eq!(rate.max_in(Span::from_secs(60)), 620);
     }
 
     #[test]
     fn extremes_saturate() {
         let huge = Rate::new(1 << 40, Span::from_micros(1), 1 << 40).unwrap();
-        let arrival = huge.charge(Arrival::from_bits(u64::MAX), 1 << 40, Time::NEVER);
-        let _ = huge.look(arrival, u64::MAX, Time::NEVER);
+        let arrival = huge.charge(ArrivalTime::from_bits(u64::MAX), 1 << 40, Time::NEVER);
+        let _ = huge.status(arrival, u64::MAX, Time::NEVER);
         let _ = huge.refund(arrival, u64::MAX, Time::ZERO);
         assert_eq!(Rate::new(1, Span::MAX, 1 << 40), Err(LimitError::TooSlow));
-        assert_eq!(huge.bound(Span::MAX), u64::MAX);
+        assert_eq!(huge.max_in(Span::MAX), u64::MAX);
     }
 
     #[test]
     fn a_clock_that_steps_back_locks_nobody_out() {
         let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
         let year = 365 * 86_400_000;
-        let arrival = rate.charge(Arrival::default(), 20, at(year));
-        let look = rate.look(arrival, 1, at(0));
+        let arrival = rate.charge(ArrivalTime::default(), 20, at(year));
+        let look = rate.status(arrival, 1, at(0));
         assert!(look.retry_at <= at(2000), "{look:?}");
     }
 
     #[test]
     fn refunds_never_exceed_the_burst() {
         let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
-        let arrival = rate.refund(Arrival::default(), 1 << 40, at(0));
-        assert_eq!(rate.look(arrival, 1, at(0)).remaining, 20);
+        let arrival = rate.refund(ArrivalTime::default(), 1 << 40, at(0));
+        assert_eq!(rate.status(arrival, 1, at(0)).remaining, 20);
     }
 }

@@ -6,7 +6,7 @@
 
 use rand_core::Rng;
 
-use crate::backoff::{Backoff, Waits};
+use crate::backoff::{Backoff, BackoffState};
 use crate::{Budget, Span, Time};
 
 /// What a reply means, decided once for everything that learns from it.
@@ -204,13 +204,13 @@ pub struct Tries {
     deadline: Time,
     attempts: u32,
     token_retries: u32,
-    waits: Waits,
+    waits: BackoffState,
 }
 
 impl Tries {
     /// The tries of a call that must be over by `deadline` ([`Time::NEVER`] for none).
     pub fn new(deadline: Time) -> Self {
-        Self { deadline, attempts: 0, token_retries: 0, waits: Waits::default() }
+        Self { deadline, attempts: 0, token_retries: 0, waits: BackoffState::default() }
     }
 
     /// Attempts that have ended, token retries not counted.
@@ -505,7 +505,7 @@ mod tests {
         assert_eq!(after(THROTTLED, Time::NEVER), None);
         assert_eq!(after(Attempt { repeatable: false, ..FAILED }, Time::NEVER), Some(GiveUp::NotIdempotent));
         assert!(matches!(after(FAILED, NOW), Some(GiveUp::Deadline { .. })));
-        assert_eq!(budget.left(), 1);
+        assert_eq!(budget.remaining(), 1);
         assert_eq!(after(FAILED, Time::NEVER), None);
         assert_eq!(after(FAILED, Time::NEVER), Some(GiveUp::BudgetSpent));
         assert_eq!(after(THROTTLED, Time::NEVER), None);

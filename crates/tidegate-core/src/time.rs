@@ -10,7 +10,7 @@ const MAX_MICROS: u64 = (1 << 52) - 1;
 
 /// How far `now` may lie behind what is recorded and still be taken for a call that was overtaken between reading the
 /// clock and reaching the state. Anything further is a clock that stepped back.
-pub const OVERTAKEN: Span = Span::from_millis(100);
+pub const MAX_CLOCK_LAG: Span = Span::from_millis(100);
 
 /// A moment: microseconds since the Unix epoch, from 0 to 2^52 − 1. Arithmetic saturates at both ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -57,18 +57,18 @@ impl Time {
     }
 }
 
-/// How far apart the two moments of [`Clock::about`] are at most.
-pub const ABOUT: Span = Span::from_millis(52);
+/// How far apart the two moments of [`Clock::now_bounds`] are at most.
+pub const MAX_NOW_SPREAD: Span = Span::from_millis(52);
 
 /// Where `now` comes from, for the drivers around this crate.
 pub trait Clock: Send + Sync + 'static {
     /// The present moment.
     fn now(&self) -> Time;
 
-    /// Two moments that the present lies between, both included, at most [`ABOUT`] apart: for decisions that need no
+    /// Two moments that the present lies between, both included, at most [`MAX_NOW_SPREAD`] apart: for decisions that need no
     /// more, where it is cheaper to tell.
     #[inline]
-    fn about(&self) -> (Time, Time) {
+    fn now_bounds(&self) -> (Time, Time) {
         let now = self.now();
         (now, now)
     }

@@ -7,11 +7,11 @@
 
 mod log;
 
-pub use log::{Log, Slot};
+pub use log::{WindowLog, WindowSlot};
 
 use crate::limit::{LimitError, checked_limit};
-use crate::state::Look;
-use crate::time::OVERTAKEN;
+use crate::state::LimitStatus;
+use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
 /// The most entries that a window keeps exactly, which leaves room for half as many more in 16 bits.
@@ -23,7 +23,7 @@ pub struct Window {
     limit: u64,
     window: Span,
     entries: u32,
-    cell: u64,
+    cell_width: u64,
     lead: Span,
 }
 
@@ -38,13 +38,13 @@ impl Window {
             return Err(LimitError::ZeroPeriod);
         }
         if entries == 0 || entries > MAX_ENTRIES {
-            return Err(LimitError::Entries { found: entries });
+            return Err(LimitError::InvalidEntries { found: entries });
         }
         let cell = window.as_micros().div_ceil(u64::from(entries));
-        Ok(Self { limit, window, entries, cell, lead: Span::ZERO })
+        Ok(Self { limit, window, entries, cell_width: cell, lead: Span::ZERO })
     }
 
-    /// Lets calls be counted up to `lead` ahead of the present ([`Batch::ahead`](crate::Batch::ahead)). An entry further
+    /// Lets calls be counted up to `lead` ahead of the present ([`Batch::ahead`](crate::Batch::with_lead)). An entry further
     /// ahead can only come from a clock that has since stepped back.
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {
@@ -73,12 +73,12 @@ impl Window {
     }
 
     /// How late a slot may come free: zero while the log is exact.
-    pub fn lateness(&self) -> Span {
-        if self.is_exact() { Span::ZERO } else { Span::from_micros(self.cell) }
+    pub fn max_lateness(&self) -> Span {
+        if self.is_exact() { Span::ZERO } else { Span::from_micros(self.cell_width) }
     }
 
     /// How many slots a log has at most: room beyond the exact entries, so that merging is paid for by many calls.
-    pub fn physical(&self) -> usize {
+    pub fn slot_capacity(&self) -> usize {
         let entries = self.entries as usize;
         if self.is_exact() { entries.max(2) } else { entries + entries / 2 + 2 }
     }
@@ -90,16 +90,16 @@ impl Window {
 
     /// Forgets what no longer counts, and returns the moment to judge at: `now`, or the newest entry's where this
     /// call was overtaken.
-    pub fn settle(&self, log: &mut Log, now: Time) -> Time {
+    pub fn refresh(&self, log: &mut WindowLog, now: Time) -> Time {
         let mut now = now;
         if let Some(newest) = log.newest()
             && newest > now + self.lead
         {
             let overtaken = newest - self.lead;
-            if overtaken.since(now) <= OVERTAKEN {
+            if overtaken.since(now) <= MAX_CLOCK_LAG {
                 now = overtaken;
             } else {
-                log.pull_back(now + self.lead);
+                log.clamp_to(now + self.lead);
             }
         }
         while let Some(oldest) = log.oldest()
@@ -108,12 +108,12 @@ impl Window {
             log.pop_front();
         }
         // Few enough to be kept one by one again.
-        log.coarse &= log.total() > u64::from(self.entries);
+        log.merged &= log.total() > u64::from(self.entries);
         now
     }
 
     /// What a call of `cost` would meet at `now`, in a log that was settled for `now`.
-    pub fn look(&self, log: &Log, cost: u64, now: Time) -> Look {
+    pub fn status(&self, log: &WindowLog, cost: u64, now: Time) -> LimitStatus {
         let used = log.total();
         let retry_at = if cost > self.limit {
             Time::NEVER
@@ -132,58 +132,58 @@ impl Window {
             free_at
         };
         let reset_at = log.newest().map_or(now, |newest| newest + self.window);
-        Look { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
+        LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
     /// Records a call of `cost` at `now`, or where it was overtaken at the newest entry's moment, in a log that was
     /// settled for `now`.
-    pub fn charge(&self, log: &mut Log, cost: u64, now: Time) {
+    pub fn charge(&self, log: &mut WindowLog, cost: u64, now: Time) {
         if cost == 0 {
             return;
         }
         let now = log.newest().map_or(now, |newest| newest.max(now));
         let merges = log
             .newest()
-            .is_some_and(|newest| newest == now || (log.coarse && self.cell_of(newest) == self.cell_of(now)));
+            .is_some_and(|newest| newest == now || (log.merged && self.cell_of(newest) == self.cell_of(now)));
         if merges {
-            log.add_to_newest(Slot { at: now, count: cost });
+            log.add_to_newest(WindowSlot { at: now, count: cost });
             return;
         }
-        if log.len() >= self.physical() {
+        if log.len() >= self.slot_capacity() {
             if self.is_exact() {
                 self.make_room(log);
             } else {
-                self.merge(log);
+                self.merge_cells(log);
             }
         }
-        log.push_back(Slot { at: now, count: cost }, self.physical());
+        log.push_back(WindowSlot { at: now, count: cost }, self.slot_capacity());
     }
 
     /// Makes room for another slot in an exact log. That is full only when paroles or debits have overfilled it: as many
     /// of the oldest must expire before a slot is free as there are calls too many, so merging those delays nothing, unless
     /// something is given back meanwhile.
-    fn make_room(&self, log: &mut Log) {
-        while log.len() >= self.physical() {
+    fn make_room(&self, log: &mut WindowLog) {
+        while log.len() >= self.slot_capacity() {
             log.merge_oldest();
         }
     }
 
     /// Has what was charged ahead, at `from`, count as made at `now` in a log that was settled for `now`. Where entries
     /// have been merged nobody knows which is whose, and it stays where it is: later, never early.
-    pub fn bring_forward(&self, log: &mut Log, cost: u64, from: Time, now: Time) {
-        if cost > 0 && from > now && self.is_exact() && log.take_at(from, cost) {
+    pub fn move_to_now(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
+        if cost > 0 && from > now && self.is_exact() && log.subtract_at(from, cost) {
             self.make_room(log);
-            log.put_at(Slot { at: now, count: cost }, self.physical());
+            log.insert_at(WindowSlot { at: now, count: cost }, self.slot_capacity());
         }
     }
 
     /// Gives `cost` back in a log that was settled for `now`: what was counted at `from` if that is still told apart, and
     /// nothing if it has left the window. Otherwise, or if nobody knows when it was counted, the oldest entries give
     /// first: whichever call it was, nothing then comes free early.
-    pub fn refund(&self, log: &mut Log, cost: u64, from: Time, now: Time) {
+    pub fn refund(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
         if from > Time::ZERO {
             let gone = now.since(from) >= self.window;
-            if gone || self.is_exact() && log.take_at(from, cost) {
+            if gone || self.is_exact() && log.subtract_at(from, cost) {
                 return;
             }
         }
@@ -191,7 +191,7 @@ impl Window {
         while rest > 0 {
             let Some(oldest) = log.front() else { return };
             if oldest.count > rest {
-                log.set(0, Slot { count: oldest.count - rest, ..oldest });
+                log.set(0, WindowSlot { count: oldest.count - rest, ..oldest });
                 return;
             }
             rest -= oldest.count;
@@ -201,28 +201,28 @@ impl Window {
 
     /// Merges entries that lie in the same cell of the grid. From then on, and until few calls are left, new ones are
     /// merged as they come: a key in constant use then needs a slot a cell, and mostly touches one.
-    fn merge(&self, log: &mut Log) {
+    fn merge_cells(&self, log: &mut WindowLog) {
         let mut kept = 0;
         for index in 1..log.len() {
             let (slot, into) = (log.get(index), log.get(kept));
             if self.cell_of(into.at) == self.cell_of(slot.at) {
-                log.set(kept, Slot { at: slot.at, count: into.count.saturating_add(slot.count) });
+                log.set(kept, WindowSlot { at: slot.at, count: into.count.saturating_add(slot.count) });
             } else {
                 kept += 1;
                 log.set(kept, slot);
             }
         }
         log.truncate(kept + 1);
-        log.coarse = true;
-        log.fit();
+        log.merged = true;
+        log.shrink_to_fit();
     }
 
     fn cell_of(&self, at: Time) -> u64 {
-        at.as_micros() / self.cell
+        at.as_micros() / self.cell_width
     }
 
     /// When the log no longer holds anything.
-    pub fn idle_at(&self, log: &Log) -> Time {
+    pub fn idle_at(&self, log: &WindowLog) -> Time {
         log.newest().map_or(Time::ZERO, |newest| newest + self.window)
     }
 }
@@ -236,9 +236,9 @@ mod tests {
         Time::from_secs(1_000_000 + secs)
     }
 
-    fn take(window: &Window, log: &mut Log, cost: u64, now: Time) -> Look {
-        let now = window.settle(log, now);
-        let look = window.look(log, cost, now);
+    fn take(window: &Window, log: &mut WindowLog, cost: u64, now: Time) -> LimitStatus {
+        let now = window.refresh(log, now);
+        let look = window.status(log, cost, now);
         if look.retry_at == now {
             window.charge(log, cost, now);
         }
@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn five_in_any_minute() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         for second in [0, 10, 20, 30, 40] {
             assert_eq!(take(&window, &mut log, 1, at(second)).retry_at, at(second));
         }
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn merging_is_late_by_at_most_a_cell_and_never_early() {
         let window = Window::new(1000, Span::from_secs(64), 64).unwrap();
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         for step in 0..1000 {
             let now = at(0) + Span::from_millis(step * 60);
             assert_eq!(take(&window, &mut log, 1, now).retry_at, now, "step {step}");
@@ -276,23 +276,23 @@ mod tests {
     #[test]
     fn five_calls_take_no_memory_of_their_own() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         for second in 0..200 {
             take(&window, &mut log, 1, at(second * 7));
             assert_eq!(log.heap_bytes(), 0);
         }
-        assert!(size_of::<Log>() <= 56, "{}", size_of::<Log>());
-        assert!(size_of::<crate::State>() <= 80, "{}", size_of::<crate::State>());
+        assert!(size_of::<WindowLog>() <= 56, "{}", size_of::<WindowLog>());
+        assert!(size_of::<crate::KeyState>() <= 80, "{}", size_of::<crate::KeyState>());
     }
 
     #[test]
     fn refunds_give_back_the_oldest_first() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         take(&window, &mut log, 3, at(0));
         take(&window, &mut log, 2, at(30));
         window.refund(&mut log, 4, Time::ZERO, at(30));
-        assert_eq!(log.iter().collect::<Vec<_>>(), [Slot { at: at(30), count: 1 }]);
+        assert_eq!(log.iter().collect::<Vec<_>>(), [WindowSlot { at: at(30), count: 1 }]);
         window.refund(&mut log, u64::MAX, Time::ZERO, at(30));
         assert_eq!((log.total(), log.len()), (0, 0));
     }
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn a_step_back_locks_out_for_at_most_the_window() {
         let window = Window::new(2, Span::from_secs(60), 64).unwrap();
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         take(&window, &mut log, 2, at(31_536_000));
         assert_eq!(take(&window, &mut log, 1, at(0)).retry_at, at(60));
         assert_eq!(take(&window, &mut log, 1, at(60)).retry_at, at(60));
@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn an_overtaken_call_is_judged_at_the_newest_entry() {
         let window = Window::new(2, Span::from_secs(60), 64).unwrap();
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         take(&window, &mut log, 1, at(1));
         let look = take(&window, &mut log, 1, at(1) - Span::from_millis(1));
         assert_eq!((look.remaining, log.len()), (1, 1));

@@ -1,64 +1,64 @@
 //! Windows that count for somebody else, who counts each call at some moment between its start and its end.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_core::{Batch, Kind, Limit, Op, PenaltyMode, Span, Time, Verb, Window};
-use tidegate_testkit::desk::{self, Desk, id, key};
-use tidegate_testkit::dice::count;
+use tidegate_core::{Batch, Limit, LimitKind, Op, PenaltyMode, Span, Time, Verb, Window};
+use tidegate_testkit::fixtures::{self, TestLimiter, client_key, limit_id};
 use tidegate_testkit::property;
+use tidegate_testkit::random::case_count;
 
 const LEAD: Span = Span::from_millis(500);
 
 fn at(secs: u64) -> Time {
-    desk::at(secs * 1000)
+    fixtures::test_time(secs * 1000)
 }
 
-fn desk(limit: u64, window: Span) -> Desk {
+fn limiter(limit: u64, window: Span) -> TestLimiter {
     let window = Window::new(limit, window, limit.max(1) as u32).unwrap().with_lead(LEAD);
-    Desk::new([Limit::new(Kind::Window(window))])
+    TestLimiter::new([Limit::new(LimitKind::Window(window))])
 }
 
 fn ask(verb: Verb, cost: u64) -> Batch {
-    let mut batch = Batch::new(0).ahead(LEAD);
-    batch.push(Op::new(id(0), verb, key(0), cost)).unwrap();
+    let mut batch = Batch::new(0).with_lead(LEAD);
+    batch.push(Op::new(limit_id(0), verb, client_key(0), cost)).unwrap();
     batch
 }
 
 /// When a call that is refused may come again; `None` if it is admitted.
-fn take(desk: &Desk, now: Time) -> Option<Time> {
-    let (decision, outcomes) = desk.ask(&ask(Verb::Take, 1), now);
+fn take(limiter: &TestLimiter, now: Time) -> Option<Time> {
+    let (decision, outcomes) = limiter.decide(&ask(Verb::Take, 1), now);
     (!decision.allowed).then(|| outcomes.list()[0].retry_at)
 }
 
-fn tell(desk: &Desk, verb: Verb, cost: u64, started: Time, now: Time) {
-    let mut batch = Batch::new(0).counted_at(started + LEAD);
-    batch.push(Op::new(id(0), verb, key(0), cost)).unwrap();
-    desk.ask(&batch, now);
+fn tell(limiter: &TestLimiter, verb: Verb, cost: u64, started: Time, now: Time) {
+    let mut batch = Batch::new(0).with_counted_at(started + LEAD);
+    batch.push(Op::new(limit_id(0), verb, client_key(0), cost)).unwrap();
+    limiter.decide(&batch, now);
 }
 
-fn used(desk: &Desk, now: Time) -> u64 {
-    desk.ask(&ask(Verb::Peek, 1), now).1.list()[0].used
+fn used(limiter: &TestLimiter, now: Time) -> u64 {
+    limiter.decide(&ask(Verb::Peek, 1), now).1.list()[0].used
 }
 
 #[test]
 fn a_call_counts_from_its_reply_or_from_the_lead_on() {
-    let desk = desk(1, Span::from_secs(10));
-    assert_eq!(take(&desk, at(0)), None);
-    assert_eq!(take(&desk, at(1)), Some(at(10) + LEAD));
-    tell(&desk, Verb::Settle, 1, at(0), at(0) + Span::from_millis(80));
-    assert_eq!(take(&desk, at(1)), Some(at(10) + Span::from_millis(80)));
+    let limiter = limiter(1, Span::from_secs(10));
+    assert_eq!(take(&limiter, at(0)), None);
+    assert_eq!(take(&limiter, at(1)), Some(at(10) + LEAD));
+    tell(&limiter, Verb::Settle, 1, at(0), at(0) + Span::from_millis(80));
+    assert_eq!(take(&limiter, at(1)), Some(at(10) + Span::from_millis(80)));
     // What has ended can't end again, and a reply after the lead changes nothing.
-    tell(&desk, Verb::Settle, 1, at(0), at(2));
-    assert_eq!(take(&desk, at(3)), Some(at(10) + Span::from_millis(80)));
+    tell(&limiter, Verb::Settle, 1, at(0), at(2));
+    assert_eq!(take(&limiter, at(3)), Some(at(10) + Span::from_millis(80)));
 }
 
 #[test]
 fn a_call_that_was_never_sent_gives_its_own_entry_back() {
-    let desk = desk(2, Span::from_secs(10));
-    assert_eq!((take(&desk, at(0)), take(&desk, at(4))), (None, None));
-    tell(&desk, Verb::Refund, 1, at(4), at(4));
-    assert_eq!((used(&desk, at(4)), take(&desk, at(5))), (1, None));
+    let limiter = limiter(2, Span::from_secs(10));
+    assert_eq!((take(&limiter, at(0)), take(&limiter, at(4))), (None, None));
+    tell(&limiter, Verb::Refund, 1, at(4), at(4));
+    assert_eq!((used(&limiter, at(4)), take(&limiter, at(5))), (1, None));
     assert_eq!(
-        take(&desk, at(6)),
+        take(&limiter, at(6)),
         Some(at(10) + LEAD),
         "the older one still counts, and is the first to free its slot"
     );
@@ -67,36 +67,36 @@ fn a_call_that_was_never_sent_gives_its_own_entry_back() {
 /// What has left the window can't be given back a second time out of another's.
 #[test]
 fn a_call_that_has_left_the_window_gives_nothing_back() {
-    let desk = desk(1, Span::from_secs(10));
-    assert_eq!((take(&desk, at(0)), take(&desk, at(11))), (None, None));
-    tell(&desk, Verb::Refund, 1, at(0), at(12));
-    assert_eq!((used(&desk, at(12)), take(&desk, at(13))), (1, Some(at(21) + LEAD)));
+    let limiter = limiter(1, Span::from_secs(10));
+    assert_eq!((take(&limiter, at(0)), take(&limiter, at(11))), (None, None));
+    tell(&limiter, Verb::Refund, 1, at(0), at(12));
+    assert_eq!((used(&limiter, at(12)), take(&limiter, at(13))), (1, Some(at(21) + LEAD)));
 }
 
 /// An end that is told of nothing, or at the extremes, neither counts nor breaks.
 #[test]
 fn costs_of_nothing_and_of_everything() {
-    let desk = desk(2, Span::from_secs(10));
-    assert_eq!(take(&desk, at(0)), None);
-    tell(&desk, Verb::Settle, 0, at(0), at(0));
-    tell(&desk, Verb::Refund, 1, at(0), at(0));
-    assert!(desk.store().is_empty(), "an end of nothing leaves nothing behind");
+    let limiter = limiter(2, Span::from_secs(10));
+    assert_eq!(take(&limiter, at(0)), None);
+    tell(&limiter, Verb::Settle, 0, at(0), at(0));
+    tell(&limiter, Verb::Refund, 1, at(0), at(0));
+    assert!(limiter.store().is_empty(), "an end of nothing leaves nothing behind");
     for second in [0, 1, 2] {
-        tell(&desk, Verb::Debit, u64::MAX, at(0), at(second));
+        tell(&limiter, Verb::Debit, u64::MAX, at(0), at(second));
     }
-    assert_eq!(used(&desk, at(2)), 3 * tidegate_core::MAX_COST, "the most that a call costs, thrice");
-    tell(&desk, Verb::Refund, u64::MAX, at(2), at(3));
-    assert_eq!((used(&desk, at(3)), take(&desk, at(3))), (0, None));
+    assert_eq!(used(&limiter, at(2)), 3 * tidegate_core::MAX_COST, "the most that a call costs, thrice");
+    tell(&limiter, Verb::Refund, u64::MAX, at(2), at(3));
+    assert_eq!((used(&limiter, at(3)), take(&limiter, at(3))), (0, None));
 }
 
 /// A debit during a block fills a window that had room: who comes back when it was told passes all the same.
 #[test]
 fn a_debit_during_a_block_leaves_the_promise_of_a_parole() {
     for (debit_at, passes) in [(1, true), (2, false)] {
-        let penalty = desk::doubling(2, 8, PenaltyMode::Parole, Span::from_secs(60));
-        let desk = Desk::new([desk::window(1, 60).with_penalty(penalty)]);
-        assert!(desk.call(1, at(0)).allowed && !desk.call(1, at(0)).allowed);
-        let one = |verb, cost, now| desk.under(verb, &[(id(0), 1)], cost, now).allowed;
+        let penalty = fixtures::doubling_penalty(2, 8, PenaltyMode::Parole, Span::from_secs(60));
+        let limiter = TestLimiter::new([fixtures::window_limit(1, 60).with_penalty(penalty)]);
+        assert!(limiter.call(1, at(0)).allowed && !limiter.call(1, at(0)).allowed);
+        let one = |verb, cost, now| limiter.apply(verb, &[(limit_id(0), 1)], cost, now).allowed;
         one(Verb::Refund, 1, at(1));
         one(Verb::Debit, 1, at(debit_at));
         assert_eq!(one(Verb::Take, 1, at(2)), passes, "after the block there was room to come back for");
@@ -105,33 +105,33 @@ fn a_debit_during_a_block_leaves_the_promise_of_a_parole() {
 
 #[test]
 fn what_a_call_turned_out_to_cost_is_charged_without_asking() {
-    let desk = desk(10, Span::from_secs(10));
-    assert_eq!(take(&desk, at(0)), None);
-    tell(&desk, Verb::Debit, 14, at(0), at(1));
-    assert_eq!(used(&desk, at(1)), 15);
-    assert_eq!(take(&desk, at(2)), Some(at(11)));
+    let limiter = limiter(10, Span::from_secs(10));
+    assert_eq!(take(&limiter, at(0)), None);
+    tell(&limiter, Verb::Debit, 14, at(0), at(1));
+    assert_eq!(used(&limiter, at(1)), 15);
+    assert_eq!(take(&limiter, at(2)), Some(at(11)));
 }
 
 /// However long calls take to arrive, within the lead, somebody who counts arrivals exactly never counts too many; and
 /// at saturation little of what is allowed is left unused.
 #[test]
 fn a_provider_that_counts_arrivals_never_counts_too_many() {
-    property::check(count(300, 5_000), 300, |mut dice| {
-        let limit = dice.between(1, 50);
-        let window = Span::from_millis(dice.between(600, 20_000));
-        let desk = desk(limit, window);
-        let longest = dice.between(1, LEAD.as_micros());
+    property::check(case_count(300, 5_000), 300, |mut random| {
+        let limit = random.between(1, 50);
+        let window = Span::from_millis(random.between(600, 20_000));
+        let limiter = limiter(limit, window);
+        let longest = random.between(1, LEAD.as_micros());
         let mut now = at(0);
         let mut arrivals: Vec<Time> = Vec::new();
         let mut replies: Vec<(Time, Time)> = Vec::new();
-        while !dice.exhausted() {
+        while !random.is_exhausted() {
             replies.sort();
-            match take(&desk, now) {
+            match take(&limiter, now) {
                 None => {
-                    let there = Span::from_micros(dice.below(longest));
+                    let there = Span::from_micros(random.below(longest));
                     arrivals.push(now + there);
-                    if dice.percent(90) {
-                        replies.push((now + there + Span::from_micros(dice.below(longest - there.as_micros())), now));
+                    if random.chance(90) {
+                        replies.push((now + there + Span::from_micros(random.below(longest - there.as_micros())), now));
                     }
                 }
                 Some(retry_at) => {
@@ -140,7 +140,7 @@ fn a_provider_that_counts_arrivals_never_counts_too_many() {
                         Some((reply, started)) => {
                             replies.remove(0);
                             now = now.max(reply);
-                            tell(&desk, Verb::Settle, 1, started, reply.max(now));
+                            tell(&limiter, Verb::Settle, 1, started, reply.max(now));
                         }
                         None => now = retry_at,
                     }

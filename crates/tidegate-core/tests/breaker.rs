@@ -1,8 +1,10 @@
 //! The circuit breaker as its callers meet it.
 
-use tidegate_core::breaker::{Permit, RampStep, SlowCalls, State};
-use tidegate_core::{Backoff, Breaker, BreakerError, BreakerSpec, Class, Growth, Jitter, Refusal, Span, Time, breaker};
-use tidegate_testkit::desk::at;
+use tidegate_core::breaker::{BreakerPermit, BreakerState, RampStep, SlowCalls};
+use tidegate_core::{
+    Backoff, Breaker, BreakerError, BreakerRefusal, BreakerSpec, Class, Growth, Jitter, Span, Time, breaker,
+};
+use tidegate_testkit::fixtures::test_time;
 
 const QUICK: Span = Span::from_millis(10);
 
@@ -18,7 +20,7 @@ fn rng() -> rand::rngs::SmallRng {
     rand::SeedableRng::seed_from_u64(5)
 }
 
-fn report(breaker: &mut Breaker, permit: Permit, class: Class, now: Time) {
+fn report(breaker: &mut Breaker, permit: BreakerPermit, class: Class, now: Time) {
     breaker.report(permit, class, QUICK, now, &mut rng());
 }
 
@@ -32,9 +34,9 @@ fn call(breaker: &mut Breaker, class: Class, now: Time) {
 fn opened(spec: BreakerSpec) -> Breaker {
     let mut breaker = new(spec);
     for _ in 0..5 {
-        call(&mut breaker, Class::Transient, at(0));
+        call(&mut breaker, Class::Transient, test_time(0));
     }
-    assert_eq!(breaker.state(at(0)), State::Open);
+    assert_eq!(breaker.state(test_time(0)), BreakerState::Open);
     breaker
 }
 
@@ -46,28 +48,28 @@ fn everything(breaker: &Breaker) -> String {
 fn five_failures_open_it_for_five_minutes() {
     let mut breaker = new(BreakerSpec::default());
     for failures in 0..5 {
-        assert_eq!((breaker.state(at(0)), breaker.failures()), (State::Closed, failures));
-        call(&mut breaker, Class::of_status(503), at(0));
+        assert_eq!((breaker.state(test_time(0)), breaker.failures()), (BreakerState::Closed, failures));
+        call(&mut breaker, Class::of_status(503), test_time(0));
     }
-    let told = Refusal { state: State::Open, failures: 5, reset_in: secs(240) };
-    assert_eq!(breaker.peek(at(60_000)), Err(told));
-    assert_eq!(breaker.take(at(60_000)).unwrap_err(), told);
-    let just_before = at(300_000) - Span::from_micros(1);
+    let told = BreakerRefusal { state: BreakerState::Open, failures: 5, reset_in: secs(240) };
+    assert_eq!(breaker.peek(test_time(60_000)), Err(told));
+    assert_eq!(breaker.take(test_time(60_000)).unwrap_err(), told);
+    let just_before = test_time(300_000) - Span::from_micros(1);
     assert_eq!(breaker.take(just_before).unwrap_err().reset_in, Span::from_micros(1));
 
-    assert_eq!((breaker.peek(at(300_000)), breaker.state(at(300_000))), (Ok(()), State::HalfOpen));
-    let probe = breaker.take(at(300_000)).unwrap();
-    let told = Refusal { state: State::HalfOpen, failures: 5, reset_in: secs(30) };
+    assert_eq!((breaker.peek(test_time(300_000)), breaker.state(test_time(300_000))), (Ok(()), BreakerState::HalfOpen));
+    let probe = breaker.take(test_time(300_000)).unwrap();
+    let told = BreakerRefusal { state: BreakerState::HalfOpen, failures: 5, reset_in: secs(30) };
     for _ in 0..3 {
-        assert_eq!(breaker.peek(at(300_000)), Err(told));
-        assert_eq!(breaker.take(at(300_000)).unwrap_err(), told);
+        assert_eq!(breaker.peek(test_time(300_000)), Err(told));
+        assert_eq!(breaker.take(test_time(300_000)).unwrap_err(), told);
     }
-    report(&mut breaker, probe, Class::Success, at(301_000));
-    assert_eq!(breaker.state(at(301_000)), State::HalfOpen);
-    call(&mut breaker, Class::Success, at(301_000));
-    assert_eq!((breaker.state(at(301_000)), breaker.failures()), (State::Closed, 0));
-    call(&mut breaker, Class::Transient, at(302_000));
-    assert_eq!(breaker.state(at(302_000)), State::Closed, "it counts anew");
+    report(&mut breaker, probe, Class::Success, test_time(301_000));
+    assert_eq!(breaker.state(test_time(301_000)), BreakerState::HalfOpen);
+    call(&mut breaker, Class::Success, test_time(301_000));
+    assert_eq!((breaker.state(test_time(301_000)), breaker.failures()), (BreakerState::Closed, 0));
+    call(&mut breaker, Class::Transient, test_time(302_000));
+    assert_eq!(breaker.state(test_time(302_000)), BreakerState::Closed, "it counts anew");
 }
 
 #[test]
@@ -75,14 +77,14 @@ fn one_failure_of_a_probe_opens_it_again() {
     for successes_before in [0, 1] {
         let mut breaker = opened(BreakerSpec::default());
         for _ in 0..successes_before {
-            call(&mut breaker, Class::Success, at(300_000));
+            call(&mut breaker, Class::Success, test_time(300_000));
         }
-        call(&mut breaker, Class::Transient, at(310_000));
-        assert_eq!(breaker.take(at(310_000)).unwrap_err().reset_in, secs(300));
-        call(&mut breaker, Class::Success, at(610_000));
-        assert_eq!(breaker.state(at(610_000)), State::HalfOpen, "successes are counted anew");
-        call(&mut breaker, Class::Success, at(610_000));
-        assert_eq!(breaker.state(at(610_000)), State::Closed);
+        call(&mut breaker, Class::Transient, test_time(310_000));
+        assert_eq!(breaker.take(test_time(310_000)).unwrap_err().reset_in, secs(300));
+        call(&mut breaker, Class::Success, test_time(610_000));
+        assert_eq!(breaker.state(test_time(610_000)), BreakerState::HalfOpen, "successes are counted anew");
+        call(&mut breaker, Class::Success, test_time(610_000));
+        assert_eq!(breaker.state(test_time(610_000)), BreakerState::Closed);
     }
 }
 
@@ -91,20 +93,20 @@ fn what_shows_a_working_provider_resets_the_count() {
     for class in [Class::Success, Class::Permanent, Class::Auth] {
         let mut breaker = new(BreakerSpec::default());
         for _ in 0..50 {
-            call(&mut breaker, class, at(0));
-            assert_eq!((breaker.state(at(0)), breaker.failures()), (State::Closed, 0), "{class:?}");
+            call(&mut breaker, class, test_time(0));
+            assert_eq!((breaker.state(test_time(0)), breaker.failures()), (BreakerState::Closed, 0), "{class:?}");
         }
         for _ in 0..10 {
             for _ in 0..4 {
-                call(&mut breaker, Class::Transient, at(0));
+                call(&mut breaker, Class::Transient, test_time(0));
             }
-            call(&mut breaker, class, at(0));
+            call(&mut breaker, class, test_time(0));
         }
-        assert_eq!(breaker.state(at(0)), State::Closed, "{class:?}");
+        assert_eq!(breaker.state(test_time(0)), BreakerState::Closed, "{class:?}");
         let mut breaker = opened(BreakerSpec::default());
-        call(&mut breaker, class, at(300_000));
-        call(&mut breaker, class, at(300_000));
-        assert_eq!(breaker.state(at(300_000)), State::Closed, "{class:?} counts toward closing");
+        call(&mut breaker, class, test_time(300_000));
+        call(&mut breaker, class, test_time(300_000));
+        assert_eq!(breaker.state(test_time(300_000)), BreakerState::Closed, "{class:?} counts toward closing");
     }
 }
 
@@ -113,17 +115,21 @@ fn what_says_nothing_changes_nothing() {
     for class in [Class::Throttled, Class::Cancelled] {
         let mut breaker = new(BreakerSpec::default());
         for _ in 0..4 {
-            call(&mut breaker, Class::Transient, at(0));
+            call(&mut breaker, Class::Transient, test_time(0));
         }
         for _ in 0..50 {
-            call(&mut breaker, class, at(0));
-            assert_eq!((breaker.state(at(0)), breaker.failures()), (State::Closed, 4), "{class:?}");
+            call(&mut breaker, class, test_time(0));
+            assert_eq!((breaker.state(test_time(0)), breaker.failures()), (BreakerState::Closed, 4), "{class:?}");
         }
-        call(&mut breaker, Class::Transient, at(0));
-        assert_eq!(breaker.state(at(0)), State::Open);
+        call(&mut breaker, Class::Transient, test_time(0));
+        assert_eq!(breaker.state(test_time(0)), BreakerState::Open);
         for _ in 0..50 {
-            call(&mut breaker, class, at(300_000));
-            assert_eq!(breaker.state(at(300_000)), State::HalfOpen, "{class:?} returns the probe and no more");
+            call(&mut breaker, class, test_time(300_000));
+            assert_eq!(
+                breaker.state(test_time(300_000)),
+                BreakerState::HalfOpen,
+                "{class:?} returns the probe and no more"
+            );
         }
     }
 }
@@ -131,11 +137,11 @@ fn what_says_nothing_changes_nothing() {
 #[test]
 fn replies_of_an_older_generation_change_nothing() {
     let mut breaker = new(BreakerSpec::default());
-    let mut early: Vec<Permit> = (0..60).map(|_| breaker.take(at(0)).unwrap()).collect();
+    let mut early: Vec<BreakerPermit> = (0..60).map(|_| breaker.take(test_time(0)).unwrap()).collect();
     for _ in 0..5 {
-        report(&mut breaker, early.pop().unwrap(), Class::Transient, at(0));
+        report(&mut breaker, early.pop().unwrap(), Class::Transient, test_time(0));
     }
-    let stray = |breaker: &mut Breaker, early: &mut Vec<Permit>, now: Time| {
+    let stray = |breaker: &mut Breaker, early: &mut Vec<BreakerPermit>, now: Time| {
         let before = everything(breaker);
         for class in [Class::Transient, Class::Success, Class::Throttled, Class::Permanent, Class::Cancelled] {
             report(breaker, early.pop().unwrap(), class, now);
@@ -143,72 +149,76 @@ fn replies_of_an_older_generation_change_nothing() {
         breaker.give_back(early.pop().unwrap());
         assert_eq!(everything(breaker), before);
     };
-    stray(&mut breaker, &mut early, at(100_000));
-    assert_eq!(breaker.take(at(100_000)).unwrap_err().reset_in, secs(200), "the open time isn't moved");
-    stray(&mut breaker, &mut early, at(300_000));
-    let probe = breaker.take(at(300_000)).unwrap();
+    stray(&mut breaker, &mut early, test_time(100_000));
+    assert_eq!(breaker.take(test_time(100_000)).unwrap_err().reset_in, secs(200), "the open time isn't moved");
+    stray(&mut breaker, &mut early, test_time(300_000));
+    let probe = breaker.take(test_time(300_000)).unwrap();
     assert!(early[0].generation() < probe.generation());
-    stray(&mut breaker, &mut early, at(300_000));
-    assert!(breaker.take(at(300_000)).is_err(), "the probe is still out");
-    report(&mut breaker, probe, Class::Success, at(300_000));
-    call(&mut breaker, Class::Success, at(300_000));
-    stray(&mut breaker, &mut early, at(300_000));
-    assert_eq!((breaker.state(at(300_000)), breaker.failures()), (State::Closed, 0));
+    stray(&mut breaker, &mut early, test_time(300_000));
+    assert!(breaker.take(test_time(300_000)).is_err(), "the probe is still out");
+    report(&mut breaker, probe, Class::Success, test_time(300_000));
+    call(&mut breaker, Class::Success, test_time(300_000));
+    stray(&mut breaker, &mut early, test_time(300_000));
+    assert_eq!((breaker.state(test_time(300_000)), breaker.failures()), (BreakerState::Closed, 0));
 }
 
 #[test]
 fn a_late_probe_of_the_last_opening_is_of_an_older_generation() {
     let mut breaker = opened(BreakerSpec { probes: 2, ..BreakerSpec::default() });
-    let slow = breaker.take(at(300_000)).unwrap();
-    call(&mut breaker, Class::Transient, at(300_000));
+    let slow = breaker.take(test_time(300_000)).unwrap();
+    call(&mut breaker, Class::Transient, test_time(300_000));
     let before = everything(&breaker);
-    report(&mut breaker, slow, Class::Success, at(301_000));
+    report(&mut breaker, slow, Class::Success, test_time(301_000));
     assert_eq!(everything(&breaker), before);
 }
 
 #[test]
 fn a_cancelled_a_hung_and_a_dropped_probe_come_back() {
     let mut breaker = opened(BreakerSpec::default());
-    call(&mut breaker, Class::Cancelled, at(300_000));
-    let unsent = breaker.take(at(300_000)).unwrap();
+    call(&mut breaker, Class::Cancelled, test_time(300_000));
+    let unsent = breaker.take(test_time(300_000)).unwrap();
     breaker.give_back(unsent);
-    let never_polled = breaker.take(at(300_000)).unwrap();
+    let never_polled = breaker.take(test_time(300_000)).unwrap();
     drop(never_polled);
-    assert_eq!(breaker.take(at(310_000)).unwrap_err().reset_in, secs(20));
-    assert!(breaker.peek(at(330_000) - Span::from_micros(1)).is_err());
-    assert_eq!(breaker.peek(at(330_000)), Ok(()));
-    let hung = breaker.take(at(330_000)).unwrap();
-    let next = breaker.take(at(360_000)).unwrap();
-    report(&mut breaker, hung, Class::Success, at(361_000));
-    assert!(breaker.take(at(361_000)).is_err(), "the hung probe's reply returns nobody else's place");
-    report(&mut breaker, next, Class::Success, at(362_000));
-    assert_eq!(breaker.state(at(362_000)), State::Closed, "but it counts");
+    assert_eq!(breaker.take(test_time(310_000)).unwrap_err().reset_in, secs(20));
+    assert!(breaker.peek(test_time(330_000) - Span::from_micros(1)).is_err());
+    assert_eq!(breaker.peek(test_time(330_000)), Ok(()));
+    let hung = breaker.take(test_time(330_000)).unwrap();
+    let next = breaker.take(test_time(360_000)).unwrap();
+    report(&mut breaker, hung, Class::Success, test_time(361_000));
+    assert!(breaker.take(test_time(361_000)).is_err(), "the hung probe's reply returns nobody else's place");
+    report(&mut breaker, next, Class::Success, test_time(362_000));
+    assert_eq!(breaker.state(test_time(362_000)), BreakerState::Closed, "but it counts");
 
     let mut breaker = opened(BreakerSpec::default());
-    let hung = breaker.take(at(300_000)).unwrap();
-    report(&mut breaker, hung, Class::Transient, at(390_000));
-    assert_eq!(breaker.state(at(390_000)), State::Open, "a time-out longer than the lease is a failure too");
+    let hung = breaker.take(test_time(300_000)).unwrap();
+    report(&mut breaker, hung, Class::Transient, test_time(390_000));
+    assert_eq!(
+        breaker.state(test_time(390_000)),
+        BreakerState::Open,
+        "a time-out longer than the lease is a failure too"
+    );
 }
 
 #[test]
 fn several_probes_at_a_time() {
     let mut breaker = opened(BreakerSpec { probes: 3, successes: 3, ..BreakerSpec::default() });
-    let probes = [0, 1_000, 2_000].map(|after| breaker.take(at(300_000 + after)).unwrap());
-    assert_eq!(breaker.take(at(303_000)).unwrap_err().reset_in, secs(27), "the first lease's end");
-    assert!(breaker.take(at(330_000)).is_ok());
-    assert!(breaker.take(at(330_000)).is_err());
+    let probes = [0, 1_000, 2_000].map(|after| breaker.take(test_time(300_000 + after)).unwrap());
+    assert_eq!(breaker.take(test_time(303_000)).unwrap_err().reset_in, secs(27), "the first lease's end");
+    assert!(breaker.take(test_time(330_000)).is_ok());
+    assert!(breaker.take(test_time(330_000)).is_err());
     for probe in probes {
-        report(&mut breaker, probe, Class::Success, at(330_500));
+        report(&mut breaker, probe, Class::Success, test_time(330_500));
     }
-    assert_eq!(breaker.state(at(330_500)), State::Closed);
+    assert_eq!(breaker.state(test_time(330_500)), BreakerState::Closed);
 }
 
 #[test]
 fn open_times_grow_until_it_is_fully_closed() {
     let grown = Backoff::exponential(secs(300), secs(1_000)).with_jitter(Jitter::None);
-    for ramp in [Vec::new(), Breaker::RAMP.to_vec()] {
+    for ramp in [Vec::new(), Breaker::DEFAULT_RAMP.to_vec()] {
         let mut breaker = opened(BreakerSpec { open: grown, ramp: ramp.clone(), ..BreakerSpec::default() });
-        let mut now = at(0);
+        let mut now = test_time(0);
         for length in [300, 600, 1_000, 1_000] {
             assert_eq!(breaker.take(now).unwrap_err().reset_in, secs(length));
             now = now + secs(length);
@@ -241,9 +251,9 @@ fn open_times_may_be_jittered() {
         .map(|seed| {
             let mut rng: rand::rngs::SmallRng = rand::SeedableRng::seed_from_u64(seed);
             let mut breaker = new(BreakerSpec { failures: Some(1), open, ..BreakerSpec::default() });
-            let permit = breaker.take(at(0)).unwrap();
-            breaker.report(permit, Class::Transient, QUICK, at(0), &mut rng);
-            breaker.take(at(0)).unwrap_err().reset_in
+            let permit = breaker.take(test_time(0)).unwrap();
+            breaker.report(permit, Class::Transient, QUICK, test_time(0), &mut rng);
+            breaker.take(test_time(0)).unwrap_err().reset_in
         })
         .collect();
     assert!(lengths.iter().all(|&length| secs(50) <= length && length <= secs(100)));
@@ -254,14 +264,14 @@ fn open_times_may_be_jittered() {
 
 #[test]
 fn a_ramp_admits_its_shares() {
-    let mut breaker = opened(BreakerSpec { ramp: Breaker::RAMP.to_vec(), ..BreakerSpec::default() });
-    call(&mut breaker, Class::Success, at(300_000));
-    call(&mut breaker, Class::Success, at(300_000));
+    let mut breaker = opened(BreakerSpec { ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
+    call(&mut breaker, Class::Success, test_time(300_000));
+    call(&mut breaker, Class::Success, test_time(300_000));
     let start = 300_000;
-    assert_eq!(breaker.state(at(start)), State::Ramping);
+    assert_eq!(breaker.state(test_time(start)), BreakerState::Ramping);
     for (step, share) in [(0, 100), (1, 250), (2, 500), (3, 1_000)] {
         for part in [0, 7_000, 29_999] {
-            let now = at(start + step * 30_000 + part);
+            let now = test_time(start + step * 30_000 + part);
             let mut passed = 0;
             for offered in 1..=333 {
                 assert_eq!(breaker.peek(now), Ok(()), "a peek isn't counted");
@@ -271,7 +281,10 @@ fn a_ramp_admits_its_shares() {
                         report(&mut breaker, permit, Class::Success, now);
                     }
                     Err(told) => {
-                        assert_eq!((told.state, told.reset_in), (State::Ramping, at(start + 90_000).since(now)));
+                        assert_eq!(
+                            (told.state, told.reset_in),
+                            (BreakerState::Ramping, test_time(start + 90_000).since(now))
+                        );
                     }
                 }
                 let fair = f64::from(offered * share) / 1_000.0;
@@ -279,25 +292,25 @@ fn a_ramp_admits_its_shares() {
             }
         }
     }
-    assert_eq!(breaker.state(at(start + 90_000)), State::Closed);
+    assert_eq!(breaker.state(test_time(start + 90_000)), BreakerState::Closed);
 }
 
 #[test]
 fn a_ramps_first_call_passes_and_its_failures_open_as_usual() {
-    let mut breaker = opened(BreakerSpec { ramp: Breaker::RAMP.to_vec(), ..BreakerSpec::default() });
-    call(&mut breaker, Class::Success, at(300_000));
-    call(&mut breaker, Class::Success, at(300_000));
+    let mut breaker = opened(BreakerSpec { ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
+    call(&mut breaker, Class::Success, test_time(300_000));
+    call(&mut breaker, Class::Success, test_time(300_000));
     for failures in 1..=5 {
-        assert_eq!(breaker.state(at(300_000)), State::Ramping);
-        call(&mut breaker, Class::Transient, at(300_000));
+        assert_eq!(breaker.state(test_time(300_000)), BreakerState::Ramping);
+        call(&mut breaker, Class::Transient, test_time(300_000));
         assert_eq!(breaker.failures(), failures);
         if failures < 5 {
             for _ in 0..9 {
-                assert!(breaker.take(at(300_000)).is_err());
+                assert!(breaker.take(test_time(300_000)).is_err());
             }
         }
     }
-    assert_eq!(breaker.take(at(300_000)).unwrap_err().reset_in, secs(300));
+    assert_eq!(breaker.take(test_time(300_000)).unwrap_err().reset_in, secs(300));
 }
 
 fn by_rate(rate: u16) -> BreakerSpec {
@@ -308,22 +321,22 @@ fn by_rate(rate: u16) -> BreakerSpec {
 fn a_failure_rate_opens_it_from_the_least_number_of_calls_on() {
     let mut breaker = new(by_rate(500));
     for turn in 0..9 {
-        call(&mut breaker, if turn < 5 { Class::Transient } else { Class::Success }, at(turn * 1_000));
-        assert_eq!(breaker.state(at(9_000)), State::Closed, "call {turn}");
+        call(&mut breaker, if turn < 5 { Class::Transient } else { Class::Success }, test_time(turn * 1_000));
+        assert_eq!(breaker.state(test_time(9_000)), BreakerState::Closed, "call {turn}");
     }
     for class in [Class::Throttled, Class::Cancelled] {
-        call(&mut breaker, class, at(9_000));
-        assert_eq!(breaker.state(at(9_000)), State::Closed, "{class:?} is no call of the window");
+        call(&mut breaker, class, test_time(9_000));
+        assert_eq!(breaker.state(test_time(9_000)), BreakerState::Closed, "{class:?} is no call of the window");
     }
-    call(&mut breaker, Class::Success, at(9_000));
-    let told = breaker.take(at(9_000)).unwrap_err();
-    assert_eq!((told.state, told.failures), (State::Open, 5), "five of ten, and the last a success");
+    call(&mut breaker, Class::Success, test_time(9_000));
+    let told = breaker.take(test_time(9_000)).unwrap_err();
+    assert_eq!((told.state, told.failures), (BreakerState::Open, 5), "five of ten, and the last a success");
 
     let mut below = new(by_rate(501));
     for turn in 0..100 {
-        call(&mut below, if turn % 2 == 1 { Class::Transient } else { Class::Success }, at(0));
+        call(&mut below, if turn % 2 == 1 { Class::Transient } else { Class::Success }, test_time(0));
     }
-    assert_eq!(below.state(at(0)), State::Closed, "a half is below 501 thousandths");
+    assert_eq!(below.state(test_time(0)), BreakerState::Closed, "a half is below 501 thousandths");
 }
 
 #[test]
@@ -331,11 +344,11 @@ fn the_window_evicts_exactly_by_tenths() {
     let full = || {
         let mut breaker = new(by_rate(500));
         for _ in 0..6 {
-            call(&mut breaker, Class::Transient, at(0));
+            call(&mut breaker, Class::Transient, test_time(0));
         }
         breaker
     };
-    let grid = Time::from_secs(at(0).as_micros() / 10_000_000 * 10);
+    let grid = Time::from_secs(test_time(0).as_micros() / 10_000_000 * 10);
     let after = |moment: Time| {
         let mut breaker = full();
         for _ in 0..4 {
@@ -343,8 +356,8 @@ fn the_window_evicts_exactly_by_tenths() {
         }
         breaker.state(moment)
     };
-    assert_eq!(after(grid + secs(100) - Span::from_micros(1)), State::Open, "six of ten");
-    assert_eq!(after(grid + secs(100)), State::Closed, "the failures' tenth is gone");
+    assert_eq!(after(grid + secs(100) - Span::from_micros(1)), BreakerState::Open, "six of ten");
+    assert_eq!(after(grid + secs(100)), BreakerState::Closed, "the failures' tenth is gone");
 }
 
 #[test]
@@ -357,51 +370,51 @@ fn slow_calls_open_it_and_fail_as_probes() {
         breaker.report(permit, Class::Success, elapsed, now, &mut rng());
     };
     for _ in 0..20 {
-        slowly(&mut breaker, secs(2), at(0));
+        slowly(&mut breaker, secs(2), test_time(0));
     }
-    assert_eq!(breaker.state(at(0)), State::Closed, "no slower than the threshold");
+    assert_eq!(breaker.state(test_time(0)), BreakerState::Closed, "no slower than the threshold");
     for turn in 0..20 {
-        assert_eq!(breaker.state(at(0)), State::Closed, "{turn} slow ones");
-        slowly(&mut breaker, secs(2) + Span::from_micros(1), at(0));
+        assert_eq!(breaker.state(test_time(0)), BreakerState::Closed, "{turn} slow ones");
+        slowly(&mut breaker, secs(2) + Span::from_micros(1), test_time(0));
     }
-    assert_eq!(breaker.state(at(0)), State::Open);
-    slowly(&mut breaker, QUICK, at(300_000));
-    slowly(&mut breaker, secs(3), at(300_000));
-    assert_eq!(breaker.state(at(300_000)), State::Open);
-    slowly(&mut breaker, QUICK, at(600_000));
-    slowly(&mut breaker, QUICK, at(600_000));
-    assert_eq!(breaker.state(at(600_000)), State::Closed);
-    slowly(&mut breaker, secs(3), at(600_000));
-    assert_eq!(breaker.state(at(600_000)), State::Closed, "the window is empty after an opening");
+    assert_eq!(breaker.state(test_time(0)), BreakerState::Open);
+    slowly(&mut breaker, QUICK, test_time(300_000));
+    slowly(&mut breaker, secs(3), test_time(300_000));
+    assert_eq!(breaker.state(test_time(300_000)), BreakerState::Open);
+    slowly(&mut breaker, QUICK, test_time(600_000));
+    slowly(&mut breaker, QUICK, test_time(600_000));
+    assert_eq!(breaker.state(test_time(600_000)), BreakerState::Closed);
+    slowly(&mut breaker, secs(3), test_time(600_000));
+    assert_eq!(breaker.state(test_time(600_000)), BreakerState::Closed, "the window is empty after an opening");
 }
 
 #[test]
 fn a_reset_closes_it_fully() {
     let open = Backoff::exponential(secs(300), secs(1_000)).with_jitter(Jitter::None);
-    let mut breaker = opened(BreakerSpec { open, ramp: Breaker::RAMP.to_vec(), ..BreakerSpec::default() });
+    let mut breaker = opened(BreakerSpec { open, ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
     let generation = breaker.generation();
     breaker.reset();
-    assert_eq!((breaker.state(at(0)), breaker.failures()), (State::Closed, 0));
+    assert_eq!((breaker.state(test_time(0)), breaker.failures()), (BreakerState::Closed, 0));
     assert!(breaker.generation() > generation);
     for _ in 0..5 {
-        call(&mut breaker, Class::Transient, at(0));
+        call(&mut breaker, Class::Transient, test_time(0));
     }
-    assert_eq!(breaker.take(at(0)).unwrap_err().reset_in, secs(300), "growth starts anew");
+    assert_eq!(breaker.take(test_time(0)).unwrap_err().reset_in, secs(300), "growth starts anew");
 }
 
 #[test]
 fn a_step_back_neither_locks_out_nor_mints() {
     for back in [1, 10, 299, 300, 301, 100_000_000] {
         let mut breaker = new(BreakerSpec::default());
-        let ahead = at(0) + secs(back);
+        let ahead = test_time(0) + secs(back);
         for _ in 0..5 {
             call(&mut breaker, Class::Transient, ahead);
         }
         // A driver that only takes where its peek succeeded.
         let attempt = |breaker: &mut Breaker, now| breaker.peek(now).and_then(|()| breaker.take(now));
-        let told = attempt(&mut breaker, at(0)).unwrap_err();
+        let told = attempt(&mut breaker, test_time(0)).unwrap_err();
         assert!(told.reset_in <= secs(300) && told.reset_in > Span::ZERO, "{back}: {told:?}");
-        let due = at(0) + told.reset_in;
+        let due = test_time(0) + told.reset_in;
         assert!(attempt(&mut breaker, due - Span::from_micros(1)).is_err(), "{back}");
         let probe = attempt(&mut breaker, due).unwrap();
         assert!(attempt(&mut breaker, due).is_err(), "{back}");
@@ -417,24 +430,25 @@ fn a_step_back_neither_locks_out_nor_mints() {
 #[test]
 fn a_peek_never_tells_a_longer_wait_than_the_take_that_follows() {
     let mut breaker = opened(BreakerSpec { probes: 2, ..BreakerSpec::default() });
-    let probes = [breaker.take(at(300_000)).unwrap(), breaker.take(at(300_080)).unwrap()];
-    let overtaken = Refusal { state: State::HalfOpen, failures: 5, reset_in: secs(30) + Span::from_millis(20) };
-    assert_eq!(breaker.peek(at(299_980)), Err(overtaken), "both were overtaken");
-    assert_eq!(breaker.clone().take(at(299_980)).unwrap_err(), overtaken);
-    assert_eq!(breaker.peek(at(299_950)), Ok(()), "it can't know");
-    assert_eq!(breaker.take(at(299_950)).unwrap_err(), Refusal { reset_in: secs(30), ..overtaken });
+    let probes = [breaker.take(test_time(300_000)).unwrap(), breaker.take(test_time(300_080)).unwrap()];
+    let overtaken =
+        BreakerRefusal { state: BreakerState::HalfOpen, failures: 5, reset_in: secs(30) + Span::from_millis(20) };
+    assert_eq!(breaker.peek(test_time(299_980)), Err(overtaken), "both were overtaken");
+    assert_eq!(breaker.clone().take(test_time(299_980)).unwrap_err(), overtaken);
+    assert_eq!(breaker.peek(test_time(299_950)), Ok(()), "it can't know");
+    assert_eq!(breaker.take(test_time(299_950)).unwrap_err(), BreakerRefusal { reset_in: secs(30), ..overtaken });
     drop(probes);
 }
 
 #[test]
 fn a_step_back_lengthens_no_ramp() {
-    let mut breaker = opened(BreakerSpec { ramp: Breaker::RAMP.to_vec(), ..BreakerSpec::default() });
-    call(&mut breaker, Class::Success, at(100_000_000));
-    call(&mut breaker, Class::Success, at(100_000_000));
-    drop(breaker.take(at(0)));
-    let passed = (0..100).filter(|_| breaker.take(at(0)).is_ok()).count();
+    let mut breaker = opened(BreakerSpec { ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
+    call(&mut breaker, Class::Success, test_time(100_000_000));
+    call(&mut breaker, Class::Success, test_time(100_000_000));
+    drop(breaker.take(test_time(0)));
+    let passed = (0..100).filter(|_| breaker.take(test_time(0)).is_ok()).count();
     assert_eq!(passed, 10, "the ramp begins anew");
-    assert!((0..10).all(|_| breaker.take(at(90_000)).is_ok()));
+    assert!((0..10).all(|_| breaker.take(test_time(90_000)).is_ok()));
 }
 
 #[test]
@@ -460,17 +474,20 @@ fn what_makes_no_sense_is_refused() {
         ),
         (
             BreakerSpec { slow_calls: Some(SlowCalls { threshold: QUICK, rate: 0 }), ..default() },
-            Some(BreakerError::Rate { found: 0 }),
+            Some(BreakerError::InvalidRate { found: 0 }),
         ),
         (BreakerSpec { failure_rate: Some(1_000), ..default() }, None),
-        (BreakerSpec { failure_rate: Some(1_001), ..default() }, Some(BreakerError::Rate { found: 1_001 })),
-        (BreakerSpec { failure_rate: Some(0), ..default() }, Some(BreakerError::Rate { found: 0 })),
+        (BreakerSpec { failure_rate: Some(1_001), ..default() }, Some(BreakerError::InvalidRate { found: 1_001 })),
+        (BreakerSpec { failure_rate: Some(0), ..default() }, Some(BreakerError::InvalidRate { found: 0 })),
         (BreakerSpec { probes: 16, ..default() }, None),
         (BreakerSpec { probes: 17, ..default() }, Some(BreakerError::TooManyProbes { found: 17 })),
         (BreakerSpec { ramp: vec![step; 8], ..default() }, None),
         (BreakerSpec { ramp: vec![step; 9], ..default() }, Some(BreakerError::TooManySteps { found: 9 })),
         (BreakerSpec { ramp: vec![RampStep { length: Span::ZERO, ..step }], ..default() }, zero("ramp.length")),
-        (BreakerSpec { ramp: vec![RampStep { share: 0, ..step }], ..default() }, Some(BreakerError::Rate { found: 0 })),
+        (
+            BreakerSpec { ramp: vec![RampStep { share: 0, ..step }], ..default() },
+            Some(BreakerError::InvalidRate { found: 0 }),
+        ),
     ] {
         assert_eq!(Breaker::new(spec.clone()).err(), error, "{spec:?}");
     }
@@ -482,11 +499,11 @@ fn what_makes_no_sense_is_refused() {
 fn the_most_probes() {
     let mut breaker = opened(BreakerSpec { probes: 16, ..BreakerSpec::default() });
     for _ in 0..breaker::MAX_PROBES {
-        drop(breaker.take(at(300_000)).unwrap());
+        drop(breaker.take(test_time(300_000)).unwrap());
     }
-    assert!(breaker.take(at(300_000)).is_err());
+    assert!(breaker.take(test_time(300_000)).is_err());
     for _ in 0..breaker::MAX_PROBES {
-        drop(breaker.take(at(330_000)).unwrap());
+        drop(breaker.take(test_time(330_000)).unwrap());
     }
-    assert!(breaker.take(at(330_000)).is_err());
+    assert!(breaker.take(test_time(330_000)).is_err());
 }

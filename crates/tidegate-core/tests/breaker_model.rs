@@ -6,11 +6,11 @@ use std::thread;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::breaker::{Lock, Permit, RampStep, SlowCalls, State};
-use tidegate_core::{Backoff, Breaker, BreakerSpec, Class, Jitter, Refusal, SharedBreaker, Span, Time};
-use tidegate_testkit::desk::at;
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_core::breaker::{BreakerPermit, BreakerState, ExclusiveAccess, RampStep, SlowCalls};
+use tidegate_core::{Backoff, Breaker, BreakerRefusal, BreakerSpec, Class, Jitter, SharedBreaker, Span, Time};
+use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 /// How far `now` may lie behind and still be an overtaken call.
 const OVERTAKEN: Span = Span::from_millis(100);
@@ -103,18 +103,18 @@ impl Model {
         }
     }
 
-    fn take(&mut self, now: Time) -> Result<Held, Refusal> {
+    fn take(&mut self, now: Time) -> Result<Held, BreakerRefusal> {
         self.pass_time(now);
         let held = Held { generation: self.generation, probe: None };
-        let refusal = |state, end: Time| Refusal { state, failures: self.failures, reset_in: end.since(now) };
+        let refusal = |state, end: Time| BreakerRefusal { state, failures: self.failures, reset_in: end.since(now) };
         let share = if let Phase::Ramping { ends, .. } = self.phase { self.share(ends, now) } else { 0 };
         match &mut self.phase {
             Phase::Closed => Ok(held),
-            Phase::Open { until, .. } => Err(refusal(State::Open, *until)),
+            Phase::Open { until, .. } => Err(refusal(BreakerState::Open, *until)),
             Phase::Ramping { ends, offered, passed } => {
                 *offered += share;
                 if *offered / 1_000 == *passed {
-                    return Err(refusal(State::Ramping, *ends));
+                    return Err(refusal(BreakerState::Ramping, *ends));
                 }
                 *passed += 1;
                 Ok(held)
@@ -122,7 +122,7 @@ impl Model {
             Phase::HalfOpen { out, .. } => {
                 if out.len() == self.spec.probes as usize {
                     let first = out.iter().map(|(_, end)| *end).min().expect("all of them");
-                    return Err(refusal(State::HalfOpen, first));
+                    return Err(refusal(BreakerState::HalfOpen, first));
                 }
                 self.probes += 1;
                 out.push((self.probes, now + self.spec.probe_lease));
@@ -198,7 +198,7 @@ impl Model {
         self.log.clear();
         self.generation += 1;
         self.openings += 1;
-        let length = self.spec.open.wait(self.openings);
+        let length = self.spec.open.base_wait(self.openings);
         self.phase = Phase::Open { until: now + length, length };
     }
 
@@ -225,7 +225,7 @@ struct Guarded {
     locked: Arc<AtomicU32>,
 }
 
-impl Lock<Breaker> for Guarded {
+impl ExclusiveAccess<Breaker> for Guarded {
     fn with<R>(&self, work: impl FnOnce(&mut Breaker) -> R) -> R {
         self.locked.fetch_add(1, Ordering::Relaxed);
         work(&mut self.breaker.lock().expect("no panic"))
@@ -238,61 +238,61 @@ fn shared(breaker: Breaker) -> (SharedBreaker<Guarded>, Arc<AtomicU32>) {
     (SharedBreaker::new(Guarded { breaker: Mutex::new(breaker), locked: Arc::clone(&locked) }), locked)
 }
 
-fn any_spec(dice: &mut Dice) -> BreakerSpec {
-    let rate = |dice: &mut Dice| dice.pick(&[1, 100, 500, 667, 1_000]);
-    let modes = dice.between(1, 7);
-    let steps = dice.below(4);
+fn any_spec(random: &mut RandomSource) -> BreakerSpec {
+    let rate = |random: &mut RandomSource| random.pick(&[1, 100, 500, 667, 1_000]);
+    let modes = random.between(1, 7);
+    let steps = random.below(4);
     let growth = Backoff::exponential(Span::from_secs(10), Span::from_secs(35)).with_jitter(Jitter::None);
     let flat = Backoff { cap: growth.base, ..growth };
     BreakerSpec {
-        failures: (modes & 1 > 0).then(|| dice.between(1, 6) as u32),
-        failure_rate: (modes & 2 > 0).then(|| rate(dice)),
-        slow_calls: (modes & 4 > 0).then(|| SlowCalls { threshold: Span::from_millis(500), rate: rate(dice) }),
+        failures: (modes & 1 > 0).then(|| random.between(1, 6) as u32),
+        failure_rate: (modes & 2 > 0).then(|| rate(random)),
+        slow_calls: (modes & 4 > 0).then(|| SlowCalls { threshold: Span::from_millis(500), rate: rate(random) }),
         window: Span::from_secs(10),
-        min_calls: dice.between(1, 8) as u32,
-        open: dice.pick(&[growth, flat]),
-        probes: dice.between(1, 3) as u32,
+        min_calls: random.between(1, 8) as u32,
+        open: random.pick(&[growth, flat]),
+        probes: random.between(1, 3) as u32,
         probe_lease: Span::from_secs(5),
-        successes: dice.between(1, 3) as u32,
+        successes: random.between(1, 3) as u32,
         ramp: (0..steps)
             .map(|_| RampStep {
-                share: dice.pick(&[1, 100, 333, 999, 1_000]),
-                length: Span::from_millis(dice.between(1, 4_000)),
+                share: random.pick(&[1, 100, 333, 999, 1_000]),
+                length: Span::from_millis(random.between(1, 4_000)),
             })
             .collect(),
     }
 }
 
-fn pass_time(dice: &mut Dice, now: Time, told: &mut Option<Time>) -> Time {
-    match dice.below(40) {
+fn pass_time(random: &mut RandomSource, now: Time, told: &mut Option<Time>) -> Time {
+    match random.below(40) {
         0..=15 => now,
-        16..=23 => now + Span::from_micros(dice.below(1_500_000)),
+        16..=23 => now + Span::from_micros(random.below(1_500_000)),
         24..=31 => told.take().unwrap_or(now),
         32..=34 => told.take().unwrap_or(now) - Span::from_micros(1),
-        35 => now + Span::from_micros(dice.below(60_000_000)),
-        36 => now - Span::from_micros(dice.below(100_000)),
-        37 => now - Span::from_micros(dice.below(20_000_000)),
-        38 => now - Span::from_micros(dice.below(1 << 40)),
+        35 => now + Span::from_micros(random.below(60_000_000)),
+        36 => now - Span::from_micros(random.below(100_000)),
+        37 => now - Span::from_micros(random.below(20_000_000)),
+        38 => now - Span::from_micros(random.below(1 << 40)),
         _ => now + Span::from_micros(1_000_000 - now.as_micros() % 1_000_000),
     }
 }
 
 #[test]
 fn it_does_as_the_model_does() {
-    property::check(count(3_000, 60_000), 600, |mut dice| {
-        let spec = any_spec(&mut dice);
+    property::check(case_count(3_000, 60_000), 600, |mut random| {
+        let spec = any_spec(&mut random);
         let mut breaker = Breaker::new(spec.clone()).map_err(|error| error.to_string())?;
         let (shared, _) = shared(breaker.clone());
         let mut model = Model::new(spec.clone());
         let mut rng = SmallRng::seed_from_u64(1);
-        let mut out: Vec<(Permit, Permit, Held)> = Vec::new();
-        let mut now = at(0);
+        let mut out: Vec<(BreakerPermit, BreakerPermit, Held)> = Vec::new();
+        let mut now = test_time(0);
         let mut told = None;
-        let fair = dice.pick(&[10, 50, 90]);
-        while !dice.exhausted() {
-            now = pass_time(&mut dice, now, &mut told);
+        let fair = random.pick(&[10, 50, 90]);
+        while !random.is_exhausted() {
+            now = pass_time(&mut random, now, &mut told);
             let before = format!("{breaker:?}");
-            if dice.percent(50) || out.is_empty() {
+            if random.chance(50) || out.is_empty() {
                 let peeked = breaker.peek(now);
                 if shared.peek(now) != peeked || format!("{breaker:?}") != before {
                     return Err(format!("a peek of {peeked:?} changed something"));
@@ -324,17 +324,17 @@ fn it_does_as_the_model_does() {
                     }
                 }
             } else {
-                let (permit, theirs, held) = out.swap_remove(dice.below(out.len() as u64) as usize);
+                let (permit, theirs, held) = out.swap_remove(random.below(out.len() as u64) as usize);
                 let stale = permit.generation() < breaker.generation();
-                if dice.percent(10) {
+                if random.chance(10) {
                     if held.generation == model.generation {
                         model.give_back(held);
                     }
                     breaker.give_back(permit);
                     shared.give_back(theirs);
-                } else if dice.percent(95) {
-                    let class = if dice.percent(fair) { Class::Success } else { dice.pick(&CLASSES) };
-                    let elapsed = Span::from_millis(dice.pick(&[10, 500, 501, 60_000]));
+                } else if random.chance(95) {
+                    let class = if random.chance(fair) { Class::Success } else { random.pick(&CLASSES) };
+                    let elapsed = Span::from_millis(random.pick(&[10, 500, 501, 60_000]));
                     breaker.report(permit, class, elapsed, now, &mut rng);
                     shared.report(theirs, class, elapsed, now, &mut rng);
                     model.report(held, class, elapsed, now);
@@ -358,13 +358,13 @@ fn it_does_as_the_model_does() {
 }
 
 /// A told wait is within what it is a wait for, and true: then, and not a microsecond earlier, a call passes.
-fn check_wait(breaker: &Breaker, refusal: &Refusal, now: Time) -> Result<(), String> {
+fn check_wait(breaker: &Breaker, refusal: &BreakerRefusal, now: Time) -> Result<(), String> {
     let spec = breaker.spec();
     let longest = match refusal.state {
-        State::Open => spec.open.cap,
-        State::HalfOpen => spec.probe_lease,
-        State::Ramping => spec.ramp.iter().fold(Span::ZERO, |sum, step| sum + step.length),
-        State::Closed => return Err("refused by a closed breaker".into()),
+        BreakerState::Open => spec.open.cap,
+        BreakerState::HalfOpen => spec.probe_lease,
+        BreakerState::Ramping => spec.ramp.iter().fold(Span::ZERO, |sum, step| sum + step.length),
+        BreakerState::Closed => return Err("refused by a closed breaker".into()),
     };
     if refusal.reset_in > longest + OVERTAKEN {
         return Err(format!("{refusal:?} is longer than {longest}"));
@@ -374,15 +374,15 @@ fn check_wait(breaker: &Breaker, refusal: &Refusal, now: Time) -> Result<(), Str
         return Err(format!("{refusal:?} is too short"));
     }
     let early = due - Span::from_micros(1);
-    if refusal.state != State::Ramping && (early < now || breaker.clone().take(early).is_ok()) {
+    if refusal.state != BreakerState::Ramping && (early < now || breaker.clone().take(early).is_ok()) {
         return Err(format!("{refusal:?} is too long"));
     }
     Ok(())
 }
 
 fn answer(breaker: &SharedBreaker<Guarded>, class: Class) {
-    let permit = breaker.take(at(0)).expect("closed");
-    breaker.report(permit, class, Span::ZERO, at(0), &mut SmallRng::seed_from_u64(1));
+    let permit = breaker.take(test_time(0)).expect("closed");
+    breaker.report(permit, class, Span::ZERO, test_time(0), &mut SmallRng::seed_from_u64(1));
 }
 
 #[test]
@@ -393,8 +393,8 @@ fn a_clean_breaker_takes_no_lock() {
     assert_eq!(at_start, 1, "to see what it is given");
     for class in CLASSES.into_iter().filter(|&class| class != Class::Transient) {
         answer(&breaker, class);
-        assert_eq!(breaker.peek(at(0)), Ok(()));
-        breaker.give_back(breaker.take(at(0)).unwrap());
+        assert_eq!(breaker.peek(test_time(0)), Ok(()));
+        breaker.give_back(breaker.take(test_time(0)).unwrap());
     }
     assert_eq!(locks(), 0);
     answer(&breaker, Class::Transient);
@@ -414,7 +414,7 @@ fn a_clean_breaker_takes_no_lock() {
 #[test]
 fn threads_agree() {
     const THREADS: usize = 4;
-    for _ in 0..count(300, 10_000) {
+    for _ in 0..case_count(300, 10_000) {
         let spec = BreakerSpec { failures: Some(THREADS as u32), ..BreakerSpec::default() };
         let (breaker, _) = shared(Breaker::new(spec).unwrap());
         let barrier = Barrier::new(THREADS);
@@ -422,13 +422,13 @@ fn threads_agree() {
             for _ in 0..50 {
                 answer(&breaker, Class::Success);
             }
-            let permit = breaker.take(at(0)).expect("closed");
+            let permit = breaker.take(test_time(0)).expect("closed");
             barrier.wait();
-            breaker.report(permit, Class::Transient, Span::ZERO, at(0), &mut SmallRng::seed_from_u64(1));
+            breaker.report(permit, Class::Transient, Span::ZERO, test_time(0), &mut SmallRng::seed_from_u64(1));
             barrier.wait();
-            assert_eq!(breaker.take(at(0)).expect_err("open").failures, THREADS as u32);
+            assert_eq!(breaker.take(test_time(0)).expect_err("open").failures, THREADS as u32);
             barrier.wait();
-            let probe = breaker.take(at(300_000));
+            let probe = breaker.take(test_time(300_000));
             barrier.wait();
             probe.is_ok()
         };

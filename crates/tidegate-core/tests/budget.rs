@@ -1,18 +1,18 @@
 //! The retry budget keeps its share over every stretch of any run.
 
 use tidegate_core::{Budget, BudgetSpec};
-use tidegate_testkit::dice::count;
 use tidegate_testkit::property;
+use tidegate_testkit::random::case_count;
 
 /// Naively: every prefix holds at most `min + ratio · first tries` retries, every stretch `reserve + ratio · first
 /// tries`; and a retry is refused only where nothing was left.
 #[test]
 fn retries_stay_within_their_share() {
-    property::check(count(500, 20_000), 500, |mut dice| {
+    property::check(case_count(500, 20_000), 500, |mut random| {
         let spec = BudgetSpec {
-            ratio: dice.pick(&[0, 1, 200, 333, 999, 1_000]),
-            min: dice.below(6) as u32,
-            reserve: dice.below(12) as u32,
+            ratio: random.pick(&[0, 1, 200, 333, 999, 1_000]),
+            min: random.below(6) as u32,
+            reserve: random.below(12) as u32,
         };
         let budget = Budget::new(spec);
         let ratio = u64::from(spec.ratio);
@@ -21,8 +21,8 @@ fn retries_stay_within_their_share() {
         let mut balances: Vec<i64> = vec![0];
         let mut held = u64::from(spec.min) * 1_000;
         let mut out = 0;
-        while !dice.exhausted() {
-            let moved = match dice.below(5) {
+        while !random.is_exhausted() {
+            let moved = match random.below(5) {
                 0 => {
                     let had = held >= 1_000;
                     if budget.take() != had {
@@ -41,7 +41,7 @@ fn retries_stay_within_their_share() {
                     1_000
                 }
                 _ => {
-                    budget.first_try();
+                    budget.record_first_try();
                     ratio as i64
                 }
             };
@@ -54,8 +54,8 @@ fn retries_stay_within_their_share() {
                 return Err(format!("a stretch of more than the reserve with {spec:?}"));
             }
             balances.push(balance);
-            if budget.left() != held / 1_000 {
-                return Err(format!("{} left of {held} thousandths", budget.left()));
+            if budget.remaining() != held / 1_000 {
+                return Err(format!("{} left of {held} thousandths", budget.remaining()));
             }
         }
         Ok(())

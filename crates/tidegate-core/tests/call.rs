@@ -11,11 +11,11 @@ use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Repl
 use tidegate_core::lanes::{LaneSpec, Turn};
 use tidegate_core::retry::{GiveUp, Reach, Retry};
 use tidegate_core::{
-    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Growth, Jitter, Key, Kind, Lane, LanesSpec,
-    Limit, LimitId, Limits, Pool, Rate, Span, Time, Window,
+    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Growth, Jitter, Key, Lane, LanesSpec, Limit,
+    LimitId, LimitKind, Limits, Pool, Rate, Span, Time, Window,
 };
-use tidegate_testkit::desk::Desk as Store;
-use tidegate_testkit::dice::count;
+use tidegate_testkit::fixtures::TestLimiter as Store;
+use tidegate_testkit::random::case_count;
 
 const START: Time = Time::from_secs(1_700_000_000);
 const LEAD: Span = Span::from_millis(500);
@@ -65,10 +65,10 @@ struct World {
 }
 
 impl World {
-    fn new(kind: Kind, lanes: LanesSpec, credentials: usize) -> Self {
+    fn new(kind: LimitKind, lanes: LanesSpec, credentials: usize) -> Self {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
         let settles = kind.settles();
-        let limits = Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap();
+        let limits = Limits::new(vec![Limit::new(kind), Limit::new(LimitKind::Cooldown(cooldown))]).unwrap();
         let limits = Arc::new(limits);
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);
         let retry = Retry { max_attempts: 7, backoff, max_retry_after: Span::from_secs(3600), ..Retry::default() };
@@ -94,7 +94,7 @@ impl World {
         Self {
             desk: Desk::new(&rules, pool, breaker, None),
             rules,
-            store: Store::over(Arc::clone(&limits)),
+            store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
             calls: Vec::new(),
             tickets: BTreeMap::new(),
@@ -129,7 +129,7 @@ impl World {
     fn step(&mut self, id: usize, mut next: Step) {
         loop {
             if let Some(batch) = self.desk.orders.tell() {
-                self.store.ask(batch, self.now);
+                self.store.decide(batch, self.now);
             }
             let (call, now) = (&mut self.calls[id], self.now);
             match next {
@@ -138,7 +138,7 @@ impl World {
                     return;
                 }
                 Step::Ask => {
-                    let (_, outcomes) = self.store.ask(self.desk.orders.ask(), now);
+                    let (_, outcomes) = self.store.decide(self.desk.orders.ask(), now);
                     let World { rules, limits, desk, rng, .. } = self;
                     next = self.calls[id].decided(rules, limits, desk, &outcomes, now, rng);
                 }
@@ -241,9 +241,9 @@ impl World {
     }
 }
 
-fn window(limit: u64, secs: u64) -> Kind {
+fn window(limit: u64, secs: u64) -> LimitKind {
     let window = Window::new(limit, Span::from_secs(secs), limit as u32).unwrap();
-    Kind::Window(window.with_lead(tidegate_core::call::MAX_LEAD))
+    LimitKind::Window(window.with_lead(tidegate_core::call::MAX_LEAD))
 }
 
 /// A provider that counts arrivals in a trailing window exactly, and refuses one too many.
@@ -313,7 +313,7 @@ fn saturate(limit: usize, secs: u64, minutes: u64, leavers: Option<usize>) -> (u
 
 #[test]
 fn a_provider_that_counts_exactly_throttles_nobody_and_is_used() {
-    let minutes = count(2, 10) as u64;
+    let minutes = case_count(2, 10) as u64;
     let (throttled, sent) = saturate(40, 10, minutes, None);
     let ceiling = 40 * 6 * minutes as usize;
     assert_eq!(throttled, 0);
@@ -328,7 +328,7 @@ fn a_provider_that_counts_exactly_throttles_nobody_and_is_used() {
 fn one_at_a_time_and_a_second_apart() {
     let mut lanes = LanesSpec { max_in_flight: 1, ..LanesSpec::default() };
     lanes.lanes = [LaneSpec::default(); 3];
-    let rate = Kind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
+    let rate = LimitKind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
     let mut world = World::new(rate, lanes, 1);
     world.transit = Box::new(|_| (Span::from_millis(700), Span::from_millis(700)));
     for _ in 0..5 {
@@ -454,7 +454,7 @@ fn who_goes_away_leaves_nothing_behind() {
 
 #[test]
 fn a_provider_that_counts_exactly_counts_those_too_who_went_away() {
-    let (throttled, sent) = saturate(40, 10, count(2, 10) as u64, Some(3));
+    let (throttled, sent) = saturate(40, 10, case_count(2, 10) as u64, Some(3));
     assert_eq!(throttled, 0);
     assert!(sent > 400, "{sent}");
 }
@@ -462,7 +462,7 @@ fn a_provider_that_counts_exactly_counts_those_too_who_went_away() {
 /// A request that is cancelled at once tells nothing of how quick the way is.
 #[test]
 fn who_goes_away_slows_nobody_down() {
-    let mut world = World::new(Kind::Rate(Rate::new(10, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
+    let mut world = World::new(LimitKind::Rate(Rate::new(10, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
     world.rules.jitter = Span::from_micros(1_500);
     world.transit = Box::new(|_| (Span::from_millis(50), Span::from_millis(50)));
     world.leavers = Some(50);
@@ -476,7 +476,8 @@ fn who_goes_away_slows_nobody_down() {
 
 #[test]
 fn what_was_not_sent_is_not_counted() {
-    let mut world = World::new(Kind::Rate(Rate::new(1, Span::from_secs(3600), 1).unwrap()), LanesSpec::default(), 1);
+    let mut world =
+        World::new(LimitKind::Rate(Rate::new(1, Span::from_secs(3600), 1).unwrap()), LanesSpec::default(), 1);
     let first = world.call(Lane::User);
     world.drive();
     assert_eq!(world.sent.len(), 1);
@@ -493,7 +494,7 @@ fn what_was_not_sent_is_not_counted() {
 fn only_an_exact_window_is_told_of_a_reply() {
     for (entries, told) in [(10, true), (9, false)] {
         let window = Window::new(10, Span::from_secs(1), entries).unwrap().with_lead(tidegate_core::call::MAX_LEAD);
-        let mut world = World::new(Kind::Window(window), LanesSpec::default(), 1);
+        let mut world = World::new(LimitKind::Window(window), LanesSpec::default(), 1);
         let call = world.call(Lane::User);
         world.drive();
         assert_eq!(world.sent.len(), 1);
@@ -514,7 +515,7 @@ fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
     let Turn::Ask(_) = world.desk.lanes.poll(world.now) else { panic!("it is its turn") };
     let World { rules, limits, desk, calls, store, now, rng, .. } = &mut world;
     assert_eq!(calls[0].turn(rules, desk, *now, rng), Step::Ask);
-    let (_, outcomes) = store.ask(desk.orders.ask(), *now);
+    let (_, outcomes) = store.decide(desk.orders.ask(), *now);
     calls[0].raise(Lane::Webhook, desk, *now);
     let sent = calls[0].decided(rules, limits, desk, &outcomes, *now, rng);
     assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
@@ -531,7 +532,7 @@ fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
     world.run(ms(0), |_, _| {});
     world.calls[0].abandoned(&world.rules, &mut world.desk, Reach::Unknown, world.now, &mut world.rng);
     if let Some(batch) = world.desk.orders.tell() {
-        world.store.ask(batch, world.now);
+        world.store.decide(batch, world.now);
     }
     world.call(Lane::User);
     world.run(ms(10_000), |_, _| {});
@@ -541,7 +542,8 @@ fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
 /// A provider that takes 100 calls a second goes down for a minute under a thousand workers, and comes back.
 #[test]
 fn a_rate_is_used_again_when_its_provider_comes_back() {
-    let mut world = World::new(Kind::Rate(Rate::new(100, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
+    let mut world =
+        World::new(LimitKind::Rate(Rate::new(100, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
     world.rules.jitter = Span::from_micros(150);
     let open = Backoff { growth: Growth::Constant, ..Backoff::exponential(Span::from_secs(2), Span::from_secs(2)) };
     let breaker = BreakerSpec { open: open.with_jitter(Jitter::None), ..BreakerSpec::default() };

@@ -3,15 +3,15 @@
 
 use std::sync::Arc;
 
-use tidegate_core::batch::settle;
-use tidegate_core::quota::Every;
+use tidegate_core::batch::execute;
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Concurrency, Kind, Limit, Limits, Op, PenaltyMode, Quota, Rate, Span, State, Time, Verb, Window,
+    Batch, Concurrency, KeyState, Limit, LimitKind, Limits, Op, PenaltyMode, Quota, Rate, Span, Time, Verb, Window,
 };
-use tidegate_testkit::clock::{Reading, Trouble, readings};
-use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::clock::{ClockFault, ClockReading, readings};
+use tidegate_testkit::fixtures::{TestLimiter, client_key, doubling_penalty, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 const YEAR: Span = Span::from_secs(365 * 86_400);
 const MINUTE: Span = Span::from_secs(60);
@@ -20,18 +20,21 @@ const MINUTE: Span = Span::from_secs(60);
 /// coarse window its cell more, a rate the second burst that paroles may overdraw, a quota the period that is left.
 fn every_kind(limit: u64) -> [(Limit, Span); 5] {
     [
-        (window(limit, 60), MINUTE),
-        (Limit::new(Kind::Window(Window::new(limit, MINUTE, 1).expect("a window"))), MINUTE + MINUTE),
-        (Limit::new(Kind::Rate(Rate::new(limit, MINUTE, limit).expect("a rate"))), MINUTE + MINUTE),
-        (Limit::new(Kind::Quota(Quota::new(limit, Arc::new(Every(MINUTE))).expect("a quota"))), MINUTE + MINUTE),
-        (Limit::new(Kind::Concurrency(Concurrency::new(limit, MINUTE).expect("permits"))), MINUTE),
+        (window_limit(limit, 60), MINUTE),
+        (Limit::new(LimitKind::Window(Window::new(limit, MINUTE, 1).expect("a window"))), MINUTE + MINUTE),
+        (Limit::new(LimitKind::Rate(Rate::new(limit, MINUTE, limit).expect("a rate"))), MINUTE + MINUTE),
+        (
+            Limit::new(LimitKind::Quota(Quota::new(limit, Arc::new(FixedPeriods(MINUTE))).expect("a quota"))),
+            MINUTE + MINUTE,
+        ),
+        (Limit::new(LimitKind::Concurrency(Concurrency::new(limit, MINUTE).expect("permits"))), MINUTE),
     ]
 }
 
-fn take(desk: &Desk, holder: u64, now: Time) -> bool {
+fn take(desk: &TestLimiter, holder: u64, now: Time) -> bool {
     let mut batch = Batch::new(holder);
-    batch.push(Op::new(id(0), Verb::Take, key(1), 1)).expect("room for one");
-    desk.ask(&batch, now).0.allowed
+    batch.push(Op::new(limit_id(0), Verb::Take, client_key(1), 1)).expect("room for one");
+    desk.decide(&batch, now).0.allowed
 }
 
 /// The clock was wrong by 10 s, a minute or a year, a client used what it had, and the clock was put right: it is
@@ -42,16 +45,19 @@ fn a_step_back_neither_mints_nor_locks_out() {
         for limit in [1, 2, 5] {
             for (kind, (plan, longest)) in every_kind(limit).into_iter().enumerate() {
                 for step in [Span::from_secs(1), Span::from_secs(7), longest] {
-                    let desk = Desk::new([plan.clone()]);
+                    let desk = TestLimiter::new([plan.clone()]);
                     for holder in 0..limit {
-                        assert!(take(&desk, holder, at(0) + ahead));
+                        assert!(take(&desk, holder, test_time(0) + ahead));
                     }
-                    assert!(!take(&desk, 99, at(0) + ahead));
-                    assert!(!take(&desk, 99, at(0)), "kind {kind}, limit {limit}, {ahead} ahead: minted");
-                    let mut now = at(0);
+                    assert!(!take(&desk, 99, test_time(0) + ahead));
+                    assert!(!take(&desk, 99, test_time(0)), "kind {kind}, limit {limit}, {ahead} ahead: minted");
+                    let mut now = test_time(0);
                     while !take(&desk, 99, now) {
                         now = now + step;
-                        assert!(now <= at(0) + longest + step, "kind {kind}, limit {limit}, {ahead} ahead: locked out");
+                        assert!(
+                            now <= test_time(0) + longest + step,
+                            "kind {kind}, limit {limit}, {ahead} ahead: locked out"
+                        );
                     }
                 }
             }
@@ -63,14 +69,14 @@ fn a_step_back_neither_mints_nor_locks_out() {
 fn a_step_back_never_lengthens_a_block() {
     for ahead in [Span::from_secs(10), YEAR] {
         for mode in [PenaltyMode::Parole, PenaltyMode::Strict] {
-            let desk = Desk::new([window(1, 60).with_penalty(doubling(2, 64, mode, MINUTE))]);
-            assert!(desk.call(1, at(0) + ahead).allowed);
-            assert!(desk.call(1, at(0) + ahead).blocked);
-            let told = desk.call(1, at(0));
+            let desk = TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, mode, MINUTE))]);
+            assert!(desk.call(1, test_time(0) + ahead).allowed);
+            assert!(desk.call(1, test_time(0) + ahead).blocked);
+            let told = desk.call(1, test_time(0));
             assert!(told.blocked && told.retry_after <= Some(MINUTE), "{told:?}");
             let wait = told.retry_after.unwrap();
-            assert!(!desk.fork().call(1, at(0) + wait - Span::from_micros(1)).allowed);
-            assert!(desk.call(1, at(0) + wait).allowed);
+            assert!(!desk.fork().call(1, test_time(0) + wait - Span::from_micros(1)).allowed);
+            assert!(desk.call(1, test_time(0) + wait).allowed);
         }
     }
 }
@@ -79,19 +85,26 @@ fn a_step_back_never_lengthens_a_block() {
 #[test]
 fn a_look_by_a_wrong_clock_changes_nothing() {
     for (plan, _) in every_kind(2) {
-        let plan = plan.with_penalty(doubling(2, 64, PenaltyMode::Parole, MINUTE));
+        let plan = plan.with_penalty(doubling_penalty(2, 64, PenaltyMode::Parole, MINUTE));
         let limits = Limits::new(vec![plan]).unwrap();
-        let ask = |cells: &mut [State], verb, holder, now| {
+        let ask = |cells: &mut [KeyState], verb, holder, now| {
             let mut batch = Batch::new(holder);
-            batch.push(Op::new(id(0), verb, key(1), 1)).unwrap();
-            settle(&batch, &limits, cells, now)
+            batch.push(Op::new(limit_id(0), verb, client_key(1), 1)).unwrap();
+            execute(&batch, &limits, cells, now)
         };
-        let mut cells = [State::default()];
+        let mut cells = [KeyState::default()];
         for holder in 0..3 {
-            ask(&mut cells, Verb::Take, holder, at(0));
+            ask(&mut cells, Verb::Take, holder, test_time(0));
         }
         let before = format!("{cells:?}");
-        for now in [at(0), at(0) - Span::from_secs(10), at(0) - YEAR, at(0) + YEAR, Time::ZERO, Time::NEVER] {
+        for now in [
+            test_time(0),
+            test_time(0) - Span::from_secs(10),
+            test_time(0) - YEAR,
+            test_time(0) + YEAR,
+            Time::ZERO,
+            Time::NEVER,
+        ] {
             ask(&mut cells, Verb::Peek, 9, now);
             assert_eq!(format!("{cells:?}"), before, "{now:?}");
         }
@@ -101,25 +114,29 @@ fn a_look_by_a_wrong_clock_changes_nothing() {
 /// Two threads read the clock and reach the state in the other order: the later reading's block stands as it is.
 #[test]
 fn an_overtaken_call_shortens_no_block_and_no_lease() {
-    let desk = Desk::new([window(1, 60).with_penalty(doubling(2, 64, PenaltyMode::Parole, MINUTE))]);
-    assert!(desk.call(1, at(50)).allowed);
-    assert!(desk.call(1, at(50)).blocked);
+    let desk =
+        TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, PenaltyMode::Parole, MINUTE))]);
+    assert!(desk.call(1, test_time(50)).allowed);
+    assert!(desk.call(1, test_time(50)).blocked);
     for millis in 0..50 {
-        assert!(!desk.call(1, at(millis)).allowed);
+        assert!(!desk.call(1, test_time(millis)).allowed);
     }
-    assert!(!desk.call(1, at(2_049)).allowed);
-    assert!(desk.call(1, at(2_050)).allowed);
+    assert!(!desk.call(1, test_time(2_049)).allowed);
+    assert!(desk.call(1, test_time(2_050)).allowed);
 
-    let permit = Desk::new([Limit::new(Kind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))]);
-    assert!(take(&permit, 1, at(50)));
-    assert!(!take(&permit, 2, at(0)));
-    assert!(!take(&permit, 2, at(60_049)));
-    assert!(take(&permit, 2, at(60_050)));
+    let permit = TestLimiter::new([Limit::new(LimitKind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))]);
+    assert!(take(&permit, 1, test_time(50)));
+    assert!(!take(&permit, 2, test_time(0)));
+    assert!(!take(&permit, 2, test_time(60_049)));
+    assert!(take(&permit, 2, test_time(60_050)));
 }
 
-fn admitted(desk: &Desk, readings: &[Reading]) -> Vec<Reading> {
+fn admitted(desk: &TestLimiter, readings: &[ClockReading]) -> Vec<ClockReading> {
     let calls = readings.iter().enumerate();
-    calls.filter(|(holder, reading)| take(desk, *holder as u64, reading.shown)).map(|(_, reading)| *reading).collect()
+    calls
+        .filter(|(holder, reading)| take(desk, *holder as u64, reading.shown_time))
+        .map(|(_, reading)| *reading)
+        .collect()
 }
 
 fn most_within(moments: &[Time], length: Span) -> u64 {
@@ -131,15 +148,15 @@ fn most_within(moments: &[Time], length: Span) -> u64 {
 /// of a strict limit holds more than the limit.
 #[test]
 fn clocks_that_lose_time_mint_nothing() {
-    property::check(count(600, 10_000), 3, |mut dice| {
-        let trouble = dice.pick(&[Trouble::None, Trouble::StepsBack]);
-        let limit = dice.between(1, 8);
-        let length = Span::from_millis(dice.between(10_000, 60_000));
-        let mut dice = Dice::seeded(dice.word());
-        let readings = readings(trouble, at(0), Span::from_secs(3), 400, &mut dice);
+    property::check(case_count(600, 10_000), 3, |mut random| {
+        let trouble = random.pick(&[ClockFault::None, ClockFault::StepsBack]);
+        let limit = random.between(1, 8);
+        let length = Span::from_millis(random.between(10_000, 60_000));
+        let mut random = RandomSource::from_seed(random.next_u64());
+        let readings = readings(trouble, test_time(0), Span::from_secs(3), 400, &mut random);
         let plan = Window::new(limit, length, 64).map_err(|error| error.to_string())?;
-        let desk = Desk::new([Limit::new(Kind::Window(plan))]);
-        let moments: Vec<Time> = admitted(&desk, &readings).iter().map(|reading| reading.truth).collect();
+        let desk = TestLimiter::new([Limit::new(LimitKind::Window(plan))]);
+        let moments: Vec<Time> = admitted(&desk, &readings).iter().map(|reading| reading.true_time).collect();
         let held = most_within(&moments, length);
         if held > limit { Err(format!("{held} in a true {length}, limit {limit}, {trouble:?}")) } else { Ok(()) }
     });
@@ -149,20 +166,21 @@ fn clocks_that_lose_time_mint_nothing() {
 /// clock itself lost.
 #[test]
 fn no_trouble_locks_out() {
-    property::check(count(300, 5_000), 3, |mut dice| {
-        let trouble = dice.pick(&Trouble::ALL);
+    property::check(case_count(300, 5_000), 3, |mut random| {
+        let trouble = random.pick(&ClockFault::ALL);
         let kinds = every_kind(3);
-        let (plan, longest) = kinds[dice.below(kinds.len() as u64) as usize].clone();
-        let readings = readings(trouble, at(0), Span::from_secs(1), 600, &mut Dice::seeded(dice.word()));
-        let desk = Desk::new([plan.clone()]);
-        let mut refused_since: Option<Reading> = None;
+        let (plan, longest) = kinds[random.below(kinds.len() as u64) as usize].clone();
+        let readings =
+            readings(trouble, test_time(0), Span::from_secs(1), 600, &mut RandomSource::from_seed(random.next_u64()));
+        let desk = TestLimiter::new([plan.clone()]);
+        let mut refused_since: Option<ClockReading> = None;
         let mut shown_passed = Span::ZERO;
         let mut last = readings[0];
         for (holder, &reading) in readings.iter().enumerate() {
-            let passed = take(&desk, holder as u64, reading.shown);
+            let passed = take(&desk, holder as u64, reading.shown_time);
             // A jump ahead is no time that a client waited.
-            shown_passed = shown_passed + reading.shown.since(last.shown).min(Span::from_secs(1));
-            if reading.shown < last.shown {
+            shown_passed = shown_passed + reading.shown_time.since(last.shown_time).min(Span::from_secs(1));
+            if reading.shown_time < last.shown_time {
                 // A step back starts the wait anew, at most.
                 (refused_since, shown_passed) = (None, Span::ZERO);
             }
@@ -182,15 +200,15 @@ fn no_trouble_locks_out() {
 /// A quota's period is granted once, though the clock crosses its boundary back and forth.
 #[test]
 fn no_period_is_granted_twice() {
-    property::check(count(400, 5_000), 200, |mut dice| {
-        let quota = Quota::new(5, Arc::new(Every(Span::from_secs(3600)))).map_err(|error| error.to_string())?;
-        let desk = Desk::new([Limit::new(Kind::Quota(quota))]);
+    property::check(case_count(400, 5_000), 200, |mut random| {
+        let quota = Quota::new(5, Arc::new(FixedPeriods(Span::from_secs(3600)))).map_err(|error| error.to_string())?;
+        let desk = TestLimiter::new([Limit::new(LimitKind::Quota(quota))]);
         let boundary = Time::from_secs(1_700_000_000 / 3600 * 3600 + 7200);
         let mut latest = boundary - Span::from_secs(600);
         let mut passed = 0;
-        while !dice.exhausted() {
-            latest = latest + Span::from_micros(dice.below(100_000_000));
-            let shown = latest - Span::from_micros(dice.below(1_200_000_000));
+        while !random.is_exhausted() {
+            latest = latest + Span::from_micros(random.below(100_000_000));
+            let shown = latest - Span::from_micros(random.below(1_200_000_000));
             passed += u64::from(desk.call(1, shown).allowed);
         }
         let periods = 1 + latest.since(boundary - Span::from_secs(3600)).as_micros() / 3_600_000_000;
@@ -202,12 +220,12 @@ fn no_period_is_granted_twice() {
 /// later period: back in its own it grants nothing more, and the next period is free.
 #[test]
 fn a_jump_ahead_and_back_empties_no_quota() {
-    let quota = Limit::new(Kind::Quota(Quota::new(2, Arc::new(Every(MINUTE))).unwrap()));
-    let limits = Limits::new(vec![quota, window(0, 60)]).unwrap();
-    let ask = |cells: &mut [State; 2], verb, cost, limits_asked: usize, now| {
+    let quota = Limit::new(LimitKind::Quota(Quota::new(2, Arc::new(FixedPeriods(MINUTE))).unwrap()));
+    let limits = Limits::new(vec![quota, window_limit(0, 60)]).unwrap();
+    let ask = |cells: &mut [KeyState; 2], verb, cost, limits_asked: usize, now| {
         let mut batch = Batch::new(0);
-        (0..limits_asked).for_each(|limit| batch.push(Op::new(id(limit), verb, key(1), cost)).unwrap());
-        !settle(&batch, &limits, &mut cells[..limits_asked], now).refuses()
+        (0..limits_asked).for_each(|limit| batch.push(Op::new(limit_id(limit), verb, client_key(1), cost)).unwrap());
+        !execute(&batch, &limits, &mut cells[..limits_asked], now).refuses()
     };
     let begins = Time::from_secs(1_700_000_040);
     for ahead in [MINUTE, MINUTE + MINUTE, YEAR] {
@@ -217,7 +235,7 @@ fn a_jump_ahead_and_back_empties_no_quota() {
             ("a call that another limit refuses", Verb::Take, 1, 2),
             ("a refund", Verb::Refund, 2, 1),
         ] {
-            let mut cells = [State::default(), State::default()];
+            let mut cells = [KeyState::default(), KeyState::default()];
             assert!(ask(&mut cells, Verb::Take, 2, 1, begins));
             ask(&mut cells, verb, cost, limits_asked, begins + ahead);
             assert!(!ask(&mut cells, Verb::Take, 1, 1, begins), "{what}, {ahead} ahead: granted twice");

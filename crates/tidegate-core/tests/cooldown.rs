@@ -2,21 +2,21 @@
 
 use tidegate_core::cooldown::{Cooldown, Gate};
 use tidegate_core::{Span, Time};
-use tidegate_testkit::clock::{Trouble, readings};
-use tidegate_testkit::desk::at;
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::clock::{ClockFault, readings};
+use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
-fn any_cooldown(dice: &mut Dice) -> Cooldown {
+fn any_cooldown(random: &mut RandomSource) -> Cooldown {
     Cooldown {
-        base: Span::from_millis(dice.pick(&[1, 300, 1_000])),
-        cap: Span::from_millis(dice.pick(&[1_000, 8_000, 20_000])),
-        stagger: Span::from_millis(dice.pick(&[0, 10, 200])),
+        base: Span::from_millis(random.pick(&[1, 300, 1_000])),
+        cap: Span::from_millis(random.pick(&[1_000, 8_000, 20_000])),
+        stagger: Span::from_millis(random.pick(&[0, 10, 200])),
     }
 }
 
-fn any_wish(dice: &mut Dice) -> Option<Span> {
-    dice.percent(30).then(|| Span::from_micros(dice.below(10_000_000)))
+fn any_wish(random: &mut RandomSource) -> Option<Span> {
+    random.chance(30).then(|| Span::from_micros(random.below(10_000_000)))
 }
 
 /// All that ever happened to a gate, looked through anew for every answer.
@@ -92,25 +92,25 @@ impl Naive {
 
 #[test]
 fn histories_agree_with_the_model() {
-    property::check(count(2_000, 40_000), 400, |mut dice| {
-        let cooldown = any_cooldown(&mut dice);
-        let (mut gate, mut naive, mut now) = (Gate::default(), Naive::default(), at(0));
+    property::check(case_count(2_000, 40_000), 400, |mut random| {
+        let cooldown = any_cooldown(&mut random);
+        let (mut gate, mut naive, mut now) = (Gate::default(), Naive::default(), test_time(0));
         // Calls under way: their generation, and which event let them through.
         let mut calls: Vec<(u32, usize)> = Vec::new();
-        while !dice.exhausted() {
+        while !random.is_exhausted() {
             naive.look_around(cooldown.stagger, now);
             let free_at = naive.free_at(cooldown.stagger, now);
             if cooldown.look(gate, now) != free_at {
                 return Err(format!("{:?}, expected {free_at:?} at {now:?} of {gate:?}", cooldown.look(gate, now)));
             }
-            match dice.below(8) {
+            match random.below(8) {
                 0..=2 if free_at == now => {
                     calls.push((cooldown.charge(&mut gate, now), naive.events.len()));
                     naive.events.push(Event::Through(now));
                 }
                 3..=4 if !calls.is_empty() => {
-                    let (generation, through) = calls.swap_remove(dice.below(calls.len() as u64) as usize);
-                    let wish = any_wish(&mut dice);
+                    let (generation, through) = calls.swap_remove(random.below(calls.len() as u64) as usize);
+                    let wish = any_wish(&mut random);
                     cooldown.throttled(&mut gate, generation, wish, now);
                     let asked = wish.unwrap_or(Span::ZERO);
                     if naive.is_current(through) {
@@ -121,14 +121,14 @@ fn histories_agree_with_the_model() {
                     }
                 }
                 5 if !calls.is_empty() => {
-                    let (generation, through) = calls.swap_remove(dice.below(calls.len() as u64) as usize);
+                    let (generation, through) = calls.swap_remove(random.below(calls.len() as u64) as usize);
                     cooldown.succeeded(&mut gate, generation, now);
                     if naive.is_current(through) {
                         naive.events.push(Event::Success);
                     }
                 }
                 6 => now = free_at,
-                _ => now = now + Span::from_micros(dice.below(2_000_000)),
+                _ => now = now + Span::from_micros(random.below(2_000_000)),
             }
         }
         Ok(())
@@ -140,15 +140,15 @@ fn histories_agree_with_the_model() {
 #[test]
 fn bad_clocks_neither_lock_out_nor_open_early() {
     const OVERTAKEN: Span = Span::from_millis(100);
-    property::check(count(2_000, 40_000), 8, |mut dice| {
-        let cooldown = any_cooldown(&mut dice);
-        let trouble = dice.pick(&Trouble::ALL);
-        let loses_time = matches!(trouble, Trouble::None | Trouble::StepsBack);
-        let mut dice = Dice::seeded(dice.word());
+    property::check(case_count(2_000, 40_000), 8, |mut random| {
+        let cooldown = any_cooldown(&mut random);
+        let trouble = random.pick(&ClockFault::ALL);
+        let loses_time = matches!(trouble, ClockFault::None | ClockFault::StepsBack);
+        let mut random = RandomSource::from_seed(random.next_u64());
         let mut gate = Gate::default();
-        let (mut opens, mut longest) = (at(0), cooldown.stagger);
-        for reading in readings(trouble, at(0), Span::from_secs(2), 300, &mut dice) {
-            let now = reading.shown;
+        let (mut opens, mut longest) = (test_time(0), cooldown.stagger);
+        for reading in readings(trouble, test_time(0), Span::from_secs(2), 300, &mut random) {
+            let now = reading.shown_time;
             let free_at = cooldown.look(gate, now);
             if free_at.since(now) > longest + OVERTAKEN {
                 return Err(format!("told to wait {} in {trouble:?}: {gate:?}", free_at.since(now)));
@@ -156,15 +156,15 @@ fn bad_clocks_neither_lock_out_nor_open_early() {
             if free_at > now {
                 continue;
             }
-            if loses_time && reading.truth < opens {
-                return Err(format!("{} early in {trouble:?}: {gate:?}", opens.since(reading.truth)));
+            if loses_time && reading.true_time < opens {
+                return Err(format!("{} early in {trouble:?}: {gate:?}", opens.since(reading.true_time)));
             }
             let generation = cooldown.charge(&mut gate, now);
-            if dice.percent(60) {
-                let wish = any_wish(&mut dice);
+            if random.chance(60) {
+                let wish = any_wish(&mut random);
                 cooldown.throttled(&mut gate, generation, wish, now);
                 let length = cooldown.wait(gate.step).max(wish.unwrap_or(Span::ZERO));
-                (opens, longest) = (reading.truth + length, longest.max(length));
+                (opens, longest) = (reading.true_time + length, longest.max(length));
             } else {
                 cooldown.succeeded(&mut gate, generation, now);
             }

@@ -3,21 +3,21 @@
 use std::sync::Arc;
 
 use tidegate_core::Verb;
-use tidegate_testkit::desk::Desk;
-use tidegate_testkit::dice::Dice;
+use tidegate_testkit::fixtures::TestLimiter;
 use tidegate_testkit::model::Model;
 use tidegate_testkit::property;
-use tidegate_testkit::world::{Wanted, World};
+use tidegate_testkit::random::RandomSource;
+use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
 
-fn agrees_with_the_model(dice: Dice) -> Result<(), String> {
-    let mut world = World::new(dice, Wanted::All);
-    let desk = Desk::over(Arc::clone(world.limits()));
+fn agrees_with_the_model(random: RandomSource) -> Result<(), String> {
+    let mut world = TrafficGenerator::new(random, PlanContents::All);
+    let desk = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
     let mut model = Model::new(Arc::clone(world.limits()));
-    while !world.dice().exhausted() {
-        let now = world.pass_time();
-        let batch = world.batch();
+    while !world.random().is_exhausted() {
+        let now = world.advance_clock();
+        let batch = world.next_batch();
         let before = desk.store().snapshot(now);
-        let (decision, outcomes) = desk.ask(&batch, now);
+        let (decision, outcomes) = desk.decide(&batch, now);
         model.check(&batch, &outcomes).map_err(|mismatch| format!("{mismatch}\n  under {:?}", world.limits()))?;
         if batch.ops().iter().all(|op| op.verb == Verb::Peek) && desk.store().snapshot(now) != before {
             return Err(format!("looking changed something: {batch:?}"));
@@ -25,7 +25,7 @@ fn agrees_with_the_model(dice: Dice) -> Result<(), String> {
         if outcomes.now() != now || decision.now != now {
             return Err("the store went by another time".into());
         }
-        world.heard(&outcomes);
+        world.record_outcomes(&outcomes);
     }
     Ok(())
 }

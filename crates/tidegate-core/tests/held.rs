@@ -7,13 +7,13 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
 use tidegate_core::lanes::Turn;
-use tidegate_core::quota::Every;
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::retry::Reach;
 use tidegate_core::{
-    Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key, Kind, Lane, LanesSpec, Limit, LimitId,
+    Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key, Lane, LanesSpec, Limit, LimitId, LimitKind,
     Limits, Op, Outcomes, Pool, Quota, Retry, Span, Time, Verb, Window,
 };
-use tidegate_testkit::desk::{Desk as Store, at, id};
+use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 
 const DAY: Span = Span::from_secs(86_400);
 const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
@@ -36,17 +36,17 @@ struct Provider {
 }
 
 impl Provider {
-    fn new(kind: Kind, of: Of, measure: Measure, credentials: u64) -> Self {
+    fn new(kind: LimitKind, of: Of, measure: Measure, credentials: u64) -> Self {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
         let settles = kind.settles();
-        let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(Kind::Cooldown(cooldown))]).unwrap());
+        let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(LimitKind::Cooldown(cooldown))]).unwrap());
         let ceilings = || [Ceiling { limit: LimitId::FIRST, measure, settles }].into();
         let mut rules = Rules {
             ceilings: Box::default(),
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
             credential_in_flight: u32::MAX,
-            cooldown: id(1),
+            cooldown: limit_id(1),
             key: SHARED,
             credential_keys: (2..2 + credentials).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
             renews: false,
@@ -67,7 +67,7 @@ impl Provider {
         Self {
             desk: Desk::new(&rules, pool, breaker, None),
             rules,
-            store: Store::over(Arc::clone(&limits)),
+            store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
             rng: SmallRng::seed_from_u64(7),
         }
@@ -91,7 +91,7 @@ impl Provider {
     }
 
     fn ask(&self, batch: &Batch, now: Time) -> Outcomes {
-        self.store.ask(batch, now).1
+        self.store.decide(batch, now).1
     }
 
     /// The lanes' next call has its turn, up to its next step but for asking.
@@ -130,8 +130,8 @@ impl Provider {
     }
 }
 
-fn quota(limit: u64) -> Kind {
-    Kind::Quota(Quota::new(limit, Arc::new(Every(DAY))).unwrap())
+fn quota(limit: u64) -> LimitKind {
+    LimitKind::Quota(Quota::new(limit, Arc::new(FixedPeriods(DAY))).unwrap())
 }
 
 fn midnight(now: Time) -> Time {
@@ -142,19 +142,19 @@ fn midnight(now: Time) -> Time {
 fn a_spent_quota_is_told_to_who_arrives_and_not_after_its_period() {
     let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
     for _ in 0..2 {
-        provider.call(1, Class::Success, None, at(0));
+        provider.call(1, Class::Success, None, test_time(0));
     }
-    assert_eq!(provider.meets(1, DAY.times(2), at(1)), None, "nobody has been told yet");
-    let _head = provider.patient(Lane::User, 1, at(1));
-    let resets_at = midnight(at(0));
-    let spent = Some(Failure::QuotaSpent { limit: id(0), resets_at });
-    assert_eq!(provider.meets(1, resets_at.since(at(2)), at(2)), spent, "its deadline is midnight");
-    assert_eq!(provider.meets(1, resets_at.since(at(2)) + Span::from_micros(1), at(2)), None);
+    assert_eq!(provider.meets(1, DAY.times(2), test_time(1)), None, "nobody has been told yet");
+    let _head = provider.patient(Lane::User, 1, test_time(1));
+    let resets_at = midnight(test_time(0));
+    let spent = Some(Failure::QuotaSpent { limit: limit_id(0), resets_at });
+    assert_eq!(provider.meets(1, resets_at.since(test_time(2)), test_time(2)), spent, "its deadline is midnight");
+    assert_eq!(provider.meets(1, resets_at.since(test_time(2)) + Span::from_micros(1), test_time(2)), None);
     assert_eq!(provider.desk.lanes.waiting(Lane::User), 1, "who can't succeed doesn't queue");
     // The head is told just that at its turn.
-    let (mut next, failure) = provider.arrive(Lane::Webhook, 1, Span::from_secs(10), at(3));
+    let (mut next, failure) = provider.arrive(Lane::Webhook, 1, Span::from_secs(10), test_time(3));
     assert_eq!(failure, None, "a more urgent one may have reserves");
-    assert!(matches!(provider.turn(&mut next, at(3)), Step::Finish(Err(failure)) if Some(failure) == spent));
+    assert!(matches!(provider.turn(&mut next, test_time(3)), Step::Finish(Err(failure)) if Some(failure) == spent));
     assert_eq!(provider.meets(1, Span::from_secs(10), resets_at), None);
 }
 
@@ -163,33 +163,33 @@ fn a_spent_quota_is_told_to_who_arrives_and_not_after_its_period() {
 fn what_is_given_back_lets_calls_in_again() {
     let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
     for _ in 0..2 {
-        provider.call(1, Class::Success, None, at(0));
+        provider.call(1, Class::Success, None, test_time(0));
     }
-    let mut head = provider.patient(Lane::User, 1, at(1));
-    assert!(provider.meets(1, Span::from_secs(9), at(2)).is_some());
+    let mut head = provider.patient(Lane::User, 1, test_time(1));
+    assert!(provider.meets(1, Span::from_secs(9), test_time(2)).is_some());
     let mut reset = Batch::new(0);
-    reset.push(Op::new(id(0), Verb::Reset, SHARED, 1)).unwrap();
-    provider.ask(&reset, at(3));
+    reset.push(Op::new(limit_id(0), Verb::Reset, SHARED, 1)).unwrap();
+    provider.ask(&reset, test_time(3));
     provider.desk.lanes.poke();
-    let (mut late, failure) = provider.arrive(Lane::User, 1, Span::from_secs(9), at(3));
+    let (mut late, failure) = provider.arrive(Lane::User, 1, Span::from_secs(9), test_time(3));
     assert_eq!(failure, None);
-    assert!(matches!(provider.turn(&mut head, at(3)), Step::Send { .. }));
-    assert!(matches!(provider.turn(&mut late, at(3)), Step::Send { .. }));
+    assert!(matches!(provider.turn(&mut head, test_time(3)), Step::Send { .. }));
+    assert!(matches!(provider.turn(&mut late, test_time(3)), Step::Send { .. }));
 }
 
 #[test]
 fn a_lanes_own_quota_holds_that_lane_alone() {
     let mut provider = Provider::new(quota(0), Of::Background, Measure::Calls, 1);
     // For good, so its turn tells it, and nobody is held.
-    let (mut call, _) = provider.arrive(Lane::Background, 1, DAY, at(0));
-    assert!(matches!(provider.turn(&mut call, at(0)), Step::Finish(Err(Failure::QuotaSpent { .. }))));
+    let (mut call, _) = provider.arrive(Lane::Background, 1, DAY, test_time(0));
+    assert!(matches!(provider.turn(&mut call, test_time(0)), Step::Finish(Err(Failure::QuotaSpent { .. }))));
     let mut provider = Provider::new(quota(1), Of::Background, Measure::Calls, 1);
-    let (mut first, _) = provider.arrive(Lane::Background, 1, DAY, at(0));
-    assert!(matches!(provider.turn(&mut first, at(0)), Step::Send { .. }));
-    let _waits = provider.patient(Lane::Background, 1, at(1));
-    let (_, failure) = provider.arrive(Lane::Background, 1, Span::from_secs(60), at(2));
-    assert_eq!(failure, Some(Failure::QuotaSpent { limit: id(0), resets_at: midnight(at(0)) }));
-    assert_eq!(provider.meets(1, Span::from_secs(60), at(2)), None);
+    let (mut first, _) = provider.arrive(Lane::Background, 1, DAY, test_time(0));
+    assert!(matches!(provider.turn(&mut first, test_time(0)), Step::Send { .. }));
+    let _waits = provider.patient(Lane::Background, 1, test_time(1));
+    let (_, failure) = provider.arrive(Lane::Background, 1, Span::from_secs(60), test_time(2));
+    assert_eq!(failure, Some(Failure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(0)) }));
+    assert_eq!(provider.meets(1, Span::from_secs(60), test_time(2)), None);
 }
 
 /// A reply may bring a window's slot forward, and a call may turn out to cost less than was reserved: who waits for
@@ -197,12 +197,12 @@ fn a_lanes_own_quota_holds_that_lane_alone() {
 #[test]
 fn what_may_come_earlier_holds_nobody_off() {
     let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
-    for (kind, measure) in [(Kind::Window(window), Measure::Calls), (quota(5), Measure::Cost)] {
+    for (kind, measure) in [(LimitKind::Window(window), Measure::Calls), (quota(5), Measure::Cost)] {
         let mut provider = Provider::new(kind, Of::All, measure, 1);
-        let (mut first, _) = provider.arrive(Lane::User, 5, DAY, at(0));
-        assert!(matches!(provider.turn(&mut first, at(0)), Step::Send { .. }));
-        let _head = provider.patient(Lane::User, 5, at(0));
-        assert_eq!(provider.meets(5, Span::from_secs(60), at(1)), None);
+        let (mut first, _) = provider.arrive(Lane::User, 5, DAY, test_time(0));
+        assert!(matches!(provider.turn(&mut first, test_time(0)), Step::Send { .. }));
+        let _head = provider.patient(Lane::User, 5, test_time(0));
+        assert_eq!(provider.meets(5, Span::from_secs(60), test_time(1)), None);
     }
 }
 
@@ -210,18 +210,21 @@ fn what_may_come_earlier_holds_nobody_off() {
 fn a_closing_that_was_asked_for_is_told_to_who_arrives() {
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
     let asked = Some(Span::from_secs(600));
-    provider.call(1, Class::Throttled, asked, at(0));
-    let cooling = Some(Failure::Cooling { earliest: at(600_000) });
-    assert_eq!(provider.meets(1, Span::from_secs(600), at(0)), cooling);
-    assert_eq!(provider.meets(1, Span::from_secs(600), at(1)), None, "it opens before the deadline");
-    assert_eq!(provider.meets(1, Span::from_secs(1), at(599_000)), cooling);
-    assert_eq!(provider.meets(1, Span::from_secs(1), at(600_000)), None);
+    provider.call(1, Class::Throttled, asked, test_time(0));
+    let cooling = Some(Failure::Cooling { earliest: test_time(600_000) });
+    assert_eq!(provider.meets(1, Span::from_secs(600), test_time(0)), cooling);
+    assert_eq!(provider.meets(1, Span::from_secs(600), test_time(1)), None, "it opens before the deadline");
+    assert_eq!(provider.meets(1, Span::from_secs(1), test_time(599_000)), cooling);
+    assert_eq!(provider.meets(1, Span::from_secs(1), test_time(600_000)), None);
 
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 2);
-    provider.call(1, Class::Throttled, asked, at(0));
-    assert_eq!(provider.meets(1, Span::from_secs(1), at(1)), None, "another credential is good");
-    provider.call(1, Class::Throttled, Some(Span::from_secs(300)), at(1));
-    assert_eq!(provider.meets(1, Span::from_secs(1), at(2)), Some(Failure::Cooling { earliest: at(300_001) }));
+    provider.call(1, Class::Throttled, asked, test_time(0));
+    assert_eq!(provider.meets(1, Span::from_secs(1), test_time(1)), None, "another credential is good");
+    provider.call(1, Class::Throttled, Some(Span::from_secs(300)), test_time(1));
+    assert_eq!(
+        provider.meets(1, Span::from_secs(1), test_time(2)),
+        Some(Failure::Cooling { earliest: test_time(300_001) })
+    );
 }
 
 /// Another process closed the gate: the store tells the first who asks.
@@ -231,46 +234,49 @@ fn a_closing_that_the_store_knows_of_is_told_to_who_arrives() {
     let throttle = |provider: &Provider, generation, wait: Span, now| {
         let mut batch = Batch::new(0);
         let key = provider.rules.credential_keys[0];
-        batch.push(Op::new(id(1), Verb::Throttle { generation }, key, wait.as_micros())).unwrap();
+        batch.push(Op::new(limit_id(1), Verb::Throttle { generation }, key, wait.as_micros())).unwrap();
         provider.ask(&batch, now);
     };
-    throttle(&provider, 0, Span::from_secs(30), at(0));
-    let _head = provider.patient(Lane::User, 1, at(0));
-    assert_eq!(provider.meets(1, Span::from_secs(10), at(1)), Some(Failure::Cooling { earliest: at(30_000) }));
+    throttle(&provider, 0, Span::from_secs(30), test_time(0));
+    let _head = provider.patient(Lane::User, 1, test_time(0));
+    assert_eq!(
+        provider.meets(1, Span::from_secs(10), test_time(1)),
+        Some(Failure::Cooling { earliest: test_time(30_000) })
+    );
 
     // A slot after the closing goes with a success, so who can't wait for it queues all the same.
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
-    throttle(&provider, 0, Span::from_secs(30), at(0));
-    let (mut first, _) = provider.arrive(Lane::User, 1, DAY, at(30_000));
-    assert!(matches!(provider.turn(&mut first, at(30_000)), Step::Send { .. }));
-    let _head = provider.patient(Lane::User, 1, at(30_000));
-    assert_eq!(provider.meets(1, Span::from_millis(50), at(30_000)), None);
+    throttle(&provider, 0, Span::from_secs(30), test_time(0));
+    let (mut first, _) = provider.arrive(Lane::User, 1, DAY, test_time(30_000));
+    assert!(matches!(provider.turn(&mut first, test_time(30_000)), Step::Send { .. }));
+    let _head = provider.patient(Lane::User, 1, test_time(30_000));
+    assert_eq!(provider.meets(1, Span::from_millis(50), test_time(30_000)), None);
 }
 
 #[test]
 fn a_spent_quota_of_each_credential_is_told_with_its_reset() {
     let mut provider = Provider::new(quota(1), Of::Credential, Measure::Calls, 2);
     for _ in 0..2 {
-        provider.call(1, Class::Success, None, at(0));
+        provider.call(1, Class::Success, None, test_time(0));
     }
-    let spent = Failure::QuotaSpent { limit: id(0), resets_at: midnight(at(0)) };
-    let _head = provider.patient(Lane::User, 1, at(1));
-    assert_eq!(provider.meets(1, Span::from_secs(10), at(2)), Some(spent));
+    let spent = Failure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(0)) };
+    let _head = provider.patient(Lane::User, 1, test_time(1));
+    assert_eq!(provider.meets(1, Span::from_secs(10), test_time(2)), Some(spent));
 }
 
 /// Where a shared limit and the credential refuse, the wait is the shared limit's: another credential may be good then.
 #[test]
 fn a_credentials_closing_lengthens_no_wait_for_a_shared_limit() {
     let window = Window::new(1, Span::from_secs(1), 1).unwrap();
-    let mut provider = Provider::new(Kind::Window(window), Of::All, Measure::Calls, 2);
+    let mut provider = Provider::new(LimitKind::Window(window), Of::All, Measure::Calls, 2);
     let mut elsewhere = Batch::new(0);
     let key = provider.rules.credential_keys[0];
-    elsewhere.push(Op::new(id(0), Verb::Take, SHARED, 1)).unwrap();
-    elsewhere.push(Op::new(id(1), Verb::Throttle { generation: 0 }, key, 600_000_000)).unwrap();
-    provider.ask(&elsewhere, at(0));
-    let mut call = provider.patient(Lane::User, 1, at(0));
-    assert_eq!(provider.desk.lanes.poll(at(0)), Turn::Sleep(at(1_000)));
-    assert!(matches!(provider.turn(&mut call, at(1_000)), Step::Send { credential: 1 }));
+    elsewhere.push(Op::new(limit_id(0), Verb::Take, SHARED, 1)).unwrap();
+    elsewhere.push(Op::new(limit_id(1), Verb::Throttle { generation: 0 }, key, 600_000_000)).unwrap();
+    provider.ask(&elsewhere, test_time(0));
+    let mut call = provider.patient(Lane::User, 1, test_time(0));
+    assert_eq!(provider.desk.lanes.poll(test_time(0)), Turn::Sleep(test_time(1_000)));
+    assert!(matches!(provider.turn(&mut call, test_time(1_000)), Step::Send { credential: 1 }));
 }
 
 /// A provider of two credentials that take one call each, and the calls that they have.
@@ -278,8 +284,8 @@ fn busy() -> (Provider, [Call; 2]) {
     let mut provider = Provider::new(quota(99), Of::All, Measure::Calls, 2);
     provider.desk.pool = provider.desk.pool.clone().with_max_in_flight(1);
     let sent = [0, 1].map(|credential| {
-        let (mut call, _) = provider.arrive(Lane::User, 1, DAY, at(0));
-        assert_eq!(provider.turn(&mut call, at(0)), Step::Send { credential });
+        let (mut call, _) = provider.arrive(Lane::User, 1, DAY, test_time(0));
+        assert_eq!(provider.turn(&mut call, test_time(0)), Step::Send { credential });
         call
     });
     (provider, sent)
@@ -299,27 +305,31 @@ impl Provider {
 #[test]
 fn where_all_credentials_are_busy_the_first_call_that_ends_lets_the_next_go() {
     let (mut provider, [mut first, _second]) = busy();
-    let (mut short, failure) = provider.arrive(Lane::User, 1, Span::from_secs(1), at(1));
+    let (mut short, failure) = provider.arrive(Lane::User, 1, Span::from_secs(1), test_time(1));
     assert_eq!(failure, None);
-    assert_eq!(provider.turn(&mut short, at(1)), Step::Queue);
-    let (mut long, failure) = provider.arrive(Lane::Background, 1, DAY, at(2));
-    assert_eq!((failure, provider.desk.lanes.poll(at(2))), (None, Turn::Sleep(at(1_001))), "nobody asks in vain");
-    assert_eq!(provider.desk.lanes.poll(at(1_001)), Turn::Expired(short.ticket().unwrap()));
+    assert_eq!(provider.turn(&mut short, test_time(1)), Step::Queue);
+    let (mut long, failure) = provider.arrive(Lane::Background, 1, DAY, test_time(2));
+    assert_eq!(
+        (failure, provider.desk.lanes.poll(test_time(2))),
+        (None, Turn::Sleep(test_time(1_001))),
+        "nobody asks in vain"
+    );
+    assert_eq!(provider.desk.lanes.poll(test_time(1_001)), Turn::Expired(short.ticket().unwrap()));
     assert_eq!(short.expired(&mut provider.desk), Step::Finish(Err(Failure::DeadlineExceeded)));
-    provider.reply(&mut first, Class::Success, None, at(2_000));
-    assert_eq!(provider.turn(&mut long, at(2_000)), Step::Send { credential: 0 });
+    provider.reply(&mut first, Class::Success, None, test_time(2_000));
+    assert_eq!(provider.turn(&mut long, test_time(2_000)), Step::Send { credential: 0 });
 }
 
 #[test]
 fn a_second_request_goes_with_a_credential_that_is_free_or_not_at_all() {
     let (mut provider, [mut first, second]) = busy();
     let mut hedge = second.hedge(&provider.desk).unwrap();
-    assert_eq!(hedge.start(&mut provider.desk, at(1)), Step::Queue);
-    assert!(matches!(provider.turn(&mut hedge, at(1)), Step::Finish(Err(_))));
-    provider.reply(&mut first, Class::Success, None, at(2));
+    assert_eq!(hedge.start(&mut provider.desk, test_time(1)), Step::Queue);
+    assert!(matches!(provider.turn(&mut hedge, test_time(1)), Step::Finish(Err(_))));
+    provider.reply(&mut first, Class::Success, None, test_time(2));
     let mut hedge = second.hedge(&provider.desk).unwrap();
-    assert_eq!(hedge.start(&mut provider.desk, at(2)), Step::Queue);
-    assert_eq!(provider.turn(&mut hedge, at(2)), Step::Send { credential: 0 });
+    assert_eq!(hedge.start(&mut provider.desk, test_time(2)), Step::Queue);
+    assert_eq!(provider.turn(&mut hedge, test_time(2)), Step::Send { credential: 0 });
     assert_eq!([0, 1].map(|credential| provider.desk.pool.in_flight(credential)), [1, 1]);
 }
 
@@ -328,24 +338,27 @@ fn a_second_request_goes_with_a_credential_that_is_free_or_not_at_all() {
 fn who_waits_for_a_closing_and_for_a_call_to_end_goes_with_what_comes_first() {
     for (timeout, ends_at) in [(DAY, 9_000), (DAY, 2_000), (Span::from_secs(5), 2_000)] {
         let (mut provider, [mut first, mut second]) = busy();
-        provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), at(0));
-        let (mut call, failure) = provider.arrive(Lane::User, 1, timeout, at(0));
+        provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), test_time(0));
+        let (mut call, failure) = provider.arrive(Lane::User, 1, timeout, test_time(0));
         assert_eq!(failure, None, "a call may end before the deadline");
-        assert_eq!(provider.turn(&mut call, at(0)), Step::Queue);
-        let deadline = if timeout == DAY { at(6_000) } else { at(5_000) };
-        assert_eq!(provider.desk.lanes.poll(at(0)), Turn::Sleep(deadline));
+        assert_eq!(provider.turn(&mut call, test_time(0)), Step::Queue);
+        let deadline = if timeout == DAY { test_time(6_000) } else { test_time(5_000) };
+        assert_eq!(provider.desk.lanes.poll(test_time(0)), Turn::Sleep(deadline));
         if ends_at < 6_000 {
-            provider.reply(&mut second, Class::Success, None, at(ends_at));
-            assert_eq!(provider.turn(&mut call, at(ends_at)), Step::Send { credential: 1 });
+            provider.reply(&mut second, Class::Success, None, test_time(ends_at));
+            assert_eq!(provider.turn(&mut call, test_time(ends_at)), Step::Send { credential: 1 });
         } else {
-            assert_eq!(provider.turn(&mut call, at(6_000)), Step::Send { credential: 0 });
+            assert_eq!(provider.turn(&mut call, test_time(6_000)), Step::Send { credential: 0 });
         }
     }
     // Once the busy one cools down too, the wait has a known end again.
     let (mut provider, [mut first, mut second]) = busy();
-    provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), at(0));
-    let (mut call, _) = provider.arrive(Lane::User, 1, Span::from_secs(5), at(0));
-    assert_eq!(provider.turn(&mut call, at(0)), Step::Queue);
-    provider.reply(&mut second, Class::Throttled, Some(Span::from_secs(7)), at(1));
-    assert_eq!(provider.turn(&mut call, at(1)), Step::Finish(Err(Failure::Cooling { earliest: at(6_000) })));
+    provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), test_time(0));
+    let (mut call, _) = provider.arrive(Lane::User, 1, Span::from_secs(5), test_time(0));
+    assert_eq!(provider.turn(&mut call, test_time(0)), Step::Queue);
+    provider.reply(&mut second, Class::Throttled, Some(Span::from_secs(7)), test_time(1));
+    assert_eq!(
+        provider.turn(&mut call, test_time(1)),
+        Step::Finish(Err(Failure::Cooling { earliest: test_time(6_000) }))
+    );
 }

@@ -3,14 +3,14 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use tidegate_core::{Class, Inflight, InflightError, InflightSpec, Span, Time};
-use tidegate_testkit::desk::at;
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_core::{AdaptiveLimit, AdaptiveLimitError, AdaptiveLimitSpec, Class, Span, Time};
+use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 /// A provider with a number of workers and one queue before them, and clients that keep `demand` calls coming.
 struct World {
-    inflight: Inflight,
+    inflight: AdaptiveLimit,
     workers: BinaryHeap<Reverse<Time>>,
     service: Service,
     demand: u32,
@@ -23,7 +23,7 @@ struct World {
 enum Service {
     Always(Span),
     /// Exponentially distributed with this mean.
-    Random(Span, Dice),
+    Random(Span, RandomSource),
     /// So much, and so much more for each call in flight.
     Slower(Span, Span),
 }
@@ -33,8 +33,8 @@ impl Service {
         match self {
             Self::Always(span) => *span,
             Self::Slower(base, more) => *base + more.times(u64::from(in_flight)),
-            Self::Random(mean, dice) => {
-                let uniform = (dice.below(1 << 53) + 1) as f64 / (1_u64 << 53) as f64;
+            Self::Random(mean, random) => {
+                let uniform = (random.below(1 << 53) + 1) as f64 / (1_u64 << 53) as f64;
                 Span::from_micros((mean.as_micros() as f64 * -uniform.ln()) as u64)
             }
         }
@@ -60,13 +60,13 @@ impl Seen {
 }
 
 impl World {
-    fn new(spec: InflightSpec, workers: usize, service: Service, demand: u32) -> Self {
+    fn new(spec: AdaptiveLimitSpec, workers: usize, service: Service, demand: u32) -> Self {
         Self {
-            inflight: Inflight::new(spec).expect("a spec that makes sense"),
-            workers: (0..workers).map(|_| Reverse(at(0))).collect(),
+            inflight: AdaptiveLimit::new(spec).expect("a spec that makes sense"),
+            workers: (0..workers).map(|_| Reverse(test_time(0))).collect(),
             service,
             demand,
-            now: at(0),
+            now: test_time(0),
             in_flight: 0,
             replies: BinaryHeap::new(),
         }
@@ -110,7 +110,7 @@ const FIFTY: Span = Span::from_millis(50);
 #[test]
 fn it_finds_twenty_workers_of_fifty_milliseconds() {
     for initial in [4, 20, 100, 1_000] {
-        let spec = InflightSpec { initial, ..InflightSpec::default() };
+        let spec = AdaptiveLimitSpec { initial, ..AdaptiveLimitSpec::default() };
         let mut world = World::new(spec, 20, Service::Always(FIFTY), u32::MAX);
         world.run(240);
         let seen = world.run(600);
@@ -126,9 +126,9 @@ fn it_finds_twenty_workers_of_fifty_milliseconds() {
 #[test]
 fn it_finds_any_number_of_workers_though_service_times_are_random() {
     for (workers, millis) in [(1, 50), (5, 50), (20, 2), (20, 50), (20, 500), (200, 100)] {
-        for seed in 0..count(1, 20) {
-            let service = Service::Random(Span::from_millis(millis), Dice::seeded(u64::from(seed)));
-            let mut world = World::new(InflightSpec::default(), workers, service, u32::MAX);
+        for seed in 0..case_count(1, 20) {
+            let service = Service::Random(Span::from_millis(millis), RandomSource::from_seed(u64::from(seed)));
+            let mut world = World::new(AdaptiveLimitSpec::default(), workers, service, u32::MAX);
             // Lessons go by time, two a minute, however few replies there are: one worker behind the first cap of 20 has
             // a queue to unlearn that takes six of them.
             world.run(240.max(millis * 2));
@@ -150,14 +150,14 @@ fn it_finds_any_number_of_workers_though_service_times_are_random() {
 fn a_provider_that_slows_with_each_call_is_used_well_all_the_same() {
     let service = Service::Slower(Span::from_secs(1), Span::from_millis(10));
     for initial in [4, 20, 400] {
-        let spec = InflightSpec { initial, ..InflightSpec::default() };
+        let spec = AdaptiveLimitSpec { initial, ..AdaptiveLimitSpec::default() };
         let mut world = World::new(spec, 2_000, service.clone(), u32::MAX);
         world.run(300);
         let seen = world.run(300);
         assert!(seen.replies >= 45 * 300, "from {initial}: {} replies", seen.replies);
         assert!(seen.highest() <= 200, "from {initial}: {}", seen.highest());
     }
-    let mut world = World::new(InflightSpec::default(), 2_000, service, u32::MAX);
+    let mut world = World::new(AdaptiveLimitSpec::default(), 2_000, service, u32::MAX);
     world.run(10);
     let seen = world.run(10);
     assert!(seen.highest() >= 80, "the start is quick: {}", seen.highest());
@@ -166,7 +166,7 @@ fn a_provider_that_slows_with_each_call_is_used_well_all_the_same() {
 /// Half as slow again is late for any cap, so lowering it mends nothing, and must end before the smallest.
 #[test]
 fn a_slightly_slower_provider_does_not_shrink_it_to_the_smallest() {
-    let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+    let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
     world.run(120);
     world.service = Service::Always(Span::from_millis(75));
     let seen = world.run(240);
@@ -176,7 +176,7 @@ fn a_slightly_slower_provider_does_not_shrink_it_to_the_smallest() {
 
 #[test]
 fn a_slower_provider_shrinks_it_until_the_slowness_is_known() {
-    let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+    let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
     world.run(120);
     let before = world.inflight.limit();
     world.service = Service::Always(FIFTY.times(10));
@@ -196,7 +196,7 @@ fn a_slower_provider_shrinks_it_until_the_slowness_is_known() {
 
 #[test]
 fn a_provider_without_a_queue_raises_it_until_it_no_longer_binds() {
-    let mut world = World::new(InflightSpec::default(), 2_000, Service::Always(FIFTY), 300);
+    let mut world = World::new(AdaptiveLimitSpec::default(), 2_000, Service::Always(FIFTY), 300);
     world.run(20);
     assert!((300..=700).contains(&world.inflight.limit()), "{}", world.inflight.limit());
     let before = world.inflight.limit();
@@ -208,7 +208,7 @@ fn a_provider_without_a_queue_raises_it_until_it_no_longer_binds() {
 
 #[test]
 fn one_slow_reply_moves_nothing() {
-    let mut calm = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), 15);
+    let mut calm = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), 15);
     calm.run(120);
     let mut inflight = calm.inflight.clone();
     let before = inflight.limit();
@@ -229,7 +229,7 @@ fn one_slow_reply_moves_nothing() {
 fn a_share_of_failures_lowers_it_and_few_do_not() {
     for class in [Class::Throttled, Class::Transient] {
         for (every, lowers) in [(1, true), (2, true), (4, false), (12, false), (33, false)] {
-            let spec = InflightSpec { max: 10_000, ..InflightSpec::default() };
+            let spec = AdaptiveLimitSpec { max: 10_000, ..AdaptiveLimitSpec::default() };
             let mut world = World::new(spec, 20_000, Service::Always(FIFTY), 200);
             world.run(5);
             world.demand = u32::MAX;
@@ -244,33 +244,33 @@ fn a_share_of_failures_lowers_it_and_few_do_not() {
             assert_eq!(grows, every > 8, "{class:?}, one in {every}: {before} to {}", seen.highest());
         }
     }
-    let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+    let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
     world.run_as(30, |_| Class::Transient);
     assert_eq!(world.inflight.limit(), 4, "the smallest");
     world.run(60);
     assert!(world.inflight.limit() >= 15, "{}", world.inflight.limit());
     for class in [Class::Cancelled, Class::Auth] {
-        let mut world = World::new(InflightSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
+        let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
         let seen = world.run_as(30, |_| class);
-        assert_eq!((seen.lowest(), seen.highest(), world.inflight.unloaded()), (20, 20, None), "{class:?}");
+        assert_eq!((seen.lowest(), seen.highest(), world.inflight.unloaded_round_trip()), (20, 20, None), "{class:?}");
     }
 }
 
 /// Late replies to calls that were sent under another cap say nothing about this one.
 #[test]
 fn replies_right_after_a_judgement_are_left_out() {
-    let mut inflight = Inflight::new(InflightSpec::default()).unwrap();
+    let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
     for _ in 0..32 {
-        inflight.sample(FIFTY, 1, Class::Success, at(1_000));
+        inflight.sample(FIFTY, 1, Class::Success, test_time(1_000));
     }
     for millis in [0, 1, 50, 99] {
         for _ in 0..100 {
-            inflight.sample(FIFTY, 20, Class::Transient, at(1_000 + millis));
+            inflight.sample(FIFTY, 20, Class::Transient, test_time(1_000 + millis));
         }
     }
     assert_eq!(inflight.limit(), 20);
     for _ in 0..32 {
-        inflight.sample(FIFTY, 20, Class::Transient, at(1_100));
+        inflight.sample(FIFTY, 20, Class::Transient, test_time(1_100));
     }
     assert_eq!(inflight.limit(), 12, "twice as long as usual: 20 ÷ 2, and a fifth more");
 }
@@ -278,11 +278,11 @@ fn replies_right_after_a_judgement_are_left_out() {
 /// Were only calls counted that were sent since the last judgement, those that take long would never be.
 #[test]
 fn calls_that_time_out_count_however_long_they_took() {
-    let mut inflight = Inflight::new(InflightSpec::default()).unwrap();
+    let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
     for turn in 0..3_000 {
         let (round_trip, class) =
             if turn % 2 == 0 { (FIFTY, Class::Success) } else { (Span::from_secs(30), Class::Transient) };
-        inflight.sample(round_trip, inflight.limit(), class, at(40_000 + turn * 10));
+        inflight.sample(round_trip, inflight.limit(), class, test_time(40_000 + turn * 10));
     }
     assert_eq!(inflight.limit(), 4);
 }
@@ -291,7 +291,7 @@ fn calls_that_time_out_count_however_long_they_took() {
 fn a_queue_too_short_to_matter_holds_nobody_back() {
     for (workers, micros, demand) in [(20, 1_000, 80), (2, 50, 100), (1, 20, 200)] {
         let mut world =
-            World::new(InflightSpec::default(), workers, Service::Always(Span::from_micros(micros)), demand);
+            World::new(AdaptiveLimitSpec::default(), workers, Service::Always(Span::from_micros(micros)), demand);
         world.run(1);
         let seen = world.run(1);
         assert!(seen.lowest() >= demand, "{workers} × {micros} µs: {:?}", world.inflight);
@@ -305,7 +305,7 @@ fn a_queue_too_short_to_matter_holds_nobody_back() {
         assert_eq!(world.inflight.limit(), 4, "{workers} × {micros} µs: {:?}", world.inflight);
     }
     // A longer one does.
-    let mut world = World::new(InflightSpec::default(), 20, Service::Always(Span::from_millis(1)), 400);
+    let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(Span::from_millis(1)), 400);
     world.run(60);
     let seen = world.run(60);
     assert!(seen.highest() <= 20 * 5 * 3 / 2 && seen.replies >= 20_000 * 60 * 9 / 10, "{seen:?}");
@@ -313,8 +313,8 @@ fn a_queue_too_short_to_matter_holds_nobody_back() {
 
 #[test]
 fn a_step_back_ends_neither_judgements_nor_lessons() {
-    let spec = InflightSpec { min: 4, max: 40, initial: 40 };
-    let mut inflight = Inflight::new(spec).unwrap();
+    let spec = AdaptiveLimitSpec { min: 4, max: 40, initial: 40 };
+    let mut inflight = AdaptiveLimit::new(spec).unwrap();
     let mut lessons = |start: Time| {
         let mut lessons = 0;
         for turn in 0..12_000 {
@@ -324,17 +324,17 @@ fn a_step_back_ends_neither_judgements_nor_lessons() {
         }
         lessons
     };
-    let ahead = at(0) + Span::from_secs(365 * 86_400);
+    let ahead = test_time(0) + Span::from_secs(365 * 86_400);
     // Two minutes each.
-    assert_eq!((lessons(ahead), lessons(at(0))), (4, 4));
+    assert_eq!((lessons(ahead), lessons(test_time(0))), (4, 4));
 }
 
 #[test]
 fn what_makes_no_sense_is_refused() {
-    let spec = |min, initial, max| Inflight::new(InflightSpec { min, initial, max }).err();
-    assert_eq!(spec(0, 1, 2), Some(InflightError::ZeroMin));
-    assert_eq!(spec(2, 1, 3), Some(InflightError::OutOfOrder));
-    assert_eq!(spec(2, 4, 3), Some(InflightError::OutOfOrder));
+    let spec = |min, initial, max| AdaptiveLimit::new(AdaptiveLimitSpec { min, initial, max }).err();
+    assert_eq!(spec(0, 1, 2), Some(AdaptiveLimitError::ZeroMin));
+    assert_eq!(spec(2, 1, 3), Some(AdaptiveLimitError::OutOfOrder));
+    assert_eq!(spec(2, 4, 3), Some(AdaptiveLimitError::OutOfOrder));
     assert_eq!(spec(3, 3, 3), None);
     assert_eq!(spec(1, 1, u32::MAX), None);
 }
@@ -342,28 +342,28 @@ fn what_makes_no_sense_is_refused() {
 /// Whatever comes in, on whatever clock, the cap keeps its bounds, and a provider that is well again gets it back.
 #[test]
 fn it_keeps_its_bounds_and_recovers() {
-    property::check(count(100, 4_000), 2_000, |mut dice| {
-        let min = dice.between(1, 8) as u32;
-        let max = min + dice.pick(&[0, 1, 5, 100, 10_000]);
-        let initial = dice.between(u64::from(min), u64::from(max)) as u32;
-        let spec = InflightSpec { min, max, initial };
-        let mut inflight = Inflight::new(spec).map_err(|error| error.to_string())?;
-        let mut now = at(0);
+    property::check(case_count(100, 4_000), 2_000, |mut random| {
+        let min = random.between(1, 8) as u32;
+        let max = min + random.pick(&[0, 1, 5, 100, 10_000]);
+        let initial = random.between(u64::from(min), u64::from(max)) as u32;
+        let spec = AdaptiveLimitSpec { min, max, initial };
+        let mut inflight = AdaptiveLimit::new(spec).map_err(|error| error.to_string())?;
+        let mut now = test_time(0);
         let classes = [Class::Success, Class::Transient, Class::Throttled, Class::Cancelled, Class::Permanent];
-        while !dice.exhausted() {
-            let round_trip = match dice.below(16) {
+        while !random.is_exhausted() {
+            let round_trip = match random.below(16) {
                 0 => Span::ZERO,
                 1 => Span::MAX,
                 2 => Span::from_micros(1),
-                _ => Span::from_micros(dice.below(1_000_000)),
+                _ => Span::from_micros(random.below(1_000_000)),
             };
-            now = match dice.below(32) {
-                0 => now - Span::from_micros(dice.below(1 << 40)),
-                1 => now + Span::from_micros(dice.below(1 << 40)),
-                _ => now + Span::from_micros(dice.below(100_000)),
+            now = match random.below(32) {
+                0 => now - Span::from_micros(random.below(1 << 40)),
+                1 => now + Span::from_micros(random.below(1 << 40)),
+                _ => now + Span::from_micros(random.below(100_000)),
             };
-            let class = if dice.percent(70) { Class::Success } else { dice.pick(&classes) };
-            let in_flight = if dice.percent(2) { u32::MAX } else { dice.between(0, u64::from(max)) as u32 };
+            let class = if random.chance(70) { Class::Success } else { random.pick(&classes) };
+            let in_flight = if random.chance(2) { u32::MAX } else { random.between(0, u64::from(max)) as u32 };
             inflight.sample(round_trip, in_flight, class, now);
             if !(min..=max).contains(&inflight.limit()) {
                 return Err(format!("{} is not within {spec:?}", inflight.limit()));

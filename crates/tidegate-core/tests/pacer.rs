@@ -7,8 +7,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use tidegate_core::pacer::{Growth, MAX_INTERVAL, MAX_SHARED_STEP, Metrics, Mode, Tempo};
-use tidegate_core::{Pacer, PacerError, PacerSpec, SharedPacer, Span, Time};
+use tidegate_core::pacer::{MAX_INTERVAL, MAX_SHARED_STEP, PacerGrowth, PacerMetrics, PacerMode, PacerState};
+use tidegate_core::{LocalPacer, PacerError, PacerSpec, SharedPacerRules, Span, Time};
 
 const fn micros(micros: u64) -> Duration {
     Duration::from_micros(micros)
@@ -17,17 +17,17 @@ const fn micros(micros: u64) -> Duration {
 fn plain(initial: u64, up: u32, down: u16, successes: u32) -> PacerSpec {
     PacerSpec {
         initial: micros(initial),
-        growth: Growth::Exponential { up, down },
+        growth: PacerGrowth::Exponential { up, down },
         randomization: 0,
         successes,
-        mode: Mode::Classic,
+        mode: PacerMode::Classic,
         ..PacerSpec::default()
     }
 }
 
 /// Tells a pacer of failures (`F`) and successes (`S`); returns it and the waits that were asked for, 0 for none.
-fn run(spec: PacerSpec, outcomes: &str, rng: &mut SmallRng) -> (Pacer, Vec<Duration>) {
-    let mut pacer = Pacer::new(spec).unwrap();
+fn run(spec: PacerSpec, outcomes: &str, rng: &mut SmallRng) -> (LocalPacer, Vec<Duration>) {
+    let mut pacer = LocalPacer::new(spec).unwrap();
     let waits = outcomes.chars().map(|outcome| match outcome {
         'F' => pacer.failed(rng),
         _ => pacer.succeeded(rng).unwrap_or_default(),
@@ -36,14 +36,20 @@ fn run(spec: PacerSpec, outcomes: &str, rng: &mut SmallRng) -> (Pacer, Vec<Durat
     (pacer, waits)
 }
 
-fn dice(seed: u64) -> SmallRng {
+fn random(seed: u64) -> SmallRng {
     SmallRng::seed_from_u64(seed)
 }
 
 #[test]
 fn worked_examples() {
     let long = format!("{}{}", "F".repeat(5), "S".repeat(30));
-    let metrics = |invocations, up, down, slept, total| Metrics { invocations, up, down, slept, total };
+    let metrics = |invocations, up, down, slept, total| PacerMetrics {
+        calls: invocations,
+        steps_up: up,
+        steps_down: down,
+        waits: slept,
+        total_wait: total,
+    };
     let short = PacerSpec { max: micros(150), ..plain(100, 2_000, 500, 1) };
     let rows = [
         (plain(10, 1_100, 900, 10), "SFSFF", metrics(5, 3, 0, 4, Duration::from_nanos(43_100)), 12_100),
@@ -51,34 +57,35 @@ fn worked_examples() {
         (short, "FFSS", metrics(4, 2, 1, 3, micros(250)), 0),
     ];
     for (spec, outcomes, expected, interval) in rows {
-        let (pacer, _) = run(spec, outcomes, &mut dice(1));
+        let (pacer, _) = run(spec, outcomes, &mut random(1));
         assert_eq!((pacer.metrics(), pacer.interval()), (expected, Duration::from_nanos(interval)), "{outcomes}");
     }
 }
 
 #[test]
 fn it_rises_to_where_the_service_bears_it_and_saws_down() {
-    let spec = PacerSpec { mode: Mode::Classic, ..plain(1_000, 1_500, 600, 5) };
-    let (mut pacer, waits) = run(spec, &"F".repeat(15), &mut dice(1));
+    let spec = PacerSpec { mode: PacerMode::Classic, ..plain(1_000, 1_500, 600, 5) };
+    let (mut pacer, waits) = run(spec, &"F".repeat(15), &mut random(1));
     let near = |wait: Duration, micros: u64| wait.as_nanos().abs_diff(u128::from(micros) * 1_000) < 1_000;
     assert!(near(waits[14], 291_929), "{:?}", waits[14]);
-    let last = (0..5).filter_map(|_| pacer.succeeded(&mut dice(1))).last().unwrap();
+    let last = (0..5).filter_map(|_| pacer.succeeded(&mut random(1))).last().unwrap();
     assert!(near(last, 175_157), "{last:?}");
 }
 
 #[test]
 fn linear_growth_adds_the_initial_wait() {
-    let spec = PacerSpec { initial: Duration::from_secs(1), growth: Growth::Linear, ..plain(1, 0, 0, 1) };
-    for mode in [Mode::Classic, Mode::Steady] {
-        let (_, waits) = run(PacerSpec { mode, max: Duration::from_secs(4), ..spec }, "FFFFFSSSSS", &mut dice(1));
+    let spec = PacerSpec { initial: Duration::from_secs(1), growth: PacerGrowth::Linear, ..plain(1, 0, 0, 1) };
+    for mode in [PacerMode::Classic, PacerMode::Steady] {
+        let (_, waits) = run(PacerSpec { mode, max: Duration::from_secs(4), ..spec }, "FFFFFSSSSS", &mut random(1));
         assert_eq!(waits.iter().map(Duration::as_secs).collect::<Vec<_>>(), [1, 2, 3, 4, 4, 3, 2, 1, 0, 0]);
     }
 }
 
 #[test]
 fn modes_differ_in_what_a_failure_does_to_the_count() {
-    let down = |mode| run(PacerSpec { mode, ..plain(100, 2_000, 500, 3) }, "FSSFS", &mut dice(1)).0.metrics().down;
-    assert_eq!((down(Mode::Classic), down(Mode::Steady)), (1, 0));
+    let down =
+        |mode| run(PacerSpec { mode, ..plain(100, 2_000, 500, 3) }, "FSSFS", &mut random(1)).0.metrics().steps_down;
+    assert_eq!((down(PacerMode::Classic), down(PacerMode::Steady)), (1, 0));
 }
 
 #[test]
@@ -89,10 +96,10 @@ fn randomization_is_uniform_within_its_share_and_its_bound() {
         max_randomization,
         ..plain(1, 2_000, 500, 1)
     };
-    for mode in [Mode::Classic, Mode::Steady] {
+    for mode in [PacerMode::Classic, PacerMode::Steady] {
         for (bound, spread) in [(Duration::from_secs(120), 400), (Duration::from_millis(50), 50)] {
             let spec = PacerSpec { mode, ..second(bound) };
-            let mut rng = dice(7);
+            let mut rng = random(7);
             let drawn: Vec<u128> = (0..20_000).map(|_| run(spec, "FF", &mut rng).1[1].as_micros()).collect();
             let low = 2_000_000 - spread * 1_000;
             let mut tenths = [0_u32; 10];
@@ -110,20 +117,20 @@ fn randomization_is_uniform_within_its_share_and_its_bound() {
 fn steady_pacers_at_the_longest_wait_still_differ() {
     let waits = |mode| -> BTreeSet<u64> {
         let ends = (0..1_000).map(|seed| {
-            let (pacer, _) = run(PacerSpec { mode, ..PacerSpec::default() }, &"F".repeat(60), &mut dice(seed));
+            let (pacer, _) = run(PacerSpec { mode, ..PacerSpec::default() }, &"F".repeat(60), &mut random(seed));
             assert!(pacer.interval() <= Duration::from_secs(900));
             pacer.interval().as_secs()
         });
         ends.collect()
     };
-    let steady = waits(Mode::Steady);
+    let steady = waits(PacerMode::Steady);
     assert!(steady.len() > 60 && *steady.last().unwrap() > 800, "{} seconds: {steady:?}", steady.len());
 }
 
 #[test]
 fn what_makes_no_sense_is_refused() {
     let spec = PacerSpec::default();
-    let growth = |up, down| PacerSpec { growth: Growth::Exponential { up, down }, ..spec };
+    let growth = |up, down| PacerSpec { growth: PacerGrowth::Exponential { up, down }, ..spec };
     let rows = [
         (PacerSpec { initial: Duration::ZERO, ..spec }, "initial must not be 0"),
         (PacerSpec { successes: 0, ..spec }, "successes must not be 0"),
@@ -137,71 +144,71 @@ fn what_makes_no_sense_is_refused() {
         (PacerSpec { randomization: 1_001, ..spec }, "a share is up to 1000 thousandths, not 1001"),
     ];
     for (spec, message) in rows {
-        assert_eq!(Pacer::new(spec).unwrap_err().to_string(), message);
+        assert_eq!(LocalPacer::new(spec).unwrap_err().to_string(), message);
     }
     let beyond = PacerSpec { max: MAX_INTERVAL + Duration::from_nanos(1), ..spec };
-    assert!(matches!(Pacer::new(beyond), Err(PacerError::Max { .. })));
-    assert!(Pacer::new(spec).is_ok());
+    assert!(matches!(LocalPacer::new(beyond), Err(PacerError::InvalidMax { .. })));
+    assert!(LocalPacer::new(spec).is_ok());
 }
 
 #[test]
 fn a_shared_pacer_stays_within_what_stores_count() {
-    let spec = PacerSpec { max: MAX_SHARED_STEP, growth: Growth::Linear, ..PacerSpec::default() };
-    let beyond = SharedPacer::new(spec).unwrap_err();
+    let spec = PacerSpec { max: MAX_SHARED_STEP, growth: PacerGrowth::Linear, ..PacerSpec::default() };
+    let beyond = SharedPacerRules::new(spec).unwrap_err();
     assert_eq!(
         beyond.to_string(),
         "a failure at the longest wait would make 2251800.313685248s of it before it is cut, and stores that are shared \
          count up to 2251799.813685248s: a shorter longest wait or a smaller factor is needed"
     );
-    assert!(SharedPacer::new(PacerSpec { max: MAX_SHARED_STEP - spec.initial, ..spec }).is_ok());
-    let steep = PacerSpec { growth: Growth::Exponential { up: u32::MAX, down: 500 }, ..PacerSpec::default() };
-    assert!(matches!(SharedPacer::new(steep), Err(PacerError::SharedStep { .. })));
+    assert!(SharedPacerRules::new(PacerSpec { max: MAX_SHARED_STEP - spec.initial, ..spec }).is_ok());
+    let steep = PacerSpec { growth: PacerGrowth::Exponential { up: u32::MAX, down: 500 }, ..PacerSpec::default() };
+    assert!(matches!(SharedPacerRules::new(steep), Err(PacerError::SharedStepTooLarge { .. })));
     let zero = PacerSpec { successes: 0, ..PacerSpec::default() };
-    assert_eq!(SharedPacer::new(zero).unwrap_err(), PacerError::Zero { setting: "successes" });
+    assert_eq!(SharedPacerRules::new(zero).unwrap_err(), PacerError::Zero { setting: "successes" });
 }
 
 #[test]
 fn a_shared_pace_is_forgotten_once_nobody_tells_it_of_calls() {
-    let pacer = SharedPacer::new(PacerSpec::default()).unwrap();
+    let pacer = SharedPacerRules::new(PacerSpec::default()).unwrap();
     let (start, longest) = (Time::from_secs(1_700_000_000), Span::from_secs(3_600 + 900));
-    let mut tempo = Tempo::default();
-    assert_eq!(pacer.told(&mut tempo, false, 0, start).after, 0);
-    assert_eq!(tempo, Tempo::default(), "nothing to remember");
-    pacer.told(&mut tempo, true, 0, start);
+    let mut tempo = PacerState::default();
+    assert_eq!(pacer.record_call(&mut tempo, false, 0, start).after, 0);
+    assert_eq!(tempo, PacerState::default(), "nothing to remember");
+    pacer.record_call(&mut tempo, true, 0, start);
     assert_eq!((tempo.wait(), pacer.idle_at(&tempo)), (Duration::from_millis(500), start + longest));
-    pacer.told(&mut tempo, false, 0, start + longest - Span::from_micros(1));
+    pacer.record_call(&mut tempo, false, 0, start + longest - Span::from_micros(1));
     let idle_at = pacer.idle_at(&tempo);
     assert!(idle_at > start + longest.times(2) - Span::from_secs(1) && tempo.interval > 0);
-    assert_eq!(pacer.told(&mut tempo, true, 0, idle_at).before, 0);
+    assert_eq!(pacer.record_call(&mut tempo, true, 0, idle_at).before, 0);
     // By a clock that was a year ahead it isn't kept for longer.
-    pacer.told(&mut tempo, true, 0, start + Span::from_secs(365 * 86_400));
-    pacer.settle(&mut tempo, start);
+    pacer.record_call(&mut tempo, true, 0, start + Span::from_secs(365 * 86_400));
+    pacer.refresh(&mut tempo, start);
     assert_eq!(pacer.idle_at(&tempo), start + longest);
 }
 
 #[test]
 fn a_pace_that_was_come_to_elsewhere_is_kept_at_the_least() {
-    let pacer = SharedPacer::new(PacerSpec { max: Duration::from_secs(8), ..PacerSpec::default() }).unwrap();
-    let (now, mut tempo) = (Time::from_secs(1_700_000_000), Tempo::default());
+    let pacer = SharedPacerRules::new(PacerSpec { max: Duration::from_secs(8), ..PacerSpec::default() }).unwrap();
+    let (now, mut tempo) = (Time::from_secs(1_700_000_000), PacerState::default());
     let mut at_least = |nanos| {
-        pacer.at_least(&mut tempo, nanos, now);
+        pacer.raise_to(&mut tempo, nanos, now);
         tempo.interval / 1_000_000
     };
     let told = [0, 1, 2_000_000_000, 1_000_000_000, u64::MAX].map(&mut at_least);
     assert_eq!(told, [0, 500, 2_000, 2_000, 8_000]);
     // Another one's settings may have led outside of one's own.
-    let wider = SharedPacer::new(PacerSpec { max: Duration::from_secs(60), ..PacerSpec::default() }).unwrap();
-    let mut tempo = Tempo::default();
-    wider.at_least(&mut tempo, 60_000_000_000, now);
-    pacer.settle(&mut tempo, now);
+    let wider = SharedPacerRules::new(PacerSpec { max: Duration::from_secs(60), ..PacerSpec::default() }).unwrap();
+    let mut tempo = PacerState::default();
+    wider.raise_to(&mut tempo, 60_000_000_000, now);
+    pacer.refresh(&mut tempo, now);
     assert_eq!(tempo.wait(), Duration::from_secs(8));
 }
 
 fn any_spec() -> impl Strategy<Value = PacerSpec> {
     let growth = prop_oneof![
-        Just(Growth::Linear),
-        (1_001_u32..20_000, 1_u16..1_000).prop_map(|(up, down)| Growth::Exponential { up, down }),
-        Just(Growth::Exponential { up: u32::MAX, down: 999 }),
+        Just(PacerGrowth::Linear),
+        (1_001_u32..20_000, 1_u16..1_000).prop_map(|(up, down)| PacerGrowth::Exponential { up, down }),
+        Just(PacerGrowth::Exponential { up: u32::MAX, down: 999 }),
     ];
     let nanos = prop_oneof![1..1_000_u64, 1..10_000_000_000_u64, Just(i64::MAX as u64)];
     (nanos.clone(), nanos.clone(), nanos, growth, 0_u16..=1_000, 1_u32..6).prop_map(
@@ -212,7 +219,7 @@ fn any_spec() -> impl Strategy<Value = PacerSpec> {
             randomization,
             max_randomization: Duration::from_nanos(max_randomization),
             successes,
-            mode: Mode::Steady,
+            mode: PacerMode::Steady,
         },
     )
 }
@@ -241,19 +248,19 @@ impl rand::TryRng for Word {
 proptest! {
     #[test]
     fn a_shared_pacer_steps_as_one_of_ones_own(spec in any_spec(), classic: bool, seed: u64, outcomes in "[FS]{1,200}") {
-        let spec = PacerSpec { mode: if classic { Mode::Classic } else { Mode::Steady }, ..spec };
-        let Ok(shared) = SharedPacer::new(spec) else { return Ok(()) };
-        let (mut own, mut rng) = (Pacer::new(spec).unwrap(), dice(seed));
-        let (mut tempo, mut metrics, now) = (Tempo::default(), Metrics::default(), Time::from_secs(1_700_000_000));
+        let spec = PacerSpec { mode: if classic { PacerMode::Classic } else { PacerMode::Steady }, ..spec };
+        let Ok(shared) = SharedPacerRules::new(spec) else { return Ok(()) };
+        let (mut own, mut rng) = (LocalPacer::new(spec).unwrap(), random(seed));
+        let (mut tempo, mut metrics, now) = (PacerState::default(), PacerMetrics::default(), Time::from_secs(1_700_000_000));
         for outcome in outcomes.chars() {
             let (failed, draw) = (outcome == 'F', Rng::next_u32(&mut rng));
-            let step = shared.told(&mut tempo, failed, draw, now);
+            let step = shared.record_call(&mut tempo, failed, draw, now);
             let wait = if failed { Some(own.failed(&mut Word(draw))) } else { own.succeeded(&mut Word(draw)) };
             prop_assert_eq!(Duration::from_nanos(step.after), own.interval());
-            prop_assert_eq!(shared.tempo(step, now), tempo);
+            prop_assert_eq!(shared.state_after(step, now), tempo);
             let paused = (failed || step.before > 0).then(|| Duration::from_nanos(step.after));
             prop_assert_eq!(paused, wait);
-            metrics.told(failed, !failed && shared.is_down(step), paused);
+            metrics.record(failed, !failed && shared.is_down(step), paused);
             prop_assert_eq!(metrics, own.metrics());
         }
         prop_assert_eq!(shared.spec(), spec);
@@ -261,7 +268,7 @@ proptest! {
 
     #[test]
     fn steady_never_steps_the_wrong_way(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
-        let (mut pacer, mut rng) = (Pacer::new(spec).unwrap(), dice(seed));
+        let (mut pacer, mut rng) = (LocalPacer::new(spec).unwrap(), random(seed));
         // From here on, jitter has no room below the longest.
         let (max, share) = (spec.max.as_nanos(), u128::from(spec.randomization));
         let summit = max - (max * share / (1_000 + share)).min(spec.max_randomization.as_nanos());
@@ -272,11 +279,11 @@ proptest! {
                 prop_assert_eq!(after > before, before.as_nanos() < summit);
                 prop_assert!(after >= before);
             } else {
-                let steps = pacer.metrics().down;
+                let steps = pacer.metrics().steps_down;
                 let wait = pacer.succeeded(&mut rng);
                 prop_assert_eq!(wait.is_none(), before.is_zero());
                 let after = wait.unwrap_or_default();
-                prop_assert_eq!(after < before, pacer.metrics().down > steps);
+                prop_assert_eq!(after < before, pacer.metrics().steps_down > steps);
                 prop_assert!(after <= before);
             }
             prop_assert!(pacer.interval().is_zero() || (spec.initial..=spec.max).contains(&pacer.interval()));
@@ -285,14 +292,14 @@ proptest! {
 
     #[test]
     fn classic_keeps_its_bounds_and_its_sums(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
-        let (pacer, waits) = run(PacerSpec { mode: Mode::Classic, ..spec }, &outcomes, &mut dice(seed));
+        let (pacer, waits) = run(PacerSpec { mode: PacerMode::Classic, ..spec }, &outcomes, &mut random(seed));
         for wait in &waits {
             prop_assert!(wait.is_zero() || (spec.initial..=spec.max).contains(wait));
         }
         let metrics = pacer.metrics();
-        prop_assert_eq!(metrics.invocations, outcomes.len() as u64);
-        prop_assert_eq!(metrics.up, outcomes.matches('F').count() as u64);
-        prop_assert_eq!(metrics.total, waits.iter().fold(Duration::ZERO, |sum, wait| sum.saturating_add(*wait)));
-        prop_assert!(metrics.up <= metrics.slept && metrics.slept <= metrics.invocations);
+        prop_assert_eq!(metrics.calls, outcomes.len() as u64);
+        prop_assert_eq!(metrics.steps_up, outcomes.matches('F').count() as u64);
+        prop_assert_eq!(metrics.total_wait, waits.iter().fold(Duration::ZERO, |sum, wait| sum.saturating_add(*wait)));
+        prop_assert!(metrics.steps_up <= metrics.waits && metrics.waits <= metrics.calls);
     }
 }

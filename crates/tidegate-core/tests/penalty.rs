@@ -1,20 +1,21 @@
 //! Strikes, blocks, parole and forgiveness as a client meets them.
 
-use tidegate_core::batch::{Ask, Terms};
-use tidegate_core::penalty::Record;
+use tidegate_core::batch::{BatchContext, OpContext};
+use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::state::Usage;
 use tidegate_core::{
-    Key, Kind, Limit, LimitId, Op, Penalty, PenaltyMode, PenaltySpec, Reason, Span, State, Time, Verb, Verdict, Window,
+    Key, KeyState, Limit, LimitId, LimitKind, Op, Penalty, PenaltyMode, PenaltySpec, Reason, Span, Time, Verb, Verdict,
+    Window,
 };
-use tidegate_testkit::desk::{Desk, at, doubling, id, key, window};
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::fixtures::{TestLimiter, client_key, doubling_penalty, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 const MINUTE: Span = Span::from_secs(60);
 const LADDER: [u64; 14] = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3600, 3600, 3600];
 
 fn login(mode: PenaltyMode) -> Limit {
-    window(5, 60).with_penalty(doubling(2, 3600, mode, MINUTE))
+    window_limit(5, 60).with_penalty(doubling_penalty(2, 3600, mode, MINUTE))
 }
 
 fn secs(span: Option<Span>) -> Option<f64> {
@@ -23,14 +24,14 @@ fn secs(span: Option<Span>) -> Option<f64> {
 
 #[test]
 fn the_ladder() {
-    let desk = Desk::new([login(PenaltyMode::Parole)]);
+    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     for left in (0..5).rev() {
-        let decision = desk.call(1, at(0));
+        let decision = desk.call(1, test_time(0));
         assert!(decision.allowed && !decision.blocked);
         assert_eq!((decision.remaining, decision.limit, decision.reason), (Some(left), Some(5), Reason::Ok));
         assert_eq!((decision.retry_after, decision.backoff, decision.next_allowed_at), (None, None, None));
     }
-    let mut now = at(0);
+    let mut now = test_time(0);
     for (round, block) in LADDER.into_iter().enumerate() {
         let refused = desk.call(1, now);
         assert!(!refused.allowed && refused.blocked, "round {round}");
@@ -68,46 +69,46 @@ fn the_ladder() {
 
 #[test]
 fn the_first_refusals_to_the_millisecond() {
-    let desk = Desk::new([login(PenaltyMode::Parole)]);
+    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     for _ in 0..5 {
-        desk.call(1, at(0));
+        desk.call(1, test_time(0));
     }
-    assert_eq!(secs(desk.call(1, at(0)).retry_after), Some(2.0));
-    assert_eq!(secs(desk.call(1, at(1_999)).retry_after), Some(0.001));
-    assert!(desk.call(1, at(2_000)).allowed);
-    assert_eq!(secs(desk.call(1, at(2_000)).retry_after), Some(4.0));
-    assert!(!desk.call(1, at(5_999)).allowed);
-    assert!(desk.call(1, at(6_000)).allowed);
-    assert_eq!(secs(desk.call(1, at(6_001)).retry_after), Some(8.0));
-    assert!(desk.call(2, at(6_001)).allowed, "another client");
+    assert_eq!(secs(desk.call(1, test_time(0)).retry_after), Some(2.0));
+    assert_eq!(secs(desk.call(1, test_time(1_999)).retry_after), Some(0.001));
+    assert!(desk.call(1, test_time(2_000)).allowed);
+    assert_eq!(secs(desk.call(1, test_time(2_000)).retry_after), Some(4.0));
+    assert!(!desk.call(1, test_time(5_999)).allowed);
+    assert!(desk.call(1, test_time(6_000)).allowed);
+    assert_eq!(secs(desk.call(1, test_time(6_001)).retry_after), Some(8.0));
+    assert!(desk.call(2, test_time(6_001)).allowed, "another client");
 }
 
 #[test]
 fn the_window_is_kept_through_blocks() {
-    let desk = Desk::new([login(PenaltyMode::Parole)]);
+    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     for second in 0..5 {
-        desk.call(1, at(second * 1000));
+        desk.call(1, test_time(second * 1000));
     }
-    assert!(!desk.call(1, at(5_000)).allowed);
-    assert!(desk.call(1, at(7_000)).allowed, "on parole");
+    assert!(!desk.call(1, test_time(5_000)).allowed);
+    assert!(desk.call(1, test_time(7_000)).allowed, "on parole");
     // Six calls of 0, 1, 2, 3, 4 and 7 s: the window has room again when two of them have left it.
-    assert!(!desk.fork().peek(1, at(60_999)).allowed);
-    assert_eq!(desk.fork().peek(1, at(61_000)).reason, Reason::Ok);
+    assert!(!desk.fork().peek(1, test_time(60_999)).allowed);
+    assert_eq!(desk.fork().peek(1, test_time(61_000)).reason, Reason::Ok);
 }
 
 #[test]
 fn a_smaller_call_uses_the_parole_and_a_larger_one_does_not() {
-    let desk = Desk::new([login(PenaltyMode::Parole)]);
-    assert!(desk.take(1, 4, at(0)).allowed);
-    assert_eq!(secs(desk.take(1, 3, at(0)).retry_after), Some(2.0));
+    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
+    assert!(desk.take(1, 4, test_time(0)).allowed);
+    assert_eq!(secs(desk.take(1, 3, test_time(0)).retry_after), Some(2.0));
     let larger = desk.fork();
-    let refused = larger.take(1, 4, at(2_000));
+    let refused = larger.take(1, 4, test_time(2_000));
     assert_eq!((refused.allowed, secs(refused.retry_after)), (false, Some(4.0)));
     let smaller = desk.fork();
-    assert_eq!(smaller.take(1, 1, at(2_000)).reason, Reason::Ok, "there is room for one");
-    assert_eq!(smaller.take(1, 2, at(2_000)).reason, Reason::Parole, "kept: there was none for three");
-    assert!(!smaller.take(1, 1, at(2_000)).allowed, "used up");
-    let during = desk.fork().take(1, 4, at(1_000));
+    assert_eq!(smaller.take(1, 1, test_time(2_000)).reason, Reason::Ok, "there is room for one");
+    assert_eq!(smaller.take(1, 2, test_time(2_000)).reason, Reason::Parole, "kept: there was none for three");
+    assert!(!smaller.take(1, 1, test_time(2_000)).allowed, "used up");
+    let during = desk.fork().take(1, 4, test_time(1_000));
     assert_eq!(secs(during.retry_after), Some(59.0), "a larger call can't come back on this parole");
 }
 
@@ -116,38 +117,43 @@ fn a_parole_is_kept_while_another_limit_refuses() {
     for all in [false, true] {
         let mut first = login(PenaltyMode::Parole);
         if all {
-            first = first.counting(tidegate_core::Count::All);
+            first = first.with_count_mode(tidegate_core::CountMode::All);
         }
-        let desk = Desk::new([first, window(1, 10)]);
+        let desk = TestLimiter::new([first, window_limit(1, 10)]);
         for _ in 0..5 {
-            desk.under(tidegate_core::Verb::Take, &[(id(0), 1)], 1, at(0));
+            desk.apply(tidegate_core::Verb::Take, &[(limit_id(0), 1)], 1, test_time(0));
         }
-        assert!(!desk.under(tidegate_core::Verb::Take, &[(id(0), 1)], 1, at(0)).allowed);
-        desk.under(tidegate_core::Verb::Take, &[(id(1), 1)], 1, at(1_000));
-        assert!(!desk.call(1, at(3_000)).allowed, "the second limit is full");
-        let later = desk.call(1, at(11_000));
+        assert!(!desk.apply(tidegate_core::Verb::Take, &[(limit_id(0), 1)], 1, test_time(0)).allowed);
+        desk.apply(tidegate_core::Verb::Take, &[(limit_id(1), 1)], 1, test_time(1_000));
+        assert!(!desk.call(1, test_time(3_000)).allowed, "the second limit is full");
+        let later = desk.call(1, test_time(11_000));
         assert_eq!((later.allowed, later.reason), (true, Reason::Parole), "count = all: {all}");
-        assert!(!desk.call(1, at(21_000)).allowed, "used up");
+        assert!(!desk.call(1, test_time(21_000)).allowed, "used up");
     }
 }
 
 #[test]
 fn a_parole_outlives_its_strike() {
     let spec = PenaltySpec { forgive_after: Some(Span::from_secs(1)), ..PenaltySpec::default() };
-    let desk = Desk::new([window(1, 60).with_penalty(Penalty::new(spec, MINUTE).unwrap())]);
-    assert!(desk.call(1, at(0)).allowed);
-    assert_eq!(secs(desk.call(1, at(0)).retry_after), Some(2.0));
-    let late = desk.call(1, at(30_000));
+    let desk = TestLimiter::new([window_limit(1, 60).with_penalty(Penalty::new(spec, MINUTE).unwrap())]);
+    assert!(desk.call(1, test_time(0)).allowed);
+    assert_eq!(secs(desk.call(1, test_time(0)).retry_after), Some(2.0));
+    let late = desk.call(1, test_time(30_000));
     assert_eq!((late.allowed, late.reason), (true, Reason::Parole));
-    assert_eq!(secs(desk.call(1, at(30_000)).retry_after), Some(2.0), "the strike itself was forgiven");
+    assert_eq!(secs(desk.call(1, test_time(30_000)).retry_after), Some(2.0), "the strike itself was forgiven");
 }
 
 #[test]
 fn the_smallest_log_takes_a_parole() {
     let window = Window::new(1, MINUTE, 1).unwrap();
-    let desk = Desk::new([Limit::new(Kind::Window(window)).with_penalty(doubling(2, 8, PenaltyMode::Parole, MINUTE))]);
-    assert!(desk.call(1, at(0)).allowed);
-    let mut now = at(0);
+    let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(doubling_penalty(
+        2,
+        8,
+        PenaltyMode::Parole,
+        MINUTE,
+    ))]);
+    assert!(desk.call(1, test_time(0)).allowed);
+    let mut now = test_time(0);
     for _ in 0..20 {
         now = desk.call(1, now).next_allowed_at.unwrap();
         assert!(desk.call(1, now).allowed);
@@ -167,8 +173,8 @@ fn forgiveness() {
         (10_800_000, 2),
         (1_000_000_000, 2),
     ] {
-        let desk = Desk::new([login(PenaltyMode::Parole)]);
-        let mut now = at(0);
+        let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
+        let mut now = test_time(0);
         for block in [2, 4, 8] {
             while desk.fork().call(1, now).allowed {
                 desk.call(1, now);
@@ -186,15 +192,15 @@ fn forgiveness() {
 
 #[test]
 fn a_refusal_in_a_block_does_not_delay_forgiveness() {
-    let quiet = Desk::new([login(PenaltyMode::Parole)]);
+    let quiet = TestLimiter::new([login(PenaltyMode::Parole)]);
     for _ in 0..6 {
-        quiet.call(1, at(0));
+        quiet.call(1, test_time(0));
     }
     let loud = quiet.fork();
     for millis in 0..2_000 {
-        loud.call(1, at(millis));
+        loud.call(1, test_time(millis));
     }
-    let later = at(2_000 + 3_600_000);
+    let later = test_time(2_000 + 3_600_000);
     assert_eq!(quiet.store().snapshot(later), loud.store().snapshot(later));
     for desk in [quiet, loud] {
         for _ in 0..5 {
@@ -206,23 +212,23 @@ fn a_refusal_in_a_block_does_not_delay_forgiveness() {
 
 #[test]
 fn strict_tells_the_longer_of_block_and_window() {
-    let desk = Desk::new([login(PenaltyMode::Strict)]);
+    let desk = TestLimiter::new([login(PenaltyMode::Strict)]);
     for second in 0..5 {
-        assert!(desk.call(1, at(second * 1000)).allowed);
+        assert!(desk.call(1, test_time(second * 1000)).allowed);
     }
-    let refused = desk.call(1, at(5_000));
+    let refused = desk.call(1, test_time(5_000));
     assert_eq!((secs(refused.retry_after), secs(refused.backoff)), (Some(55.0), Some(2.0)));
-    assert_eq!(refused.next_allowed_at, Some(at(60_000)));
+    assert_eq!(refused.next_allowed_at, Some(test_time(60_000)));
     let again = desk.fork();
-    let served = again.call(1, at(7_000));
+    let served = again.call(1, test_time(7_000));
     assert_eq!(
         (secs(served.retry_after), secs(served.backoff)),
         (Some(53.0), Some(4.0)),
         "nothing passes a full window"
     );
-    assert!(!desk.fork().call(1, at(59_999)).allowed);
-    assert_eq!(desk.call(1, at(60_000)).reason, Reason::Ok);
-    let mut now = at(60_000);
+    assert!(!desk.fork().call(1, test_time(59_999)).allowed);
+    assert_eq!(desk.call(1, test_time(60_000)).reason, Reason::Ok);
+    let mut now = test_time(60_000);
     for strike in 0..8 {
         while desk.fork().call(1, now).allowed {
             desk.call(1, now);
@@ -238,8 +244,8 @@ fn strict_tells_the_longer_of_block_and_window() {
 #[test]
 fn a_ban_is_flat() {
     let ban = Penalty::ban(Span::from_secs(600), MINUTE).unwrap();
-    let desk = Desk::new([window(5, 60).with_penalty(ban)]);
-    let mut now = at(0);
+    let desk = TestLimiter::new([window_limit(5, 60).with_penalty(ban)]);
+    let mut now = test_time(0);
     for round in 0..5 {
         for call in 0..5 {
             assert!(desk.call(1, now).allowed, "round {round}, call {call}");
@@ -255,26 +261,26 @@ fn a_ban_is_flat() {
 fn the_billionth_strike() {
     let limit = login(PenaltyMode::Parole);
     let penalty = *limit.penalty().unwrap();
-    let mut record = Record::default();
-    let mut now = at(0);
-    let relative = |record: &Record, now: Time| (record.strikes, record.parole, record.until.since(now));
+    let mut record = PenaltyRecord::default();
+    let mut now = test_time(0);
+    let relative = |record: &PenaltyRecord, now: Time| (record.strikes, record.parole, record.blocked_until.since(now));
     for _ in 0..12 {
         penalty.strike(&mut record, 1, now);
-        now = record.until;
+        now = record.blocked_until;
     }
     let fixed = relative(&record, now);
-    for _ in 0..count(100_000, 600_000) {
+    for _ in 0..case_count(100_000, 600_000) {
         penalty.strike(&mut record, 1, now);
         assert_eq!(relative(&record, now).2, Span::from_secs(3600));
-        now = record.until;
+        now = record.blocked_until;
         assert_eq!(relative(&record, now), fixed);
     }
     for strikes in [12, 13, u8::MAX] {
-        let record = Record { until: at(0), parole: u64::MAX, strikes };
-        let mut state = State::new(Usage::None, record);
+        let record = PenaltyRecord { blocked_until: test_time(0), parole: u64::MAX, strikes };
+        let mut state = KeyState::new(Usage::None, record);
         let op = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
-        let ask = Ask { op: &op, limit: &limit, terms: Terms::default(), now: at(0) };
-        let mut outcome = state.judge(&ask);
+        let ask = OpContext { op: &op, limit: &limit, batch: BatchContext::default(), now: test_time(0) };
+        let mut outcome = state.evaluate(&ask);
         outcome.verdict = Verdict::Refused;
         state.strike(&ask, &mut outcome);
         assert_eq!((outcome.block, outcome.strikes), (Span::from_secs(3600), 12));
@@ -284,23 +290,23 @@ fn the_billionth_strike() {
 /// However a client abuses its paroles, no window holds more than log2(cap ÷ base) + ⌈W ÷ cap⌉ calls too many.
 #[test]
 fn what_abuse_gains_is_bounded() {
-    property::check(count(1_000, 20_000), 400, |mut dice| {
-        let span = Span::from_millis(dice.between(1_000, 100_000));
-        let base = Span::from_millis(dice.between(1, 4_000));
-        let cap = base.times(dice.pick(&[1, 2, 3, 8, 100, 1800]));
-        let limit = dice.between(1, 6);
+    property::check(case_count(1_000, 20_000), 400, |mut random| {
+        let span = Span::from_millis(random.between(1_000, 100_000));
+        let base = Span::from_millis(random.between(1, 4_000));
+        let cap = base.times(random.pick(&[1, 2, 3, 8, 100, 1800]));
+        let limit = random.between(1, 6);
         let spec = PenaltySpec { base, cap, ..PenaltySpec::default() };
         let window = Window::new(limit, span, 64).map_err(|error| error.to_string())?;
         let penalty = Penalty::new(spec, span).map_err(|error| error.to_string())?;
-        let desk = Desk::new([Limit::new(Kind::Window(window)).with_penalty(penalty)]);
+        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(penalty)]);
         let mut admitted: Vec<Time> = Vec::new();
-        let mut now = at(0);
-        while !dice.exhausted() {
+        let mut now = test_time(0);
+        while !random.is_exhausted() {
             let decision = desk.call(1, now);
             if decision.allowed {
                 admitted.push(now);
             }
-            now = abuse(&mut dice, now, decision.next_allowed_at, span);
+            now = abuse(&mut random, now, decision.next_allowed_at, span);
         }
         for (last, &end) in admitted.iter().enumerate() {
             let held = admitted[..=last].iter().filter(|&&moment| end.since(moment) < span).count() as u64;
@@ -315,30 +321,31 @@ fn what_abuse_gains_is_bounded() {
     });
 }
 
-fn abuse(dice: &mut Dice, now: Time, told: Option<Time>, span: Span) -> Time {
-    match (told, dice.below(16)) {
+fn abuse(random: &mut RandomSource, now: Time, told: Option<Time>, span: Span) -> Time {
+    match (told, random.below(16)) {
         (Some(told), 0..=12) => told,
-        (_, 13) => now + Span::from_micros(dice.below(span.as_micros() * 2)),
-        (_, 14) => now + Span::from_micros(dice.below(1_000)),
+        (_, 13) => now + Span::from_micros(random.below(span.as_micros() * 2)),
+        (_, 14) => now + Span::from_micros(random.below(1_000)),
         _ => now,
     }
 }
 
 #[test]
 fn calls_during_a_block_change_nothing_under_any_plan() {
-    property::check(count(400, 8_000), 1_500, |dice| {
-        let mut world = tidegate_testkit::world::World::new(dice, tidegate_testkit::world::Wanted::Plain);
-        let desk = Desk::over(std::sync::Arc::clone(world.limits()));
-        while !world.dice().exhausted() {
-            let now = world.pass_time();
-            let call = world.call();
+    property::check(case_count(400, 8_000), 1_500, |random| {
+        let mut world =
+            tidegate_testkit::traffic::TrafficGenerator::new(random, tidegate_testkit::traffic::PlanContents::Simple);
+        let desk = TestLimiter::with_shared_limits(std::sync::Arc::clone(world.limits()));
+        while !world.random().is_exhausted() {
+            let now = world.advance_clock();
+            let call = world.take_batch();
             let before = desk.store().snapshot(now);
-            let (decision, outcomes) = desk.ask(&call, now);
+            let (decision, outcomes) = desk.decide(&call, now);
             let blocked = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Blocked);
             if blocked && (decision.allowed || desk.store().snapshot(now) != before) {
                 return Err(format!("a call during a block: {decision:?}"));
             }
-            world.heard(&outcomes);
+            world.record_outcomes(&outcomes);
         }
         Ok(())
     });
@@ -346,24 +353,24 @@ fn calls_during_a_block_change_nothing_under_any_plan() {
 
 #[test]
 fn penalties_never_waive_a_quota_or_a_permit() {
-    let hour = std::sync::Arc::new(tidegate_core::quota::Every(Span::from_secs(3600)));
-    let quota = Kind::Quota(tidegate_core::Quota::new(1, hour).unwrap());
-    let permits = Kind::Concurrency(tidegate_core::Concurrency::new(1, MINUTE).unwrap());
+    let hour = std::sync::Arc::new(tidegate_core::quota::FixedPeriods(Span::from_secs(3600)));
+    let quota = LimitKind::Quota(tidegate_core::Quota::new(1, hour).unwrap());
+    let permits = LimitKind::Concurrency(tidegate_core::Concurrency::new(1, MINUTE).unwrap());
     for kind in [quota, permits] {
-        let limit = Limit::new(kind).with_penalty(doubling(2, 3600, PenaltyMode::Parole, MINUTE));
-        let desk = Desk::new([limit]);
-        let op = |cost| tidegate_core::Op::new(id(0), tidegate_core::Verb::Take, key(1), cost);
+        let limit = Limit::new(kind).with_penalty(doubling_penalty(2, 3600, PenaltyMode::Parole, MINUTE));
+        let desk = TestLimiter::new([limit]);
+        let op = |cost| tidegate_core::Op::new(limit_id(0), tidegate_core::Verb::Take, client_key(1), cost);
         let ask = |holder, now| {
             let mut batch = tidegate_core::Batch::new(holder);
             batch.push(op(1)).unwrap();
-            desk.ask(&batch, now).0
+            desk.decide(&batch, now).0
         };
-        assert!(ask(1, at(0)).allowed);
-        let refused = ask(2, at(0));
+        assert!(ask(1, test_time(0)).allowed);
+        let refused = ask(2, test_time(0));
         let wait = refused.retry_after.unwrap();
         assert!(wait > Span::from_secs(2), "{wait}: the longer of block and room");
-        assert!(!ask(3, at(2_000)).allowed, "no parole");
-        let told = ask(4, at(2_001)).retry_after.unwrap();
-        assert!(ask(5, at(2_001) + told).allowed);
+        assert!(!ask(3, test_time(2_000)).allowed, "no parole");
+        let told = ask(4, test_time(2_001)).retry_after.unwrap();
+        assert!(ask(5, test_time(2_001) + told).allowed);
     }
 }

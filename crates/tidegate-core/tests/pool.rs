@@ -3,9 +3,9 @@
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::{Balance, Pool, Span, Time};
-use tidegate_testkit::desk::at;
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Credential {
@@ -33,17 +33,17 @@ fn choices(balance: Balance, most: u32, credentials: &[Credential], last: Option
 
 #[test]
 fn notes_agree_with_the_model() {
-    property::check(count(2_000, 40_000), 600, |mut dice| {
-        let balance = dice.pick(&[Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed]);
-        let size = dice.between(1, 9) as usize;
-        let most = dice.pick(&[u32::MAX, 1, 3]);
+    property::check(case_count(2_000, 40_000), 600, |mut random| {
+        let balance = random.pick(&[Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed]);
+        let size = random.between(1, 9) as usize;
+        let most = random.pick(&[u32::MAX, 1, 3]);
         let mut pool = Pool::new(balance, size).map_err(|error| error.to_string())?.with_max_in_flight(most);
-        let mut rng = SmallRng::seed_from_u64(dice.word());
+        let mut rng = SmallRng::seed_from_u64(random.next_u64());
         let mut credentials = vec![Credential::default(); size];
-        let (mut last, mut uses, mut now) = (None, 0, at(0));
-        while !dice.exhausted() {
-            let any = dice.below(size as u64) as usize;
-            let until = now + Span::from_micros(dice.below(200_000));
+        let (mut last, mut uses, mut now) = (None, 0, test_time(0));
+        while !random.is_exhausted() {
+            let any = random.below(size as u64) as usize;
+            let until = now + Span::from_micros(random.below(200_000));
             let named = pool.next(now, &mut rng);
             let expected = choices(balance, most, &credentials, last, now);
             if !named.map_or(expected.is_empty(), |named| expected.contains(&named)) {
@@ -59,7 +59,7 @@ fn notes_agree_with_the_model() {
             if pool.is_busy() != busy {
                 return Err(format!("busy {}, expected {busy}: {credentials:?}", pool.is_busy()));
             }
-            match (dice.below(8), named) {
+            match (random.below(8), named) {
                 (0..=3, Some(named)) => {
                     pool.used(named);
                     uses += 1;
@@ -83,7 +83,7 @@ fn notes_agree_with_the_model() {
                 }
                 // Nobody is good: the earliest moment is waited for.
                 (_, None) if !earliest.is_never() => now = earliest,
-                _ => now = now + Span::from_micros(dice.below(100_000)),
+                _ => now = now + Span::from_micros(random.below(100_000)),
             }
         }
         Ok(())
@@ -94,15 +94,15 @@ fn notes_agree_with_the_model() {
 #[test]
 fn a_large_pool_is_used_evenly() {
     for balance in [Balance::RoundRobin, Balance::LeastRecentlyUsed] {
-        let mut dice = Dice::seeded(2);
+        let mut random = RandomSource::from_seed(2);
         let mut rng = SmallRng::seed_from_u64(2);
         let mut pool = Pool::new(balance, 1_000).expect("a pool");
         let mut uses = [0_u32; 1_000];
         for millis in 0..100_000 {
-            if dice.percent(5) {
-                pool.not_before(dice.below(1_000) as usize, at(millis + 20), at(millis));
+            if random.chance(5) {
+                pool.not_before(random.below(1_000) as usize, test_time(millis + 20), test_time(millis));
             }
-            let named = pool.next(at(millis), &mut rng).expect("a thousand aren't all cooling");
+            let named = pool.next(test_time(millis), &mut rng).expect("a thousand aren't all cooling");
             pool.used(named);
             uses[named] += 1;
         }

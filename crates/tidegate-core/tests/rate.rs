@@ -1,17 +1,17 @@
 //! `rate` never exceeds its printed bound, in no window and after no idle time.
 
-use tidegate_core::rate::Arrival;
-use tidegate_core::{Kind, Limit, MAX_LIMIT, Rate, Span, Time};
-use tidegate_testkit::desk::{Desk, at};
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_core::rate::ArrivalTime;
+use tidegate_core::{Limit, LimitKind, MAX_LIMIT, Rate, Span, Time};
+use tidegate_testkit::fixtures::{TestLimiter, test_time};
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 const TEN_YEARS: Span = Span::from_secs(10 * 365 * 86_400);
 
-fn any_rate(dice: &mut Dice) -> Option<Rate> {
-    let number = dice.pick(&[1, 2, 3, 7, 10, 1_000, 999_983, MAX_LIMIT]);
-    let per = dice.pick(&[1, 7, 1_000, 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000]);
-    let burst = dice.pick(&[1, 2, 5, 20, 1_000, 1 << 20]);
+fn any_rate(random: &mut RandomSource) -> Option<Rate> {
+    let number = random.pick(&[1, 2, 3, 7, 10, 1_000, 999_983, MAX_LIMIT]);
+    let per = random.pick(&[1, 7, 1_000, 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000]);
+    let burst = random.pick(&[1, 2, 5, 20, 1_000, 1 << 20]);
     // Nothing that takes more than ten years to refill: time ends in 2112, and arrivals saturate there.
     let refill = u128::from(per) * u128::from(burst) / u128::from(number);
     Rate::new(number, Span::from_micros(per), burst).ok().filter(|_| refill < u128::from(TEN_YEARS.as_micros()))
@@ -24,8 +24,8 @@ fn check_bound(rate: &Rate, admitted: &[(Time, u64)]) -> Result<(), String> {
             held += cost;
             // Closed at both ends: the shortest window that holds both calls.
             let length = end.since(start);
-            if held > rate.bound(length) {
-                return Err(format!("{held} in {length}, bound {} of {rate:?}", rate.bound(length)));
+            if held > rate.max_in(length) {
+                return Err(format!("{held} in {length}, bound {} of {rate:?}", rate.max_in(length)));
             }
         }
     }
@@ -34,15 +34,15 @@ fn check_bound(rate: &Rate, admitted: &[(Time, u64)]) -> Result<(), String> {
 
 #[test]
 fn never_above_the_printed_bound() {
-    property::check(count(600, 10_000), 600, |mut dice| {
-        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
-        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+    property::check(case_count(600, 10_000), 600, |mut random| {
+        let Some(rate) = any_rate(&mut random) else { return Ok(()) };
+        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut admitted = Vec::new();
-        let mut now = at(0);
-        while !dice.exhausted() && now < at(0) + TEN_YEARS {
-            let cost = match dice.below(4) {
+        let mut now = test_time(0);
+        while !random.is_exhausted() && now < test_time(0) + TEN_YEARS {
+            let cost = match random.below(4) {
                 0..=1 => 1,
-                2 => dice.between(1, rate.burst()),
+                2 => random.between(1, rate.burst()),
                 _ => rate.burst(),
             };
             let decision = desk.take(1, cost, now);
@@ -50,12 +50,12 @@ fn never_above_the_printed_bound() {
                 admitted.push((now, cost));
             }
             now = now
-                + match (decision.retry_after, dice.below(8)) {
+                + match (decision.retry_after, random.below(8)) {
                     (Some(wait), 0..=4) => wait,
                     (None, 0..=3) => Span::ZERO,
-                    (_, 5) => Span::from_micros(dice.below(rate.per().as_micros() * 2)),
-                    (_, 6) => rate.per().times(dice.between(1, 1_000)),
-                    _ => Span::from_micros(dice.below(1_000)),
+                    (_, 5) => Span::from_micros(random.below(rate.per().as_micros() * 2)),
+                    (_, 6) => rate.per().times(random.between(1, 1_000)),
+                    _ => Span::from_micros(random.below(1_000)),
                 };
         }
         check_bound(&rate, &admitted)
@@ -65,22 +65,22 @@ fn never_above_the_printed_bound() {
 /// Threads read the clock and reach the state in another order, up to a tenth of a second apart.
 #[test]
 fn overtaken_calls_lift_no_bound() {
-    property::check(count(600, 10_000), 600, |mut dice| {
-        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
-        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+    property::check(case_count(600, 10_000), 600, |mut random| {
+        let Some(rate) = any_rate(&mut random) else { return Ok(()) };
+        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut admitted = Vec::new();
-        let mut latest = at(0);
-        while !dice.exhausted() && latest < at(0) + TEN_YEARS {
-            let read_at = latest - Span::from_micros(dice.pick(&[0, 0, 1, 5_000, 99_999, 100_000]));
-            let cost = dice.pick(&[1, 1, rate.burst()]);
+        let mut latest = test_time(0);
+        while !random.is_exhausted() && latest < test_time(0) + TEN_YEARS {
+            let read_at = latest - Span::from_micros(random.pick(&[0, 0, 1, 5_000, 99_999, 100_000]));
+            let cost = random.pick(&[1, 1, rate.burst()]);
             let decision = desk.take(1, cost, read_at);
             if decision.allowed {
                 admitted.push((read_at, cost));
             }
             latest = latest
-                + match (decision.retry_after, dice.below(4)) {
+                + match (decision.retry_after, random.below(4)) {
                     (Some(wait), 0) => wait,
-                    (_, 1) => Span::from_micros(dice.below(100_000)),
+                    (_, 1) => Span::from_micros(random.below(100_000)),
                     _ => Span::ZERO,
                 };
         }
@@ -92,8 +92,8 @@ fn overtaken_calls_lift_no_bound() {
 #[test]
 fn a_key_idle_for_a_year_gets_its_burst_and_no_more() {
     let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
-    let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
-    for start in [at(0), at(0) + Span::from_secs(86_400 * 365)] {
+    let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+    for start in [test_time(0), test_time(0) + Span::from_secs(86_400 * 365)] {
         let burst = (0..100).filter(|_| desk.call(1, start).allowed).count();
         assert_eq!(burst, 20);
         let steady = (1..=1_000_u64).filter(|&step| desk.call(1, start + Span::from_millis(step)).allowed).count();
@@ -107,8 +107,8 @@ fn spacing_is_even_and_waits_are_exact() {
         [(10, 1_000_000, 100_000), (3, 1_000_000, 333_334), (1, 7, 7), (1_000_000, 1_000_000, 1)]
     {
         let rate = Rate::new(number, Span::from_micros(per), 1).unwrap();
-        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
-        let mut now = at(0);
+        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+        let mut now = test_time(0);
         for _ in 0..100 {
             assert!(desk.call(1, now).allowed);
             let wait = desk.call(1, now).retry_after.unwrap();
@@ -121,23 +121,23 @@ fn spacing_is_even_and_waits_are_exact() {
 
 #[test]
 fn refunds_never_lift_the_bound() {
-    property::check(count(300, 5_000), 400, |mut dice| {
-        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
-        let desk = Desk::new([Limit::new(Kind::Rate(rate))]);
+    property::check(case_count(300, 5_000), 400, |mut random| {
+        let Some(rate) = any_rate(&mut random) else { return Ok(()) };
+        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut kept = Vec::new();
-        let mut now = at(0);
-        while !dice.exhausted() && now < at(0) + TEN_YEARS {
-            let cost = dice.between(1, rate.burst());
+        let mut now = test_time(0);
+        while !random.is_exhausted() && now < test_time(0) + TEN_YEARS {
+            let cost = random.between(1, rate.burst());
             let decision = desk.take(1, cost, now);
             if decision.allowed {
-                if dice.percent(30) {
-                    let place = [(tidegate_testkit::desk::id(0), 1)];
-                    desk.under(tidegate_core::Verb::Refund, &place, cost, now);
+                if random.chance(30) {
+                    let place = [(tidegate_testkit::fixtures::limit_id(0), 1)];
+                    desk.apply(tidegate_core::Verb::Refund, &place, cost, now);
                 } else {
                     kept.push((now, cost));
                 }
             }
-            now = now + decision.retry_after.unwrap_or(Span::from_micros(dice.below(rate.per().as_micros())));
+            now = now + decision.retry_after.unwrap_or(Span::from_micros(random.below(rate.per().as_micros())));
         }
         check_bound(&rate, &kept)
     });
@@ -146,17 +146,18 @@ fn refunds_never_lift_the_bound() {
 /// What is admitted on two moments that the present lies between is what any moment between them would have admitted.
 #[test]
 fn a_rough_moment_admits_what_an_exact_one_does() {
-    property::check(count(20_000, 400_000), 12, |mut dice| {
-        let Some(rate) = any_rate(&mut dice) else { return Ok(()) };
+    property::check(case_count(20_000, 400_000), 12, |mut random| {
+        let Some(rate) = any_rate(&mut random) else { return Ok(()) };
         let refill = rate.per().as_micros().saturating_mul(rate.burst()) / rate.count();
-        let earliest = at(0);
-        let latest = earliest + Span::from_micros(dice.below(52_001));
-        let start = earliest - Span::from_micros(dice.below(1_000));
-        let used = dice.below(rate.burst() + 1);
-        let arrival = rate.charge(Arrival::default(), used, start + Span::from_micros(dice.below(refill / 2 + 2)));
-        let cost = dice.pick(&[0, 1, 2, rate.burst(), rate.burst() + 1, MAX_LIMIT, u64::MAX]);
-        let Some(ahead) = rate.take_ahead(arrival, cost, (earliest, latest)) else { return Ok(()) };
-        let between = earliest + Span::from_micros(dice.below(latest.since(earliest).as_micros() + 1));
+        let earliest = test_time(0);
+        let latest = earliest + Span::from_micros(random.below(52_001));
+        let start = earliest - Span::from_micros(random.below(1_000));
+        let used = random.below(rate.burst() + 1);
+        let arrival =
+            rate.charge(ArrivalTime::default(), used, start + Span::from_micros(random.below(refill / 2 + 2)));
+        let cost = random.pick(&[0, 1, 2, rate.burst(), rate.burst() + 1, MAX_LIMIT, u64::MAX]);
+        let Some(ahead) = rate.take_between(arrival, cost, (earliest, latest)) else { return Ok(()) };
+        let between = earliest + Span::from_micros(random.below(latest.since(earliest).as_micros() + 1));
         for now in [earliest, between, latest] {
             let (retry_at, charged) = (rate.retry_at(arrival, cost, now), rate.charge(arrival, cost, now));
             if retry_at != now || charged != ahead {

@@ -1,10 +1,10 @@
 //! No trailing window ever holds more than its limit, and a slot comes free at most W ÷ entries late.
 
-use tidegate_core::window::Log;
-use tidegate_core::{Kind, Limit, PenaltyMode, Span, Time, Window};
-use tidegate_testkit::desk::{Desk, at, doubling};
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_core::window::WindowLog;
+use tidegate_core::{Limit, LimitKind, PenaltyMode, Span, Time, Window};
+use tidegate_testkit::fixtures::{TestLimiter, doubling_penalty, test_time};
 use tidegate_testkit::property;
+use tidegate_testkit::random::{RandomSource, case_count};
 
 /// Calls that were admitted, and the window they must keep to.
 struct Ledger {
@@ -31,49 +31,49 @@ impl Ledger {
             if held > limit {
                 return Err(format!("{held} in {length} up to {now:?}, limit {limit}"));
             }
-        } else if cost <= limit && self.held(now, length + self.window.lateness()) + cost <= limit {
+        } else if cost <= limit && self.held(now, length + self.window.max_lateness()) + cost <= limit {
             return Err(format!("a call of {cost} at {now:?} was refused for longer than W/B too long"));
         }
         Ok(())
     }
 }
 
-fn any_window(dice: &mut Dice) -> Result<Window, String> {
-    let entries = dice.pick(&[64, 64, 1, 2, 7, 4096]);
-    let limit = dice.pick(&[1, 3, 5, 40, 64, 65, 100, 1_000, 100_000]);
-    let length = Span::from_micros(dice.between(1, 1_000) * dice.pick(&[1, 1_000, 100_000]));
+fn any_window(random: &mut RandomSource) -> Result<Window, String> {
+    let entries = random.pick(&[64, 64, 1, 2, 7, 4096]);
+    let limit = random.pick(&[1, 3, 5, 40, 64, 65, 100, 1_000, 100_000]);
+    let length = Span::from_micros(random.between(1, 1_000) * random.pick(&[1, 1_000, 100_000]));
     Window::new(limit, length, entries).map_err(|error| error.to_string())
 }
 
-fn step(dice: &mut Dice, window: &Window) -> Span {
+fn step(random: &mut RandomSource, window: &Window) -> Span {
     let length = window.window().as_micros();
-    Span::from_micros(match dice.below(8) {
+    Span::from_micros(match random.below(8) {
         0..=2 => 0,
-        3..=4 => dice.below(length / 64 + 2),
-        5 => dice.below(length / 4 + 2),
+        3..=4 => random.below(length / 64 + 2),
+        5 => random.below(length / 4 + 2),
         6 => length,
-        _ => dice.below(length * 2),
+        _ => random.below(length * 2),
     })
 }
 
 #[test]
 fn no_trailing_window_holds_more() {
-    property::check(count(800, 20_000), 1_200, |mut dice| {
-        let window = any_window(&mut dice)?;
-        let desk = Desk::new([Limit::new(Kind::Window(window))]);
+    property::check(case_count(800, 20_000), 1_200, |mut random| {
+        let window = any_window(&mut random)?;
+        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
         let mut ledger = Ledger::new(window);
-        let mut now = at(0);
-        while !dice.exhausted() {
-            now = now + step(&mut dice, &window);
-            let cost = match dice.below(4) {
-                0..=1 => dice.below(window.limit() / 20 + 2),
+        let mut now = test_time(0);
+        while !random.is_exhausted() {
+            now = now + step(&mut random, &window);
+            let cost = match random.below(4) {
+                0..=1 => random.below(window.limit() / 20 + 2),
                 2 => 1,
-                _ => dice.below(window.limit() + 2),
+                _ => random.below(window.limit() + 2),
             };
             let decision = desk.take(1, cost, now);
             ledger.record(now, cost, decision.allowed)?;
             if let Some(wait) = decision.retry_after
-                && dice.percent(70)
+                && random.chance(70)
             {
                 now = now + wait;
                 ledger.record(now, cost, desk.take(1, cost, now).allowed)?;
@@ -86,18 +86,18 @@ fn no_trailing_window_holds_more() {
 /// One call after another at a limit far above the entries kept: tens of thousands of single calls.
 #[test]
 fn single_calls_far_above_the_entries() {
-    property::check(count(6, 60), 4, |mut dice| {
-        let limit = dice.between(65, 3_000);
+    property::check(case_count(6, 60), 4, |mut random| {
+        let limit = random.between(65, 3_000);
         let window = Window::new(limit, Span::from_secs(60), 64).map_err(|error| error.to_string())?;
-        let mut log = Log::default();
+        let mut log = WindowLog::default();
         let mut ledger = Ledger::new(window);
-        let mut dice = Dice::seeded(dice.word());
-        let pace = 60_000_000 / limit * dice.between(1, 4) / 2;
-        let mut now = at(0);
+        let mut random = RandomSource::from_seed(random.next_u64());
+        let pace = 60_000_000 / limit * random.between(1, 4) / 2;
+        let mut now = test_time(0);
         for _ in 0..8_000 {
-            now = now + Span::from_micros(dice.below(pace));
-            let judged_at = window.settle(&mut log, now);
-            let allowed = window.look(&log, 1, judged_at).retry_at == judged_at;
+            now = now + Span::from_micros(random.below(pace));
+            let judged_at = window.refresh(&mut log, now);
+            let allowed = window.status(&log, 1, judged_at).retry_at == judged_at;
             if allowed {
                 window.charge(&mut log, 1, judged_at);
             }
@@ -113,17 +113,17 @@ fn single_calls_far_above_the_entries() {
 /// Calls that were overtaken between reading the clock and reaching the state count as made when the last one was.
 #[test]
 fn overtaken_calls_overfill_nothing() {
-    property::check(count(400, 10_000), 600, |mut dice| {
-        let limit = dice.between(1, 12);
+    property::check(case_count(400, 10_000), 600, |mut random| {
+        let limit = random.between(1, 12);
         let window =
-            Window::new(limit, Span::from_millis(dice.between(1, 400)), 64).map_err(|error| error.to_string())?;
-        let desk = Desk::new([Limit::new(Kind::Window(window))]);
+            Window::new(limit, Span::from_millis(random.between(1, 400)), 64).map_err(|error| error.to_string())?;
+        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
         let mut ledger = Ledger::new(window);
-        let mut latest = at(0);
-        while !dice.exhausted() {
-            latest = latest + Span::from_micros(dice.below(window.window().as_micros() / 2));
-            for _ in 0..dice.between(1, 6) {
-                let now = latest - Span::from_micros(dice.below(100_000));
+        let mut latest = test_time(0);
+        while !random.is_exhausted() {
+            latest = latest + Span::from_micros(random.below(window.window().as_micros() / 2));
+            for _ in 0..random.between(1, 6) {
+                let now = latest - Span::from_micros(random.below(100_000));
                 if desk.call(1, now).allowed {
                     let newest = ledger.admitted.last().map_or(now, |&(moment, _)| moment.max(now));
                     ledger.record(newest, 1, true)?;
@@ -137,14 +137,14 @@ fn overtaken_calls_overfill_nothing() {
 /// Paroles overfill a log of exact entries; they alone may exceed the limit, and what frees afterwards is exact.
 #[test]
 fn an_overfilled_log_stays_exact() {
-    property::check(count(400, 10_000), 500, |mut dice| {
-        let limit = dice.between(1, 8);
+    property::check(case_count(400, 10_000), 500, |mut random| {
+        let limit = random.between(1, 8);
         let window = Window::new(limit, Span::from_secs(60), limit as u32).map_err(|error| error.to_string())?;
-        let penalty = doubling(1, 16, PenaltyMode::Parole, window.window());
-        let desk = Desk::new([Limit::new(Kind::Window(window)).with_penalty(penalty)]);
+        let penalty = doubling_penalty(1, 16, PenaltyMode::Parole, window.window());
+        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(penalty)]);
         let mut ledger = Ledger::new(window);
-        let mut now = at(0);
-        while !dice.exhausted() {
+        let mut now = test_time(0);
+        while !random.is_exhausted() {
             let look = desk.peek(1, now);
             let held = ledger.held(now, window.window());
             let paroled = look.reason == tidegate_core::Reason::Parole;
@@ -156,8 +156,8 @@ fn an_overfilled_log_stays_exact() {
                 ledger.admitted.push((now, 1));
             }
             now = match decision.retry_after {
-                Some(wait) if dice.percent(80) => now + wait,
-                _ => now + Span::from_micros(dice.below(10_000_000)),
+                Some(wait) if random.chance(80) => now + wait,
+                _ => now + Span::from_micros(random.below(10_000_000)),
             };
         }
         Ok(())
@@ -167,21 +167,21 @@ fn an_overfilled_log_stays_exact() {
 /// Refunds, which take the oldest calls, never let more through than the calls that were kept and those given back.
 #[test]
 fn refunds_within_the_window_mint_nothing() {
-    property::check(count(300, 5_000), 600, |mut dice| {
-        let window = any_window(&mut dice)?;
-        let limit = Limit::new(Kind::Window(window));
-        let desk = Desk::new([limit]);
+    property::check(case_count(300, 5_000), 600, |mut random| {
+        let window = any_window(&mut random)?;
+        let limit = Limit::new(LimitKind::Window(window));
+        let desk = TestLimiter::new([limit]);
         let mut kept = Ledger::new(window);
-        let mut now = at(0);
-        while !dice.exhausted() {
-            now = now + step(&mut dice, &window);
-            let cost = dice.between(1, window.limit() / 3 + 1);
+        let mut now = test_time(0);
+        while !random.is_exhausted() {
+            now = now + step(&mut random, &window);
+            let cost = random.between(1, window.limit() / 3 + 1);
             if !desk.take(1, cost, now).allowed {
                 continue;
             }
-            if dice.percent(40) {
-                let place = [(tidegate_testkit::desk::id(0), 1)];
-                desk.under(tidegate_core::Verb::Refund, &place, cost, now);
+            if random.chance(40) {
+                let place = [(tidegate_testkit::fixtures::limit_id(0), 1)];
+                desk.apply(tidegate_core::Verb::Refund, &place, cost, now);
             } else {
                 kept.admitted.push((now, cost));
                 let held = kept.held(now, window.window());
@@ -197,30 +197,30 @@ fn refunds_within_the_window_mint_nothing() {
 /// A log in which there was a count too large for its short form goes on in the long one.
 #[test]
 fn how_a_log_is_kept_makes_no_difference() {
-    property::check(count(600, 20_000), 1_200, |mut dice| {
-        let window = any_window(&mut dice)?;
-        let mut logs = [Log::default(), Log::once(at(0) - window.window(), 5_000)];
-        window.settle(&mut logs[1], at(0));
-        let mut now = at(0);
-        while !dice.exhausted() {
-            now = if dice.percent(3) { now - step(&mut dice, &window) } else { now + step(&mut dice, &window) };
-            let cost = match dice.below(10) {
+    property::check(case_count(600, 20_000), 1_200, |mut random| {
+        let window = any_window(&mut random)?;
+        let mut logs = [WindowLog::default(), WindowLog::with_call(test_time(0) - window.window(), 5_000)];
+        window.refresh(&mut logs[1], test_time(0));
+        let mut now = test_time(0);
+        while !random.is_exhausted() {
+            now = if random.chance(3) { now - step(&mut random, &window) } else { now + step(&mut random, &window) };
+            let cost = match random.below(10) {
                 0..=5 => 1,
-                6..=7 => dice.between(1_000, 4_100).min(window.limit()),
-                _ => dice.below(window.limit() + 2),
+                6..=7 => random.between(1_000, 4_100).min(window.limit()),
+                _ => random.below(window.limit() + 2),
             };
-            let (turn, before) = (dice.below(6), now - Span::from_micros(dice.below(window.window().as_micros())));
+            let (turn, before) = (random.below(6), now - Span::from_micros(random.below(window.window().as_micros())));
             let answers = logs.each_mut().map(|log| {
-                let now = window.settle(log, now);
-                let look = window.look(log, cost, now);
+                let now = window.refresh(log, now);
+                let look = window.status(log, cost, now);
                 match turn {
                     0 => window.refund(log, cost, Time::ZERO, now),
                     1 => window.refund(log, cost, before, now),
-                    2 => window.bring_forward(log, cost, log.iter().last().map_or(now, |slot| slot.at), before),
+                    2 => window.move_to_now(log, cost, log.iter().last().map_or(now, |slot| slot.at), before),
                     _ if look.retry_at == now || turn == 3 => window.charge(log, cost, now),
                     _ => {}
                 }
-                (look, log.is_coarse(), log.total(), log.iter().collect::<Vec<_>>())
+                (look, log.is_merged(), log.total(), log.iter().collect::<Vec<_>>())
             });
             if answers[0] != answers[1] {
                 return Err(format!("short {:?}, long {:?}", answers[0], answers[1]));

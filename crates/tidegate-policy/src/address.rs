@@ -4,11 +4,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 
 use ipnet::IpNet;
-use tidegate_core::Share;
+use tidegate_core::ShareLevel;
 
 /// The address itself, an IPv4-mapped one (`::ffff:1.2.3.4`) as the IPv4 address that it is.
 #[inline]
-pub fn canonical(ip: IpAddr) -> IpAddr {
+pub fn canonical_ip(ip: IpAddr) -> IpAddr {
     ip.to_canonical()
 }
 
@@ -44,25 +44,25 @@ impl Ipv6Prefix {
     }
 
     #[inline]
-    pub(crate) fn of(self, ip: Ipv6Addr) -> u64 {
+    pub(crate) fn mask(self, ip: Ipv6Addr) -> u64 {
         (ip.to_bits() >> 64) as u64 & u64::MAX << (64 - self.0)
     }
 }
 
 /// The bytes that an address is counted by: IPv4 by itself, IPv6 by its prefix.
 #[inline]
-pub(crate) fn network_of(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
-    match canonical(ip) {
+pub(crate) fn counted_network(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
+    match canonical_ip(ip) {
         IpAddr::V4(ip) => PrefixBytes::V4(ip.octets()),
-        IpAddr::V6(ip) => PrefixBytes::V6(prefix.of(ip).to_be_bytes()),
+        IpAddr::V6(ip) => PrefixBytes::V6(prefix.mask(ip).to_be_bytes()),
     }
 }
 
 /// The network around an address whose clients share a key: the /24 or the /16 of IPv4, the /48 or the /32 of IPv6; where /48
 /// or less is counted, networks of 16 and 32 bits less.
-pub(crate) fn shared_network(ip: IpAddr, prefix: Ipv6Prefix, share: Share) -> PrefixBytes {
-    let is_wide = share > Share::Near;
-    match network_of(ip, if is_wide { prefix.parent().parent() } else { prefix.parent() }) {
+pub(crate) fn shared_network(ip: IpAddr, prefix: Ipv6Prefix, share: ShareLevel) -> PrefixBytes {
+    let is_wide = share > ShareLevel::SmallNetwork;
+    match counted_network(ip, if is_wide { prefix.parent().parent() } else { prefix.parent() }) {
         PrefixBytes::V4([a, b, c, _]) => PrefixBytes::V4([a, b, if is_wide { 0 } else { c }, 0]),
         v6 => v6,
     }
@@ -82,12 +82,12 @@ pub(crate) fn canonical_network(network: IpNet) -> IpNet {
 
 /// A map from addresses to labels, as sorted ranges without overlap: each lookup is one binary search.
 #[derive(Clone, Debug)]
-struct Ranges<A, L> {
+struct RangeMap<A, L> {
     /// Where a label begins; it holds until the next entry. Before the first entry there is none.
     starts: Vec<(A, Option<L>)>,
 }
 
-impl<A: Ord + Copy, L: Copy + PartialEq> Ranges<A, L> {
+impl<A: Ord + Copy, L: Copy + PartialEq> RangeMap<A, L> {
     /// From networks as (first address, last address, label); networks are nested or apart, never half over each other.
     /// `next` gives the address after one, `None` after the last.
     fn new(mut networks: Vec<(A, A, L)>, next: impl Fn(A) -> Option<A>) -> Self {
@@ -128,12 +128,12 @@ impl<A: Ord + Copy, L: Copy + PartialEq> Ranges<A, L> {
 
 /// Networks with labels, IPv4 and IPv6; of several that hold an address the smallest decides.
 #[derive(Clone, Debug)]
-struct Labelled<L> {
-    v4: Ranges<u32, L>,
-    v6: Ranges<u128, L>,
+struct NetworkMap<L> {
+    v4: RangeMap<u32, L>,
+    v6: RangeMap<u128, L>,
 }
 
-impl<L: Copy + PartialEq> Labelled<L> {
+impl<L: Copy + PartialEq> NetworkMap<L> {
     fn new(networks: impl IntoIterator<Item = (IpNet, L)>) -> Self {
         let (mut v4, mut v6) = (Vec::new(), Vec::new());
         for (network, label) in networks {
@@ -142,12 +142,12 @@ impl<L: Copy + PartialEq> Labelled<L> {
                 IpNet::V6(net) => v6.push((u128::from(net.network()), u128::from(net.broadcast()), label)),
             }
         }
-        Self { v4: Ranges::new(v4, |at| at.checked_add(1)), v6: Ranges::new(v6, |at| at.checked_add(1)) }
+        Self { v4: RangeMap::new(v4, |at| at.checked_add(1)), v6: RangeMap::new(v6, |at| at.checked_add(1)) }
     }
 
     #[inline]
     fn find(&self, ip: IpAddr) -> Option<L> {
-        match canonical(ip) {
+        match canonical_ip(ip) {
             IpAddr::V4(ip) => self.v4.find(v4_bits(ip)),
             IpAddr::V6(ip) => self.v6.find(v6_bits(ip)),
         }
@@ -165,7 +165,7 @@ fn v6_bits(ip: Ipv6Addr) -> u128 {
 /// A set of networks; membership is one binary search, however many there are.
 #[derive(Clone, Debug)]
 pub struct Networks {
-    labelled: Labelled<()>,
+    map: NetworkMap<()>,
     count: usize,
 }
 
@@ -179,17 +179,17 @@ impl Networks {
     /// The union of these networks. IPv4-mapped ones count as IPv4.
     pub fn new(networks: impl IntoIterator<Item = IpNet>) -> Self {
         let mut count = 0;
-        let labelled = Labelled::new(networks.into_iter().map(|network| {
+        let labelled = NetworkMap::new(networks.into_iter().map(|network| {
             count += 1;
             (network, ())
         }));
-        Self { labelled, count }
+        Self { map: labelled, count }
     }
 
     /// Whether one of the networks holds the address.
     #[inline]
     pub fn contains(&self, ip: IpAddr) -> bool {
-        self.count > 0 && self.labelled.find(ip).is_some()
+        self.count > 0 && self.map.find(ip).is_some()
     }
 
     /// Whether there are no networks.
@@ -200,7 +200,7 @@ impl Networks {
 
 /// What the lists say of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Listed {
+pub enum ListStatus {
     /// It is never limited.
     Allow,
     /// It is always refused.
@@ -213,7 +213,7 @@ pub enum Listed {
 /// `deny = ["10.0.0.0/8"]` and `allow = ["10.1.0.0/16"]`, 10.1.2.3 is allowed.
 #[derive(Clone, Debug)]
 pub struct AddressLists {
-    labelled: Labelled<Listed>,
+    map: NetworkMap<ListStatus>,
     empty: bool,
 }
 
@@ -226,15 +226,15 @@ impl Default for AddressLists {
 impl AddressLists {
     /// Both lists. A network that is on both is denied.
     pub fn new(allow: impl IntoIterator<Item = IpNet>, deny: impl IntoIterator<Item = IpNet>) -> Self {
-        let mut all: Vec<(IpNet, Listed)> = allow.into_iter().map(|network| (network, Listed::Allow)).collect();
-        all.extend(deny.into_iter().map(|network| (network, Listed::Deny)));
-        Self { empty: all.is_empty(), labelled: Labelled::new(all) }
+        let mut all: Vec<(IpNet, ListStatus)> = allow.into_iter().map(|network| (network, ListStatus::Allow)).collect();
+        all.extend(deny.into_iter().map(|network| (network, ListStatus::Deny)));
+        Self { empty: all.is_empty(), map: NetworkMap::new(all) }
     }
 
     /// What the lists say of the address.
     #[inline]
-    pub fn find(&self, ip: IpAddr) -> Listed {
-        if self.empty { Listed::Neither } else { self.labelled.find(ip).unwrap_or(Listed::Neither) }
+    pub fn find(&self, ip: IpAddr) -> ListStatus {
+        if self.empty { ListStatus::Neither } else { self.map.find(ip).unwrap_or(ListStatus::Neither) }
     }
 }
 
@@ -253,8 +253,8 @@ mod tests {
 
     #[test]
     fn mapped_addresses_are_ipv4() {
-        assert_eq!(canonical(ip("::ffff:1.2.3.4")), ip("1.2.3.4"));
-        assert_eq!(canonical(ip("::1.2.3.4")), ip("::1.2.3.4"));
+        assert_eq!(canonical_ip(ip("::ffff:1.2.3.4")), ip("1.2.3.4"));
+        assert_eq!(canonical_ip(ip("::1.2.3.4")), ip("::1.2.3.4"));
         let networks = Networks::new([net("::ffff:10.0.0.0/104")]);
         assert!(networks.contains(ip("10.255.0.1")) && networks.contains(ip("::ffff:10.0.0.1")));
         assert!(!networks.contains(ip("11.0.0.1")));
@@ -267,21 +267,21 @@ mod tests {
             [net("10.0.0.0/8"), net("10.1.2.0/24"), net("255.255.255.255/32"), net("2001:db8:1::/48")],
         );
         for (address, listed) in [
-            ("10.0.0.1", Listed::Deny),
-            ("10.1.0.1", Listed::Allow),
-            ("10.1.2.1", Listed::Deny),
-            ("10.1.3.1", Listed::Allow),
-            ("10.2.0.0", Listed::Deny),
-            ("11.0.0.0", Listed::Allow),
-            ("255.255.255.254", Listed::Allow),
-            ("255.255.255.255", Listed::Deny),
-            ("2001:db8::1", Listed::Allow),
-            ("2001:db8:1::1", Listed::Deny),
-            ("2001:db9::1", Listed::Neither),
+            ("10.0.0.1", ListStatus::Deny),
+            ("10.1.0.1", ListStatus::Allow),
+            ("10.1.2.1", ListStatus::Deny),
+            ("10.1.3.1", ListStatus::Allow),
+            ("10.2.0.0", ListStatus::Deny),
+            ("11.0.0.0", ListStatus::Allow),
+            ("255.255.255.254", ListStatus::Allow),
+            ("255.255.255.255", ListStatus::Deny),
+            ("2001:db8::1", ListStatus::Allow),
+            ("2001:db8:1::1", ListStatus::Deny),
+            ("2001:db9::1", ListStatus::Neither),
         ] {
             assert_eq!(lists.find(ip(address)), listed, "{address}");
         }
-        assert_eq!(AddressLists::new([net("10.0.0.0/8")], [net("10.0.0.0/8")]).find(ip("10.0.0.1")), Listed::Deny);
+        assert_eq!(AddressLists::new([net("10.0.0.0/8")], [net("10.0.0.0/8")]).find(ip("10.0.0.1")), ListStatus::Deny);
     }
 
     proptest! {
@@ -311,7 +311,7 @@ mod tests {
                     .iter()
                     .filter(|(network, _)| network.contains(&address))
                     .max_by_key(|(network, allow)| (network.prefix_len(), !allow))
-                    .map_or(Listed::Neither, |(_, allow)| if *allow { Listed::Allow } else { Listed::Deny });
+                    .map_or(ListStatus::Neither, |(_, allow)| if *allow { ListStatus::Allow } else { ListStatus::Deny });
                 prop_assert_eq!(lists.find(address), expected);
             }
         }

@@ -7,13 +7,13 @@ use std::fmt::Write as _;
 
 pub use provider::ProviderSpec;
 
-use crate::environment::Env;
+use crate::environment::EnvVars;
 use crate::error::Errors;
 use crate::policy::Policy;
-use crate::settings::{self, Form};
+use crate::settings::{self, SettingType};
 
 /// What errors call the text that a builder writes.
-const NAME: &str = "policy builder";
+const SOURCE_NAME: &str = "policy builder";
 
 /// Makes a [`Policy`] in Rust, in the same words as a policy file:
 ///
@@ -36,7 +36,7 @@ const NAME: &str = "policy builder";
 pub struct PolicyBuilder {
     settings: String,
     tables: String,
-    env: Env,
+    variables: EnvVars,
 }
 
 impl PolicyBuilder {
@@ -47,7 +47,7 @@ impl PolicyBuilder {
     /// Sets any setting by its path in a policy file, such as `("inbound.timeouts.connect", "2s")`; [`settings::all`]
     /// lists them.
     pub fn setting(mut self, path: &str, value: impl ToString) -> Self {
-        line(&mut self.settings, &dotted(path), &written(path, value));
+        push_entry(&mut self.settings, &toml_key(path), &toml_value(path, value));
         self
     }
 
@@ -55,7 +55,7 @@ impl PolicyBuilder {
     pub fn global(mut self, limit: impl Into<LimitSpec>) -> Self {
         self.tables.push_str("[inbound.global]\n");
         for (key, value) in limit.into().entries {
-            line(&mut self.tables, key, &value);
+            push_entry(&mut self.tables, key, &value);
         }
         self
     }
@@ -63,17 +63,17 @@ impl PolicyBuilder {
     /// An action. Of those that match a request, the one that was added first wins.
     pub fn action(mut self, name: &str, action: ActionSpec) -> Self {
         // Writing to a string can't fail.
-        let _ = writeln!(self.tables, "[inbound.action.{}]", string(name));
-        let ActionSpec { limit, matching, limits } = action;
+        let _ = writeln!(self.tables, "[inbound.action.{}]", toml_string(name));
+        let ActionSpec { limit, match_entries: matching, limits } = action;
         for (key, value) in limit.entries {
-            line(&mut self.tables, key, &value);
+            push_entry(&mut self.tables, key, &value);
         }
         if !matching.is_empty() {
-            line(&mut self.tables, "match", &table(&matching));
+            push_entry(&mut self.tables, "match", &toml_table(&matching));
         }
         if !limits.is_empty() {
-            let limits: Vec<String> = limits.iter().map(|limit| table(&limit.entries)).collect();
-            line(&mut self.tables, "limits", &format!("[{}]", limits.join(", ")));
+            let limits: Vec<String> = limits.iter().map(|limit| toml_table(&limit.entries)).collect();
+            push_entry(&mut self.tables, "limits", &format!("[{}]", limits.join(", ")));
         }
         self
     }
@@ -81,32 +81,32 @@ impl PolicyBuilder {
     /// Somebody's API that is called.
     pub fn provider(mut self, name: &str, provider: ProviderSpec) -> Self {
         // Writing to a string can't fail.
-        let _ = writeln!(self.tables, "[outbound.provider.{}]", string(name));
+        let _ = writeln!(self.tables, "[outbound.provider.{}]", toml_string(name));
         for (key, value) in provider.entries {
-            line(&mut self.tables, &dotted(&key), &value);
+            push_entry(&mut self.tables, &toml_key(&key), &value);
         }
         self
     }
 
     /// Networks and addresses that are never limited.
-    pub fn allow(self, networks: impl IntoWords) -> Self {
-        self.words("inbound.allow", networks)
+    pub fn allow(self, networks: impl IntoStrings) -> Self {
+        self.string_list("inbound.allow", networks)
     }
 
     /// Networks and addresses that are always refused.
-    pub fn deny(self, networks: impl IntoWords) -> Self {
-        self.words("inbound.deny", networks)
+    pub fn deny(self, networks: impl IntoStrings) -> Self {
+        self.string_list("inbound.deny", networks)
     }
 
     /// Networks and addresses of proxies whose forwarding headers are believed.
-    pub fn trusted_proxies(self, networks: impl IntoWords) -> Self {
-        self.words("inbound.trusted_proxies", networks)
+    pub fn trusted_proxies(self, networks: impl IntoStrings) -> Self {
+        self.string_list("inbound.trusted_proxies", networks)
     }
 
     /// Lets environment variables override what was built, as they override a file; see
-    /// [`Sources::env`](crate::Sources::env).
+    /// [`PolicySources::env`](crate::PolicySources::env).
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
-        self.env.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
+        self.variables.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
         self
     }
 
@@ -115,52 +115,52 @@ impl PolicyBuilder {
     /// # Errors
     /// Everything that is wrong with it, as [`Policy::load`] would tell.
     pub fn build(self) -> Result<Policy, Errors> {
-        crate::read::policy(NAME, self.text().as_bytes(), self.env)
+        crate::read::policy(SOURCE_NAME, self.to_toml().as_bytes(), self.variables)
     }
 
     /// The policy file that says the same.
-    pub fn text(&self) -> String {
+    pub fn to_toml(&self) -> String {
         format!("{}{}", self.settings, self.tables)
     }
 
-    fn words(mut self, path: &str, words: impl IntoWords) -> Self {
-        line(&mut self.settings, path, &list(words));
+    fn string_list(mut self, path: &str, words: impl IntoStrings) -> Self {
+        push_entry(&mut self.settings, path, &toml_strings(words));
         self
     }
 }
 
 /// One string or several.
-pub trait IntoWords {
+pub trait IntoStrings {
     /// The strings.
-    fn into_words(self) -> Vec<String>;
+    fn into_strings(self) -> Vec<String>;
 }
 
-impl IntoWords for &str {
-    fn into_words(self) -> Vec<String> {
+impl IntoStrings for &str {
+    fn into_strings(self) -> Vec<String> {
         vec![self.to_owned()]
     }
 }
 
-impl IntoWords for String {
-    fn into_words(self) -> Vec<String> {
+impl IntoStrings for String {
+    fn into_strings(self) -> Vec<String> {
         vec![self]
     }
 }
 
-impl<T: Into<String>> IntoWords for Vec<T> {
-    fn into_words(self) -> Vec<String> {
+impl<T: Into<String>> IntoStrings for Vec<T> {
+    fn into_strings(self) -> Vec<String> {
         self.into_iter().map(Into::into).collect()
     }
 }
 
-impl<T: Into<String>, const N: usize> IntoWords for [T; N] {
-    fn into_words(self) -> Vec<String> {
+impl<T: Into<String>, const N: usize> IntoStrings for [T; N] {
+    fn into_strings(self) -> Vec<String> {
         self.into_iter().map(Into::into).collect()
     }
 }
 
-impl IntoWords for &[&str] {
-    fn into_words(self) -> Vec<String> {
+impl IntoStrings for &[&str] {
+    fn into_strings(self) -> Vec<String> {
         self.iter().map(|word| (*word).to_owned()).collect()
     }
 }
@@ -168,12 +168,12 @@ impl IntoWords for &[&str] {
 /// How a refused call is paid for.
 #[derive(Clone, Debug)]
 #[must_use]
-pub struct PenaltyText(Vec<(&'static str, String)>);
+pub struct PenaltyOptions(Vec<(&'static str, String)>);
 
-impl PenaltyText {
+impl PenaltyOptions {
     /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
     pub fn new(base: &str, cap: &str) -> Self {
-        Self(vec![("base", string(base)), ("cap", string(cap))])
+        Self(vec![("base", toml_string(base)), ("cap", toml_string(cap))])
     }
 
     /// What each further block is multiplied by, instead of 2.
@@ -184,13 +184,13 @@ impl PenaltyText {
 
     /// How long without a refusal takes one strike off, instead of the longer of cap and window.
     pub fn forgive_after(mut self, span: &str) -> Self {
-        self.0.push(("forgive_after", string(span)));
+        self.0.push(("forgive_after", toml_string(span)));
         self
     }
 
     /// Tells the longer of block and window, and leaves no parole.
     pub fn strict(mut self) -> Self {
-        self.0.push(("mode", string("strict")));
+        self.0.push(("mode", toml_string("strict")));
         self
     }
 }
@@ -211,47 +211,47 @@ impl From<&str> for LimitSpec {
 impl LimitSpec {
     /// How much is allowed: `"5 per 60s"`, or several quantities that must all agree. See
     /// [`Quantity`](crate::Quantity).
-    pub fn new(limit: impl IntoWords) -> Self {
-        Self { entries: vec![("limit", list(limit))] }
+    pub fn new(limit: impl IntoStrings) -> Self {
+        Self { entries: vec![("limit", toml_strings(limit))] }
     }
 
     /// Its name in decisions and headers.
-    pub fn named(self, name: &str) -> Self {
-        self.with("name", string(name))
+    pub fn name(self, name: &str) -> Self {
+        self.with_entry("name", toml_string(name))
     }
 
     /// What its calls are counted by, such as `["client_ip"]`; see [`KeyPart`](crate::KeyPart).
-    pub fn key(self, parts: impl IntoWords) -> Self {
-        self.with("key", list(parts))
+    pub fn key(self, parts: impl IntoStrings) -> Self {
+        self.with_entry("key", toml_strings(parts))
     }
 
     /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
-    /// [`Missing`](crate::Missing).
+    /// [`Missing`](crate::OnMissing).
     pub fn missing(self, word: &str) -> Self {
-        self.with("missing", string(word))
+        self.with_entry("missing", toml_string(word))
     }
 
     /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
     pub fn penalty(self, base: &str, cap: &str) -> Self {
-        self.penalty_of(PenaltyText::new(base, cap))
+        self.penalty_options(PenaltyOptions::new(base, cap))
     }
 
     /// A penalty with more to say.
-    pub fn penalty_of(self, penalty: PenaltyText) -> Self {
-        self.with("penalty", table(&penalty.0))
+    pub fn penalty_options(self, penalty: PenaltyOptions) -> Self {
+        self.with_entry("penalty", toml_table(&penalty.0))
     }
 
     /// Blocks that are all this long.
     pub fn ban(self, length: &str) -> Self {
-        self.with("ban", string(length))
+        self.with_entry("ban", toml_string(length))
     }
 
     /// Counts refused calls too.
     pub fn count_all(self) -> Self {
-        self.with("count", string("all"))
+        self.with_entry("count", toml_string("all"))
     }
 
-    fn with(mut self, key: &'static str, value: String) -> Self {
+    fn with_entry(mut self, key: &'static str, value: String) -> Self {
         self.entries.push((key, value));
         self
     }
@@ -262,19 +262,19 @@ impl LimitSpec {
 #[must_use]
 pub struct ActionSpec {
     limit: LimitSpec,
-    matching: Vec<(&'static str, String)>,
+    match_entries: Vec<(&'static str, String)>,
     limits: Vec<LimitSpec>,
 }
 
 impl ActionSpec {
     /// An action with one key: `"5 per 60s"`, or several quantities that must all agree.
-    pub fn new(limit: impl IntoWords) -> Self {
+    pub fn new(limit: impl IntoStrings) -> Self {
         Self { limit: LimitSpec::new(limit), ..Self::default() }
     }
 
     /// An action made from a preset: `"login"`; see [`Preset`](crate::Preset).
     pub fn preset(name: &str) -> Self {
-        Self { limit: LimitSpec::default().with("preset", string(name)), ..Self::default() }
+        Self { limit: LimitSpec::default().with_entry("preset", toml_string(name)), ..Self::default() }
     }
 
     /// An action with several limits that have keys of their own.
@@ -284,111 +284,111 @@ impl ActionSpec {
 
     /// What its calls are counted by, such as `["client_ip"]`, which is the default; see
     /// [`KeyPart`](crate::KeyPart).
-    pub fn key(self, parts: impl IntoWords) -> Self {
-        self.with(|limit| limit.key(parts))
+    pub fn key(self, parts: impl IntoStrings) -> Self {
+        self.map_limit(|limit| limit.key(parts))
     }
 
     /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
-    /// [`Missing`](crate::Missing).
+    /// [`Missing`](crate::OnMissing).
     pub fn missing(self, word: &str) -> Self {
-        self.with(|limit| limit.missing(word))
+        self.map_limit(|limit| limit.missing(word))
     }
 
     /// A second limit, on each IPv6 /48: `"50 per 60s"`, or `"preset"` for ten times the preset's.
-    pub fn ipv6_network(self, limit: impl IntoWords) -> Self {
-        self.with(|own| own.with("ipv6_network", list(limit)))
+    pub fn ipv6_network(self, limit: impl IntoStrings) -> Self {
+        self.map_limit(|own| own.with_entry("ipv6_network", toml_strings(limit)))
     }
 
     /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
     pub fn penalty(self, base: &str, cap: &str) -> Self {
-        self.with(|limit| limit.penalty(base, cap))
+        self.map_limit(|limit| limit.penalty(base, cap))
     }
 
     /// A penalty with more to say.
-    pub fn penalty_of(self, penalty: PenaltyText) -> Self {
-        self.with(|limit| limit.penalty_of(penalty))
+    pub fn penalty_options(self, penalty: PenaltyOptions) -> Self {
+        self.map_limit(|limit| limit.penalty_options(penalty))
     }
 
     /// Blocks that are all this long.
     pub fn ban(self, length: &str) -> Self {
-        self.with(|limit| limit.ban(length))
+        self.map_limit(|limit| limit.ban(length))
     }
 
     /// Counts refused calls too.
     pub fn count_all(self) -> Self {
-        self.with(LimitSpec::count_all)
+        self.map_limit(LimitSpec::count_all)
     }
 
     /// How much a call weighs, instead of 1.
     pub fn cost(self, cost: u64) -> Self {
-        self.with(|limit| limit.with("cost", cost.to_string()))
+        self.map_limit(|limit| limit.with_entry("cost", cost.to_string()))
     }
 
     /// Decides and logs, and lets everything pass.
     pub fn shadow(self) -> Self {
-        self.with(|limit| limit.with("mode", string("shadow")))
+        self.map_limit(|limit| limit.with_entry("mode", toml_string("shadow")))
     }
 
     /// The methods it matches, such as `"POST"`.
-    pub fn method(self, methods: impl IntoWords) -> Self {
-        self.matching("method", methods)
+    pub fn method(self, methods: impl IntoStrings) -> Self {
+        self.add_match("method", methods)
     }
 
     /// The paths it matches, such as `"/login"` or `"/api/*"`; see [`Matcher`](crate::Matcher).
-    pub fn path(self, paths: impl IntoWords) -> Self {
-        self.matching("path", paths)
+    pub fn path(self, paths: impl IntoStrings) -> Self {
+        self.add_match("path", paths)
     }
 
     /// The hosts it matches.
-    pub fn host(self, hosts: impl IntoWords) -> Self {
-        self.matching("host", hosts)
+    pub fn host(self, hosts: impl IntoStrings) -> Self {
+        self.add_match("host", hosts)
     }
 
-    fn with(mut self, change: impl FnOnce(LimitSpec) -> LimitSpec) -> Self {
+    fn map_limit(mut self, change: impl FnOnce(LimitSpec) -> LimitSpec) -> Self {
         self.limit = change(self.limit);
         self
     }
 
-    fn matching(mut self, key: &'static str, words: impl IntoWords) -> Self {
-        self.matching.push((key, list(words)));
+    fn add_match(mut self, key: &'static str, words: impl IntoStrings) -> Self {
+        self.match_entries.push((key, toml_strings(words)));
         self
     }
 }
 
 /// A setting's value as TOML: in quotes unless it is a number or a flag that the setting takes as such.
-fn written(path: &str, value: impl ToString) -> String {
+fn toml_value(path: &str, value: impl ToString) -> String {
     let value = value.to_string();
-    let is_bare = match settings::find(path).map(|setting| setting.form) {
-        Some(Form::Flag) => matches!(value.as_str(), "true" | "false"),
-        Some(Form::Count) => !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()),
+    let is_bare = match settings::find(path).map(|setting| setting.value_type) {
+        Some(SettingType::Flag) => matches!(value.as_str(), "true" | "false"),
+        Some(SettingType::Integer) => !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()),
         _ => false,
     };
-    if is_bare { value } else { string(&value) }
+    if is_bare { value } else { toml_string(&value) }
 }
 
-fn line(text: &mut String, key: &str, value: &str) {
+fn push_entry(text: &mut String, key: &str, value: &str) {
     // Writing to a string can't fail.
     let _ = writeln!(text, "{key} = {value}");
 }
 
-fn table(entries: &[(&'static str, String)]) -> String {
+fn toml_table(entries: &[(&'static str, String)]) -> String {
     let entries: Vec<String> = entries.iter().map(|(key, value)| format!("{key} = {value}")).collect();
     format!("{{ {} }}", entries.join(", "))
 }
 
 /// A path with each piece that isn't a bare key in quotes.
-fn dotted(path: &str) -> String {
+fn toml_key(path: &str) -> String {
     let is_bare = |piece: &str| {
         !piece.is_empty() && piece.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte))
     };
     let pieces: Vec<String> =
-        path.split('.').map(|piece| if is_bare(piece) { piece.to_owned() } else { string(piece) }).collect();
+        path.split('.').map(|piece| if is_bare(piece) { piece.to_owned() } else { toml_string(piece) }).collect();
     pieces.join(".")
 }
 
 /// One string as it is, several as a list.
-fn list(words: impl IntoWords) -> String {
-    let words: Vec<String> = words.into_words().iter().map(|word| string(word)).collect();
+fn toml_strings(words: impl IntoStrings) -> String {
+    let words: Vec<String> = words.into_strings().iter().map(|word| toml_string(word)).collect();
     match words.as_slice() {
         [word] => word.clone(),
         words => format!("[{}]", words.join(", ")),
@@ -396,7 +396,7 @@ fn list(words: impl IntoWords) -> String {
 }
 
 /// A TOML basic string.
-fn string(text: &str) -> String {
+fn toml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for letter in text.chars() {
         match letter {
@@ -427,7 +427,7 @@ mod tests {
             .action(
                 "login",
                 ActionSpec::new(["5 per 60s", "100 per day"])
-                    .penalty_of(PenaltyText::new("3s", "30m").factor(3).strict().forgive_after("2h"))
+                    .penalty_options(PenaltyOptions::new("3s", "30m").factor(3).strict().forgive_after("2h"))
                     .key(["client_ip", "platform"])
                     .method(["POST", "PUT"])
                     .path("/login")
@@ -435,15 +435,15 @@ mod tests {
                     .shadow(),
             )
             .action("otp", ActionSpec::preset("otp_request").ban("5m"))
-            .action("mixed", ActionSpec::limits([LimitSpec::new("1/s").named("a"), "5 per 60s".into()]))
+            .action("mixed", ActionSpec::limits([LimitSpec::new("1/s").name("a"), "5 per 60s".into()]))
             .deny("192.0.2.0/24");
-        let text = built.text();
+        let text = built.to_toml();
         let built = built.build().unwrap();
-        let loaded = Policy::load(crate::Sources::new().file("x", text)).unwrap();
+        let loaded = Policy::load(crate::PolicySources::new().file("x", text)).unwrap();
         assert_eq!(format!("{built:?}"), format!("{loaded:?}"));
         assert_eq!(built.inbound().timeouts.connect.as_secs(), 2);
         assert!(built.inbound().x_ratelimit);
-        let names: Vec<&str> = built.plan().limits().iter().map(|(id, _)| built.plan().info(id).name()).collect();
+        let names: Vec<&str> = built.plan().limits().iter().map(|(id, _)| built.plan().limit_info(id).name()).collect();
         assert_eq!(names, ["global", "login.1", "login.2", "otp", "mixed.a", "mixed.2"]);
     }
 
@@ -457,7 +457,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_string_is_quoted(text in any::<String>()) {
-            let document = format!("x = {}", string(&text));
+            let document = format!("x = {}", toml_string(&text));
             let table: toml::Table = document.parse().unwrap();
             prop_assert_eq!(table["x"].as_str(), Some(&*text));
         }

@@ -43,7 +43,7 @@ impl PeriodUnit {
 
 /// The time zone of this IANA name in any case, from the system's database, else from the one that is built in. Its
 /// name in the usual spelling comes with it.
-pub(crate) fn zone(name: &str) -> Result<(TimeZone, String), Option<String>> {
+pub(crate) fn find_zone(name: &str) -> Result<(TimeZone, String), Option<String>> {
     let zone = TimeZone::get(name).or_else(|_| TimeZoneDatabase::bundled().get(name));
     match zone {
         Ok(zone) => {
@@ -73,7 +73,7 @@ pub struct CivilCalendar {
     unit: PeriodUnit,
     zone: TimeZone,
     /// The last period: its start in seconds above `LENGTH_BITS`, and below them its length in seconds.
-    last: AtomicU64,
+    cached_period: AtomicU64,
 }
 
 /// 25 bits hold the seconds of 388 days; the 39 above them hold any start.
@@ -81,7 +81,7 @@ const LENGTH_BITS: u32 = 25;
 
 impl CivilCalendar {
     pub(crate) fn new(unit: PeriodUnit, zone: TimeZone) -> Self {
-        Self { unit, zone, last: AtomicU64::new(0) }
+        Self { unit, zone, cached_period: AtomicU64::new(0) }
     }
 
     fn compute(&self, now: Time) -> Option<(u64, u64)> {
@@ -90,10 +90,10 @@ impl CivilCalendar {
         let local = at.to_zoned(self.zone.clone());
         let (start, end) = match self.unit {
             PeriodUnit::Hour => self.hour(&local)?,
-            PeriodUnit::Day => between(&local, local.date().first_day(self.unit)?, 1.day())?,
-            PeriodUnit::Week => between(&local, local.date().first_day(self.unit)?, 1.week())?,
-            PeriodUnit::Month => between(&local, local.date().first_day(self.unit)?, 1.month())?,
-            PeriodUnit::Year => between(&local, local.date().first_day(self.unit)?, 1.year())?,
+            PeriodUnit::Day => period_from(&local, local.date().first_day(self.unit)?, 1.day())?,
+            PeriodUnit::Week => period_from(&local, local.date().first_day(self.unit)?, 1.week())?,
+            PeriodUnit::Month => period_from(&local, local.date().first_day(self.unit)?, 1.month())?,
+            PeriodUnit::Year => period_from(&local, local.date().first_day(self.unit)?, 1.year())?,
         };
         // Periods that began before the epoch, in zones east of it, are cut at the epoch: time begins there.
         let (start, end) = (start.max(0), end.max(start + 1));
@@ -135,7 +135,7 @@ impl FirstDay for jiff::civil::Date {
 }
 
 /// The moments at which `first` and the day `length` after it begin.
-fn between(local: &Zoned, first: jiff::civil::Date, length: Calendrical) -> Option<(i64, i64)> {
+fn period_from(local: &Zoned, first: jiff::civil::Date, length: Calendrical) -> Option<(i64, i64)> {
     let begins = |date: jiff::civil::Date| {
         let midnight = date.to_zoned(local.time_zone().clone()).ok()?;
         Some(midnight.timestamp().as_second())
@@ -146,7 +146,7 @@ fn between(local: &Zoned, first: jiff::civil::Date, length: Calendrical) -> Opti
 impl Calendar for CivilCalendar {
     fn period(&self, now: Time) -> Period {
         // One word holds both ends, so no ordering with other memory is needed.
-        let last = self.last.load(Ordering::Relaxed);
+        let last = self.cached_period.load(Ordering::Relaxed);
         let start = last >> LENGTH_BITS;
         let end = start + (last & ((1 << LENGTH_BITS) - 1));
         if (Time::from_secs(start)..Time::from_secs(end)).contains(&now) {
@@ -158,7 +158,7 @@ impl Calendar for CivilCalendar {
             (day * 86_400, (day + 1) * 86_400)
         });
         if end - start < 1 << LENGTH_BITS {
-            self.last.store(start << LENGTH_BITS | (end - start), Ordering::Relaxed);
+            self.cached_period.store(start << LENGTH_BITS | (end - start), Ordering::Relaxed);
         }
         Period { start: Time::from_secs(start), end: Time::from_secs(end) }
     }
@@ -176,7 +176,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn calendar(unit: PeriodUnit, name: &str) -> CivilCalendar {
-        CivilCalendar::new(unit, zone(name).unwrap().0)
+        CivilCalendar::new(unit, find_zone(name).unwrap().0)
     }
 
     fn check(unit: PeriodUnit, name: &str, at: &str, start: &str, end: &str) {
@@ -236,10 +236,10 @@ mod tests {
 
     #[test]
     fn unknown_zones_have_a_nearest_name() {
-        assert_eq!(zone("america/los_angeles").unwrap().1, "America/Los_Angeles");
-        assert_eq!(zone("America/Los_Angles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
-        assert_eq!(zone("Los Angeles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
-        assert_eq!(zone("the moon").unwrap_err(), None);
+        assert_eq!(find_zone("america/los_angeles").unwrap().1, "America/Los_Angeles");
+        assert_eq!(find_zone("America/Los_Angles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
+        assert_eq!(find_zone("Los Angeles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
+        assert_eq!(find_zone("the moon").unwrap_err(), None);
     }
 
     proptest! {

@@ -1,8 +1,8 @@
-//! TOML as written, with the place of everything in it, before anything is judged; and the [`Reader`] that judges it.
+//! TOML as written, with the place of everything in it, before anything is judged; and the [`DocumentReader`] that judges it.
 //!
 //! Policies are read by it, and so is whatever else wants to tell its mistakes as policies do: with file, line, column
 //! and the nearest valid name. Such a document may hold the sections of a policy beside its own
-//! ([`Reader::policy`]).
+//! ([`DocumentReader::policy`]).
 
 use std::ops::Range;
 
@@ -11,57 +11,57 @@ use toml::de::{DeArray, DeTable, DeValue};
 
 use crate::error::{Error, Errors, quoted};
 pub use crate::nearest::nearest;
-pub use crate::read::Reader;
+pub use crate::read::DocumentReader;
 
 /// The largest policy file.
 const MAX_FILE: usize = 4 << 20;
 
 /// What kind of text a place is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TextKind {
+pub(crate) enum SourceKind {
     File,
     Variable,
 }
 
 /// One text that the policy is read from.
 #[derive(Clone, Debug)]
-pub(crate) struct Text {
-    pub(crate) kind: TextKind,
+pub(crate) struct SourceText {
+    pub(crate) kind: SourceKind,
     pub(crate) name: String,
     pub(crate) body: String,
     /// Whether the text itself may be a secret, and is never shown.
     pub(crate) secret: bool,
     /// Where each line begins.
-    lines: Vec<u32>,
+    line_starts: Vec<u32>,
 }
 
-impl Text {
-    pub(crate) fn new(kind: TextKind, name: &str, body: &str, secret: bool) -> Self {
+impl SourceText {
+    pub(crate) fn new(kind: SourceKind, name: &str, body: &str, secret: bool) -> Self {
         let begins = body.match_indices('\n').map(|(newline, _)| newline + 1);
         let lines = std::iter::once(0).chain(begins).map(|at| u32::try_from(at).unwrap_or(u32::MAX)).collect();
-        Self { kind, name: name.to_owned(), body: body.to_owned(), secret, lines }
+        Self { kind, name: name.to_owned(), body: body.to_owned(), secret, line_starts: lines }
     }
 
     /// The number of the line that holds this byte, from 1.
     pub(crate) fn line(&self, at: usize) -> usize {
-        self.lines.partition_point(|begin| *begin as usize <= at)
+        self.line_starts.partition_point(|begin| *begin as usize <= at)
     }
 
     /// Where the line that holds this byte begins.
-    pub(crate) fn line_begins(&self, at: usize) -> usize {
-        self.lines[self.line(at) - 1] as usize
+    pub(crate) fn line_start(&self, at: usize) -> usize {
+        self.line_starts[self.line(at) - 1] as usize
     }
 }
 
 /// A stretch of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct At {
-    text: u32,
+pub struct TextRange {
+    source: u32,
     start: u32,
     end: u32,
 }
 
-impl At {
+impl TextRange {
     pub(crate) fn start(self) -> usize {
         self.start as usize
     }
@@ -73,27 +73,27 @@ impl At {
 
 /// Every text that the policy is read from.
 #[derive(Debug, Default)]
-pub(crate) struct Texts(Vec<Text>);
+pub(crate) struct SourceTexts(Vec<SourceText>);
 
-impl Texts {
+impl SourceTexts {
     /// Adds a text; its place in full.
-    pub(crate) fn add(&mut self, text: Text) -> At {
+    pub(crate) fn add(&mut self, text: SourceText) -> TextRange {
         let end = u32::try_from(text.body.len()).unwrap_or(u32::MAX);
         let number = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
         self.0.push(text);
-        At { text: number, start: 0, end }
+        TextRange { source: number, start: 0, end }
     }
 
-    pub(crate) fn get(&self, at: At) -> &Text {
-        &self.0[at.text as usize]
+    pub(crate) fn get(&self, at: TextRange) -> &SourceText {
+        &self.0[at.source as usize]
     }
 
-    pub(crate) fn raw(&self, at: At) -> &str {
+    pub(crate) fn text_at(&self, at: TextRange) -> &str {
         self.get(at).body.get(at.start()..at.end()).unwrap_or("")
     }
 
     /// A stretch of the text that `at` is in, moved outwards to whole characters.
-    pub(crate) fn within(&self, at: At, range: Range<usize>) -> At {
+    pub(crate) fn subrange(&self, at: TextRange, range: Range<usize>) -> TextRange {
         let body = &self.get(at).body;
         let mut start = range.start.min(body.len());
         let mut end = range.end.clamp(start, body.len());
@@ -104,12 +104,12 @@ impl Texts {
             end += 1;
         }
         let small = |index: usize| u32::try_from(index).unwrap_or(u32::MAX);
-        At { text: at.text, start: small(start), end: small(end) }
+        TextRange { source: at.source, start: small(start), end: small(end) }
     }
 
     /// The stretch of a string's inside, where the source has it letter by letter; the whole string otherwise.
-    pub(crate) fn inside(&self, node: &Node, text: &str, range: Range<usize>) -> At {
-        let raw = self.raw(node.at);
+    pub(crate) fn range_in_string(&self, node: &TomlNode, text: &str, range: Range<usize>) -> TextRange {
+        let raw = self.text_at(node.at);
         let offset = if raw == text {
             0
         } else if raw.len() == text.len() + 2 && raw.get(1..=text.len()) == Some(text) {
@@ -119,116 +119,116 @@ impl Texts {
         };
         let start = node.at.start() + offset;
         // An empty stretch at the end is shown at the closing quote.
-        self.within(node.at, start + range.start..start + range.end)
+        self.subrange(node.at, start + range.start..start + range.end)
     }
 
     /// The line that a place is on.
-    pub(crate) fn line(&self, at: At) -> usize {
+    pub(crate) fn line(&self, at: TextRange) -> usize {
         self.get(at).line(at.start())
     }
 
     /// "on line 12" or "in the variable NAME", for pointing at a second place.
-    pub(crate) fn pointer(&self, at: At) -> String {
+    pub(crate) fn describe_location(&self, at: TextRange) -> String {
         match self.get(at).kind {
-            TextKind::File => format!("on line {}", self.line(at)),
-            TextKind::Variable => format!("in the variable {}", self.get(at).name),
+            SourceKind::File => format!("on line {}", self.line(at)),
+            SourceKind::Variable => format!("in the variable {}", self.get(at).name),
         }
     }
 }
 
 /// A document and what stands in it.
 #[derive(Debug)]
-pub struct Document {
-    pub(crate) texts: Texts,
-    root: Table,
+pub struct TomlDocument {
+    pub(crate) texts: SourceTexts,
+    root: TomlTable,
     /// The ready-made providers, by name.
-    pub(crate) presets: Table,
+    pub(crate) presets: TomlTable,
     /// A place for what is missing.
-    pub(crate) whole: At,
+    pub(crate) full_range: TextRange,
 }
 
-impl Document {
+impl TomlDocument {
     /// Takes a file's text apart. Errors call it `name`.
     ///
     /// # Errors
     /// It isn't TOML, isn't UTF-8, or is larger than 4 MiB.
     pub fn parse(name: &str, body: &[u8]) -> Result<Self, Errors> {
-        let mut texts = Texts::default();
+        let mut texts = SourceTexts::default();
         let root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
-        let whole = texts.add(Text::new(TextKind::File, name, "", false));
-        let presets = crate::outbound::preset::document(&mut texts);
-        Ok(Self { texts, root, presets, whole })
+        let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
+        let presets = crate::outbound::preset::load_presets(&mut texts);
+        Ok(Self { texts, root, presets, full_range: whole })
     }
 
     /// What stands in it.
-    pub fn root(&self) -> &Table {
+    pub fn root(&self) -> &TomlTable {
         &self.root
     }
 }
 
 /// A value and where it stands.
 #[derive(Clone, Debug)]
-pub struct Node {
+pub struct TomlNode {
     /// Where.
-    pub at: At,
+    pub at: TextRange,
     /// What.
-    pub value: Value,
+    pub value: TomlValue,
 }
 
 /// What stands at a place.
 #[derive(Clone, Debug)]
-pub enum Value {
+pub enum TomlValue {
     /// A string.
-    Text(String),
+    String(String),
     /// As written, without `_`; `None` if it doesn't fit.
     Integer(Option<i64>),
     /// A number with a point or an exponent, `inf` or `nan`.
     Float,
     /// `true` or `false`.
-    Flag(bool),
+    Boolean(bool),
     /// A date or time without quotes.
-    Moment,
+    DateTime,
     /// A list.
-    List(Vec<Node>),
+    List(Vec<TomlNode>),
     /// A table.
-    Table(Table),
+    Table(TomlTable),
 }
 
 /// A table's entries in the order of the file.
 #[derive(Clone, Debug, Default)]
-pub struct Table {
+pub struct TomlTable {
     /// Each name once.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<TomlEntry>,
 }
 
 /// A name and what stands behind it.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct TomlEntry {
     /// The name.
     pub key: String,
     /// Where it stands.
-    pub key_at: At,
+    pub key_at: TextRange,
     /// What stands behind it.
-    pub node: Node,
+    pub node: TomlNode,
 }
 
-impl Table {
+impl TomlTable {
     /// The entry of this name.
-    pub fn get(&self, key: &str) -> Option<&Entry> {
+    pub fn get(&self, key: &str) -> Option<&TomlEntry> {
         self.entries.iter().find(|entry| entry.key == key)
     }
 
-    pub(crate) fn get_mut(&mut self, key: &str) -> Option<&mut Entry> {
+    pub(crate) fn get_mut(&mut self, key: &str) -> Option<&mut TomlEntry> {
         self.entries.iter_mut().find(|entry| entry.key == key)
     }
 
     /// What stands behind this name.
-    pub fn node(&self, key: &str) -> Option<&Node> {
+    pub fn node(&self, key: &str) -> Option<&TomlNode> {
         self.get(key).map(|entry| &entry.node)
     }
 
-    pub(crate) fn table(&self, key: &str) -> Option<&Table> {
-        self.node(key).and_then(Node::as_table)
+    pub(crate) fn table(&self, key: &str) -> Option<&TomlTable> {
+        self.node(key).and_then(TomlNode::as_table)
     }
 
     pub(crate) fn remove(&mut self, key: &str) {
@@ -236,88 +236,88 @@ impl Table {
     }
 
     /// Puts a value in, in place of the one there.
-    pub(crate) fn put(&mut self, key: &str, at: At, value: Value) {
-        let node = Node { at, value };
+    pub(crate) fn insert(&mut self, key: &str, at: TextRange, value: TomlValue) {
+        let node = TomlNode { at, value };
         match self.get_mut(key) {
             Some(entry) => entry.node = node,
-            None => self.entries.push(Entry { key: key.to_owned(), key_at: at, node }),
+            None => self.entries.push(TomlEntry { key: key.to_owned(), key_at: at, node }),
         }
     }
 
     /// This table with another laid over it: what both have is the other's, but tables in tables are laid over each other
     /// in turn.
     #[must_use]
-    pub fn under(&self, other: &Self) -> Self {
-        let mut laid = self.clone();
+    pub fn merged_with(&self, other: &Self) -> Self {
+        let mut merged = self.clone();
         for entry in &other.entries {
-            match (laid.get_mut(&entry.key), &entry.node.value) {
-                (Some(below), Value::Table(above)) if below.node.as_table().is_some() => {
-                    let merged = below.node.as_table().map(|table| table.under(above)).unwrap_or_default();
-                    below.node = Node { at: entry.node.at, value: Value::Table(merged) };
+            match (merged.get_mut(&entry.key), &entry.node.value) {
+                (Some(below), TomlValue::Table(above)) if below.node.as_table().is_some() => {
+                    let merged = below.node.as_table().map(|table| table.merged_with(above)).unwrap_or_default();
+                    below.node = TomlNode { at: entry.node.at, value: TomlValue::Table(merged) };
                 }
                 (Some(below), _) => *below = entry.clone(),
-                (None, _) => laid.entries.push(entry.clone()),
+                (None, _) => merged.entries.push(entry.clone()),
             }
         }
-        laid
+        merged
     }
 
     /// The table under this key, made if there is none; `None` if something else is there.
-    pub(crate) fn enter(&mut self, key: &str, at: At) -> Option<&mut Table> {
+    pub(crate) fn table_or_insert(&mut self, key: &str, at: TextRange) -> Option<&mut TomlTable> {
         if self.get(key).is_none() {
-            self.put(key, at, Value::Table(Table::default()));
+            self.insert(key, at, TomlValue::Table(TomlTable::default()));
         }
         self.get_mut(key).and_then(|entry| entry.node.as_table_mut())
     }
 }
 
-impl Node {
+impl TomlNode {
     /// The table that it is.
-    pub fn as_table(&self) -> Option<&Table> {
+    pub fn as_table(&self) -> Option<&TomlTable> {
         match &self.value {
-            Value::Table(table) => Some(table),
+            TomlValue::Table(table) => Some(table),
             _ => None,
         }
     }
 
-    pub(crate) fn as_table_mut(&mut self) -> Option<&mut Table> {
+    pub(crate) fn as_table_mut(&mut self) -> Option<&mut TomlTable> {
         match &mut self.value {
-            Value::Table(table) => Some(table),
+            TomlValue::Table(table) => Some(table),
             _ => None,
         }
     }
 
     /// What it is, for telling: "the number 5", "a list".
-    pub(crate) fn described(&self, texts: &Texts) -> String {
+    pub(crate) fn describe(&self, texts: &SourceTexts) -> String {
         match &self.value {
-            Value::Text(text) => format!("the string {}", quoted(text)),
-            Value::Integer(_) | Value::Float => {
-                format!("the number {}", quoted(texts.raw(self.at)))
+            TomlValue::String(text) => format!("the string {}", quoted(text)),
+            TomlValue::Integer(_) | TomlValue::Float => {
+                format!("the number {}", quoted(texts.text_at(self.at)))
             }
-            Value::Flag(flag) => format!("`{flag}`"),
-            Value::Moment => "a date or time".to_owned(),
-            Value::List(list) if list.is_empty() => "an empty list".to_owned(),
-            Value::List(_) => "a list".to_owned(),
-            Value::Table(_) => "a table".to_owned(),
+            TomlValue::Boolean(flag) => format!("`{flag}`"),
+            TomlValue::DateTime => "a date or time".to_owned(),
+            TomlValue::List(list) if list.is_empty() => "an empty list".to_owned(),
+            TomlValue::List(_) => "a list".to_owned(),
+            TomlValue::Table(_) => "a table".to_owned(),
         }
     }
 }
 
 /// Reads what a file holds. Broken TOML gives errors; what could be read all the same is not judged then, since it may
 /// not be what was meant.
-pub(crate) fn parse_file(texts: &mut Texts, name: &str, body: &[u8]) -> Result<Table, Vec<Error>> {
+pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Result<TomlTable, Vec<Error>> {
     // A byte order mark is no mistake of the person who wrote the file.
     let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
     let too_large = body.len() > MAX_FILE;
     let body = if too_large { &[] } else { body };
     let text = String::from_utf8_lossy(body);
-    let whole = texts.add(Text::new(TextKind::File, name, &text, false));
+    let whole = texts.add(SourceText::new(SourceKind::File, name, &text, false));
     if too_large {
         return Err(vec![Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file")]);
     }
     if let Err(error) = str::from_utf8(body) {
         let at = error.valid_up_to();
-        let first = texts.within(whole, at..at + 1);
+        let first = texts.subrange(whole, at..at + 1);
         let error = Error::new(texts, first, format!("the byte 0x{:02X} here isn't UTF-8", body[at]), "text in UTF-8");
         return Err(vec![error.help("save the file as UTF-8, which is all that TOML knows")]);
     }
@@ -325,49 +325,49 @@ pub(crate) fn parse_file(texts: &mut Texts, name: &str, body: &[u8]) -> Result<T
     if errors.is_empty() {
         Ok(convert_table(texts, whole, 0, table.into_inner()))
     } else {
-        Err(explain_all(texts, whole, 0, &errors))
+        Err(convert_errors(texts, whole, 0, &errors))
     }
 }
 
 /// Reads one TOML value from the part of a text that `at` names.
-pub(crate) fn parse_value(texts: &Texts, at: At) -> Result<Node, Error> {
-    let raw = texts.raw(at);
+pub(crate) fn parse_value(texts: &SourceTexts, at: TextRange) -> Result<TomlNode, Error> {
+    let raw = texts.text_at(at);
     match DeValue::parse(raw) {
         Ok(value) => Ok(convert(texts, at, at.start(), value)),
         Err(error) => {
             let span = error.span().unwrap_or(0..0);
-            let place = texts.within(at, span.start + at.start()..span.end + at.start());
-            Err(explain(texts, place, error.message()))
+            let place = texts.subrange(at, span.start + at.start()..span.end + at.start());
+            Err(convert_error(texts, place, error.message()))
         }
     }
 }
 
-fn convert(texts: &Texts, text: At, offset: usize, value: Spanned<DeValue<'_>>) -> Node {
+fn convert(texts: &SourceTexts, text: TextRange, offset: usize, value: Spanned<DeValue<'_>>) -> TomlNode {
     let span = value.span();
-    let at = texts.within(text, span.start + offset..span.end + offset);
+    let at = texts.subrange(text, span.start + offset..span.end + offset);
     let value = match value.into_inner() {
-        DeValue::String(string) => Value::Text(string.into_owned()),
-        DeValue::Integer(integer) => Value::Integer(i64::from_str_radix(integer.as_str(), integer.radix()).ok()),
-        DeValue::Float(_) => Value::Float,
-        DeValue::Boolean(flag) => Value::Flag(flag),
-        DeValue::Datetime(_) => Value::Moment,
-        DeValue::Array(array) => Value::List(convert_array(texts, text, offset, array)),
-        DeValue::Table(table) => Value::Table(convert_table(texts, text, offset, table)),
+        DeValue::String(string) => TomlValue::String(string.into_owned()),
+        DeValue::Integer(integer) => TomlValue::Integer(i64::from_str_radix(integer.as_str(), integer.radix()).ok()),
+        DeValue::Float(_) => TomlValue::Float,
+        DeValue::Boolean(flag) => TomlValue::Boolean(flag),
+        DeValue::Datetime(_) => TomlValue::DateTime,
+        DeValue::Array(array) => TomlValue::List(convert_array(texts, text, offset, array)),
+        DeValue::Table(table) => TomlValue::Table(convert_table(texts, text, offset, table)),
     };
-    Node { at, value }
+    TomlNode { at, value }
 }
 
-fn convert_array(texts: &Texts, text: At, offset: usize, array: DeArray<'_>) -> Vec<Node> {
+fn convert_array(texts: &SourceTexts, text: TextRange, offset: usize, array: DeArray<'_>) -> Vec<TomlNode> {
     array.into_iter().map(|value| convert(texts, text, offset, value)).collect()
 }
 
-fn convert_table(texts: &Texts, text: At, offset: usize, table: DeTable<'_>) -> Table {
-    let mut entries: Vec<Entry> = table
+fn convert_table(texts: &SourceTexts, text: TextRange, offset: usize, table: DeTable<'_>) -> TomlTable {
+    let mut entries: Vec<TomlEntry> = table
         .into_iter()
         .map(|(key, value)| {
             let span = key.span();
-            Entry {
-                key_at: texts.within(text, span.start + offset..span.end + offset),
+            TomlEntry {
+                key_at: texts.subrange(text, span.start + offset..span.end + offset),
                 key: key.into_inner().into_owned(),
                 node: convert(texts, text, offset, value),
             }
@@ -375,31 +375,31 @@ fn convert_table(texts: &Texts, text: At, offset: usize, table: DeTable<'_>) -> 
         .collect();
     // The parser sorts by name; what stands first in the file matches first.
     entries.sort_by_key(|entry| entry.key_at.start());
-    Table { entries }
+    TomlTable { entries }
 }
 
 /// A parser's complaints in words for people who don't know TOML by heart.
-fn explain_all(texts: &Texts, text: At, offset: usize, complaints: &[toml::de::Error]) -> Vec<Error> {
+fn convert_errors(texts: &SourceTexts, text: TextRange, offset: usize, parse_errors: &[toml::de::Error]) -> Vec<Error> {
     let body = &texts.get(text).body;
     let place = |complaint: &toml::de::Error| {
         let span = complaint.span().unwrap_or(0..0);
-        texts.within(text, span.start + offset..span.end + offset)
+        texts.subrange(text, span.start + offset..span.end + offset)
     };
-    let is_header = |at: At| body[line_begins(body, at)..].trim_start().starts_with('[');
+    let is_header = |at: TextRange| body[line_start(body, at)..].trim_start().starts_with('[');
     let mut errors = Vec::new();
-    let mut twice: Option<At> = None;
+    let mut duplicate_header: Option<TextRange> = None;
     let mut last_line = None;
-    for complaint in complaints {
+    for complaint in parse_errors {
         let at = place(complaint);
         let is_twice = complaint.message().contains("duplicate key");
         // A section that stands twice makes each of its keys stand twice, which needs no telling.
-        if let Some(header) = twice.filter(|_| is_twice && !is_header(at)) {
+        if let Some(header) = duplicate_header.filter(|_| is_twice && !is_header(at)) {
             let between = &body[header.end()..at.start()];
             if !between.lines().skip(1).any(|line| line.trim_start().starts_with('[')) {
                 continue;
             }
         }
-        twice = if is_twice && is_header(at) { Some(at) } else { twice };
+        duplicate_header = if is_twice && is_header(at) { Some(at) } else { duplicate_header };
         let rest_of_line = body[at.start()..].lines().next().unwrap_or("");
         let looks_like_yaml = rest_of_line.starts_with(':') && complaint.message().contains("unquoted key");
         if looks_like_yaml {
@@ -412,26 +412,26 @@ fn explain_all(texts: &Texts, text: At, offset: usize, complaints: &[toml::de::E
         }
         // What follows on the same line is confusion about the first.
         if last_line != Some(texts.line(at)) {
-            errors.push(explain(texts, at, complaint.message()));
+            errors.push(convert_error(texts, at, complaint.message()));
         }
         last_line = Some(texts.line(at));
     }
     errors
 }
 
-fn line_begins(body: &str, at: At) -> usize {
+fn line_start(body: &str, at: TextRange) -> usize {
     body[..at.start()].rfind('\n').map_or(0, |newline| newline + 1)
 }
 
-fn explain(texts: &Texts, at: At, message: &str) -> Error {
+fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
     let body = &texts.get(at).body;
-    let begins = line_begins(body, at);
+    let begins = line_start(body, at);
     let line = body[begins..].lines().next().unwrap_or("");
     let (what, expected) = message.split_once(", expected ").unwrap_or((message, ""));
     let expected = if expected == "nothing" { "" } else { expected };
     if message.contains("duplicate key") {
         let is_header = line.trim_start().starts_with('[');
-        let (key, home) = (quoted(texts.raw(at)), if is_header { "the file" } else { "its section" });
+        let (key, home) = (quoted(texts.text_at(at)), if is_header { "the file" } else { "its section" });
         let error = Error::new(texts, at, format!("{key} stands twice in {home}"), "each name once");
         return error.help("remove one of the two, or give it the name that was meant");
     }
@@ -443,7 +443,7 @@ fn explain(texts: &Texts, at: At, message: &str) -> Error {
     }
     let made = Error::new(texts, at, format!("not valid TOML: {what}"), expected);
     let Some((key, value)) = line.split_once('=') else {
-        if texts.get(at).kind == TextKind::File && !line.trim_start().starts_with('[') {
+        if texts.get(at).kind == SourceKind::File && !line.trim_start().starts_with('[') {
             return made.help("a line is `key = value`, `[section]`, or a comment that begins with #");
         }
         return made;
@@ -455,7 +455,7 @@ fn explain(texts: &Texts, at: At, message: &str) -> Error {
         && !value.contains('"')
     {
         let start = begins + key.len() + 1 + (line.len() - key.len() - 1 - line[key.len() + 1..].trim_start().len());
-        let whole = texts.within(at, start..start + value.len());
+        let whole = texts.subrange(at, start..start + value.len());
         let name = key.trim().to_owned();
         let error =
             Error::new(texts, whole, format!("the value of {} isn't in quotes", quoted(&name)), "a string in quotes");

@@ -7,43 +7,45 @@ use std::ops::Range;
 
 use tidegate_core::MAX_LIMIT;
 
-use crate::document::{At, Node, Table, Text, TextKind, Texts, Value, parse_value};
-use crate::error::{Error, HOLDERS, names_places, quoted};
-use crate::nearest::{folded, nearest};
+use crate::document::{SourceKind, SourceText, SourceTexts, TextRange, TomlNode, TomlTable, TomlValue, parse_value};
+use crate::error::{Error, SECRET_SETTINGS, is_secret_source, quoted};
+use crate::nearest::{fold_name, nearest};
 use crate::quantity::Quantity;
-use crate::settings::{self, Form, PLAIN, PREFIX};
+use crate::settings::{self, PLAIN_VARIABLES, SettingType, VARIABLE_PREFIX};
 
 /// The window of `GLOBAL_RATE_LIMIT` when nobody says one, in seconds.
-const WINDOW: u64 = 3600;
+const DEFAULT_WINDOW_SECS: u64 = 3600;
 /// The longest window or block that a plain name gives: ten years in seconds.
 const MAX_SECS: u64 = 315_360_000;
 
 /// What the names that belong to Tidegate begin with, in any case: one that isn't a setting's is a mistake.
-const FAMILY: &str = "TIDEGATE_";
+const RESERVED_PREFIX: &str = "TIDEGATE_";
 /// Names of the family that the test suite reads, and no policy.
-const OF_TESTS: [&str; 4] = ["TIDEGATE_REQUIRE_ALL", "TIDEGATE_FULL", "TIDEGATE_SEED", "TIDEGATE_FUZZ_SECONDS"];
+const TEST_VARIABLES: [&str; 4] = ["TIDEGATE_REQUIRE_ALL", "TIDEGATE_FULL", "TIDEGATE_SEED", "TIDEGATE_FUZZ_SECONDS"];
 
 /// Whether a variable is looked at at all.
-pub(crate) fn is_ours(name: &str) -> bool {
-    is_of_family(name) && !OF_TESTS.contains(&name) || PLAIN.iter().any(|(plain, _, _)| *plain == name)
+pub(crate) fn is_policy_variable(name: &str) -> bool {
+    has_reserved_prefix(name) && !TEST_VARIABLES.contains(&name)
+        || PLAIN_VARIABLES.iter().any(|(plain, _, _)| *plain == name)
 }
 
-fn is_of_family(name: &str) -> bool {
-    name.get(..FAMILY.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(FAMILY))
+fn has_reserved_prefix(name: &str) -> bool {
+    name.get(..RESERVED_PREFIX.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(RESERVED_PREFIX))
 }
 
 /// Members of the policy that have names of their own.
 #[derive(Clone, Copy)]
-struct Named {
+struct NamedSection {
     section: &'static str,
     /// The key in the section, which is also what a member is called.
     key: &'static str,
 }
 
-const NAMED: [Named; 2] = [Named { section: "inbound", key: "action" }, Named { section: "outbound", key: "provider" }];
+const NAMED_SECTIONS: [NamedSection; 2] =
+    [NamedSection { section: "inbound", key: "action" }, NamedSection { section: "outbound", key: "provider" }];
 
-impl Named {
-    fn members(self, root: &Table) -> Vec<String> {
+impl NamedSection {
+    fn members(self, root: &TomlTable) -> Vec<String> {
         let members = root.table(self.section).and_then(|section| section.table(self.key));
         members.map(|members| members.entries.iter().map(|entry| entry.key.clone()).collect()).unwrap_or_default()
     }
@@ -54,19 +56,19 @@ impl Named {
 }
 
 /// The variables that a secret is taken from, which may have any name.
-fn secret_variables(root: &Table, env: &[(String, String)]) -> Vec<String> {
-    fn texts<'t>(node: &'t Node, found: &mut Vec<&'t str>) {
+fn secret_variables(root: &TomlTable, env: &[(String, String)]) -> Vec<String> {
+    fn texts<'t>(node: &'t TomlNode, found: &mut Vec<&'t str>) {
         match &node.value {
-            Value::Text(text) => found.push(text),
-            Value::List(items) => items.iter().for_each(|item| texts(item, found)),
-            Value::Table(table) => table.entries.iter().for_each(|entry| texts(&entry.node, found)),
+            TomlValue::String(text) => found.push(text),
+            TomlValue::List(items) => items.iter().for_each(|item| texts(item, found)),
+            TomlValue::Table(table) => table.entries.iter().for_each(|entry| texts(&entry.node, found)),
             _ => {}
         }
     }
-    fn holders<'t>(table: &'t Table, found: &mut Vec<&'t str>) {
+    fn holders<'t>(table: &'t TomlTable, found: &mut Vec<&'t str>) {
         for entry in &table.entries {
             match entry.node.as_table() {
-                _ if HOLDERS.contains(&entry.key.as_str()) => texts(&entry.node, found),
+                _ if SECRET_SETTINGS.contains(&entry.key.as_str()) => texts(&entry.node, found),
                 Some(table) => holders(table, found),
                 None => {}
             }
@@ -74,8 +76,9 @@ fn secret_variables(root: &Table, env: &[(String, String)]) -> Vec<String> {
     }
     let mut sources = Vec::new();
     holders(root, &mut sources);
-    let holds =
-        |name: &str| name.rsplit("__").next().is_some_and(|last| HOLDERS.contains(&&*last.to_ascii_lowercase()));
+    let holds = |name: &str| {
+        name.rsplit("__").next().is_some_and(|last| SECRET_SETTINGS.contains(&&*last.to_ascii_lowercase()))
+    };
     let in_env = env.iter().filter(|(name, _)| holds(name)).map(|(_, value)| value);
     // Also inside of a table or a list, as in `{ pin = "env:PIN" }`.
     sources.extend(in_env.flat_map(|value| value.split([',', '"', '\'', '[', ']', ' ']).map(str::trim)));
@@ -84,26 +87,26 @@ fn secret_variables(root: &Table, env: &[(String, String)]) -> Vec<String> {
 }
 
 /// An action's or a provider's name as a variable's name holds it, in lower case.
-pub(crate) fn foldable(name: &str) -> String {
-    folded(name).replace('.', "_")
+pub(crate) fn fold_member_name(name: &str) -> String {
+    fold_name(name).replace('.', "_")
 }
 
 /// The environment, as far as it may concern the policy.
 #[derive(Clone, Default)]
-pub(crate) struct Env {
+pub(crate) struct EnvVars {
     pub(crate) variables: Vec<(String, String)>,
     /// What further names begin with.
     pub(crate) prefix: Option<String>,
 }
 
-impl Env {
+impl EnvVars {
     fn is_prefixed(&self, name: &str) -> bool {
         self.prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix))
     }
 }
 
 /// The names alone: nobody knows which of the values is a secret.
-impl fmt::Debug for Env {
+impl fmt::Debug for EnvVars {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.variables.iter().map(|(name, _)| name.as_str()).collect();
         f.debug_struct("Env").field("variables", &names).field("prefix", &self.prefix).finish()
@@ -111,26 +114,26 @@ impl fmt::Debug for Env {
 }
 
 /// Lays the variables over the file's table.
-pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, env: Env) {
+pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, root: &mut TomlTable, env: EnvVars) {
     let is_said = |value: &str| !value.trim().is_empty();
     let prefixed: Vec<(String, String)> =
         env.variables.iter().filter(|(name, value)| env.is_prefixed(name) && is_said(value)).cloned().collect();
     let prefix = env.prefix.clone();
     let mut env: Vec<(String, String)> = env.variables;
-    env.retain(|(name, value)| is_ours(name) && is_said(value));
+    env.retain(|(name, value)| is_policy_variable(name) && is_said(value));
     env.sort();
     let mut secrets = secret_variables(root, &env);
     secrets.extend(prefixed.iter().map(|(name, _)| name.clone()));
-    plain_names(texts, errors, root, &env);
+    apply_plain_variables(texts, errors, root, &env);
     if let Some(prefix) = prefix {
-        prefixed::overlay(texts, errors, root, &prefixed, &prefix);
+        prefixed::apply_prefixed_variables(texts, errors, root, &prefixed, &prefix);
     }
     let mut seen: Vec<String> = Vec::new();
     for (name, value) in env {
-        if let Some(path) = name.strip_prefix(PREFIX) {
+        if let Some(path) = name.strip_prefix(VARIABLE_PREFIX) {
             let path: Vec<String> = path.split("__").map(str::to_ascii_lowercase).collect();
             if seen.contains(&path.join(".")) {
-                let at = add(texts, &name, &value, true);
+                let at = add_source(texts, &name, &value, true);
                 errors.push(Error::new(
                     texts,
                     at,
@@ -140,57 +143,65 @@ pub(crate) fn overlay(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Tab
                 continue;
             }
             seen.push(path.join("."));
-            if let Err(error) = set(texts, root, &name, &value, &path) {
+            if let Err(error) = set_variable(texts, root, &name, &value, &path) {
                 errors.push(error);
             }
-        } else if is_of_family(&name) && !secrets.contains(&name) {
-            let at = add(texts, &name, &value, true);
-            errors.push(unknown(texts, at, &name, root));
+        } else if has_reserved_prefix(&name) && !secrets.contains(&name) {
+            let at = add_source(texts, &name, &value, true);
+            errors.push(unknown_variable_error(texts, at, &name, root));
         }
     }
 }
 
-fn add(texts: &mut Texts, name: &str, value: &str, secret: bool) -> At {
-    texts.add(Text::new(TextKind::Variable, name, value, secret))
+fn add_source(texts: &mut SourceTexts, name: &str, value: &str, secret: bool) -> TextRange {
+    texts.add(SourceText::new(SourceKind::Variable, name, value, secret))
 }
 
 /// Sets what one variable names.
-fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
+fn set_variable(
+    texts: &mut SourceTexts,
+    root: &mut TomlTable,
+    name: &str,
+    value: &str,
+    path: &[String],
+) -> Result<(), Error> {
     // The member's own spelling takes the place of the variable's, and `*` its place in the table of settings.
-    let (mut here, mut generic) = (path.to_vec(), path.join("."));
+    let (mut here, mut setting_path) = (path.to_vec(), path.join("."));
     if let [section, key, member, rest @ ..] = path
-        && let Some(named) = NAMED.into_iter().find(|named| named.section == section && named.key == key)
+        && let Some(named) = NAMED_SECTIONS.into_iter().find(|named| named.section == section && named.key == key)
         && !rest.is_empty()
     {
         let members = named.members(root);
-        generic = named.path(rest);
-        match members.iter().find(|known| foldable(known) == foldable(member)) {
+        setting_path = named.path(rest);
+        match members.iter().find(|known| fold_member_name(known) == fold_member_name(member)) {
             Some(known) => here[2].clone_from(known),
             None => {
                 // What an unknown name holds may be anything, a secret too, and isn't shown.
-                let at = add(texts, name, value, true);
+                let at = add_source(texts, name, value, true);
                 let meant = nearest(member, members.iter().map(String::as_str));
                 let message = format!("{name} names no {key} of the policy");
-                let error = Error::new(texts, at, message, known(key, &members));
-                return Err(error.hint(meant.map(|known| settings::variable(&generic, known)).as_deref()));
+                let error = Error::new(texts, at, message, describe_members(key, &members));
+                return Err(
+                    error.did_you_mean(meant.map(|known| settings::variable_name(&setting_path, known)).as_deref())
+                );
             }
         }
     }
-    let Some(setting) = settings::find(&generic).filter(|setting| setting.variable().is_some()) else {
-        let at = add(texts, name, value, true);
-        return Err(unknown(texts, at, name, root));
+    let Some(setting) = settings::find(&setting_path).filter(|setting| setting.variable().is_some()) else {
+        let at = add_source(texts, name, value, true);
+        return Err(unknown_variable_error(texts, at, name, root));
     };
-    let holds_secrets = setting.path().rsplit('.').next().is_some_and(|last| HOLDERS.contains(&last));
-    let at = add(texts, name, value, holds_secrets && !names_places(&as_list(value)));
-    let value_at = trimmed(texts, at);
-    let node = coerce(texts, value_at, setting.form)?;
+    let holds_secrets = setting.path().rsplit('.').next().is_some_and(|last| SECRET_SETTINGS.contains(&last));
+    let at = add_source(texts, name, value, holds_secrets && !is_secret_source(&in_brackets(value)));
+    let value_at = trimmed_range(texts, at);
+    let node = parse_as(texts, value_at, setting.value_type)?;
     let (last, sections) = here.split_last().expect("invariant: a setting's path has at least one name");
     let mut table = &mut *root;
     for section in sections {
         if section == "penalty" {
             table.remove("ban");
         }
-        table = table.enter(section, value_at).ok_or_else(|| {
+        table = table.table_or_insert(section, value_at).ok_or_else(|| {
             Error::new(texts, value_at, format!("{name} can't be set: `{section}` is no table in the file"), "a table")
         })?;
     }
@@ -207,17 +218,17 @@ fn set(texts: &mut Texts, root: &mut Table, name: &str, value: &str, path: &[Str
         "limits" => table.remove("limit"),
         _ => {}
     }
-    table.put(last, node.at, node.value);
+    table.insert(last, node.at, node.value);
     Ok(())
 }
 
 /// A value that may be a list without brackets.
-fn as_list(value: &str) -> String {
+fn in_brackets(value: &str) -> String {
     let value = value.trim();
     if value.starts_with('[') { value.to_owned() } else { format!("[{value}]") }
 }
 
-fn known(what: &str, members: &[String]) -> String {
+fn describe_members(what: &str, members: &[String]) -> String {
     let names: Vec<&str> = members.iter().take(8).map(String::as_str).collect();
     match names.as_slice() {
         [] => format!("a policy with {what}s; variables change {what}s and never add one"),
@@ -226,21 +237,22 @@ fn known(what: &str, members: &[String]) -> String {
     }
 }
 
-fn unknown(texts: &Texts, at: At, name: &str, root: &Table) -> Error {
+fn unknown_variable_error(texts: &SourceTexts, at: TextRange, name: &str, root: &TomlTable) -> Error {
     // With the right prefix, whatever the case and the number of underscores.
-    let rest = name.get(FAMILY.len()..).unwrap_or_default().trim_start_matches('_');
-    let upper = format!("{PREFIX}{}", rest.to_ascii_uppercase());
-    let members = NAMED.map(|named| (format!("{}.{}.", named.section, named.key), named.members(root)));
+    let rest = name.get(RESERVED_PREFIX.len()..).unwrap_or_default().trim_start_matches('_');
+    let upper = format!("{VARIABLE_PREFIX}{}", rest.to_ascii_uppercase());
+    let members = NAMED_SECTIONS.map(|named| (format!("{}.{}.", named.section, named.key), named.members(root)));
     let names: Vec<String> = settings::all()
         .filter_map(|setting| setting.variable().map(|variable| (setting.path(), variable)))
         .flat_map(|(path, variable)| match members.iter().find(|(begin, _)| path.starts_with(begin)) {
-            Some((_, members)) => members.iter().take(50).map(|member| settings::variable(path, member)).collect(),
+            Some((_, members)) => members.iter().take(50).map(|member| settings::variable_name(path, member)).collect(),
             None => vec![variable],
         })
         .collect();
     // A name that only has other underscores is meant before any that is merely like it.
     let bare = |name: &str| name.replace('_', "");
-    let plain = PLAIN.iter().map(|(plain, _, _)| *plain).find(|plain| bare(plain) == bare(rest).to_ascii_uppercase());
+    let plain =
+        PLAIN_VARIABLES.iter().map(|(plain, _, _)| *plain).find(|plain| bare(plain) == bare(rest).to_ascii_uppercase());
     let same = names.iter().map(String::as_str).find(|known| bare(known) == bare(&upper)).or(plain);
     // Two names in one section differ by their last word, so that is what is compared, within the section first.
     let (section, word) = upper.rsplit_once("__").unwrap_or(("", &upper));
@@ -252,72 +264,77 @@ fn unknown(texts: &Texts, at: At, name: &str, root: &Table) -> Error {
     let meant = meant.or_else(|| nearest(word, siblings).map(|word| format!("{section}__{word}")));
     let meant = meant.or_else(|| nearest(&upper, names.iter().map(String::as_str)).map(str::to_owned));
     Error::new(texts, at, format!("unknown environment variable {name}"), "the name of a setting")
-        .hint(meant.as_deref())
+        .did_you_mean(meant.as_deref())
 }
 
 /// The place of a value without the white space around it.
-fn trimmed(texts: &Texts, at: At) -> At {
-    let body = texts.raw(at);
+fn trimmed_range(texts: &SourceTexts, at: TextRange) -> TextRange {
+    let body = texts.text_at(at);
     let start = body.len() - body.trim_start().len();
-    texts.within(at, start..start + body.trim().len())
+    texts.subrange(at, start..start + body.trim().len())
 }
 
 /// Reads a variable's value in the form that its setting has. What doesn't fit stays text, for the reader to refuse.
-fn coerce(texts: &Texts, at: At, form: Form) -> Result<Node, Error> {
-    let raw = texts.raw(at);
+fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) -> Result<TomlNode, Error> {
+    let raw = texts.text_at(at);
     let first = raw.chars().next();
-    let text = |at: At| Node { at, value: Value::Text(texts.raw(at).to_owned()) };
+    let text = |at: TextRange| TomlNode { at, value: TomlValue::String(texts.text_at(at).to_owned()) };
     match form {
-        Form::Text if matches!(first, Some('"' | '\'')) => parse_value(texts, at),
-        Form::Text => Ok(text(at)),
-        Form::Words | Form::Count if first == Some('[') => parse_value(texts, at),
-        Form::Words => {
+        SettingType::Text if matches!(first, Some('"' | '\'')) => parse_value(texts, at),
+        SettingType::Text => Ok(text(at)),
+        SettingType::Strings | SettingType::Integer if first == Some('[') => parse_value(texts, at),
+        SettingType::Strings => {
             let mut items = Vec::new();
             let mut begin = at.start();
             for piece in raw.split(',') {
-                let place = trimmed_range(piece, begin);
-                let item = texts.within(at, place);
-                if matches!(texts.raw(item).chars().next(), Some('"' | '\'')) {
+                let place = trimmed_item_range(piece, begin);
+                let item = texts.subrange(at, place);
+                if matches!(texts.text_at(item).chars().next(), Some('"' | '\'')) {
                     items.push(parse_value(texts, item)?);
-                } else if !texts.raw(item).is_empty() {
+                } else if !texts.text_at(item).is_empty() {
                     items.push(text(item));
                 }
                 begin += piece.len() + 1;
             }
-            Ok(Node { at, value: Value::List(items) })
+            Ok(TomlNode { at, value: TomlValue::List(items) })
         }
-        Form::Flag => Ok(match raw {
-            "true" => Node { at, value: Value::Flag(true) },
-            "false" => Node { at, value: Value::Flag(false) },
+        SettingType::Flag => Ok(match raw {
+            "true" => TomlNode { at, value: TomlValue::Boolean(true) },
+            "false" => TomlNode { at, value: TomlValue::Boolean(false) },
             _ => text(at),
         }),
-        Form::Count => {
+        SettingType::Integer => {
             let is_number = raw.starts_with(|digit: char| digit.is_ascii_digit())
                 && raw.bytes().all(|byte| byte.is_ascii_digit() || byte == b'_');
             if is_number {
                 let digits: String = raw.chars().filter(char::is_ascii_digit).collect();
-                Ok(Node { at, value: Value::Integer(digits.parse().ok()) })
+                Ok(TomlNode { at, value: TomlValue::Integer(digits.parse().ok()) })
             } else {
                 Ok(text(at))
             }
         }
-        Form::Tables if matches!(first, Some('{' | '[')) => parse_value(texts, at),
-        Form::Tables => Ok(text(at)),
+        SettingType::TableOrTables if matches!(first, Some('{' | '[')) => parse_value(texts, at),
+        SettingType::TableOrTables => Ok(text(at)),
     }
 }
 
-fn trimmed_range(piece: &str, begin: usize) -> Range<usize> {
+fn trimmed_item_range(piece: &str, begin: usize) -> Range<usize> {
     let start = begin + piece.len() - piece.trim_start().len();
     start..start + piece.trim().len()
 }
 
 /// `GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE` and `BACKOFF_MAX`.
-fn plain_names(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, env: &[(String, String)]) {
-    let mut number = |name: &str, least: u64, most: u64, what: &str| -> Option<(At, u64)> {
+fn apply_plain_variables(
+    texts: &mut SourceTexts,
+    errors: &mut Vec<Error>,
+    root: &mut TomlTable,
+    env: &[(String, String)],
+) {
+    let mut number = |name: &str, least: u64, most: u64, what: &str| -> Option<(TextRange, u64)> {
         let (_, value) = env.iter().find(|(found, _)| found == name)?;
-        let at = add(texts, name, value, false);
-        let at = trimmed(texts, at);
-        let raw = texts.raw(at);
+        let at = add_source(texts, name, value, false);
+        let at = trimmed_range(texts, at);
+        let raw = texts.text_at(at);
         match raw.parse::<u64>() {
             Ok(number) if (least..=most).contains(&number) => return Some((at, number)),
             Ok(_) => errors.push(Error::new(
@@ -337,33 +354,33 @@ fn plain_names(texts: &mut Texts, errors: &mut Vec<Error>, root: &mut Table, env
     let window = number("GLOBAL_RATE_WINDOW", 1, MAX_SECS, "a number of seconds");
     let base = number("BACKOFF_BASE", 1, 86_400, "the base of the power, in seconds");
     let cap = number("BACKOFF_MAX", 1, MAX_SECS, "a number of seconds");
-    global(texts, errors, root, limit, window);
+    apply_global_limit(texts, errors, root, limit, window);
     if base.is_some() || cap.is_some() {
         for penalty in growing_penalties(root) {
             if let Some((at, base)) = base {
-                penalty.put("base", at, Value::Text(format!("{base}s")));
-                penalty.put("factor", at, Value::Integer(i64::try_from(base).ok()));
+                penalty.insert("base", at, TomlValue::String(format!("{base}s")));
+                penalty.insert("factor", at, TomlValue::Integer(i64::try_from(base).ok()));
             }
             if let Some((at, cap)) = cap {
-                penalty.put("cap", at, Value::Text(format!("{cap}s")));
+                penalty.insert("cap", at, TomlValue::String(format!("{cap}s")));
             }
         }
     }
 }
 
-fn global(
-    texts: &Texts,
+fn apply_global_limit(
+    texts: &SourceTexts,
     errors: &mut Vec<Error>,
-    root: &mut Table,
-    limit: Option<(At, u64)>,
-    window: Option<(At, u64)>,
+    root: &mut TomlTable,
+    limit: Option<(TextRange, u64)>,
+    window: Option<(TextRange, u64)>,
 ) {
     let Some((at, _)) = limit.or(window) else {
         return;
     };
     let written = root.table("inbound").and_then(|inbound| inbound.table("global"));
     let in_file = written.and_then(|global| global.node("limit")).and_then(|node| match &node.value {
-        Value::Text(text) => match text.parse::<Quantity>() {
+        TomlValue::String(text) => match text.parse::<Quantity>() {
             Ok(Quantity::Window { limit, window }) => Some((limit, window)),
             _ => None,
         },
@@ -382,28 +399,29 @@ fn global(
     let length = match (window, in_file) {
         (Some((_, secs)), _) => format!("{secs}s"),
         (None, Some((_, window))) => window.to_string(),
-        (None, None) => format!("{WINDOW}s"),
+        (None, None) => format!("{DEFAULT_WINDOW_SECS}s"),
     };
     let is_new = written.is_none();
     // A file that has something else there is refused for that.
-    let Some(global) = root.enter("inbound", at).and_then(|inbound| inbound.enter("global", at)) else {
+    let Some(global) = root.table_or_insert("inbound", at).and_then(|inbound| inbound.table_or_insert("global", at))
+    else {
         return;
     };
-    global.put("limit", at, Value::Text(format!("{count} per {length}")));
+    global.insert("limit", at, TomlValue::String(format!("{count} per {length}")));
     if is_new {
-        global.put("penalty", at, Value::Table(Table::default()));
+        global.insert("penalty", at, TomlValue::Table(TomlTable::default()));
     }
 }
 
 /// Every penalty table of the file.
-fn growing_penalties(root: &mut Table) -> Vec<&mut Table> {
-    fn tables<'t>(table: &'t mut Table, found: &mut Vec<&'t mut Table>) {
+fn growing_penalties(root: &mut TomlTable) -> Vec<&mut TomlTable> {
+    fn tables<'t>(table: &'t mut TomlTable, found: &mut Vec<&'t mut TomlTable>) {
         for entry in &mut table.entries {
             match &mut entry.node.value {
-                Value::Table(penalty) if entry.key == "penalty" => found.push(penalty),
-                Value::List(items) if entry.key == "limits" => {
+                TomlValue::Table(penalty) if entry.key == "penalty" => found.push(penalty),
+                TomlValue::List(items) if entry.key == "limits" => {
                     for item in items {
-                        if let Value::Table(limit) = &mut item.value {
+                        if let TomlValue::Table(limit) = &mut item.value {
                             tables(limit, found);
                         }
                     }
@@ -413,18 +431,18 @@ fn growing_penalties(root: &mut Table) -> Vec<&mut Table> {
         }
     }
     let mut found = Vec::new();
-    let Some(Value::Table(inbound)) = root.get_mut("inbound").map(|entry| &mut entry.node.value) else {
+    let Some(TomlValue::Table(inbound)) = root.get_mut("inbound").map(|entry| &mut entry.node.value) else {
         return found;
     };
     for entry in &mut inbound.entries {
-        let Value::Table(table) = &mut entry.node.value else {
+        let TomlValue::Table(table) = &mut entry.node.value else {
             continue;
         };
         match entry.key.as_str() {
             "global" => tables(table, &mut found),
             "action" => {
                 for action in &mut table.entries {
-                    if let Value::Table(action) = &mut action.node.value {
+                    if let TomlValue::Table(action) = &mut action.node.value {
                         tables(action, &mut found);
                     }
                 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::document::{At, TextKind, Texts};
+use crate::document::{SourceKind, SourceTexts, TextRange};
 use crate::nearest::similar;
 use crate::printable::{printable, printable_lines};
 use crate::settings;
@@ -10,14 +10,14 @@ use crate::settings;
 /// How many errors are told at once.
 const MAX_ERRORS: usize = 50;
 /// How much of a line is shown before and after the place in question, in characters.
-const BEFORE: usize = 60;
-const AFTER: usize = 60;
+const MAX_CHARS_BEFORE: usize = 60;
+const MAX_CHARS_AFTER: usize = 60;
 /// What hides a secret.
-const HIDDEN: &str = "…";
+const MASK: &str = "…";
 
 /// Where something is wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum ErrorLocation {
     /// In the policy file.
     File {
         /// The file's name as it was given.
@@ -36,7 +36,7 @@ pub enum Place {
     },
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ErrorLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File { name, line, column } => write!(f, "{}:{line}:{column}", printable(name)),
@@ -48,11 +48,11 @@ impl fmt::Display for Place {
 /// One thing that is wrong. `Display` shows it with its place, the line in question and a caret under it; secrets in
 /// that line are hidden.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Error(Box<Told>);
+pub struct Error(Box<ErrorDetails>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Told {
-    place: Place,
+struct ErrorDetails {
+    location: ErrorLocation,
     message: String,
     expected: String,
     help: Vec<String>,
@@ -69,40 +69,56 @@ struct Excerpt {
 }
 
 impl Error {
-    pub(crate) fn new(texts: &Texts, at: At, message: impl Into<String>, expected: impl Into<String>) -> Self {
-        Self::told(texts, at, message.into(), expected.into(), None)
+    pub(crate) fn new(
+        texts: &SourceTexts,
+        at: TextRange,
+        message: impl Into<String>,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self::with_details(texts, at, message.into(), expected.into(), None)
     }
 
     /// An error whose place may hold a secret: from there on, the line isn't shown.
-    pub(crate) fn hiding(texts: &Texts, at: At, message: impl Into<String>, expected: impl Into<String>) -> Self {
-        Self::told(texts, at, message.into(), expected.into(), Some(at.start()))
+    pub(crate) fn hiding_secret(
+        texts: &SourceTexts,
+        at: TextRange,
+        message: impl Into<String>,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self::with_details(texts, at, message.into(), expected.into(), Some(at.start()))
     }
 
-    fn told(texts: &Texts, at: At, message: String, expected: String, hidden: Option<usize>) -> Self {
+    fn with_details(
+        texts: &SourceTexts,
+        at: TextRange,
+        message: String,
+        expected: String,
+        hidden: Option<usize>,
+    ) -> Self {
         let text = texts.get(at);
         let (start, end) = (at.start(), at.end());
-        let begins = text.line_begins(start);
+        let begins = text.line_start(start);
         let column = text.body[begins..start].chars().count() + 1;
         let line_number = text.line(start);
         let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
         let line = text.body[begins..ends].trim_end_matches('\r');
         let prefix = match text.kind {
-            TextKind::File => String::new(),
-            TextKind::Variable => format!("{}=", text.name),
+            SourceKind::File => String::new(),
+            SourceKind::Variable => format!("{}=", text.name),
         };
-        let own = if text.secret { Some(0) } else { secret_begins(line) };
-        let own = own.or_else(|| secret_of_its_section(&text.body[..begins], line));
+        let own = if text.secret { Some(0) } else { secret_start(line) };
+        let own = own.or_else(|| secret_start_in_section(&text.body[..begins], line));
         let hidden = hidden.map(|at| (at - begins).min(line.len())).into_iter().chain(own).min();
         let start = (start - begins).min(line.len());
         let end = end.saturating_sub(begins).clamp(start, line.len());
         let (place, number) = match text.kind {
-            TextKind::File => {
-                (Place::File { name: text.name.clone(), line: line_number, column }, line_number.to_string())
+            SourceKind::File => {
+                (ErrorLocation::File { name: text.name.clone(), line: line_number, column }, line_number.to_string())
             }
-            TextKind::Variable => (Place::Variable { name: text.name.clone(), column }, String::new()),
+            SourceKind::Variable => (ErrorLocation::Variable { name: text.name.clone(), column }, String::new()),
         };
-        Self(Box::new(Told {
-            place,
+        Self(Box::new(ErrorDetails {
+            location: place,
             message: printable(&message).into_owned(),
             expected: printable(&expected).into_owned(),
             help: Vec::new(),
@@ -116,7 +132,7 @@ impl Error {
     }
 
     /// Adds "did you mean" if there is something to offer.
-    pub(crate) fn hint(self, meant: Option<&str>) -> Self {
+    pub(crate) fn did_you_mean(self, meant: Option<&str>) -> Self {
         match meant {
             Some(meant) => self.help(format!("did you mean `{meant}`?")),
             None => self,
@@ -124,8 +140,8 @@ impl Error {
     }
 
     /// Where it is wrong.
-    pub fn place(&self) -> &Place {
-        &self.0.place
+    pub fn location(&self) -> &ErrorLocation {
+        &self.0.location
     }
 
     /// What was found.
@@ -148,16 +164,19 @@ impl Excerpt {
     fn new(number: String, prefix: &str, line: &str, start: usize, end: usize, hidden: Option<usize>) -> Self {
         // What follows a hidden value stays hidden too: where it ends is guesswork.
         let (line, start, end) = match hidden {
-            Some(at) => (format!("{}{HIDDEN}", &line[..at]), start.min(at), end.min(at + HIDDEN.len())),
+            Some(at) => (format!("{}{MASK}", &line[..at]), start.min(at), end.min(at + MASK.len())),
             None => hide_passwords(line, start, end),
         };
         let shown = format!("{prefix}{line}");
         let (start, end) = (prefix.len() + start, prefix.len() + end);
         let before = shown[..start].chars().count();
         let carets = shown.get(start..end).map_or(1, |marked| marked.chars().count()).max(1);
-        let skipped = before.saturating_sub(BEFORE.max(prefix.chars().count() + 20));
-        let window: Vec<char> =
-            printable_lines(&shown).chars().skip(skipped).take(before - skipped + carets.min(AFTER) + AFTER).collect();
+        let skipped = before.saturating_sub(MAX_CHARS_BEFORE.max(prefix.chars().count() + 20));
+        let window: Vec<char> = printable_lines(&shown)
+            .chars()
+            .skip(skipped)
+            .take(before - skipped + carets.min(MAX_CHARS_AFTER) + MAX_CHARS_AFTER)
+            .collect();
         let cut = shown.chars().count() > skipped + window.len();
         let mut line: String = if skipped > 0 { "…".to_owned() } else { String::new() };
         let mut indent = line.replace('…', " ");
@@ -170,44 +189,45 @@ impl Excerpt {
         if cut {
             line.push('…');
         }
-        Self { number, line, indent, carets: carets.min(AFTER) }
+        Self { number, line, indent, carets: carets.min(MAX_CHARS_AFTER) }
     }
 }
 
 /// Whether something in a line may be a secret.
 pub(crate) fn may_be_secret(line: &str) -> bool {
-    secret_begins(line).is_some() || line.contains("://") && line.contains('@')
+    secret_start(line).is_some() || line.contains("://") && line.contains('@')
 }
 
 /// Settings that say where a secret is; what stands in its place may be the secret itself.
-pub(crate) const HOLDERS: [&str; 3] = ["token", "credentials", "secrets"];
+pub(crate) const SECRET_SETTINGS: [&str; 3] = ["token", "credentials", "secrets"];
 
 /// Where a value begins that may be a secret: after the `=` of a key that reads like one, unless the value only says
 /// where the secret is.
-fn secret_begins(line: &str) -> Option<usize> {
+fn secret_start(line: &str) -> Option<usize> {
     line.match_indices('=').find_map(|(equals, _)| {
         let value = &line[equals + 1..];
         let body = || {
-            is_named(line, equals, |key| key == "body") && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
+            key_matches(line, equals, |key| key == "body")
+                && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
         };
-        let is_secret = is_named(line, equals, reads_secret) || body();
+        let is_secret = key_matches(line, equals, is_secret_name) || body();
         let begins = equals + 1 + (value.len() - value.trim_start().len());
-        (is_secret && !value.trim().is_empty() && !names_places(value)).then_some(begins)
+        (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then_some(begins)
     })
 }
 
 /// Where a line may hold a secret that what stands above it says: an item of a list, or a key of a table of secrets.
-fn secret_of_its_section(above: &str, line: &str) -> Option<usize> {
+fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
     const FAR: usize = 1100;
     let begin = line.trim_start();
     let mut before = above.lines().rev().take(FAR).map(str::trim);
     if begin.starts_with(['"', '\'']) {
         let opens = before.find(|line| !line.is_empty() && !line.starts_with(['"', '\'', '#', ']']))?;
-        let is_list = |equals: usize| is_named(opens, equals, reads_secret) && opens.ends_with(['[', ',']);
+        let is_list = |equals: usize| key_matches(opens, equals, is_secret_name) && opens.ends_with(['[', ',']);
         let is_secret = opens.match_indices('=').any(|(equals, _)| is_list(equals)) || opens.starts_with('[');
-        return (is_secret && !names_places(&format!("[{begin}"))).then_some(0);
+        return (is_secret && !is_secret_source(&format!("[{begin}"))).then_some(0);
     }
-    let equals = line.find('=').filter(|equals| !names_places(&line[equals + 1..]))?;
+    let equals = line.find('=').filter(|equals| !is_secret_source(&line[equals + 1..]))?;
     let value = equals + 1 + (line.len() - equals - 1 - line[equals + 1..].trim_start().len());
     let header = before.find(|line| line.starts_with('['))?;
     let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| name.trim() == "secrets");
@@ -215,15 +235,15 @@ fn secret_of_its_section(above: &str, line: &str) -> Option<usize> {
 }
 
 /// Whether the key before an equals sign is such a one.
-fn is_named(line: &str, equals: usize, is: impl FnOnce(&str) -> bool) -> bool {
+fn key_matches(line: &str, equals: usize, is: impl FnOnce(&str) -> bool) -> bool {
     let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
     let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
     is(&before.rsplit(|letter| !is_part(letter)).next().unwrap_or(before).to_ascii_lowercase())
 }
 
-fn reads_secret(key: &str) -> bool {
+fn is_secret_name(key: &str) -> bool {
     const SECRETS: [&str; 8] = ["token", "secret", "password", "passwd", "credential", "bearer", "api_key", "apikey"];
-    if HOLDERS.contains(&key) {
+    if SECRET_SETTINGS.contains(&key) {
         return true;
     }
     // A setting's own name is no misspelling: `header` isn't `bearer`.
@@ -233,7 +253,7 @@ fn reads_secret(key: &str) -> bool {
 }
 
 /// Whether a value only says where secrets are.
-pub(crate) fn names_places(value: &str) -> bool {
+pub(crate) fn is_secret_source(value: &str) -> bool {
     let value = value.trim_start();
     let (items, is_list) = match value.strip_prefix('[') {
         Some(inside) => (inside.rsplit_once(']').map_or(inside, |(items, _)| items), true),
@@ -256,7 +276,7 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
         rest = user;
         if let Some(at) = line[user..stops].rfind('@') {
             let moved = |place: usize| {
-                if place >= user + at { place + HIDDEN.len() - at } else { place.min(user) }
+                if place >= user + at { place + MASK.len() - at } else { place.min(user) }
             };
             if start > user {
                 new_start = moved(start).max(shown.len());
@@ -264,7 +284,7 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
             if end > user {
                 new_end = moved(end).max(new_start);
             }
-            shown.push_str(HIDDEN);
+            shown.push_str(MASK);
             rest = user + at;
         }
     }
@@ -295,7 +315,7 @@ impl fmt::Display for Error {
         let Excerpt { number, line, indent, carets } = &self.0.excerpt;
         let margin = " ".repeat(number.len());
         writeln!(f, "error: {}", self.0.message)?;
-        writeln!(f, "{margin}--> {}", self.0.place)?;
+        writeln!(f, "{margin}--> {}", self.0.location)?;
         writeln!(f, "{margin} |")?;
         writeln!(f, "{number} | {line}")?;
         write!(f, "{margin} | {indent}{}", "^".repeat(*carets))?;
@@ -314,33 +334,33 @@ impl std::error::Error for Error {}
 /// Everything that is wrong with a policy, in the order of the file. `Display` shows each, and how many there are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Errors {
-    list: Vec<Error>,
-    more: usize,
+    errors: Vec<Error>,
+    omitted: usize,
 }
 
 impl Errors {
     /// In the order of the file, then of the variables' names.
     pub(crate) fn new(mut list: Vec<Error>) -> Self {
-        list.sort_by(|left, right| left.0.place.order().cmp(&right.0.place.order()));
+        list.sort_by(|left, right| left.0.location.sort_key().cmp(&right.0.location.sort_key()));
         list.dedup();
         let more = list.len().saturating_sub(MAX_ERRORS);
         list.truncate(MAX_ERRORS);
-        Self { list, more }
+        Self { errors: list, omitted: more }
     }
 
     /// Each error; at most 50 of them.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Error> {
-        self.list.iter()
+        self.errors.iter()
     }
 
     /// How many there are, those that [`Errors::iter`] leaves out included.
     pub fn count(&self) -> usize {
-        self.list.len() + self.more
+        self.errors.len() + self.omitted
     }
 }
 
-impl Place {
-    fn order(&self) -> (usize, &str, usize) {
+impl ErrorLocation {
+    fn sort_key(&self) -> (usize, &str, usize) {
         match self {
             Self::File { line, column, .. } => (*line, "", *column),
             Self::Variable { name, column } => (usize::MAX, name, *column),
@@ -350,12 +370,12 @@ impl Place {
 
 impl fmt::Display for Errors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for error in &self.list {
+        for error in &self.errors {
             write!(f, "{error}\n\n")?;
         }
         match self.count() {
             1 => f.write_str("1 error"),
-            count if self.more > 0 => write!(f, "{count} errors, {} not shown", self.more),
+            count if self.omitted > 0 => write!(f, "{count} errors, {} not shown", self.omitted),
             count => write!(f, "{count} errors"),
         }
     }
@@ -381,26 +401,26 @@ mod tests {
         ] {
             for start in 0..=line.len() {
                 for end in start..=line.len() {
-                    let excerpt = Excerpt::new("1".into(), "", line, start, end, secret_begins(line));
+                    let excerpt = Excerpt::new("1".into(), "", line, start, end, secret_start(line));
                     assert!(!excerpt.line.contains("hunter2"), "{}", excerpt.line);
                 }
             }
         }
-        assert_eq!(secret_begins("token = \"env:API_TOKEN\""), None);
-        assert_eq!(secret_begins("header = \"10\""), None);
-        assert_eq!(secret_begins("x = { header = 10, \"path\" = 1 }"), None);
-        assert!(secret_begins("bearr = \"x\"").is_some());
-        assert_eq!(secret_begins("listen = \"127.0.0.1:1\""), None);
-        assert_eq!(secret_begins("credential_limit = \"40 per 10s\""), None);
-        assert_eq!(secret_begins("credentials = [\"env:A\", 'file:/b'] # two"), None);
-        assert!(secret_begins("credentials = [\"env:A\", \"hunter2\"]").is_some());
-        assert!(secret_begins("credentials = [\"env:A[1]\", \"hunter2\"]").is_some());
-        assert!(secret_begins("body = '{\"apikey\":\"hunter2\"}'").is_some());
-        assert_eq!(secret_of_its_section("credentials = [ # two\n", "  \"env:A\","), None);
-        assert_eq!(secret_of_its_section("limit = [\n", "  \"5 per 60s\","), None);
-        assert_eq!(secret_of_its_section("credentials = [\n  \"env:A\",\n", "  \"hunter2\","), Some(0));
-        assert_eq!(secret_of_its_section("[a.secrets]\nx = \"env:A\"\n", "pin = \"hunter2\""), Some(6));
-        assert_eq!(secret_of_its_section("[a.secrets]\n", "pin = \"env:PIN\""), None);
+        assert_eq!(secret_start("token = \"env:API_TOKEN\""), None);
+        assert_eq!(secret_start("header = \"10\""), None);
+        assert_eq!(secret_start("x = { header = 10, \"path\" = 1 }"), None);
+        assert!(secret_start("bearr = \"x\"").is_some());
+        assert_eq!(secret_start("listen = \"127.0.0.1:1\""), None);
+        assert_eq!(secret_start("credential_limit = \"40 per 10s\""), None);
+        assert_eq!(secret_start("credentials = [\"env:A\", 'file:/b'] # two"), None);
+        assert!(secret_start("credentials = [\"env:A\", \"hunter2\"]").is_some());
+        assert!(secret_start("credentials = [\"env:A[1]\", \"hunter2\"]").is_some());
+        assert!(secret_start("body = '{\"apikey\":\"hunter2\"}'").is_some());
+        assert_eq!(secret_start_in_section("credentials = [ # two\n", "  \"env:A\","), None);
+        assert_eq!(secret_start_in_section("limit = [\n", "  \"5 per 60s\","), None);
+        assert_eq!(secret_start_in_section("credentials = [\n  \"env:A\",\n", "  \"hunter2\","), Some(0));
+        assert_eq!(secret_start_in_section("[a.secrets]\nx = \"env:A\"\n", "pin = \"hunter2\""), Some(6));
+        assert_eq!(secret_start_in_section("[a.secrets]\n", "pin = \"env:PIN\""), None);
         assert_eq!(quoted("redis://:hunter2@host"), "`redis://…@host`");
     }
 
@@ -415,7 +435,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_place_is_searched_for_secrets(above in "[a-z.=\"\\[\\]\n é]{0,80}", line in "[a-z=\"\\[\\] é]{0,40}") {
-            let begins = secret_of_its_section(&above, &line).or_else(|| secret_begins(&line));
+            let begins = secret_start_in_section(&above, &line).or_else(|| secret_start(&line));
             prop_assert!(begins.is_none_or(|begins| line.is_char_boundary(begins)));
         }
 
@@ -423,7 +443,7 @@ mod tests {
         fn any_line_is_shown_without_panic(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
             let boundaries: Vec<usize> = line.char_indices().map(|(at, _)| at).chain([line.len()]).collect();
             let (start, end) = (*start.get(&boundaries), *end.get(&boundaries));
-            let excerpt = Excerpt::new(String::new(), &prefix, &line, start.min(end), start.max(end), secret_begins(&line));
+            let excerpt = Excerpt::new(String::new(), &prefix, &line, start.min(end), start.max(end), secret_start(&line));
             prop_assert!(excerpt.line.chars().count() < 400);
         }
     }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use http::HeaderMap;
 use http::header::{FORWARDED, HeaderName};
 
-use crate::address::{Networks, canonical};
+use crate::address::{Networks, canonical_ip};
 
 /// How many hops of a forwarding header are looked at, from the right. Real chains have fewer than ten; a header that
 /// claims more proxies than this is read no further, and the last trusted hop counts as the client.
@@ -16,7 +16,7 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 /// Which header names the hops before a trusted proxy. Only this one is read: a proxy that appends to the one passes
 /// the other on as the client sent it, so believing both would let clients choose their address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ForwardedBy {
+pub enum ForwardingHeader {
     /// `X-Forwarded-For`, as most proxies send.
     #[default]
     XForwardedFor,
@@ -24,7 +24,7 @@ pub enum ForwardedBy {
     Forwarded,
 }
 
-impl ForwardedBy {
+impl ForwardingHeader {
     /// The header's name in lower case.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -40,7 +40,7 @@ pub struct Forwarding {
     /// The proxies that are believed; none by default.
     pub trusted: Networks,
     /// Which header they write.
-    pub header: ForwardedBy,
+    pub header: ForwardingHeader,
 }
 
 impl Forwarding {
@@ -50,14 +50,14 @@ impl Forwarding {
     /// Where an entry is no address (garbage, `unknown`, `_hidden`) or more than [`MAX_HOPS`] were read, reading stops
     /// and the last good trusted hop counts. Entries may have ports and brackets: `1.2.3.4:56`, `[::1]:80`. The
     /// answer is canonical: an IPv4-mapped address is IPv4.
-    pub fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
-        let mut client = canonical(peer);
+    pub fn client_ip(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        let mut client = canonical_ip(peer);
         if self.trusted.is_empty() || !self.trusted.contains(client) {
             return client;
         }
         let name = match self.header {
-            ForwardedBy::XForwardedFor => X_FORWARDED_FOR,
-            ForwardedBy::Forwarded => FORWARDED,
+            ForwardingHeader::XForwardedFor => X_FORWARDED_FOR,
+            ForwardingHeader::Forwarded => FORWARDED,
         };
         let mut hops = 0;
         for line in headers.get_all(name).iter().rev() {
@@ -68,8 +68,8 @@ impl Forwarding {
                     return client;
                 }
                 let (before, entry) = match self.header {
-                    ForwardedBy::XForwardedFor => last_entry(bytes),
-                    ForwardedBy::Forwarded => last_element(bytes),
+                    ForwardingHeader::XForwardedFor => last_entry(bytes),
+                    ForwardingHeader::Forwarded => last_element(bytes),
                 };
                 rest = before;
                 let entry = entry.trim_ascii();
@@ -78,11 +78,11 @@ impl Forwarding {
                     continue;
                 }
                 let found = match self.header {
-                    ForwardedBy::XForwardedFor => address(unquoted(entry)),
-                    ForwardedBy::Forwarded => forwarded_for(entry).and_then(address),
+                    ForwardingHeader::XForwardedFor => parse_address(unquoted(entry)),
+                    ForwardingHeader::Forwarded => forwarded_for(entry).and_then(parse_address),
                 };
                 let Some(hop) = found else { return client };
-                client = canonical(hop);
+                client = canonical_ip(hop);
                 if !self.trusted.contains(client) {
                     return client;
                 }
@@ -132,7 +132,7 @@ fn unquoted(bytes: &[u8]) -> &[u8] {
 }
 
 /// An address with or without brackets and port.
-fn address(bytes: &[u8]) -> Option<IpAddr> {
+fn parse_address(bytes: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(bytes).ok()?;
     if let Some(inside) = text.strip_prefix('[') {
         let (ip, after) = inside.split_once(']')?;
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn forwarding(header: ForwardedBy) -> Forwarding {
+    fn forwarding(header: ForwardingHeader) -> Forwarding {
         let trusted = ["127.0.0.0/8", "10.0.0.0/8", "fd00::/8"].map(|net| net.parse().unwrap());
         Forwarding { trusted: Networks::new(trusted), header }
     }
@@ -176,15 +176,15 @@ mod tests {
         map
     }
 
-    fn check(header: ForwardedBy, peer: &str, lines: &[&str], expected: &str) {
+    fn check(header: ForwardingHeader, peer: &str, lines: &[&str], expected: &str) {
         let name = header.as_str();
-        let found = forwarding(header).client(peer.parse().unwrap(), &headers(name, lines));
+        let found = forwarding(header).client_ip(peer.parse().unwrap(), &headers(name, lines));
         assert_eq!(found, expected.parse::<IpAddr>().unwrap(), "{peer} {lines:?}");
     }
 
     #[test]
     fn x_forwarded_for() {
-        let xff = |peer, lines: &[&str], expected| check(ForwardedBy::XForwardedFor, peer, lines, expected);
+        let xff = |peer, lines: &[&str], expected| check(ForwardingHeader::XForwardedFor, peer, lines, expected);
         xff("127.0.0.1", &[], "127.0.0.1");
         xff("127.0.0.1", &["1.2.3.4"], "1.2.3.4");
         xff("1.1.1.1", &["1.2.3.4"], "1.1.1.1");
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn forwarded() {
-        let forwarded = |lines: &[&str], expected| check(ForwardedBy::Forwarded, "127.0.0.1", lines, expected);
+        let forwarded = |lines: &[&str], expected| check(ForwardingHeader::Forwarded, "127.0.0.1", lines, expected);
         forwarded(&["for=192.0.2.60;proto=http;by=203.0.113.43"], "192.0.2.60");
         forwarded(&["For=\"[2001:db8:cafe::17]:4711\""], "2001:db8:cafe::17");
         forwarded(&["for=192.0.2.43, for=198.51.100.17"], "198.51.100.17");
@@ -230,38 +230,38 @@ mod tests {
         let mut map = headers("x-forwarded-for", &["1.1.1.1"]);
         map.append("forwarded", "for=2.2.2.2".parse().unwrap());
         let peer = "127.0.0.1".parse().unwrap();
-        assert_eq!(forwarding(ForwardedBy::XForwardedFor).client(peer, &map).to_string(), "1.1.1.1");
-        assert_eq!(forwarding(ForwardedBy::Forwarded).client(peer, &map).to_string(), "2.2.2.2");
+        assert_eq!(forwarding(ForwardingHeader::XForwardedFor).client_ip(peer, &map).to_string(), "1.1.1.1");
+        assert_eq!(forwarding(ForwardingHeader::Forwarded).client_ip(peer, &map).to_string(), "2.2.2.2");
     }
 
     #[test]
     fn long_lists() {
         let trusted = vec!["10.0.0.1"; 999].join(", ");
-        check(ForwardedBy::XForwardedFor, "127.0.0.1", &[&format!("1.2.3.4, {trusted}")], "1.2.3.4");
+        check(ForwardingHeader::XForwardedFor, "127.0.0.1", &[&format!("1.2.3.4, {trusted}")], "1.2.3.4");
         let elements = vec!["for=10.0.0.1"; 999].join(",");
-        check(ForwardedBy::Forwarded, "127.0.0.1", &[&format!("for=1.2.3.4,{elements}")], "1.2.3.4");
+        check(ForwardingHeader::Forwarded, "127.0.0.1", &[&format!("for=1.2.3.4,{elements}")], "1.2.3.4");
         let untrusted = vec!["6.6.6.6"; 1000].join(",");
-        check(ForwardedBy::XForwardedFor, "127.0.0.1", &[&format!("{untrusted}, 1.2.3.4")], "1.2.3.4");
+        check(ForwardingHeader::XForwardedFor, "127.0.0.1", &[&format!("{untrusted}, 1.2.3.4")], "1.2.3.4");
         let over = vec!["10.0.0.1"; MAX_HOPS].join(",");
-        check(ForwardedBy::XForwardedFor, "127.0.0.1", &[&format!("1.2.3.4,10.0.0.2,{over}")], "10.0.0.1");
+        check(ForwardingHeader::XForwardedFor, "127.0.0.1", &[&format!("1.2.3.4,10.0.0.2,{over}")], "10.0.0.1");
     }
 
     proptest! {
         #[test]
         fn an_untrusted_peer_is_itself(line in "[ -~]{0,80}") {
             let peer: IpAddr = "203.0.113.9".parse().unwrap();
-            for header in [ForwardedBy::XForwardedFor, ForwardedBy::Forwarded] {
-                prop_assert_eq!(forwarding(header).client(peer, &headers(header.as_str(), &[&line])), peer);
+            for header in [ForwardingHeader::XForwardedFor, ForwardingHeader::Forwarded] {
+                prop_assert_eq!(forwarding(header).client_ip(peer, &headers(header.as_str(), &[&line])), peer);
             }
         }
 
         #[test]
         fn any_header_is_read_without_panic(line in prop::collection::vec(32_u8..=255, 0..200)) {
             let Ok(value) = http::HeaderValue::from_bytes(&line) else { return Ok(()) };
-            for header in [ForwardedBy::XForwardedFor, ForwardedBy::Forwarded] {
+            for header in [ForwardingHeader::XForwardedFor, ForwardingHeader::Forwarded] {
                 let mut map = HeaderMap::new();
                 map.append(header.as_str(), value.clone());
-                forwarding(header).client("127.0.0.1".parse().unwrap(), &map);
+                forwarding(header).client_ip("127.0.0.1".parse().unwrap(), &map);
             }
         }
     }

@@ -13,7 +13,7 @@ use crate::units::parse_duration;
 /// gRPC's own wait; negative, or nothing that can be read, asks not to retry at all (gRFC A6).
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 /// Waits in milliseconds: Azure's, and that of LLM providers.
-const IN_MILLIS: [HeaderName; 2] =
+const MILLISECOND_HEADERS: [HeaderName; 2] =
     [HeaderName::from_static("x-ms-retry-after-ms"), HeaderName::from_static("retry-after-ms")];
 /// draft-ietf-httpapi-ratelimit-headers.
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
@@ -21,14 +21,14 @@ const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const MAX_LINES: usize = 16;
 
 /// Headers that belong together: how much is left, when there is more, and how much there is then.
-struct Family {
+struct HeaderFamily {
     remaining: HeaderName,
     reset: HeaderName,
     limit: HeaderName,
     measure: Measure,
 }
 
-const FAMILIES: [Family; 10] = [
+const HEADER_FAMILIES: [HeaderFamily; 10] = [
     calls("x-ratelimit-remaining", "x-ratelimit-reset", "x-ratelimit-limit"),
     calls("x-ratelimit-remaining", "x-ratelimit-reset-after", "x-ratelimit-limit"),
     calls("x-rate-limit-remaining", "x-rate-limit-reset", "x-rate-limit-limit"),
@@ -57,8 +57,8 @@ const FAMILIES: [Family; 10] = [
     ),
 ];
 
-const fn family(measure: Measure, remaining: &'static str, reset: &'static str, limit: &'static str) -> Family {
-    Family {
+const fn family(measure: Measure, remaining: &'static str, reset: &'static str, limit: &'static str) -> HeaderFamily {
+    HeaderFamily {
         remaining: HeaderName::from_static(remaining),
         reset: HeaderName::from_static(reset),
         limit: HeaderName::from_static(limit),
@@ -66,11 +66,11 @@ const fn family(measure: Measure, remaining: &'static str, reset: &'static str, 
     }
 }
 
-const fn calls(remaining: &'static str, reset: &'static str, limit: &'static str) -> Family {
+const fn calls(remaining: &'static str, reset: &'static str, limit: &'static str) -> HeaderFamily {
     family(Measure::Calls, remaining, reset, limit)
 }
 
-const fn cost(remaining: &'static str, reset: &'static str, limit: &'static str) -> Family {
+const fn cost(remaining: &'static str, reset: &'static str, limit: &'static str) -> HeaderFamily {
     family(Measure::Cost, remaining, reset, limit)
 }
 
@@ -102,41 +102,41 @@ pub struct Hints {
     pub exhausted: bool,
     /// What is left, of the allowance of calls and of that of cost that has least left: `RateLimit`, `X-RateLimit-Remaining` and those
     /// that OpenAI and Anthropic count requests and tokens by, where they tell their resets.
-    pub rests: Rests,
+    pub remaining: Rests,
     /// Whether the server asks not to be tried again: `grpc-retry-pushback-ms` is no whole number from 0 up.
-    pub pushback_stop: bool,
+    pub asks_not_to_retry: bool,
 }
 
 impl Hints {
     /// Reads the headers of a reply that arrived `now`.
     pub fn read(headers: &HeaderMap, now: Time) -> Self {
-        if !headers.keys().any(tells) {
+        if !headers.keys().any(is_hint_header) {
             return Self::default();
         }
-        let clock = Clocks { now, server: one(headers, &DATE).and_then(http_date) };
+        let clock = ReplyClock { now, server: single_value(headers, &DATE).and_then(http_date) };
         let mut hints = Self::default();
-        let pushback = headers.contains_key(&PUSHBACK).then(|| one(headers, &PUSHBACK).and_then(digits));
-        hints.pushback_stop = pushback == Some(None);
+        let pushback = headers.contains_key(&PUSHBACK).then(|| single_value(headers, &PUSHBACK).and_then(parse_digits));
+        hints.asks_not_to_retry = pushback == Some(None);
         hints.retry_after = pushback
             .flatten()
             .map(|millis| span(millis, 1_000))
-            .or_else(|| IN_MILLIS.iter().find_map(|name| decimal(one(headers, name)?, 1_000)))
-            .or_else(|| clock.retry_after(one(headers, &RETRY_AFTER)?))
+            .or_else(|| MILLISECOND_HEADERS.iter().find_map(|name| parse_wait(single_value(headers, name)?, 1_000)))
+            .or_else(|| clock.retry_after(single_value(headers, &RETRY_AFTER)?))
             .filter(|wait| !wait.is_zero());
-        for family in &FAMILIES {
-            let left = one(headers, &family.remaining).and_then(|text| scaled(text, 1));
-            let wait = one(headers, &family.reset).and_then(|text| clock.reset(text));
-            hints.learn(left.map(|left| left == 0), wait, now);
-            let limit = one(headers, &family.limit).and_then(digits);
+        for family in &HEADER_FAMILIES {
+            let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
+            let wait = single_value(headers, &family.reset).and_then(|text| clock.reset(text));
+            hints.update_reset(left.map(|left| left == 0), wait, now);
+            let limit = single_value(headers, &family.limit).and_then(parse_digits);
             if let (Some(left), Some(wait)) = (left, wait) {
-                hints.rest(family.measure, left, limit, now + wait);
+                hints.update_remaining(family.measure, left, limit, now + wait);
             }
         }
         for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
-            for (left, wait) in draft(line.as_bytes()) {
-                hints.learn(left.map(|left| left == 0), wait, now);
+            for (left, wait) in parse_rate_limit(line.as_bytes()) {
+                hints.update_reset(left.map(|left| left == 0), wait, now);
                 if let (Some(left), Some(wait)) = (left, wait.filter(|wait| !wait.is_zero())) {
-                    hints.rest(Measure::Calls, left, None, now + wait);
+                    hints.update_remaining(Measure::Calls, left, None, now + wait);
                 }
             }
         }
@@ -150,19 +150,19 @@ impl Hints {
         self.retry_after.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
     }
 
-    fn rest(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
+    fn update_remaining(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
         let number = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
         let told = Rest { left: number(left), limit: limit.map(number).filter(|limit| *limit > 0), until };
         let known = match measure {
-            Measure::Calls => &mut self.rests.calls,
-            Measure::Cost => &mut self.rests.cost,
+            Measure::Calls => &mut self.remaining.calls,
+            Measure::Cost => &mut self.remaining.cost,
         };
         if known.is_none_or(|known| (told.left, Reverse(told.until)) < (known.left, Reverse(known.until))) {
             *known = Some(told);
         }
     }
 
-    fn learn(&mut self, spent: Option<bool>, wait: Option<Span>, now: Time) {
+    fn update_reset(&mut self, spent: Option<bool>, wait: Option<Span>, now: Time) {
         let at = wait.filter(|wait| !wait.is_zero()).map(|wait| now + wait);
         match spent {
             Some(true) => {
@@ -176,12 +176,12 @@ impl Hints {
 }
 
 /// What time it is here and, to the second, there.
-struct Clocks {
+struct ReplyClock {
     now: Time,
     server: Option<u64>,
 }
 
-impl Clocks {
+impl ReplyClock {
     /// How long it is until this moment of the server's, in microseconds since the Unix epoch.
     fn until(&self, micros: u128) -> Span {
         let present = self.server.map_or(u128::from(self.now.as_micros()), |secs| u128::from(secs) * 1_000_000);
@@ -193,11 +193,11 @@ impl Clocks {
     }
 
     fn retry_after(&self, text: &str) -> Option<Span> {
-        decimal(text, 1_000_000).or_else(|| self.until_date(text))
+        parse_wait(text, 1_000_000).or_else(|| self.until_date(text))
     }
 
     fn reset(&self, text: &str) -> Option<Span> {
-        if let Some(number) = scaled(text, 1_000_000) {
+        if let Some(number) = parse_scaled(text, 1_000_000) {
             return Some(match number / 1_000_000 {
                 EPOCH_MILLIS.. => self.until(number / 1_000),
                 EPOCH_SECS.. => self.until(number),
@@ -211,7 +211,7 @@ impl Clocks {
 }
 
 /// What one line of `RateLimit` says of each limit: how much is left, and when it begins anew.
-fn draft(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
+fn parse_rate_limit(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
     let number = |item: Option<&BareItem>| item.and_then(BareItem::as_integer).map(i64::from);
     let left = |left: Option<i64>| left.and_then(|left| u128::try_from(left).ok());
     let wait = |secs: Option<i64>| secs.and_then(|secs| u64::try_from(secs).ok()).map(Span::from_secs);
@@ -233,13 +233,13 @@ fn draft(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
 
 /// Whether a header may be one of those that say something: most replies have none, and looking for each of them takes
 /// longer than looking once at what is there.
-fn tells(name: &HeaderName) -> bool {
+fn is_hint_header(name: &HeaderName) -> bool {
     const BEGINNINGS: [&str; 6] = ["rate", "retry-", "x-rate", "x-ms-retry-", "grpc-retry-", "anthropic-ratelimit-"];
     BEGINNINGS.iter().any(|beginning| name.as_str().starts_with(beginning))
 }
 
 /// The value of a header that is there exactly once.
-fn one<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
+fn single_value<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
     let mut values = headers.get_all(name).iter();
     let value = values.next()?.to_str().ok()?.trim();
     values.next().is_none().then_some(value)
@@ -252,7 +252,7 @@ fn http_date(text: &str) -> Option<u64> {
 }
 
 /// A whole number, saturating.
-fn digits(text: &str) -> Option<u128> {
+fn parse_digits(text: &str) -> Option<u128> {
     let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     all.then(|| {
         text.bytes().fold(0_u128, |number, byte| number.saturating_mul(10).saturating_add(u128::from(byte - b'0')))
@@ -260,20 +260,20 @@ fn digits(text: &str) -> Option<u128> {
 }
 
 /// A decimal number without sign and exponent, `scale` times over, rounded up and saturating.
-fn scaled(text: &str, scale: u32) -> Option<u128> {
+fn parse_scaled(text: &str, scale: u32) -> Option<u128> {
     /// Digits behind the point that can matter.
     const PLACES: usize = 9;
     let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
-    digits(fraction)?;
+    parse_digits(fraction)?;
     let fraction = &fraction[..fraction.len().min(PLACES)];
     let places = 10_u128.pow(u32::try_from(fraction.len()).ok()?);
-    let part = (digits(fraction)? * u128::from(scale)).div_ceil(places);
-    Some(digits(whole)?.saturating_mul(u128::from(scale)).saturating_add(part))
+    let part = (parse_digits(fraction)? * u128::from(scale)).div_ceil(places);
+    Some(parse_digits(whole)?.saturating_mul(u128::from(scale)).saturating_add(part))
 }
 
 /// A decimal number of units of `micros` microseconds.
-fn decimal(text: &str, micros: u32) -> Option<Span> {
-    scaled(text, micros).map(|micros| span(micros, 1))
+fn parse_wait(text: &str, micros: u32) -> Option<Span> {
+    parse_scaled(text, micros).map(|micros| span(micros, 1))
 }
 
 fn span(number: u128, micros: u128) -> Span {
@@ -306,9 +306,9 @@ mod tests {
 
     #[test]
     fn every_header_that_is_read_is_looked_for() {
-        let families = FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset]);
-        for name in families.chain(IN_MILLIS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER]) {
-            assert!(tells(&name), "{name}");
+        let families = HEADER_FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset]);
+        for name in families.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER]) {
+            assert!(is_hint_header(&name), "{name}");
         }
     }
 
@@ -381,10 +381,10 @@ mod tests {
     fn pushback_may_ask_to_stop() {
         for (text, stop) in [("0", false), ("150", false), ("-1", true), ("-9999999999999", true), ("never", true)] {
             let hints = read(&[("grpc-retry-pushback-ms", text)]);
-            assert_eq!(hints.pushback_stop, stop, "{text}");
+            assert_eq!(hints.asks_not_to_retry, stop, "{text}");
             assert_eq!(hints.retry_after, (text == "150").then_some(Span::from_millis(150)));
         }
-        assert!(!read(&[]).pushback_stop);
+        assert!(!read(&[]).asks_not_to_retry);
     }
 
     #[test]
@@ -468,7 +468,7 @@ mod tests {
             (r#""default;r=0;t=30"#, false, None, None, None),
         ] {
             let rests = Rests { calls, cost: None };
-            let expected = Hints { spent_until, resets_at, exhausted, rests, ..Hints::default() };
+            let expected = Hints { spent_until, resets_at, exhausted, remaining: rests, ..Hints::default() };
             assert_eq!(read(&[("ratelimit", line)]), expected, "{line}");
         }
         let lines = [("ratelimit", r#""a";r=0;t=30"#), ("ratelimit", r#""b";r=0;t=40"#)];
@@ -515,14 +515,14 @@ mod tests {
 
     #[test]
     fn nothing_panics_and_waits_are_ahead() {
-        let pairs = FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset, family.limit]);
-        let names: Vec<_> = pairs.chain(IN_MILLIS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER, DATE]).collect();
-        property::fuzz(120, |mut dice| {
-            let now = Time::from_micros(dice.pick(&[0, NOW.as_micros(), dice.clone().word()]));
+        let pairs = HEADER_FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset, family.limit]);
+        let names: Vec<_> = pairs.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER, DATE]).collect();
+        property::fuzz(120, |mut random| {
+            let now = Time::from_micros(random.pick(&[0, NOW.as_micros(), random.clone().next_u64()]));
             let mut headers = HeaderMap::new();
-            while !dice.exhausted() {
-                let value = HeaderValue::from_bytes(&dice.strung(&PIECES, 8)).unwrap();
-                headers.append(&names[dice.below(names.len() as u64) as usize], value);
+            while !random.is_exhausted() {
+                let value = HeaderValue::from_bytes(&random.concat_random(&PIECES, 8)).unwrap();
+                headers.append(&names[random.below(names.len() as u64) as usize], value);
             }
             let hints = Hints::read(&headers, now);
             let ahead = |at: Option<Time>| at.is_none_or(|at| at > now || at.is_never());

@@ -23,13 +23,13 @@ pub fn is_host(host: &[u8]) -> bool {
     let end = match host {
         [b'[', rest @ ..] => {
             let inner = rest.iter().position(|byte| *byte == b']').unwrap_or(0);
-            let is_zone = rest[..inner].iter().all(|byte| is_in_host(*byte) || matches!(byte, b':' | b'%'));
+            let is_zone = rest[..inner].iter().all(|byte| is_host_byte(*byte) || matches!(byte, b':' | b'%'));
             if inner == 0 || !is_zone {
                 return false;
             }
             inner + 2
         }
-        _ => host.iter().position(|byte| !is_in_host(*byte)).unwrap_or(host.len()),
+        _ => host.iter().position(|byte| !is_host_byte(*byte)).unwrap_or(host.len()),
     };
     match &host[end..] {
         [] => true,
@@ -48,7 +48,7 @@ fn without_port(host: &[u8]) -> &[u8] {
 }
 
 #[inline]
-fn is_in_host(byte: u8) -> bool {
+fn is_host_byte(byte: u8) -> bool {
     const TABLE: [bool; 256] = {
         let mut table = [false; 256];
         let mut byte = 0;

@@ -11,14 +11,14 @@ use std::net::IpAddr;
 use arrayvec::ArrayVec;
 use http::header::HeaderName;
 use siphasher::sip128::{Hasher128 as _, SipHasher13};
-use tidegate_core::{Key, Kind, MAX_OPS, Share};
+use tidegate_core::{Key, LimitKind, MAX_OPS, ShareLevel};
 
-pub use error::{KeyError, MissingPart, Uncountable, UnknownPlatform};
+pub use error::{KeyError, MissingPartError, UncountableError, UnknownPlatformError};
 
-use self::values::{TooMany, Values};
-use crate::address::{Ipv6Prefix, PrefixBytes, canonical, network_of, shared_network};
+use self::values::{PartValues, TooManyValuesError};
+use crate::address::{Ipv6Prefix, PrefixBytes, canonical_ip, counted_network, shared_network};
 use crate::host::bare_host;
-use crate::path::{Normalised, PathQuirks};
+use crate::path::{NormalisedPath, PathQuirks};
 use crate::query::Query;
 
 /// The platforms that the key part `platform` knows.
@@ -33,7 +33,7 @@ pub(crate) const MAX_PARTS: usize = 8;
 /// [`inbound.global`](crate::settings) is there to bound a client that invents many. Spellings of one value (quotes,
 /// backslashes, escapes) count as one. Where a request has such a part several times, or spelt so that servers differ in
 /// what they read, each limit that counts by it counts the request under each of the values, all or nothing; with more
-/// than four distinct ones the request is [`Uncountable`]. What becomes of requests without the part says [`Missing`].
+/// than four distinct ones the request is [`UncountableError`]. What becomes of requests without the part says [`OnMissing`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum KeyPart {
     /// `client_ip`: the client's IPv4 address, or the /64 that its IPv6 address is in; `inbound.ipv6_prefix` says another
@@ -63,7 +63,7 @@ pub enum KeyPart {
 
 impl KeyPart {
     /// The plain part names; those with a colon want a name behind it.
-    pub(crate) const WORDS: [&'static str; 10] = [
+    pub(crate) const NAMES: [&'static str; 10] = [
         "client_ip",
         "ipv6/LENGTH",
         "key",
@@ -77,7 +77,7 @@ impl KeyPart {
     ];
 
     /// What an API query calls the part: `ip` for `client_ip`, otherwise its own word.
-    pub fn field(&self) -> String {
+    pub fn query_field(&self) -> String {
         match self {
             Self::ClientIp | Self::Ipv6Network(_) => "ip".to_owned(),
             other => other.to_string(),
@@ -91,11 +91,11 @@ impl KeyPart {
     }
 
     /// True if a log that doesn't tell the part says that the request lacks it.
-    fn is_in_logs(&self) -> bool {
+    fn is_absent_if_not_logged(&self) -> bool {
         matches!(self, Self::QueryParameter(_) | Self::Ipv6Network(_))
     }
 
-    /// True if a request may lack the part, so that [`Missing`] decides.
+    /// True if a request may lack the part, so that [`OnMissing`] decides.
     pub fn may_be_missing(&self) -> bool {
         let named = matches!(self, Self::Header(_) | Self::Cookie(_) | Self::QueryParameter(_));
         named || matches!(self, Self::Ipv6Network(_) | Self::Host)
@@ -104,14 +104,14 @@ impl KeyPart {
 
 /// The fate of requests without a part that a limit counts by: `missing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Missing {
+pub enum OnMissing {
     /// `share`: all of them share one count.
     Share,
     /// `by_ip`, the default: each client's address has a count of its own, apart from the counts of those that have the
     /// part. Where there is no address they share one, and so do headers, cookies and hosts that a log doesn't tell.
     #[default]
     ByIp,
-    /// `refuse`: they are [`Uncountable`].
+    /// `refuse`: they are [`UncountableError`].
     Refuse,
     /// `skip`: the limit doesn't take part.
     Skip,
@@ -147,55 +147,55 @@ impl KeySeed {
     }
 
     /// The seed that a secret of any length means.
-    pub fn of_secret(secret: &[u8]) -> Self {
+    pub fn from_secret(secret: &[u8]) -> Self {
         let mut hasher = SipHasher13::new();
         hasher.write(secret);
         Self::new(hasher.finish128().as_bytes())
     }
 
     /// What a provider's limits count by.
-    pub(crate) fn provider(&self, provider: &str) -> Key {
-        self.outbound(provider).finish()
+    pub(crate) fn provider_key(&self, provider: &str) -> Key {
+        self.outbound_encoder(provider).finish()
     }
 
     /// What the limits of the provider's credential at this place count by. It begins as the provider's key does, so that
     /// a store that is divided by keys' first bits finds what a call changes in one place.
-    pub(crate) fn credential(&self, provider: &str, credential: usize) -> Key {
+    pub(crate) fn credential_key(&self, provider: &str, credential: usize) -> Key {
         /// The bits in common; more would crowd a thousand credentials together.
         const COMMON: u64 = 0xff << 56;
-        let mut encoder = self.outbound(provider);
+        let mut encoder = self.outbound_encoder(provider);
         encoder.part(31, &(credential as u64).to_le_bytes());
-        let (own, whole) = (encoder.finish(), self.provider(provider));
+        let (own, whole) = (encoder.finish(), self.provider_key(provider));
         Key::new(own.hi(), whole.lo() & COMMON | own.lo() & !COMMON)
     }
 
     /// What a shared pacer's state is kept under.
-    pub fn pacer(&self, name: &str) -> Key {
-        let mut encoder = Encoder::new(self, DOMAIN_PACER);
+    pub fn pacer_key(&self, name: &str) -> Key {
+        let mut encoder = KeyEncoder::new(self, DOMAIN_PACER);
         encoder.part(32, name.as_bytes());
         encoder.finish()
     }
 
-    fn outbound(&self, provider: &str) -> Encoder {
-        let mut encoder = Encoder::new(self, DOMAIN_OUTBOUND);
+    fn outbound_encoder(&self, provider: &str) -> KeyEncoder {
+        let mut encoder = KeyEncoder::new(self, DOMAIN_OUTBOUND);
         encoder.part(30, provider.as_bytes());
         encoder
     }
 }
 
-/// What a limit is called in a store that outlives the plan ([`Limit::tagged`](tidegate_core::Limit::tagged)), of what
+/// What a limit is called in a store that outlives the plan ([`Limit::with_tag`](tidegate_core::Limit::with_tag)), of what
 /// it is part of and its name there. A limit of another kind is another limit: nothing of what the first remembered would
 /// mean anything to it.
-pub fn limit_tag(direction: &str, name: &str, kind: &Kind) -> u64 {
+pub fn limit_tag(direction: &str, name: &str, kind: &LimitKind) -> u64 {
     let kind = match kind {
-        Kind::Window(_) => 1,
-        Kind::Rate(_) => 2,
-        Kind::Quota(_) => 3,
-        Kind::Concurrency(_) => 4,
-        Kind::Cooldown(_) => 5,
-        Kind::Pace(_) => 6,
+        LimitKind::Window(_) => 1,
+        LimitKind::Rate(_) => 2,
+        LimitKind::Quota(_) => 3,
+        LimitKind::Concurrency(_) => 4,
+        LimitKind::Cooldown(_) => 5,
+        LimitKind::Pace(_) => 6,
     };
-    let mut encoder = Encoder::new(&KeySeed::new([0; 16]), DOMAIN_TAG);
+    let mut encoder = KeyEncoder::new(&KeySeed::new([0; 16]), DOMAIN_TAG);
     encoder.part(kind, direction.as_bytes());
     encoder.part(kind, name.as_bytes());
     encoder.finish().lo()
@@ -209,23 +209,23 @@ impl fmt::Debug for KeySeed {
 
 /// The parts of one key, in order, and what becomes of calls that lack one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Recipe {
+pub(crate) struct KeyTemplate {
     parts: Box<[KeyPart]>,
-    missing: Missing,
+    on_missing: OnMissing,
 }
 
 /// The rules by which addresses and paths are read.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rules {
+pub(crate) struct KeyOptions {
     pub(crate) quirks: PathQuirks,
     pub(crate) ipv6: Ipv6Prefix,
 }
 
 /// Why a recipe can't be followed.
-pub(crate) enum Lacking<'r> {
+pub(crate) enum KeyTemplateError<'r> {
     Part(&'r KeyPart),
     Platform(String),
-    Uncountable(Uncountable),
+    Uncountable(UncountableError),
 }
 
 const DOMAIN_KEY: u8 = 0;
@@ -234,38 +234,38 @@ const DOMAIN_OUTBOUND: u8 = 2;
 const DOMAIN_TAG: u8 = 3;
 const DOMAIN_PACER: u8 = 4;
 /// Marks a part that is missing.
-const ABSENT: u8 = 0x80;
+const MISSING_FLAG: u8 = 0x80;
 /// Marks a part that is missing, and before what the call is counted by instead.
-const INSTEAD: u8 = 0xc0;
+const MISSING_BY_IP_FLAG: u8 = 0xc0;
 
-impl Recipe {
-    pub(crate) fn new(parts: Vec<KeyPart>, missing: Missing) -> Self {
+impl KeyTemplate {
+    pub(crate) fn new(parts: Vec<KeyPart>, missing: OnMissing) -> Self {
         // Where nothing can be missing the word says nothing, and equal recipes are hashed once.
-        let missing = if parts.iter().any(KeyPart::may_be_missing) { missing } else { Missing::default() };
-        Self { parts: parts.into(), missing }
+        let missing = if parts.iter().any(KeyPart::may_be_missing) { missing } else { OnMissing::default() };
+        Self { parts: parts.into(), on_missing: missing }
     }
 
     pub(crate) fn parts(&self) -> &[KeyPart] {
         &self.parts
     }
 
-    pub(crate) fn missing(&self) -> Missing {
-        self.missing
+    pub(crate) fn on_missing(&self) -> OnMissing {
+        self.on_missing
     }
 
     /// The key of a call. Each part goes in with a tag and its length before it, so no two lists of parts read the
-    /// same. `None` if a part is missing, or has several values, or is spelt unusually: [`Recipe::keys`] then tells.
+    /// same. `None` if a part is missing, or has several values, or is spelt unusually: [`KeyTemplate::keys`] then tells.
     #[inline]
-    pub(crate) fn key(&self, query: &Query<'_>, rules: Rules, seed: &KeySeed) -> Option<Key> {
+    pub(crate) fn key(&self, query: &Query<'_>, rules: KeyOptions, seed: &KeySeed) -> Option<Key> {
         // What most limits count by, without the detour over a buffer.
         if let [KeyPart::ClientIp] = &*self.parts
             && let Some(ip) = query.ip
         {
-            return Some(address_key(network_of(ip, rules.ipv6), seed));
+            return Some(address_key(counted_network(ip, rules.ipv6), seed));
         }
-        let mut encoder = Encoder::new(seed, DOMAIN_KEY);
+        let mut encoder = KeyEncoder::new(seed, DOMAIN_KEY);
         for part in &self.parts {
-            encode(part, query, rules, &mut encoder)?;
+            encode_part(part, query, rules, &mut encoder)?;
         }
         Some(encoder.finish())
     }
@@ -275,94 +275,105 @@ impl Recipe {
     pub(crate) fn keys(
         &self,
         query: &Query<'_>,
-        rules: Rules,
+        rules: KeyOptions,
         seed: &KeySeed,
-    ) -> Result<ArrayVec<Key, MAX_OPS>, Lacking<'_>> {
-        let mut encoders = ArrayVec::<Encoder, MAX_OPS>::new();
-        encoders.push(Encoder::new(seed, DOMAIN_KEY));
+    ) -> Result<ArrayVec<Key, MAX_OPS>, KeyTemplateError<'_>> {
+        let mut encoders = ArrayVec::<KeyEncoder, MAX_OPS>::new();
+        encoders.push(KeyEncoder::new(seed, DOMAIN_KEY));
         for part in &self.parts {
-            match values_of(part, query)?.as_deref() {
+            match part_values(part, query)?.as_deref() {
                 None => {
                     for encoder in &mut encoders {
-                        encode(part, query, rules, encoder).ok_or_else(|| lacking(part, query))?;
+                        encode_part(part, query, rules, encoder).ok_or_else(|| missing_part_error(part, query))?;
                     }
                 }
                 Some([]) => {
-                    let by_ip = match self.missing {
-                        Missing::Share => None,
-                        Missing::ByIp => query.ip.filter(|_| !query.from_log || part.is_in_logs()),
-                        Missing::Refuse => return Err(Lacking::Uncountable(Uncountable::Missing(part.to_string()))),
-                        Missing::Skip => return Ok(ArrayVec::new()),
+                    let by_ip = match self.on_missing {
+                        OnMissing::Share => None,
+                        OnMissing::ByIp => query.ip.filter(|_| !query.from_log || part.is_absent_if_not_logged()),
+                        OnMissing::Refuse => {
+                            return Err(KeyTemplateError::Uncountable(UncountableError::Missing(part.to_string())));
+                        }
+                        OnMissing::Skip => return Ok(ArrayVec::new()),
                     };
                     for encoder in &mut encoders {
-                        encoder.absent(tag(part), by_ip.map(|ip| network_of(ip, rules.ipv6)));
+                        encoder.missing_part(part_tag(part), by_ip.map(|ip| counted_network(ip, rules.ipv6)));
                     }
                 }
                 Some(values) if encoders.len() * values.len() > MAX_OPS => {
-                    return Err(Lacking::Uncountable(Uncountable::Operations));
+                    return Err(KeyTemplateError::Uncountable(UncountableError::TooManyOperations));
                 }
                 Some(values) => {
                     for encoder in std::mem::take(&mut encoders) {
-                        encoders.extend(values.iter().map(|value| encoder.clone().with(tag(part), value)));
+                        encoders.extend(values.iter().map(|value| encoder.clone().with_part(part_tag(part), value)));
                     }
                 }
             }
         }
-        Ok(encoders.into_iter().map(Encoder::finish).collect())
+        Ok(encoders.into_iter().map(KeyEncoder::finish).collect())
     }
 
     /// The key that a call shares at least so widely, and how widely: with a network around its address if the recipe has
     /// one, otherwise with everybody.
-    pub(crate) fn shared(&self, share: Share, ip: Option<IpAddr>, rules: Rules, seed: &KeySeed) -> (Share, Key) {
-        let mut encoder = Encoder::new(seed, DOMAIN_PARENT);
+    pub(crate) fn shared_key(
+        &self,
+        share: ShareLevel,
+        ip: Option<IpAddr>,
+        rules: KeyOptions,
+        seed: &KeySeed,
+    ) -> (ShareLevel, Key) {
+        let mut encoder = KeyEncoder::new(seed, DOMAIN_PARENT);
         let prefix = self.parts.iter().find_map(|part| match part {
             KeyPart::ClientIp => Some(rules.ipv6),
             KeyPart::Ipv6Network(length) => Ipv6Prefix::new(*length),
             _ => None,
         });
-        let network = prefix.zip(ip).filter(|_| share < Share::All);
+        let network = prefix.zip(ip).filter(|_| share < ShareLevel::All);
         if let Some((prefix, ip)) = network {
             encoder.part(33, &[share as u8]);
             encode_prefix(shared_network(ip, prefix, share), &mut encoder);
         }
-        (if network.is_some() { share } else { Share::All }, encoder.finish())
+        (if network.is_some() { share } else { ShareLevel::All }, encoder.finish())
     }
 }
 
-/// Why [`encode`] has no part to encode that requests never lack.
-fn lacking<'r>(part: &'r KeyPart, query: &Query<'_>) -> Lacking<'r> {
+/// Why [`encode_part`] has no part to encode_part that requests never lack.
+fn missing_part_error<'r>(part: &'r KeyPart, query: &Query<'_>) -> KeyTemplateError<'r> {
     match (part, query.platform) {
-        (KeyPart::Platform, Some(found)) => Lacking::Platform(found.chars().take(64).collect()),
-        _ => Lacking::Part(part),
+        (KeyPart::Platform, Some(found)) => KeyTemplateError::Platform(found.chars().take(64).collect()),
+        _ => KeyTemplateError::Part(part),
     }
 }
 
 /// The values that a call has for a part that it may lack, or may have several of; `None` for other parts.
-fn values_of<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<Values<'q>>, Lacking<'r>> {
+fn part_values<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<PartValues<'q>>, KeyTemplateError<'r>> {
     // A request that lacks a part is nothing unusual; a query without request headers comes from a caller that forgot
     // the field and is told so.
-    let headers = query.headers.ok_or(Lacking::Part(part));
-    let too_many = |TooMany| Lacking::Uncountable(Uncountable::Values(part.to_string()));
+    let headers = query.headers.ok_or(KeyTemplateError::Part(part));
+    let too_many =
+        |TooManyValuesError| KeyTemplateError::Uncountable(UncountableError::TooManyValues(part.to_string()));
     Ok(match part {
-        KeyPart::Header(name) => Some(values::lines(headers?, name).map_err(too_many)?),
-        KeyPart::Cookie(name) => Some(values::cookies(headers?, name).map_err(too_many)?),
+        KeyPart::Header(name) => Some(values::header_values(headers?, name).map_err(too_many)?),
+        KeyPart::Cookie(name) => Some(values::cookie_values(headers?, name).map_err(too_many)?),
         KeyPart::QueryParameter(name) => {
-            let values = values::parameters(query.path.unwrap_or_default(), name).map_err(too_many)?;
+            let values = values::parameter_values(query.path.unwrap_or_default(), name).map_err(too_many)?;
             if values.is_empty() {
                 headers?;
             }
             Some(values)
         }
-        KeyPart::Host if query.host.is_none() => headers.map(|_| Some(Values::new()))?,
-        KeyPart::Ipv6Network(_) if matches!(canonical(query.ip.ok_or(Lacking::Part(part))?), IpAddr::V4(_)) => {
-            Some(Values::new())
+        KeyPart::Host if query.host.is_none() => headers.map(|_| Some(PartValues::new()))?,
+        KeyPart::Ipv6Network(_)
+            if matches!(canonical_ip(query.ip.ok_or(KeyTemplateError::Part(part))?), IpAddr::V4(_)) =>
+        {
+            Some(PartValues::new())
         }
         _ => None,
     })
 }
 
 /// The tag of a part that may be missing.
-fn tag(part: &KeyPart) -> u8 {
+fn part_tag(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Header(_) => 18,
         KeyPart::Cookie(_) => 19,
@@ -374,10 +385,10 @@ fn tag(part: &KeyPart) -> u8 {
 
 /// Encodes a part that a call has in one usual spelling; `None` if it hasn't.
 #[inline]
-fn encode(part: &KeyPart, query: &Query<'_>, rules: Rules, encoder: &mut Encoder) -> Option<()> {
+fn encode_part(part: &KeyPart, query: &Query<'_>, rules: KeyOptions, encoder: &mut KeyEncoder) -> Option<()> {
     match part {
-        KeyPart::ClientIp => encode_prefix(network_of(query.ip?, rules.ipv6), encoder),
-        KeyPart::Ipv6Network(length) => match network_of(query.ip?, Ipv6Prefix::new(*length)?) {
+        KeyPart::ClientIp => encode_prefix(counted_network(query.ip?, rules.ipv6), encoder),
+        KeyPart::Ipv6Network(length) => match counted_network(query.ip?, Ipv6Prefix::new(*length)?) {
             PrefixBytes::V4(_) => return None,
             v6 => encode_prefix(v6, encoder),
         },
@@ -386,17 +397,17 @@ fn encode(part: &KeyPart, query: &Query<'_>, rules: Rules, encoder: &mut Encoder
             let platform = query.platform.filter(|found| PLATFORMS.contains(found))?;
             encoder.part(17, platform.as_bytes());
         }
-        KeyPart::Header(name) => encoder.part(18, values::only_line(query.headers?, name)?),
-        KeyPart::Cookie(name) => encoder.part(19, values::only_cookie(query.headers?, name)?),
-        KeyPart::QueryParameter(name) => encoder.part(20, values::only_parameter(query.path?, name)?),
+        KeyPart::Header(name) => encoder.part(18, values::single_header_value(query.headers?, name)?),
+        KeyPart::Cookie(name) => encoder.part(19, values::single_cookie_value(query.headers?, name)?),
+        KeyPart::QueryParameter(name) => encoder.part(20, values::single_parameter_value(query.path?, name)?),
         KeyPart::Method => encoder.part(21, query.method?.as_bytes()),
-        KeyPart::Host => encoder.lowered(22, bare_host(query.host?).as_bytes()),
-        KeyPart::Path => encoder.part(23, Normalised::new(query.path?, rules.quirks).as_bytes()),
+        KeyPart::Host => encoder.lowercase_part(22, bare_host(query.host?).as_bytes()),
+        KeyPart::Path => encoder.part(23, NormalisedPath::new(query.path?, rules.quirks).as_bytes()),
     }
     Some(())
 }
 
-/// The key of an address alone; the same that an [`Encoder`] gives.
+/// The key of an address alone; the same that an [`KeyEncoder`] gives.
 #[inline]
 fn address_key(prefix: PrefixBytes, seed: &KeySeed) -> Key {
     // Eight bytes, the rest, and in the last word's top byte the length, as SipHash pads.
@@ -405,13 +416,13 @@ fn address_key(prefix: PrefixBytes, seed: &KeySeed) -> Key {
         PrefixBytes::V6([a, b, c, d, e, f, g, h]) => ([DOMAIN_KEY, 6, 8, 0, 0, 0, a, b], [c, d, e, f, g, h, 0, 14]),
     };
     let (k0, k1) = seed.0.keys();
-    sip_two_words(k0, k1, u64::from_le_bytes(first), u64::from_le_bytes(last))
+    siphash_two_words(k0, k1, u64::from_le_bytes(first), u64::from_le_bytes(last))
 }
 
 /// SipHash-1-3 with 128 bits of output for a message of two padded words, written out so that it can be inlined: half
 /// of the time of the general way.
 #[inline]
-fn sip_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
+fn siphash_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
     #[inline(always)]
     fn round([a, b, c, d]: &mut [u64; 4]) {
         *a = a.wrapping_add(*b);
@@ -450,7 +461,7 @@ fn sip_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
 }
 
 #[inline]
-fn encode_prefix(prefix: PrefixBytes, encoder: &mut Encoder) {
+fn encode_prefix(prefix: PrefixBytes, encoder: &mut KeyEncoder) {
     match prefix {
         PrefixBytes::V4(bytes) => encoder.part(4, &bytes),
         PrefixBytes::V6(bytes) => encoder.part(6, &bytes),
@@ -459,18 +470,18 @@ fn encode_prefix(prefix: PrefixBytes, encoder: &mut Encoder) {
 
 /// Collects a key's bytes on the stack and hashes them in one go; longer ones are streamed.
 #[derive(Clone)]
-struct Encoder {
+struct KeyEncoder {
     hasher: SipHasher13,
     pending: ArrayVec<u8, 96>,
-    spilled: bool,
+    is_streaming: bool,
 }
 
-impl Encoder {
+impl KeyEncoder {
     #[inline]
     fn new(seed: &KeySeed, domain: u8) -> Self {
         let mut pending = ArrayVec::new();
         pending.push(domain);
-        Self { hasher: seed.0, pending, spilled: false }
+        Self { hasher: seed.0, pending, is_streaming: false }
     }
 
     #[inline]
@@ -478,7 +489,7 @@ impl Encoder {
         if self.pending.try_extend_from_slice(bytes).is_err() {
             self.hasher.write(&self.pending);
             self.pending.clear();
-            self.spilled = true;
+            self.is_streaming = true;
             if self.pending.try_extend_from_slice(bytes).is_err() {
                 self.hasher.write(bytes);
             }
@@ -486,7 +497,7 @@ impl Encoder {
     }
 
     #[inline]
-    fn head(&mut self, tag: u8, length: usize) {
+    fn part_header(&mut self, tag: u8, length: usize) {
         let mut head = [tag, 0, 0, 0, 0];
         head[1..].copy_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
         self.write(&head);
@@ -494,27 +505,27 @@ impl Encoder {
 
     #[inline]
     fn part(&mut self, tag: u8, bytes: &[u8]) {
-        self.head(tag, bytes.len());
+        self.part_header(tag, bytes.len());
         self.write(bytes);
     }
 
-    fn lowered(&mut self, tag: u8, bytes: &[u8]) {
-        self.head(tag, bytes.len());
+    fn lowercase_part(&mut self, tag: u8, bytes: &[u8]) {
+        self.part_header(tag, bytes.len());
         for byte in bytes {
             self.write(&[byte.to_ascii_lowercase()]);
         }
     }
 
-    fn with(mut self, tag: u8, bytes: &[u8]) -> Self {
+    fn with_part(mut self, tag: u8, bytes: &[u8]) -> Self {
         self.part(tag, bytes);
         self
     }
 
-    fn absent(&mut self, tag: u8, instead: Option<PrefixBytes>) {
+    fn missing_part(&mut self, tag: u8, instead: Option<PrefixBytes>) {
         match instead {
-            None => self.write(&[tag | ABSENT]),
+            None => self.write(&[tag | MISSING_FLAG]),
             Some(prefix) => {
-                self.write(&[tag | INSTEAD]);
+                self.write(&[tag | MISSING_BY_IP_FLAG]);
                 encode_prefix(prefix, self);
             }
         }
@@ -522,7 +533,7 @@ impl Encoder {
 
     #[inline]
     fn finish(mut self) -> Key {
-        let hash = if self.spilled {
+        let hash = if self.is_streaming {
             self.hasher.write(&self.pending);
             self.hasher.finish128()
         } else {
@@ -543,8 +554,8 @@ mod tests {
             let seed = KeySeed::new(bits.swap_bytes().to_le_bytes());
             let v6 = IpAddr::V6(bits.into());
             let ip = if number % 2 == 0 { v6 } else { IpAddr::V4(((bits >> 96) as u32).into()) };
-            let prefix = network_of(ip, Ipv6Prefix::DEFAULT);
-            let mut encoder = Encoder::new(&seed, DOMAIN_KEY);
+            let prefix = counted_network(ip, Ipv6Prefix::DEFAULT);
+            let mut encoder = KeyEncoder::new(&seed, DOMAIN_KEY);
             encode_prefix(prefix, &mut encoder);
             assert_eq!(address_key(prefix, &seed), encoder.finish());
         }
@@ -558,9 +569,9 @@ mod tests {
         whole.extend(1000_u32.to_le_bytes());
         whole.extend(text.as_bytes());
         let hash = seed.0.hash(&whole);
-        let recipe = Recipe::new(vec![KeyPart::Key], Missing::default());
+        let recipe = KeyTemplate::new(vec![KeyPart::Key], OnMissing::default());
         let query = Query { key: Some(&text), ..Query::default() };
-        let rules = Rules { quirks: PathQuirks::default(), ipv6: Ipv6Prefix::DEFAULT };
+        let rules = KeyOptions { quirks: PathQuirks::default(), ipv6: Ipv6Prefix::DEFAULT };
         let key = recipe.key(&query, rules, &seed).unwrap_or_default();
         assert_eq!(key, Key::new(hash.h1, hash.h2));
     }

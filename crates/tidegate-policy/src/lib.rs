@@ -6,15 +6,15 @@
 //! found, what was expected and the nearest valid name.
 //!
 //! ```
-//! use tidegate_policy::{Policy, Query, Sources};
+//! use tidegate_policy::{Policy, Query, PolicySources};
 //!
-//! let policy = Policy::load(Sources::new().file("tidegate.toml", r#"
+//! let policy = Policy::load(PolicySources::new().file("tidegate.toml", r#"
 //!     [inbound.action.login]
 //!     match = { method = "POST", path = "/login" }
 //!     limit = "5 per 60s"
 //!     penalty = { base = "2s", cap = "1h" }
 //! "#))?;
-//! let login = policy.plan().matching(&Query { method: Some("POST"), path: Some("/login"), ..Query::default() })?;
+//! let login = policy.plan().matching_actions(&Query { method: Some("POST"), path: Some("/login"), ..Query::default() })?;
 //! assert_eq!(login.first().map(|id| policy.plan().action(id).name()), Some("login"));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -34,6 +34,7 @@
 mod address;
 mod builder;
 pub mod calendar;
+mod description;
 pub mod document;
 mod environment;
 mod error;
@@ -41,48 +42,53 @@ mod forwarding;
 mod hints;
 mod host;
 mod key;
+mod matched_actions;
 mod matcher;
 mod nearest;
 pub mod outbound;
 mod path;
+mod path_encoding;
 mod plan;
 mod policy;
 mod preset;
 mod printable;
 mod quantity;
 mod query;
+mod raw_paths;
 mod read;
 mod readings;
 mod router;
 mod secret;
 pub mod sections;
 pub mod settings;
-mod several;
-mod spelling;
 pub mod store;
-mod texts;
 mod units;
-mod words;
 
-pub use address::{AddressLists, Listed, Networks, canonical};
-pub use builder::{ActionSpec, IntoWords, LimitSpec, PenaltyText, PolicyBuilder, ProviderSpec};
-pub use error::{Error, Errors, Place};
-pub use forwarding::{ForwardedBy, Forwarding, MAX_HOPS};
+pub use address::{AddressLists, ListStatus, Networks, canonical_ip};
+pub use builder::{ActionSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
+pub use error::{Error, ErrorLocation, Errors};
+pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
 pub use hints::Hints;
 pub use host::{is_host, is_same_host};
-pub use key::{KeyError, KeyPart, KeySeed, Missing, MissingPart, PLATFORMS, Uncountable, UnknownPlatform, limit_tag};
+pub use key::{
+    KeyError, KeyPart, KeySeed, MissingPartError, OnMissing, PLATFORMS, UncountableError, UnknownPlatformError,
+    limit_tag,
+};
+pub use matched_actions::{MAX_ACTIONS, MatchedActions, PathError};
 pub use matcher::Matcher;
-pub use outbound::Outbound;
+pub use outbound::OutboundConfig;
 pub use path::{AmbiguousPaths, PathQuirks};
-pub use plan::{Action, ActionId, LimitInfo, Plan, PolicyItem, Source, UnknownAction};
-pub use policy::{Policy, Sources};
+pub use plan::{Action, ActionId, LimitInfo, LimitScope, Plan, RateLimitPolicyItem, UnknownActionError};
+pub use policy::{Policy, PolicySources};
 pub use preset::Preset;
 pub use printable::{printable, printable_json, printable_lines};
 pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
-pub use secret::{Secret, TokenError, TokenSource};
-pub use sections::{Admin, Api, Caps, HeaderDialect, Inbound, Log, LogFormat, LogLevel, Timeouts, Upstream};
-pub use several::{Actions, MAX_ACTIONS, PathError};
-pub use store::{Store, StoreUrl};
+pub use secret::{Secret, SecretError, SecretSource};
+pub use sections::{
+    AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
+    UpstreamAddress,
+};
+pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;
 pub use units::{parse_bytes, parse_duration};

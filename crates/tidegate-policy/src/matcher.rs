@@ -7,7 +7,7 @@ use std::ops::Range;
 use http::Method;
 
 use crate::host::{bare_host, is_host};
-use crate::path::{Normalised, PathQuirks, escape};
+use crate::path::{NormalisedPath, PathQuirks, decode_escape};
 
 /// The most segments in a path pattern.
 const MAX_SEGMENTS: usize = 32;
@@ -33,7 +33,7 @@ const MAX_PATTERN: usize = 1024;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matcher {
     pub(crate) methods: Vec<Method>,
-    pub(crate) paths: Vec<Pattern>,
+    pub(crate) paths: Vec<PathPattern>,
     pub(crate) hosts: Vec<String>,
 }
 
@@ -54,12 +54,13 @@ impl Matcher {
     }
 
     #[inline]
-    pub(crate) fn takes_method(&self, method: Option<&str>) -> bool {
-        self.methods.is_empty() || method.is_some_and(|method| self.methods.iter().any(|own| takes(own, method)))
+    pub(crate) fn matches_method(&self, method: Option<&str>) -> bool {
+        self.methods.is_empty()
+            || method.is_some_and(|method| self.methods.iter().any(|own| is_method_match(own, method)))
     }
 
     #[inline]
-    pub(crate) fn takes_host(&self, host: Option<&str>) -> bool {
+    pub(crate) fn matches_host(&self, host: Option<&str>) -> bool {
         self.hosts.is_empty()
             || host.is_some_and(|host| {
                 let host = bare_host(host);
@@ -70,7 +71,8 @@ impl Matcher {
     /// Whether every request that `later` matches is matched by this too.
     pub(crate) fn covers(&self, later: &Self) -> bool {
         let methods = self.methods.is_empty()
-            || !later.methods.is_empty() && later.methods.iter().all(|method| self.takes_method(Some(method.as_str())));
+            || !later.methods.is_empty()
+                && later.methods.iter().all(|method| self.matches_method(Some(method.as_str())));
         let hosts = self.hosts.is_empty()
             || !later.hosts.is_empty() && later.hosts.iter().all(|host| self.hosts.contains(host));
         let paths = self.paths.is_empty()
@@ -82,7 +84,7 @@ impl Matcher {
 
 /// Whether a method of a match takes the method of a request.
 #[inline]
-fn takes(own: &Method, method: &str) -> bool {
+fn is_method_match(own: &Method, method: &str) -> bool {
     own.as_str() == method || *own == Method::GET && method == "HEAD"
 }
 
@@ -101,15 +103,15 @@ impl MethodSet {
         if methods.is_empty() {
             return Self::ANY;
         }
-        let bits = methods.iter().map(|method| Self::of(Some(method.as_str())).0);
+        let bits = methods.iter().map(|method| Self::from_method(Some(method.as_str())).0);
         let set = bits.fold(0, |set, bit| set | bit);
-        let head = if methods.contains(&Method::GET) { Self::of(Some("HEAD")).0 } else { 0 };
+        let head = if methods.contains(&Method::GET) { Self::from_method(Some("HEAD")).0 } else { 0 };
         Self(set | head)
     }
 
     /// The method of a request.
     #[inline]
-    pub(crate) fn of(method: Option<&str>) -> Self {
+    pub(crate) fn from_method(method: Option<&str>) -> Self {
         let place = match method {
             None => return Self::NONE,
             Some("GET") => 0,
@@ -128,7 +130,7 @@ impl MethodSet {
 
     /// Whether a request's method is among these; `None` if the bits can't tell.
     #[inline]
-    pub(crate) fn holds(self, method: Self) -> Option<bool> {
+    pub(crate) fn contains(self, method: Self) -> Option<bool> {
         let unclear = method == Self::OTHER && self != Self::ANY && self.0 & method.0 != 0;
         (!unclear).then_some(self.0 & method.0 != 0)
     }
@@ -152,15 +154,15 @@ impl fmt::Display for Matcher {
 
 /// A path pattern, taken apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Pattern {
+pub(crate) struct PathPattern {
     text: String,
-    pub(crate) segments: Vec<Segment>,
+    pub(crate) segments: Vec<PatternSegment>,
     /// True if it ends in `*`, and so matches everything below, too.
-    pub(crate) open: bool,
+    pub(crate) matches_below: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Segment {
+pub(crate) enum PatternSegment {
     Literal(Vec<u8>),
     /// With at least one `*`.
     Glob(Vec<u8>),
@@ -171,14 +173,15 @@ pub(crate) enum Segment {
 pub(crate) struct PatternError {
     pub(crate) message: &'static str,
     pub(crate) expected: &'static str,
-    pub(crate) instead: Option<String>,
+    pub(crate) suggestion: Option<String>,
     /// Where in the pattern, in bytes, if it is one place.
-    pub(crate) at: Option<Range<usize>>,
+    pub(crate) range: Option<Range<usize>>,
 }
 
-impl Pattern {
+impl PathPattern {
     pub(crate) fn new(text: &str, quirks: PathQuirks) -> Result<Self, PatternError> {
-        let wrong = |message, expected, instead| Err(PatternError { message, expected, instead, at: None });
+        let wrong =
+            |message, expected, instead| Err(PatternError { message, expected, suggestion: instead, range: None });
         if text.is_empty() {
             return wrong("the path is empty", "a path such as \"/login\" or \"/api/*\"", None);
         }
@@ -200,13 +203,13 @@ impl Pattern {
             let message = "`**` is no wildcard here";
             return wrong(message, "`*` within a segment, or `/*` at the end", Some(text.replace("**", "*")));
         }
-        let broken = |at: &usize| escape(text.as_bytes(), *at).is_none();
+        let broken = |at: &usize| decode_escape(text.as_bytes(), *at).is_none();
         if let Some(at) = text.match_indices('%').map(|(at, _)| at).find(broken) {
             return Err(PatternError {
                 message: "`%` has no two hexadecimal digits behind it",
                 expected: "an escape such as %20, or %25 for the sign itself",
-                instead: None,
-                at: Some(at..text.len().min(at + 3)),
+                suggestion: None,
+                range: Some(at..text.len().min(at + 3)),
             });
         }
         let (head, below) = match text.strip_suffix("/*") {
@@ -214,7 +217,7 @@ impl Pattern {
             None => (text, ""),
         };
         let open = text.ends_with('*');
-        let normal = Normalised::new(head, quirks);
+        let normal = NormalisedPath::new(head, quirks);
         let normal = String::from_utf8_lossy(normal.as_bytes());
         let same = if quirks.case { normal.eq_ignore_ascii_case(head) } else { normal == head };
         if !same && head.ends_with('/') && normal == head.trim_end_matches('/') {
@@ -226,34 +229,34 @@ impl Pattern {
             let message = "paths are matched in their plain form, and this one isn't in it";
             return wrong(message, "the plain form", Some(format!("{}{below}", normal.trim_end_matches('/'))));
         }
-        let segments: Vec<Segment> = split(normal.as_bytes())
+        let segments: Vec<PatternSegment> = segments(normal.as_bytes())
             .map(|segment| {
                 if segment.contains(&b'*') {
-                    Segment::Glob(segment.to_vec())
+                    PatternSegment::Glob(segment.to_vec())
                 } else {
-                    Segment::Literal(segment.to_vec())
+                    PatternSegment::Literal(segment.to_vec())
                 }
             })
             .collect();
         if segments.len() > MAX_SEGMENTS {
             return wrong("the path has more than 32 segments", "fewer; end it with /* to match longer ones", None);
         }
-        Ok(Self { text: text.to_owned(), segments, open })
+        Ok(Self { text: text.to_owned(), segments, matches_below: open })
     }
 
     /// The path in full, if it is exact.
-    pub(crate) fn exact(&self) -> Option<Vec<u8>> {
-        if self.open {
+    pub(crate) fn exact_path(&self) -> Option<Vec<u8>> {
+        if self.matches_below {
             return None;
         }
         let mut path = Vec::new();
         for segment in &self.segments {
             match segment {
-                Segment::Literal(bytes) => {
+                PatternSegment::Literal(bytes) => {
                     path.push(b'/');
                     path.extend_from_slice(bytes);
                 }
-                Segment::Glob(_) => return None,
+                PatternSegment::Glob(_) => return None,
             }
         }
         if path.is_empty() {
@@ -263,19 +266,19 @@ impl Pattern {
     }
 
     fn covers(&self, later: &Self) -> bool {
-        let lengths = if self.open {
+        let lengths = if self.matches_below {
             self.segments.len() <= later.segments.len()
         } else {
-            !later.open && self.segments.len() == later.segments.len()
+            !later.matches_below && self.segments.len() == later.segments.len()
         };
         lengths && self.segments.iter().zip(&later.segments).all(|(own, theirs)| own.covers(theirs))
     }
 }
 
-impl Segment {
+impl PatternSegment {
     fn covers(&self, later: &Self) -> bool {
         match (self, later) {
-            (Self::Glob(own), Self::Literal(theirs)) => glob(own, theirs),
+            (Self::Glob(own), Self::Literal(theirs)) => glob_matches(own, theirs),
             (Self::Glob(own), Self::Glob(theirs)) => own == theirs || own == b"*",
             (own, theirs) => own == theirs,
         }
@@ -283,13 +286,13 @@ impl Segment {
 }
 
 /// The segments of a normal path; none for `/`.
-pub(crate) fn split(path: &[u8]) -> impl Iterator<Item = &[u8]> {
+pub(crate) fn segments(path: &[u8]) -> impl Iterator<Item = &[u8]> {
     path.get(1..).unwrap_or_default().split(|byte| *byte == b'/').filter(|segment| !segment.is_empty())
 }
 
 /// Whether `text` fits the pattern, in which each `*` stands for any run of bytes. Going back to the last `*` alone is
 /// enough, so the work is bounded by the product of the lengths.
-pub(crate) fn glob(pattern: &[u8], text: &[u8]) -> bool {
+pub(crate) fn glob_matches(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
     let mut retry: Option<(usize, usize)> = None;
     while t < text.len() {
@@ -310,7 +313,7 @@ pub(crate) fn glob(pattern: &[u8], text: &[u8]) -> bool {
 }
 
 /// A host of a match in the form that is compared, or why it can't be one.
-pub(crate) fn host(text: &str) -> Result<String, &'static str> {
+pub(crate) fn parse_host(text: &str) -> Result<String, &'static str> {
     let bare = bare_host(text).to_ascii_lowercase();
     if bare.is_empty() {
         Err("the host is empty")
@@ -330,8 +333,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn pattern(text: &str) -> Pattern {
-        Pattern::new(text, PathQuirks::default()).unwrap()
+    fn pattern(text: &str) -> PathPattern {
+        PathPattern::new(text, PathQuirks::default()).unwrap()
     }
 
     #[test]
@@ -348,7 +351,7 @@ mod tests {
             ("v*", "v1", true),
             ("a*a", "a", false),
         ] {
-            assert_eq!(glob(pattern.as_bytes(), text.as_bytes()), fits, "{pattern} {text}");
+            assert_eq!(glob_matches(pattern.as_bytes(), text.as_bytes()), fits, "{pattern} {text}");
         }
     }
 
@@ -356,9 +359,9 @@ mod tests {
     fn get_takes_head_along() {
         let of = |methods: &[Method]| Matcher { methods: methods.to_vec(), paths: Vec::new(), hosts: Vec::new() };
         let (get, head, post) = (of(&[Method::GET]), of(&[Method::HEAD]), of(&[Method::POST]));
-        assert!(get.takes_method(Some("GET")) && get.takes_method(Some("HEAD")));
-        assert!(!get.takes_method(Some("head")) && !get.takes_method(Some("POST")) && !get.takes_method(None));
-        assert!(!head.takes_method(Some("GET")) && !post.takes_method(Some("HEAD")));
+        assert!(get.matches_method(Some("GET")) && get.matches_method(Some("HEAD")));
+        assert!(!get.matches_method(Some("head")) && !get.matches_method(Some("POST")) && !get.matches_method(None));
+        assert!(!head.matches_method(Some("GET")) && !post.matches_method(Some("HEAD")));
         assert!(get.covers(&head) && !head.covers(&get) && !post.covers(&head));
         assert!(get.covers(&of(&[Method::GET, Method::HEAD])));
         assert_eq!(of(&[Method::GET, Method::POST]).to_string(), "GET or HEAD or POST any path");
@@ -402,16 +405,24 @@ mod tests {
             ("", None),
             ("/a b", None),
         ] {
-            assert_eq!(Pattern::new(text, PathQuirks::default()).unwrap_err().instead.as_deref(), instead, "{text}");
+            assert_eq!(
+                PathPattern::new(text, PathQuirks::default()).unwrap_err().suggestion.as_deref(),
+                instead,
+                "{text}"
+            );
         }
     }
 
     #[test]
     fn hosts() {
-        assert_eq!(host("Example.ORG:8080"), Ok("example.org".to_owned()));
-        assert_eq!(host("example.org."), Ok("example.org".to_owned()));
-        assert_eq!(host("[::1]:80"), Ok("[::1]".to_owned()));
-        assert!(host("http://example.org").is_err() && host("*.example.org").is_err() && host("").is_err());
+        assert_eq!(parse_host("Example.ORG:8080"), Ok("example.org".to_owned()));
+        assert_eq!(parse_host("example.org."), Ok("example.org".to_owned()));
+        assert_eq!(parse_host("[::1]:80"), Ok("[::1]".to_owned()));
+        assert!(
+            parse_host("http://example.org").is_err()
+                && parse_host("*.example.org").is_err()
+                && parse_host("").is_err()
+        );
         assert_eq!(bare_host("::1"), "::1");
     }
 
@@ -425,12 +436,12 @@ mod tests {
                     Some((byte, rest)) => text.first() == Some(byte) && slow(rest, &text[1..]),
                 }
             }
-            prop_assert_eq!(glob(pattern.as_bytes(), text.as_bytes()), slow(pattern.as_bytes(), text.as_bytes()));
+            prop_assert_eq!(glob_matches(pattern.as_bytes(), text.as_bytes()), slow(pattern.as_bytes(), text.as_bytes()));
         }
 
         #[test]
         fn any_pattern_is_read_without_panic(text in "\\PC*|/[a-z*/%.;?]{0,20}") {
-            let _ = Pattern::new(&text, PathQuirks { encoded_slash: true, parameters: true, case: true, caddy: true, windows: true });
+            let _ = PathPattern::new(&text, PathQuirks { encoded_slash: true, parameters: true, case: true, caddy: true, windows: true });
         }
     }
 }

@@ -10,7 +10,7 @@ pub fn nearest<'n>(found: &str, names: impl IntoIterator<Item = &'n str>) -> Opt
     let names: Vec<&str> = names.into_iter().take(MAX_NAMES).collect();
     // "warning" is no slip of a finger, but it begins with "warn".
     let begins_alike = |name: &&str| {
-        let (found, name) = (folded(found), folded(name));
+        let (found, name) = (fold_name(found), fold_name(name));
         name.len().min(found.len()) >= 3 && (name.starts_with(&found) || found.starts_with(&name))
     };
     let similar = similar(found, names.iter().copied());
@@ -24,7 +24,7 @@ pub(crate) fn similar<'n>(found: &str, names: impl IntoIterator<Item = &'n str>)
     if found.len() > MAX_LENGTH {
         return None;
     }
-    let found = folded(found);
+    let found = fold_name(found);
     let mut best: Option<(usize, &str)> = None;
     for name in names.into_iter().take(MAX_NAMES) {
         let allowed = (name.len().max(found.len()) / 3).max(1);
@@ -32,7 +32,7 @@ pub(crate) fn similar<'n>(found: &str, names: impl IntoIterator<Item = &'n str>)
         if name.len() > MAX_LENGTH || name.len().abs_diff(found.len()) > at_most {
             continue;
         }
-        let distance = strsim::osa_distance(&found, &folded(name));
+        let distance = strsim::osa_distance(&found, &fold_name(name));
         if distance <= at_most && best.is_none_or(|(least, _)| distance < least) {
             best = Some((distance, name));
         }
@@ -41,7 +41,7 @@ pub(crate) fn similar<'n>(found: &str, names: impl IntoIterator<Item = &'n str>)
 }
 
 /// Lower case with one kind of dash.
-pub(crate) fn folded(name: &str) -> String {
+pub(crate) fn fold_name(name: &str) -> String {
     name.chars().map(|letter| if letter == '-' { '_' } else { letter.to_ascii_lowercase() }).collect()
 }
 

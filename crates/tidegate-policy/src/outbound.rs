@@ -9,20 +9,20 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue, StatusCode};
 use tidegate_core::call::{Ceiling, Desk, Measure, Rules};
 use tidegate_core::{
-    Adaptive, AdaptiveSpec, Balance, Breaker, BreakerSpec, Inflight, InflightSpec, Kind, LimitId, Limits, MAX_COST,
-    Pacer, PacerSpec, Pool, Time,
+    AdaptiveLimit, AdaptiveLimitSpec, AdaptiveRate, AdaptiveRateSpec, Balance, Breaker, BreakerSpec, LimitId,
+    LimitKind, Limits, LocalPacer, MAX_COST, PacerSpec, Pool, Time,
 };
 
 use crate::key::KeySeed;
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
-use crate::secret::{Secret, TokenSource};
+use crate::secret::{Secret, SecretSource};
 
+mod description;
 mod hours;
 pub(crate) mod preset;
-mod words;
 
-pub use hours::Hours;
+pub use hours::HoursOfDay;
 pub use preset::PRESETS;
 
 /// `[outbound]`: the gateway to other people's APIs, and what is known of each.
@@ -31,11 +31,11 @@ pub use preset::PRESETS;
 /// own, so that a flood of strangers can't push a credential's cool-down out.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Outbound {
+pub struct OutboundConfig {
     /// Where the gateway listens; `None` for `listen = "off"`. Default 127.0.0.1:8081.
     pub listen: Option<SocketAddr>,
     /// The bearer token callers must show, in `Proxy-Authorization` or `Tidegate-Token`. Required beyond loopback.
-    pub token: Option<TokenSource>,
+    pub token: Option<SecretSource>,
     /// Names that a request's `Host` may have besides loopback's and the listener's own address. A name that isn't
     /// among them is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
     pub hosts: Vec<String>,
@@ -49,14 +49,14 @@ pub struct Outbound {
     pub cache_bytes: u64,
     /// The file that spent quotas and cool-downs outlive the process in; `None` for `snapshot = "off"`, the default.
     pub snapshot: Option<PathBuf>,
-    pub(crate) providers: Vec<Provider>,
+    pub(crate) providers: Vec<ProviderConfig>,
     pub(crate) limits: Arc<Limits>,
-    pub(crate) infos: Vec<OutboundLimit>,
+    pub(crate) limit_infos: Vec<OutboundLimitInfo>,
 }
 
-impl Outbound {
+impl OutboundConfig {
     /// Every provider, in file order.
-    pub fn providers(&self) -> &[Provider] {
+    pub fn providers(&self) -> &[ProviderConfig] {
         &self.providers
     }
 
@@ -64,8 +64,8 @@ impl Outbound {
     ///
     /// # Errors
     /// There is none; the nearest name is told.
-    pub fn find(&self, name: &str) -> Result<&Provider, UnknownProvider> {
-        self.providers.iter().find(|provider| provider.name == name).ok_or_else(|| UnknownProvider {
+    pub fn find(&self, name: &str) -> Result<&ProviderConfig, UnknownProviderError> {
+        self.providers.iter().find(|provider| provider.name == name).ok_or_else(|| UnknownProviderError {
             found: name.chars().take(128).collect(),
             nearest: nearest(name, self.providers.iter().map(|provider| provider.name.as_str())).map(str::to_owned),
         })
@@ -80,15 +80,15 @@ impl Outbound {
     ///
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
-    pub fn info(&self, limit: LimitId) -> &OutboundLimit {
-        &self.infos[limit.index()]
+    pub fn limit_info(&self, limit: LimitId) -> &OutboundLimitInfo {
+        &self.limit_infos[limit.index()]
     }
 }
 
 /// A provider that the policy doesn't have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown provider {found:?}{}", nearest.as_ref().map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
-pub struct UnknownProvider {
+pub struct UnknownProviderError {
     /// What was asked for, cut to 128 characters.
     pub found: String,
     /// The most similar name that exists, if any is similar.
@@ -98,14 +98,14 @@ pub struct UnknownProvider {
 /// What is known of a provider's limit besides its arithmetic.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct OutboundLimit {
+pub struct OutboundLimitInfo {
     /// What errors and `explain` call it: `tmdb`, `tmdb.cost`, `tmdb.credential`, `tmdb.credential.cost`,
     /// `tmdb.background`, `tmdb.cooldown`; where one of them has several limits, each with its number: `tmdb.2`.
     pub name: String,
     /// The quantity as written; `None` for a cool-down.
     pub quantity: Option<Quantity>,
     /// The limit in words with its true bound.
-    pub words: String,
+    pub description: String,
     /// Whether each credential has its own, even where only one is there to have it.
     pub per_credential: bool,
 }
@@ -113,7 +113,7 @@ pub struct OutboundLimit {
 /// Somebody else's API.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Provider {
+pub struct ProviderConfig {
     /// Its name in the file: the first segment of paths that mean it.
     pub name: String,
     /// The preset it was made from.
@@ -124,7 +124,7 @@ pub struct Provider {
     pub auth: Auth,
     /// Its credentials; none means one that is anonymous. A limit of a credential that is alone is among the limits of all
     /// calls in its [`rules`](Self::rules).
-    pub credentials: Vec<TokenSource>,
+    pub credentials: Vec<SecretSource>,
     /// How calls are spread over them.
     pub balance: Balance,
     /// How a credential becomes a token that the provider takes.
@@ -134,7 +134,7 @@ pub struct Provider {
     /// When the provider isn't called any more; `None` for `breaker = "off"`.
     pub breaker: Option<BreakerSpec>,
     /// How the number of calls that it bears at a time is found out; `None` for `adaptive = "off"`.
-    pub inflight: Option<InflightSpec>,
+    pub adaptive_limit: Option<AdaptiveLimitSpec>,
     /// How long connecting to it may take. Default 5 s.
     pub connect_timeout: Duration,
     /// How long one attempt may take until the head of its reply, counted from when the last of the request's body moved;
@@ -157,22 +157,22 @@ pub struct Provider {
     /// node counts for itself.
     pub shared: bool,
     /// When background calls run; always if `None`.
-    pub hours: Option<Hours>,
+    pub hours: Option<HoursOfDay>,
     /// What a call costs where a limit counts more than calls.
     pub cost: Option<CostRules>,
     /// How the pace is found. Default as the limits say.
-    pub pace: Pace,
-    /// Everything that the machine needs, but for the keys, which depend on the seed: [`Provider::rules`] fills them in.
-    pub(crate) unkeyed: Rules,
+    pub pace: PaceConfig,
+    /// Everything that the machine needs, but for the keys, which depend on the seed: [`ProviderConfig::rules`] fills them in.
+    pub(crate) rules_without_keys: Rules,
 }
 
-impl Provider {
+impl ProviderConfig {
     /// The rules that the machine runs, with the keys that this seed makes.
     pub fn rules(&self, seed: &KeySeed) -> Rules {
-        let mut rules = self.unkeyed.clone();
-        rules.key = seed.provider(&self.name);
+        let mut rules = self.rules_without_keys.clone();
+        rules.key = seed.provider_key(&self.name);
         rules.credential_keys =
-            (0..self.credentials.len().max(1)).map(|index| seed.credential(&self.name, index)).collect();
+            (0..self.credentials.len().max(1)).map(|index| seed.credential_key(&self.name, index)).collect();
         rules
     }
 
@@ -180,40 +180,41 @@ impl Provider {
     ///
     /// # Panics
     /// If the rules are another provider's, or something was written by hand that reading a policy refuses.
-    pub fn desk(&self, rules: &Rules) -> Desk {
+    pub fn new_state(&self, rules: &Rules) -> Desk {
         let pool = Pool::new(self.balance, rules.credential_keys.len());
         let pool = pool.expect("invariant: reading the policy bounds the credentials");
-        let breaker = self.breaker.clone().map_or_else(Breaker::off, |spec| {
+        let breaker = self.breaker.clone().map_or_else(Breaker::disabled, |spec| {
             Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
         });
-        let inflight = self.inflight.map(|spec| Inflight::new(spec).expect("invariant: reading the policy checks it"));
+        let inflight =
+            self.adaptive_limit.map(|spec| AdaptiveLimit::new(spec).expect("invariant: reading the policy checks it"));
         let mut desk = Desk::new(rules, pool, breaker, inflight);
-        desk.pace = self.pace.machine();
+        desk.pace = self.pace.build();
         desk.orders.set_affinity(rules.key.lo().max(1));
         desk
     }
 
     /// The most that one call may cost for all of its limits to have room for it at some time. `limits` are the
-    /// [`Outbound::limits`] that it is of.
-    pub fn most_cost(&self, limits: &Limits) -> u64 {
+    /// [`OutboundConfig::limits`] that it is of.
+    pub fn max_cost(&self, limits: &Limits) -> u64 {
         let ceilings = self.ceilings().filter(|ceiling| ceiling.measure == Measure::Cost);
         let capacities = ceilings.filter_map(|ceiling| Some(limits.get(ceiling.limit)?.kind().capacity()));
         capacities.min().unwrap_or(MAX_COST)
     }
 
     /// When the first of its calendar quotas begins anew; `None` if it has none. `limits` are the
-    /// [`Outbound::limits`] that it is of.
-    pub fn quota_ends(&self, limits: &Limits, now: Time) -> Option<Time> {
+    /// [`OutboundConfig::limits`] that it is of.
+    pub fn next_quota_end(&self, limits: &Limits, now: Time) -> Option<Time> {
         let ends = self.ceilings().filter_map(|ceiling| match limits.get(ceiling.limit)?.kind() {
-            Kind::Quota(quota) => Some(quota.period(now).end),
+            LimitKind::Quota(quota) => Some(quota.period(now).end),
             _ => None,
         });
         ends.min()
     }
 
     fn ceilings(&self) -> impl Iterator<Item = &Ceiling> {
-        let of_lanes = self.unkeyed.lane_ceilings.iter().flatten();
-        self.unkeyed.ceilings.iter().chain(&self.unkeyed.credential_ceilings).chain(of_lanes)
+        let of_lanes = self.rules_without_keys.lane_ceilings.iter().flatten();
+        self.rules_without_keys.ceilings.iter().chain(&self.rules_without_keys.credential_ceilings).chain(of_lanes)
     }
 }
 
@@ -245,7 +246,7 @@ impl BaseUrl {
 
     /// Whether requests to it cross a network unencrypted: neither to this machine nor, as far as an address can tell, to a
     /// private network.
-    pub fn is_exposed(&self) -> bool {
+    pub fn is_unencrypted_remote(&self) -> bool {
         let host = self.authority.host();
         let is_near = match host.trim_matches(['[', ']']).parse::<IpAddr>().map(|ip| ip.to_canonical()) {
             Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
@@ -314,7 +315,7 @@ pub struct Login {
     /// that name in `secrets`.
     pub body: String,
     /// Further secrets of the body, by name.
-    pub secrets: Vec<(String, TokenSource)>,
+    pub secrets: Vec<(String, SecretSource)>,
     /// Where the token is in the reply (RFC 6901). Default `/token`.
     pub pointer: String,
     /// How long a token is good.
@@ -337,7 +338,7 @@ impl Login {
     }
 
     /// The body with its secrets filled in, each as the inside of a JSON string.
-    pub fn filled(&self, credential: &Secret, named: &[(String, Secret)]) -> Secret {
+    pub fn fill_body(&self, credential: &Secret, named: &[(String, Secret)]) -> Secret {
         let escape = |secret: &Secret| {
             secret.expose().chars().fold(String::new(), |mut text, char| {
                 match char {
@@ -416,13 +417,13 @@ impl BodyRule {
     }
 
     /// Whether replies of this status have such a body.
-    pub fn concerns(&self, status: StatusCode) -> bool {
+    pub fn matches_status(&self, status: StatusCode) -> bool {
         self.statuses.contains(&status.as_u16())
     }
 }
 
 /// JSON pointers (RFC 6901) to one number that may be in several places; the first that is there counts.
-pub type Pointers = Vec<String>;
+pub type PointerAlternatives = Vec<String>;
 
 /// What a call costs where a limit counts tokens or points.
 ///
@@ -435,12 +436,12 @@ pub struct CostRules {
     pub reserve: u64,
     /// Where a JSON request body has the number that is reserved besides, such as `/max_tokens`. Only bodies that are
     /// kept for another attempt are looked into.
-    pub request: Pointers,
+    pub request: PointerAlternatives,
     /// Bytes of the request body for one unit besides; 0 for none. A token of a language model is about 4 bytes.
     pub bytes_per_unit: u64,
     /// Where the reply has the numbers that, added up, are what it cost, such as `/usage/total_tokens`. Of a stream of
     /// events, the last that is found of each counts.
-    pub reply: Vec<Pointers>,
+    pub reply: Vec<PointerAlternatives>,
 }
 
 impl CostRules {
@@ -453,7 +454,7 @@ impl CostRules {
 /// How the pace of calls is found. Below the limits always: they hold besides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Pace {
+pub enum PaceConfig {
     /// As the limits say.
     #[default]
     Limits,
@@ -461,22 +462,22 @@ pub enum Pace {
     Responsive(PacerSpec),
     /// By a rate that is looked for, with about one call in a hundred throttled in the long run, and up to two where replies
     /// take two seconds.
-    Adaptive(AdaptiveSpec),
+    Adaptive(AdaptiveRateSpec),
 }
 
-impl Pace {
+impl PaceConfig {
     /// What finds it, fresh; `None` where the limits alone say it.
     ///
     /// # Panics
     /// If a spec was made by hand that no machine runs by.
-    pub fn machine(&self) -> Option<tidegate_core::Pace> {
+    pub fn build(&self) -> Option<tidegate_core::Pace> {
         match self {
             Self::Limits => None,
             Self::Responsive(spec) => {
-                Some(Pacer::new(*spec).expect("invariant: reading the policy checks the pace").into())
+                Some(LocalPacer::new(*spec).expect("invariant: reading the policy checks the pace").into())
             }
             Self::Adaptive(spec) => {
-                Some(Adaptive::new(*spec).expect("invariant: reading the policy checks the pace").into())
+                Some(AdaptiveRate::new(*spec).expect("invariant: reading the policy checks the pace").into())
             }
         }
     }

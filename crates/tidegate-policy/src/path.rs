@@ -51,13 +51,13 @@ impl Default for PathQuirks {
 /// A path in the one spelling that matches and keys use: without query string and fragment; escapes decoded, but for
 /// `%25` (and `%2F` where that is no slash); empty and `.` segments dropped, `..` resolved; no slash at the end (but `/` alone).
 #[expect(clippy::large_enum_variant, reason = "the large variant is there to spare an allocation")]
-pub(crate) enum Normalised<'a> {
+pub(crate) enum NormalisedPath<'a> {
     Borrowed(&'a [u8]),
     Short(ArrayVec<u8, INLINE>),
     Long(Vec<u8>),
 }
 
-impl<'a> Normalised<'a> {
+impl<'a> NormalisedPath<'a> {
     #[inline]
     pub(crate) fn new(path: &'a str, quirks: PathQuirks) -> Self {
         let bytes = path.as_bytes();
@@ -65,7 +65,7 @@ impl<'a> Normalised<'a> {
         let mut end = bytes.len();
         for (at, byte) in bytes.iter().enumerate() {
             let class = CLASSES[usize::from(*byte)];
-            if class & ENDS != 0 {
+            if class & ENDS_PATH != 0 {
                 seen |= class & REWRITES;
                 end = at;
                 break;
@@ -79,13 +79,13 @@ impl<'a> Normalised<'a> {
             rewrites |= UPPER;
         }
         if quirks.caddy || quirks.windows {
-            rewrites |= TRIMS;
+            rewrites |= MAY_TRIM_AT_END;
         }
         let plain = seen & rewrites == 0 && bytes.first() == Some(&b'/');
         if plain && (end == 1 || before & SLASH == 0) || bytes == b"*" {
             return Self::Borrowed(bytes);
         }
-        Self::rewritten(bytes, quirks)
+        Self::rewrite_path(bytes, quirks)
     }
 
     /// Whether it was plain already, so that every reading is the same.
@@ -102,19 +102,19 @@ impl<'a> Normalised<'a> {
     }
 
     #[cold]
-    fn rewritten(bytes: &[u8], quirks: PathQuirks) -> Self {
-        let (tokens, reading) = (decoded(raw(bytes), |_| true), Reading::normal(quirks));
+    fn rewrite_path(bytes: &[u8], quirks: PathQuirks) -> Self {
+        let (tokens, reading) = (decode_layer(raw_bytes(bytes), |_| true), Reading::normal(quirks));
         // A slash is put before a path that lacks one; nothing else grows.
         let normalised = if bytes.len() < INLINE {
             let mut short = ArrayVec::new();
-            rewrite(tokens, &reading, &mut short);
+            write_reading(tokens, &reading, &mut short);
             Self::Short(short)
         } else {
             let mut long = Vec::with_capacity(bytes.len() + 1);
-            rewrite(tokens, &reading, &mut long);
+            write_reading(tokens, &reading, &mut long);
             Self::Long(long)
         };
-        match folded(normalised.as_bytes(), quirks) {
+        match fold_case(normalised.as_bytes(), quirks) {
             Some(folded) => Self::Long(folded),
             None => normalised,
         }
@@ -125,25 +125,25 @@ impl<'a> Normalised<'a> {
 const SLASH: u8 = 1;
 const REWRITES: u8 = 1 << 1;
 const UPPER: u8 = 1 << 2;
-const ENDS: u8 = 1 << 3;
+const ENDS_PATH: u8 = 1 << 3;
 /// Behind a slash it may be something to drop. Three bits above what that means, so that it takes no branch to see.
-const DROPS: u8 = REWRITES << 3;
+const MAY_DROP_AFTER_SLASH: u8 = REWRITES << 3;
 /// At the end of a segment it may be something to drop.
-const TRIMS: u8 = 1 << 5;
+const MAY_TRIM_AT_END: u8 = 1 << 5;
 
 const CLASSES: [u8; 256] = {
     let mut classes = [0; 256];
     let mut byte = 0;
     while byte < 256 {
         classes[byte] = match byte as u8 {
-            b'/' => SLASH | DROPS,
-            b'.' => DROPS | TRIMS,
-            b' ' => TRIMS,
+            b'/' => SLASH | MAY_DROP_AFTER_SLASH,
+            b'.' => MAY_DROP_AFTER_SLASH | MAY_TRIM_AT_END,
+            b' ' => MAY_TRIM_AT_END,
             b'%' | b'\\' | b';' => REWRITES,
             b'A'..=b'Z' | 0x80.. => UPPER,
-            b'?' => ENDS,
+            b'?' => ENDS_PATH,
             // A fragment never comes over the wire, and servers that meet one differ in what they make of it.
-            b'#' => ENDS | REWRITES,
+            b'#' => ENDS_PATH | REWRITES,
             _ => 0,
         };
         byte += 1;
@@ -152,15 +152,18 @@ const CLASSES: [u8; 256] = {
 };
 
 /// A byte of a path, and how many layers of escapes it came out of.
-pub(crate) type Token = (u8, u8);
+pub(crate) type PathByte = (u8, u8);
 
 /// The bytes of a path as they are.
-pub(crate) fn raw(bytes: &[u8]) -> impl Fn(usize) -> Option<Token> {
+pub(crate) fn raw_bytes(bytes: &[u8]) -> impl Fn(usize) -> Option<PathByte> {
     |at| bytes.get(at).map(|byte| (*byte, 0))
 }
 
 /// Undoes one layer of escapes, of those bytes that `which` says.
-pub(crate) fn decoded(get: impl Fn(usize) -> Option<Token>, which: impl Fn(u8) -> bool) -> impl Iterator<Item = Token> {
+pub(crate) fn decode_layer(
+    get: impl Fn(usize) -> Option<PathByte>,
+    which: impl Fn(u8) -> bool,
+) -> impl Iterator<Item = PathByte> {
     let mut at = 0;
     std::iter::from_fn(move || {
         let token @ (byte, _) = get(at)?;
@@ -180,7 +183,7 @@ pub(crate) fn decoded(get: impl Fn(usize) -> Option<Token>, which: impl Fn(u8) -
 
 /// When empty segments are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Slashes {
+pub(crate) enum SlashMode {
     Kept,
     /// Before dot segments are resolved: `/a//..` is `/`.
     Merged,
@@ -190,14 +193,14 @@ pub(crate) enum Slashes {
 
 /// When what follows `;` in a segment is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Parameters {
+pub(crate) enum ParameterMode {
     Kept,
     /// Before dot segments are resolved: `/a/..;` is `/`.
     Stripped,
     /// After it: `/a/..;` is `/a/..`.
     StrippedLast,
     /// With all that follows, as for Fastify 4: `/a;/b` is `/a`.
-    Ended,
+    EndPath,
 }
 
 /// Separators of segments besides a plain slash, as bits.
@@ -212,15 +215,15 @@ pub(crate) mod separators {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
     /// Dot segments are resolved whose dots came out of at most so many layers of escapes; `None` keeps all.
-    pub(crate) dots: Option<u8>,
-    pub(crate) slashes: Slashes,
-    pub(crate) parameters: Parameters,
+    pub(crate) max_dot_layers: Option<u8>,
+    pub(crate) slashes: SlashMode,
+    pub(crate) parameters: ParameterMode,
     /// A `;` out of at most so many layers begins parameters.
-    pub(crate) semicolons: u8,
+    pub(crate) max_semicolon_layers: u8,
     pub(crate) separators: u8,
     /// The path is parsed as a URL again after decoding: escaped `?` and `#` end it; escaped tabs and ends of lines are left
     /// out, and so are control characters and spaces at its end.
-    pub(crate) is_parsed_again: bool,
+    pub(crate) is_reparsed: bool,
     /// Dots and spaces at the end of the path are dropped.
     pub(crate) trims_end: bool,
     /// Dots and spaces at the end of each segment are dropped.
@@ -232,12 +235,12 @@ impl Reading {
     /// The reading of RFC 3986 with these quirks.
     pub(crate) fn normal(quirks: PathQuirks) -> Self {
         Self {
-            dots: Some(1),
-            slashes: Slashes::Merged,
-            parameters: if quirks.parameters { Parameters::Stripped } else { Parameters::Kept },
-            semicolons: 0,
+            max_dot_layers: Some(1),
+            slashes: SlashMode::Merged,
+            parameters: if quirks.parameters { ParameterMode::Stripped } else { ParameterMode::Kept },
+            max_semicolon_layers: 0,
             separators: if quirks.encoded_slash { separators::ALL } else { 0 },
-            is_parsed_again: false,
+            is_reparsed: false,
             trims_end: quirks.caddy,
             trims_segments: quirks.windows,
             folds_case: quirks.case,
@@ -246,10 +249,15 @@ impl Reading {
 
     /// The reading that merges the most spellings of one path.
     pub(crate) fn coarsest(quirks: PathQuirks) -> Self {
-        Self { dots: Some(2), parameters: Parameters::Stripped, semicolons: 2, ..Self::normal(quirks) }
+        Self {
+            max_dot_layers: Some(2),
+            parameters: ParameterMode::Stripped,
+            max_semicolon_layers: 2,
+            ..Self::normal(quirks)
+        }
     }
 
-    fn separates(&self, (byte, layers): Token) -> bool {
+    fn is_separator(&self, (byte, layers): PathByte) -> bool {
         let bit = match (byte, layers) {
             (b'/', 0) => return true,
             (b'/', _) => separators::ESCAPED_SLASH,
@@ -262,17 +270,17 @@ impl Reading {
 }
 
 /// What the rewriting needs of a buffer.
-pub(crate) trait Buffer {
-    fn put(&mut self, byte: u8);
-    fn cut(&mut self, length: usize);
+pub(crate) trait ByteBuffer {
+    fn push_byte(&mut self, byte: u8);
+    fn truncate_to(&mut self, length: usize);
     fn bytes(&self) -> &[u8];
 }
 
-impl Buffer for Vec<u8> {
-    fn put(&mut self, byte: u8) {
+impl ByteBuffer for Vec<u8> {
+    fn push_byte(&mut self, byte: u8) {
         self.push(byte);
     }
-    fn cut(&mut self, length: usize) {
+    fn truncate_to(&mut self, length: usize) {
         self.truncate(length);
     }
     fn bytes(&self) -> &[u8] {
@@ -280,11 +288,11 @@ impl Buffer for Vec<u8> {
     }
 }
 
-impl Buffer for ArrayVec<u8, INLINE> {
-    fn put(&mut self, byte: u8) {
+impl ByteBuffer for ArrayVec<u8, INLINE> {
+    fn push_byte(&mut self, byte: u8) {
         self.push(byte);
     }
-    fn cut(&mut self, length: usize) {
+    fn truncate_to(&mut self, length: usize) {
         self.truncate(length);
     }
     fn bytes(&self) -> &[u8] {
@@ -294,7 +302,7 @@ impl Buffer for ArrayVec<u8, INLINE> {
 
 /// A segment while it is written.
 #[derive(Default)]
-struct Segment {
+struct OpenSegment {
     begin: usize,
     /// The most layers that any of its bytes came out of.
     layers: u8,
@@ -304,35 +312,35 @@ struct Segment {
 
 /// Writes a path as this reading has it: data that is an escaped slash or percent sign as `%2F` or `%25`; no slash at the
 /// end (but `/` alone).
-pub(crate) fn rewrite(tokens: impl Iterator<Item = Token>, reading: &Reading, out: &mut impl Buffer) {
-    out.put(b'/');
-    let mut segment = Segment { begin: 1, ..Segment::default() };
+pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Reading, out: &mut impl ByteBuffer) {
+    out.push_byte(b'/');
+    let mut segment = OpenSegment { begin: 1, ..OpenSegment::default() };
     let (mut is_first, mut in_parameter) = (true, false);
     let fold = |byte: u8| if reading.folds_case { byte.to_ascii_lowercase() } else { byte };
     for (byte, layers) in tokens {
         let was_first = std::mem::replace(&mut is_first, false);
-        if reading.separates((byte, layers)) {
+        if reading.is_separator((byte, layers)) {
             // The slash that every path begins with is there already.
             if !was_first {
                 end_segment(out, &segment, reading, false);
-                segment = Segment { begin: out.bytes().len(), ..Segment::default() };
+                segment = OpenSegment { begin: out.bytes().len(), ..OpenSegment::default() };
             }
             in_parameter = false;
             continue;
         }
-        if reading.is_parsed_again && layers > 0 {
+        if reading.is_reparsed && layers > 0 {
             match byte {
                 b'?' | b'#' => break,
                 b'\t' | b'\n' | b'\r' => continue,
                 _ => {}
             }
         }
-        if byte == b';' && layers <= reading.semicolons {
+        if byte == b';' && layers <= reading.max_semicolon_layers {
             match reading.parameters {
-                Parameters::Kept => {}
-                Parameters::Ended => break,
-                Parameters::Stripped => in_parameter = true,
-                Parameters::StrippedLast => {
+                ParameterMode::Kept => {}
+                ParameterMode::EndPath => break,
+                ParameterMode::Stripped => in_parameter = true,
+                ParameterMode::StrippedLast => {
                     segment.parameters.get_or_insert(out.bytes().len());
                 }
             }
@@ -344,59 +352,59 @@ pub(crate) fn rewrite(tokens: impl Iterator<Item = Token>, reading: &Reading, ou
         match byte {
             b'/' | b'%' if layers > 0 => {
                 let digits = if byte == b'/' { *b"%2F" } else { *b"%25" };
-                digits.into_iter().for_each(|digit| out.put(fold(digit)));
+                digits.into_iter().for_each(|digit| out.push_byte(fold(digit)));
             }
-            _ => out.put(fold(byte)),
+            _ => out.push_byte(fold(byte)),
         }
     }
     end_segment(out, &segment, reading, true);
     let length = out.bytes().len();
     if length > 1 {
-        out.cut(length - 1);
+        out.truncate_to(length - 1);
     }
 }
 
 /// Ends the segment at the end of `out` with a slash, or takes it back if it stands for nothing.
-fn end_segment(out: &mut impl Buffer, segment: &Segment, reading: &Reading, is_last: bool) {
+fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Reading, is_last: bool) {
     let begin = segment.begin;
     if is_last && reading.trims_end {
         trim(out, begin);
     }
-    while is_last && reading.is_parsed_again && matches!(&out.bytes()[begin..], [.., ..=b' ']) {
-        out.cut(out.bytes().len() - 1);
+    while is_last && reading.is_reparsed && matches!(&out.bytes()[begin..], [.., ..=b' ']) {
+        out.truncate_to(out.bytes().len() - 1);
     }
-    let resolves = reading.dots.is_some_and(|most| segment.layers <= most);
+    let resolves = reading.max_dot_layers.is_some_and(|most| segment.layers <= most);
     match &out.bytes()[begin..] {
-        b"." if resolves => out.cut(begin),
+        b"." if resolves => out.truncate_to(begin),
         b".." if resolves => {
             let parent = last_slash(&out.bytes()[..begin.saturating_sub(1)]);
-            out.cut(parent + 1);
+            out.truncate_to(parent + 1);
         }
         text => {
             let is_dots = matches!(text, b"." | b"..");
             if let Some(at) = segment.parameters {
-                out.cut(at.max(begin));
+                out.truncate_to(at.max(begin));
             }
             if reading.trims_segments && !is_dots {
                 trim(out, begin);
             }
             let is_empty = out.bytes().len() == begin;
-            if !is_empty || !is_last && reading.slashes != Slashes::Merged {
-                out.put(b'/');
+            if !is_empty || !is_last && reading.slashes != SlashMode::Merged {
+                out.push_byte(b'/');
             }
         }
     }
 }
 
 /// Drops the dots and spaces at the end of `out`, down to `begin`.
-fn trim(out: &mut impl Buffer, begin: usize) {
+fn trim(out: &mut impl ByteBuffer, begin: usize) {
     while let [.., b'.' | b' '] = &out.bytes()[begin..] {
-        out.cut(out.bytes().len() - 1);
+        out.truncate_to(out.bytes().len() - 1);
     }
 }
 
 /// The path with its letters beyond ASCII folded, if it has any and case makes no difference.
-pub(crate) fn folded(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
+pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
     if !quirks.case || path.is_ascii() {
         return None;
     }
@@ -420,7 +428,7 @@ fn last_slash(bytes: &[u8]) -> usize {
 }
 
 /// The byte that the escape `%XX` at this place stands for.
-pub(crate) fn escape(bytes: &[u8], at: usize) -> Option<u8> {
+pub(crate) fn decode_escape(bytes: &[u8], at: usize) -> Option<u8> {
     let digit = |index: usize| char::from(*bytes.get(index)?).to_digit(16);
     if bytes.get(at) != Some(&b'%') {
         return None;
@@ -436,7 +444,7 @@ mod tests {
     const PLAIN: PathQuirks = PathQuirks::NONE;
 
     fn normal(path: &str, quirks: PathQuirks) -> String {
-        String::from_utf8_lossy(Normalised::new(path, quirks).as_bytes()).into_owned()
+        String::from_utf8_lossy(NormalisedPath::new(path, quirks).as_bytes()).into_owned()
     }
 
     #[test]
@@ -518,20 +526,20 @@ mod tests {
         #[test]
         fn the_normal_form_is_stable(path in "[/.%;a-zA-Z25eEfF\\\\?]{0,300}", slash: bool, parameters: bool, case: bool) {
             let quirks = PathQuirks { encoded_slash: slash, parameters, case, ..PLAIN };
-            let once = Normalised::new(&path, quirks).as_bytes().to_vec();
+            let once = NormalisedPath::new(&path, quirks).as_bytes().to_vec();
             prop_assert!(once == b"*" || once[0] == b'/');
             // A decoded `;`, `?`, `#` or `\` is data, and would be read anew.
             if let Ok(text) = String::from_utf8(once.clone())
                 && !text.contains([';', '?', '#', '\\', '%'])
             {
-                let twice = Normalised::new(&text, quirks).as_bytes().to_vec();
+                let twice = NormalisedPath::new(&text, quirks).as_bytes().to_vec();
                 prop_assert_eq!(once, twice);
             }
         }
 
         #[test]
         fn never_panics(path in "\\PC*") {
-            Normalised::new(&path, PathQuirks { encoded_slash: true, parameters: true, case: true, caddy: true, windows: true });
+            NormalisedPath::new(&path, PathQuirks { encoded_slash: true, parameters: true, case: true, caddy: true, windows: true });
         }
     }
 }

@@ -5,21 +5,22 @@ use std::fmt;
 use std::net::IpAddr;
 
 use http::HeaderName;
-use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, Share, Time, Verb};
+use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
-use crate::address::{AddressLists, Ipv6Prefix, Listed};
+use crate::address::{AddressLists, Ipv6Prefix, ListStatus};
 use crate::key::{
-    KeyError, KeyPart, KeySeed, Lacking, Missing, MissingPart, Recipe, Rules, Uncountable, UnknownPlatform,
+    KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, KeyTemplateError, MissingPartError, OnMissing,
+    UncountableError, UnknownPlatformError,
 };
+use crate::matched_actions::{MatchedActions, PathError};
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
+use crate::path_encoding::forwarded_path;
 use crate::preset::Preset;
 use crate::quantity::Quantity;
 use crate::query::Query;
 use crate::router::Router;
-use crate::several::{Actions, PathError};
-use crate::spelling::forwarded;
 
 /// Names an action within its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,14 +39,14 @@ impl ActionId {
 
 /// Whose limit it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum LimitScope {
     /// An action's own.
     Action,
     /// `inbound.global`, which counts over all actions.
     Global,
 }
 
-impl Source {
+impl LimitScope {
     /// `action` or `global`.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -57,7 +58,7 @@ impl Source {
 
 /// What a `RateLimit-Policy` item says of a limit (draft-ietf-httpapi-ratelimit-headers-10).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PolicyItem {
+pub struct RateLimitPolicyItem {
     /// The item's name: the limit's, printable ASCII without quotes or backslashes.
     pub name: String,
     /// `q`: how many in each window.
@@ -72,13 +73,13 @@ pub struct PolicyItem {
 #[derive(Clone, Debug)]
 pub struct LimitInfo {
     pub(crate) name: String,
-    pub(crate) source: Source,
+    pub(crate) scope: LimitScope,
     pub(crate) action: Option<ActionId>,
     pub(crate) quantity: Quantity,
-    pub(crate) words: String,
-    pub(crate) policy_item: PolicyItem,
-    pub(crate) recipe: u16,
-    pub(crate) concurrency: bool,
+    pub(crate) description: String,
+    pub(crate) rate_limit_policy: RateLimitPolicyItem,
+    pub(crate) key_template_index: u16,
+    pub(crate) is_concurrency: bool,
 }
 
 impl LimitInfo {
@@ -89,8 +90,8 @@ impl LimitInfo {
     }
 
     /// Whose limit it is.
-    pub fn source(&self) -> Source {
-        self.source
+    pub fn scope(&self) -> LimitScope {
+        self.scope
     }
 
     /// The action it belongs to; `None` for a global one.
@@ -104,13 +105,13 @@ impl LimitInfo {
     }
 
     /// The limit in words with its true bound: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
-    pub fn words(&self) -> &str {
-        &self.words
+    pub fn description(&self) -> &str {
+        &self.description
     }
 
     /// What a `RateLimit-Policy` header says of it.
-    pub fn policy_item(&self) -> &PolicyItem {
-        &self.policy_item
+    pub fn rate_limit_policy(&self) -> &RateLimitPolicyItem {
+        &self.rate_limit_policy
     }
 }
 
@@ -125,7 +126,7 @@ pub struct Action {
     pub(crate) limits: Vec<LimitId>,
     pub(crate) unlimited: bool,
     pub(crate) has_concurrency: bool,
-    pub(crate) program: Program,
+    pub(crate) op_template: OpTemplate,
 }
 
 impl Action {
@@ -173,27 +174,27 @@ impl Action {
 
 /// The operations of a call, ready but for the keys: which limits, and which recipe each one's key follows.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Program {
-    pub(crate) steps: Vec<Step>,
+pub(crate) struct OpTemplate {
+    pub(crate) steps: Vec<OpStep>,
     /// The recipes in use, each of which is hashed once.
-    pub(crate) recipes: Vec<u16>,
+    pub(crate) key_templates: Vec<u16>,
     /// The recipe of what all the keys have in common, where a store asks for that.
     pub(crate) affinity: Option<u16>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Step {
+pub(crate) struct OpStep {
     pub(crate) limit: LimitId,
     /// Index into the program's recipes.
-    pub(crate) recipe: u8,
-    pub(crate) concurrency: bool,
-    pub(crate) global: bool,
+    pub(crate) key_template_index: u8,
+    pub(crate) is_concurrency: bool,
+    pub(crate) is_global: bool,
 }
 
 /// An action that the plan doesn't have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown action {found:?}{}", nearest.as_ref().map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
-pub struct UnknownAction {
+pub struct UnknownActionError {
     /// What was asked for, cut to 128 characters.
     pub found: String,
     /// The most similar name that exists, if any is similar.
@@ -203,18 +204,18 @@ pub struct UnknownAction {
 /// A validated policy as the machine runs it: immutable, cheap to share, and free of clocks and state.
 pub struct Plan {
     pub(crate) limits: Limits,
-    pub(crate) infos: Vec<LimitInfo>,
-    pub(crate) recipes: Vec<Recipe>,
+    pub(crate) limit_infos: Vec<LimitInfo>,
+    pub(crate) key_templates: Vec<KeyTemplate>,
     pub(crate) actions: Vec<Action>,
     pub(crate) names: HashMap<String, ActionId>,
     pub(crate) fallback: Option<ActionId>,
     pub(crate) router: Router,
     pub(crate) lists: AddressLists,
     /// The lists as written, for telling.
-    pub(crate) listed_networks: Vec<(String, Listed)>,
+    pub(crate) listed_networks: Vec<(String, ListStatus)>,
     pub(crate) global: Vec<LimitId>,
     pub(crate) global_has_concurrency: bool,
-    pub(crate) unmatched: Program,
+    pub(crate) unmatched: OpTemplate,
     pub(crate) path_quirks: PathQuirks,
     pub(crate) ambiguous_paths: AmbiguousPaths,
     /// True if any limit counts by path.
@@ -229,8 +230,8 @@ impl fmt::Debug for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan")
             .field("limits", &self.limits)
-            .field("infos", &self.infos)
-            .field("recipes", &self.recipes)
+            .field("infos", &self.limit_infos)
+            .field("recipes", &self.key_templates)
             .field("actions", &self.actions)
             .field("listed", &self.listed_networks)
             .field("global", &self.global)
@@ -251,8 +252,8 @@ impl Plan {
     ///
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
-    pub fn info(&self, limit: LimitId) -> &LimitInfo {
-        &self.infos[limit.index()]
+    pub fn limit_info(&self, limit: LimitId) -> &LimitInfo {
+        &self.limit_infos[limit.index()]
     }
 
     /// What a limit counts by.
@@ -260,16 +261,16 @@ impl Plan {
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
     pub fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
-        self.recipe(limit).parts()
+        self.key_template(limit).parts()
     }
 
     /// The fate of requests without one of the parts that a limit counts by; `None` if none can be missing.
     ///
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
-    pub fn missing(&self, limit: LimitId) -> Option<Missing> {
-        let recipe = self.recipe(limit);
-        recipe.parts().iter().any(KeyPart::may_be_missing).then(|| recipe.missing())
+    pub fn on_missing(&self, limit: LimitId) -> Option<OnMissing> {
+        let recipe = self.key_template(limit);
+        recipe.parts().iter().any(KeyPart::may_be_missing).then(|| recipe.on_missing())
     }
 
     /// The headers that limits count by, `Cookie` included; not those of limits that only watch.
@@ -316,8 +317,8 @@ impl Plan {
     ///
     /// # Errors
     /// Neither exists; the nearest name is told.
-    pub fn find(&self, name: &str) -> Result<ActionId, UnknownAction> {
-        self.names.get(name).copied().or(self.fallback).ok_or_else(|| UnknownAction {
+    pub fn find_action(&self, name: &str) -> Result<ActionId, UnknownActionError> {
+        self.names.get(name).copied().or(self.fallback).ok_or_else(|| UnknownActionError {
             found: name.chars().take(128).collect(),
             nearest: nearest(name, self.actions.iter().map(Action::name)).map(str::to_owned),
         })
@@ -330,7 +331,7 @@ impl Plan {
     /// # Errors
     /// The path can be read in too many ways, or `inbound.ambiguous_paths` refuses it.
     #[inline]
-    pub fn matching(&self, query: &Query<'_>) -> Result<Actions, PathError> {
+    pub fn matching_actions(&self, query: &Query<'_>) -> Result<MatchedActions, PathError> {
         self.router.find(query)
     }
 
@@ -339,22 +340,22 @@ impl Plan {
     /// written in capitals. `%2F` and what follows `;` or `?` stay.
     #[inline]
     pub fn forwarded_path(&self, path_and_query: &str) -> Option<String> {
-        if self.ambiguous_paths == AmbiguousPaths::Normalise { forwarded(path_and_query) } else { None }
+        if self.ambiguous_paths == AmbiguousPaths::Normalise { forwarded_path(path_and_query) } else { None }
     }
 
     /// Whether the address is on the allow list (never limited) or the deny list (always refused). Of several
     /// networks that hold it, the smallest decides.
-    pub fn listed(&self, ip: IpAddr) -> Listed {
+    pub fn list_status(&self, ip: IpAddr) -> ListStatus {
         self.lists.find(ip)
     }
 
     /// The decision about a call from an address that is on a list; `None` if limits have to be asked.
     #[inline]
-    pub fn by_list(&self, ip: Option<IpAddr>, now: impl FnOnce() -> Time) -> Option<Decision> {
-        match self.listed(ip?) {
-            Listed::Neither => None,
-            Listed::Allow => Some(Decision::without_limit(true, Reason::AllowList, now())),
-            Listed::Deny => Some(Decision::without_limit(false, Reason::DenyList, now())),
+    pub fn decide_by_list(&self, ip: Option<IpAddr>, now: impl FnOnce() -> Time) -> Option<Decision> {
+        match self.list_status(ip?) {
+            ListStatus::Neither => None,
+            ListStatus::Allow => Some(Decision::without_limit(true, Reason::AllowList, now())),
+            ListStatus::Deny => Some(Decision::without_limit(false, Reason::DenyList, now())),
         }
     }
 
@@ -381,7 +382,7 @@ impl Plan {
     #[inline]
     pub fn ops(
         &self,
-        actions: impl Into<Actions>,
+        actions: impl Into<MatchedActions>,
         query: &Query<'_>,
         seed: &KeySeed,
         verb: Verb,
@@ -400,20 +401,20 @@ impl Plan {
     pub fn fill(
         &self,
         batch: &mut Batch,
-        actions: impl Into<Actions>,
+        actions: impl Into<MatchedActions>,
         query: &Query<'_>,
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
         let actions = actions.into();
-        if actions.is_several() || self.counts_spelled_path(query) {
-            return self.fill_several(batch, actions, query, seed, verb);
+        if actions.has_multiple() || self.needs_path_readings(query) {
+            return self.fill_actions(batch, actions, query, seed, verb);
         }
-        self.fill_one(batch, actions.first(), query, seed, verb)
+        self.fill_action(batch, actions.first(), query, seed, verb)
     }
 
     #[inline]
-    pub(crate) fn fill_one(
+    pub(crate) fn fill_action(
         &self,
         batch: &mut Batch,
         action: Option<ActionId>,
@@ -421,16 +422,16 @@ impl Plan {
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
-        let program = self.program(action);
+        let program = self.op_template(action);
         let cost = self.cost(action, query);
-        let rules = self.rules();
+        let rules = self.key_options();
         if let Some(recipe) = program.affinity
             && let Some(step) = program.steps.first()
         {
-            let recipe = &self.recipes[usize::from(recipe)];
+            let recipe = &self.key_templates[usize::from(recipe)];
             let common = match recipe.key(query, rules, seed) {
                 Some(key) => key,
-                None => self.only_key(recipe, step.limit, query, seed)?,
+                None => self.affinity_key(recipe, step.limit, query, seed)?,
             };
             batch.set_affinity(common.lo().max(1));
         }
@@ -439,31 +440,31 @@ impl Plan {
         for step in &program.steps {
             let takes_part = match verb {
                 Verb::Take | Verb::Peek => true,
-                Verb::Refund | Verb::Debit | Verb::Settle => !step.concurrency,
+                Verb::Refund | Verb::Debit | Verb::Settle => !step.is_concurrency,
                 Verb::Throttle { .. }
-                | Verb::Succeed { .. }
+                | Verb::Success { .. }
                 | Verb::Disable
-                | Verb::Penalise { .. }
+                | Verb::RestorePenalty { .. }
                 | Verb::Pace { .. } => false,
-                Verb::Release | Verb::Renew => step.concurrency,
-                Verb::Reset => !step.global || action.is_none(),
+                Verb::Release | Verb::Renew => step.is_concurrency,
+                Verb::Reset => !step.is_global || action.is_none(),
             };
             if !takes_part {
                 continue;
             }
-            let cost = if step.concurrency { 1 } else { cost };
-            let slot = usize::from(step.recipe);
+            let cost = if step.is_concurrency { 1 } else { cost };
+            let slot = usize::from(step.key_template_index);
             if hashed & 1 << slot == 0 {
-                let recipe = &self.recipes[usize::from(program.recipes[slot])];
+                let recipe = &self.key_templates[usize::from(program.key_templates[slot])];
                 let Some(key) = recipe.key(query, rules, seed) else {
-                    self.fill_each(batch, recipe, query, seed, Op::new(step.limit, verb, Key::default(), cost))?;
+                    self.fill_each_key(batch, recipe, query, seed, Op::new(step.limit, verb, Key::default(), cost))?;
                     continue;
                 };
                 keys[slot] = key;
                 hashed |= 1 << slot;
             }
             let op = Op::new(step.limit, verb, keys[slot], cost);
-            batch.push(op).or_else(|_| self.crowd_out(batch, op).ok_or(Uncountable::Operations))?;
+            batch.push(op).or_else(|_| self.replace_shadow_op(batch, op).ok_or(UncountableError::TooManyOperations))?;
         }
         Ok(())
     }
@@ -474,14 +475,20 @@ impl Plan {
     ///
     /// # Panics
     /// If the id is another plan's and this one has fewer limits.
-    pub fn shared_key(&self, limit: LimitId, share: Share, ip: Option<IpAddr>, seed: &KeySeed) -> (Share, Key) {
-        self.recipe(limit).shared(share, ip, self.rules(), seed)
+    pub fn shared_key(
+        &self,
+        limit: LimitId,
+        share: ShareLevel,
+        ip: Option<IpAddr>,
+        seed: &KeySeed,
+    ) -> (ShareLevel, Key) {
+        self.key_template(limit).shared_key(share, ip, self.key_options(), seed)
     }
 
     /// The first part that the action (or `inbound.global`) counts by and that no plain HTTP request carries, with
     /// the limit that wants it; such an action can't be served by a proxy or by forward-auth.
-    pub fn part_outside_requests(&self, action: Option<ActionId>) -> Option<(LimitId, &KeyPart)> {
-        let program = self.program(action);
+    pub fn part_not_in_requests(&self, action: Option<ActionId>) -> Option<(LimitId, &KeyPart)> {
+        let program = self.op_template(action);
         program.steps.iter().find_map(|step| {
             let part = self.key_parts(step.limit).iter().find(|part| !part.is_in_requests())?;
             Some((step.limit, part))
@@ -489,36 +496,36 @@ impl Plan {
     }
 
     #[inline]
-    pub(crate) fn program(&self, action: Option<ActionId>) -> &Program {
-        action.map_or(&self.unmatched, |id| &self.action(id).program)
+    pub(crate) fn op_template(&self, action: Option<ActionId>) -> &OpTemplate {
+        action.map_or(&self.unmatched, |id| &self.action(id).op_template)
     }
 
-    fn recipe(&self, limit: LimitId) -> &Recipe {
-        &self.recipes[usize::from(self.info(limit).recipe)]
+    fn key_template(&self, limit: LimitId) -> &KeyTemplate {
+        &self.key_templates[usize::from(self.limit_info(limit).key_template_index)]
     }
 
-    fn rules(&self) -> Rules {
-        Rules { quirks: self.path_quirks, ipv6: self.ipv6_prefix }
+    fn key_options(&self) -> KeyOptions {
+        KeyOptions { quirks: self.path_quirks, ipv6: self.ipv6_prefix }
     }
 
     /// Adds an operation like `op` for each key that the call has under its limit. Shadow only watches: what can't be
     /// counted there isn't.
     #[cold]
-    fn fill_each(
+    fn fill_each_key(
         &self,
         batch: &mut Batch,
-        recipe: &Recipe,
+        recipe: &KeyTemplate,
         query: &Query<'_>,
         seed: &KeySeed,
         op: Op,
     ) -> Result<(), KeyError> {
-        let keys = match recipe.keys(query, self.rules(), seed) {
-            Err(Lacking::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
+        let keys = match recipe.keys(query, self.key_options(), seed) {
+            Err(KeyTemplateError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
             keys => keys.map_err(|lacking| self.key_error(lacking, op.limit))?,
         };
         for key in keys {
             let op = Op { key, ..op };
-            batch.push(op).or_else(|_| self.crowd_out(batch, op).ok_or(Uncountable::Operations))?;
+            batch.push(op).or_else(|_| self.replace_shadow_op(batch, op).ok_or(UncountableError::TooManyOperations))?;
         }
         Ok(())
     }
@@ -529,20 +536,28 @@ impl Plan {
 
     /// The one key of what all keys of a call have in common: several can't be kept together.
     #[cold]
-    fn only_key(&self, recipe: &Recipe, limit: LimitId, query: &Query<'_>, seed: &KeySeed) -> Result<Key, KeyError> {
-        let keys = recipe.keys(query, self.rules(), seed).map_err(|lacking| self.key_error(lacking, limit))?;
+    fn affinity_key(
+        &self,
+        recipe: &KeyTemplate,
+        limit: LimitId,
+        query: &Query<'_>,
+        seed: &KeySeed,
+    ) -> Result<Key, KeyError> {
+        let keys = recipe.keys(query, self.key_options(), seed).map_err(|lacking| self.key_error(lacking, limit))?;
         match keys.as_slice() {
             [key] => Ok(*key),
-            _ => Err(Uncountable::Operations.into()),
+            _ => Err(UncountableError::TooManyOperations.into()),
         }
     }
 
     #[cold]
-    fn key_error(&self, lacking: Lacking<'_>, limit: LimitId) -> KeyError {
+    fn key_error(&self, lacking: KeyTemplateError<'_>, limit: LimitId) -> KeyError {
         match lacking {
-            Lacking::Part(part) => MissingPart { part: part.field(), limit: self.info(limit).name.clone() }.into(),
-            Lacking::Platform(found) => UnknownPlatform { found }.into(),
-            Lacking::Uncountable(uncountable) => uncountable.into(),
+            KeyTemplateError::Part(part) => {
+                MissingPartError { part: part.query_field(), limit: self.limit_info(limit).name.clone() }.into()
+            }
+            KeyTemplateError::Platform(found) => UnknownPlatformError { found }.into(),
+            KeyTemplateError::Uncountable(uncountable) => uncountable.into(),
         }
     }
 }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use crate::builder::PolicyBuilder;
-use crate::environment::Env;
+use crate::environment::EnvVars;
 use crate::error::Errors;
-use crate::outbound::Outbound;
+use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
-use crate::sections::{Admin, Api, Inbound, Log};
-use crate::store::Store;
+use crate::sections::{AdminConfig, ApiConfig, InboundConfig, LogConfig};
+use crate::store::StoreConfig;
 
 /// The policy that runs when there is no file.
 const DEFAULT_POLICY: &str = include_str!("default.toml");
@@ -16,12 +16,12 @@ const DEFAULT_POLICY: &str = include_str!("default.toml");
 /// What a policy is read from: at most one file's text, and environment variables. Reading them is the caller's part,
 /// so that a policy can be read from anywhere.
 #[derive(Clone, Debug, Default)]
-pub struct Sources {
+pub struct PolicySources {
     pub(crate) file: Option<(String, Vec<u8>)>,
-    pub(crate) env: Env,
+    pub(crate) variables: EnvVars,
 }
 
-impl Sources {
+impl PolicySources {
     /// Nothing yet; as it is, it reads as the embedded default policy ([`Policy::default_text`]).
     pub fn new() -> Self {
         Self::default()
@@ -33,7 +33,7 @@ impl Sources {
         self.file_bytes(name, text.into())
     }
 
-    /// [`Sources::file`] for what a file holds before anybody knows that it is text: a byte that isn't UTF-8 is told
+    /// [`PolicySources::file`] for what a file holds before anybody knows that it is text: a byte that isn't UTF-8 is told
     /// like any other mistake in it.
     #[must_use]
     pub fn file_bytes(mut self, name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Self {
@@ -46,7 +46,7 @@ impl Sources {
     /// environment may be given: `std::env::vars()`. One of the former that is no setting's name is an error.
     #[must_use]
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
-        self.env.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
+        self.variables.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
         self
     }
 
@@ -54,7 +54,7 @@ impl Sources {
     /// [`settings`](crate::settings) lists set something of every provider of `[outbound]`.
     #[must_use]
     pub fn env_prefix(mut self, prefix: impl Into<String>) -> Self {
-        self.env.prefix = Some(prefix.into());
+        self.variables.prefix = Some(prefix.into());
         self
     }
 }
@@ -62,13 +62,13 @@ impl Sources {
 /// A whole policy: every section checked, and the plan that the machine runs.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    pub(crate) store: Store,
-    pub(crate) inbound: Inbound,
-    pub(crate) api: Api,
-    pub(crate) admin: Admin,
-    pub(crate) log: Log,
+    pub(crate) store: StoreConfig,
+    pub(crate) inbound: InboundConfig,
+    pub(crate) api: ApiConfig,
+    pub(crate) admin: AdminConfig,
+    pub(crate) log: LogConfig,
     pub(crate) plan: Arc<Plan>,
-    pub(crate) outbound: Option<Outbound>,
+    pub(crate) outbound: Option<OutboundConfig>,
 }
 
 impl Policy {
@@ -77,10 +77,10 @@ impl Policy {
     ///
     /// # Errors
     /// Everything that is wrong, not only the first thing; see [`Errors`].
-    pub fn load(sources: Sources) -> Result<Self, Errors> {
+    pub fn load(sources: PolicySources) -> Result<Self, Errors> {
         let (name, body) =
             sources.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.into()));
-        crate::read::policy(&name, &body, sources.env)
+        crate::read::policy(&name, &body, sources.variables)
     }
 
     /// Makes a policy in Rust, in the same words and with the same checks as a file.
@@ -94,32 +94,32 @@ impl Policy {
     }
 
     /// `[store]`.
-    pub fn store(&self) -> &Store {
+    pub fn store(&self) -> &StoreConfig {
         &self.store
     }
 
     /// `[inbound]`, but for its limits, which are the [`plan`](Self::plan)'s. A proxy runs only if it has an upstream.
-    pub fn inbound(&self) -> &Inbound {
+    pub fn inbound(&self) -> &InboundConfig {
         &self.inbound
     }
 
     /// `[api]`.
-    pub fn api(&self) -> &Api {
+    pub fn api(&self) -> &ApiConfig {
         &self.api
     }
 
     /// `[admin]`.
-    pub fn admin(&self) -> &Admin {
+    pub fn admin(&self) -> &AdminConfig {
         &self.admin
     }
 
     /// `[log]`.
-    pub fn log(&self) -> &Log {
+    pub fn log(&self) -> &LogConfig {
         &self.log
     }
 
     /// `[outbound]`, if the policy has one.
-    pub fn outbound(&self) -> Option<&Outbound> {
+    pub fn outbound(&self) -> Option<&OutboundConfig> {
         self.outbound.as_ref()
     }
 

@@ -62,7 +62,7 @@ impl Preset {
         }
     }
 
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|preset| preset.as_str() == name)
     }
 }

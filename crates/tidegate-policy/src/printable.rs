@@ -13,19 +13,23 @@ const REPLACEMENT: char = '\u{fffd}';
 /// A text for one line, such as a name or a value: U+FFFD stands for each character that would steer a terminal or
 /// mislead a reader, line ends included.
 pub fn printable(text: &str) -> Cow<'_, str> {
-    shown(text, steers, |out, _| out.push(REPLACEMENT))
+    replace_unprintable(text, is_unprintable, |out, _| out.push(REPLACEMENT))
 }
 
 /// [`printable`] for a text of several lines: line feeds and tabs stay.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
-    shown(text, |letter| !matches!(letter, '\n' | '\t') && steers(letter), |out, _| out.push(REPLACEMENT))
+    replace_unprintable(
+        text,
+        |letter| !matches!(letter, '\n' | '\t') && is_unprintable(letter),
+        |out, _| out.push(REPLACEMENT),
+    )
 }
 
 /// [`printable_lines`] for JSON: the escape `\uXXXX` stands for each such character, so that the same value is read back.
 pub fn printable_json(text: &str) -> Cow<'_, str> {
-    shown(
+    replace_unprintable(
         text,
-        |letter| !matches!(letter, '\n' | '\t') && steers(letter),
+        |letter| !matches!(letter, '\n' | '\t') && is_unprintable(letter),
         |out, letter| {
             for unit in letter.encode_utf16(&mut [0; 2]) {
                 write!(out, "\\u{unit:04x}").expect("invariant: writing to a string can't fail");
@@ -34,7 +38,11 @@ pub fn printable_json(text: &str) -> Cow<'_, str> {
     )
 }
 
-fn shown(text: &str, hides: impl Fn(char) -> bool, mut show: impl FnMut(&mut String, char)) -> Cow<'_, str> {
+fn replace_unprintable(
+    text: &str,
+    hides: impl Fn(char) -> bool,
+    mut show: impl FnMut(&mut String, char),
+) -> Cow<'_, str> {
     let Some(first) = text.find(&hides) else { return Cow::Borrowed(text) };
     let (plain, rest) = text.split_at(first);
     let mut out = String::with_capacity(text.len());
@@ -48,7 +56,7 @@ fn shown(text: &str, hides: impl Fn(char) -> bool, mut show: impl FnMut(&mut Str
 /// True if a character is a control character, sets a direction, ends a line or takes no room (Unicode's categories Cc,
 /// Zl and Zp, its property `Default_Ignorable_Code_Point` without the variation selectors, and the marks of U+FFF9 to
 /// U+FFFB).
-fn steers(letter: char) -> bool {
+fn is_unprintable(letter: char) -> bool {
     letter.is_control()
         || matches!(letter, '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}'
             | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
@@ -88,7 +96,7 @@ mod tests {
         fn a_character_stands_for_each_and_nothing_is_replaced_twice(text in "\\PC*|(?s).*") {
             let once = printable(&text).into_owned();
             prop_assert_eq!(once.chars().count(), text.chars().count());
-            prop_assert!(!once.contains(steers));
+            prop_assert!(!once.contains(is_unprintable));
             prop_assert_eq!(&*printable(&once), &once);
         }
     }

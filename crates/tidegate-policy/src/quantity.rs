@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use tidegate_core::{Concurrency, Kind, LimitError, MAX_LIMIT, Quota, Rate, Span, Window};
+use tidegate_core::{Concurrency, LimitError, LimitKind, MAX_LIMIT, Quota, Rate, Span, Window};
 
 use crate::calendar::{self, CivilCalendar, PeriodUnit};
 use crate::nearest::nearest;
-use crate::units::{Cursor, canonical, duration};
+use crate::units::{Cursor, format_duration, read_duration};
 
 /// How many calls a strict window remembers exactly; see [`Window`].
 const WINDOW_ENTRIES: u32 = 64;
@@ -69,7 +69,7 @@ pub enum Quantity {
 /// What is wrong in a text, and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuantityError {
-    at: Range<usize>,
+    range: Range<usize>,
     message: String,
     expected: String,
     help: Option<String>,
@@ -77,7 +77,7 @@ pub struct QuantityError {
 
 impl QuantityError {
     pub(crate) fn new(at: Range<usize>, message: impl Into<String>, expected: impl Into<String>) -> Self {
-        Self { at, message: message.into(), expected: expected.into(), help: None }
+        Self { range: at, message: message.into(), expected: expected.into(), help: None }
     }
 
     pub(crate) fn help(mut self, help: impl Into<String>) -> Self {
@@ -86,7 +86,7 @@ impl QuantityError {
     }
 
     /// Adds "did you mean" if there is something to offer.
-    pub(crate) fn hint(mut self, meant: Option<&str>) -> Self {
+    pub(crate) fn did_you_mean(mut self, meant: Option<&str>) -> Self {
         if let Some(meant) = meant {
             self.help = Some(format!("did you mean `{meant}`?"));
         }
@@ -94,8 +94,8 @@ impl QuantityError {
     }
 
     /// Where in the text, in bytes.
-    pub fn at(&self) -> Range<usize> {
-        self.at.clone()
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
     }
 
     /// What is wrong.
@@ -116,7 +116,7 @@ impl QuantityError {
 
 impl fmt::Display for QuantityError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at column {}: expected {}", self.message, self.at.start + 1, self.expected)?;
+        write!(f, "{} at column {}: expected {}", self.message, self.range.start + 1, self.expected)?;
         self.help.as_ref().map_or(Ok(()), |help| write!(f, "; {help}"))
     }
 }
@@ -137,17 +137,17 @@ impl Quantity {
     ///
     /// # Errors
     /// A quantity that no machine runs, such as a rate of 0.
-    pub fn kind(&self) -> Result<Option<Kind>, LimitError> {
+    pub fn to_limit_kind(&self) -> Result<Option<LimitKind>, LimitError> {
         Ok(Some(match self {
-            Self::Window { limit, window } => Kind::Window(Window::new(*limit, *window, WINDOW_ENTRIES)?),
-            Self::Rate { count, per, burst } => Kind::Rate(Rate::new(*count, *per, *burst)?),
+            Self::Window { limit, window } => LimitKind::Window(Window::new(*limit, *window, WINDOW_ENTRIES)?),
+            Self::Rate { count, per, burst } => LimitKind::Rate(Rate::new(*count, *per, *burst)?),
             Self::Quota { limit, unit, zone } => {
                 // A zone that was removed from the system since it was read is UTC rather than a failure.
-                let zone = zone.as_deref().and_then(|name| calendar::zone(name).ok());
+                let zone = zone.as_deref().and_then(|name| calendar::find_zone(name).ok());
                 let zone = zone.map_or(jiff::tz::TimeZone::UTC, |(zone, _)| zone);
-                Kind::Quota(Quota::new(*limit, Arc::new(CivilCalendar::new(*unit, zone)))?)
+                LimitKind::Quota(Quota::new(*limit, Arc::new(CivilCalendar::new(*unit, zone)))?)
             }
-            Self::InFlight { limit } => Kind::Concurrency(Concurrency::new(*limit, Concurrency::LEASE)?),
+            Self::InFlight { limit } => LimitKind::Concurrency(Concurrency::new(*limit, Concurrency::DEFAULT_LEASE)?),
             Self::Unlimited => return Ok(None),
         }))
     }
@@ -156,7 +156,7 @@ impl Quantity {
 impl fmt::Display for Quantity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Window { limit, window } => write!(f, "{limit} per {}", canonical(*window)),
+            Self::Window { limit, window } => write!(f, "{limit} per {}", format_duration(*window)),
             Self::Rate { count, per, burst } => {
                 let unit = match per.as_micros() {
                     1_000_000 => Some("s"),
@@ -167,7 +167,7 @@ impl fmt::Display for Quantity {
                 match unit {
                     Some(unit) if *burst == 1 => write!(f, "{count}/{unit}"),
                     Some(unit) => write!(f, "{count}/{unit} burst {burst}"),
-                    None => write!(f, "{count}/{} burst {burst}", canonical(*per)),
+                    None => write!(f, "{count}/{} burst {burst}", format_duration(*per)),
                 }
             }
             Self::Quota { limit, unit, zone } => {
@@ -185,41 +185,42 @@ impl FromStr for Quantity {
 
     fn from_str(text: &str) -> Result<Self, QuantityError> {
         let mut cursor = Cursor::new(text);
-        cursor.space();
-        let begin = cursor.at;
+        cursor.skip_space();
+        let begin = cursor.position;
         let word = cursor.word();
         if word.text == "unlimited" {
-            cursor.end("nothing more after \"unlimited\"")?;
+            cursor.expect_end("nothing more after \"unlimited\"")?;
             return Ok(Self::Unlimited);
         }
         if !word.text.is_empty() {
-            let error = QuantityError::new(word.at, format!("found `{}` where a number should be", word.text), FORMS);
-            return Err(error.hint(nearest(word.text, ["unlimited"])));
+            let error =
+                QuantityError::new(word.range, format!("found `{}` where a number should be", word.text), FORMS);
+            return Err(error.did_you_mean(nearest(word.text, ["unlimited"])));
         }
         if cursor.rest().is_empty() {
             return Err(QuantityError::new(0..text.len(), "the quantity is empty", FORMS));
         }
         let limit = cursor.number(MAX_LIMIT, NUMBER)?;
-        cursor.space();
-        let quantity = after_number(limit, &mut cursor)?;
-        cursor.space();
+        cursor.skip_space();
+        let quantity = parse_after_number(limit, &mut cursor)?;
+        cursor.skip_space();
         if cursor.rest().starts_with([',', ';']) {
             return Err(QuantityError::new(
-                cursor.at..cursor.at + 1,
+                cursor.position..cursor.position + 1,
                 "found more than one limit in one string",
                 "one limit",
             )
             .help("write a list, [\"10/s\", \"1000 per day\"]: all of its limits must agree"));
         }
-        cursor.end("nothing more after the quantity")?;
-        match quantity.kind() {
+        cursor.expect_end("nothing more after the quantity")?;
+        match quantity.to_limit_kind() {
             Ok(_) => Ok(quantity),
-            Err(error) => Err(unfit(begin..cursor.at, &error)),
+            Err(error) => Err(range_error(begin..cursor.position, &error)),
         }
     }
 }
 
-fn unfit(at: Range<usize>, error: &LimitError) -> QuantityError {
+fn range_error(at: Range<usize>, error: &LimitError) -> QuantityError {
     let (message, expected) = match error {
         LimitError::ZeroPeriod => ("a period of no length", "more than 0, as in \"5 per 60s\""),
         LimitError::ZeroRate => ("a rate of 0", "at least 1; to refuse everything, write \"0 per 60s\""),
@@ -231,29 +232,29 @@ fn unfit(at: Range<usize>, error: &LimitError) -> QuantityError {
     QuantityError::new(at, message, expected)
 }
 
-fn after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
-    if cursor.take('/') {
-        cursor.space();
+fn parse_after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    if cursor.take_char('/') {
+        cursor.skip_space();
         return if cursor.peek().is_some_and(char::is_alphabetic) {
-            rate_per_unit(limit, cursor)
+            parse_rate_per_unit(limit, cursor)
         } else {
-            window_or_rate(limit, cursor)
+            parse_window_or_rate(limit, cursor)
         };
     }
-    let (here, found) = cursor.here();
+    let (here, found) = cursor.describe_next();
     let word = cursor.word_while(|letter| letter.is_alphabetic() || letter == '-');
     match word.text {
         "per" => {
-            cursor.space();
+            cursor.skip_space();
             if cursor.peek().is_some_and(char::is_alphabetic) {
-                per_word(limit, cursor)
+                parse_period(limit, cursor)
             } else {
-                window_or_rate(limit, cursor)
+                parse_window_or_rate(limit, cursor)
             }
         }
         "in" => {
-            cursor.space();
-            let (here, found) = cursor.here();
+            cursor.skip_space();
+            let (here, found) = cursor.describe_next();
             let flight = cursor.word();
             if flight.text == "flight" {
                 return Ok(Quantity::InFlight { limit });
@@ -280,39 +281,39 @@ fn after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quantit
                 Some(rest) if !other.is_empty() => {
                     error.help(format!("what is counted isn't named: write \"{limit} {rest}\""))
                 }
-                _ => error.hint(nearest(other, ["per", "in flight"])),
+                _ => error.did_you_mean(nearest(other, ["per", "in flight"])),
             })
         }
     }
 }
 
 /// After `per` or `/`, a length of time: a window, or with `burst` a rate.
-fn window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
-    let begin = cursor.at;
-    let per = duration(cursor)?;
+fn parse_window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    let begin = cursor.position;
+    let per = read_duration(cursor)?;
     if per.is_zero() {
-        return Err(unfit(begin..cursor.at, &LimitError::ZeroPeriod));
+        return Err(range_error(begin..cursor.position, &LimitError::ZeroPeriod));
     }
-    if let Some(burst) = burst(cursor)? {
+    if let Some(burst) = parse_burst(cursor)? {
         return Ok(Quantity::Rate { count: limit, per, burst });
     }
-    let mark = cursor.at;
-    cursor.space();
+    let mark = cursor.position;
+    cursor.skip_space();
     let word = cursor.word();
     if word.text == "in" {
         return Err(QuantityError::new(
-            word.at,
+            word.range,
             "a time zone after a length of time",
             "a calendar period before the zone",
         )
         .help(format!("write \"{limit} per day in …\": calendar periods are hour, day, week, month and year")));
     }
-    cursor.at = mark;
+    cursor.position = mark;
     Ok(Quantity::Window { limit, window: per })
 }
 
 /// After `/`, a bare unit: a rate.
-fn rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+fn parse_rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
     let word = cursor.word();
     let per = match word.text {
         "s" | "sec" | "second" => Span::from_secs(1),
@@ -327,7 +328,7 @@ fn rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quanti
                 _ => ("year", "365d"),
             };
             return Err(QuantityError::new(
-                word.at,
+                word.range,
                 format!("`/{}` could mean two things", word.text),
                 "a rate per s, m or h, as in \"10/s burst 20\"",
             )
@@ -338,18 +339,18 @@ fn rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quanti
         }
         other => {
             return Err(QuantityError::new(
-                word.at,
+                word.range,
                 format!("unknown unit `{other}` after `/`"),
                 "s, m or h, as in \"10/s\", or a length of time, as in \"5/60s\"",
             )
-            .hint(nearest(other, ["sec", "second", "min", "minute", "hour"])));
+            .did_you_mean(nearest(other, ["sec", "second", "min", "minute", "hour"])));
         }
     };
-    Ok(Quantity::Rate { count, per, burst: burst(cursor)?.unwrap_or(1) })
+    Ok(Quantity::Rate { count, per, burst: parse_burst(cursor)?.unwrap_or(1) })
 }
 
 /// After `per`, a word: a calendar period, or one second or minute.
-fn per_word(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
     const WORDS: [&str; 7] = ["second", "minute", "hour", "day", "week", "month", "year"];
     let word = cursor.word();
     let fixed = match word.text {
@@ -359,67 +360,69 @@ fn per_word(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityErr
     };
     if let Some(secs) = fixed {
         let per = Span::from_secs(secs);
-        return Ok(match burst(cursor)? {
+        return Ok(match parse_burst(cursor)? {
             Some(burst) => Quantity::Rate { count: limit, per, burst },
             None => Quantity::Window { limit, window: per },
         });
     }
     let Some(unit) = PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == word.text) else {
         let expected = "a length of time (60s, 1h) or a calendar period: hour, day, week, month or year";
-        let error = QuantityError::new(word.at, format!("unknown period `{}`", word.text), expected);
+        let error = QuantityError::new(word.range, format!("unknown period `{}`", word.text), expected);
         return Err(match word.text {
             "s" | "m" | "h" | "d" | "w" => {
                 error.help(format!("did you mean \"{limit} per 1{0}\", any trailing 1{0}?", word.text))
             }
-            other => error.hint(nearest(other, WORDS)),
+            other => error.did_you_mean(nearest(other, WORDS)),
         });
     };
-    let mark = cursor.at;
-    cursor.space();
+    let mark = cursor.position;
+    cursor.skip_space();
     let next = cursor.word();
     match next.text {
         "in" => {
-            let zone = zone_name(cursor)?;
+            let zone = parse_zone_name(cursor)?;
             Ok(Quantity::Quota { limit, unit, zone })
         }
-        "burst" => Err(QuantityError::new(next.at, "a calendar quota has no burst", "a quota or a rate")
+        "burst" => Err(QuantityError::new(next.range, "a calendar quota has no burst", "a quota or a rate")
             .help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\""))),
         _ => {
-            cursor.at = mark;
+            cursor.position = mark;
             Ok(Quantity::Quota { limit, unit, zone: None })
         }
     }
 }
 
 /// The rest of a text as the name of a time zone; `None` for UTC.
-pub(crate) fn zone_name(cursor: &mut Cursor<'_>) -> Result<Option<String>, QuantityError> {
+pub(crate) fn parse_zone_name(cursor: &mut Cursor<'_>) -> Result<Option<String>, QuantityError> {
     const ZONE: &str = "a time zone from the IANA database, such as Europe/Paris";
-    cursor.space();
-    let begin = cursor.at;
+    cursor.skip_space();
+    let begin = cursor.position;
     let name = cursor.rest().trim_end_matches([' ', '\t']);
-    cursor.at += name.len();
-    let at = begin..cursor.at;
+    cursor.position += name.len();
+    let at = begin..cursor.position;
     if name.is_empty() {
         return Err(QuantityError::new(at, "the time zone is missing", ZONE));
     }
-    match calendar::zone(name) {
+    match calendar::find_zone(name) {
         Ok((_, name)) => Ok(Some(name).filter(|name| name != "UTC")),
-        Err(meant) => Err(QuantityError::new(at, format!("unknown time zone `{name}`"), ZONE).hint(meant.as_deref())),
+        Err(meant) => {
+            Err(QuantityError::new(at, format!("unknown time zone `{name}`"), ZONE).did_you_mean(meant.as_deref()))
+        }
     }
 }
 
-fn burst(cursor: &mut Cursor<'_>) -> Result<Option<u64>, QuantityError> {
-    let mark = cursor.at;
-    cursor.space();
+fn parse_burst(cursor: &mut Cursor<'_>) -> Result<Option<u64>, QuantityError> {
+    let mark = cursor.position;
+    cursor.skip_space();
     if cursor.word().text != "burst" {
-        cursor.at = mark;
+        cursor.position = mark;
         return Ok(None);
     }
-    cursor.space();
-    let begin = cursor.at;
+    cursor.skip_space();
+    let begin = cursor.position;
     let burst = cursor.number(MAX_LIMIT, "how many may pass at once, as in \"burst 20\"")?;
     if burst == 0 {
-        return Err(unfit(begin..cursor.at, &LimitError::ZeroBurst));
+        return Err(range_error(begin..cursor.position, &LimitError::ZeroBurst));
     }
     Ok(Some(burst))
 }
@@ -545,7 +548,11 @@ mod tests {
             ("5 per 60s please", 10..16, "found `please`", ""),
         ] {
             let error = text.parse::<Quantity>().expect_err(text);
-            assert_eq!((error.at(), error.message(), error.help_text().unwrap_or("")), (at, message, help), "{text}");
+            assert_eq!(
+                (error.range(), error.message(), error.help_text().unwrap_or("")),
+                (at, message, help),
+                "{text}"
+            );
         }
     }
 
@@ -568,7 +575,7 @@ mod tests {
         #[test]
         fn prints_what_it_reads(quantity in quantities()) {
             let reads = quantity.to_string().parse::<Quantity>();
-            if quantity.kind().is_ok() {
+            if quantity.to_limit_kind().is_ok() {
                 prop_assert_eq!(reads, Ok(quantity));
             } else {
                 prop_assert!(reads.is_err());
@@ -578,7 +585,7 @@ mod tests {
         #[test]
         fn any_text_is_read_without_panic(text in "\\PC*|[0-9]{1,3}[ /](per|in|burst|day|s|[0-9a-z ./_,]){0,6}") {
             if let Err(error) = text.parse::<Quantity>() {
-                prop_assert!(text.get(error.at()).is_some(), "{:?} splits a character or lies outside", error.at());
+                prop_assert!(text.get(error.range()).is_some(), "{:?} splits a character or lies outside", error.range());
             }
         }
     }

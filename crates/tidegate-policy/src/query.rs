@@ -11,9 +11,9 @@ use http::HeaderMap;
 /// missing is a [`KeyError`](crate::KeyError).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Query<'a> {
-    /// The action by name, when the caller says it; see [`Plan::find`](crate::Plan::find).
+    /// The action by name, when the caller says it; see [`Plan::find_action`](crate::Plan::find_action).
     pub action: Option<&'a str>,
-    /// The client's address, as [`Forwarding::client`](crate::Forwarding::client) found it.
+    /// The client's address, as [`Forwarding::client`](crate::Forwarding::client_ip) found it.
     pub ip: Option<IpAddr>,
     /// Whatever identifies the caller: an account, an API key, a tenant.
     pub key: Option<&'a str>,
@@ -28,7 +28,7 @@ pub struct Query<'a> {
     /// The request's host, with or without a port.
     pub host: Option<&'a str>,
     /// The request's headers. When they are given, what becomes of a request without a header, cookie, query or host part
-    /// is for the limit's [`Missing`](crate::Missing) to say; without them it is a missing part.
+    /// is for the limit's [`Missing`](crate::OnMissing) to say; without them it is a missing part.
     pub headers: Option<&'a HeaderMap>,
     /// True if all this is what a log tells of a request. A header, cookie or host that it doesn't tell may have been
     /// there, so such requests are never counted by address instead.

@@ -9,10 +9,13 @@ use std::collections::HashSet;
 
 use arrayvec::ArrayVec;
 
-use crate::path::{Parameters, PathQuirks, Reading, Slashes, Token, decoded, folded, raw, rewrite, separators};
-use crate::several::PathError;
-use crate::spelling::escaped;
-use crate::texts::{texts, without_parameters};
+use crate::matched_actions::PathError;
+use crate::path::{
+    ParameterMode, PathByte, PathQuirks, Reading, SlashMode, decode_layer, fold_case, raw_bytes, separators,
+    write_reading,
+};
+use crate::path_encoding::percent_encode;
+use crate::raw_paths::{raw_paths, without_parameters};
 
 /// The most bytes that are rewritten for one path. Paths of 2 KiB may have all features at once; no more than a few
 /// milliseconds are spent on any.
@@ -23,23 +26,23 @@ pub(crate) const MAX_KEYS: usize = 4;
 
 /// Features of a path that servers differ about.
 #[derive(Default)]
-struct Features {
+struct PathFeatures {
     /// Out of how many layers dots come that may be dot segments, as bits.
-    dots: u8,
-    empty: bool,
+    dot_layers: u8,
+    has_empty_segments: bool,
     /// Out of how many layers semicolons come, as bits.
-    semicolons: u8,
+    semicolon_layers: u8,
     /// Something separates segments behind a semicolon.
-    goes_on: bool,
+    continues_after_semicolon: bool,
     separators: u8,
-    is_parsed_again: bool,
-    trims: bool,
+    may_be_reparsed: bool,
+    has_trimmable_ends: bool,
 }
 
-impl Features {
-    fn of(tokens: &[Token], quirks: PathQuirks) -> Self {
+impl PathFeatures {
+    fn from_bytes(tokens: &[PathByte], quirks: PathQuirks) -> Self {
         let mut found = Self::default();
-        let separates = |token: Option<&Token>| match token {
+        let separates = |token: Option<&PathByte>| match token {
             None | Some((b'/', 0)) => true,
             Some((b'/' | b'\\', _)) => quirks.encoded_slash,
             _ => false,
@@ -48,7 +51,7 @@ impl Features {
         for (at, &(byte, from)) in tokens.iter().enumerate() {
             let next = tokens.get(at + 1);
             match byte {
-                b'.' if begins => found.dots |= 1 << from,
+                b'.' if begins => found.dot_layers |= 1 << from,
                 b'/' | b'\\' if quirks.encoded_slash => {
                     found.separators |= match (byte, from) {
                         (b'/', 0) => 0,
@@ -57,18 +60,18 @@ impl Features {
                         _ => separators::ESCAPED_BACKSLASH,
                     };
                 }
-                b';' => found.semicolons |= 1 << from,
-                b'?' | b'#' | b'\t' | b'\n' | b'\r' => found.is_parsed_again |= from > 0,
-                ..=b' ' => found.is_parsed_again |= next.is_none_or(|next| next.0 <= b' ' || next.0 == b';'),
+                b';' => found.semicolon_layers |= 1 << from,
+                b'?' | b'#' | b'\t' | b'\n' | b'\r' => found.may_be_reparsed |= from > 0,
+                ..=b' ' => found.may_be_reparsed |= next.is_none_or(|next| next.0 <= b' ' || next.0 == b';'),
                 _ => {}
             }
             if separates(Some(&(byte, from))) {
-                found.empty |= next.is_some_and(|next| next.0 == b';' || separates(Some(next)));
-                found.goes_on |= found.semicolons != 0;
+                found.has_empty_segments |= next.is_some_and(|next| next.0 == b';' || separates(Some(next)));
+                found.continues_after_semicolon |= found.semicolon_layers != 0;
             }
             let may_end =
                 separates(next) || next.is_some_and(|next| matches!(next.0, b';' | b'.' | b' ' | b'?' | b'#'));
-            found.trims |= (quirks.caddy || quirks.windows) && matches!(byte, b'.' | b' ') && may_end;
+            found.has_trimmable_ends |= (quirks.caddy || quirks.windows) && matches!(byte, b'.' | b' ') && may_end;
             begins = byte == b'.' && begins || separates(Some(&(byte, from)));
         }
         found
@@ -79,25 +82,25 @@ impl Features {
 ///
 /// # Errors
 /// The error of `see`, or that there are too many.
-pub(crate) fn each(
+pub(crate) fn each_reading(
     path: &str,
     quirks: PathQuirks,
     see: &mut dyn FnMut(&[u8]) -> Result<(), PathError>,
 ) -> Result<(), PathError> {
-    let mut judge = Judge { quirks, left: MAX_REWRITTEN, known: HashSet::new(), see };
-    for text in texts(path.as_bytes(), quirks) {
-        let once = judge.undone(&text, |_| true)?;
-        judge.judge(&once)?;
+    let mut judge = ReadingVisitor { quirks, bytes_left: MAX_REWRITTEN, expanded: HashSet::new(), visitor: see };
+    for text in raw_paths(path.as_bytes(), quirks) {
+        let once = judge.decode_one_layer(&text, |_| true)?;
+        judge.visit_readings(&once)?;
         if once.len() < text.len() {
-            let plain = judge.undone(&text, |byte| byte == b'.')?;
-            judge.judge(&plain)?;
+            let plain = judge.decode_one_layer(&text, |byte| byte == b'.')?;
+            judge.visit_readings(&plain)?;
         }
-        let twice = judge.undone(&once, |_| true)?;
+        let twice = judge.decode_one_layer(&once, |_| true)?;
         if twice.len() < once.len() {
-            judge.judge(&twice)?;
+            judge.visit_readings(&twice)?;
             if once.iter().any(|(byte, _)| *byte == b';') {
-                let twice = judge.undone(&without_parameters(&once, quirks), |_| true)?;
-                judge.judge(&twice)?;
+                let twice = judge.decode_one_layer(&without_parameters(&once, quirks), |_| true)?;
+                judge.visit_readings(&twice)?;
             }
         }
     }
@@ -105,72 +108,73 @@ pub(crate) fn each(
 }
 
 /// Reads a path in every way, and what comes of it as the next server would.
-struct Judge<'s> {
+struct ReadingVisitor<'s> {
     quirks: PathQuirks,
     /// So many bytes may still be rewritten.
-    left: usize,
+    bytes_left: usize,
     /// The readings that were read again already.
-    known: HashSet<Vec<u8>>,
-    see: &'s mut dyn FnMut(&[u8]) -> Result<(), PathError>,
+    expanded: HashSet<Vec<u8>>,
+    visitor: &'s mut dyn FnMut(&[u8]) -> Result<(), PathError>,
 }
 
-impl Judge<'_> {
+impl ReadingVisitor<'_> {
     /// Shows each reading of a path whose escapes are undone as far as they will be.
-    fn judge(&mut self, tokens: &[Token]) -> Result<(), PathError> {
-        Features::of(tokens, self.quirks).readings(self.quirks, &mut |reading| {
-            let path = self.rewritten(tokens, reading)?;
-            self.show(path)
+    fn visit_readings(&mut self, tokens: &[PathByte]) -> Result<(), PathError> {
+        PathFeatures::from_bytes(tokens, self.quirks).readings(self.quirks, &mut |reading| {
+            let path = self.rewrite_path(tokens, reading)?;
+            self.visit(path)
         })
     }
 
     /// The path with one more layer of escapes undone.
-    fn undone(&mut self, tokens: &[Token], which: fn(u8) -> bool) -> Result<Vec<Token>, PathError> {
-        self.spend(tokens.len())?;
-        Ok(decoded(|at| tokens.get(at).copied(), which).collect())
+    fn decode_one_layer(&mut self, tokens: &[PathByte], which: fn(u8) -> bool) -> Result<Vec<PathByte>, PathError> {
+        self.use_budget(tokens.len())?;
+        Ok(decode_layer(|at| tokens.get(at).copied(), which).collect())
     }
 
-    fn spend(&mut self, bytes: usize) -> Result<(), PathError> {
-        self.left = self.left.checked_sub(bytes).ok_or(PathError::TooMany)?;
+    fn use_budget(&mut self, bytes: usize) -> Result<(), PathError> {
+        self.bytes_left = self.bytes_left.checked_sub(bytes).ok_or(PathError::TooMany)?;
         Ok(())
     }
 
-    fn rewritten(&mut self, tokens: &[Token], reading: &Reading) -> Result<Vec<u8>, PathError> {
-        self.spend(tokens.len())?;
+    fn rewrite_path(&mut self, tokens: &[PathByte], reading: &Reading) -> Result<Vec<u8>, PathError> {
+        self.use_budget(tokens.len())?;
         let mut out = Vec::with_capacity(tokens.len() + 1);
-        rewrite(tokens.iter().copied(), reading, &mut out);
-        if reading.slashes == Slashes::MergedLast {
+        write_reading(tokens.iter().copied(), reading, &mut out);
+        if reading.slashes == SlashMode::MergedLast {
             out.dedup_by(|one, before| *one == b'/' && *before == b'/');
             if out.len() > 1 {
                 out.pop_if(|last| *last == b'/');
             }
         }
-        Ok(folded(&out, self.quirks).unwrap_or(out))
+        Ok(fold_case(&out, self.quirks).unwrap_or(out))
     }
 
     /// Shows one reading, what a regular expression takes for it that ignores the end of a line, and what the next server
     /// makes of it: one that resolves and separates all that is left.
-    fn show(&mut self, path: Vec<u8>) -> Result<(), PathError> {
+    fn visit(&mut self, path: Vec<u8>) -> Result<(), PathError> {
         let quirks = self.quirks;
-        let mut open = vec![path];
-        while let Some(path) = open.pop() {
-            (self.see)(&path)?;
+        let mut pending = vec![path];
+        while let Some(path) = pending.pop() {
+            (self.visitor)(&path)?;
             let line = without_line_end(&path);
             if line.len() < path.len() {
-                open.push(line.to_vec());
+                pending.push(line.to_vec());
             }
             let has_parameters = path.contains(&b';');
             let goes_on = has_parameters
                 || path.windows(2).any(|pair| matches!(pair, b"//" | b"/."))
                 || quirks.encoded_slash && path.iter().any(|byte| matches!(byte, b'%' | b'\\'));
-            if !goes_on || !self.known.insert(path.clone()) {
+            if !goes_on || !self.expanded.insert(path.clone()) {
                 continue;
             }
-            let tokens: Vec<Token> = decoded(raw(&path), |byte| byte == b'/' && quirks.encoded_slash).collect();
-            let ways = [Parameters::Kept, Parameters::Stripped, Parameters::Ended];
+            let tokens: Vec<PathByte> =
+                decode_layer(raw_bytes(&path), |byte| byte == b'/' && quirks.encoded_slash).collect();
+            let ways = [ParameterMode::Kept, ParameterMode::Stripped, ParameterMode::EndPath];
             for parameters in ways.into_iter().take(if has_parameters { 3 } else { 1 }) {
-                let next = self.rewritten(&tokens, &Reading { parameters, ..Reading::coarsest(quirks) })?;
+                let next = self.rewrite_path(&tokens, &Reading { parameters, ..Reading::coarsest(quirks) })?;
                 if next != path {
-                    open.push(next);
+                    pending.push(next);
                 }
             }
         }
@@ -194,21 +198,26 @@ fn without_line_end(path: &[u8]) -> &[u8] {
     &path[..end]
 }
 
-impl Features {
+impl PathFeatures {
     fn readings(
         &self,
         quirks: PathQuirks,
         read: &mut dyn FnMut(&Reading) -> Result<(), PathError>,
     ) -> Result<(), PathError> {
-        use {Parameters as P, Slashes as S};
+        use {ParameterMode as P, SlashMode as S};
         let bits = |set: u8| (0..=2).filter(move |bit| set & 1 << bit != 0);
         let separators = (0..=separators::ALL).filter(|set| set & !self.separators == 0);
-        let cut = [(P::Stripped, true), (P::StrippedLast, self.dots != 0), (P::Ended, self.goes_on)];
+        let cut = [
+            (P::Stripped, true),
+            (P::StrippedLast, self.dot_layers != 0),
+            (P::EndPath, self.continues_after_semicolon),
+        ];
         let cut = cut.into_iter().filter(|(_, differs)| *differs);
-        let cut = bits(self.semicolons).flat_map(|most| cut.clone().map(move |(parameters, _)| (parameters, most)));
+        let cut =
+            bits(self.semicolon_layers).flat_map(|most| cut.clone().map(move |(parameters, _)| (parameters, most)));
         let parameters = std::iter::once((P::Kept, 0)).chain(cut);
-        for dots in bits(self.dots).map(Some).chain([None]) {
-            let slashes: &[S] = match (self.empty, dots) {
+        for dots in bits(self.dot_layers).map(Some).chain([None]) {
+            let slashes: &[S] = match (self.has_empty_segments, dots) {
                 (false, _) => &[S::Merged],
                 (true, None) => &[S::Merged, S::Kept],
                 (true, Some(_)) => &[S::Merged, S::Kept, S::MergedLast],
@@ -218,16 +227,16 @@ impl Features {
                     slashes.iter().flat_map(|one| parameters.clone().map(move |other| (*one, other)))
                 {
                     for (again, trims) in [(false, false), (false, true), (true, false), (true, true)] {
-                        if again && !self.is_parsed_again || trims && !self.trims {
+                        if again && !self.may_be_reparsed || trims && !self.has_trimmable_ends {
                             continue;
                         }
                         read(&Reading {
-                            dots,
+                            max_dot_layers: dots,
                             slashes,
                             parameters,
-                            semicolons,
+                            max_semicolon_layers: semicolons,
                             separators,
-                            is_parsed_again: again,
+                            is_reparsed: again,
                             trims_end: trims && quirks.caddy,
                             trims_segments: trims && quirks.windows,
                             folds_case: quirks.case,
@@ -248,25 +257,25 @@ impl Features {
 ///
 /// # Errors
 /// There are more than [`MAX_KEYS`].
-pub(crate) fn keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<String, MAX_KEYS>, PathError> {
+pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<String, MAX_KEYS>, PathError> {
     let coarsest = Reading::coarsest(quirks);
     let query = target.find('?').map_or("", |at| &target[at..]);
     let mut forms: ArrayVec<Vec<u8>, MAX_KEYS> = ArrayVec::new();
-    each(target, quirks, &mut |path| {
+    each_reading(target, quirks, &mut |path| {
         let end = path.iter().position(|byte| matches!(byte, b'?' | b'#')).unwrap_or(path.len());
-        let once: Vec<Token> = decoded(raw(&path[..end]), |_| true).collect();
+        let once: Vec<PathByte> = decode_layer(raw_bytes(&path[..end]), |_| true).collect();
         let mut form = Vec::with_capacity(end);
-        rewrite(decoded(|at| once.get(at).copied(), |_| true), &coarsest, &mut form);
-        let form = folded(&form, quirks).unwrap_or(form);
+        write_reading(decode_layer(|at| once.get(at).copied(), |_| true), &coarsest, &mut form);
+        let form = fold_case(&form, quirks).unwrap_or(form);
         if !forms.contains(&form) {
             forms.try_push(form).map_err(|_| PathError::TooMany)?;
         }
         Ok(())
     })?;
     let spelled = |form: Vec<u8>| {
-        let tokens: Vec<Token> = form.into_iter().map(|byte| (byte, 0)).collect();
+        let tokens: Vec<PathByte> = form.into_iter().map(|byte| (byte, 0)).collect();
         // A `;` that is left is data.
-        format!("{}{query}", escaped(&tokens).replace(';', "%3B"))
+        format!("{}{query}", percent_encode(&tokens).replace(';', "%3B"))
     };
     Ok(forms.into_iter().map(spelled).collect())
 }
@@ -278,7 +287,7 @@ mod tests {
 
     fn readings(path: &str, quirks: PathQuirks) -> Vec<String> {
         let mut found = Vec::new();
-        let seen = each(path, quirks, &mut |path| {
+        let seen = each_reading(path, quirks, &mut |path| {
             let path = String::from_utf8_lossy(path).into_owned();
             if !found.contains(&path) {
                 found.push(path);
@@ -362,34 +371,34 @@ mod tests {
             "/api\\x",
             "/a%2fb/../api/x",
         ] {
-            let found = keys(spelling, quirks).unwrap();
+            let found = path_keys(spelling, quirks).unwrap();
             assert!(found.iter().any(|key| key == "/api/x"), "{spelling}: {found:?}");
         }
-        assert_eq!(keys("/api/a%20b?q=1", quirks).unwrap().as_slice(), ["/api/a%20b?q=1"]);
+        assert_eq!(path_keys("/api/a%20b?q=1", quirks).unwrap().as_slice(), ["/api/a%20b?q=1"]);
         let many = "/a%2fb/../c\\d/../e%5cf/../h";
-        assert_eq!(keys(many, quirks), Err(PathError::TooMany));
+        assert_eq!(path_keys(many, quirks), Err(PathError::TooMany));
     }
 
     #[test]
     fn a_path_of_endless_readings_is_bounded() {
         let path = "/a%2f..;x//%252e%5c\\".repeat(3000);
-        assert_eq!(each(&path, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
-        assert_eq!(each(&"/a%20b".repeat(5000), PathQuirks::default(), &mut |_| Ok(())), Ok(()));
+        assert_eq!(each_reading(&path, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
+        assert_eq!(each_reading(&"/a%20b".repeat(5000), PathQuirks::default(), &mut |_| Ok(())), Ok(()));
         let lines = format!("/b{}", "%0a/c/..".repeat(4000));
-        assert_eq!(each(&lines, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
+        assert_eq!(each_reading(&lines, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
         let mut seen = 0;
         let count = &mut |_: &[u8]| {
             seen += 1;
             Ok(())
         };
-        assert_eq!(each(&"/%0a%2f".repeat(4000), PathQuirks::default(), count), Ok(()));
+        assert_eq!(each_reading(&"/%0a%2f".repeat(4000), PathQuirks::default(), count), Ok(()));
         assert!(seen < 100, "{seen}: the ends of lines are cut together");
         // Each of what clients may send is judged at the length of a long URL.
         for piece in
             ["/a%2fb", "/a%252fb", "/a;v=1", "/a//b", "/a/../b", "/a%3bb", "/a%20;b", "/%u00e9", "/a\\b", "/a%0a"]
         {
             let path = piece.repeat(2000 / piece.len());
-            assert_eq!(each(&path, PathQuirks::default(), &mut |_| Ok(())), Ok(()), "{piece}");
+            assert_eq!(each_reading(&path, PathQuirks::default(), &mut |_| Ok(())), Ok(()), "{piece}");
         }
     }
 
@@ -407,7 +416,7 @@ mod tests {
         ) {
             let path = format!("/{}", pieces.concat());
             let quirks = PathQuirks { encoded_slash: slash, parameters, case, caddy, windows };
-            let normal = crate::path::Normalised::new(&path, quirks).as_bytes().to_vec();
+            let normal = crate::path::NormalisedPath::new(&path, quirks).as_bytes().to_vec();
             prop_assert!(readings(&path, quirks).contains(&String::from_utf8_lossy(&normal).into_owned()), "{}", path);
         }
 
@@ -418,15 +427,15 @@ mod tests {
         ) {
             let path = format!("/{}", pieces.concat());
             let quirks = PathQuirks { encoded_slash: slash, ..PathQuirks::NONE };
-            let Ok(own) = keys(&path, quirks) else { return Ok(()) };
+            let Ok(own) = path_keys(&path, quirks) else { return Ok(()) };
             for reading in readings(&path, quirks) {
                 // Spelled so that it is read back as it is.
-                let tokens: Vec<Token> = reading.bytes().map(|byte| (byte, 0)).collect();
-                let spelled = escaped(&tokens).replace(';', "%3B");
+                let tokens: Vec<PathByte> = reading.bytes().map(|byte| (byte, 0)).collect();
+                let spelled = percent_encode(&tokens).replace(';', "%3B");
                 if reading.contains(['?', '#', '\\', '%']) {
                     continue;
                 }
-                if let Ok(others) = keys(&spelled, quirks) {
+                if let Ok(others) = path_keys(&spelled, quirks) {
                     prop_assert!(own.iter().any(|key| others.contains(key)), "{path} {own:?}, {spelled} {others:?}");
                 }
             }
@@ -435,9 +444,9 @@ mod tests {
         #[test]
         fn a_forwarded_path_is_in_its_form(pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..9)) {
             let path = format!("/{}?a=%2e%2f//..", pieces.concat());
-            let form = crate::spelling::forwarded(&path).unwrap_or(path);
+            let form = crate::path_encoding::forwarded_path(&path).unwrap_or(path);
             prop_assert!(form.ends_with("?a=%2e%2f//..") || form.ends_with('/') || !form.contains('?'), "{}", form);
-            prop_assert_eq!(crate::spelling::forwarded(&form), None, "{}", form);
+            prop_assert_eq!(crate::path_encoding::forwarded_path(&form), None, "{}", form);
             let path = form.split('?').next().unwrap_or_default();
             let has = |segment: &str| path.split('/').any(|one| one == segment);
             prop_assert!(!has(".") && !has("..") && !path.contains("//") && !path.contains('\\'), "{}", path);

@@ -3,21 +3,21 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use crate::matcher::{Matcher, MethodSet, Segment, glob};
-use crate::path::{AmbiguousPaths, Normalised, PathQuirks};
+use crate::matched_actions::{MatchedActions, PathError};
+use crate::matcher::{Matcher, MethodSet, PatternSegment, glob_matches};
+use crate::path::{AmbiguousPaths, NormalisedPath, PathQuirks};
 use crate::plan::ActionId;
 use crate::query::Query;
 use crate::readings;
-use crate::several::{Actions, PathError};
 
 /// A map by path or by segment. Its hash isn't keyed: only the policy puts anything in, so nobody can make it collide.
-type Paths<T> = HashMap<Vec<u8>, T, BuildHasherDefault<Mix>>;
+type PathMap<T> = HashMap<Vec<u8>, T, BuildHasherDefault<PathHasher>>;
 
 /// Multiplies and folds eight bytes at a time.
 #[derive(Clone, Copy, Debug, Default)]
-struct Mix(u64);
+struct PathHasher(u64);
 
-impl Mix {
+impl PathHasher {
     #[inline]
     fn word(&mut self, word: u64) {
         // The fraction of the golden ratio, whose bits are well spread.
@@ -26,7 +26,7 @@ impl Mix {
     }
 }
 
-impl Hasher for Mix {
+impl Hasher for PathHasher {
     /// What doesn't fill words is read with what comes before it, which spares gathering it byte by byte; the length is
     /// hashed too, so that this tells apart what a word of its own would.
     #[inline]
@@ -57,7 +57,7 @@ impl Hasher for Mix {
 
 /// One action's matcher; where it stands in the list is the order in which it matches.
 #[derive(Clone, Debug)]
-struct Rule {
+struct RouteRule {
     action: ActionId,
     methods: MethodSet,
     matcher: Matcher,
@@ -69,29 +69,29 @@ struct Rule {
 pub(crate) struct Router {
     quirks: PathQuirks,
     ambiguous: AmbiguousPaths,
-    rules: Vec<Rule>,
+    rules: Vec<RouteRule>,
     /// By path, the rules that name it exactly.
-    exact: Paths<Vec<u16>>,
+    exact: PathMap<Vec<u16>>,
     /// The rules that name no path.
     any_path: Vec<u16>,
     /// The tree of the other patterns; its root comes first.
-    nodes: Vec<Node>,
+    nodes: Vec<RouteNode>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Node {
+struct RouteNode {
     /// The lowest rule at or below the node: nothing under it is better than that.
-    best: u16,
+    lowest_rule: u16,
     /// Sorted by length, then by bytes: most are told apart without looking at them.
     literals: Vec<(Box<[u8]>, usize)>,
     globs: Vec<(Vec<u8>, usize)>,
     /// The rules whose pattern ends here.
-    here: Vec<u16>,
+    exact_rules: Vec<u16>,
     /// The rules whose pattern ends here with `/*`.
-    below: Vec<u16>,
+    prefix_rules: Vec<u16>,
 }
 
-impl Node {
+impl RouteNode {
     /// The node behind a literal segment, or where it would be inserted.
     #[inline]
     fn literal(&self, segment: &[u8]) -> Result<usize, usize> {
@@ -101,7 +101,7 @@ impl Node {
 }
 
 /// What rules ask of a request.
-struct Asked<'q> {
+struct MatchInput<'q> {
     method: MethodSet,
     query: &'q Query<'q>,
 }
@@ -112,12 +112,12 @@ impl Router {
         quirks: PathQuirks,
         ambiguous: AmbiguousPaths,
     ) -> Self {
-        let root = Node { best: u16::MAX, ..Node::default() };
+        let root = RouteNode { lowest_rule: u16::MAX, ..RouteNode::default() };
         let mut router = Self {
             quirks,
             ambiguous,
             rules: Vec::new(),
-            exact: Paths::default(),
+            exact: PathMap::default(),
             any_path: Vec::new(),
             nodes: vec![root],
         };
@@ -126,84 +126,89 @@ impl Router {
                 router.any_path.push(rule);
             }
             for pattern in &matcher.paths {
-                match pattern.exact() {
+                match pattern.exact_path() {
                     Some(path) => router.exact.entry(path).or_default().push(rule),
-                    None => router.plant(rule, &pattern.segments, pattern.open),
+                    None => router.insert_pattern(rule, &pattern.segments, pattern.matches_below),
                 }
             }
-            router.rules.push(Rule { action, methods: MethodSet::new(&matcher.methods), matcher });
+            router.rules.push(RouteRule { action, methods: MethodSet::new(&matcher.methods), matcher });
         }
         router
     }
 
-    fn plant(&mut self, rule: u16, segments: &[Segment], open: bool) {
+    fn insert_pattern(&mut self, rule: u16, segments: &[PatternSegment], open: bool) {
         let mut at = 0;
-        self.nodes[0].best = self.nodes[0].best.min(rule);
+        self.nodes[0].lowest_rule = self.nodes[0].lowest_rule.min(rule);
         for segment in segments {
             let known = match segment {
-                Segment::Literal(text) => self.nodes[at].literal(text).ok(),
-                Segment::Glob(text) => {
+                PatternSegment::Literal(text) => self.nodes[at].literal(text).ok(),
+                PatternSegment::Glob(text) => {
                     self.nodes[at].globs.iter().find(|(known, _)| known == text).map(|(_, next)| *next)
                 }
             };
             let next = known.unwrap_or(self.nodes.len());
             if known.is_none() {
                 match segment {
-                    Segment::Literal(text) => {
+                    PatternSegment::Literal(text) => {
                         if let Err(place) = self.nodes[at].literal(text) {
                             self.nodes[at].literals.insert(place, (text.as_slice().into(), next));
                         }
                     }
-                    Segment::Glob(text) => self.nodes[at].globs.push((text.clone(), next)),
+                    PatternSegment::Glob(text) => self.nodes[at].globs.push((text.clone(), next)),
                 }
-                self.nodes.push(Node { best: rule, ..Node::default() });
+                self.nodes.push(RouteNode { lowest_rule: rule, ..RouteNode::default() });
             }
-            self.nodes[next].best = self.nodes[next].best.min(rule);
+            self.nodes[next].lowest_rule = self.nodes[next].lowest_rule.min(rule);
             at = next;
         }
-        if open { self.nodes[at].below.push(rule) } else { self.nodes[at].here.push(rule) }
+        if open { self.nodes[at].prefix_rules.push(rule) } else { self.nodes[at].exact_rules.push(rule) }
     }
 
     /// The first rule that fits, in each reading of the path.
     #[inline]
-    pub(crate) fn find(&self, query: &Query<'_>) -> Result<Actions, PathError> {
+    pub(crate) fn find(&self, query: &Query<'_>) -> Result<MatchedActions, PathError> {
         if self.rules.is_empty() {
-            return Ok(Actions::NONE);
+            return Ok(MatchedActions::NONE);
         }
-        let asked = Asked { method: MethodSet::of(query.method), query };
-        let Some(text) = query.path else { return Ok(self.best(&asked, None).into()) };
-        let path = Normalised::new(text, self.quirks);
-        let found = self.best(&asked, Some(path.as_bytes()));
-        if path.is_borrowed() { Ok(found.into()) } else { self.find_all(text, &asked, found) }
+        let asked = MatchInput { method: MethodSet::from_method(query.method), query };
+        let Some(text) = query.path else { return Ok(self.find_best(&asked, None).into()) };
+        let path = NormalisedPath::new(text, self.quirks);
+        let found = self.find_best(&asked, Some(path.as_bytes()));
+        if path.is_borrowed() { Ok(found.into()) } else { self.find_all_readings(text, &asked, found) }
     }
 
     /// Looks at every reading of a path whose normal form has found this.
     #[cold]
-    fn find_all(&self, text: &str, asked: &Asked<'_>, found: Option<ActionId>) -> Result<Actions, PathError> {
-        let mut actions = Actions::from(found);
-        if self.exact.is_empty() && self.nodes[0].best == u16::MAX {
+    fn find_all_readings(
+        &self,
+        text: &str,
+        asked: &MatchInput<'_>,
+        found: Option<ActionId>,
+    ) -> Result<MatchedActions, PathError> {
+        let mut actions = MatchedActions::from(found);
+        if self.exact.is_empty() && self.nodes[0].lowest_rule == u16::MAX {
             return Ok(actions);
         }
-        readings::each(text, self.quirks, &mut |path| {
-            let other = self.best(asked, Some(path));
+        readings::each_reading(text, self.quirks, &mut |path| {
+            let other = self.find_best(asked, Some(path));
             if other != found && self.ambiguous == AmbiguousPaths::Refuse {
                 return Err(PathError::Ambiguous);
             }
-            other.map_or(Ok(()), |action| actions.add(action))
+            other.map_or(Ok(()), |action| actions.insert(action))
         })?;
         Ok(actions)
     }
 
     #[inline]
-    fn best(&self, asked: &Asked<'_>, path: Option<&[u8]>) -> Option<ActionId> {
+    fn find_best(&self, asked: &MatchInput<'_>, path: Option<&[u8]>) -> Option<ActionId> {
         let mut best = u16::MAX;
-        self.offer(&self.any_path, asked, &mut best);
+        self.try_rules(&self.any_path, asked, &mut best);
         if let Some(path) = path {
             if let Some(rules) = self.exact.get(path) {
-                self.offer(rules, asked, &mut best);
+                self.try_rules(rules, asked, &mut best);
             }
-            if self.nodes[0].best < best && path.first() == Some(&b'/') {
-                self.descend(0, path.get(1..).filter(|rest| !rest.is_empty()), asked, &mut best);
+            if self.nodes[0].lowest_rule < best && path.first() == Some(&b'/') {
+                self.search_node(0, path.get(1..).filter(|rest| !rest.is_empty()), asked, &mut best);
             }
         }
         self.rules.get(usize::from(best)).map(|rule| rule.action)
@@ -211,14 +216,14 @@ impl Router {
 
     /// Takes the first of these rules that fits and is better than the best so far.
     #[inline]
-    fn offer(&self, rules: &[u16], asked: &Asked<'_>, best: &mut u16) {
+    fn try_rules(&self, rules: &[u16], asked: &MatchInput<'_>, best: &mut u16) {
         for rule in rules {
             if rule >= best {
                 return;
             }
-            let Rule { methods, matcher, .. } = &self.rules[usize::from(*rule)];
-            let method = methods.holds(asked.method).unwrap_or_else(|| matcher.takes_method(asked.query.method));
-            if method && matcher.takes_host(asked.query.host) {
+            let RouteRule { methods, matcher, .. } = &self.rules[usize::from(*rule)];
+            let method = methods.contains(asked.method).unwrap_or_else(|| matcher.matches_method(asked.query.method));
+            if method && matcher.matches_host(asked.query.host) {
                 *best = *rule;
                 return;
             }
@@ -227,23 +232,23 @@ impl Router {
 
     /// Looks for better rules at and below a node; `rest` is what is left of the path, without a slash before it. The
     /// depth is bounded by the patterns'.
-    fn descend(&self, at: usize, rest: Option<&[u8]>, asked: &Asked<'_>, best: &mut u16) {
+    fn search_node(&self, at: usize, rest: Option<&[u8]>, asked: &MatchInput<'_>, best: &mut u16) {
         let node = &self.nodes[at];
-        self.offer(&node.below, asked, best);
+        self.try_rules(&node.prefix_rules, asked, best);
         let Some(rest) = rest else {
-            self.offer(&node.here, asked, best);
+            self.try_rules(&node.exact_rules, asked, best);
             return;
         };
         let slash = rest.iter().position(|byte| *byte == b'/');
         let (segment, rest) = slash.map_or((rest, None), |slash| (&rest[..slash], Some(&rest[slash + 1..])));
         if let Ok(next) = node.literal(segment)
-            && self.nodes[next].best < *best
+            && self.nodes[next].lowest_rule < *best
         {
-            self.descend(next, rest, asked, best);
+            self.search_node(next, rest, asked, best);
         }
         for (pattern, next) in &node.globs {
-            if self.nodes[*next].best < *best && glob(pattern, segment) {
-                self.descend(*next, rest, asked, best);
+            if self.nodes[*next].lowest_rule < *best && glob_matches(pattern, segment) {
+                self.search_node(*next, rest, asked, best);
             }
         }
     }
@@ -251,36 +256,39 @@ impl Router {
 
 /// What [`Router::find`] must answer, by asking every rule in turn.
 #[cfg(test)]
-fn find_slowly(router: &Router, query: &Query<'_>) -> Result<Actions, PathError> {
+fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, PathError> {
     let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
-    let mut actions = Actions::NONE;
-    let normal = Normalised::new(text, router.quirks);
-    let mut see = |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.add(action));
+    let mut actions = MatchedActions::NONE;
+    let normal = NormalisedPath::new(text, router.quirks);
+    let mut see =
+        |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
     see(normal.as_bytes())?;
     if normal.as_bytes() != b"*" {
-        readings::each(text, router.quirks, &mut see)?;
+        readings::each_reading(text, router.quirks, &mut see)?;
     }
     Ok(actions)
 }
 
 #[cfg(test)]
 fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
-    let fits = |segments: &[Segment], open: bool, path: &[u8]| {
+    let fits = |segments: &[PatternSegment], open: bool, path: &[u8]| {
         // An empty segment is one, where it isn't merged; but `/` has none.
         let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
         path.first() == Some(&b'/')
             && (found.len() == segments.len() || open && found.len() > segments.len())
             && segments.iter().zip(found).all(|(segment, found)| match segment {
-                Segment::Literal(text) => text == found,
-                Segment::Glob(pattern) => glob(pattern, found),
+                PatternSegment::Literal(text) => text == found,
+                PatternSegment::Glob(pattern) => glob_matches(pattern, found),
             })
     };
     let rule = router.rules.iter().find(|rule| {
         let patterns = &rule.matcher.paths;
-        rule.matcher.takes_method(query.method)
-            && rule.matcher.takes_host(query.host)
+        rule.matcher.matches_method(query.method)
+            && rule.matcher.matches_host(query.host)
             && (patterns.is_empty()
-                || path.is_some_and(|path| patterns.iter().any(|pattern| fits(&pattern.segments, pattern.open, path))))
+                || path.is_some_and(|path| {
+                    patterns.iter().any(|pattern| fits(&pattern.segments, pattern.matches_below, path))
+                }))
     });
     rule.map(|rule| rule.action)
 }
@@ -288,8 +296,8 @@ fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Op
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::matcher::Pattern;
-    use crate::several::MAX_ACTIONS;
+    use crate::matched_actions::MAX_ACTIONS;
+    use crate::matcher::PathPattern;
     use http::Method;
     use proptest::prelude::*;
 
@@ -297,7 +305,8 @@ mod tests {
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
         let matchers = rules.iter().enumerate().map(|(index, (methods, paths, hosts))| {
             let methods = words(methods).iter().map(|method| method.parse::<Method>().unwrap()).collect();
-            let paths = words(paths).iter().map(|path| Pattern::new(path, PathQuirks::default()).unwrap()).collect();
+            let paths =
+                words(paths).iter().map(|path| PathPattern::new(path, PathQuirks::default()).unwrap()).collect();
             (ActionId::from_index(index), Matcher { methods, paths, hosts: words(hosts) })
         });
         Router::new(matchers, PathQuirks::default(), AmbiguousPaths::default())
@@ -344,12 +353,13 @@ mod tests {
             ("GET", "x", "/prefi", &[]),
         ] {
             let query = Query { method: Some(method), host: Some(host), path: Some(path), ..Query::default() };
-            let indices =
-                |found: Result<Actions, PathError>| found.unwrap().iter().map(ActionId::index).collect::<Vec<_>>();
+            let indices = |found: Result<MatchedActions, PathError>| {
+                found.unwrap().iter().map(ActionId::index).collect::<Vec<_>>()
+            };
             assert_eq!(indices(router.find(&query)), indexes, "{method} {host} {path}");
             assert_eq!(indices(find_slowly(&router, &query)), indexes, "{method} {host} {path}");
         }
-        assert_eq!(router.find(&Query::default()), Ok(Actions::NONE));
+        assert_eq!(router.find(&Query::default()), Ok(MatchedActions::NONE));
     }
 
     #[test]
@@ -358,7 +368,7 @@ mod tests {
             router(&[("", "/static/*", ""), ("", "/login", ""), ("", "/a", ""), ("", "/b", ""), ("", "/c", "")]);
         let find = |router: &Router, path| router.find(&Query { path: Some(path), ..Query::default() });
         let five = "/static/../a%2f../b%2f../c%2f../login";
-        assert_eq!(find(&router, five).map(|actions| actions.is_several()), Ok(true));
+        assert_eq!(find(&router, five).map(|actions| actions.has_multiple()), Ok(true));
         router.ambiguous = AmbiguousPaths::Refuse;
         for path in ["/static/../login", "/login;x", "/login//..", five] {
             assert_eq!(find(&router, path), Err(PathError::Ambiguous), "{path}");
@@ -376,10 +386,10 @@ mod tests {
         let mut actions = router.find(&query).unwrap();
         assert_eq!(actions.iter().count(), 5);
         for id in 5..MAX_ACTIONS as u16 {
-            actions.add(ActionId(id)).unwrap();
+            actions.insert(ActionId(id)).unwrap();
         }
-        assert_eq!(actions.add(ActionId(0)), Ok(()), "it is there already");
-        assert_eq!(actions.add(ActionId(MAX_ACTIONS as u16)), Err(PathError::TooMany));
+        assert_eq!(actions.insert(ActionId(0)), Ok(()), "it is there already");
+        assert_eq!(actions.insert(ActionId(MAX_ACTIONS as u16)), Err(PathError::TooMany));
     }
 
     proptest! {

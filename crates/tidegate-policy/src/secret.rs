@@ -43,7 +43,7 @@ impl fmt::Display for Secret {
 
 /// Where a secret comes from; a policy file never holds the secret itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TokenSource {
+pub enum SecretSource {
     /// `env:NAME`: an environment variable.
     Env(String),
     /// `env:NAME[2]`: an item of an environment variable that holds several, with commas between them.
@@ -57,9 +57,9 @@ pub enum TokenSource {
     File(PathBuf),
 }
 
-impl TokenSource {
+impl SecretSource {
     /// What stands behind `env:`: a variable's name, perhaps with the number of an item in brackets.
-    pub(crate) fn of_variable(text: &str) -> Option<Self> {
+    pub(crate) fn from_variable(text: &str) -> Option<Self> {
         let (name, index) = match text.strip_suffix(']') {
             Some(inside) => {
                 let (name, index) = inside.split_once('[')?;
@@ -80,15 +80,15 @@ impl TokenSource {
     ///
     /// # Errors
     /// The variable isn't set or has fewer items, the file can't be read or is over 64 KiB, or what was found is empty.
-    pub fn resolve(&self, env: impl FnOnce(&str) -> Option<String>) -> Result<Secret, TokenError> {
+    pub fn resolve(&self, env: impl FnOnce(&str) -> Option<String>) -> Result<Secret, SecretError> {
         let text = match self {
-            Self::Env(name) => env(name).ok_or_else(|| TokenError::NotSet { name: name.clone() })?,
+            Self::Env(name) => env(name).ok_or_else(|| SecretError::NotSet { name: name.clone() })?,
             Self::EnvItem { name, index } => {
-                let list = env(name).ok_or_else(|| TokenError::NotSet { name: name.clone() })?;
+                let list = env(name).ok_or_else(|| SecretError::NotSet { name: name.clone() })?;
                 list.split(',').nth(index - 1).unwrap_or_default().to_owned()
             }
             Self::File(path) => {
-                let unreadable = |why: String| TokenError::Unreadable { path: path.clone(), why };
+                let unreadable = |why: String| SecretError::Unreadable { path: path.clone(), why };
                 let size = std::fs::metadata(path).map_err(|error| unreadable(error.to_string()))?.len();
                 if size > MAX_TOKEN_BYTES {
                     return Err(unreadable(format!("it has {size} bytes; a token has at most {MAX_TOKEN_BYTES}")));
@@ -97,13 +97,13 @@ impl TokenSource {
             }
         };
         match text.trim() {
-            "" => Err(TokenError::Empty { origin: self.to_string() }),
+            "" => Err(SecretError::Empty { origin: self.to_string() }),
             token => Ok(Secret::new(token)),
         }
     }
 }
 
-impl fmt::Display for TokenSource {
+impl fmt::Display for SecretSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Env(name) => write!(f, "env:{name}"),
@@ -115,7 +115,7 @@ impl fmt::Display for TokenSource {
 
 /// Why a secret couldn't be had.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TokenError {
+pub enum SecretError {
     /// The environment variable isn't set.
     #[error("the environment variable {name}, which should hold the token, isn't set")]
     NotSet {
@@ -160,19 +160,19 @@ mod tests {
 
     #[test]
     fn from_the_environment_or_a_file() {
-        let source = TokenSource::Env("TOKEN".into());
+        let source = SecretSource::Env("TOKEN".into());
         assert_eq!(source.resolve(|name| Some(format!(" {name}\n"))).unwrap().expose(), "TOKEN");
-        assert_eq!(source.resolve(|_| None), Err(TokenError::NotSet { name: "TOKEN".into() }));
-        let item = TokenSource::of_variable("TOKENS[2]").unwrap();
+        assert_eq!(source.resolve(|_| None), Err(SecretError::NotSet { name: "TOKEN".into() }));
+        let item = SecretSource::from_variable("TOKENS[2]").unwrap();
         assert_eq!(item.to_string(), "env:TOKENS[2]");
         assert_eq!(item.resolve(|_| Some("a, b ,c".into())).unwrap().expose(), "b");
-        assert!(matches!(item.resolve(|_| Some("a".into())), Err(TokenError::Empty { .. })));
-        assert!(matches!(item.resolve(|_| None), Err(TokenError::NotSet { .. })));
+        assert!(matches!(item.resolve(|_| Some("a".into())), Err(SecretError::Empty { .. })));
+        assert!(matches!(item.resolve(|_| None), Err(SecretError::NotSet { .. })));
         for text in ["", "1A", "A B", "A[]", "A[0]", "A[+1]", "[1]", "A[1", "A]", "A[1]x"] {
-            assert_eq!(TokenSource::of_variable(text), None, "{text}");
+            assert_eq!(SecretSource::from_variable(text), None, "{text}");
         }
-        assert!(matches!(source.resolve(|_| Some(" ".into())), Err(TokenError::Empty { .. })));
-        let missing = TokenSource::File("/nowhere/at/all".into());
-        assert!(matches!(missing.resolve(|_| None), Err(TokenError::Unreadable { .. })));
+        assert!(matches!(source.resolve(|_| Some(" ".into())), Err(SecretError::Empty { .. })));
+        let missing = SecretSource::File("/nowhere/at/all".into());
+        assert!(matches!(missing.resolve(|_| None), Err(SecretError::Unreadable { .. })));
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::address::Ipv6Prefix;
 use crate::forwarding::Forwarding;
 use crate::path::{AmbiguousPaths, PathQuirks};
-use crate::secret::TokenSource;
+use crate::secret::SecretSource;
 
 const fn loopback(port: u16) -> SocketAddr {
     SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), port)
@@ -16,12 +16,12 @@ const fn loopback(port: u16) -> SocketAddr {
 /// `[inbound]`: the gate in front of a server.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Inbound {
+pub struct InboundConfig {
     /// Where the gate listens. Default 127.0.0.1:8080.
     pub listen: SocketAddr,
     /// The server behind the gate. `None` means that no proxy runs: the policy serves the decision API, forward-auth
     /// or a Rust program only.
-    pub upstream: Option<Upstream>,
+    pub upstream: Option<UpstreamAddress>,
     /// Whose forwarding headers are believed, and which one. Nobody's by default.
     pub forwarding: Forwarding,
     /// What the upstream takes for the same path beyond RFC 3986. By default that `%2F` is a slash; see
@@ -36,12 +36,12 @@ pub struct Inbound {
     /// Whether answers also carry `X-RateLimit-Limit`, `-Remaining` and `-Reset`. Default false.
     pub x_ratelimit: bool,
     /// How long each phase of a request may take.
-    pub timeouts: Timeouts,
+    pub timeouts: InboundTimeouts,
     /// How much of everything is accepted.
-    pub caps: Caps,
+    pub caps: InboundCaps,
 }
 
-impl Default for Inbound {
+impl Default for InboundConfig {
     fn default() -> Self {
         Self {
             listen: loopback(8080),
@@ -52,21 +52,21 @@ impl Default for Inbound {
             ipv6_prefix: Ipv6Prefix::DEFAULT.length(),
             headers: HeaderDialect::Draft10,
             x_ratelimit: false,
-            timeouts: Timeouts::default(),
-            caps: Caps::default(),
+            timeouts: InboundTimeouts::default(),
+            caps: InboundCaps::default(),
         }
     }
 }
 
 /// The server behind the gate: plain HTTP, a host and a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Upstream {
+pub struct UpstreamAddress {
     pub(crate) host: String,
     pub(crate) port: u16,
     pub(crate) explicit_port: bool,
 }
 
-impl Upstream {
+impl UpstreamAddress {
     /// The host: a name, an IPv4 address, or an IPv6 address without brackets.
     pub fn host(&self) -> &str {
         &self.host
@@ -84,7 +84,7 @@ impl Upstream {
     }
 }
 
-impl fmt::Display for Upstream {
+impl fmt::Display for UpstreamAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "http://{}", self.authority())
     }
@@ -104,7 +104,7 @@ pub enum HeaderDialect {
 /// `[inbound.timeouts]`: how long each phase of a request may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Timeouts {
+pub struct InboundTimeouts {
     /// From a request's first byte to the end of its head. Default 10 s.
     pub header: Duration,
     /// Between two pieces of a body, either way. Default 30 s.
@@ -119,7 +119,7 @@ pub struct Timeouts {
     pub shutdown: Duration,
 }
 
-impl Default for Timeouts {
+impl Default for InboundTimeouts {
     fn default() -> Self {
         Self {
             header: Duration::from_secs(10),
@@ -135,7 +135,7 @@ impl Default for Timeouts {
 /// `[inbound.caps]`: how much of everything is accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Caps {
+pub struct InboundCaps {
     /// Connections open at once. Default 10,000.
     pub connections: u32,
     /// Connections of one client address (IPv6: of one network of `ipv6_prefix`) open at once; `None` for `"off"`. Default a quarter of
@@ -154,7 +154,7 @@ pub struct Caps {
     pub pool_idle: usize,
 }
 
-impl Default for Caps {
+impl Default for InboundCaps {
     fn default() -> Self {
         Self {
             connections: 10_000,
@@ -171,11 +171,11 @@ impl Default for Caps {
 /// `[api]`: the decision API and forward-auth.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Api {
+pub struct ApiConfig {
     /// Where it listens; `None` for `listen = "off"`. Default 127.0.0.1:8082.
     pub listen: Option<SocketAddr>,
     /// The bearer token callers must show. Required beyond loopback.
-    pub token: Option<TokenSource>,
+    pub token: Option<SecretSource>,
     /// Names that a request's `Host` may have besides loopback's and the listener's own address, and whose web pages may
     /// ask. Any other is refused, unless the request shows the token or is forward-auth's.
     pub hosts: Vec<String>,
@@ -186,7 +186,7 @@ pub struct Api {
     pub deny_status: u16,
 }
 
-impl Default for Api {
+impl Default for ApiConfig {
     fn default() -> Self {
         Self { listen: Some(loopback(8082)), token: None, hosts: Vec::new(), forward_auth: true, deny_status: 429 }
     }
@@ -195,16 +195,16 @@ impl Default for Api {
 /// `[admin]`: health and readiness.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Admin {
+pub struct AdminConfig {
     /// Where it listens; `None` for `listen = "off"`. Default 127.0.0.1:8083.
     pub listen: Option<SocketAddr>,
     /// The bearer token callers must show. Required beyond loopback.
-    pub token: Option<TokenSource>,
-    /// As [`Api::hosts`].
+    pub token: Option<SecretSource>,
+    /// As [`ApiConfig::hosts`].
     pub hosts: Vec<String>,
 }
 
-impl Default for Admin {
+impl Default for AdminConfig {
     fn default() -> Self {
         Self { listen: Some(loopback(8083)), token: None, hosts: Vec::new() }
     }
@@ -213,7 +213,7 @@ impl Default for Admin {
 /// `[log]`: what is written to standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Log {
+pub struct LogConfig {
     /// Text or JSON. Default text.
     pub format: LogFormat,
     /// The least important level that is written. Default info.
@@ -222,7 +222,7 @@ pub struct Log {
     pub refusals_per_second: u32,
 }
 
-impl Default for Log {
+impl Default for LogConfig {
     fn default() -> Self {
         Self { format: LogFormat::Text, level: LogLevel::Info, refusals_per_second: 10 }
     }

@@ -17,7 +17,7 @@
 //! | `BACKOFF_BASE` | the base of the power: with 3, blocks of 3, 9, 27 s …, that is `base = "3s"` and `factor = 3` |
 //! | `BACKOFF_MAX` | the longest block in seconds |
 //!
-//! With [`Sources::env_prefix`](crate::Sources::env_prefix), names behind a prefix of one's own set something of every
+//! With [`PolicySources::env_prefix`](crate::PolicySources::env_prefix), names behind a prefix of one's own set something of every
 //! provider; the names that begin with `TIDEGATE__` win over these too. Durations are written as Go writes them:
 //!
 //! | name behind `PREFIX_` | sets |
@@ -39,33 +39,33 @@ mod outbound;
 
 /// How a setting's value is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
+pub(crate) enum SettingType {
     /// One string.
     Text,
     /// A string or a list of strings.
-    Words,
+    Strings,
     /// `true` or `false`.
     Flag,
     /// A whole number.
-    Count,
+    Integer,
     /// A table, or a list of tables.
-    Tables,
+    TableOrTables,
 }
 
 /// One setting.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     path: &'static str,
-    pub(crate) form: Form,
+    pub(crate) value_type: SettingType,
     default: &'static str,
-    meaning: &'static str,
+    description: &'static str,
 }
 
-const fn setting(path: &'static str, form: Form, default: &'static str, meaning: &'static str) -> Setting {
-    Setting { path, form, default, meaning }
+const fn setting(path: &'static str, form: SettingType, default: &'static str, meaning: &'static str) -> Setting {
+    Setting { path, value_type: form, default, description: meaning }
 }
 
-use Form::{Count, Flag, Tables, Text, Words};
+use SettingType::{Flag, Integer, Strings, TableOrTables, Text};
 
 /// The table that the reader checks names against, but for [`outbound::SETTINGS`]; `*` stands for an action's name, `#`
 /// for an item of a list.
@@ -86,7 +86,7 @@ static SETTINGS: &[Setting] = &[
         "",
         "the secret that keys are hashed under, as env:NAME; kept in the store if unsaid",
     ),
-    setting("store.nodes", Count, "1", "how many nodes share the store, until it tells by itself"),
+    setting("store.nodes", Integer, "1", "how many nodes share the store, until it tells by itself"),
     setting("store.sync", Text, "100ms", "how long after a change a file is written at the latest, or always"),
     setting(
         "store.on_full",
@@ -97,18 +97,18 @@ static SETTINGS: &[Setting] = &[
     setting("store.cluster", Text, "together", "a cluster's keys: together, or reserve to take them one by one"),
     setting("inbound.listen", Text, "127.0.0.1:8080", "where the gate listens"),
     setting("inbound.upstream", Text, "", "the server behind the gate, as http://HOST:PORT; without one no proxy runs"),
-    setting("inbound.trusted_proxies", Words, "", "networks whose forwarding headers are believed"),
+    setting("inbound.trusted_proxies", Strings, "", "networks whose forwarding headers are believed"),
     setting(
         "inbound.forwarded",
         Text,
         "x-forwarded-for",
         "the header that trusted proxies write: x-forwarded-for or forwarded (RFC 7239)",
     ),
-    setting("inbound.allow", Words, "", "networks that are never limited"),
-    setting("inbound.deny", Words, "", "networks that are always refused"),
+    setting("inbound.allow", Strings, "", "networks that are never limited"),
+    setting("inbound.deny", Strings, "", "networks that are always refused"),
     setting(
         "inbound.path_quirks",
-        Words,
+        Strings,
         "encoded_slash",
         "what the upstream takes for the same path: encoded_slash, parameters, case, caddy, windows; [] for nothing",
     ),
@@ -118,7 +118,7 @@ static SETTINGS: &[Setting] = &[
         "union",
         "paths that servers read differently: union to count every reading, refuse, or normalise to forward one",
     ),
-    setting("inbound.ipv6_prefix", Count, "64", "how many bits of an IPv6 address are one client: 32 to 64"),
+    setting("inbound.ipv6_prefix", Integer, "64", "how many bits of an IPv6 address are one client: 32 to 64"),
     setting("inbound.headers", Text, "draft-10", "rate-limit headers on answers: draft-10, draft-7 or none"),
     setting("inbound.x_ratelimit", Flag, "false", "whether answers also carry X-RateLimit-* headers"),
     setting("inbound.timeouts.header", Text, "10s", "for the head of a request to arrive"),
@@ -127,15 +127,15 @@ static SETTINGS: &[Setting] = &[
     setting("inbound.timeouts.response", Text, "60s", "until the head of the upstream's answer"),
     setting("inbound.timeouts.idle", Text, "75s", "how long a connection is kept without a request"),
     setting("inbound.timeouts.shutdown", Text, "30s", "how long a shutdown waits for requests in flight"),
-    setting("inbound.caps.connections", Count, "10000", "connections open at once"),
+    setting("inbound.caps.connections", Integer, "10000", "connections open at once"),
     setting(
         "inbound.caps.connections_per_client",
-        Count,
+        Integer,
         "",
         "connections of one client address open at once, or off; a quarter of connections if unsaid",
     ),
     setting("inbound.caps.header_bytes", Text, "64KiB", "bytes in the head of a request"),
-    setting("inbound.caps.headers", Count, "100", "header lines in a request"),
+    setting("inbound.caps.headers", Integer, "100", "header lines in a request"),
     setting("inbound.caps.body", Text, "unlimited", "bytes in the body of a request"),
     setting(
         "inbound.caps.body_rate",
@@ -143,13 +143,13 @@ static SETTINGS: &[Setting] = &[
         "100B",
         "bytes a second that a request's body comes with at the least, or off",
     ),
-    setting("inbound.caps.pool_idle", Count, "128", "idle connections kept to the upstream"),
-    setting("inbound.global.limit", Words, "", "how much one client address may do over all actions"),
+    setting("inbound.caps.pool_idle", Integer, "128", "idle connections kept to the upstream"),
+    setting("inbound.global.limit", Strings, "", "how much one client address may do over all actions"),
     setting("inbound.global.count", Text, "admitted", "which calls count: admitted, or all for refused ones too"),
     setting("inbound.global.mode", Text, "enforce", "enforce, or shadow to decide, log and let pass"),
-    setting("inbound.global.penalty", Tables, "", "what exceeding it costs: blocks that grow"),
+    setting("inbound.global.penalty", TableOrTables, "", "what exceeding it costs: blocks that grow"),
     setting("inbound.global.penalty.base", Text, "2s", "the first block"),
-    setting("inbound.global.penalty.factor", Count, "2", "what each further block is multiplied by"),
+    setting("inbound.global.penalty.factor", Integer, "2", "what each further block is multiplied by"),
     setting("inbound.global.penalty.cap", Text, "1h", "the longest block"),
     setting(
         "inbound.global.penalty.forgive_after",
@@ -165,27 +165,37 @@ static SETTINGS: &[Setting] = &[
         "",
         "what holds while a shared store is away; the store's word if unsaid",
     ),
-    setting("inbound.global.lease", Tables, "", "slices of the limit that a node takes from a shared store in one go"),
+    setting(
+        "inbound.global.lease",
+        TableOrTables,
+        "",
+        "slices of the limit that a node takes from a shared store in one go",
+    ),
     setting("inbound.global.lease.share", Text, "0.1", "how much of the limit one slice is, up to 0.5"),
     setting("inbound.global.lease.max_age", Text, "250ms", "how long a slice may be spent"),
     setting(
         "inbound.action.*.match",
-        Tables,
+        TableOrTables,
         "",
         "which requests it matches; without one only the decision API reaches it",
     ),
-    setting("inbound.action.*.match.method", Words, "", "the methods it matches, HEAD with GET; any if unsaid"),
-    setting("inbound.action.*.match.path", Words, "", "the paths it matches, such as /login or /api/*; any if unsaid"),
-    setting("inbound.action.*.match.host", Words, "", "the hosts it matches; any if unsaid"),
-    setting("inbound.action.*.key", Words, "client_ip", "what its calls are counted by"),
+    setting("inbound.action.*.match.method", Strings, "", "the methods it matches, HEAD with GET; any if unsaid"),
+    setting(
+        "inbound.action.*.match.path",
+        Strings,
+        "",
+        "the paths it matches, such as /login or /api/*; any if unsaid",
+    ),
+    setting("inbound.action.*.match.host", Strings, "", "the hosts it matches; any if unsaid"),
+    setting("inbound.action.*.key", Strings, "client_ip", "what its calls are counted by"),
     setting(
         "inbound.action.*.missing",
         Text,
         "by_ip",
         "what becomes of requests without a header, cookie or parameter of the key: share, by_ip, refuse or skip",
     ),
-    setting("inbound.action.*.limit", Words, "", "how much is allowed"),
-    setting("inbound.action.*.limits", Tables, "", "several limits with keys of their own"),
+    setting("inbound.action.*.limit", Strings, "", "how much is allowed"),
+    setting("inbound.action.*.limits", TableOrTables, "", "several limits with keys of their own"),
     setting(
         "inbound.action.*.preset",
         Text,
@@ -194,16 +204,16 @@ static SETTINGS: &[Setting] = &[
     ),
     setting(
         "inbound.action.*.ipv6_network",
-        Words,
+        Strings,
         "",
         "a second limit, on each IPv6 /48: how much is allowed, or `preset` for ten times the preset's limit",
     ),
-    setting("inbound.action.*.cost", Count, "1", "how much a call weighs"),
+    setting("inbound.action.*.cost", Integer, "1", "how much a call weighs"),
     setting("inbound.action.*.count", Text, "admitted", "which calls count: admitted, or all for refused ones too"),
     setting("inbound.action.*.mode", Text, "enforce", "enforce, or shadow to decide, log and let pass"),
-    setting("inbound.action.*.penalty", Tables, "", "what exceeding it costs: blocks that grow"),
+    setting("inbound.action.*.penalty", TableOrTables, "", "what exceeding it costs: blocks that grow"),
     setting("inbound.action.*.penalty.base", Text, "2s", "the first block"),
-    setting("inbound.action.*.penalty.factor", Count, "2", "what each further block is multiplied by"),
+    setting("inbound.action.*.penalty.factor", Integer, "2", "what each further block is multiplied by"),
     setting("inbound.action.*.penalty.cap", Text, "1h", "the longest block"),
     setting(
         "inbound.action.*.penalty.forgive_after",
@@ -226,24 +236,29 @@ static SETTINGS: &[Setting] = &[
     ),
     setting(
         "inbound.action.*.lease",
-        Tables,
+        TableOrTables,
         "",
         "slices of the limit that a node takes from a shared store in one go",
     ),
     setting("inbound.action.*.lease.share", Text, "0.1", "how much of the limit one slice is, up to 0.5"),
     setting("inbound.action.*.lease.max_age", Text, "250ms", "how long a slice may be spent"),
     setting("inbound.action.*.limits.#.name", Text, "", "its name in decisions and headers"),
-    setting("inbound.action.*.limits.#.key", Words, "", "what its calls are counted by; the action's key if unsaid"),
+    setting("inbound.action.*.limits.#.key", Strings, "", "what its calls are counted by; the action's key if unsaid"),
     setting(
         "inbound.action.*.limits.#.missing",
         Text,
         "",
         "what becomes of requests without a part of the key; the action's word if unsaid",
     ),
-    setting("inbound.action.*.limits.#.limit", Words, "", "how much is allowed"),
-    setting("inbound.action.*.limits.#.penalty", Tables, "", "what exceeding it costs; the action's penalty if unsaid"),
+    setting("inbound.action.*.limits.#.limit", Strings, "", "how much is allowed"),
+    setting(
+        "inbound.action.*.limits.#.penalty",
+        TableOrTables,
+        "",
+        "what exceeding it costs; the action's penalty if unsaid",
+    ),
     setting("inbound.action.*.limits.#.penalty.base", Text, "2s", "the first block"),
-    setting("inbound.action.*.limits.#.penalty.factor", Count, "2", "what each further block is multiplied by"),
+    setting("inbound.action.*.limits.#.penalty.factor", Integer, "2", "what each further block is multiplied by"),
     setting("inbound.action.*.limits.#.penalty.cap", Text, "1h", "the longest block"),
     setting(
         "inbound.action.*.limits.#.penalty.forgive_after",
@@ -258,7 +273,7 @@ static SETTINGS: &[Setting] = &[
     setting("api.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
     setting(
         "api.hosts",
-        Words,
+        Strings,
         "",
         "names that a request's Host may have besides loopback's, unless it is forward-auth's or shows the token",
     ),
@@ -268,22 +283,22 @@ static SETTINGS: &[Setting] = &[
         "",
         "whether forward-auth is answered; if unsaid, unless requests can meet a limit on calls in flight",
     ),
-    setting("api.deny_status", Count, "429", "the status with which forward-auth refuses; nginx wants 401 or 403"),
+    setting("api.deny_status", Integer, "429", "the status with which forward-auth refuses; nginx wants 401 or 403"),
     setting("admin.listen", Text, "127.0.0.1:8083", "where health and readiness listen, or off"),
     setting("admin.token", Text, "", "where the bearer token is: env:NAME or file:PATH; required beyond loopback"),
     setting(
         "admin.hosts",
-        Words,
+        Strings,
         "",
         "names that a request's Host may have besides loopback's, unless it shows the token",
     ),
     setting("log.format", Text, "text", "text or json"),
     setting("log.level", Text, "info", "the least important level written: error, warn, info, debug or trace"),
-    setting("log.refusals_per_second", Count, "10", "the most lines about refusals in a second"),
+    setting("log.refusals_per_second", Integer, "10", "the most lines about refusals in a second"),
 ];
 
 /// The plain names: name, default, meaning.
-pub(crate) const PLAIN: [(&str, &str, &str); 4] = [
+pub(crate) const PLAIN_VARIABLES: [(&str, &str, &str); 4] = [
     ("GLOBAL_RATE_LIMIT", "1000", "how many calls one client address may make over all actions"),
     ("GLOBAL_RATE_WINDOW", "3600", "the window of GLOBAL_RATE_LIMIT, in seconds"),
     ("BACKOFF_BASE", "2", "the base of the power in blocks: with 3, blocks of 3, 9, 27 s"),
@@ -291,42 +306,60 @@ pub(crate) const PLAIN: [(&str, &str, &str); 4] = [
 ];
 
 /// A name behind a prefix of one's own, and the setting of every provider that it sets.
-pub(crate) struct Prefixed {
+pub(crate) struct PrefixedSetting {
     pub(crate) name: &'static str,
     /// Below the provider.
     pub(crate) path: &'static str,
-    pub(crate) form: Form,
+    pub(crate) value_type: SettingType,
     default: &'static str,
-    meaning: &'static str,
+    description: &'static str,
 }
 
-const fn prefixed(
+const fn prefixed_setting(
     name: &'static str,
     path: &'static str,
-    form: Form,
+    form: SettingType,
     default: &'static str,
     meaning: &'static str,
-) -> Prefixed {
-    Prefixed { name, path, form, default, meaning }
+) -> PrefixedSetting {
+    PrefixedSetting { name, path, value_type: form, default, description: meaning }
 }
 
 /// The names behind a prefix of one's own. Of two that set the same, the later wins.
-pub(crate) static PREFIXED: &[Prefixed] = &[
-    prefixed("API_MAX_RETRIES", "retry.max_attempts", Count, "", "how often a call is retried after its first attempt"),
-    prefixed("API_BASE_TIMEOUT", "retry.base", Text, "500ms", "the first wait before a retry"),
-    prefixed("API_MAX_BACKOFF_TIME", "retry.cap", Text, "8s", "the longest wait before a retry"),
-    prefixed("TOKEN", "credentials", Text, "", "the tokens themselves, with commas between them"),
-    prefixed("TOKEN_LOAD_BALANCING", "balance", Text, "round-robin", "round-robin, random or least-recently-used"),
-    prefixed("MAX_RETRIES", "retry.max_token_retries", Count, "5", "throttled calls sent again with another token"),
-    prefixed("TOKEN_MAX_RETRIES", "retry.max_token_retries", Count, "5", "the same; beats MAX_RETRIES"),
-    prefixed("BASE_TIMEOUT", "cooldown.base", Text, "1s", "how long a throttled token rests at first"),
-    prefixed("TOKEN_BASE_TIMEOUT", "cooldown.base", Text, "1s", "the same; beats BASE_TIMEOUT"),
-    prefixed("MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "how long a throttled token rests at most"),
-    prefixed("TOKEN_MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "the same; beats MAX_BACKOFF_TIME"),
+pub(crate) static PREFIXED_SETTINGS: &[PrefixedSetting] = &[
+    prefixed_setting(
+        "API_MAX_RETRIES",
+        "retry.max_attempts",
+        Integer,
+        "",
+        "how often a call is retried after its first attempt",
+    ),
+    prefixed_setting("API_BASE_TIMEOUT", "retry.base", Text, "500ms", "the first wait before a retry"),
+    prefixed_setting("API_MAX_BACKOFF_TIME", "retry.cap", Text, "8s", "the longest wait before a retry"),
+    prefixed_setting("TOKEN", "credentials", Text, "", "the tokens themselves, with commas between them"),
+    prefixed_setting(
+        "TOKEN_LOAD_BALANCING",
+        "balance",
+        Text,
+        "round-robin",
+        "round-robin, random or least-recently-used",
+    ),
+    prefixed_setting(
+        "MAX_RETRIES",
+        "retry.max_token_retries",
+        Integer,
+        "5",
+        "throttled calls sent again with another token",
+    ),
+    prefixed_setting("TOKEN_MAX_RETRIES", "retry.max_token_retries", Integer, "5", "the same; beats MAX_RETRIES"),
+    prefixed_setting("BASE_TIMEOUT", "cooldown.base", Text, "1s", "how long a throttled token rests at first"),
+    prefixed_setting("TOKEN_BASE_TIMEOUT", "cooldown.base", Text, "1s", "the same; beats BASE_TIMEOUT"),
+    prefixed_setting("MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "how long a throttled token rests at most"),
+    prefixed_setting("TOKEN_MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "the same; beats MAX_BACKOFF_TIME"),
 ];
 
 /// What every other variable's name begins with.
-pub(crate) const PREFIX: &str = "TIDEGATE__";
+pub(crate) const VARIABLE_PREFIX: &str = "TIDEGATE__";
 
 impl Setting {
     /// Its path in the file; `*` stands for an action's or a provider's name, `#` for each item of a list.
@@ -337,7 +370,7 @@ impl Setting {
     /// Its environment variable, with `NAME` for an action's or a provider's name; `None` inside lists, which a variable sets whole.
     pub fn variable(&self) -> Option<String> {
         let in_list = self.path.contains('#');
-        (!in_list).then(|| variable(self.path, "NAME"))
+        (!in_list).then(|| variable_name(self.path, "NAME"))
     }
 
     /// Its default as a variable would say it; empty if there is none.
@@ -346,15 +379,15 @@ impl Setting {
     }
 
     /// What it is for, in one line.
-    pub fn meaning(&self) -> &'static str {
-        self.meaning
+    pub fn description(&self) -> &'static str {
+        self.description
     }
 }
 
 /// The name of the variable for a setting of this action or provider.
-pub(crate) fn variable(path: &str, member: &str) -> String {
-    let path = path.replace('*', &crate::environment::foldable(member));
-    format!("{PREFIX}{}", path.to_ascii_uppercase().replace('.', "__"))
+pub(crate) fn variable_name(path: &str, member: &str) -> String {
+    let path = path.replace('*', &crate::environment::fold_member_name(member));
+    format!("{VARIABLE_PREFIX}{}", path.to_ascii_uppercase().replace('.', "__"))
 }
 
 /// Every setting, section by section.
@@ -363,7 +396,7 @@ pub fn all() -> impl Iterator<Item = &'static Setting> {
 }
 
 /// The keys that a table may have, by the table's path; `""` for the whole file.
-pub(crate) fn keys_of(table: &str) -> Vec<&'static str> {
+pub(crate) fn table_keys(table: &str) -> Vec<&'static str> {
     let mut keys = Vec::new();
     for setting in all() {
         let inside = if table.is_empty() {
@@ -391,14 +424,14 @@ pub fn env_example() -> String {
         "# Every environment variable that Tidegate reads, with its default. The environment beats the policy file.\n\
          # NAME stands for the name of an action or a provider in the policy file, in capitals.\n\n",
     );
-    let plain = PLAIN.iter().map(|(name, default, meaning)| ((*name).to_owned(), *default, *meaning));
-    let rest = all().filter_map(|setting| Some((setting.variable()?, setting.default, setting.meaning)));
+    let plain = PLAIN_VARIABLES.iter().map(|(name, default, meaning)| ((*name).to_owned(), *default, *meaning));
+    let rest = all().filter_map(|setting| Some((setting.variable()?, setting.default, setting.description)));
     for (name, default, meaning) in plain.chain(rest) {
         // Writing to a string can't fail.
         let _ = writeln!(text, "# {meaning}\n#{name}={default}");
     }
     text.push_str("\n# With --env-prefix PREFIX, over every provider:\n");
-    for Prefixed { name, default, meaning, .. } in PREFIXED {
+    for PrefixedSetting { name, default, description: meaning, .. } in PREFIXED_SETTINGS {
         let _ = writeln!(text, "# {meaning}\n#PREFIX_{name}={default}");
     }
     text
@@ -410,16 +443,16 @@ mod tests {
 
     #[test]
     fn keys_come_from_the_table() {
-        assert_eq!(keys_of(""), ["store", "inbound", "api", "admin", "log", "outbound"]);
-        assert_eq!(keys_of("api"), ["listen", "token", "hosts", "forward_auth", "deny_status"]);
-        assert_eq!(keys_of("inbound.action.*.match"), ["method", "path", "host"]);
+        assert_eq!(table_keys(""), ["store", "inbound", "api", "admin", "log", "outbound"]);
+        assert_eq!(table_keys("api"), ["listen", "token", "hosts", "forward_auth", "deny_status"]);
+        assert_eq!(table_keys("inbound.action.*.match"), ["method", "path", "host"]);
     }
 
     #[test]
     fn variables() {
         let setting = find("inbound.action.*.match.path").unwrap();
         assert_eq!(setting.variable().as_deref(), Some("TIDEGATE__INBOUND__ACTION__NAME__MATCH__PATH"));
-        assert_eq!(variable(setting.path, "otp-request"), "TIDEGATE__INBOUND__ACTION__OTP_REQUEST__MATCH__PATH");
+        assert_eq!(variable_name(setting.path, "otp-request"), "TIDEGATE__INBOUND__ACTION__OTP_REQUEST__MATCH__PATH");
         assert_eq!(find("inbound.action.*.limits.#.name").unwrap().variable(), None);
         for line in env_example().lines() {
             assert!(line.is_empty() || line.starts_with('#'), "{line}");

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use tidegate_core::OnOutage;
 
-use crate::secret::{Secret, TokenSource};
+use crate::secret::{Secret, SecretSource};
 
 /// `[store]`, checked and with every default filled in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Store {
+pub struct StoreConfig {
     /// Which engine. Default `memory`.
     pub url: StoreUrl,
     /// The most memory that counts may take, in bytes: all of them in memory or a file; of a shared store, those that
@@ -27,26 +27,26 @@ pub struct Store {
     pub prefix: String,
     /// The secret that keys are hashed under in a store that outlives the process: 16 bytes or more. By default a
     /// random one that is kept in the store itself, which then must be there when a node starts.
-    pub hash_key: Option<TokenSource>,
+    pub hash_key: Option<SecretSource>,
     /// How many nodes share the store until it has told by itself. Default 1.
     pub nodes: u32,
     /// When a file is written. Default: 100 ms after a change at the latest.
-    pub sync: Sync,
-    /// The behaviour while a file can't be written. Default: [`OnFull::Deny`] with [`Sync::Always`], else
+    pub sync: SyncMode,
+    /// The behaviour while a file can't be written. Default: [`OnFull::Deny`] with [`SyncMode::Always`], else
     /// [`OnFull::Continue`].
     pub on_full: OnFull,
-    /// How decisions about several keys are made in a Redis cluster. Default [`Cluster::Together`].
-    pub cluster: Cluster,
+    /// How decisions about several keys are made in a Redis cluster. Default [`ClusterMode::Together`].
+    pub cluster: ClusterMode,
 }
 
-impl Store {
+impl StoreConfig {
     /// Whether the keys of each decision have to be kept together.
-    pub(crate) fn keeps_together(&self) -> bool {
-        matches!(self.url, StoreUrl::Server(Engine::RedisCluster, _)) && self.cluster == Cluster::Together
+    pub(crate) fn keeps_keys_together(&self) -> bool {
+        matches!(self.url, StoreUrl::Server(StoreEngine::RedisCluster, _)) && self.cluster == ClusterMode::Together
     }
 }
 
-impl Default for Store {
+impl Default for StoreConfig {
     fn default() -> Self {
         Self {
             url: StoreUrl::Memory,
@@ -56,9 +56,9 @@ impl Default for Store {
             prefix: "tidegate".to_owned(),
             hash_key: None,
             nodes: 1,
-            sync: Sync::Within(Duration::from_millis(100)),
+            sync: SyncMode::Within(Duration::from_millis(100)),
             on_full: OnFull::Continue,
-            cluster: Cluster::Together,
+            cluster: ClusterMode::Together,
         }
     }
 }
@@ -72,7 +72,7 @@ pub enum StoreUrl {
     /// `file:PATH`: this process's memory, and a file that outlives it.
     File(PathBuf),
     /// A server that several nodes share, with the whole URL, which may hold a password.
-    Server(Engine, Secret),
+    Server(StoreEngine, Secret),
 }
 
 impl fmt::Debug for StoreUrl {
@@ -95,7 +95,7 @@ impl fmt::Display for StoreUrl {
 /// A server that several nodes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Engine {
+pub enum StoreEngine {
     /// `redis://`, `redis-sentinel://`, and over TLS `rediss://`, `rediss-sentinel://`: Redis from 6.2, Valkey, and
     /// servers like them.
     Redis,
@@ -110,23 +110,23 @@ pub enum Engine {
 }
 
 /// The schemes of URLs, and what they mean.
-pub(crate) const SCHEMES: [(&str, Engine); 11] = [
-    ("redis", Engine::Redis),
-    ("rediss", Engine::Redis),
-    ("redis-sentinel", Engine::Redis),
-    ("rediss-sentinel", Engine::Redis),
-    ("redis-cluster", Engine::RedisCluster),
-    ("rediss-cluster", Engine::RedisCluster),
-    ("mysql", Engine::MySql),
-    ("mariadb", Engine::MySql),
-    ("postgres", Engine::Postgres),
-    ("postgresql", Engine::Postgres),
-    ("mongodb", Engine::MongoDb),
+pub(crate) const URL_SCHEMES: [(&str, StoreEngine); 11] = [
+    ("redis", StoreEngine::Redis),
+    ("rediss", StoreEngine::Redis),
+    ("redis-sentinel", StoreEngine::Redis),
+    ("rediss-sentinel", StoreEngine::Redis),
+    ("redis-cluster", StoreEngine::RedisCluster),
+    ("rediss-cluster", StoreEngine::RedisCluster),
+    ("mysql", StoreEngine::MySql),
+    ("mariadb", StoreEngine::MySql),
+    ("postgres", StoreEngine::Postgres),
+    ("postgresql", StoreEngine::Postgres),
+    ("mongodb", StoreEngine::MongoDb),
 ];
 
 /// When a file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sync {
+pub enum SyncMode {
     /// `sync = "always"`: before a decision is told. Nothing is lost in a crash.
     Always,
     /// `sync = "100ms"`: this long after a change at the latest. A crash loses what changed since.
@@ -144,7 +144,7 @@ pub enum OnFull {
 
 /// How decisions about several keys are made in a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cluster {
+pub enum ClusterMode {
     /// The limits of each decision have a key part in common, by which their keys are kept on one server.
     Together,
     /// `cluster = "reserve"`: each key is kept anywhere. A decision takes one after the other and gives back what it

@@ -12,7 +12,7 @@ const DURATION: &str = "a duration such as \"500ms\", \"30s\", \"1m30s\", \"1.5h
 const BYTES: &str = "a number of bytes such as \"64KiB\", \"10MiB\" or \"1GB\"";
 
 /// Time units: every spelling, and its length in microseconds.
-const TIME: [(&[&str], u64); 7] = [
+const TIME_UNITS: [(&[&str], u64); 7] = [
     (&["us", "µs", "μs", "usec", "usecs", "microsecond", "microseconds"], 1),
     (&["ms", "msec", "msecs", "millis", "millisecond", "milliseconds"], 1_000),
     (&["s", "sec", "secs", "second", "seconds"], 1_000_000),
@@ -22,7 +22,7 @@ const TIME: [(&[&str], u64); 7] = [
     (&["w", "wk", "wks", "week", "weeks"], 604_800_000_000),
 ];
 
-const SIZES: [(&str, u64); 9] = [
+const SIZE_UNITS: [(&str, u64); 9] = [
     ("B", 1),
     ("KiB", 1 << 10),
     ("MiB", 1 << 20),
@@ -41,9 +41,9 @@ const SIZES: [(&str, u64); 9] = [
 /// Says where in the text, what was found and what would do. Also for more than 142 years.
 pub fn parse_duration(text: &str) -> Result<Span, QuantityError> {
     let mut cursor = Cursor::new(text);
-    cursor.space();
-    let span = duration(&mut cursor)?;
-    cursor.end("nothing more after the duration")?;
+    cursor.skip_space();
+    let span = read_duration(&mut cursor)?;
+    cursor.expect_end("nothing more after the duration")?;
     Ok(span)
 }
 
@@ -53,24 +53,23 @@ pub fn parse_duration(text: &str) -> Result<Span, QuantityError> {
 /// Says where in the text, what was found and what would do. Also for numbers past 2^63.
 pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
     let mut cursor = Cursor::new(text);
-    cursor.space();
+    cursor.skip_space();
     let number = cursor.number(u64::MAX >> 1, BYTES)?;
-    cursor.space();
+    cursor.skip_space();
     let word = cursor.word();
     let size = if word.text.is_empty() {
         1
     } else {
-        let exact = SIZES.iter().find(|(name, _)| *name == word.text);
+        let exact = SIZE_UNITS.iter().find(|(name, _)| *name == word.text);
         // A bare K, M or G is told to choose; letters in the wrong case are taken when they can only mean one thing.
-        let size = exact.or_else(|| SIZES.iter().find(|(name, _)| name.eq_ignore_ascii_case(word.text)));
+        let size = exact.or_else(|| SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(word.text)));
         let Some((_, size)) = size else {
-            return Err(
-                QuantityError::new(word.at, format!("unknown unit `{}`", word.text), BYTES).hint(meant_size(word.text))
-            );
+            return Err(QuantityError::new(word.range, format!("unknown unit `{}`", word.text), BYTES)
+                .did_you_mean(suggest_size_unit(word.text)));
         };
         *size
     };
-    cursor.end("nothing more after the unit")?;
+    cursor.expect_end("nothing more after the unit")?;
     number
         .checked_mul(size)
         .filter(|bytes| *bytes <= u64::MAX >> 1)
@@ -78,36 +77,36 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
 }
 
 /// The unit that an unknown one stands for.
-fn meant_size(word: &str) -> Option<&'static str> {
+fn suggest_size_unit(word: &str) -> Option<&'static str> {
     let lower = word.to_ascii_lowercase();
     let letter = match lower.as_str() {
         "b" | "byte" | "bytes" => return Some("B"),
         "k" | "kilobyte" | "kilobytes" | "kibibyte" | "kibibytes" => "KiB",
         "m" | "megabyte" | "megabytes" | "mebibyte" | "mebibytes" => "MiB",
         "g" | "gigabyte" | "gigabytes" | "gibibyte" | "gibibytes" => "GiB",
-        _ => return nearest(word, SIZES.iter().map(|(name, _)| *name)),
+        _ => return nearest(word, SIZE_UNITS.iter().map(|(name, _)| *name)),
     };
     Some(letter)
 }
 
 /// Reads as much of a duration as there is: at least one number with its unit.
-pub(crate) fn duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
-    let begin = cursor.at;
+pub(crate) fn read_duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
+    let begin = cursor.position;
     let mut total: u128 = 0;
     let mut last_unit = None;
     loop {
-        let number_at = cursor.at;
+        let number_at = cursor.position;
         if cursor.peek() == Some('-') {
             return Err(QuantityError::new(number_at..number_at + 1, "a duration can't be negative", DURATION));
         }
         let (whole, fraction, digits) = cursor.decimal(DURATION)?;
-        let number = number_at..cursor.at;
+        let number = number_at..cursor.position;
         let number_text = cursor.slice(number.clone());
-        cursor.space();
+        cursor.skip_space();
         let word = cursor.word();
         // "1h30" probably means minutes, the next smaller unit, but has to say so.
         if word.text.is_empty()
-            && let Some(smaller) = last_unit.and_then(next_smaller)
+            && let Some(smaller) = last_unit.and_then(next_smaller_unit)
         {
             let written = cursor.slice(begin..number.end).trim_end();
             let error = QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION);
@@ -118,64 +117,64 @@ pub(crate) fn duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
         let scale = 10_u128.pow(digits);
         let micros = (u128::from(whole) * scale + u128::from(fraction)) * u128::from(unit);
         total = total.saturating_add(micros.div_ceil(scale));
-        let after_unit = cursor.at;
-        cursor.space();
+        let after_unit = cursor.position;
+        cursor.skip_space();
         if !cursor.peek().is_some_and(|next| next.is_ascii_digit()) {
-            cursor.at = after_unit;
+            cursor.position = after_unit;
             break;
         }
     }
-    u64::try_from(total)
-        .ok()
-        .filter(|micros| *micros <= Span::MAX.as_micros())
-        .map(Span::from_micros)
-        .ok_or_else(|| QuantityError::new(begin..cursor.at, "that is too long", "at most 142 years (52,000 days)"))
+    u64::try_from(total).ok().filter(|micros| *micros <= Span::MAX.as_micros()).map(Span::from_micros).ok_or_else(
+        || QuantityError::new(begin..cursor.position, "that is too long", "at most 142 years (52,000 days)"),
+    )
 }
 
 /// The unit that a number without one has after a number of this unit.
-fn next_smaller(unit: u64) -> Option<&'static str> {
-    let at = TIME.iter().position(|(_, micros)| *micros == unit)?;
-    TIME.get(at.checked_sub(1)?).and_then(|(spellings, _)| spellings.first().copied())
+fn next_smaller_unit(unit: u64) -> Option<&'static str> {
+    let at = TIME_UNITS.iter().position(|(_, micros)| *micros == unit)?;
+    TIME_UNITS.get(at.checked_sub(1)?).and_then(|(spellings, _)| spellings.first().copied())
 }
 
-fn time_unit(word: &Word<'_>, number: Range<usize>, number_text: &str) -> Result<u64, QuantityError> {
-    if let Some((_, micros)) = TIME.iter().find(|(spellings, _)| spellings.contains(&word.text)) {
+fn time_unit(word: &TextWord<'_>, number: Range<usize>, number_text: &str) -> Result<u64, QuantityError> {
+    if let Some((_, micros)) = TIME_UNITS.iter().find(|(spellings, _)| spellings.contains(&word.text)) {
         return Ok(*micros);
     }
     if word.text.is_empty() {
         return Err(QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION)
             .help(format!("did you mean \"{number_text}s\" or \"{number_text}ms\"?")));
     }
-    let error = QuantityError::new(word.at.clone(), format!("unknown unit of time `{}`", word.text), DURATION);
+    let error = QuantityError::new(word.range.clone(), format!("unknown unit of time `{}`", word.text), DURATION);
     Err(match word.text {
         "ns" | "nsec" | "nanos" => error.help("the smallest unit is us (a millionth of a second)"),
         "M" | "mo" | "month" | "months" | "y" | "yr" | "year" | "years" => error.help(
             "months and years differ in length: give days (\"30d\"), or a calendar quota (\"1000 per month\") where a \
              limit is wanted",
         ),
-        other => error.hint(nearest(other, TIME.iter().flat_map(|(spellings, _)| spellings.iter().copied()))),
+        other => {
+            error.did_you_mean(nearest(other, TIME_UNITS.iter().flat_map(|(spellings, _)| spellings.iter().copied())))
+        }
     })
 }
 
 /// Walks through a text and knows where it is.
 pub(crate) struct Cursor<'t> {
     text: &'t str,
-    pub(crate) at: usize,
+    pub(crate) position: usize,
 }
 
 /// A run of letters, and where it stands.
-pub(crate) struct Word<'t> {
+pub(crate) struct TextWord<'t> {
     pub(crate) text: &'t str,
-    pub(crate) at: Range<usize>,
+    pub(crate) range: Range<usize>,
 }
 
 impl<'t> Cursor<'t> {
     pub(crate) fn new(text: &'t str) -> Self {
-        Self { text, at: 0 }
+        Self { text, position: 0 }
     }
 
     pub(crate) fn rest(&self) -> &'t str {
-        &self.text[self.at..]
+        &self.text[self.position..]
     }
 
     pub(crate) fn slice(&self, range: Range<usize>) -> &'t str {
@@ -186,59 +185,59 @@ impl<'t> Cursor<'t> {
         self.rest().chars().next()
     }
 
-    pub(crate) fn space(&mut self) {
+    pub(crate) fn skip_space(&mut self) {
         self.skip_while(|letter| letter == ' ' || letter == '\t');
     }
 
     /// Takes this character if it is next.
-    pub(crate) fn take(&mut self, wanted: char) -> bool {
+    pub(crate) fn take_char(&mut self, wanted: char) -> bool {
         let found = self.peek() == Some(wanted);
         if found {
-            self.at += wanted.len_utf8();
+            self.position += wanted.len_utf8();
         }
         found
     }
 
     fn skip_while(&mut self, holds: impl Fn(char) -> bool) {
         let rest = self.rest();
-        self.at += rest.find(|letter| !holds(letter)).unwrap_or(rest.len());
+        self.position += rest.find(|letter| !holds(letter)).unwrap_or(rest.len());
     }
 
     /// A run of letters, perhaps empty.
-    pub(crate) fn word(&mut self) -> Word<'t> {
+    pub(crate) fn word(&mut self) -> TextWord<'t> {
         self.word_while(char::is_alphabetic)
     }
 
-    pub(crate) fn word_while(&mut self, holds: impl Fn(char) -> bool) -> Word<'t> {
-        let begin = self.at;
+    pub(crate) fn word_while(&mut self, holds: impl Fn(char) -> bool) -> TextWord<'t> {
+        let begin = self.position;
         self.skip_while(holds);
-        Word { text: &self.text[begin..self.at], at: begin..self.at }
+        TextWord { text: &self.text[begin..self.position], range: begin..self.position }
     }
 
     /// What stands here, for telling: the text up to the next space, or the end.
-    pub(crate) fn here(&self) -> (Range<usize>, String) {
+    pub(crate) fn describe_next(&self) -> (Range<usize>, String) {
         let length = self.rest().find([' ', '\t', ',']).unwrap_or(self.rest().len());
         let length = if length == 0 { self.peek().map_or(0, char::len_utf8) } else { length };
-        let at = self.at..self.at + length;
+        let at = self.position..self.position + length;
         let found = if length == 0 { "nothing".to_owned() } else { format!("`{}`", self.slice(at.clone())) };
         (at, found)
     }
 
     /// Only white space may follow.
-    pub(crate) fn end(&mut self, expected: &str) -> Result<(), QuantityError> {
-        self.space();
+    pub(crate) fn expect_end(&mut self, expected: &str) -> Result<(), QuantityError> {
+        self.skip_space();
         if self.rest().is_empty() {
             return Ok(());
         }
-        let (at, found) = self.here();
+        let (at, found) = self.describe_next();
         Err(QuantityError::new(at, format!("found {found}"), expected))
     }
 
     /// A whole number; `_` may stand between digits.
     pub(crate) fn number(&mut self, most: u64, expected: &str) -> Result<u64, QuantityError> {
-        let begin = self.at;
+        let begin = self.position;
         let (whole, _, fraction_digits) = self.decimal(expected)?;
-        let at = begin..self.at;
+        let at = begin..self.position;
         let text = self.slice(at.clone());
         if fraction_digits > 0 {
             return Err(QuantityError::new(at, format!("{text} is not a whole number"), expected));
@@ -252,10 +251,10 @@ impl<'t> Cursor<'t> {
 
     /// A number with perhaps a fraction: the whole part, the fraction's digits as a number, and how many they are.
     fn decimal(&mut self, expected: &str) -> Result<(u64, u64, u32), QuantityError> {
-        let begin = self.at;
+        let begin = self.position;
         let whole = self.digits();
         if whole.is_empty() {
-            let (at, found) = self.here();
+            let (at, found) = self.describe_next();
             let message = if self.peek() == Some('-') {
                 format!("found {found}, but it can't be negative")
             } else {
@@ -264,24 +263,28 @@ impl<'t> Cursor<'t> {
             return Err(QuantityError::new(at, message, expected));
         }
         let mut fraction = String::new();
-        if self.take('.') {
+        if self.take_char('.') {
             fraction = self.digits();
             if fraction.is_empty() {
-                return Err(QuantityError::new(begin..self.at, "digits are missing after the point", expected));
+                return Err(QuantityError::new(begin..self.position, "digits are missing after the point", expected));
             }
         }
         if self.peek() == Some(',') && self.rest()[1..].starts_with(|next: char| next.is_ascii_digit()) {
             self.word_while(|next| next.is_ascii_digit() || next == ',');
-            let text = self.slice(begin..self.at);
+            let text = self.slice(begin..self.position);
             let plain = text.replace(',', "_");
-            return Err(QuantityError::new(begin..self.at, format!("found a comma in the number {text}"), expected)
-                .help(format!("write {plain} or {}", text.replace(',', ""))));
+            return Err(QuantityError::new(
+                begin..self.position,
+                format!("found a comma in the number {text}"),
+                expected,
+            )
+            .help(format!("write {plain} or {}", text.replace(',', ""))));
         }
         let too_long = |at: usize| QuantityError::new(begin..at, "the number has too many digits", expected);
         let digits =
-            u32::try_from(fraction.len()).ok().filter(|digits| *digits <= 9).ok_or_else(|| too_long(self.at))?;
-        let whole = whole.parse().map_err(|_| too_long(self.at))?;
-        let fraction = if digits == 0 { 0 } else { fraction.parse().map_err(|_| too_long(self.at))? };
+            u32::try_from(fraction.len()).ok().filter(|digits| *digits <= 9).ok_or_else(|| too_long(self.position))?;
+        let whole = whole.parse().map_err(|_| too_long(self.position))?;
+        let fraction = if digits == 0 { 0 } else { fraction.parse().map_err(|_| too_long(self.position))? };
         Ok((whole, fraction, digits))
     }
 
@@ -295,14 +298,14 @@ impl<'t> Cursor<'t> {
             } else if next != '_' || digits.is_empty() || !follows_digit {
                 break;
             }
-            self.at += 1;
+            self.position += 1;
         }
         digits
     }
 }
 
 /// A duration for people: `60 s`, `10 min`, `1 h 30 min`, `500 ms`. Up to two minutes in seconds.
-pub(crate) fn in_words(span: Span) -> String {
+pub(crate) fn describe_duration(span: Span) -> String {
     let micros = span.as_micros();
     if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {
         return format!("{} s", micros / 1_000_000);
@@ -321,7 +324,7 @@ pub(crate) fn in_words(span: Span) -> String {
 }
 
 /// A duration as a policy writes it, for [`parse_duration`] to read back: `60s`, `10m`, `1h30m`.
-pub(crate) fn canonical(span: Span) -> String {
+pub(crate) fn format_duration(span: Span) -> String {
     let micros = span.as_micros();
     if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {
         format!("{}s", micros / 1_000_000)
@@ -373,7 +376,7 @@ mod tests {
             ("2 months", 2..8, "unknown unit of time `months`"),
         ] {
             let error = parse_duration(text).unwrap_err();
-            assert_eq!((error.at(), error.message()), (at, message), "{text}");
+            assert_eq!((error.range(), error.message()), (at, message), "{text}");
         }
         assert_eq!(parse_duration("10 minuts").unwrap_err().help_text(), Some("did you mean `minute`?"));
     }
@@ -398,16 +401,16 @@ mod tests {
     #[test]
     fn words_for_people() {
         for (secs, words) in [(2, "2 s"), (60, "60 s"), (600, "10 min"), (3600, "1 h"), (5400, "1 h 30 min")] {
-            assert_eq!(in_words(Span::from_secs(secs)), words);
+            assert_eq!(describe_duration(Span::from_secs(secs)), words);
         }
-        assert_eq!(in_words(Span::from_millis(1500)), "1 s 500 ms");
+        assert_eq!(describe_duration(Span::from_millis(1500)), "1 s 500 ms");
     }
 
     proptest! {
         #[test]
         fn canonical_durations_read_back(micros in 0_u64..1 << 52) {
             let span = Span::from_micros(micros);
-            prop_assert_eq!(parse_duration(&canonical(span)), Ok(span));
+            prop_assert_eq!(parse_duration(&format_duration(span)), Ok(span));
         }
 
         #[test]

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use tidegate_policy::{Policy, Sources};
+use tidegate_policy::{Policy, PolicySources};
 
 fn broken_files() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/broken");
@@ -20,7 +20,7 @@ fn broken_files() -> Vec<PathBuf> {
 
 fn told(path: &Path) -> String {
     let name = path.file_name().unwrap().to_str().unwrap();
-    match Policy::load(Sources::new().file_bytes(name, fs::read(path).unwrap())) {
+    match Policy::load(PolicySources::new().file_bytes(name, fs::read(path).unwrap())) {
         Ok(_) => panic!("{name} isn't broken"),
         Err(errors) => format!("{errors}\n"),
     }
@@ -77,7 +77,7 @@ fn nothing_that_a_policy_says_steers_the_terminal_that_its_errors_are_printed_on
         for ((at, _), planted) in whole.char_indices().zip(planted) {
             let (before, after) = whole.split_at(at);
             let text = [before, planted, after].concat();
-            let Err(errors) = Policy::load(Sources::new().file(&name, &text)) else { continue };
+            let Err(errors) = Policy::load(PolicySources::new().file(&name, &text)) else { continue };
             let told = errors.to_string();
             assert!(!told.contains(steers), "{at} of {}: {told:?}", path.display());
             for error in errors.iter() {

@@ -1,7 +1,7 @@
 //! What docs/outbound.md says must be so.
 
 use tidegate_policy::outbound::PRESETS;
-use tidegate_policy::{Policy, Sources};
+use tidegate_policy::{Policy, PolicySources};
 
 const TEXT: &str = include_str!("../../../docs/outbound.md");
 
@@ -10,7 +10,7 @@ fn every_snippet_is_a_policy() {
     let snippets: Vec<&str> = TEXT.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
     assert!(snippets.len() >= 6, "{}", snippets.len());
     for snippet in snippets {
-        let policy = Policy::load(Sources::new().file("docs/outbound.md", snippet));
+        let policy = Policy::load(PolicySources::new().file("docs/outbound.md", snippet));
         let policy = policy.unwrap_or_else(|errors| panic!("{snippet}\n{errors}"));
         assert!(!policy.outbound().unwrap().providers().is_empty(), "{snippet}");
     }
@@ -35,7 +35,7 @@ fn the_table_has_each_presets_address() {
         let preset = cells[1].trim_matches('`');
         let more = if preset == "musicbrainz" { "user_agent = \"A/1 ( a@b.c )\"" } else { "credentials = \"env:A\"" };
         let text = format!("[outbound.provider.x]\npreset = \"{preset}\"\n{more}\n");
-        let policy = Policy::load(Sources::new().file("x", text)).unwrap();
+        let policy = Policy::load(PolicySources::new().file("x", text)).unwrap();
         let url = policy.outbound().unwrap().find("x").unwrap().base_url.as_ref().unwrap().to_string();
         assert_eq!(url.trim_end_matches("/{key}"), format!("https://{}", cells[2]));
     }

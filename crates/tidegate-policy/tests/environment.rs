@@ -1,7 +1,7 @@
 //! Environment beats file beats default.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use tidegate_policy::{LogLevel, OnOutage, Policy, Query, Sources, settings};
+use tidegate_policy::{LogLevel, OnOutage, Policy, PolicySources, Query, settings};
 
 const FILE: &str = r#"
 [inbound]
@@ -38,7 +38,7 @@ throttled_when = { contains = { "/error" = "limit" } }
 "#;
 
 fn load(file: Option<&str>, env: &[(&str, &str)]) -> Result<Policy, String> {
-    let sources = Sources::new().env(env.iter().copied());
+    let sources = PolicySources::new().env(env.iter().copied());
     let sources = match file {
         Some(text) => sources.file("tidegate.toml", text),
         None => sources,
@@ -47,7 +47,7 @@ fn load(file: Option<&str>, env: &[(&str, &str)]) -> Result<Policy, String> {
 }
 
 fn words(file: Option<&str>, env: &[(&str, &str)]) -> String {
-    load(file, env).unwrap().plan().words()
+    load(file, env).unwrap().plan().describe()
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn the_embedded_default_runs_without_a_file() {
     assert_eq!(policy.inbound().listen.to_string(), "127.0.0.1:8080");
     assert_eq!(policy.inbound().upstream.as_ref().unwrap().to_string(), "http://127.0.0.1:3000");
     assert_eq!(
-        policy.plan().words(),
+        policy.plan().describe(),
         "inbound.global, over all actions\n    \
          global, by client_ip: at most 1000 in any 1 h; over that, blocks of 2 s, 4 s … 1 h; one step back after each \
          1 h without a refusal\n\
@@ -103,7 +103,7 @@ fn every_kind_of_setting_can_be_overridden() {
     assert_eq!(policy.store().on_outage, OnOutage::Deny);
     assert_eq!((policy.api().listen.unwrap().to_string().as_str(), policy.api().deny_status), ("0.0.0.0:9000", 403));
     assert_eq!((policy.admin().listen, policy.log().level), (None, LogLevel::Debug));
-    let words = policy.plan().words();
+    let words = policy.plan().describe();
     for expected in [
         "global, by client_ip: at most 1000 in any 1 h; over that, blocks of 5 s, 10 s … 1 h",
         "login.1, by client_ip: at most 10 in any 60 s",
@@ -286,7 +286,7 @@ fn a_variable_changes_what_is_matched() {
     let matches = |path| {
         policy
             .plan()
-            .matching(&Query { method: Some("POST"), path: Some(path), ..Query::default() })
+            .matching_actions(&Query { method: Some("POST"), path: Some(path), ..Query::default() })
             .unwrap()
             .first()
             .is_some()
@@ -337,9 +337,9 @@ fn names_of_the_test_suite_and_of_tokens_are_let_be() {
 fn the_caps_on_clients_follow_the_cap_on_connections_unless_said() {
     let caps = |env: &[(&str, &str)]| {
         let env = env.iter().map(|(name, value)| (format!("TIDEGATE__INBOUND__CAPS__{name}"), (*value).to_owned()));
-        Policy::load(Sources::new().env(env)).unwrap_or_else(|errors| panic!("{errors}")).inbound().caps
+        Policy::load(PolicySources::new().env(env)).unwrap_or_else(|errors| panic!("{errors}")).inbound().caps
     };
-    let of = |caps: tidegate_policy::Caps| (caps.connections_per_client, caps.body_rate);
+    let of = |caps: tidegate_policy::InboundCaps| (caps.connections_per_client, caps.body_rate);
     assert_eq!(of(caps(&[])), (Some(2500), Some(100)));
     assert_eq!(caps(&[("CONNECTIONS", "100")]).connections_per_client, Some(25));
     assert_eq!(caps(&[("CONNECTIONS", "2")]).connections_per_client, Some(1));
@@ -352,7 +352,7 @@ fn one_limit_never_takes_the_place_of_a_list_that_says_more() {
     let set = |limits: &str| {
         let file = format!("[inbound]\nupstream = \"http://127.0.0.1:3000\"\n[inbound.action.login]\n{limits}\n");
         load(Some(&file), &[("TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT", "10 per 60s")])
-            .map(|policy| policy.plan().words())
+            .map(|policy| policy.plan().describe())
     };
     assert!(set(r#"limit = ["5 per 60s", "50 per 1h"]"#).unwrap().contains("10 in any 60 s"));
     let told = set(r#"limits = [{ limit = "5 per 60s", key = "header:x-user" }]"#).unwrap_err();

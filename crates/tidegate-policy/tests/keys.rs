@@ -4,11 +4,11 @@
 use std::collections::HashSet;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
-use tidegate_core::{Key, Share, Verb};
-use tidegate_policy::{KeySeed, Plan, Policy, Query, Sources};
+use tidegate_core::{Key, ShareLevel, Verb};
+use tidegate_policy::{KeySeed, Plan, Policy, PolicySources, Query};
 
 fn plan(file: &str) -> std::sync::Arc<Plan> {
-    let policy = Policy::load(Sources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"));
+    let policy = Policy::load(PolicySources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"));
     policy.plan().clone()
 }
 
@@ -29,7 +29,7 @@ fn headers(lines: &[(&str, &str)]) -> HeaderMap {
 }
 
 fn told(plan: &Plan, query: &Query<'_>) -> Result<Vec<Key>, String> {
-    let batch = plan.ops(plan.find("a").ok(), query, &KeySeed::new([9; 16]), Verb::Take, 7);
+    let batch = plan.ops(plan.find_action("a").ok(), query, &KeySeed::new([9; 16]), Verb::Take, 7);
     batch.map(|batch| batch.ops().iter().map(|op| op.key).collect()).map_err(|error| error.to_string())
 }
 
@@ -181,7 +181,7 @@ fn a_limit_may_say_for_itself_what_is_missing() {
     );
     assert_eq!(request(&plan, &[], "/").unwrap().len(), 2);
     assert_eq!(request(&plan, &[("x-api-key", "k")], "/").unwrap().len(), 3);
-    let words = plan.words();
+    let words = plan.describe();
     assert!(words.contains("requests without header:x-api-key don't meet it\n"), "{words}");
     assert!(words.contains("requests without header:x-api-key are counted by their address\n"), "{words}");
     assert_eq!(words.matches("requests without").count(), 2, "{words}");
@@ -225,12 +225,12 @@ fn the_prefix_of_ipv6_clients_is_the_policys() {
         // What is shared when the store is full holds more than one client.
         let parent = |ip: &str| {
             let limit = plan.limits().iter().next().unwrap().0;
-            plan.shared_key(limit, Share::Near, ip.parse().ok(), &KeySeed::new([9; 16]))
+            plan.shared_key(limit, ShareLevel::SmallNetwork, ip.parse().ok(), &KeySeed::new([9; 16]))
         };
         let neighbour = if plan.ipv6_prefix() > 48 { beyond } else { "2001:db8:ffff:2::1" };
         assert_eq!(parent(neighbour), parent("2001:db8:1:2::1"), "{prefix}");
     }
-    assert!(plan("ipv6_prefix = 56").words().contains("an IPv6 client is its /56\n"));
+    assert!(plan("ipv6_prefix = 56").describe().contains("an IPv6 client is its /56\n"));
 }
 
 #[test]
@@ -249,16 +249,16 @@ fn an_owner_of_a_48_meets_a_limit_of_its_own() {
         assert!(one[0] != other[0] && one[1] == other[1], "{more}");
         assert_ne!(address(&plan, "2001:db8:2:1::1")[1], one[1]);
         assert_eq!(address(&plan, "192.0.2.1").len(), 1);
-        assert!(plan.words().contains(words), "{}", plan.words());
+        assert!(plan.describe().contains(words), "{}", plan.describe());
     }
 }
 
 /// The limits that the calls of a path meet, by name.
 fn met(plan: &Plan, path: &str) -> Result<Vec<String>, String> {
     let query = Query { ip: "192.0.2.1".parse().ok(), path: Some(path), ..Query::default() };
-    let actions = plan.matching(&query).map_err(|error| error.to_string())?;
+    let actions = plan.matching_actions(&query).map_err(|error| error.to_string())?;
     let batch = plan.ops(actions, &query, &KeySeed::new([9; 16]), Verb::Take, 7).map_err(|error| error.to_string())?;
-    Ok(batch.ops().iter().map(|op| plan.info(op.limit).name().to_owned()).collect())
+    Ok(batch.ops().iter().map(|op| plan.limit_info(op.limit).name().to_owned()).collect())
 }
 
 #[test]

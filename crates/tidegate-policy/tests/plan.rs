@@ -6,13 +6,14 @@ use std::net::IpAddr;
 
 use http::HeaderMap;
 use proptest::prelude::*;
-use tidegate_core::{Key, Op, Share, Verb};
+use tidegate_core::{Key, Op, ShareLevel, Verb};
 use tidegate_policy::{
-    ActionSpec, KeyError, KeySeed, LimitSpec, Listed, PathError, Plan, Policy, Query, Sources, Uncountable,
+    ActionSpec, KeyError, KeySeed, LimitSpec, ListStatus, PathError, Plan, Policy, PolicySources, Query,
+    UncountableError,
 };
 
 fn policy(file: &str) -> Policy {
-    Policy::load(Sources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"))
+    Policy::load(PolicySources::new().file("test.toml", file)).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 fn plan(file: &str) -> std::sync::Arc<Plan> {
@@ -24,7 +25,7 @@ fn seed() -> KeySeed {
 }
 
 fn ops(plan: &Plan, action: &str, query: &Query<'_>, verb: Verb) -> Result<Vec<Op>, KeyError> {
-    let id = plan.find(action).unwrap();
+    let id = plan.find_action(action).unwrap();
     plan.ops(Some(id), query, &seed(), verb, 7).map(|batch| batch.ops().to_vec())
 }
 
@@ -57,7 +58,7 @@ fn ten_thousand_forged_headers_are_one_key() {
             let mut headers = HeaderMap::new();
             let forged = format!("{}, {}", std::net::Ipv4Addr::from(n.wrapping_mul(2_654_435_761)), n % 256);
             headers.insert("x-forwarded-for", forged.parse().unwrap());
-            let ip = policy.inbound().forwarding.client(peer, &headers);
+            let ip = policy.inbound().forwarding.client_ip(peer, &headers);
             let query = Query { ip: Some(ip), headers: Some(&headers), ..Query::default() };
             ops(policy.plan(), "a", &query, Verb::Take).unwrap()[0].key
         })
@@ -154,9 +155,9 @@ fn what_is_missing_is_named() {
     assert_ne!(absent[0].key, empty[0].key);
     let KeyError::Missing(part) = ops(&plan, "a", &Query::default(), Verb::Take).unwrap_err() else { panic!() };
     assert_eq!((part.part.as_str(), part.limit.as_str()), ("key", "a"));
-    let (limit, part) = plan.part_outside_requests(plan.find("a").ok()).unwrap();
-    assert_eq!((plan.info(limit).name(), part.to_string().as_str()), ("a", "key"));
-    assert_eq!(plan.part_outside_requests(None), None);
+    let (limit, part) = plan.part_not_in_requests(plan.find_action("a").ok()).unwrap();
+    assert_eq!((plan.limit_info(limit).name(), part.to_string().as_str()), ("a", "key"));
+    assert_eq!(plan.part_not_in_requests(None), None);
 }
 
 #[test]
@@ -174,7 +175,7 @@ fn which_limits_take_part() {
     let asked = |verb| -> Vec<(String, u64)> {
         let ops = ops(&plan, "a", &query, verb).unwrap();
         assert!(ops.iter().all(|op| op.verb == verb));
-        ops.iter().map(|op| (plan.info(op.limit).name().to_owned(), op.cost)).collect()
+        ops.iter().map(|op| (plan.limit_info(op.limit).name().to_owned(), op.cost)).collect()
     };
     let all = |names: &[(&str, u64)]| names.iter().map(|(name, cost)| ((*name).to_owned(), *cost)).collect::<Vec<_>>();
     assert_eq!(asked(Verb::Take), all(&[("a.1", 2), ("a.2", 1), ("global", 2)]));
@@ -184,9 +185,9 @@ fn which_limits_take_part() {
     assert_eq!(asked(Verb::Renew), all(&[("a.2", 1)]));
     assert_eq!(asked(Verb::Reset), all(&[("a.1", 2), ("a.2", 1)]));
     let unmatched = plan.ops(None, &query, &seed(), Verb::Take, 9).unwrap();
-    assert_eq!((unmatched.id(), unmatched.ops().len(), unmatched.ops()[0].cost), (9, 1, 1));
+    assert_eq!((unmatched.holder(), unmatched.ops().len(), unmatched.ops()[0].cost), (9, 1, 1));
     assert_eq!(plan.ops(None, &query, &seed(), Verb::Reset, 9).unwrap().ops().len(), 1);
-    let action = plan.action(plan.find("a").unwrap());
+    let action = plan.action(plan.find_action("a").unwrap());
     assert!(action.has_concurrency() && !plan.global_has_concurrency() && !action.is_unlimited());
     // Limits with one recipe share the key; other limits, other entries.
     let ops = ops(&plan, "a", &Query { cost: Some(5), ..query }, Verb::Take).unwrap();
@@ -212,9 +213,9 @@ fn several_actions_are_asked_together_and_each_limit_once() {
     );
     let asked = |path: &str, verb| -> Vec<(String, u64)> {
         let query = Query { ip: ip("1.2.3.4"), path: Some(path), ..Query::default() };
-        let actions = plan.matching(&query).unwrap();
+        let actions = plan.matching_actions(&query).unwrap();
         let batch = plan.ops(actions, &query, &seed(), verb, 7).unwrap();
-        batch.ops().iter().map(|op| (plan.info(op.limit).name().to_owned(), op.cost)).collect()
+        batch.ops().iter().map(|op| (plan.limit_info(op.limit).name().to_owned(), op.cost)).collect()
     };
     let all = |names: &[(&str, u64)]| names.iter().map(|(name, cost)| ((*name).to_owned(), *cost)).collect::<Vec<_>>();
     let both = "/static/../login";
@@ -234,11 +235,11 @@ fn more_limits_than_a_decision_holds_are_an_error() {
     };
     let plan = plan(&format!("{}{}", limits("a", "/a/*"), limits("b", "/b")));
     let query = Query { ip: ip("1.2.3.4"), path: Some("/a/../b"), ..Query::default() };
-    let actions = plan.matching(&query).unwrap();
-    assert_eq!(plan.names(actions).as_deref(), Some("b+a"));
+    let actions = plan.matching_actions(&query).unwrap();
+    assert_eq!(plan.action_names(actions).as_deref(), Some("b+a"));
     assert_eq!(
         plan.ops(actions, &query, &seed(), Verb::Take, 7).unwrap_err(),
-        KeyError::Uncountable(Uncountable::Path(PathError::TooMany))
+        KeyError::Uncountable(UncountableError::Path(PathError::TooMany))
     );
 }
 
@@ -254,7 +255,7 @@ fn a_cluster_is_asked_for_several_actions_only_where_their_keys_are_together() {
     let query = Query { ip: ip("1.2.3.4"), method: Some("GET"), path: Some("/a/../b"), ..Query::default() };
     for (global, together) in [("[inbound.global]\nlimit = \"9 per 60s\"\n", true), ("", false)] {
         let plan = plan(global);
-        let asked = plan.ops(plan.matching(&query).unwrap(), &query, &seed(), Verb::Take, 7);
+        let asked = plan.ops(plan.matching_actions(&query).unwrap(), &query, &seed(), Verb::Take, 7);
         assert_eq!(asked.is_ok(), together, "{asked:?}");
     }
 }
@@ -267,26 +268,26 @@ fn overflow_is_by_neighbourhood() {
         limits = [{ limit = "5 per 60s" }, { key = ["key"], limit = "5 per 60s" }]
         "#,
     );
-    let limits = plan.action(plan.find("a").unwrap()).limits().to_vec();
+    let limits = plan.action(plan.find_action("a").unwrap()).limits().to_vec();
     let shared = |limit: usize, share, text: &str| plan.shared_key(limits[limit], share, ip(text), &seed());
-    let near = |text| shared(0, Share::Near, text);
+    let near = |text| shared(0, ShareLevel::SmallNetwork, text);
     assert_eq!(near("192.0.2.1"), near("::ffff:192.0.2.200"));
     assert_ne!(near("192.0.2.1"), near("192.0.3.1"));
     assert_eq!(near("2001:db8:1:1::1"), near("2001:db8:1:ffff::1"));
     assert_ne!(near("2001:db8:1:1::1"), near("2001:db8:2:1::1"));
-    let wide = |text| shared(0, Share::Wide, text);
+    let wide = |text| shared(0, ShareLevel::LargeNetwork, text);
     assert_eq!(wide("192.0.2.1"), wide("192.0.255.1"));
     assert_ne!(wide("192.0.0.1"), wide("192.1.0.1"));
     assert_ne!(wide("192.0.0.1").1, near("192.0.0.1").1, "a /16 isn't its first /24");
     assert_eq!(wide("2001:db8:1::"), wide("2001:db8:2::"));
     assert_ne!(wide("2001:db8::"), wide("2001:db9::"));
-    assert_eq!(shared(0, Share::All, "192.0.2.1"), shared(0, Share::All, "2001:db8::1"));
+    assert_eq!(shared(0, ShareLevel::All, "192.0.2.1"), shared(0, ShareLevel::All, "2001:db8::1"));
     for (share, key) in [near("192.0.2.1"), wide("192.0.2.1")] {
-        assert!(share < Share::All && key != shared(0, Share::All, "192.0.2.1").1);
+        assert!(share < ShareLevel::All && key != shared(0, ShareLevel::All, "192.0.2.1").1);
     }
-    let everybody = shared(1, Share::Near, "192.0.2.1");
-    assert_eq!(everybody, shared(1, Share::All, "2001:db8::1"));
-    assert_eq!(everybody.0, Share::All, "without an address in the key there is no network to share it with");
+    let everybody = shared(1, ShareLevel::SmallNetwork, "192.0.2.1");
+    assert_eq!(everybody, shared(1, ShareLevel::All, "2001:db8::1"));
+    assert_eq!(everybody.0, ShareLevel::All, "without an address in the key there is no network to share it with");
     let own = ops(&plan, "a", &Query { ip: ip("192.0.2.0"), key: Some("k"), ..Query::default() }, Verb::Take).unwrap();
     assert_ne!(own[0].key, near("192.0.2.0").1, "a shared key is never somebody's own");
 }
@@ -295,7 +296,8 @@ fn overflow_is_by_neighbourhood() {
 fn seeds_make_other_keys() {
     let plan = plan("[inbound.action.a]\nlimit = \"5 per 60s\"\n");
     let query = Query { ip: ip("1.2.3.4"), ..Query::default() };
-    let key = |bytes| plan.ops(plan.find("a").ok(), &query, &KeySeed::new(bytes), Verb::Take, 0).unwrap().ops()[0].key;
+    let key =
+        |bytes| plan.ops(plan.find_action("a").ok(), &query, &KeySeed::new(bytes), Verb::Take, 0).unwrap().ops()[0].key;
     assert_ne!(key([0; 16]), key([1; 16]));
     assert_eq!(format!("{:?}", KeySeed::new([7; 16])), "KeySeed(…)");
 }
@@ -307,20 +309,20 @@ fn names_and_fallback() {
         .action(
             "export",
             ActionSpec::limits([
-                LimitSpec::new("1 per 1s").named("burst"),
-                LimitSpec::new(["5 per 60s", "9 per day"]).named("long"),
+                LimitSpec::new("1 per 1s").name("burst"),
+                LimitSpec::new(["5 per 60s", "9 per day"]).name("long"),
             ]),
         )
         .build()
         .unwrap();
     let plan = policy.plan();
-    let unknown = plan.find("logn").unwrap_err();
+    let unknown = plan.find_action("logn").unwrap_err();
     assert_eq!((unknown.found.as_str(), unknown.nearest.as_deref()), ("logn", Some("login")));
     assert_eq!(unknown.to_string(), "unknown action \"logn\"; did you mean \"login\"?");
-    let names: Vec<&str> = plan.limits().iter().map(|(id, _)| plan.info(id).name()).collect();
+    let names: Vec<&str> = plan.limits().iter().map(|(id, _)| plan.limit_info(id).name()).collect();
     assert_eq!(names, ["login", "export.burst", "export.long.1", "export.long.2"]);
     let with_default = Policy::builder().action("default", ActionSpec::new("1 per 1s")).build().unwrap();
-    assert_eq!(with_default.plan().find("anything").map(|id| id.index()), Ok(0));
+    assert_eq!(with_default.plan().find_action("anything").map(|id| id.index()), Ok(0));
 }
 
 #[test]
@@ -334,20 +336,20 @@ fn presets_are_what_they_say() {
     ] {
         let policy = Policy::builder().action("a", ActionSpec::preset(name)).build().unwrap();
         let (id, found) = policy.plan().limits().iter().next().unwrap();
-        assert_eq!(policy.plan().info(id).quantity().to_string(), limit);
+        assert_eq!(policy.plan().limit_info(id).quantity().to_string(), limit);
         let penalty = found.penalty().unwrap();
-        assert_eq!((penalty.block(1).as_secs_ceil(), penalty.last_strike()), (ban, 1));
+        assert_eq!((penalty.block_length(1).as_secs_ceil(), penalty.max_strikes()), (ban, 1));
     }
 }
 
 #[test]
 fn lists() {
     let policy = Policy::builder().allow("10.1.0.0/16").deny(["10.0.0.0/8", "2001:db8::1"]).build().unwrap();
-    let listed = |text: &str| policy.plan().listed(text.parse().unwrap());
-    assert_eq!(listed("10.1.2.3"), Listed::Allow);
-    assert_eq!(listed("::ffff:10.2.2.3"), Listed::Deny);
-    assert_eq!(listed("2001:db8::1"), Listed::Deny);
-    assert_eq!(listed("2001:db8::2"), Listed::Neither);
+    let listed = |text: &str| policy.plan().list_status(text.parse().unwrap());
+    assert_eq!(listed("10.1.2.3"), ListStatus::Allow);
+    assert_eq!(listed("::ffff:10.2.2.3"), ListStatus::Deny);
+    assert_eq!(listed("2001:db8::1"), ListStatus::Deny);
+    assert_eq!(listed("2001:db8::2"), ListStatus::Neither);
 }
 
 #[test]
@@ -387,7 +389,7 @@ listen = "127.0.0.1:8083"
 proptest! {
     #[test]
     fn any_file_is_read_without_panic(text in "\\PC{0,200}") {
-        let _ = Policy::load(Sources::new().file("x", text));
+        let _ = Policy::load(PolicySources::new().file("x", text));
     }
 
     #[test]
@@ -404,7 +406,7 @@ proptest! {
             "TIDEGATE__X", "TIDEGATE__INBOUND__ACTION__A__PENALTY__CAP", "GLOBAL_RATE_WINDOW",
         ]), "\\PC{0,12}|[0-9]{1,20}|[\\[{\"0-9a-z, .=é]{0,12}"), 0..4),
     ) {
-        if let Err(errors) = Policy::load(Sources::new().file("x", pieces.concat()).env(env)) {
+        if let Err(errors) = Policy::load(PolicySources::new().file("x", pieces.concat()).env(env)) {
             prop_assert!(errors.count() > 0 && !errors.to_string().is_empty());
         }
     }
@@ -421,9 +423,9 @@ proptest! {
             headers.insert("cookie", value);
         }
         let query = Query { path: Some(&path), host: Some(&host), key: Some(&key), headers: Some(&headers), ..Query::default() };
-        let _ = policy.plan().matching(&query);
+        let _ = policy.plan().matching_actions(&query);
         let asked = ops(policy.plan(), "a", &query, Verb::Take);
-        prop_assert!(matches!(asked, Ok(_) | Err(KeyError::Uncountable(Uncountable::Path(PathError::TooMany)))), "{asked:?}");
+        prop_assert!(matches!(asked, Ok(_) | Err(KeyError::Uncountable(UncountableError::Path(PathError::TooMany)))), "{asked:?}");
     }
 }
 
@@ -436,7 +438,7 @@ fn huge_and_deep_files_are_read_in_bounded_time_and_depth() {
     let many_keys: String = (0..20_000).map(|n| format!("key{n} = 1\n")).collect();
     let many_actions: String = (0..5_000).map(|n| format!("[inbound.action.a{n}]\n")).collect();
     for text in [deep, dotted, lists, inline, many_keys, many_actions] {
-        assert!(Policy::load(Sources::new().file("x", text)).is_err());
+        assert!(Policy::load(PolicySources::new().file("x", text)).is_err());
     }
 }
 
@@ -447,14 +449,14 @@ fn the_most_actions_are_read() {
         .collect();
     let plan = plan(&many);
     let query = Query { path: Some("/x3999/y"), ..Query::default() };
-    assert_eq!(plan.matching(&query).unwrap().first().map(|id| plan.action(id).name()), Some("a3999"));
+    assert_eq!(plan.matching_actions(&query).unwrap().first().map(|id| plan.action(id).name()), Some("a3999"));
 }
 
 #[test]
 fn what_stands_beside_a_preset_overrides_it() {
     let words = |beside: &str| {
         let plan = plan(&format!("[inbound.action.a]\npreset = \"login\"\n{beside}\n"));
-        plan.info(plan.action(plan.find("a").unwrap()).limits()[0]).words().to_owned()
+        plan.limit_info(plan.action(plan.find_action("a").unwrap()).limits()[0]).description().to_owned()
     };
     assert_eq!(words(""), "at most 5 in any 60 s; over that, blocked for 10 min");
     assert_eq!(words("limit = \"9 per 60s\""), "at most 9 in any 60 s; over that, blocked for 10 min");
@@ -475,7 +477,7 @@ fn an_encoded_slash_evades_no_match_unless_switched_off() {
         (policy(""), policy("path_quirks = []"), policy("path_quirks = [\"case\", \"encoded_slash\"]"));
     for path in ["/%2flogin", "/%2Flogin", "/x%2f..%2flogin", "/login%2f", "/x/..%5Clogin"] {
         let query = Query { method: Some("POST"), path: Some(path), ..Query::default() };
-        let meets = |plan: &Plan| plan.matching(&query).unwrap().first().is_some();
+        let meets = |plan: &Plan| plan.matching_actions(&query).unwrap().first().is_some();
         assert!(meets(&default) && meets(&case) && !meets(&off), "{path}");
     }
 }
@@ -489,14 +491,14 @@ fn caddy_and_windows_bring_what_belongs_to_them_along() {
         ));
         for path in ["/LOGIN", "/login.", "/login%20", "/Login%2e", "/x%2f..%2flogin. ", "/lOg%C4%B0n", "/login"] {
             let query = Query { path: Some(path), ..Query::default() };
-            assert!(plan.matching(&query).unwrap().first().is_some(), "{quirk}: {path}");
+            assert!(plan.matching_actions(&query).unwrap().first().is_some(), "{quirk}: {path}");
         }
     }
 }
 
 #[test]
 fn refused_calls_are_never_counted_in_flight() {
-    let words = plan("[inbound.action.a]\nlimit = [\"8 in flight\", \"5 per 60s\"]\ncount = \"all\"\n").words();
+    let words = plan("[inbound.action.a]\nlimit = [\"8 in flight\", \"5 per 60s\"]\ncount = \"all\"\n").describe();
     assert!(words.contains("a.1, by client_ip: at most 8 at the same time\n"), "{words}");
     assert!(words.contains("a.2, by client_ip: at most 5 in any 60 s, refused calls counted\n"), "{words}");
 }
@@ -505,12 +507,12 @@ fn refused_calls_are_never_counted_in_flight() {
 fn parts_that_no_request_has_are_fine_without_a_proxy() {
     let action = "[inbound.action.a]\nmatch = { path = \"/a\" }\nkey = \"key\"\nlimit = \"5 per 60s\"\n";
     assert_eq!(plan(action).actions().len(), 1);
-    let told = |sources: Sources| Policy::load(sources).map(|_| ()).unwrap_err().to_string();
+    let told = |sources: PolicySources| Policy::load(sources).map(|_| ()).unwrap_err().to_string();
     let proxy = ("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:3000");
-    assert!(told(Sources::new().file("x", action).env([proxy])).contains("--> x:3:7"));
+    assert!(told(PolicySources::new().file("x", action).env([proxy])).contains("--> x:3:7"));
     let keyless = action.replace("key = \"key\"\n", "");
     let key = ("TIDEGATE__INBOUND__ACTION__A__KEY", "client_ip, platform");
-    assert!(told(Sources::new().file("x", keyless).env([proxy, key])).contains("counts by `platform`"));
+    assert!(told(PolicySources::new().file("x", keyless).env([proxy, key])).contains("counts by `platform`"));
 }
 
 #[test]

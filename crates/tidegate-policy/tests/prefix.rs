@@ -1,19 +1,19 @@
 //! Settings of providers from variables with a prefix of one's own.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_core::{Balance, Kind, Span};
-use tidegate_policy::outbound::{Outbound, Provider};
-use tidegate_policy::{KeySeed, Policy, Sources};
+use tidegate_core::{Balance, LimitKind, Span};
+use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
+use tidegate_policy::{KeySeed, Policy, PolicySources};
 
 const ONE: &str = "[outbound.provider.pixiv]\nbase_url = \"https://www.pixiv.net/ajax\"\nauth = \"bearer\"\n";
 
-fn load(file: &str, prefix: &str, env: &[(&str, &str)]) -> Result<Outbound, String> {
-    let sources = Sources::new().file("test.toml", file).env_prefix(prefix).env(env.iter().copied());
+fn load(file: &str, prefix: &str, env: &[(&str, &str)]) -> Result<OutboundConfig, String> {
+    let sources = PolicySources::new().file("test.toml", file).env_prefix(prefix).env(env.iter().copied());
     let policy = Policy::load(sources).map_err(|errors| errors.to_string())?;
     Ok(policy.outbound().unwrap().clone())
 }
 
-fn sources(provider: &Provider) -> Vec<String> {
+fn sources(provider: &ProviderConfig) -> Vec<String> {
     provider.credentials.iter().map(ToString::to_string).collect()
 }
 
@@ -43,11 +43,11 @@ fn every_name_sets_something() {
     let retry = rules.lane_rules[0].retry;
     assert_eq!((retry.max_attempts, retry.max_token_retries), (5, 7));
     assert_eq!((retry.backoff.base, retry.backoff.cap), (Span::from_millis(1500), Span::from_secs(90)));
-    let Kind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+    let LimitKind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
         panic!("no cool-down")
     };
     assert_eq!((cooldown.base, cooldown.cap), (Span::from_millis(250), Span::from_secs(16)));
-    assert!(!format!("{outbound:?}").contains("hunter") && !outbound.words().contains("hunter"));
+    assert!(!format!("{outbound:?}").contains("hunter") && !outbound.describe().contains("hunter"));
 }
 
 #[test]
@@ -124,6 +124,6 @@ fn wrong_values_name_their_variable_and_no_secret() {
         assert!(told.contains(expected) && told.contains(&format!("environment variable {name}")), "{told}");
         assert!(!told.contains("hunter"), "{told}");
     }
-    let sources = Sources::new().env([("APP_TOKEN", "hunter2")]).env_prefix("APP");
+    let sources = PolicySources::new().env([("APP_TOKEN", "hunter2")]).env_prefix("APP");
     assert!(!format!("{sources:?}").contains("hunter2"));
 }

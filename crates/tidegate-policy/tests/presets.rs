@@ -3,36 +3,36 @@
 
 use tidegate_core::call::{Measure, Rules};
 use tidegate_core::{Batch, Lane, Op, Span, Time, Verb};
-use tidegate_policy::outbound::{Outbound, PRESETS};
-use tidegate_policy::{KeySeed, Policy, Sources};
-use tidegate_testkit::desk::Desk;
+use tidegate_policy::outbound::{OutboundConfig, PRESETS};
+use tidegate_policy::{KeySeed, Policy, PolicySources};
+use tidegate_testkit::fixtures::TestLimiter;
 
 /// A midnight in UTC: 2026-11-21.
 const MIDNIGHT: Time = Time::from_secs(1_795_219_200);
 const DAY: Span = Span::from_secs(86_400);
 
-fn load(preset: &str, more: &str) -> Result<Outbound, String> {
+fn load(preset: &str, more: &str) -> Result<OutboundConfig, String> {
     let credentials = match preset {
         "musicbrainz" => "user_agent = \"Tagger/1.2 ( me@example.org )\"",
         "local" => "",
         _ => "credentials = \"env:KEY\"",
     };
     let text = format!("[outbound.provider.x]\npreset = \"{preset}\"\n{credentials}\n{more}\n");
-    let policy = Policy::load(Sources::new().file("test.toml", text)).map_err(|errors| errors.to_string())?;
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).map_err(|errors| errors.to_string())?;
     Ok(policy.outbound().unwrap().clone())
 }
 
 /// A provider, and a store that counts for it.
 struct Counter {
     rules: Rules,
-    desk: Desk,
+    desk: TestLimiter,
 }
 
 impl Counter {
     fn new(preset: &str, more: &str) -> Self {
         let outbound = load(preset, more).unwrap();
         let rules = outbound.find("x").unwrap().rules(&KeySeed::new([3; 16]));
-        Self { rules, desk: Desk::over(outbound.limits().clone()) }
+        Self { rules, desk: TestLimiter::with_shared_limits(outbound.limits().clone()) }
     }
 
     /// When a call that is refused may come again; `None` if it is admitted.
@@ -45,7 +45,7 @@ impl Counter {
             let cost = if ceiling.measure == Measure::Cost { cost } else { 1 };
             batch.push(Op::new(ceiling.limit, Verb::Take, key, cost)).unwrap();
         }
-        let (decision, outcomes) = self.desk.ask(&batch, now);
+        let (decision, outcomes) = self.desk.decide(&batch, now);
         let retry_at =
             outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.retry_at);
         (!decision.allowed).then(|| retry_at.max().unwrap())
@@ -220,6 +220,6 @@ fn musicbrainz_wants_to_know_who_calls() {
         ("curl/8.0 me@example.org", false),
     ] {
         let text = format!("[outbound.provider.mb]\npreset = \"musicbrainz\"\nuser_agent = \"{agent}\"\n");
-        assert_eq!(Policy::load(Sources::new().file("test.toml", text)).is_ok(), fine, "{agent}");
+        assert_eq!(Policy::load(PolicySources::new().file("test.toml", text)).is_ok(), fine, "{agent}");
     }
 }

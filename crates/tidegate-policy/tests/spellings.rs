@@ -3,10 +3,10 @@
 
 use http::header::{COOKIE, HeaderMap};
 use tidegate_core::{Key, Verb};
-use tidegate_policy::{KeySeed, Plan, Policy, Query, Sources};
+use tidegate_policy::{KeySeed, Plan, Policy, PolicySources, Query};
 
 fn plan(text: &str) -> std::sync::Arc<Plan> {
-    Policy::load(Sources::new().file("tidegate.toml", text)).unwrap().plan().clone()
+    Policy::load(PolicySources::new().file("tidegate.toml", text)).unwrap().plan().clone()
 }
 
 /// Asserts that a policy for `/login` and `/auth/login` counts all of these paths.
@@ -16,7 +16,7 @@ fn assert_counted(quirks: &str, paths: &[&str]) {
          match = {{ path = [\"/login\", \"/auth/login\"] }}\nlimit = \"5 per 60s\"\n"
     ));
     let is_uncounted = |path: &&str| {
-        let actions = plan.matching(&Query { path: Some(path), ..Query::default() }).unwrap();
+        let actions = plan.matching_actions(&Query { path: Some(path), ..Query::default() }).unwrap();
         actions.first().is_none()
     };
     let uncounted: Vec<&str> = paths.iter().copied().filter(is_uncounted).collect();
@@ -131,7 +131,7 @@ fn other_paths_are_no_logins() {
     let plan = plan("[inbound.action.login]\nmatch = { path = \"/login\" }\nlimit = \"5 per 60s\"\n");
     for path in ["/a;/login", "/login%0ax", "/x%0a/login", "/%u006", "/%u006xlogin", "/logi%u6e", "/a%3b/login"] {
         let query = Query { path: Some(path), ..Query::default() };
-        assert_eq!(plan.matching(&query).unwrap().first(), None, "{path}");
+        assert_eq!(plan.matching_actions(&query).unwrap().first(), None, "{path}");
     }
 }
 
@@ -141,7 +141,7 @@ fn keys(cookie: &str) -> Result<Vec<Key>, String> {
     let mut headers = HeaderMap::new();
     headers.insert(COOKIE, http::HeaderValue::from_bytes(cookie.as_bytes()).unwrap());
     let query = Query { path: Some("/"), headers: Some(&headers), ..Query::default() };
-    let batch = plan.ops(plan.find("a").ok(), &query, &KeySeed::new([7; 16]), Verb::Take, 1);
+    let batch = plan.ops(plan.find_action("a").ok(), &query, &KeySeed::new([7; 16]), Verb::Take, 1);
     batch.map(|batch| batch.ops().iter().map(|op| op.key).collect()).map_err(|error| error.to_string())
 }
 

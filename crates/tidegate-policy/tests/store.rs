@@ -4,30 +4,30 @@
 use std::path::Path;
 use std::time::Duration;
 
-use tidegate_core::{Kind, LeaseSpec, OnOutage, Span, Verb};
-use tidegate_policy::store::{Cluster, Engine, OnFull, Sync};
-use tidegate_policy::{KeySeed, Plan, Policy, Query, Sources, StoreUrl};
+use tidegate_core::{LeaseSpec, LimitKind, OnOutage, Span, Verb};
+use tidegate_policy::store::{ClusterMode, OnFull, StoreEngine, SyncMode};
+use tidegate_policy::{KeySeed, Plan, Policy, PolicySources, Query, StoreUrl};
 
 fn load(text: &str) -> Policy {
-    Policy::load(Sources::new().file("tidegate.toml", text)).unwrap()
+    Policy::load(PolicySources::new().file("tidegate.toml", text)).unwrap()
 }
 
 fn affinity(plan: &Plan, action: Option<&str>, query: &Query<'_>) -> u64 {
-    let action = action.map(|name| plan.find(name).unwrap());
-    plan.ops(action, query, &KeySeed::new([7; 16]), Verb::Take, 0).unwrap().terms().affinity
+    let action = action.map(|name| plan.find_action(name).unwrap());
+    plan.ops(action, query, &KeySeed::new([7; 16]), Verb::Take, 0).unwrap().context().affinity
 }
 
 #[test]
 fn urls_name_engines() {
     for (url, engine) in [
-        ("redis://127.0.0.1", Engine::Redis),
-        ("rediss://gate:word@redis.example:6380/2", Engine::Redis),
-        ("redis-sentinel://a:26379,b:26379/main", Engine::Redis),
-        ("redis-cluster://a:7000,b:7000", Engine::RedisCluster),
-        ("mysql://gate@db/limits", Engine::MySql),
-        ("mariadb://gate@db/limits", Engine::MySql),
-        ("postgres://gate@db/limits", Engine::Postgres),
-        ("mongodb://gate:word@db/limits", Engine::MongoDb),
+        ("redis://127.0.0.1", StoreEngine::Redis),
+        ("rediss://gate:word@redis.example:6380/2", StoreEngine::Redis),
+        ("redis-sentinel://a:26379,b:26379/main", StoreEngine::Redis),
+        ("redis-cluster://a:7000,b:7000", StoreEngine::RedisCluster),
+        ("mysql://gate@db/limits", StoreEngine::MySql),
+        ("mariadb://gate@db/limits", StoreEngine::MySql),
+        ("postgres://gate@db/limits", StoreEngine::Postgres),
+        ("mongodb://gate:word@db/limits", StoreEngine::MongoDb),
     ] {
         let policy = load(&format!("[store]\nurl = \"{url}\"\n"));
         let StoreUrl::Server(found, whole) = &policy.store().url else { panic!("{url}") };
@@ -51,13 +51,13 @@ fn settings_have_their_say() {
     );
     let store = policy.store();
     assert_eq!((store.timeout, store.prefix.as_str(), store.nodes), (Duration::from_millis(20), "shop", 3));
-    assert_eq!((store.sync, store.cluster, store.on_full), (Sync::Always, Cluster::Reserve, OnFull::Continue));
+    assert_eq!((store.sync, store.cluster, store.on_full), (SyncMode::Always, ClusterMode::Reserve, OnFull::Continue));
     let limits: Vec<_> = policy.plan().limits().iter().map(|(_, limit)| limit).collect();
     assert_eq!(limits[0].sharing().on_outage, OnOutage::Allow);
     assert_eq!(limits[1].sharing().on_outage, OnOutage::Deny);
     let lease = LeaseSpec { permille: 200, max_age: Span::from_secs(1) };
     assert_eq!((limits[0].sharing().lease, limits[1].sharing().lease), (Some(lease), None));
-    let Kind::Window(window) = limits[0].kind() else { panic!("{:?}", limits[0]) };
+    let LimitKind::Window(window) = limits[0].kind() else { panic!("{:?}", limits[0]) };
     assert_eq!(window.lead(), Span::from_secs(1), "a slice counts when its lease ends");
 }
 
@@ -107,7 +107,7 @@ fn limits_are_called_the_same_in_every_plan() {
     );
     let tags = |policy: &Policy| {
         let plan = policy.plan();
-        let named = plan.limits().iter().map(|(id, _)| (plan.info(id).name().to_owned(), plan.limits().tag(id)));
+        let named = plan.limits().iter().map(|(id, _)| (plan.limit_info(id).name().to_owned(), plan.limits().tag(id)));
         named.collect::<std::collections::BTreeMap<_, _>>()
     };
     let (one, two) = (tags(&one), tags(&two));

@@ -17,10 +17,10 @@ use tidegate::Query;
 use tidegate::core::Time;
 use tidegate_policy::Secret;
 
-use crate::answer::error;
-use crate::body::Body;
-use crate::refusals::Refusals;
-use crate::rejections::Rejected;
+use crate::body::ResponseBody;
+use crate::local_response::error;
+use crate::refusal_log::RefusalLog;
+use crate::rejections::RejectionReason;
 
 const TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("tidegate-token");
 const X_TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("x-tidegate-token");
@@ -28,13 +28,13 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
 /// The listener that a check stands in front of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Listener {
+pub(crate) enum ListenerKind {
     Gateway,
     Api,
     Admin,
 }
 
-impl Listener {
+impl ListenerKind {
     /// The headers that carry the token: one behind `Bearer`, and one alone. The gateway leaves `Authorization` to the
     /// provider; forward-auth passes on what the client has there.
     pub(crate) fn token_headers(self) -> [HeaderName; 2] {
@@ -56,18 +56,18 @@ impl Listener {
 
 /// Lets requests in, or tells why not.
 pub(crate) struct Access {
-    listener: Listener,
-    own: IpAddr,
+    listener: ListenerKind,
+    own_ip: IpAddr,
     hosts: Vec<String>,
     /// The usual names of the listener, which needn't be taken apart to be known.
-    usual: [String; 2],
+    usual_names: [String; 2],
     token: Option<Secret>,
-    refusals: Arc<Refusals>,
+    refusals: Arc<RefusalLog>,
 }
 
 /// The reason for which a request isn't let in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
+pub(crate) enum AccessError {
     /// By a name that isn't the listener's.
     Host,
     /// On behalf of a web page.
@@ -78,79 +78,86 @@ pub(crate) enum Denied {
 
 impl Access {
     pub(crate) fn new(
-        listener: Listener,
+        listener: ListenerKind,
         listens: SocketAddr,
         hosts: &[String],
         token: Option<Secret>,
-        refusals: Arc<Refusals>,
+        refusals: Arc<RefusalLog>,
     ) -> Self {
         let usual = [listens.to_string(), format!("localhost:{}", listens.port())];
-        Self { listener, own: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual, token, refusals }
-    }
-
-    /// True if a request may pass: where there is a token, it shows it; otherwise it is no web page's.
-    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), Denied> {
-        self.check_head(request.headers(), request.uri().authority())
-    }
-
-    fn check_head(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), Denied> {
-        match &self.token {
-            Some(token) if self.shows(token, headers) => Ok(()),
-            Some(_) => Err(Denied::Token),
-            None => self.check_page(headers, target),
+        Self {
+            listener,
+            own_ip: listens.ip().to_canonical(),
+            hosts: hosts.to_vec(),
+            usual_names: usual,
+            token,
+            refusals,
         }
     }
 
-    fn shows(&self, token: &Secret, headers: &HeaderMap) -> bool {
-        let [bearer, alone] = self.listener.token_headers().map(|name| headers.get(name).map(HeaderValue::as_bytes));
+    /// True if a request may pass: where there is a token, it shows it; otherwise it is no web page's.
+    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), AccessError> {
+        self.check_headers(request.headers(), request.uri().authority())
+    }
+
+    fn check_headers(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
+        match &self.token {
+            Some(token) if self.has_token(token, headers) => Ok(()),
+            Some(_) => Err(AccessError::Token),
+            None => self.check_web_page(headers, target),
+        }
+    }
+
+    fn has_token(&self, token: &Secret, headers: &HeaderMap) -> bool {
+        let [bearer, plain] = self.listener.token_headers().map(|name| headers.get(name).map(HeaderValue::as_bytes));
         let bearer = bearer.and_then(|value| {
             let (scheme, token) = value.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
         });
-        [bearer, alone].into_iter().flatten().any(|shown| token.matches(shown))
+        [bearer, plain].into_iter().flatten().any(|shown| token.matches(shown))
     }
 
-    fn check_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), Denied> {
-        let (mut host, mut is_browsers) = (None, false);
+    fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
+        let (mut host, mut is_from_browser) = (None, false);
         // One look over all lines costs less than finding each of these.
         for (name, value) in headers {
             if name == HOST {
-                if !self.is_ours(value.as_bytes()) {
-                    return Err(Denied::Host);
+                if !self.is_own_host(value.as_bytes()) {
+                    return Err(AccessError::Host);
                 }
                 host = Some(value.as_bytes());
             } else {
-                is_browsers |= name == ORIGIN || name == SEC_FETCH_SITE;
+                is_from_browser |= name == ORIGIN || name == SEC_FETCH_SITE;
             }
         }
-        if target.is_some_and(|target| !self.is_ours(target.as_str().as_bytes())) {
-            return Err(Denied::Host);
+        if target.is_some_and(|target| !self.is_own_host(target.as_str().as_bytes())) {
+            return Err(AccessError::Host);
         }
-        if is_browsers && self.is_of_another_page(headers, host) { Err(Denied::Origin) } else { Ok(()) }
+        if is_from_browser && self.is_cross_origin(headers, host) { Err(AccessError::Origin) } else { Ok(()) }
     }
 
     /// True if `host` or `host:port` is a name that only the listener has. Without any, as HTTP/1.0 may be, no name can
     /// have led the client astray.
-    fn is_ours(&self, name: &[u8]) -> bool {
-        if name.is_empty() || self.usual.iter().any(|usual| usual.as_bytes() == name) {
+    fn is_own_host(&self, name: &[u8]) -> bool {
+        if name.is_empty() || self.usual_names.iter().any(|usual| usual.as_bytes() == name) {
             return true;
         }
         let Some(host) = str::from_utf8(name).ok().and_then(host_of) else { return false };
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         let is_own = match bare.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
-            Ok(ip) => ip.is_loopback() || ip == self.own,
+            Ok(ip) => ip.is_loopback() || ip == self.own_ip,
             // By RFC 6761 §6.3 these names resolve to loopback and nowhere else.
             Err(_) => host.rsplit('.').next().is_some_and(|last| last.eq_ignore_ascii_case("localhost")),
         };
-        is_own || self.is_named(host)
+        is_own || self.is_allowed_host(host)
     }
 
-    fn is_named(&self, host: &str) -> bool {
+    fn is_allowed_host(&self, host: &str) -> bool {
         self.hosts.iter().any(|name| name.eq_ignore_ascii_case(host))
     }
 
     #[cold]
-    fn is_of_another_page(&self, headers: &HeaderMap, host: Option<&[u8]>) -> bool {
+    fn is_cross_origin(&self, headers: &HeaderMap, host: Option<&[u8]>) -> bool {
         let mut origins = headers.get_all(ORIGIN).iter().peekable();
         // Where a browser tells the page, nothing else has to tell how far it is from here.
         if origins.peek().is_none() {
@@ -160,49 +167,51 @@ impl Access {
             let origin = origin.to_str().unwrap_or_default();
             let page = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://")).unwrap_or_default();
             host.is_some_and(|host| !page.is_empty() && page.as_bytes().eq_ignore_ascii_case(host))
-                || host_of(page).is_some_and(|host| self.is_named(host))
+                || host_of(page).is_some_and(|host| self.is_allowed_host(host))
         })
     }
 
     /// The answer to a request that isn't let in. A web page's is counted and logged.
     #[cold]
-    pub(crate) fn refusal<B>(
+    pub(crate) fn denied_response<B>(
         &self,
-        denied: Denied,
+        denied: AccessError,
         request: &Request<B>,
         peer: SocketAddr,
         now: Time,
-    ) -> Response<Body> {
+    ) -> Response<ResponseBody> {
         let section = self.listener.section();
         let (status, reason, message) = match denied {
-            Denied::Token => return self.ask_for_token(),
-            Denied::Host => (
+            AccessError::Token => return self.token_required_response(),
+            AccessError::Host => (
                 StatusCode::MISDIRECTED_REQUEST,
-                Rejected::ForeignHost,
+                RejectionReason::ForeignHost,
                 format!("the Host is neither loopback nor this listener's address; {section}.hosts names others"),
             ),
-            Denied::Origin => (
+            AccessError::Origin => (
                 StatusCode::FORBIDDEN,
-                Rejected::WebPage,
+                RejectionReason::WebPage,
                 format!("requests of web pages are not served; {section}.hosts names the hosts whose pages may call"),
             ),
         };
         let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
         let (ip, path) = (Some(peer.ip().to_canonical()), Some(request.uri().path()));
         let query = Query { ip, host, path, ..Query::default() };
-        self.refusals.note_rejected(now, reason, &query, &message);
+        self.refusals.log_rejection(now, reason, &query, &message);
         error(status, &message)
     }
 
-    fn ask_for_token(&self) -> Response<Body> {
+    fn token_required_response(&self) -> Response<ResponseBody> {
         const ASK: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
         let (status, ask, message) = match self.listener {
-            Listener::Gateway => (
+            ListenerKind::Gateway => (
                 StatusCode::PROXY_AUTHENTICATION_REQUIRED,
                 PROXY_AUTHENTICATE,
                 "a token is needed, in Proxy-Authorization: Bearer or in Tidegate-Token",
             ),
-            Listener::Api | Listener::Admin => (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed"),
+            ListenerKind::Api | ListenerKind::Admin => {
+                (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed")
+            }
         };
         let mut response = error(status, message);
         response.headers_mut().insert(ask, ASK);
@@ -235,7 +244,7 @@ mod tests {
 
     fn open(listens: &str, hosts: &[&str]) -> Access {
         let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Access::new(Listener::Api, listens.parse().unwrap(), &hosts, None, Arc::new(Refusals::new(1)))
+        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, None, Arc::new(RefusalLog::new(1)))
     }
 
     #[test]
@@ -260,9 +269,9 @@ mod tests {
             "10.1.2.3:8082",
             "",
         ] {
-            assert_eq!(access.check_head(&headers(&[("host", host)]), None), Ok(()), "{host}");
+            assert_eq!(access.check_headers(&headers(&[("host", host)]), None), Ok(()), "{host}");
         }
-        assert_eq!(access.check_head(&headers(&[]), None), Ok(()), "HTTP/1.0 may name none");
+        assert_eq!(access.check_headers(&headers(&[]), None), Ok(()), "HTTP/1.0 may name none");
         for host in [
             "evil.example",
             "evil.example:8082",
@@ -293,25 +302,25 @@ mod tests {
             ".",
             "a b",
         ] {
-            assert_eq!(access.check_head(&headers(&[("host", host)]), None), Err(Denied::Host), "{host}");
+            assert_eq!(access.check_headers(&headers(&[("host", host)]), None), Err(AccessError::Host), "{host}");
         }
         for lines in
             [[("host", "localhost"), ("host", "evil.example")], [("host", "evil.example"), ("host", "localhost")]]
         {
-            assert_eq!(access.check_head(&headers(&lines), None), Err(Denied::Host), "{lines:?}");
+            assert_eq!(access.check_headers(&headers(&lines), None), Err(AccessError::Host), "{lines:?}");
         }
         let whole: Authority = "evil.example".parse().unwrap();
-        assert_eq!(access.check_head(&headers(&[("host", "localhost")]), Some(&whole)), Err(Denied::Host));
+        assert_eq!(access.check_headers(&headers(&[("host", "localhost")]), Some(&whole)), Err(AccessError::Host));
         let public = open("192.0.2.7:8082", &[]);
-        assert_eq!(public.check_head(&headers(&[("host", "192.0.2.7:8082")]), None), Ok(()));
-        assert_eq!(public.check_head(&headers(&[("host", "192.0.2.8")]), None), Err(Denied::Host));
+        assert_eq!(public.check_headers(&headers(&[("host", "192.0.2.7:8082")]), None), Ok(()));
+        assert_eq!(public.check_headers(&headers(&[("host", "192.0.2.8")]), None), Err(AccessError::Host));
     }
 
     #[test]
     fn pages_of_other_origins_are_turned_away() {
         let access = open("127.0.0.1:8082", &["app.internal"]);
         let check = |lines: &[(&'static str, &'static str)]| {
-            access.check_head(&headers(&[&[("host", "127.0.0.1:8082")], lines].concat()), None)
+            access.check_headers(&headers(&[&[("host", "127.0.0.1:8082")], lines].concat()), None)
         };
         for lines in [
             &[("origin", "https://evil.example")][..],
@@ -335,7 +344,7 @@ mod tests {
             &[("sec-fetch-site", "Same-Origin")],
             &[("sec-fetch-site", "none"), ("sec-fetch-site", "cross-site")],
         ] {
-            assert_eq!(check(lines), Err(Denied::Origin), "{lines:?}");
+            assert_eq!(check(lines), Err(AccessError::Origin), "{lines:?}");
         }
         for lines in [
             &[("origin", "http://127.0.0.1:8082")][..],
@@ -348,8 +357,8 @@ mod tests {
             assert_eq!(check(lines), Ok(()), "{lines:?}");
         }
         assert_eq!(
-            access.check_head(&headers(&[("origin", "http://127.0.0.1:8082")]), None),
-            Err(Denied::Origin),
+            access.check_headers(&headers(&[("origin", "http://127.0.0.1:8082")]), None),
+            Err(AccessError::Origin),
             "no Host"
         );
     }
@@ -358,9 +367,9 @@ mod tests {
     fn a_token_stands_in_two_headers_and_is_all_that_is_asked_for() {
         let with = |listener| {
             let token = Some(Secret::new("s3cret"));
-            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(Refusals::new(1)))
+            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(RefusalLog::new(1)))
         };
-        let (gateway, api) = (with(Listener::Gateway), with(Listener::Api));
+        let (gateway, api) = (with(ListenerKind::Gateway), with(ListenerKind::Api));
         for (name, value, passes_gateway, passes_api) in [
             ("proxy-authorization", "Bearer s3cret", true, false),
             ("proxy-authorization", "bearer s3cret", true, false),
@@ -376,10 +385,10 @@ mod tests {
         ] {
             let lines = headers(&[(name, value), ("host", "evil.example"), ("origin", "http://evil.example")]);
             for (access, passes) in [(&gateway, passes_gateway), (&api, passes_api)] {
-                let expected = if passes { Ok(()) } else { Err(Denied::Token) };
-                assert_eq!(access.check_head(&lines, None), expected, "{name}: {value}");
+                let expected = if passes { Ok(()) } else { Err(AccessError::Token) };
+                assert_eq!(access.check_headers(&lines, None), expected, "{name}: {value}");
             }
         }
-        assert_eq!(api.check_head(&headers(&[("host", "10.1.2.3")]), None), Err(Denied::Token));
+        assert_eq!(api.check_headers(&headers(&[("host", "10.1.2.3")]), None), Err(AccessError::Token));
     }
 }

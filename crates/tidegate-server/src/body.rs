@@ -14,12 +14,12 @@ use hyper::body::Incoming;
 use pin_project_lite::pin_project;
 use tokio::time::Sleep;
 
-use crate::permit::Permit;
-use crate::upstream::Reply;
-use crate::watch::{Fault, Phase, Watch};
+use crate::permit_renewer::PermitHandle;
+use crate::upstream::UpstreamBody;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch, UploadFault};
 
 /// The body of an answer to a client.
-pub(crate) enum Body {
+pub(crate) enum ResponseBody {
     /// The gate's own.
     Full(Option<Bytes>),
     /// The upstream's.
@@ -31,7 +31,7 @@ pub(crate) enum Body {
 /// Why a body broke off.
 pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-impl Body {
+impl ResponseBody {
     pub(crate) fn empty() -> Self {
         Self::Full(None)
     }
@@ -41,12 +41,12 @@ impl Body {
     }
 
     /// A provider's, of which something comes at least as often as `patience` says.
-    pub(crate) fn relay<B>(inner: B, watch: Arc<Watch>, patience: Duration) -> Self
+    pub(crate) fn relay<B>(inner: B, watch: Arc<ConnectionWatch>, progress_timeout: Duration) -> Self
     where
         B: http_body::Body<Data = Bytes> + Send + 'static,
         B::Error: Into<BoxError>,
     {
-        Self::Relay(UnsyncBoxBody::new(Relay::new(inner, watch, patience)))
+        Self::Relay(UnsyncBoxBody::new(RelayBody::new(inner, watch, progress_timeout)))
     }
 
     pub(crate) fn full(bytes: Bytes) -> Self {
@@ -54,7 +54,7 @@ impl Body {
     }
 }
 
-impl http_body::Body for Body {
+impl http_body::Body for ResponseBody {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -89,14 +89,18 @@ pub(crate) fn is_last(frame: &Frame<Bytes>, body: &impl http_body::Body) -> bool
 }
 
 /// Notes what polling an answer's body came to; true if it has ended.
-fn follow<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>, body: &impl http_body::Body, watch: &Watch) -> bool {
+fn track_progress<E>(
+    polled: &Poll<Option<Result<Frame<Bytes>, E>>>,
+    body: &impl http_body::Body,
+    watch: &ConnectionWatch,
+) -> bool {
     let ended = match polled {
         Poll::Ready(Some(Ok(frame))) => is_last(frame, body),
         Poll::Ready(None) => true,
         Poll::Ready(Some(Err(_))) | Poll::Pending => return false,
     };
     if ended {
-        watch.enter(Phase::Idle)
+        watch.enter(ConnectionPhase::Idle)
     } else {
         watch.touch()
     }
@@ -105,35 +109,35 @@ fn follow<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>, body: &impl http_bo
 
 pin_project! {
     /// The body of a provider's reply on its way to the client.
-    struct Relay<B> {
+    struct RelayBody<B> {
         #[pin]
         inner: B,
-        reading: Reading,
+        guard: ReplyReadGuard,
     }
 }
 
 /// The reading of a provider's reply.
-struct Reading(Arc<Watch>);
+struct ReplyReadGuard(Arc<ConnectionWatch>);
 
-impl Drop for Reading {
+impl Drop for ReplyReadGuard {
     /// Not every body is read: an answer to a HEAD has one all the same.
     fn drop(&mut self) {
-        self.0.enter_from(Phase::Download, Phase::Idle);
+        self.0.enter_from(ConnectionPhase::Download, ConnectionPhase::Idle);
     }
 }
 
-impl<B: http_body::Body> Relay<B> {
-    fn new(inner: B, watch: Arc<Watch>, patience: Duration) -> Self {
+impl<B: http_body::Body> RelayBody<B> {
+    fn new(inner: B, watch: Arc<ConnectionWatch>, progress_timeout: Duration) -> Self {
         if inner.is_end_stream() {
-            watch.enter(Phase::Idle);
+            watch.enter(ConnectionPhase::Idle);
         } else {
-            watch.enter_download(patience);
+            watch.enter_download(progress_timeout);
         }
-        Self { inner, reading: Reading(watch) }
+        Self { inner, guard: ReplyReadGuard(watch) }
     }
 }
 
-impl<B> http_body::Body for Relay<B>
+impl<B> http_body::Body for RelayBody<B>
 where
     B: http_body::Body<Data = Bytes>,
     B::Error: Into<BoxError>,
@@ -144,7 +148,7 @@ where
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut this = self.project();
         let polled = this.inner.as_mut().poll_frame(cx);
-        follow(&polled, &*this.inner, &this.reading.0);
+        track_progress(&polled, &*this.inner, &this.guard.0);
         polled.map_err(Into::into)
     }
 
@@ -159,33 +163,33 @@ where
 
 /// The upstream's body on its way to the client.
 pub(crate) struct Download {
-    inner: Reply<Upload>,
-    watch: Arc<Watch>,
+    inner: UpstreamBody<Upload>,
+    watch: Arc<ConnectionWatch>,
     /// What the request holds of limits on calls in flight, until the last byte is through.
-    permit: Option<Permit>,
-    expectation: Option<Arc<Expectation>>,
+    permit: Option<PermitHandle>,
+    expectation: Option<Arc<ContinueExpectation>>,
 }
 
 impl Download {
     pub(crate) fn new(
-        inner: Reply<Upload>,
-        watch: Arc<Watch>,
-        permit: Option<Permit>,
-        expectation: Option<Arc<Expectation>>,
+        inner: UpstreamBody<Upload>,
+        watch: Arc<ConnectionWatch>,
+        permit: Option<PermitHandle>,
+        expectation: Option<Arc<ContinueExpectation>>,
     ) -> Self {
         let mut download = Self { inner, watch, permit, expectation };
         if http_body::Body::is_end_stream(&download.inner) {
             download.permit = None;
-            download.watch.enter(Phase::Idle);
+            download.watch.enter(ConnectionPhase::Idle);
         } else {
-            download.watch.enter(Phase::Download);
+            download.watch.enter(ConnectionPhase::Download);
         }
         download
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
-        if follow(&polled, &self.inner, &self.watch) {
+        if track_progress(&polled, &self.inner, &self.watch) {
             self.permit = None;
         }
         polled
@@ -204,9 +208,9 @@ impl Drop for Download {
 pub(crate) struct Upload {
     inner: Incoming,
     /// `None` where there is no body to watch.
-    watch: Option<Arc<Watch>>,
-    left: u64,
-    expectation: Option<(Arc<Expectation>, Pin<Box<Sleep>>)>,
+    watch: Option<Arc<ConnectionWatch>>,
+    remaining_bytes: u64,
+    expectation: Option<(Arc<ContinueExpectation>, Pin<Box<Sleep>>)>,
 }
 
 /// Why a request's body ended early.
@@ -217,19 +221,24 @@ pub(crate) enum UploadError {
     #[error("the client broke off")]
     Broken(#[source] hyper::Error),
     #[error("the upstream has answered without the body")]
-    NotWanted,
+    BodyNotNeeded,
 }
 
 impl Upload {
     /// A body of nothing.
-    pub(crate) fn none(inner: Incoming) -> Self {
-        Self { inner, watch: None, left: 0, expectation: None }
+    pub(crate) fn empty(inner: Incoming) -> Self {
+        Self { inner, watch: None, remaining_bytes: 0, expectation: None }
     }
 
     /// A body of at most `cap` bytes, of which the watch was told, that waits for `expectation`, if there is one.
-    pub(crate) fn new(inner: Incoming, watch: Arc<Watch>, cap: u64, expectation: Option<Arc<Expectation>>) -> Self {
-        let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_AFTER))));
-        Self { inner, watch: Some(watch), left: cap, expectation }
+    pub(crate) fn new(
+        inner: Incoming,
+        watch: Arc<ConnectionWatch>,
+        cap: u64,
+        expectation: Option<Arc<ContinueExpectation>>,
+    ) -> Self {
+        let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_TIMEOUT))));
+        Self { inner, watch: Some(watch), remaining_bytes: cap, expectation }
     }
 }
 
@@ -248,13 +257,13 @@ impl http_body::Body for Upload {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
         let this = &mut *self;
-        if let Some((expectation, patience)) = &mut this.expectation {
+        if let Some((expectation, timeout)) = &mut this.expectation {
             expectation.waker.register(cx.waker());
             match expectation.state() {
-                Expected::Abandoned => return Poll::Ready(Some(Err(UploadError::NotWanted))),
-                Expected::Waiting if patience.as_mut().poll(cx).is_pending() => return Poll::Pending,
-                Expected::Waiting => expectation.go(),
-                Expected::Go => {}
+                ContinueState::Abandoned => return Poll::Ready(Some(Err(UploadError::BodyNotNeeded))),
+                ContinueState::Waiting if timeout.as_mut().poll(cx).is_pending() => return Poll::Pending,
+                ContinueState::Waiting => expectation.proceed(),
+                ContinueState::Proceed => {}
             }
         }
         let polled = http_body::Body::poll_frame(Pin::new(&mut this.inner), cx);
@@ -265,15 +274,15 @@ impl http_body::Body for Upload {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
                     let size = data.remaining() as u64;
-                    if size > this.left {
-                        watch.set_fault(Fault::TooLarge);
+                    if size > this.remaining_bytes {
+                        watch.set_fault(UploadFault::TooLarge);
                         return Poll::Ready(Some(Err(UploadError::TooLarge)));
                     }
-                    this.left -= size;
+                    this.remaining_bytes -= size;
                     watch.count_body(size);
                 }
                 if http_body::Body::is_end_stream(&this.inner) {
-                    watch.enter_from(Phase::Upload, Phase::Await);
+                    watch.enter_from(ConnectionPhase::Upload, ConnectionPhase::AwaitResponse);
                     watch.set_uploading(false);
                 } else {
                     watch.touch();
@@ -281,11 +290,11 @@ impl http_body::Body for Upload {
                 Poll::Ready(Some(Ok(frame)))
             }
             Poll::Ready(Some(Err(error))) => {
-                watch.set_fault(Fault::Broken);
+                watch.set_fault(UploadFault::Broken);
                 Poll::Ready(Some(Err(UploadError::Broken(error))))
             }
             Poll::Ready(None) => {
-                watch.enter_from(Phase::Upload, Phase::Await);
+                watch.enter_from(ConnectionPhase::Upload, ConnectionPhase::AwaitResponse);
                 watch.set_uploading(false);
                 Poll::Ready(None)
             }
@@ -303,43 +312,43 @@ impl http_body::Body for Upload {
 
 /// How long a body waits for the upstream's `100 Continue` before it goes all the same: not every server answers
 /// `Expect` (RFC 9110 §10.1.1 asks not to wait for ever).
-const CONTINUE_AFTER: Duration = Duration::from_secs(1);
+const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What became of an `Expect: 100-continue`. The client's body isn't asked for before the upstream wants it.
 #[derive(Debug, Default)]
-pub(crate) struct Expectation {
+pub(crate) struct ContinueExpectation {
     state: AtomicU8,
     waker: AtomicWaker,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Expected {
+pub(crate) enum ContinueState {
     /// Nothing was heard.
     Waiting,
     /// The body is wanted.
-    Go,
+    Proceed,
     /// The final answer came first.
     Abandoned,
 }
 
-impl Expectation {
-    pub(crate) fn state(&self) -> Expected {
+impl ContinueExpectation {
+    pub(crate) fn state(&self) -> ContinueState {
         match self.state.load(Ordering::Acquire) {
-            0 => Expected::Waiting,
-            1 => Expected::Go,
-            _ => Expected::Abandoned,
+            0 => ContinueState::Waiting,
+            1 => ContinueState::Proceed,
+            _ => ContinueState::Abandoned,
         }
     }
 
-    pub(crate) fn go(&self) {
-        self.settle(1);
+    pub(crate) fn proceed(&self) {
+        self.set_state(1);
     }
 
     pub(crate) fn abandon(&self) {
-        self.settle(2);
+        self.set_state(2);
     }
 
-    fn settle(&self, to: u8) {
+    fn set_state(&self, to: u8) {
         if self.state.compare_exchange(0, to, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             self.waker.wake();
         }

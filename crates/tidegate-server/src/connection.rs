@@ -13,85 +13,104 @@ use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWrite as _;
 use tokio::net::TcpStream;
 
-use crate::answer::{self, Trouble};
-use crate::body::Body;
-use crate::linger::Linger;
-use crate::socket::Socket;
-use crate::watch::{Entry, Hurry, Phase, Watch};
+use crate::body::ResponseBody;
+use crate::linger::LingerState;
+use crate::local_response::{self, HttpError};
+use crate::socket::ClientSocket;
+use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, EndReason};
 
 /// How much of a refused request's body is read away to keep its connection.
-pub(crate) const DRAINED: usize = 64 << 10;
+pub(crate) const MAX_DRAINED_BYTES: usize = 64 << 10;
 
 /// What a service must be for a connection to carry it.
-pub(crate) trait Serves:
-    HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin
+pub(crate) trait ConnectionService:
+    HttpService<Incoming, ResBody = ResponseBody, Error = std::convert::Infallible> + Unpin
 {
 }
-impl<S: HttpService<Incoming, ResBody = Body, Error = std::convert::Infallible> + Unpin> Serves for S {}
+impl<S: HttpService<Incoming, ResBody = ResponseBody, Error = std::convert::Infallible> + Unpin> ConnectionService
+    for S
+{
+}
 
 /// One client connection, as a future that ends with it.
-pub(crate) struct Connection<S: Serves> {
-    state: State<S>,
-    watch: Arc<Watch>,
-    _entry: Arc<Entry>,
+pub(crate) struct ClientConnection<S: ConnectionService> {
+    state: ConnectionStage<S>,
+    watch: Arc<ConnectionWatch>,
+    _entry: Arc<ConnectionEntry>,
     waker: Option<Waker>,
-    leftover: Option<Incoming>,
-    drained: usize,
+    unread_body: Option<Incoming>,
+    drained_bytes: usize,
 }
 
 #[expect(clippy::large_enum_variant, reason = "a connection spends its life in the large one")]
-enum State<S: Serves> {
-    Http(UpgradeableConnection<TokioIo<Socket>, S>),
-    Farewell { stream: TcpStream, words: Bytes, said: bool, linger: Linger },
-    Over,
+enum ConnectionStage<S: ConnectionService> {
+    Http(UpgradeableConnection<TokioIo<ClientSocket>, S>),
+    Closing { stream: TcpStream, response: Bytes, is_shut_down: bool, linger: LingerState },
+    Closed,
 }
 
-impl<S: Serves> Connection<S> {
-    pub(crate) fn new(http: UpgradeableConnection<TokioIo<Socket>, S>, watch: Arc<Watch>, entry: Arc<Entry>) -> Self {
-        Self { state: State::Http(http), watch, _entry: entry, waker: None, leftover: None, drained: 0 }
+impl<S: ConnectionService> ClientConnection<S> {
+    pub(crate) fn new(
+        http: UpgradeableConnection<TokioIo<ClientSocket>, S>,
+        watch: Arc<ConnectionWatch>,
+        entry: Arc<ConnectionEntry>,
+    ) -> Self {
+        Self {
+            state: ConnectionStage::Http(http),
+            watch,
+            _entry: entry,
+            waker: None,
+            unread_body: None,
+            drained_bytes: 0,
+        }
     }
 
     /// What to do about a phase that lasts too long; true if the connection is over.
-    fn overdue(&mut self) -> bool {
+    fn handle_phase_end(&mut self) -> bool {
         if self.watch.is_aborted() {
             return true;
         }
         match self.watch.phase() {
             // The request in hand answers with 408 or 504.
-            Phase::Deciding | Phase::Upload | Phase::Await => false,
-            Phase::Idle | Phase::Download | Phase::Tunnel | Phase::Linger => true,
-            Phase::Head => {
-                let State::Http(http) = mem::replace(&mut self.state, State::Over) else { return true };
+            ConnectionPhase::Deciding | ConnectionPhase::Upload | ConnectionPhase::AwaitResponse => false,
+            ConnectionPhase::Idle | ConnectionPhase::Download | ConnectionPhase::Tunnel | ConnectionPhase::Linger => {
+                true
+            }
+            ConnectionPhase::Head => {
+                let ConnectionStage::Http(http) = mem::replace(&mut self.state, ConnectionStage::Closed) else {
+                    return true;
+                };
                 let Some(parts) = http.into_parts() else { return true };
                 if parts.read_buf.is_empty() {
                     return true;
                 }
                 let (stream, _) = parts.io.into_inner().into_parts();
-                if self.watch.is_hurried(Hurry::Place) {
+                if self.watch.is_ended_for(EndReason::Displaced) {
                     // The place is needed now: what can be said at once is said.
-                    let _ = stream.try_write(&Trouble::Busy.last_words());
+                    let _ = stream.try_write(&HttpError::TooManyHeads.raw_response());
                     return true;
                 }
-                let is_given_up = self.watch.is_hurried(Hurry::Bytes);
-                let trouble = if is_given_up { Trouble::Busy } else { Trouble::ClientTimeout };
-                self.farewell(stream, trouble.last_words());
+                let is_given_up = self.watch.is_ended_for(EndReason::HeadBytes);
+                let trouble = if is_given_up { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
+                self.start_closing(stream, trouble.raw_response());
                 false
             }
         }
     }
 
-    fn farewell(&mut self, stream: TcpStream, words: Bytes) {
-        self.watch.begin_lingering(false);
-        self.state = State::Farewell { stream, words, said: false, linger: Linger::new(&self.watch) };
+    fn start_closing(&mut self, stream: TcpStream, response: Bytes) {
+        self.watch.start_linger(false);
+        self.state =
+            ConnectionStage::Closing { stream, response, is_shut_down: false, linger: LingerState::new(&self.watch) };
     }
 
     /// Reads away what a refused request left. False if there is nothing to do before the connection moves.
-    fn drain(&mut self, cx: &mut Context<'_>) -> bool {
-        if let Some(body) = self.watch.take_leftover() {
-            self.drained = 0;
-            self.leftover = Some(body);
+    fn drain_body(&mut self, cx: &mut Context<'_>) -> bool {
+        if let Some(body) = self.watch.take_unread_body() {
+            self.drained_bytes = 0;
+            self.unread_body = Some(body);
         }
-        let Some(body) = &mut self.leftover else { return false };
+        let Some(body) = &mut self.unread_body else { return false };
         match http_body::Body::poll_frame(Pin::new(body), cx) {
             Poll::Pending => {
                 self.watch.set_waits_on_client(true);
@@ -100,24 +119,24 @@ impl<S: Serves> Connection<S> {
             Poll::Ready(Some(Ok(frame))) => {
                 let count = frame.data_ref().map_or(0, |data| data.len());
                 self.watch.count_body(count as u64);
-                self.drained += count;
-                if self.drained <= DRAINED {
+                self.drained_bytes += count;
+                if self.drained_bytes <= MAX_DRAINED_BYTES {
                     return true;
                 }
-                self.watch.set_lingers();
+                self.watch.set_must_linger();
             }
             Poll::Ready(Some(Err(_)) | None) => {}
         }
-        self.leftover = None;
-        self.watch.enter_from(Phase::Linger, Phase::Idle);
+        self.unread_body = None;
+        self.watch.enter_from(ConnectionPhase::Linger, ConnectionPhase::Idle);
         true
     }
 }
 
-impl<S> Future for Connection<S>
+impl<S> Future for ClientConnection<S>
 where
-    S: Serves,
-    UpgradeableConnection<TokioIo<Socket>, S>: Future<Output = hyper::Result<()>> + Unpin,
+    S: ConnectionService,
+    UpgradeableConnection<TokioIo<ClientSocket>, S>: Future<Output = hyper::Result<()>> + Unpin,
 {
     type Output = ();
 
@@ -129,45 +148,48 @@ where
         }
         loop {
             match &mut this.state {
-                State::Over => return Poll::Ready(()),
-                State::Http(http) => match Pin::new(http).poll(cx) {
+                ConnectionStage::Closed => return Poll::Ready(()),
+                ConnectionStage::Http(http) => match Pin::new(http).poll(cx) {
                     Poll::Pending => {
                         // Not before: a request that has just come saves a connection that was to go for being idle.
-                        if this.watch.is_overdue() {
-                            if this.overdue() {
+                        if this.watch.must_end_phase() {
+                            if this.handle_phase_end() {
                                 return Poll::Ready(());
                             }
-                            if matches!(this.state, State::Farewell { .. }) {
+                            if matches!(this.state, ConnectionStage::Closing { .. }) {
                                 continue;
                             }
                         }
-                        if !this.drain(cx) {
+                        if !this.drain_body(cx) {
                             return Poll::Pending;
                         }
                     }
                     Poll::Ready(ended) => {
                         let lingers = match &ended {
-                            Ok(()) => this.watch.lingers(),
+                            Ok(()) => this.watch.must_linger(),
                             Err(error) => error.is_parse(),
                         };
                         if let Err(error) = &ended {
                             tracing::debug!(%error, "a client connection ended");
                         }
-                        let State::Http(http) = mem::replace(&mut this.state, State::Over) else { continue };
+                        let ConnectionStage::Http(http) = mem::replace(&mut this.state, ConnectionStage::Closed) else {
+                            continue;
+                        };
                         if let Some(parts) = http.into_parts().filter(|_| lingers) {
                             let (stream, refusal) = parts.io.into_inner().into_parts();
                             let words = match (ended, refusal) {
-                                (Err(error), Some(status)) => {
-                                    answer::last_words(status, &format!("the request's head can't be read: {error}"))
-                                }
+                                (Err(error), Some(status)) => local_response::raw_error_response(
+                                    status,
+                                    &format!("the request's head can't be read: {error}"),
+                                ),
                                 _ => Bytes::new(),
                             };
-                            this.farewell(stream, words);
+                            this.start_closing(stream, words);
                         }
                     }
                 },
-                State::Farewell { stream, words, said, linger } => {
-                    if this.watch.is_overdue() {
+                ConnectionStage::Closing { stream, response: words, is_shut_down: said, linger } => {
+                    if this.watch.must_end_phase() {
                         return Poll::Ready(());
                     }
                     while !words.is_empty() {

@@ -6,7 +6,7 @@ use tidegate_policy::Policy;
 use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS};
 
 /// Descriptors of a process besides connections: listeners, the store's and the log's files, the runtime's own.
-const OTHERS: u64 = 64;
+const OTHER_DESCRIPTORS: u64 = 64;
 
 /// The number of descriptors that are open when every listener is at its cap. A connection that is passed on counts twice.
 fn needed(policy: &Policy) -> u64 {
@@ -15,14 +15,14 @@ fn needed(policy: &Policy) -> u64 {
     let passed_on = listens(inbound.upstream.is_some(), u64::from(inbound.caps.connections));
     let outbound = policy.outbound().filter(|outbound| outbound.listen.is_some());
     let passed_on = passed_on + outbound.map_or(0, |outbound| outbound.connections as u64);
-    let own = listens(policy.api().listen.is_some(), API_CONNECTIONS as u64)
+    let internal = listens(policy.api().listen.is_some(), API_CONNECTIONS as u64)
         + listens(policy.admin().listen.is_some(), ADMIN_CONNECTIONS as u64);
-    2 * passed_on + own + OTHERS
+    2 * passed_on + internal + OTHER_DESCRIPTORS
 }
 
 /// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit, and warns where that is less than the
 /// policy's connections may take. `tidegate serve` does so at its start; other programs decide for themselves.
-pub fn raise(policy: &Policy) {
+pub fn raise_limit(policy: &Policy) {
     let mut limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {
         let soft = std::mem::replace(&mut limit.current, limit.maximum);
@@ -43,17 +43,17 @@ pub fn raise(policy: &Policy) {
 
 #[cfg(test)]
 mod tests {
-    use tidegate_policy::Sources;
+    use tidegate_policy::PolicySources;
 
     use super::*;
 
     #[test]
     fn connections_that_are_passed_on_count_twice() {
-        let of = |file: &str| needed(&Policy::load(Sources::new().file("t", file)).unwrap());
+        let of = |file: &str| needed(&Policy::load(PolicySources::new().file("t", file)).unwrap());
         let none = of("[admin]\nlisten = \"off\"\n[api]\nlisten = \"off\"\n");
-        assert_eq!(none, OTHERS);
-        assert_eq!(of("[admin]\nlisten = \"off\"\n"), OTHERS + 1024);
+        assert_eq!(none, OTHER_DESCRIPTORS);
+        assert_eq!(of("[admin]\nlisten = \"off\"\n"), OTHER_DESCRIPTORS + 1024);
         let proxy = "[inbound]\nupstream = \"http://127.0.0.1:3000\"\n[inbound.caps]\nconnections = 500\n";
-        assert_eq!(of(proxy), OTHERS + 1024 + 64 + 1000);
+        assert_eq!(of(proxy), OTHER_DESCRIPTORS + 1024 + 64 + 1000);
     }
 }

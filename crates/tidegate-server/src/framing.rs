@@ -10,21 +10,21 @@ use memchr::memchr;
 
 /// How much of a header line is kept while the rest of it hasn't arrived: enough for the names that matter and a
 /// length of any size.
-const CARRY: usize = 64;
+const MAX_PARTIAL_LINE: usize = 64;
 
 /// Follows the framing of one connection.
 #[derive(Debug)]
-pub(crate) struct Framing {
-    at: At,
-    carry: [u8; CARRY],
-    carried: usize,
-    head: Head,
-    heads: u32,
-    ambiguous: u32,
+pub(crate) struct FramingTracker {
+    state: FramingState,
+    partial_line: [u8; MAX_PARTIAL_LINE],
+    partial_len: usize,
+    head: HeadFraming,
+    head_count: u32,
+    first_ambiguous: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum At {
+enum FramingState {
     /// At a line of a head; the request line comes first.
     Head,
     /// Inside a body of known length.
@@ -38,53 +38,62 @@ enum At {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Head {
-    begun: bool,
-    length: Option<u64>,
-    encoded: bool,
+struct HeadFraming {
+    has_request_line: bool,
+    content_length: Option<u64>,
+    has_transfer_encoding: bool,
 }
 
-impl Framing {
+impl FramingTracker {
     pub(crate) fn new() -> Self {
-        Self { at: At::Head, carry: [0; CARRY], carried: 0, head: Head::default(), heads: 0, ambiguous: 0 }
+        Self {
+            state: FramingState::Head,
+            partial_line: [0; MAX_PARTIAL_LINE],
+            partial_len: 0,
+            head: HeadFraming::default(),
+            head_count: 0,
+            first_ambiguous: 0,
+        }
     }
 
     /// The number, counted from 1, of the first head with both `Transfer-Encoding` and `Content-Length`; 0 if there
     /// was none.
-    pub(crate) fn ambiguous(&self) -> u32 {
-        self.ambiguous
+    pub(crate) fn first_ambiguous_head(&self) -> u32 {
+        self.first_ambiguous
     }
 
     /// Takes the next bytes that the client sent.
-    pub(crate) fn follow(&mut self, mut bytes: &[u8]) {
+    pub(crate) fn feed(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            match self.at {
-                At::Body(left) | At::Chunk(left) => {
+            match self.state {
+                FramingState::Body(left) | FramingState::Chunk(left) => {
                     let step = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
                     bytes = &bytes[step..];
                     let left = left - step as u64;
-                    self.at = match (self.at, left) {
-                        (At::Body(_), 0) => At::Head,
-                        (At::Body(_), _) => At::Body(left),
-                        (_, 0) => At::ChunkSize,
-                        _ => At::Chunk(left),
+                    self.state = match (self.state, left) {
+                        (FramingState::Body(_), 0) => FramingState::Head,
+                        (FramingState::Body(_), _) => FramingState::Body(left),
+                        (_, 0) => FramingState::ChunkSize,
+                        _ => FramingState::Chunk(left),
                     };
                 }
-                At::Head if self.carried == 0 && self.head.begun => bytes = self.skip(bytes),
-                At::Head | At::ChunkSize | At::Trailers => match memchr(b'\n', bytes) {
+                FramingState::Head if self.partial_len == 0 && self.head.has_request_line => {
+                    bytes = self.skip_header_lines(bytes)
+                }
+                FramingState::Head | FramingState::ChunkSize | FramingState::Trailers => match memchr(b'\n', bytes) {
                     Some(end) => {
-                        if self.carried == 0 {
-                            self.line(trim_end(&bytes[..end]));
+                        if self.partial_len == 0 {
+                            self.process_line(trim_end(&bytes[..end]));
                         } else {
-                            self.keep(&bytes[..end]);
-                            let (carry, carried) = (self.carry, self.carried);
-                            self.carried = 0;
-                            self.line(trim_end(&carry[..carried]));
+                            self.keep_partial_line(&bytes[..end]);
+                            let (carry, carried) = (self.partial_line, self.partial_len);
+                            self.partial_len = 0;
+                            self.process_line(trim_end(&carry[..carried]));
                         }
                         bytes = &bytes[end + 1..];
                     }
                     None => {
-                        self.keep(bytes);
+                        self.keep_partial_line(bytes);
                         bytes = &[];
                     }
                 },
@@ -95,68 +104,68 @@ impl Framing {
     /// Passes over the lines of a head up to its end, to one that says something of its framing, or to one that isn't
     /// whole yet. Nearly all that is ever read goes through here.
     #[inline]
-    fn skip<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
+    fn skip_header_lines<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
         while let Some(end) = memchr(b'\n', bytes) {
             match bytes[0] {
-                b'c' | b'C' | b't' | b'T' | b'\r' | b'\n' => self.line(trim_end(&bytes[..end])),
+                b'c' | b'C' | b't' | b'T' | b'\r' | b'\n' => self.process_line(trim_end(&bytes[..end])),
                 _ => {}
             }
             bytes = &bytes[end + 1..];
-            if !self.head.begun || bytes.is_empty() {
+            if !self.head.has_request_line || bytes.is_empty() {
                 return bytes;
             }
         }
-        self.keep(bytes);
+        self.keep_partial_line(bytes);
         &[]
     }
 
-    fn keep(&mut self, bytes: &[u8]) {
-        let step = bytes.len().min(CARRY - self.carried);
-        self.carry[self.carried..self.carried + step].copy_from_slice(&bytes[..step]);
-        self.carried += step;
+    fn keep_partial_line(&mut self, bytes: &[u8]) {
+        let step = bytes.len().min(MAX_PARTIAL_LINE - self.partial_len);
+        self.partial_line[self.partial_len..self.partial_len + step].copy_from_slice(&bytes[..step]);
+        self.partial_len += step;
     }
 
-    fn line(&mut self, line: &[u8]) {
-        match self.at {
-            At::Head if line.is_empty() => {
+    fn process_line(&mut self, line: &[u8]) {
+        match self.state {
+            FramingState::Head if line.is_empty() => {
                 // Empty lines before a request line are skipped (RFC 9112 §2.2).
-                if self.head.begun {
-                    self.end_of_head();
+                if self.head.has_request_line {
+                    self.finish_head();
                 }
             }
-            At::Head if !self.head.begun => self.head.begun = true,
-            At::Head => match line[0] | 0x20 {
+            FramingState::Head if !self.head.has_request_line => self.head.has_request_line = true,
+            FramingState::Head => match line[0] | 0x20 {
                 b'c' => {
-                    if let Some(value) = value_of(line, b"content-length") {
-                        self.head.length = Some(number(value, 10).unwrap_or(0));
+                    if let Some(value) = header_value(line, b"content-length") {
+                        self.head.content_length = Some(parse_number(value, 10).unwrap_or(0));
                     }
                 }
-                b't' if value_of(line, b"transfer-encoding").is_some() => self.head.encoded = true,
+                b't' if header_value(line, b"transfer-encoding").is_some() => self.head.has_transfer_encoding = true,
                 _ => {}
             },
-            At::ChunkSize => {
+            FramingState::ChunkSize => {
                 let digits = line.split(|byte| matches!(byte, b';' | b' ' | b'\t')).next().unwrap_or(line);
-                self.at = match number(digits, 16) {
-                    Some(0) => At::Trailers,
-                    Some(size) => At::Chunk(size.saturating_add(2)),
-                    None => At::Head,
+                self.state = match parse_number(digits, 16) {
+                    Some(0) => FramingState::Trailers,
+                    Some(size) => FramingState::Chunk(size.saturating_add(2)),
+                    None => FramingState::Head,
                 };
             }
-            At::Trailers if line.is_empty() => self.at = At::Head,
-            At::Trailers | At::Body(_) | At::Chunk(_) => {}
+            FramingState::Trailers if line.is_empty() => self.state = FramingState::Head,
+            FramingState::Trailers | FramingState::Body(_) | FramingState::Chunk(_) => {}
         }
     }
 
-    fn end_of_head(&mut self) {
+    fn finish_head(&mut self) {
         let head = std::mem::take(&mut self.head);
-        self.heads = self.heads.wrapping_add(1);
-        if head.encoded && head.length.is_some() && self.ambiguous == 0 {
-            self.ambiguous = self.heads;
+        self.head_count = self.head_count.wrapping_add(1);
+        if head.has_transfer_encoding && head.content_length.is_some() && self.first_ambiguous == 0 {
+            self.first_ambiguous = self.head_count;
         }
-        self.at = match head.length {
-            _ if head.encoded => At::ChunkSize,
-            Some(length) if length > 0 => At::Body(length),
-            _ => At::Head,
+        self.state = match head.content_length {
+            _ if head.has_transfer_encoding => FramingState::ChunkSize,
+            Some(length) if length > 0 => FramingState::Body(length),
+            _ => FramingState::Head,
         };
     }
 }
@@ -165,13 +174,13 @@ fn trim_end(line: &[u8]) -> &[u8] {
     line.strip_suffix(b"\r").unwrap_or(line)
 }
 
-fn value_of<'a>(line: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
+fn header_value<'a>(line: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     let (found, value) = line.split_at_checked(name.len())?;
     let value = value.strip_prefix(b":")?;
     found.eq_ignore_ascii_case(name).then(|| value.trim_ascii())
 }
 
-fn number(digits: &[u8], radix: u32) -> Option<u64> {
+fn parse_number(digits: &[u8], radix: u32) -> Option<u64> {
     let text = std::str::from_utf8(digits).ok()?;
     u64::from_str_radix(text, radix).ok()
 }
@@ -181,15 +190,15 @@ mod tests {
     use super::*;
 
     fn ambiguous(bytes: &[u8]) -> u32 {
-        let mut whole = Framing::new();
-        whole.follow(bytes);
-        let mut pieces = Framing::new();
+        let mut whole = FramingTracker::new();
+        whole.feed(bytes);
+        let mut pieces = FramingTracker::new();
         for byte in bytes {
-            pieces.follow(std::slice::from_ref(byte));
+            pieces.feed(std::slice::from_ref(byte));
         }
-        assert_eq!(whole.ambiguous(), pieces.ambiguous(), "the same however the bytes arrive");
-        assert_eq!(whole.at, pieces.at);
-        whole.ambiguous()
+        assert_eq!(whole.first_ambiguous_head(), pieces.first_ambiguous_head(), "the same however the bytes arrive");
+        assert_eq!(whole.state, pieces.state);
+        whole.first_ambiguous_head()
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! What it understands of a request: `Tidegate-Priority`, `Tidegate-Timeout`, `Idempotency-Key`. What it says of a
 //! reply: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`.
 
-mod connect;
+mod provider_client;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -29,46 +29,46 @@ use tidegate::outbound::{
 };
 use tidegate::store::Store;
 use tidegate_policy::Secret;
-use tidegate_policy::outbound::{BaseUrl, Provider as Plan};
+use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
 use tower_layer::Layer as _;
 
-use self::connect::{Connections, Connector};
-use crate::access::{Access, Listener};
-use crate::answer::{self, Trouble, error, json};
-use crate::body::{Body, BoxError, Upload};
-use crate::hop;
-use crate::listener::Client;
-use crate::proxy::{Answering, is_grpc, sound};
-use crate::refusals::{Failed, Refusals};
-use crate::upstream::Upstream;
-use crate::watch::{Hurry, Phase, Watch};
-use crate::wire::http_api::{dismiss, last};
+use self::provider_client::{ProviderClient, ProviderConnector};
+use crate::access::{Access, ListenerKind};
+use crate::body::{BoxError, ResponseBody, Upload};
+use crate::hop_headers;
+use crate::listener::ConnectionContext;
+use crate::local_response::{self, HttpError, error, json};
+use crate::proxy::{ResponseFuture, is_grpc, validate_request};
+use crate::refusal_log::{FailedCall, RefusalLog};
+use crate::upstream::UpstreamClient;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
+use crate::wire::http_api::{discard_body, finish_response};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
 const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
 const CREDENTIAL: HeaderName = HeaderName::from_static("tidegate-credential");
 /// Why a reply that isn't a good one was the last.
-const ERROR: HeaderName = HeaderName::from_static("tidegate-error");
+const CALL_ERROR: HeaderName = HeaderName::from_static("tidegate-error");
 const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
 /// What says who a request came from: no business of somebody else's API. `X-Forwarded-…` says so besides.
-const ORIGINS: [HeaderName; 3] = [FORWARDED, VIA, HeaderName::from_static("x-real-ip")];
+const CLIENT_ORIGIN_HEADERS: [HeaderName; 3] = [FORWARDED, VIA, HeaderName::from_static("x-real-ip")];
 const X_FORWARDED: &str = "x-forwarded-";
 
 /// What all connections of the gateway share.
-pub(crate) struct Gateway<S: Store, C: Clock> {
+pub(crate) struct GatewayState<S: Store, C: Clock> {
     mounts: HashMap<String, Mount<S, C>>,
-    /// The servers behind those without TLS, whose idle connections have to be let go by [`Upstream::age`].
-    pub(crate) upstreams: Vec<Arc<Upstream<ReplayBody<Upload>>>>,
+    /// The servers behind those without TLS, whose idle connections have to be let go by [`UpstreamClient::run_idle_cleanup`].
+    pub(crate) upstreams: Vec<Arc<UpstreamClient<ReplayBody<Upload>>>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     access: Access,
-    refusals: Arc<Refusals>,
+    refusals: Arc<RefusalLog>,
 }
 
 /// A provider as the gateway calls it.
-type Mount<S, C> = OutboundService<Connections<ReplayBody<Upload>>, S, C>;
+type Mount<S, C> = OutboundService<ProviderClient<ReplayBody<Upload>>, S, C>;
 
-impl<S: Store, C: Clock + Clone> Gateway<S, C> {
+impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     /// A gateway to these providers, those without a base URL left out.
     ///
     /// # Errors
@@ -77,31 +77,33 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
         outbound: &Outbound<S, C>,
         listens: SocketAddr,
         token: Option<Secret>,
-        refusals: Arc<Refusals>,
+        refusals: Arc<RefusalLog>,
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, GatewayError> {
-        let connector = Connector::new().map_err(GatewayError::Roots)?;
+        let connector = ProviderConnector::new().map_err(GatewayError::Roots)?;
         let (mut mounts, mut upstreams) = (HashMap::new(), Vec::new());
         for provider in outbound.providers() {
             let plan = provider.plan();
             let Some(base) = &plan.base_url else { continue };
-            let told = |source| GatewayError::Credential { provider: plan.name.clone(), source };
-            let layer =
-                OutboundLayer::with(provider.clone(), env).map_err(told)?.mounted(&plan.name).faults(connect::fault_of);
-            let connections = connector.connections(plan, base);
-            if let Connections::Plain(upstream) = &connections {
+            let to_error = |source| GatewayError::Credential { provider: plan.name.clone(), source };
+            let layer = OutboundLayer::with(provider.clone(), env)
+                .map_err(to_error)?
+                .mounted(&plan.name)
+                .faults(provider_client::fault_of);
+            let connections = connector.client(plan, base);
+            if let ProviderClient::Plain(upstream) = &connections {
                 upstreams.push(Arc::clone(upstream));
             }
             mounts.insert(plan.name.clone(), layer.layer(connections));
         }
         let hosts = &outbound.plan().hosts;
-        let access = Access::new(Listener::Gateway, listens, hosts, token, Arc::clone(&refusals));
+        let access = Access::new(ListenerKind::Gateway, listens, hosts, token, Arc::clone(&refusals));
         Ok(Self { mounts, upstreams, cache: Cache::of(outbound), access, refusals, outbound: outbound.clone() })
     }
 
     /// What serves a connection's requests.
-    pub(crate) fn meet(self: &Arc<Self>, client: Client) -> Guest<S, C> {
-        Guest { gateway: Arc::clone(self), client: Arc::new(client) }
+    pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> GatewayService<S, C> {
+        GatewayService { gateway: Arc::clone(self), context: Arc::new(client) }
     }
 }
 
@@ -115,51 +117,53 @@ pub(crate) enum GatewayError {
 }
 
 /// A connection's requests, served.
-pub(crate) struct Guest<S: Store, C: Clock> {
-    gateway: Arc<Gateway<S, C>>,
-    client: Arc<Client>,
+pub(crate) struct GatewayService<S: Store, C: Clock> {
+    gateway: Arc<GatewayState<S, C>>,
+    context: Arc<ConnectionContext>,
 }
 
-impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
-    type Response = Response<Body>;
+impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S, C> {
+    type Response = Response<ResponseBody>;
     type Error = Infallible;
-    type Future = Answering;
+    type Future = ResponseFuture;
 
-    fn call(&self, mut request: Request<Incoming>) -> Answering {
-        let watch = &self.client.watch;
+    fn call(&self, mut request: Request<Incoming>) -> ResponseFuture {
+        let watch = &self.context.watch;
         let number = watch.count_request();
         // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
-        watch.enter(Phase::Deciding);
-        let (mount, options) = match self.gateway.read(&mut request, number, &self.client) {
+        watch.enter(ConnectionPhase::Deciding);
+        let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
-            Err(refusal) => return Answering::Now(Some(last(watch, dismiss(watch, request, refusal)))),
+            Err(refusal) => {
+                return ResponseFuture::Ready(Some(finish_response(watch, discard_body(watch, request, refusal))));
+            }
         };
         let has_body = !request.body().is_end_stream();
         let paced = !is_grpc(&request);
         let request = request.map(|body| {
             if !has_body {
-                return Upload::none(body);
+                return Upload::empty(body);
             }
             watch.begin_body(paced);
             Upload::new(body, Arc::clone(watch), MAX_BODY, None)
         });
-        let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.client));
-        Answering::Later(Box::pin(async move {
+        let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.context));
+        ResponseFuture::Pending(Box::pin(async move {
             let watch = &client.watch;
             let plan = mount.provider().plan();
-            let called = async {
+            let call = async {
                 match plan.cache {
-                    None => mount.send(options, request).await.map(|response| relay(response, watch, plan)),
+                    None => mount.send(options, request).await.map(|response| relay_response(response, watch, plan)),
                     Some(_) => {
                         let send = |options, request| mount.send(options, request);
                         // Boxed, as calls of which nothing is kept would take the room for it too.
                         let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
-                        called.map(|response| relay(response, watch, plan))
+                        called.map(|response| relay_response(response, watch, plan))
                     }
                 }
             };
-            let mut called = pin!(called);
-            let called = poll_fn(|cx| match watch.is_hurried(Hurry::Time) {
+            let mut called = pin!(call);
+            let called = poll_fn(|cx| match watch.is_ended_for(EndReason::Timeout) {
                 // Only a body that trickles is hurried while the call goes on.
                 true => Poll::Ready(None),
                 false => called.as_mut().poll(cx).map(Some),
@@ -167,51 +171,53 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for Guest<S, C> {
             let mut response = match called.await {
                 Some(Ok(response)) => response,
                 Some(Err(failed)) => {
-                    gateway.note(mount.provider(), &failed);
-                    refusal(&failed, plan)
+                    gateway.log_failed_call(mount.provider(), &failed);
+                    error_response(&failed, plan)
                 }
-                None => Trouble::ClientTimeout.response(),
+                None => HttpError::ClientTimeout.response(),
             };
             if has_body && watch.is_uploading() {
-                watch.set_lingers();
-                answer::close(&mut response);
+                watch.set_must_linger();
+                local_response::set_connection_close(&mut response);
             }
-            last(watch, response)
+            finish_response(watch, response)
         }))
     }
 }
 
-impl<S: Store, C: Clock + Clone> Gateway<S, C> {
+impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     /// Makes the client's request the provider's, as far as that doesn't depend on the credential.
     #[expect(clippy::result_large_err, reason = "a refusal is small beside the call that it spares")]
-    fn read(
+    fn prepare_request(
         &self,
         request: &mut Request<Incoming>,
         number: u32,
-        client: &Client,
-    ) -> Result<(&Mount<S, C>, CallOptions), Response<Body>> {
-        sound(request, number, &client.watch).map_err(|trouble| trouble.response())?;
+        client: &ConnectionContext,
+    ) -> Result<(&Mount<S, C>, CallOptions), Response<ResponseBody>> {
+        validate_request(request, number, &client.watch).map_err(|trouble| trouble.response())?;
         if let Err(denied) = self.access.check(request) {
-            return Err(self.access.refusal(denied, request, client.address, self.now()));
+            return Err(self.access.denied_response(denied, request, client.address, self.now()));
         }
-        for name in Listener::Gateway.token_headers() {
+        for name in ListenerKind::Gateway.token_headers() {
             request.headers_mut().remove(name);
         }
         let path = request.uri().path_and_query().map_or("/", PathAndQuery::as_str);
         let whole = path.strip_prefix('/').unwrap_or(path);
         let (name, rest) = whole.split_at(whole.find(['/', '?']).unwrap_or(whole.len()));
-        let Some(mount) = self.mounts.get(name) else { return Err(self.unknown(name)) };
+        let Some(mount) = self.mounts.get(name) else { return Err(self.unknown_provider_response(name)) };
         let rest = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };
         let rest = PathAndQuery::try_from(rest)
             .map_err(|_| error(StatusCode::BAD_REQUEST, "the path has a character that a URL can't have"))?;
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
         let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
-        let hop = hop::strip_request(headers, &[]);
-        remove_all(headers, |name| name == EXPECT || ORIGINS.contains(name) || name.as_str().starts_with(X_FORWARDED));
+        let hop = hop_headers::strip_request(headers, &[]);
+        remove_all(headers, |name| {
+            name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
+        });
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
         let over_tls = mount.provider().plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
-        hop::arm_call(request.headers_mut(), &hop, chunked, over_tls);
+        hop_headers::add_provider_headers(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
     }
 
@@ -222,22 +228,22 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 
     /// Tells the log of a call that failed, unless by its caller's fault.
     #[cold]
-    fn note(&self, provider: &Provider<S, C>, failed: &OutboundError) {
+    fn log_failed_call(&self, provider: &Provider<S, C>, failed: &OutboundError) {
         if failed.status() != 429 && failed.status() < 500 {
             return;
         }
         let (why, happened) = match failed {
             OutboundError::Call(call) => {
-                let trouble = call.value.as_ref().map(|trouble| format!(": {}", in_full(trouble)));
+                let trouble = call.value.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
                 (call.why.to_string() + &trouble.unwrap_or_default(), Some(call.happened))
             }
-            failed => (in_full(failed), None),
+            failed => (error_chain(failed), None),
         };
-        let failed = Failed { provider: &provider.plan().name, why: &why, happened };
-        self.refusals.note_failed(provider.clock().now(), &failed);
+        let failed = FailedCall { provider: &provider.plan().name, why: &why, stats: happened };
+        self.refusals.log_failed_call(provider.clock().now(), &failed);
     }
 
-    fn unknown(&self, name: &str) -> Response<Body> {
+    fn unknown_provider_response(&self, name: &str) -> Response<ResponseBody> {
         let plan = self.outbound.plan();
         let message = match plan.find(name) {
             Ok(_) => format!("the provider {name} has no base_url, so only Rust programs call it"),
@@ -255,28 +261,28 @@ impl<S: Store, C: Clock + Clone> Gateway<S, C> {
 const MAX_BODY: u64 = u64::MAX;
 
 /// A provider's reply as the client gets it.
-fn relay<B>(response: Response<B>, watch: &Arc<Watch>, plan: &Plan) -> Response<Body>
+fn relay_response<B>(response: Response<B>, watch: &Arc<ConnectionWatch>, plan: &Plan) -> Response<ResponseBody>
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
 {
     let (mut parts, body) = response.into_parts();
-    hop::strip_response(&mut parts.headers);
+    hop_headers::strip_response(&mut parts.headers);
     parts.version = Version::HTTP_11;
     let happened = parts.extensions.get::<Happened>().copied();
     let status = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<Why>().map(ToString::to_string);
     // The HTTP machinery keeps the provider's reason phrase there, which may repeat the credential.
     parts.extensions.clear();
-    tell(&mut parts.headers, plan, happened, status);
+    set_tidegate_headers(&mut parts.headers, plan, happened, status);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
-        parts.headers.insert(ERROR, why);
+        parts.headers.insert(CALL_ERROR, why);
     }
-    Response::from_parts(parts, Body::relay(body, Arc::clone(watch), plan.attempt_timeout))
+    Response::from_parts(parts, ResponseBody::relay(body, Arc::clone(watch), plan.attempt_timeout))
 }
 
 /// Says what happened on the way; which credential was shown only where there are any.
-fn tell(headers: &mut HeaderMap, plan: &Plan, happened: Option<Happened>, cache: Option<CacheStatus>) {
+fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<Happened>, cache: Option<CacheStatus>) {
     remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
@@ -299,33 +305,33 @@ fn tell(headers: &mut HeaderMap, plan: &Plan, happened: Option<Happened>, cache:
 }
 
 /// Takes out the headers whose names are such.
-fn remove_all(headers: &mut HeaderMap, such: impl Fn(&HeaderName) -> bool) {
-    let names: Vec<HeaderName> = headers.keys().filter(|name| such(name)).cloned().collect();
+fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
+    let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
     for name in names {
         headers.remove(name);
     }
 }
 
 /// The answer where there is no reply.
-fn refusal(failed: &OutboundError, plan: &Plan) -> Response<Body> {
+fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody> {
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
-    let OutboundError::Call(call) = failed else { return error(status, &in_full(failed)) };
+    let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
     let mut problem = call.problem();
     if let Some(trouble) = &call.value {
         problem.message += ": ";
-        problem.message += &in_full(trouble);
+        problem.message += &error_chain(trouble);
     }
     let body = serde_json::to_vec(&problem).unwrap_or_default();
     let mut response = json(status, body.into());
     if let Some(wait) = call.retry_after() {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
     }
-    tell(response.headers_mut(), plan, Some(call.happened), None);
+    set_tidegate_headers(response.headers_mut(), plan, Some(call.happened), None);
     response
 }
 
 /// An error with what caused it.
-fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
+fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
     outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
         // Some tell their cause themselves.

@@ -8,14 +8,14 @@ use tidegate::outbound::Outbound;
 use tidegate::store::{Losses, Store};
 
 /// How often the store is tended.
-const TEND_EVERY: Duration = Duration::from_secs(1);
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// How often the clock is moved towards the wall's.
-const FOLLOW_EVERY: Duration = Duration::from_secs(1);
+const FOLLOW_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Has the store forget what is idle, and tells what it had to let go.
-pub(crate) async fn tend(tend: impl Fn() -> Losses) {
+pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
     loop {
-        tokio::time::sleep(TEND_EVERY).await;
+        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
         let lost = tend();
         if lost.any() {
             tracing::warn!(
@@ -31,25 +31,25 @@ pub(crate) async fn tend(tend: impl Fn() -> Losses) {
 }
 
 /// Has providers hear what other nodes find of them.
-pub(crate) async fn confer<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
+pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
     loop {
-        tokio::time::sleep(TEND_EVERY).await;
+        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
         providers.confer().await;
     }
 }
 
 /// How far the wall clock may be from the gate's, in microseconds, before the log is told: slewing by so much takes
 /// half an hour.
-const FAR: u64 = 1_000_000;
+const MAX_DRIFT_MICROS: u64 = 1_000_000;
 
 /// Moves a clock towards the wall's, and tells once when it is far off.
-pub(crate) async fn follow(clock: &SystemClock) {
+pub(crate) async fn follow_wall_clock(clock: &SystemClock) {
     let mut was_far = false;
     loop {
-        tokio::time::sleep(FOLLOW_EVERY).await;
-        clock.follow(tidegate::Span::from_duration(FOLLOW_EVERY));
+        tokio::time::sleep(FOLLOW_INTERVAL).await;
+        clock.follow(tidegate::Span::from_duration(FOLLOW_INTERVAL));
         let drift = clock.drift();
-        let is_far = drift.unsigned_abs() > FAR;
+        let is_far = drift.unsigned_abs() > MAX_DRIFT_MICROS;
         if is_far && !was_far {
             tracing::warn!(
                 drift_secs = drift / 1_000_000,

@@ -1,14 +1,14 @@
 //! The Tidegate gate as a server: reverse proxy, forward-auth and decision API.
 //!
 //! ```no_run
-//! use tidegate_policy::{Policy, Sources};
+//! use tidegate_policy::{Policy, PolicySources};
 //! use tidegate_server::{Server, signals};
 //!
 //! # async fn run() -> Result<(), Box<dyn std::error::Error>> {
-//! let policy = Policy::load(Sources::new().env(std::env::vars()))?;
+//! let policy = Policy::load(PolicySources::new().env(std::env::vars()))?;
 //! let server = Server::new(&policy).bind()?;
 //! println!("guarding {:?}", server.inbound());
-//! server.run(signals::stop()?).await;
+//! server.run(signals::stop_signal()?).await;
 //! # Ok(())
 //! # }
 //! ```
@@ -50,30 +50,30 @@
 //!   idle connections after two ticks, and ends what is left when `timeouts.shutdown` is over.
 
 mod access;
-mod answer;
 mod body;
-mod bound;
-mod clients;
+mod bound_server;
+mod client_limit;
 mod connection;
 pub mod descriptors;
-mod displace;
+mod displacement;
 mod framing;
 mod gateway;
-mod hop;
+mod hop_headers;
 mod housekeeping;
 mod linger;
 mod listener;
+mod local_response;
 pub mod log;
-mod permit;
+mod permit_renewer;
 mod proxy;
-mod refusals;
+mod refusal_log;
 mod rejections;
 pub mod signals;
 mod snapshots;
 mod socket;
 mod upgrade;
 mod upstream;
-mod watch;
+mod watchdog;
 mod wire;
 
 use std::io;
@@ -87,37 +87,37 @@ use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{AnyStore, Gate, Memory, OpenError, Stores, SystemClock};
-use tidegate_policy::{KeyPart, Policy, Secret, TokenError, TokenSource};
+use tidegate_policy::{KeyPart, Policy, Secret, SecretError, SecretSource};
 
 use crate::access::Access;
-use crate::bound::Open;
-pub use crate::bound::{Bound, Ended};
-use crate::gateway::{Gateway, GatewayError};
-use crate::listener::{Bounds, Listener};
-use crate::permit::Keeper;
-use crate::proxy::Proxy;
-use crate::refusals::Refusals;
-use crate::watch::Patience;
-use crate::wire::admin::Admin;
-use crate::wire::http_api::Api;
+use crate::bound_server::OpenListener;
+pub use crate::bound_server::{BoundServer, ShutdownSummary};
+use crate::gateway::{GatewayError, GatewayState};
+use crate::listener::{Listener, ListenerConfig};
+use crate::permit_renewer::PermitRenewer;
+use crate::proxy::ProxyState;
+use crate::refusal_log::RefusalLog;
+use crate::watchdog::PhaseTimeouts;
+use crate::wire::admin::AdminState;
+use crate::wire::http_api::ApiState;
 
 /// How many connections the API takes at once: front servers and programs keep theirs.
 const API_CONNECTIONS: usize = 1024;
 /// How many connections the admin listener takes at once.
 const ADMIN_CONNECTIONS: usize = 64;
 /// The most bytes of a head on the API and admin listeners.
-const OWN_HEADER_BYTES: usize = 64 << 10;
+const INTERNAL_HEADER_BYTES: usize = 64 << 10;
 
 /// Finds an environment variable's value.
-type LookUp = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
+type EnvLookup = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
 /// A gate that is to be served: a policy, and the gate that decides by it.
 pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
     outbound: Option<Outbound<S, C>>,
     policy: Policy,
-    env: LookUp,
-    clock_follower: Option<SystemClock>,
+    env: EnvLookup,
+    followed_clock: Option<SystemClock>,
 }
 
 /// Why a gate can't be served.
@@ -135,7 +135,7 @@ pub enum ServeError {
     },
     /// A listener would be open to the network without a token.
     #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
-    Open {
+    TokenRequired {
         /// `outbound`, `api` or `admin`.
         listener: &'static str,
         /// The address.
@@ -147,7 +147,7 @@ pub enum ServeError {
         /// `outbound`, `api` or `admin`.
         listener: &'static str,
         /// Why.
-        source: TokenError,
+        source: SecretError,
     },
     /// A provider's credential can't be had, or can't be sent where it belongs.
     #[error("outbound.provider.{provider}.credentials: {source}")]
@@ -159,13 +159,13 @@ pub enum ServeError {
     },
     /// The system's root certificates can't be read, so that no provider could be trusted.
     #[error("the system's root certificates can't be read: {0}")]
-    Roots(io::Error),
+    RootCertificates(io::Error),
     /// The file that outbound state outlives the process in can't be used.
     #[error("outbound.snapshot: {0}")]
     Snapshot(#[from] SnapshotError),
     /// An action that proxied requests match counts by something that no request carries.
     #[error("the limit `{limit}` counts by `{part}`, which a proxied request doesn't have")]
-    Part {
+    MissingKeyPart {
         /// The limit.
         limit: String,
         /// The part.
@@ -177,9 +177,9 @@ impl Server {
     /// A server for a policy, with state in memory and the machine's clock.
     pub fn new(policy: &Policy) -> Self {
         let clock = SystemClock::new();
-        let mut server = Self::with(Gate::in_memory(policy, clock.clone()), policy);
+        let mut server = Self::from_gate(Gate::in_memory(policy, clock.clone()), policy);
         server.outbound = Outbound::in_memory(policy, clock.clone());
-        server.following(clock)
+        server.follow_clock(clock)
     }
 }
 
@@ -192,17 +192,17 @@ impl Server<AnyStore> {
     pub async fn open(policy: &Policy) -> Result<Self, OpenError> {
         let clock = SystemClock::new();
         let stores = Stores::open(policy, |name: &str| std::env::var(name).ok()).await?;
-        let mut server = Self::with(stores.gate(policy, clock.clone())?, policy);
+        let mut server = Self::from_gate(stores.gate(policy, clock.clone())?, policy);
         server.outbound = stores.outbound(policy, clock.clone())?;
-        Ok(server.following(clock))
+        Ok(server.follow_clock(clock))
     }
 }
 
 impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// A server for a gate that was made from this policy.
-    pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
+    pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
-        Self { gate, outbound: None, policy: policy.clone(), env, clock_follower: None }
+        Self { gate, outbound: None, policy: policy.clone(), env, followed_clock: None }
     }
 
     /// Serves these providers, made from the same policy. [`Server::new`] does so by itself.
@@ -215,8 +215,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// Moves this clock, which the gate tells the time by, towards the wall clock while the server runs, and warns
     /// once when the two are more than a second apart. [`Server::new`] does so by itself.
     #[must_use]
-    pub fn following(mut self, clock: SystemClock) -> Self {
-        self.clock_follower = Some(clock);
+    pub fn follow_clock(mut self, clock: SystemClock) -> Self {
+        self.followed_clock = Some(clock);
         self
     }
 
@@ -227,21 +227,21 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         self
     }
 
-    /// Opens the listeners. From here on clients can connect; they are answered by [`Bound::run`]. Needs a tokio
+    /// Opens the listeners. From here on clients can connect; they are answered by [`BoundServer::run`]. Needs a tokio
     /// runtime with IO and time.
     ///
     /// # Errors
     /// See [`ServeError`]; nothing is left half-open.
-    pub fn bind(self) -> Result<Bound<S, C>, ServeError> {
+    pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
         let inbound = self.policy.inbound();
         let api = self.policy.api();
         let admin = self.policy.admin();
-        let api_token = self.token("api", api.listen, api.token.as_ref())?;
-        let admin_token = self.token("admin", admin.listen, admin.token.as_ref())?;
+        let api_token = self.resolve_token("api", api.listen, api.token.as_ref())?;
+        let admin_token = self.resolve_token("admin", admin.listen, admin.token.as_ref())?;
         if inbound.upstream.is_some() {
-            self.proxied_requests_have_all_parts()?;
+            self.check_proxied_key_parts()?;
         }
-        let patience = Patience {
+        let timeouts = PhaseTimeouts {
             idle: inbound.timeouts.idle,
             head: inbound.timeouts.header,
             body: inbound.timeouts.body,
@@ -249,33 +249,33 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             tunnel: inbound.timeouts.idle,
             body_rate: inbound.caps.body_rate,
         };
-        let own = |connections| Bounds {
+        let internal_config = |connections| ListenerConfig {
             connections,
-            header_bytes: OWN_HEADER_BYTES,
-            headers: listener::USUAL_HEADERS,
-            patience,
+            header_bytes: INTERNAL_HEADER_BYTES,
+            headers: listener::DEFAULT_MAX_HEADERS,
+            timeouts,
             forwards: false,
         };
-        let proxied = Bounds {
+        let proxy_config = ListenerConfig {
             connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
             header_bytes: inbound.caps.header_bytes,
             headers: inbound.caps.headers,
-            patience,
+            timeouts,
             forwards: true,
         };
         let ipv6_prefix = self.gate.plan().ipv6_prefix();
-        let refusals = Arc::new(Refusals::new(self.policy.log().refusals_per_second));
-        let keeper = Arc::new(Keeper::default());
+        let refusals = Arc::new(RefusalLog::new(self.policy.log().refusals_per_second));
+        let keeper = Arc::new(PermitRenewer::default());
         let draining = Arc::new(AtomicBool::new(false));
         let inbound = match &inbound.upstream {
             None => None,
-            Some(upstream) => Some(Open {
-                listener: open("inbound", inbound.listen, proxied)?.per_client(
+            Some(upstream) => Some(OpenListener {
+                listener: bind_listener("inbound", inbound.listen, proxy_config)?.limit_per_client(
                     inbound.caps.connections_per_client,
                     ipv6_prefix,
                     &inbound.forwarding.trusted,
                 ),
-                service: Arc::new(Proxy::new(
+                service: Arc::new(ProxyState::new(
                     self.gate.clone(),
                     inbound,
                     upstream,
@@ -292,35 +292,43 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         };
         let outbound = match &self.outbound {
             None => None,
-            Some(outbound) => {
-                self.gateway(outbound, &refusals, Bounds { forwards: true, ..own(outbound.plan().connections) })?
-            }
+            Some(outbound) => self.gateway(
+                outbound,
+                &refusals,
+                ListenerConfig { forwards: true, ..internal_config(outbound.plan().connections) },
+            )?,
         };
         let settings = self.policy.inbound();
         let api = match api.listen {
             None => None,
-            Some(address) => Some(Open {
-                listener: open("api", address, own(API_CONNECTIONS))?,
-                service: Arc::new(Api {
+            Some(address) => Some(OpenListener {
+                listener: bind_listener("api", address, internal_config(API_CONNECTIONS))?,
+                service: Arc::new(ApiState {
                     gate: self.gate.clone(),
                     replies: Replies::new(self.gate.plan(), settings.headers, settings.x_ratelimit),
-                    access: Access::new(access::Listener::Api, address, &api.hosts, api_token, Arc::clone(&refusals)),
+                    access: Access::new(
+                        access::ListenerKind::Api,
+                        address,
+                        &api.hosts,
+                        api_token,
+                        Arc::clone(&refusals),
+                    ),
                     forwarding: settings.forwarding.clone(),
                     forward_auth: api.forward_auth,
                     deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
                     refusals: Arc::clone(&refusals),
-                    distrust_told: AtomicBool::new(false),
+                    untrusted_peer_logged: AtomicBool::new(false),
                 }),
             }),
         };
         let admin = match admin.listen {
             None => None,
-            Some(address) => Some(Open {
-                listener: open("admin", address, own(ADMIN_CONNECTIONS))?,
-                service: Arc::new(Admin {
+            Some(address) => Some(OpenListener {
+                listener: bind_listener("admin", address, internal_config(ADMIN_CONNECTIONS))?,
+                service: Arc::new(AdminState {
                     gate: self.gate.clone(),
                     access: Access::new(
-                        access::Listener::Admin,
+                        access::ListenerKind::Admin,
                         address,
                         &admin.hosts,
                         admin_token,
@@ -330,7 +338,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
                 }),
             }),
         };
-        Ok(Bound {
+        Ok(BoundServer {
             gate: self.gate,
             providers: self.outbound,
             snapshot: snapshot.map(Arc::new),
@@ -338,43 +346,48 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             outbound,
             api,
             admin,
-            keeper,
+            permit_renewer: keeper,
             refusals,
             draining,
-            shutdown: settings.timeouts.shutdown,
-            clock_follower: self.clock_follower,
+            shutdown_timeout: settings.timeouts.shutdown,
+            followed_clock: self.followed_clock,
         })
     }
 
     fn gateway(
         &self,
         outbound: &Outbound<S, C>,
-        refusals: &Arc<Refusals>,
-        bounds: Bounds,
-    ) -> Result<Option<Open<Gateway<S, C>>>, ServeError> {
+        refusals: &Arc<RefusalLog>,
+        bounds: ListenerConfig,
+    ) -> Result<Option<OpenListener<GatewayState<S, C>>>, ServeError> {
         let plan = outbound.plan();
-        let token = self.token("outbound", plan.listen, plan.token.as_ref())?;
+        let token = self.resolve_token("outbound", plan.listen, plan.token.as_ref())?;
         let Some(address) = plan.listen else { return Ok(None) };
-        let gateway =
-            Gateway::new(outbound, address, token, Arc::clone(refusals), &self.env).map_err(|error| match error {
+        let gateway = GatewayState::new(outbound, address, token, Arc::clone(refusals), &self.env).map_err(
+            |error| match error {
                 GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
-                GatewayError::Roots(error) => ServeError::Roots(error),
-            })?;
+                GatewayError::Roots(error) => ServeError::RootCertificates(error),
+            },
+        )?;
         let (ipv6_prefix, trusted) = (self.gate.plan().ipv6_prefix(), &self.policy.inbound().forwarding.trusted);
-        let listener = open("outbound", address, bounds)?.per_client(plan.connections_per_client, ipv6_prefix, trusted);
-        Ok(Some(Open { listener, service: Arc::new(gateway) }))
+        let listener = bind_listener("outbound", address, bounds)?.limit_per_client(
+            plan.connections_per_client,
+            ipv6_prefix,
+            trusted,
+        );
+        Ok(Some(OpenListener { listener, service: Arc::new(gateway) }))
     }
 
-    fn token(
+    fn resolve_token(
         &self,
         listener: &'static str,
         address: Option<SocketAddr>,
-        source: Option<&TokenSource>,
+        source: Option<&SecretSource>,
     ) -> Result<Option<Secret>, ServeError> {
         match (address, source) {
             (None, _) => Ok(None),
             (Some(address), None) if !address.ip().to_canonical().is_loopback() => {
-                Err(ServeError::Open { listener, address })
+                Err(ServeError::TokenRequired { listener, address })
             }
             (Some(_), None) => Ok(None),
             (Some(_), Some(source)) => {
@@ -384,19 +397,19 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         }
     }
 
-    fn proxied_requests_have_all_parts(&self) -> Result<(), ServeError> {
+    fn check_proxied_key_parts(&self) -> Result<(), ServeError> {
         let plan = self.gate.plan();
         let matched = plan.actions().filter(|(_, action)| action.matcher().is_some()).map(|(id, _)| Some(id));
         for action in matched.chain([None]) {
-            if let Some((limit, part)) = plan.part_outside_requests(action) {
-                let (limit, part) = (plan.info(limit).name().to_owned(), KeyPart::to_string(part));
-                return Err(ServeError::Part { limit, part });
+            if let Some((limit, part)) = plan.part_not_in_requests(action) {
+                let (limit, part) = (plan.limit_info(limit).name().to_owned(), KeyPart::to_string(part));
+                return Err(ServeError::MissingKeyPart { limit, part });
             }
         }
         Ok(())
     }
 }
 
-fn open(listener: &'static str, address: SocketAddr, bounds: Bounds) -> Result<Listener, ServeError> {
+fn bind_listener(listener: &'static str, address: SocketAddr, bounds: ListenerConfig) -> Result<Listener, ServeError> {
     Listener::bind(address, bounds).map_err(|source| ServeError::Bind { listener, address, source })
 }

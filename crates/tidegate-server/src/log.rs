@@ -8,21 +8,21 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate::Span;
-use tidegate::core::batch::take;
-use tidegate::core::{Key, Kind, Limit, LimitId, Op, State, Time, Verb, Verdict, Window};
+use tidegate::core::batch::execute_take;
+use tidegate::core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Time, Verb, Verdict, Window};
 use tidegate_policy::sections;
 use tidegate_policy::{LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
-use crate::watch::lock;
+use crate::watchdog::lock;
 
 /// Begins to write log lines to standard error, as the policy's `[log]` says; `RUST_LOG`-like `filter` beats its
 /// level.
 ///
 /// # Errors
 /// The filter makes no sense, or this process logs already.
-pub fn start(settings: &sections::Log, filter: Option<&str>) -> Result<(), StartError> {
+pub fn start(settings: &sections::LogConfig, filter: Option<&str>) -> Result<(), StartError> {
     start_to(settings, filter, std::io::stderr)
 }
 
@@ -30,19 +30,23 @@ pub fn start(settings: &sections::Log, filter: Option<&str>) -> Result<(), Start
 ///
 /// # Errors
 /// As [`start`].
-pub fn start_to<W>(settings: &sections::Log, filter: Option<&str>, writer: W) -> Result<(), StartError>
+pub fn start_to<W>(settings: &sections::LogConfig, filter: Option<&str>, writer: W) -> Result<(), StartError>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
     let subscriber = subscriber(settings, filter, writer)?;
-    tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::Started)
+    tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::AlreadyStarted)
 }
 
 /// The subscriber that [`start`] would install, for programs (and tests) that install it themselves.
 ///
 /// # Errors
 /// The filter makes no sense.
-pub fn subscriber<W>(settings: &sections::Log, filter: Option<&str>, writer: W) -> Result<tracing::Dispatch, StartError>
+pub fn subscriber<W>(
+    settings: &sections::LogConfig,
+    filter: Option<&str>,
+    writer: W,
+) -> Result<tracing::Dispatch, StartError>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
@@ -56,36 +60,38 @@ where
     let filter = EnvFilter::try_new(filter.unwrap_or(level)).map_err(|error| StartError::Filter(error.to_string()))?;
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
     Ok(match settings.format {
-        LogFormat::Text => lines.with_writer(Safe { inner: writer, safe: printable_lines }).finish().into(),
+        LogFormat::Text => {
+            lines.with_writer(SanitizingWriter { inner: writer, sanitize: printable_lines }).finish().into()
+        }
         LogFormat::Json => {
-            let lines = lines.with_writer(Safe { inner: writer, safe: printable_json });
+            let lines = lines.with_writer(SanitizingWriter { inner: writer, sanitize: printable_json });
             lines.json().flatten_event(true).with_current_span(false).with_span_list(false).finish().into()
         }
     })
 }
 
 /// Makes writers, or is one, that make lines safe to print: what an error of a store says comes from outside as well.
-struct Safe<W> {
+struct SanitizingWriter<W> {
     inner: W,
-    safe: fn(&str) -> Cow<'_, str>,
+    sanitize: fn(&str) -> Cow<'_, str>,
 }
 
-impl<'w, W: MakeWriter<'w>> MakeWriter<'w> for Safe<W> {
-    type Writer = Safe<W::Writer>;
+impl<'w, W: MakeWriter<'w>> MakeWriter<'w> for SanitizingWriter<W> {
+    type Writer = SanitizingWriter<W::Writer>;
 
     fn make_writer(&'w self) -> Self::Writer {
-        Safe { inner: self.inner.make_writer(), safe: self.safe }
+        SanitizingWriter { inner: self.inner.make_writer(), sanitize: self.sanitize }
     }
 
     fn make_writer_for(&'w self, meta: &tracing::Metadata<'_>) -> Self::Writer {
-        Safe { inner: self.inner.make_writer_for(meta), safe: self.safe }
+        SanitizingWriter { inner: self.inner.make_writer_for(meta), sanitize: self.sanitize }
     }
 }
 
-impl<W: io::Write> io::Write for Safe<W> {
+impl<W: io::Write> io::Write for SanitizingWriter<W> {
     /// Writes all of it; an event comes in one piece.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.inner.write_all((self.safe)(&String::from_utf8_lossy(bytes)).as_bytes())?;
+        self.inner.write_all((self.sanitize)(&String::from_utf8_lossy(bytes)).as_bytes())?;
         Ok(bytes.len())
     }
 
@@ -102,38 +108,38 @@ pub enum StartError {
     Filter(String),
     /// This process logs already.
     #[error("this process logs already")]
-    Started,
+    AlreadyStarted,
 }
 
 /// How many characters of a client's text a line holds.
-const SHOWN: usize = 128;
+const MAX_TEXT_CHARS: usize = 128;
 /// How many characters of an error's text a line holds.
-const TOLD: usize = 512;
+const MAX_ERROR_CHARS: usize = 512;
 
 /// A client's text, safe to write down: control characters, ANSI sequences, line and direction marks and quotes come
 /// out as escapes, and what is over 128 characters is cut off with `…`.
 #[derive(Clone, Copy)]
-pub struct Escaped<'a>(pub &'a str);
+pub struct EscapedText<'a>(pub &'a str);
 
-impl fmt::Display for Escaped<'_> {
+impl fmt::Display for EscapedText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        escape(self.0, SHOWN, f)
+        escape(self.0, MAX_TEXT_CHARS, f)
     }
 }
 
-/// What an error says, which may repeat what a stranger said: as [`Escaped`], but up to 512 characters.
-pub(crate) struct Told<'a>(pub(crate) &'a str);
+/// What an error says, which may repeat what a stranger said: as [`EscapedText`], but up to 512 characters.
+pub(crate) struct EscapedError<'a>(pub(crate) &'a str);
 
-impl fmt::Display for Told<'_> {
+impl fmt::Display for EscapedError<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        escape(self.0, TOLD, f)
+        escape(self.0, MAX_ERROR_CHARS, f)
     }
 }
 
-fn escape(text: &str, most: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+fn escape(text: &str, max_chars: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     use fmt::Write as _;
     let mut chars = text.chars();
-    for char in chars.by_ref().take(most) {
+    for char in chars.by_ref().take(max_chars) {
         match char {
             '"' | '\\' => write!(f, "\\{char}")?,
             ' '..='~' => f.write_char(char)?,
@@ -144,7 +150,7 @@ fn escape(text: &str, most: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     if chars.next().is_some() { f.write_char('…') } else { Ok(()) }
 }
 
-impl fmt::Debug for Escaped<'_> {
+impl fmt::Debug for EscapedText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "\"{self}\"")
     }
@@ -152,50 +158,50 @@ impl fmt::Debug for Escaped<'_> {
 
 /// A caller's key, which may be a secret: its first four characters and its length.
 #[derive(Clone, Copy)]
-pub(crate) struct Masked<'a>(pub(crate) &'a str);
+pub(crate) struct MaskedKey<'a>(pub(crate) &'a str);
 
-impl fmt::Display for Masked<'_> {
+impl fmt::Display for MaskedKey<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let end = self.0.char_indices().nth(4).map_or(self.0.len(), |(at, _)| at);
         let (shown, hidden) = self.0.split_at(end);
-        write!(f, "{}", Escaped(shown))?;
+        write!(f, "{}", EscapedText(shown))?;
         if hidden.is_empty() { Ok(()) } else { write!(f, "…({})", self.0.chars().count()) }
     }
 }
 
 /// Lets so many lines a second through, by the same strict window that limits clients, and counts the rest.
-pub(crate) struct Throttle {
+pub(crate) struct LogThrottle {
     limit: Limit,
-    state: Mutex<State>,
+    state: Mutex<KeyState>,
     /// Microseconds until which every line is one too many.
-    shut_until: AtomicU64,
+    closed_until_micros: AtomicU64,
     suppressed: AtomicU64,
 }
 
-impl Throttle {
+impl LogThrottle {
     /// At most `lines` (at least 1) in any second.
     pub(crate) fn new(lines: u32) -> Self {
         let lines = lines.max(1);
         let window = Window::new(u64::from(lines), Span::from_secs(1), lines.min(1024))
             .expect("invariant: a window of a second with 1 to 2^32 entries is a valid limit");
         Self {
-            limit: Limit::new(Kind::Window(window)),
+            limit: Limit::new(LimitKind::Window(window)),
             state: Mutex::default(),
-            shut_until: AtomicU64::new(0),
+            closed_until_micros: AtomicU64::new(0),
             suppressed: AtomicU64::new(0),
         }
     }
 
     /// Whether a line may be written at `now`; if so, how many were suppressed before it.
     pub(crate) fn admit(&self, now: Time) -> Option<u64> {
-        if now.as_micros() < self.shut_until.load(Ordering::Relaxed) {
+        if now.as_micros() < self.closed_until_micros.load(Ordering::Relaxed) {
             self.suppressed.fetch_add(1, Ordering::Relaxed);
             return None;
         }
         let line = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
-        let outcome = take(&line, &self.limit, 0, slice::from_mut(&mut *lock(&self.state)), now);
+        let outcome = execute_take(&line, &self.limit, 0, slice::from_mut(&mut *lock(&self.state)), now);
         if outcome.verdict != Verdict::Admitted {
-            self.shut_until.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
+            self.closed_until_micros.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
             self.suppressed.fetch_add(1, Ordering::Relaxed);
             return None;
         }
@@ -223,17 +229,17 @@ mod tests {
             ("\u{9b}31m\u{2028}\u{202e}\0\x7f", "\\u{9b}31m\\u{2028}\\u{202e}\\u{0}\\u{7f}"),
             (r#"" level=error \"#, r#"\" level=error \\"#),
         ] {
-            assert_eq!(Escaped(text).to_string(), shown);
+            assert_eq!(EscapedText(text).to_string(), shown);
         }
-        let long = Escaped(&"x".repeat(1 << 20)).to_string();
-        assert_eq!((long.chars().count(), long.chars().last()), (SHOWN + 1, Some('…')));
+        let long = EscapedText(&"x".repeat(1 << 20)).to_string();
+        assert_eq!((long.chars().count(), long.chars().last()), (MAX_TEXT_CHARS + 1, Some('…')));
     }
 
     #[test]
     fn no_line_steers_the_terminal_that_it_is_printed_on_whatever_it_tells() {
         for (format, shown) in [(LogFormat::Text, "a store\u{fffd} is"), (LogFormat::Json, "a store\\u2066 is")] {
             let lines = Arc::new(Mutex::new(Vec::new()));
-            let mut settings = sections::Log::default();
+            let mut settings = sections::LogConfig::default();
             settings.format = format;
             let writer = Arc::clone(&lines);
             let dispatch = subscriber(&settings, None, move || Shared(Arc::clone(&writer))).unwrap();
@@ -263,14 +269,14 @@ mod tests {
 
     #[test]
     fn keys_are_masked() {
-        assert_eq!(Masked("bob").to_string(), "bob");
-        assert_eq!(Masked("sk_live_51H8").to_string(), "sk_l…(12)");
-        assert_eq!(Masked("\n\n").to_string(), "\\u{a}\\u{a}");
+        assert_eq!(MaskedKey("bob").to_string(), "bob");
+        assert_eq!(MaskedKey("sk_live_51H8").to_string(), "sk_l…(12)");
+        assert_eq!(MaskedKey("\n\n").to_string(), "\\u{a}\\u{a}");
     }
 
     #[test]
     fn so_many_lines_a_second() {
-        let throttle = Throttle::new(10);
+        let throttle = LogThrottle::new(10);
         let at = |millis: u64| Time::from_secs(1_800_000_000) + Span::from_millis(millis);
         let written = (0..1000).filter(|millis| throttle.admit(at(*millis)).is_some()).count();
         assert_eq!(written, 10);

@@ -16,142 +16,153 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::core::{Clock, Reason};
-use tidegate::reply::{LastRefusal, Replies};
+use tidegate::reply::{RefusalCache, Replies};
 use tidegate::store::Store;
-use tidegate::{Actions, Begun, CheckError, Decision, Gate, Query};
-use tidegate_policy::{Forwarding, Inbound, Upstream as UpstreamAddress, canonical, is_host, is_same_host};
+use tidegate::{Check, CheckError, Decision, Gate, MatchedActions, Query};
+use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
-use crate::answer::{self, Trouble};
-use crate::body::{Body, Download, Expectation, Expected, Upload};
-use crate::connection::DRAINED;
-use crate::hop;
-use crate::listener::Client;
-use crate::permit::{Keeper, Permit};
-use crate::refusals::{Refusal, Refusals};
-use crate::rejections::Rejected;
+use crate::body::{ContinueExpectation, ContinueState, Download, ResponseBody, Upload};
+use crate::connection::MAX_DRAINED_BYTES;
+use crate::hop_headers;
+use crate::listener::ConnectionContext;
+use crate::local_response::{self, HttpError};
+use crate::permit_renewer::{PermitHandle, PermitRenewer};
+use crate::refusal_log::{RefusalLog, RefusalRecord};
+use crate::rejections::RejectionReason;
 use crate::upgrade;
-use crate::upstream::{Failure, Rules, Upstream};
-use crate::watch::{Entry, Fault, Phase, Watch};
+use crate::upstream::{PoolConfig, UpstreamClient, UpstreamError};
+use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, UploadFault};
 
 /// How long an idle connection to the upstream is kept: Node.js, the most hurried of common servers, closes after 5 s.
-const KEPT: Duration = Duration::from_secs(4);
+const UPSTREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// What all connections of the proxy share.
-pub(crate) struct Proxy<S: Store, C: Clock> {
+pub(crate) struct ProxyState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
-    pub(crate) upstream: Arc<Upstream<Upload>>,
+    pub(crate) upstream: Arc<UpstreamClient<Upload>>,
     pub(crate) forwarding: Forwarding,
     pub(crate) body_cap: u64,
-    pub(crate) keeper: Arc<Keeper>,
-    pub(crate) refusals: Arc<Refusals>,
+    pub(crate) permit_renewer: Arc<PermitRenewer>,
+    pub(crate) refusals: Arc<RefusalLog>,
 }
 
-impl<S: Store, C: Clock> Proxy<S, C> {
+impl<S: Store, C: Clock> ProxyState<S, C> {
     pub(crate) fn new(
         gate: Gate<S, C>,
-        inbound: &Inbound,
+        inbound: &InboundConfig,
         upstream: &UpstreamAddress,
-        keeper: Arc<Keeper>,
-        refusals: Arc<Refusals>,
+        keeper: Arc<PermitRenewer>,
+        refusals: Arc<RefusalLog>,
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
-        let rules = Rules { connect: inbound.timeouts.connect, kept: KEPT, cap: inbound.caps.pool_idle };
+        let rules = PoolConfig {
+            connect_timeout: inbound.timeouts.connect,
+            idle_timeout: UPSTREAM_IDLE_TIMEOUT,
+            max_idle: inbound.caps.pool_idle,
+        };
         Self {
             gate,
             replies,
-            upstream: Upstream::new(&authority, rules),
+            upstream: UpstreamClient::new(&authority, rules),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
-            keeper,
+            permit_renewer: keeper,
             refusals,
         }
     }
 
     /// What serves a connection's requests.
-    pub(crate) fn meet(self: &Arc<Self>, client: Client) -> Visitor<S, C> {
-        let ip = canonical(client.address.ip());
+    pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> ProxyService<S, C> {
+        let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
         let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
-        let visit = Visit { proxy: Arc::clone(self), ip, peer, trusted, watch: client.watch, entry: client.entry };
-        Visitor { visit: Arc::new(visit), last_refusal: RefCell::default() }
+        let visit = ProxyConnection {
+            proxy: Arc::clone(self),
+            ip,
+            peer_header: peer,
+            trusted,
+            watch: client.watch,
+            entry: client.entry,
+        };
+        ProxyService { connection: Arc::new(visit), refusal_cache: RefCell::default() }
     }
 }
 
 /// One client connection to the proxy.
-pub(crate) struct Visit<S: Store, C: Clock> {
-    proxy: Arc<Proxy<S, C>>,
+pub(crate) struct ProxyConnection<S: Store, C: Clock> {
+    proxy: Arc<ProxyState<S, C>>,
     ip: IpAddr,
     /// The peer's address as a header has it.
-    peer: HeaderValue,
+    peer_header: HeaderValue,
     trusted: bool,
-    watch: Arc<Watch>,
-    entry: Arc<Entry>,
+    watch: Arc<ConnectionWatch>,
+    entry: Arc<ConnectionEntry>,
 }
 
 /// A connection's requests, served. A refusal is answered in place; only what is forwarded has a future of its own.
-pub(crate) struct Visitor<S: Store, C: Clock> {
-    visit: Arc<Visit<S, C>>,
-    last_refusal: RefCell<LastRefusal>,
+pub(crate) struct ProxyService<S: Store, C: Clock> {
+    connection: Arc<ProxyConnection<S, C>>,
+    refusal_cache: RefCell<RefusalCache>,
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Visitor<S, C> {
-    type Response = Response<Body>;
+impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for ProxyService<S, C> {
+    type Response = Response<ResponseBody>;
     type Error = Infallible;
-    type Future = Answering;
+    type Future = ResponseFuture;
 
-    fn call(&self, mut request: Request<Incoming>) -> Answering {
-        let visit = &self.visit;
+    fn call(&self, mut request: Request<Incoming>) -> ResponseFuture {
+        let visit = &self.connection;
         let number = visit.watch.count_request();
-        if let Err(trouble) = sound(&request, number, &visit.watch) {
-            if trouble == Trouble::Host {
-                visit.reject(Rejected::Host, &visit.query(&request), trouble.message());
+        if let Err(trouble) = validate_request(&request, number, &visit.watch) {
+            if trouble == HttpError::InvalidHost {
+                visit.log_rejection(RejectionReason::Host, &visit.query(&request), trouble.message());
             }
-            return visit.now(visit.dismiss(request.into_body(), true, trouble.response()));
+            return visit.ready_response(visit.discard_body(request.into_body(), true, trouble.response()));
         }
-        visit.normalise(&mut request);
+        visit.normalise_path(&mut request);
         let query = visit.query(&request);
         let actions = match visit.proxy.gate.actions(&query) {
             Ok(actions) => actions,
             Err(error) => {
-                let trouble = visit.undecided(&query, &error);
-                return visit.now(visit.turn_away(request, trouble));
+                let trouble = visit.check_error_response(&query, &error);
+                return visit.ready_response(visit.refuse_request(request, trouble));
             }
         };
-        match visit.proxy.gate.begin(actions, &query) {
+        match visit.proxy.gate.begin_check(actions, &query) {
             Err(error) => {
-                let trouble = visit.undecided(&query, &error);
-                visit.now(visit.turn_away(request, trouble))
+                let trouble = visit.check_error_response(&query, &error);
+                visit.ready_response(visit.refuse_request(request, trouble))
             }
-            Ok(Begun::Decided(decision)) => {
-                let mut last = self.last_refusal.borrow_mut();
-                match visit.conclude(&query, &mut last, actions, decision) {
-                    Err(refusal) => visit.now(visit.turn_away(request, refusal)),
+            Ok(Check::Decided(decision)) => {
+                let mut last = self.refusal_cache.borrow_mut();
+                match visit.apply_decision(&query, &mut last, actions, decision) {
+                    Err(refusal) => visit.ready_response(visit.refuse_request(request, refusal)),
                     Ok(admitted) => {
                         let visit = Arc::clone(visit);
-                        Answering::Later(Box::pin(async move {
+                        ResponseFuture::Pending(Box::pin(async move {
                             let response = visit.forward(request, admitted).await;
-                            visit.last(response)
+                            visit.finish_response(response)
                         }))
                     }
                 }
             }
-            Ok(Begun::Later(deciding)) => {
-                visit.watch.enter(Phase::Deciding);
+            Ok(Check::Pending(deciding)) => {
+                visit.watch.enter(ConnectionPhase::Deciding);
                 let visit = Arc::clone(visit);
-                Answering::Later(Box::pin(async move {
+                ResponseFuture::Pending(Box::pin(async move {
                     let decided = deciding.decision().await;
                     let query = visit.query(&request);
                     let concluded = match decided {
-                        Ok(decision) => visit.conclude(&query, &mut LastRefusal::default(), actions, decision),
-                        Err(error) => Err(visit.undecided(&query, &error)),
+                        Ok(decision) => visit.apply_decision(&query, &mut RefusalCache::default(), actions, decision),
+                        Err(error) => Err(visit.check_error_response(&query, &error)),
                     };
                     let response = match concluded {
                         Ok(admitted) => visit.forward(request, admitted).await,
-                        Err(refusal) => visit.turn_away(request, refusal),
+                        Err(refusal) => visit.refuse_request(request, refusal),
                     };
-                    visit.last(response)
+                    visit.finish_response(response)
                 }))
             }
         }
@@ -159,51 +170,51 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
 }
 
 /// An answer that is there, or on its way.
-pub(crate) enum Answering {
-    Now(Option<Response<Body>>),
-    Later(Pin<Box<dyn Future<Output = Response<Body>> + Send>>),
+pub(crate) enum ResponseFuture {
+    Ready(Option<Response<ResponseBody>>),
+    Pending(Pin<Box<dyn Future<Output = Response<ResponseBody>> + Send>>),
 }
 
-impl Future for Answering {
-    type Output = Result<Response<Body>, Infallible>;
+impl Future for ResponseFuture {
+    type Output = Result<Response<ResponseBody>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut *self {
-            Self::Now(response) => {
+            Self::Ready(response) => {
                 Poll::Ready(Ok(response.take().expect("invariant: a future that is ready is not polled again")))
             }
-            Self::Later(later) => later.as_mut().poll(cx).map(Ok),
+            Self::Pending(later) => later.as_mut().poll(cx).map(Ok),
         }
     }
 }
 
 /// Why there is no answer of the upstream's to pass on.
 #[derive(Debug, thiserror::Error)]
-enum Unanswered {
+enum ForwardError {
     #[error(transparent)]
-    Upstream(Failure),
+    Upstream(UpstreamError),
     #[error("the upstream switched protocols unasked")]
-    Switched,
+    UnexpectedUpgrade,
     #[error("no progress in time")]
-    Overdue,
+    Timeout,
 }
 
 /// What a request was admitted by.
-struct Admitted {
-    actions: Actions,
+struct AdmittedRequest {
+    actions: MatchedActions,
     decision: Decision,
-    permit: Option<Permit>,
+    permit: Option<PermitHandle>,
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
-    fn now(&self, response: Response<Body>) -> Answering {
-        Answering::Now(Some(self.last(response)))
+impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
+    fn ready_response(&self, response: Response<ResponseBody>) -> ResponseFuture {
+        ResponseFuture::Ready(Some(self.finish_response(response)))
     }
 
     /// While the server drains, every answer is its connection's last.
-    fn last(&self, mut response: Response<Body>) -> Response<Body> {
+    fn finish_response(&self, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
         if self.watch.is_draining() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            answer::close(&mut response);
+            local_response::set_connection_close(&mut response);
         }
         response
     }
@@ -211,7 +222,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
     fn query<'r>(&'r self, request: &'r Request<Incoming>) -> Query<'r> {
         let headers = request.headers();
         Query {
-            ip: Some(if self.trusted { self.proxy.forwarding.client(self.ip, headers) } else { self.ip }),
+            ip: Some(if self.trusted { self.proxy.forwarding.client_ip(self.ip, headers) } else { self.ip }),
             method: Some(request.method().as_str()),
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
             // What HTTP/1.0 leaves out is what the upstream is told.
@@ -223,57 +234,60 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
 
     /// What a decision means for its request.
     #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
-    fn conclude(
+    fn apply_decision(
         &self,
         query: &Query<'_>,
-        last: &mut LastRefusal,
-        actions: Actions,
+        last: &mut RefusalCache,
+        actions: MatchedActions,
         decision: Decision,
-    ) -> Result<Admitted, Response<Body>> {
+    ) -> Result<AdmittedRequest, Response<ResponseBody>> {
         let proxy = &*self.proxy;
         if !decision.allowed || decision.shadow {
-            proxy.refusals.note(proxy.gate.plan(), &Refusal { actions, query, decision: &decision });
+            proxy.refusals.log_refusal(proxy.gate.plan(), &RefusalRecord { actions, query, decision: &decision });
         }
         if !decision.allowed {
             self.watch.set_blocked(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
-            return Err(proxy.replies.refusal_after(last, actions, &decision, headers).map(Body::full));
+            return Err(proxy.replies.refusal_cached(last, actions, &decision, headers).map(ResponseBody::full));
         }
         let hold = match decision.permit {
             None => None,
-            Some(_) => proxy.gate.hold(actions, query, &decision).map_err(|error| self.undecided(query, &error))?,
+            Some(_) => proxy
+                .gate
+                .hold_permit(actions, query, &decision)
+                .map_err(|error| self.check_error_response(query, &error))?,
         };
-        Ok(Admitted { actions, decision, permit: hold.map(|hold| proxy.keeper.keep(hold)) })
+        Ok(AdmittedRequest { actions, decision, permit: hold.map(|hold| proxy.permit_renewer.add(hold)) })
     }
 
     /// Answers a request that isn't forwarded.
-    fn turn_away(&self, request: Request<Incoming>, refusal: Response<Body>) -> Response<Body> {
+    fn refuse_request(&self, request: Request<Incoming>, refusal: Response<ResponseBody>) -> Response<ResponseBody> {
         let expects = request.headers().contains_key(EXPECT);
-        self.dismiss(request.into_body(), expects, refusal)
+        self.discard_body(request.into_body(), expects, refusal)
     }
 
     #[cold]
-    fn undecided(&self, query: &Query<'_>, error: &CheckError) -> Response<Body> {
+    fn check_error_response(&self, query: &Query<'_>, error: &CheckError) -> Response<ResponseBody> {
         match error.uncountable() {
             Some(uncountable) => {
                 let why = uncountable.to_string();
-                self.reject(uncountable.into(), query, &why);
-                answer::error(StatusCode::BAD_REQUEST, &why)
+                self.log_rejection(uncountable.into(), query, &why);
+                local_response::error(StatusCode::BAD_REQUEST, &why)
             }
             None => {
-                self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), error);
-                Trouble::Unavailable.response()
+                self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), error);
+                HttpError::StoreUnavailable.response()
             }
         }
     }
 
     #[cold]
-    fn reject(&self, reason: Rejected, query: &Query<'_>, why: &str) {
-        self.proxy.refusals.note_rejected(self.proxy.gate.clock().now(), reason, query, why);
+    fn log_rejection(&self, reason: RejectionReason, query: &Query<'_>, why: &str) {
+        self.proxy.refusals.log_rejection(self.proxy.gate.clock().now(), reason, query, why);
     }
 
     /// Gives a path its normal form, where the policy says so.
-    fn normalise(&self, request: &mut Request<Incoming>) {
+    fn normalise_path(&self, request: &mut Request<Incoming>) {
         let path = request.uri().path_and_query();
         if let Some(path) = path.and_then(|path| self.proxy.gate.plan().forwarded_path(path.as_str()))
             && let Ok(path) = path.parse::<PathAndQuery>()
@@ -285,28 +299,33 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
     async fn forward(
         &self,
         mut request: Request<Incoming>,
-        Admitted { actions, decision, permit }: Admitted,
-    ) -> Response<Body> {
+        AdmittedRequest { actions, decision, permit }: AdmittedRequest,
+    ) -> Response<ResponseBody> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
         if has_body && request.body().size_hint().lower() > proxy.body_cap {
-            return self.dismiss(request.into_body(), true, Trouble::TooLarge.response());
+            return self.discard_body(request.into_body(), true, HttpError::TooLarge.response());
         }
         let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
-        let expectation = (has_body && expects_continue(&request)).then(Arc::<Expectation>::default);
-        let hop = hop::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
+        let expectation = (has_body && expects_continue(&request)).then(Arc::<ContinueExpectation>::default);
+        let hop = hop_headers::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
         let paced = has_body && hop.upgrade.is_none() && !is_grpc(&request);
-        let switching = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
+        let client_upgrade = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
         if let Some(expectation) = &expectation {
             let expectation = Arc::clone(expectation);
             hyper::ext::on_informational(&mut request, move |head| {
                 if head.status() == StatusCode::CONTINUE {
-                    expectation.go();
+                    expectation.proceed();
                 }
             });
         }
-        hop::arm_request(request.headers_mut(), &hop, chunked);
-        hop::tell_origin(request.headers_mut(), &self.peer, self.trusted, proxy.gate.plan().keyed_headers());
+        hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);
+        hop_headers::set_forwarded_headers(
+            request.headers_mut(),
+            &self.peer_header,
+            self.trusted,
+            proxy.gate.plan().keyed_headers(),
+        );
         if !request.headers().contains_key(HOST) {
             request.headers_mut().insert(HOST, proxy.upstream.host().clone());
         }
@@ -318,97 +337,110 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Visit<S, C> {
         *request.version_mut() = Version::HTTP_11;
         let request = request.map(|body| {
             if has_body {
-                self.watch.enter(Phase::Upload);
+                self.watch.enter(ConnectionPhase::Upload);
                 self.watch.begin_body(paced);
                 Upload::new(body, Arc::clone(&self.watch), proxy.body_cap, expectation.clone())
             } else {
-                self.watch.enter(Phase::Await);
-                Upload::none(body)
+                self.watch.enter(ConnectionPhase::AwaitResponse);
+                Upload::empty(body)
             }
         });
         let mut sending = pin!(Arc::clone(&proxy.upstream).send(request));
-        let sent = poll_fn(|cx| match self.watch.is_overdue() {
-            true => Poll::Ready(Err(Unanswered::Overdue)),
-            false => sending.as_mut().poll(cx).map_err(Unanswered::Upstream),
+        let sent = poll_fn(|cx| match self.watch.must_end_phase() {
+            true => Poll::Ready(Err(ForwardError::Timeout)),
+            false => sending.as_mut().poll(cx).map_err(ForwardError::Upstream),
         });
         let mut response = match sent.await {
             Ok(response) => response,
-            Err(failure) => return self.fail(&failure, has_body),
+            Err(failure) => return self.failure_response(&failure, has_body),
         };
-        let protocol = hop::strip_response(response.headers_mut());
+        let protocol = hop_headers::strip_response(response.headers_mut());
         *response.version_mut() = Version::HTTP_11;
         proxy.replies.annotate(actions, &decision, response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let Some(client) = switching else {
-                return self.fail(&Unanswered::Switched, has_body);
+            let Some(client) = client_upgrade else {
+                return self.failure_response(&ForwardError::UnexpectedUpgrade, has_body);
             };
-            hop::arm_switch(response.headers_mut(), protocol);
+            hop_headers::add_switch_headers(response.headers_mut(), protocol);
             let upstream = hyper::upgrade::on(&mut response);
-            self.watch.enter(Phase::Tunnel);
-            upgrade::splice(client, upstream, Arc::clone(&self.watch), Arc::clone(&self.entry), permit);
-            return response.map(|_| Body::empty());
+            self.watch.enter(ConnectionPhase::Tunnel);
+            upgrade::spawn_tunnel(client, upstream, Arc::clone(&self.watch), Arc::clone(&self.entry), permit);
+            return response.map(|_| ResponseBody::empty());
         }
-        if expectation.as_ref().is_some_and(|it| it.state() == Expected::Waiting) {
+        if expectation.as_ref().is_some_and(|it| it.state() == ContinueState::Waiting) {
             // The client was never told to send its body, and nobody can say whether it will.
-            answer::close(&mut response);
+            local_response::set_connection_close(&mut response);
         }
-        response.map(|body| Body::stream(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
+        response.map(|body| ResponseBody::stream(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
     }
 
     /// Answers without having read the request's body: a small one is read away behind the answer so that the
     /// connection can go on, a large one ends it.
-    fn dismiss(&self, body: Incoming, ends: bool, mut response: Response<Body>) -> Response<Body> {
+    fn discard_body(
+        &self,
+        body: Incoming,
+        closes: bool,
+        mut response: Response<ResponseBody>,
+    ) -> Response<ResponseBody> {
         if body.is_end_stream() {
-            self.watch.enter(Phase::Idle);
+            self.watch.enter(ConnectionPhase::Idle);
             return response;
         }
-        let small = body.size_hint().lower() <= DRAINED as u64;
-        if small && !ends {
-            self.watch.leave(body);
+        let small = body.size_hint().lower() <= MAX_DRAINED_BYTES as u64;
+        if small && !closes {
+            self.watch.leave_body(body);
         } else {
-            self.watch.begin_lingering(false);
-            self.watch.set_lingers();
-            answer::close(&mut response);
+            self.watch.start_linger(false);
+            self.watch.set_must_linger();
+            local_response::set_connection_close(&mut response);
         }
         response
     }
 
-    fn fail(&self, failure: &Unanswered, has_body: bool) -> Response<Body> {
+    fn failure_response(&self, failure: &ForwardError, has_body: bool) -> Response<ResponseBody> {
         let trouble = match (failure, self.watch.fault()) {
-            (Unanswered::Upstream(Failure::Broken(_)), Fault::TooLarge) => Trouble::TooLarge,
-            (Unanswered::Upstream(Failure::Broken(_)), Fault::Broken) => Trouble::BrokenBody,
-            (Unanswered::Overdue, _) if self.watch.phase() == Phase::Upload && self.watch.waits_on_client() => {
-                Trouble::ClientTimeout
+            (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::TooLarge) => HttpError::TooLarge,
+            (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::Broken) => HttpError::BrokenBody,
+            (ForwardError::Timeout, _)
+                if self.watch.phase() == ConnectionPhase::Upload && self.watch.waits_on_client() =>
+            {
+                HttpError::ClientTimeout
             }
-            (Unanswered::Overdue | Unanswered::Upstream(Failure::ConnectTimeout), _) => Trouble::GatewayTimeout,
-            (Unanswered::Switched | Unanswered::Upstream(_), _) => Trouble::BadGateway,
+            (ForwardError::Timeout | ForwardError::Upstream(UpstreamError::ConnectTimeout), _) => {
+                HttpError::GatewayTimeout
+            }
+            (ForwardError::UnexpectedUpgrade | ForwardError::Upstream(_), _) => HttpError::BadGateway,
         };
         if trouble.status().is_server_error() {
-            self.proxy.refusals.note_failure(self.proxy.gate.clock().now(), failure);
+            self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);
         }
         let mut response = trouble.response();
         if has_body {
-            self.watch.set_lingers();
-            answer::close(&mut response);
+            self.watch.set_must_linger();
+            local_response::set_connection_close(&mut response);
         }
-        self.watch.enter(Phase::Idle);
+        self.watch.enter(ConnectionPhase::Idle);
         response
     }
 }
 
 /// Whether a request can be forwarded without two servers reading it differently.
-pub(crate) fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> Result<(), Trouble> {
+pub(crate) fn validate_request(
+    request: &Request<Incoming>,
+    number: u32,
+    watch: &ConnectionWatch,
+) -> Result<(), HttpError> {
     let headers = request.headers();
     if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
-        return Err(Trouble::Method);
+        return Err(HttpError::MethodNotAllowed);
     }
     let (mut host, mut coding) = (None, None);
     // One look over all lines costs less than finding each of these.
     for (name, value) in headers {
         let (slot, trouble) = if name == HOST {
-            (&mut host, Trouble::Host)
+            (&mut host, HttpError::InvalidHost)
         } else if name == TRANSFER_ENCODING {
-            (&mut coding, Trouble::Encoding)
+            (&mut coding, HttpError::UnsupportedTransferCoding)
         } else {
             continue;
         };
@@ -417,34 +449,34 @@ pub(crate) fn sound(request: &Request<Incoming>, number: u32, watch: &Watch) -> 
         }
     }
     match host {
-        Some(host) if !is_host(host) => return Err(Trouble::Host),
-        None if request.version() != Version::HTTP_10 => return Err(Trouble::Host),
+        Some(host) if !is_host(host) => return Err(HttpError::InvalidHost),
+        None if request.version() != Version::HTTP_10 => return Err(HttpError::InvalidHost),
         _ => {}
     }
     if let Some(coding) = coding {
         if watch.ambiguous_head() == number || headers.contains_key(CONTENT_LENGTH) {
-            return Err(Trouble::TwoFramings);
+            return Err(HttpError::ConflictingFraming);
         }
         if !coding.eq_ignore_ascii_case(b"chunked") {
-            return Err(Trouble::Encoding);
+            return Err(HttpError::UnsupportedTransferCoding);
         }
     }
     let uri = request.uri();
     match uri.authority() {
         None if uri.path().starts_with('/') => Ok(()),
         None if uri.path() == "*" && request.method() == Method::OPTIONS => Ok(()),
-        Some(authority) if uri.scheme().is_some() => same_host(authority, uri, host),
-        _ => Err(Trouble::Target),
+        Some(authority) if uri.scheme().is_some() => validate_target_host(authority, uri, host),
+        _ => Err(HttpError::InvalidTarget),
     }
 }
 
-fn same_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<(), Trouble> {
+fn validate_target_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -> Result<(), HttpError> {
     let named = authority.as_str();
     if !is_host(named.as_bytes()) || !matches!(uri.scheme_str(), Some("http" | "https")) {
-        return Err(Trouble::Target);
+        return Err(HttpError::InvalidTarget);
     }
     match host {
-        Some(host) if !is_same_host(host, named.as_bytes()) => Err(Trouble::HostConflict),
+        Some(host) if !is_same_host(host, named.as_bytes()) => Err(HttpError::HostConflict),
         _ => Ok(()),
     }
 }

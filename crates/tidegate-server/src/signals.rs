@@ -7,7 +7,7 @@ use std::io;
 /// # Errors
 /// The signals can't be listened for.
 #[cfg(unix)]
-pub fn stop() -> io::Result<impl Future<Output = ()> + Send + 'static> {
+pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -31,7 +31,7 @@ pub fn stop() -> io::Result<impl Future<Output = ()> + Send + 'static> {
 /// # Errors
 /// None; the signature is that of other systems.
 #[cfg(not(unix))]
-pub fn stop() -> io::Result<impl Future<Output = ()> + Send + 'static> {
+pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
     Ok(async {
         let _ = tokio::signal::ctrl_c().await;
         tokio::spawn(async {

@@ -9,59 +9,59 @@ use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::framing::Framing;
-use crate::watch::{Phase, Watch};
+use crate::framing::FramingTracker;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 /// A TCP stream that notes progress and follows the framing of what it reads.
 #[derive(Debug)]
-pub(crate) struct Socket {
+pub(crate) struct ClientSocket {
     stream: TcpStream,
     /// Followed where requests are passed on to a server that might read them differently.
-    framing: Option<Framing>,
+    framing_tracker: Option<FramingTracker>,
     /// The status with which the HTTP machinery refused to read a head.
-    refusal: Option<StatusCode>,
-    watch: Arc<Watch>,
+    parse_error_status: Option<StatusCode>,
+    watch: Arc<ConnectionWatch>,
 }
 
-impl Socket {
-    pub(crate) fn new(stream: TcpStream, watch: Arc<Watch>, follows: bool) -> Self {
-        Self { stream, framing: follows.then(Framing::new), refusal: None, watch }
+impl ClientSocket {
+    pub(crate) fn new(stream: TcpStream, watch: Arc<ConnectionWatch>, tracks_framing: bool) -> Self {
+        Self { stream, framing_tracker: tracks_framing.then(FramingTracker::new), parse_error_status: None, watch }
     }
 
     /// The stream, and the status with which the HTTP machinery refused to read a head; the client wasn't told yet.
     pub(crate) fn into_parts(self) -> (TcpStream, Option<StatusCode>) {
-        (self.stream, self.refusal)
+        (self.stream, self.parse_error_status)
     }
 
     /// Whether this is the HTTP machinery's own answer to a head that it can't read, which is then kept back. It is the
     /// connection's last and has no body, so that the connection gives a better one.
-    fn keeps_back(&mut self, answer: &[u8]) -> bool {
+    fn hold_back_error_response(&mut self, answer: &[u8]) -> bool {
         if self.watch.is_answering() {
             return false;
         }
         let status = answer.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
-        self.refusal = status.and_then(|status| StatusCode::from_bytes(status).ok());
-        self.refusal.is_some()
+        self.parse_error_status = status.and_then(|status| StatusCode::from_bytes(status).ok());
+        self.parse_error_status.is_some()
     }
 }
 
 /// Up to how many bytes a head and its body are copied together: the system takes one piece cheaper than two.
-const SMALL: usize = 1024;
+const MAX_GATHERED_BYTES: usize = 1024;
 
 /// The pieces in one, if there are several and they are small.
-fn gathered<'s>(pieces: &[io::IoSlice<'_>], sheet: &'s mut [u8; SMALL]) -> Option<&'s [u8]> {
-    if pieces.len() < 2 || pieces.iter().map(|piece| piece.len()).sum::<usize>() > SMALL {
+fn gather<'s>(pieces: &[io::IoSlice<'_>], buffer: &'s mut [u8; MAX_GATHERED_BYTES]) -> Option<&'s [u8]> {
+    if pieces.len() < 2 || pieces.iter().map(|piece| piece.len()).sum::<usize>() > MAX_GATHERED_BYTES {
         return None;
     }
     let mut end = 0;
     for piece in pieces {
-        sheet[end..end + piece.len()].copy_from_slice(piece);
+        buffer[end..end + piece.len()].copy_from_slice(piece);
         end += piece.len();
     }
-    Some(&sheet[..end])
+    Some(&buffer[..end])
 }
 
-impl AsyncRead for Socket {
+impl AsyncRead for ClientSocket {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
@@ -69,17 +69,17 @@ impl AsyncRead for Socket {
         if !bytes.is_empty() {
             let this = &mut *self;
             match this.watch.phase() {
-                Phase::Tunnel => this.watch.touch(),
+                ConnectionPhase::Tunnel => this.watch.touch(),
                 phase => {
-                    if let Some(framing) = &mut this.framing {
-                        framing.follow(bytes);
-                        if framing.ambiguous() != 0 {
-                            this.watch.set_ambiguous_head(framing.ambiguous());
+                    if let Some(framing) = &mut this.framing_tracker {
+                        framing.feed(bytes);
+                        if framing.first_ambiguous_head() != 0 {
+                            this.watch.set_ambiguous_head(framing.first_ambiguous_head());
                         }
                     }
                     match phase {
                         // The whole head has to arrive within its time, however it trickles.
-                        Phase::Idle | Phase::Head => this.watch.hear(bytes.len()),
+                        ConnectionPhase::Idle | ConnectionPhase::Head => this.watch.note_received(bytes.len()),
                         _ => this.watch.touch(),
                     }
                 }
@@ -89,9 +89,9 @@ impl AsyncRead for Socket {
     }
 }
 
-impl AsyncWrite for Socket {
+impl AsyncWrite for ClientSocket {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        if self.keeps_back(buf) {
+        if self.hold_back_error_response(buf) {
             return Poll::Ready(Ok(buf.len()));
         }
         let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
@@ -105,12 +105,12 @@ impl AsyncWrite for Socket {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         if let Some(first) = bufs.first()
-            && self.keeps_back(first)
+            && self.hold_back_error_response(first)
         {
             return Poll::Ready(Ok(bufs.iter().map(|buf| buf.len()).sum()));
         }
-        let mut sheet = [0; SMALL];
-        let written = match gathered(bufs, &mut sheet) {
+        let mut buffer = [0; MAX_GATHERED_BYTES];
+        let written = match gather(bufs, &mut buffer) {
             Some(message) => ready!(Pin::new(&mut self.stream).poll_write(cx, message))?,
             None => ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?,
         };
@@ -124,12 +124,12 @@ impl AsyncWrite for Socket {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
-        self.watch.flushed();
+        self.watch.on_flushed();
         Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.refusal.is_some() {
+        if self.parse_error_status.is_some() {
             return Poll::Ready(Ok(()));
         }
         Pin::new(&mut self.stream).poll_shutdown(cx)
@@ -142,14 +142,14 @@ mod tests {
 
     #[test]
     fn small_pieces_are_gathered() {
-        let mut sheet = [0; SMALL];
-        let (large, small) = (vec![b'x'; SMALL], b"abc");
+        let mut sheet = [0; MAX_GATHERED_BYTES];
+        let (large, small) = (vec![b'x'; MAX_GATHERED_BYTES], b"abc");
         let pieces = |list: &[&'static [u8]]| list.iter().map(|piece| io::IoSlice::new(piece)).collect::<Vec<_>>();
-        assert_eq!(gathered(&pieces(&[b"ab", b"", b"c"]), &mut sheet), Some(&b"abc"[..]));
-        assert_eq!(gathered(&pieces(&[b"abc"]), &mut sheet), None);
-        assert_eq!(gathered(&[io::IoSlice::new(small), io::IoSlice::new(&large)], &mut sheet), None);
-        let fits = &large[..SMALL - 3];
+        assert_eq!(gather(&pieces(&[b"ab", b"", b"c"]), &mut sheet), Some(&b"abc"[..]));
+        assert_eq!(gather(&pieces(&[b"abc"]), &mut sheet), None);
+        assert_eq!(gather(&[io::IoSlice::new(small), io::IoSlice::new(&large)], &mut sheet), None);
+        let fits = &large[..MAX_GATHERED_BYTES - 3];
         let whole = [small, fits].concat();
-        assert_eq!(gathered(&[io::IoSlice::new(small), io::IoSlice::new(fits)], &mut sheet), Some(&whole[..]));
+        assert_eq!(gather(&[io::IoSlice::new(small), io::IoSlice::new(fits)], &mut sheet), Some(&whole[..]));
     }
 }

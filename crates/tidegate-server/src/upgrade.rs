@@ -8,17 +8,17 @@ use std::task::Poll;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 
-use crate::permit::Permit;
-use crate::watch::{Entry, Watch};
+use crate::permit_renewer::PermitHandle;
+use crate::watchdog::{ConnectionEntry, ConnectionWatch};
 
 /// Joins both sides until both have ended, nothing has moved for the idle time, or the server's time is up. The
 /// tunnel counts as its client's connection, and holds its request's permit.
-pub(crate) fn splice(
+pub(crate) fn spawn_tunnel(
     client: OnUpgrade,
     upstream: OnUpgrade,
-    watch: Arc<Watch>,
-    entry: Arc<Entry>,
-    permit: Option<Permit>,
+    watch: Arc<ConnectionWatch>,
+    entry: Arc<ConnectionEntry>,
+    permit: Option<PermitHandle>,
 ) {
     tokio::spawn(async move {
         let _entry = entry;
@@ -26,7 +26,7 @@ pub(crate) fn splice(
         let joined = async {
             let (client, upstream) = tokio::try_join!(client, upstream)?;
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
-            tokio::io::copy_bidirectional(&mut client, &mut upstream).await.map_err(Ended::Broken)
+            tokio::io::copy_bidirectional(&mut client, &mut upstream).await.map_err(TunnelError::Broken)
         };
         let mut joined = pin!(joined);
         let mut registered = false;
@@ -35,7 +35,7 @@ pub(crate) fn splice(
             if !std::mem::replace(&mut registered, true) {
                 watch.register(cx.waker());
             }
-            if watch.is_overdue() { Poll::Ready(Err(Ended::Overdue)) } else { joined.as_mut().poll(cx) }
+            if watch.must_end_phase() { Poll::Ready(Err(TunnelError::Timeout)) } else { joined.as_mut().poll(cx) }
         });
         if let Err(ended) = ended.await {
             tracing::debug!(%ended, "an upgraded connection ended");
@@ -44,9 +44,9 @@ pub(crate) fn splice(
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Ended {
+enum TunnelError {
     #[error("nothing moved for too long")]
-    Overdue,
+    Timeout,
     #[error("one side broke off: {0}")]
     Broken(#[source] std::io::Error),
     #[error("one side did not upgrade: {0}")]

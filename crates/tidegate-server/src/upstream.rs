@@ -24,47 +24,47 @@ use tokio::sync::Notify;
 use tower_service::Service as _;
 
 use crate::body::{BoxError, is_last};
-use crate::watch::lock;
+use crate::watchdog::lock;
 
 /// In how many steps an idle connection ages.
-const AGES: u32 = 4;
+const AGE_STEPS: u32 = 4;
 
 /// A server and the idle connections to it.
-pub(crate) struct Upstream<B> {
-    place: Uri,
+pub(crate) struct UpstreamClient<B> {
+    address: Uri,
     host: HeaderValue,
     connector: HttpConnector,
-    rules: Rules,
+    config: PoolConfig,
     http: http1::Builder,
-    idle: Mutex<Idle<B>>,
-    filled: Notify,
+    idle: Mutex<IdleConnections<B>>,
+    not_empty: Notify,
 }
 
 /// How connections to a server are made and kept.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rules {
+pub(crate) struct PoolConfig {
     /// How long making one may take, the look-up of the name included.
-    pub(crate) connect: Duration,
+    pub(crate) connect_timeout: Duration,
     /// How long one is kept without a request.
-    pub(crate) kept: Duration,
+    pub(crate) idle_timeout: Duration,
     /// How many are kept so.
-    pub(crate) cap: usize,
+    pub(crate) max_idle: usize,
 }
 
-struct Idle<B> {
-    age: u32,
+struct IdleConnections<B> {
+    current_age: u32,
     stack: Vec<(u32, SendRequest<B>)>,
 }
 
-impl<B> Default for Idle<B> {
+impl<B> Default for IdleConnections<B> {
     fn default() -> Self {
-        Self { age: 0, stack: Vec::new() }
+        Self { current_age: 0, stack: Vec::new() }
     }
 }
 
 /// Why the server gave no answer.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Failure {
+pub(crate) enum UpstreamError {
     #[error("can't connect to the upstream: {0}")]
     Connect(io::Error),
     #[error("connecting to the upstream takes too long")]
@@ -76,26 +76,26 @@ pub(crate) enum Failure {
     Unsent(#[source] hyper::Error),
 }
 
-impl<B> Upstream<B>
+impl<B> UpstreamClient<B>
 where
     B: Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
 {
     /// The server at this host and port, where port 80 may be left out.
-    pub(crate) fn new(authority: &Authority, rules: Rules) -> Arc<Self> {
+    pub(crate) fn new(authority: &Authority, rules: PoolConfig) -> Arc<Self> {
         let place = Uri::try_from(format!("http://{authority}")).expect("invariant: an authority is part of a URL");
         // As most clients write it, and as some sign it: without the port that is HTTP's own.
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
         Arc::new(Self {
-            place,
+            address: place,
             host,
-            connector: tcp(rules.connect),
-            rules,
+            connector: tcp_connector(rules.connect_timeout),
+            config: rules,
             http: http1::Builder::new(),
             idle: Mutex::default(),
-            filled: Notify::new(),
+            not_empty: Notify::new(),
         })
     }
 
@@ -106,10 +106,10 @@ where
     pub(crate) fn send(
         self: Arc<Self>,
         mut request: Request<B>,
-    ) -> impl Future<Output = Result<Response<Reply<B>>, Failure>> + Send {
+    ) -> impl Future<Output = Result<Response<UpstreamBody<B>>, UpstreamError>> + Send {
         async move {
             loop {
-                let (mut sender, kept) = match self.take() {
+                let (mut sender, kept) = match self.take_idle() {
                     Some(sender) => (sender, true),
                     // Boxed, as requests over a kept connection would take the room for it too.
                     None => (Box::pin(self.connect()).await?, false),
@@ -118,26 +118,26 @@ where
                     Ok(response) => {
                         // A connection that has changed its protocol takes no further request.
                         let stays = response.status() != StatusCode::SWITCHING_PROTOCOLS;
-                        let lease = stays.then_some(Lease { sender, upstream: self });
-                        return Ok(response.map(|body| Reply::new(body, lease)));
+                        let lease = stays.then_some(ActiveConnection { sender, upstream: self });
+                        return Ok(response.map(|body| UpstreamBody::new(body, lease)));
                     }
                     Err(mut error) => match error.take_message() {
                         Some(unsent) if kept => request = unsent,
-                        Some(_) => return Err(Failure::Unsent(error.into_error())),
-                        None => return Err(Failure::Broken(error.into_error())),
+                        Some(_) => return Err(UpstreamError::Unsent(error.into_error())),
+                        None => return Err(UpstreamError::Broken(error.into_error())),
                     },
                 }
             }
         }
     }
 
-    async fn connect(&self) -> Result<SendRequest<B>, Failure> {
-        let connecting = self.connector.clone().call(self.place.clone());
-        let stream = match tokio::time::timeout(self.rules.connect, connecting).await {
-            Ok(connected) => connected.map_err(|error| unconnected(&error))?,
-            Err(_) => return Err(Failure::ConnectTimeout),
+    async fn connect(&self) -> Result<SendRequest<B>, UpstreamError> {
+        let connecting = self.connector.clone().call(self.address.clone());
+        let stream = match tokio::time::timeout(self.config.connect_timeout, connecting).await {
+            Ok(connected) => connected.map_err(|error| connect_error(&error))?,
+            Err(_) => return Err(UpstreamError::ConnectTimeout),
         };
-        let (sender, connection) = self.http.handshake(stream).await.map_err(Failure::Unsent)?;
+        let (sender, connection) = self.http.handshake(stream).await.map_err(UpstreamError::Unsent)?;
         tokio::spawn(async move {
             if let Err(error) = connection.with_upgrades().await {
                 tracing::debug!(%error, "a connection to the upstream ended");
@@ -147,13 +147,13 @@ where
     }
 }
 
-impl<B> Upstream<B> {
+impl<B> UpstreamClient<B> {
     /// The server as `Host` names it.
     pub(crate) fn host(&self) -> &HeaderValue {
         &self.host
     }
 
-    fn take(&self) -> Option<SendRequest<B>> {
+    fn take_idle(&self) -> Option<SendRequest<B>> {
         let mut idle = lock(&self.idle);
         while let Some((_, sender)) = idle.stack.pop() {
             if sender.is_ready() {
@@ -163,34 +163,34 @@ impl<B> Upstream<B> {
         None
     }
 
-    fn keep(&self, sender: SendRequest<B>) {
+    fn put_idle(&self, sender: SendRequest<B>) {
         let mut idle = lock(&self.idle);
-        if idle.stack.len() < self.rules.cap {
-            let age = idle.age;
+        if idle.stack.len() < self.config.max_idle {
+            let age = idle.current_age;
             idle.stack.push((age, sender));
             if idle.stack.len() == 1 {
-                self.filled.notify_one();
+                self.not_empty.notify_one();
             }
         }
     }
 
     /// Lets go of connections that nobody wanted for a while; runs for ever.
-    pub(crate) async fn age(&self) {
+    pub(crate) async fn run_idle_cleanup(&self) {
         loop {
             while lock(&self.idle).stack.is_empty() {
-                self.filled.notified().await;
+                self.not_empty.notified().await;
             }
-            tokio::time::sleep(self.rules.kept / AGES).await;
+            tokio::time::sleep(self.config.idle_timeout / AGE_STEPS).await;
             let mut idle = lock(&self.idle);
-            idle.age = idle.age.wrapping_add(1);
-            let age = idle.age;
-            idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGES && !sender.is_closed());
+            idle.current_age = idle.current_age.wrapping_add(1);
+            let age = idle.current_age;
+            idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
         }
     }
 }
 
 /// Makes connections, each in this time, of which each of a name's addresses has its share.
-pub(crate) fn tcp(connect: Duration) -> HttpConnector {
+pub(crate) fn tcp_connector(connect: Duration) -> HttpConnector {
     let mut connector = HttpConnector::new();
     connector.set_nodelay(true);
     connector.set_connect_timeout(Some(connect));
@@ -198,81 +198,81 @@ pub(crate) fn tcp(connect: Duration) -> HttpConnector {
 }
 
 /// Why no connection came about, by what the system says.
-fn unconnected(error: &(dyn Error + 'static)) -> Failure {
+fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
     let cause = causes(error).find_map(|cause| cause.downcast_ref::<io::Error>());
     match cause.map(io::Error::kind) {
-        Some(io::ErrorKind::TimedOut) => Failure::ConnectTimeout,
+        Some(io::ErrorKind::TimedOut) => UpstreamError::ConnectTimeout,
         kind => {
             let text = cause.map_or_else(|| error.to_string(), io::Error::to_string);
-            Failure::Connect(io::Error::new(kind.unwrap_or(io::ErrorKind::Other), text))
+            UpstreamError::Connect(io::Error::new(kind.unwrap_or(io::ErrorKind::Other), text))
         }
     }
 }
 
 /// A connection in use.
-struct Lease<B> {
+struct ActiveConnection<B> {
     sender: SendRequest<B>,
-    upstream: Arc<Upstream<B>>,
+    upstream: Arc<UpstreamClient<B>>,
 }
 
-impl<B: Send + 'static> Lease<B> {
+impl<B: Send + 'static> ActiveConnection<B> {
     /// Keeps the connection for the next request. For one whose last message hasn't quite ended on the wire, a task
     /// waits; under load that is rare.
-    fn give_back(self) {
+    fn return_to_pool(self) {
         let Self { mut sender, upstream } = self;
         if sender.is_ready() {
-            upstream.keep(sender);
+            upstream.put_idle(sender);
         } else if !sender.is_closed()
             && let Ok(runtime) = Handle::try_current()
         {
             runtime.spawn(async move {
                 if sender.ready().await.is_ok() {
-                    upstream.keep(sender);
+                    upstream.put_idle(sender);
                 }
             });
         }
     }
 }
 
-/// An answer's body. Its end gives the connection back for the next request, where it came over one of an [`Upstream`]'s.
+/// An answer's body. Its end gives the connection back for the next request, where it came over one of an [`UpstreamClient`]'s.
 /// Dropped before, it does so if what is left of it has come already; else that takes the connection down, which tells
 /// the server that nobody reads on.
-pub(crate) struct Reply<B: Send + 'static> {
+pub(crate) struct UpstreamBody<B: Send + 'static> {
     /// `None` once it is being dropped.
     inner: Option<Incoming>,
-    lease: Option<Lease<B>>,
+    connection: Option<ActiveConnection<B>>,
 }
 
-impl<B: Send + 'static> Reply<B> {
+impl<B: Send + 'static> UpstreamBody<B> {
     /// One that came over another's connection.
-    pub(crate) fn foreign(inner: Incoming) -> Self {
-        Self { inner: Some(inner), lease: None }
+    pub(crate) fn unpooled(inner: Incoming) -> Self {
+        Self { inner: Some(inner), connection: None }
     }
 
-    fn new(inner: Incoming, lease: Option<Lease<B>>) -> Self {
-        let mut reply = Self { inner: Some(inner), lease };
+    fn new(inner: Incoming, lease: Option<ActiveConnection<B>>) -> Self {
+        let mut reply = Self { inner: Some(inner), connection: lease };
         if reply.is_end_stream() {
-            reply.give_back();
+            reply.return_to_pool();
         }
         reply
     }
 
-    fn give_back(&mut self) {
-        if let Some(lease) = self.lease.take() {
-            lease.give_back();
+    fn return_to_pool(&mut self) {
+        if let Some(lease) = self.connection.take() {
+            lease.return_to_pool();
         }
     }
 }
 
-impl<B: Send + 'static> Drop for Reply<B> {
+impl<B: Send + 'static> Drop for UpstreamBody<B> {
     fn drop(&mut self) {
         // Before the connection is asked whether it is ready: it reads away what has come of a body that is gone.
         self.inner = None;
-        self.give_back();
+        self.return_to_pool();
     }
 }
 
-impl<B: Send + 'static> Body for Reply<B> {
+impl<B: Send + 'static> Body for UpstreamBody<B> {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -280,9 +280,9 @@ impl<B: Send + 'static> Body for Reply<B> {
         let Some(inner) = &mut self.inner else { return Poll::Ready(None) };
         let polled = Pin::new(inner).poll_frame(cx);
         match &polled {
-            Poll::Ready(Some(Ok(frame))) if is_last(frame, &*self) => self.give_back(),
-            Poll::Ready(None) => self.give_back(),
-            Poll::Ready(Some(Err(_))) => self.lease = None,
+            Poll::Ready(Some(Ok(frame))) if is_last(frame, &*self) => self.return_to_pool(),
+            Poll::Ready(None) => self.return_to_pool(),
+            Poll::Ready(Some(Err(_))) => self.connection = None,
             Poll::Ready(Some(Ok(_))) | Poll::Pending => {}
         }
         polled
@@ -304,7 +304,8 @@ mod tests {
 
     #[test]
     fn the_host_is_named_as_most_clients_do() {
-        let rules = Rules { connect: Duration::from_secs(1), kept: Duration::from_secs(4), cap: 1 };
+        let rules =
+            PoolConfig { connect_timeout: Duration::from_secs(1), idle_timeout: Duration::from_secs(4), max_idle: 1 };
         for (authority, host) in [
             ("a.example", "a.example"),
             ("a.example:80", "a.example"),
@@ -314,7 +315,7 @@ mod tests {
             ("[::1]:81", "[::1]:81"),
             ("user@a.example:81", "a.example:81"),
         ] {
-            assert_eq!(Upstream::<Upload>::new(&authority.parse().unwrap(), rules).host(), host, "{authority}");
+            assert_eq!(UpstreamClient::<Upload>::new(&authority.parse().unwrap(), rules).host(), host, "{authority}");
         }
     }
 }

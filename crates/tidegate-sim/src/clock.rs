@@ -7,7 +7,7 @@ use crate::setup::ClockStep;
 /// A node's own clock: it begins right, drifts, and is set.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeClock {
-    began: Time,
+    started_at: Time,
     /// How much faster than time itself it runs, as a share.
     drift: f64,
     steps: Vec<ClockStep>,
@@ -15,29 +15,30 @@ pub(crate) struct NodeClock {
 
 impl NodeClock {
     pub(crate) fn new(began: Time, drift: f64, steps: &[ClockStep]) -> Self {
-        Self { began, drift, steps: steps.to_vec() }
+        Self { started_at: began, drift, steps: steps.to_vec() }
     }
 
     /// What it shows at a moment.
-    pub(crate) fn shows(&self, now: Time) -> Time {
+    pub(crate) fn reading_at(&self, now: Time) -> Time {
         if self.drift == 0.0 && self.steps.is_empty() {
             return now;
         }
-        let elapsed = now.since(self.began);
-        let drifted = self.began + Span::from_micros((elapsed.as_micros() as f64 * (1.0 + self.drift)).round() as u64);
+        let elapsed = now.since(self.started_at);
+        let drifted =
+            self.started_at + Span::from_micros((elapsed.as_micros() as f64 * (1.0 + self.drift)).round() as u64);
         self.steps
             .iter()
             .filter(|step| step.at <= elapsed)
-            .fold(drifted, |shown, step| if step.back { shown - step.by } else { shown + step.by })
+            .fold(drifted, |shown, step| if step.is_backward { shown - step.amount } else { shown + step.amount })
     }
 
     /// When a timer rings that is set at `now` for when the clock shows `until`. Timers count time and not the clock's
     /// steps, as the system's do.
-    pub(crate) fn rings(&self, until: Time, now: Time) -> Time {
+    pub(crate) fn timer_fires_at(&self, until: Time, now: Time) -> Time {
         if until.is_never() {
             return until;
         }
-        let wait = until.since(self.shows(now));
+        let wait = until.since(self.reading_at(now));
         now + Span::from_micros((wait.as_micros() as f64 / (1.0 + self.drift)).ceil() as u64)
     }
 }
@@ -50,11 +51,11 @@ mod tests {
     fn it_drifts_and_is_set_and_timers_ring_by_its_pace() {
         let began = Time::from_secs(1_000);
         let at = |secs| began + Span::from_secs(secs);
-        let step = ClockStep { at: Span::from_secs(100), by: Span::from_secs(30), back: true };
+        let step = ClockStep { at: Span::from_secs(100), amount: Span::from_secs(30), is_backward: true };
         let clock = NodeClock::new(began, 0.01, &[step]);
-        assert_eq!((clock.shows(began), clock.shows(at(50))), (began, at(50) + Span::from_millis(500)));
-        assert_eq!(clock.shows(at(100)), at(71));
-        assert_eq!(clock.rings(at(71) + Span::from_millis(1_010), at(100)), at(101));
-        assert_eq!(clock.rings(at(0), at(100)), at(100), "what it has shown rings at once");
+        assert_eq!((clock.reading_at(began), clock.reading_at(at(50))), (began, at(50) + Span::from_millis(500)));
+        assert_eq!(clock.reading_at(at(100)), at(71));
+        assert_eq!(clock.timer_fires_at(at(71) + Span::from_millis(1_010), at(100)), at(101));
+        assert_eq!(clock.timer_fires_at(at(0), at(100)), at(100), "what it has shown rings at once");
     }
 }

@@ -4,7 +4,7 @@ use rand::RngExt;
 use rand_distr::{Exp1, StandardNormal};
 use tidegate_core::Span;
 
-use crate::random::Stream;
+use crate::random::SimRng;
 
 /// A distribution of times.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,7 +41,7 @@ impl Delay {
     pub const NONE: Self = Self::Constant(Span::ZERO);
 
     /// Whether it is ever more than nothing, so that what waits for it again and again gets on.
-    pub(crate) fn takes_time(&self) -> bool {
+    pub(crate) fn can_be_nonzero(&self) -> bool {
         let longest = match *self {
             Self::Constant(span) | Self::Exponential(span) | Self::LogNormal { median: span, .. } => span,
             Self::Normal { mean, deviation } => mean.max(deviation),
@@ -50,7 +50,7 @@ impl Delay {
         !longest.is_zero()
     }
 
-    pub(crate) fn sample(&self, rng: &mut Stream) -> Span {
+    pub(crate) fn sample(&self, rng: &mut SimRng) -> Span {
         let micros = |span: Span| span.as_micros() as f64;
         let drawn = match *self {
             Self::Constant(span) => return span,
@@ -69,12 +69,12 @@ impl Delay {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Streams;
+    use crate::random::RngStreams;
 
     #[test]
     fn means_and_medians_are_as_told() {
         const DRAWS: usize = 100_000;
-        let mut rng = Streams::new(1, 0).next();
+        let mut rng = RngStreams::new(1, 0).next_rng();
         let (ten, two) = (Span::from_millis(10), Span::from_millis(2));
         let cases = [
             (Delay::Constant(ten), 10.0, 10.0),

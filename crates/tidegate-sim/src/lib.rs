@@ -3,18 +3,18 @@
 //! A [`Scenario`] is a world in words: a service and how it fails, a network, clients and when they call, and the
 //! strategies that are compared in it. [`Scenario::run`] lets it happen, event by event and without waiting, and gives a
 //! [`Report`] of numbers and pictures. Clients of the strategy `tidegate` are driven by
-//! [`tidegate_core::call`] and the gate before a service by [`tidegate_core::admit`], the code that runs in production;
+//! [`tidegate_core::call`] and the gate before a service by [`tidegate_core::decision`], the code that runs in production;
 //! only the clock, the wire and the other side are made up.
 //!
-//! A [`replay::Replay`] has a policy judge the requests of a real access log on the log's own clock.
+//! A [`replay::LogReplay`] has a policy judge the requests of a real access log on the log's own clock.
 //!
 //! The same scenario and the same seed give the same bytes, on every machine of one platform: logarithms and exponentials are
 //! the platform's, and may differ in their last digit.
 #![forbid(unsafe_code)]
 
-mod agenda;
 mod clock;
 pub mod delay;
+mod event_queue;
 mod limiter;
 pub mod profile;
 mod random;
@@ -25,8 +25,8 @@ mod scenario;
 mod service;
 pub mod setup;
 pub mod shipped;
-pub mod tally;
-mod world;
+mod simulation;
+pub mod stats;
 
-pub use report::{Numbers, Report, Run};
+pub use report::{Report, Run, RunSummary};
 pub use scenario::Scenario;

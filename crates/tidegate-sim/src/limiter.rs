@@ -3,50 +3,58 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use tidegate_core::quota::Ledger;
-use tidegate_core::{Kind, Quota, Span, Time};
+use tidegate_core::quota::QuotaUsage;
+use tidegate_core::{LimitKind, Quota, Span, Time};
 use tidegate_policy::Quantity;
 
 /// The largest window, in requests.
-pub(crate) const MAX_WINDOW: u64 = 1 << 20;
+pub(crate) const MAX_WINDOW_REQUESTS: u64 = 1 << 20;
 
 /// A limit as a service keeps it.
 #[derive(Clone, Debug)]
-pub(crate) enum Limiter {
+pub(crate) enum ServiceLimiter {
     /// The moments of all requests in the trailing window, of which there are at most `limit`.
-    Window { limit: usize, window: Span, taken: VecDeque<Time> },
+    Window { limit: usize, window: Span, request_times: VecDeque<Time> },
     /// A token bucket.
-    Bucket(Bucket),
+    Bucket(TokenBucket),
     /// A calendar's periods.
-    Quota { quota: Arc<Quota>, ledger: Ledger },
+    Quota { quota: Arc<Quota>, usage: QuotaUsage },
 }
 
 /// A token bucket that begins full. A token is as many parts as a period has microseconds, so that all is whole.
 #[derive(Clone, Debug)]
-pub(crate) struct Bucket {
-    parts_per_micro: u64,
-    token: u64,
-    most: u128,
-    held: u128,
-    filled_at: Time,
+pub(crate) struct TokenBucket {
+    refill_parts_per_micro: u64,
+    parts_per_token: u64,
+    max_parts: u128,
+    parts: u128,
+    refilled_at: Time,
 }
 
-impl Limiter {
+impl ServiceLimiter {
     /// The limit that a quantity says; `None` for none. Of calls in flight, which a service's workers bound, and larger windows
-    /// than [`MAX_WINDOW`] reading lets none through.
+    /// than [`MAX_WINDOW_REQUESTS`] reading lets none through.
     pub(crate) fn new(quantity: &Quantity, now: Time) -> Option<Self> {
         match quantity {
             Quantity::Window { limit, window } => {
                 let limit = usize::try_from(*limit).unwrap_or(usize::MAX);
-                Some(Self::Window { limit, window: *window, taken: VecDeque::new() })
+                Some(Self::Window { limit, window: *window, request_times: VecDeque::new() })
             }
             Quantity::Rate { count, per, burst } => {
                 let token = per.as_micros();
                 let most = u128::from(*burst) * u128::from(token);
-                Some(Self::Bucket(Bucket { parts_per_micro: *count, token, most, held: most, filled_at: now }))
+                Some(Self::Bucket(TokenBucket {
+                    refill_parts_per_micro: *count,
+                    parts_per_token: token,
+                    max_parts: most,
+                    parts: most,
+                    refilled_at: now,
+                }))
             }
-            Quantity::Quota { .. } => match quantity.kind() {
-                Ok(Some(Kind::Quota(quota))) => Some(Self::Quota { quota: Arc::new(quota), ledger: Ledger::default() }),
+            Quantity::Quota { .. } => match quantity.to_limit_kind() {
+                Ok(Some(LimitKind::Quota(quota))) => {
+                    Some(Self::Quota { quota: Arc::new(quota), usage: QuotaUsage::default() })
+                }
                 _ => None,
             },
             Quantity::InFlight { .. } | Quantity::Unlimited => None,
@@ -54,9 +62,9 @@ impl Limiter {
     }
 
     /// How long a request that comes now is too early.
-    pub(crate) fn wait(&mut self, now: Time) -> Span {
+    pub(crate) fn time_until_allowed(&mut self, now: Time) -> Span {
         match self {
-            Self::Window { limit, window, taken } => {
+            Self::Window { limit, window, request_times: taken } => {
                 while taken.front().is_some_and(|first| *first + *window <= now) {
                     taken.pop_front();
                 }
@@ -67,15 +75,16 @@ impl Limiter {
                 }
             }
             Self::Bucket(bucket) => {
-                let earned = u128::from(now.since(bucket.filled_at).as_micros()) * u128::from(bucket.parts_per_micro);
-                (bucket.held, bucket.filled_at) = ((bucket.held + earned).min(bucket.most), now);
-                let short = u128::from(bucket.token).saturating_sub(bucket.held);
-                let wait = short.div_ceil(u128::from(bucket.parts_per_micro.max(1)));
+                let earned =
+                    u128::from(now.since(bucket.refilled_at).as_micros()) * u128::from(bucket.refill_parts_per_micro);
+                (bucket.parts, bucket.refilled_at) = ((bucket.parts + earned).min(bucket.max_parts), now);
+                let short = u128::from(bucket.parts_per_token).saturating_sub(bucket.parts);
+                let wait = short.div_ceil(u128::from(bucket.refill_parts_per_micro.max(1)));
                 Span::from_micros(u64::try_from(wait).unwrap_or(u64::MAX))
             }
-            Self::Quota { quota, ledger } => {
-                quota.settle(ledger, now);
-                quota.look(ledger, 1, now).retry_at.since(now)
+            Self::Quota { quota, usage: ledger } => {
+                quota.refresh(ledger, now);
+                quota.status(ledger, 1, now).retry_at.since(now)
             }
         }
     }
@@ -83,9 +92,9 @@ impl Limiter {
     /// Counts a request that doesn't come too early.
     pub(crate) fn take(&mut self, now: Time) {
         match self {
-            Self::Window { taken, .. } => taken.push_back(now),
-            Self::Bucket(bucket) => bucket.held -= u128::from(bucket.token).min(bucket.held),
-            Self::Quota { quota, ledger } => quota.charge(ledger, 1, now),
+            Self::Window { request_times: taken, .. } => taken.push_back(now),
+            Self::Bucket(bucket) => bucket.parts -= u128::from(bucket.parts_per_token).min(bucket.parts),
+            Self::Quota { quota, usage: ledger } => quota.charge(ledger, 1, now),
         }
     }
 }
@@ -96,10 +105,10 @@ mod tests {
 
     fn admitted(quantity: &str, millis: impl IntoIterator<Item = u64>) -> Vec<u64> {
         let quantity: Quantity = quantity.parse().expect("a quantity");
-        let mut limiter = Limiter::new(&quantity, Time::from_secs(0)).expect("a limit");
+        let mut limiter = ServiceLimiter::new(&quantity, Time::from_secs(0)).expect("a limit");
         let taken = millis.into_iter().filter(|millis| {
             let now = Time::ZERO + Span::from_millis(*millis);
-            let free = limiter.wait(now).is_zero();
+            let free = limiter.time_until_allowed(now).is_zero();
             if free {
                 limiter.take(now);
             }

@@ -4,20 +4,20 @@ use rand::{RngExt, SeedableRng};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 /// A stream. Its bits are the same on every machine.
-pub(crate) type Stream = Xoshiro256PlusPlus;
+pub(crate) type SimRng = Xoshiro256PlusPlus;
 
 /// Streams for actors, in the order in which they are asked for. Every strategy of a scenario asks in the same order and
 /// so meets the same arrivals, latencies and losses.
 #[derive(Debug)]
-pub(crate) struct Streams(Stream);
+pub(crate) struct RngStreams(SimRng);
 
-impl Streams {
+impl RngStreams {
     pub(crate) fn new(seed: u64, trial: u32) -> Self {
         // Any odd number would do; this one is 2^64 ÷ the golden ratio.
-        Self(Stream::seed_from_u64(seed.wrapping_add(u64::from(trial).wrapping_mul(0x9e37_79b9_7f4a_7c15))))
+        Self(SimRng::seed_from_u64(seed.wrapping_add(u64::from(trial).wrapping_mul(0x9e37_79b9_7f4a_7c15))))
     }
 
-    pub(crate) fn next(&mut self) -> Stream {
-        Stream::seed_from_u64(self.0.random())
+    pub(crate) fn next_rng(&mut self) -> SimRng {
+        SimRng::seed_from_u64(self.0.random())
     }
 }

@@ -3,17 +3,17 @@
 mod chart;
 mod html;
 mod json;
-mod numbers;
 mod picture;
 mod replay;
+mod summary;
 mod table;
 mod theme;
 
-pub use numbers::Numbers;
 pub use picture::PictureError;
+pub use summary::RunSummary;
 
 use crate::setup::Setup;
-use crate::tally::Tally;
+use crate::stats::RunStats;
 
 /// What came of a scenario.
 #[derive(Clone, Debug)]
@@ -40,31 +40,31 @@ pub struct Run {
     /// How often it was repeated.
     pub trials: u32,
     /// Whether its clients are the production machine.
-    pub is_ours: bool,
+    pub uses_tidegate: bool,
     /// The share of what succeeded before a disturbance that must succeed again.
-    pub wanted: f64,
+    pub required_share: f64,
     /// Which shares of calls succeeded before the first disturbance and after the last, and the time for recovering from it,
     /// in the repetition in which the second is the worst compared with the first; `None` where nothing disturbs, or too
     /// little time is left to tell. A mean would hide a repetition that collapses behind those that don't.
-    pub worst: Option<(f64, f64)>,
+    pub worst_trial: Option<(f64, f64)>,
     /// The means over all repetitions.
-    pub numbers: Numbers,
+    pub summary: RunSummary,
     /// What was seen of the first.
-    pub tally: Tally,
+    pub first_trial: RunStats,
 }
 
 impl Run {
-    pub(crate) fn new(setup: &Setup, results: &[Numbers], tally: Tally) -> Self {
+    pub(crate) fn new(setup: &Setup, results: &[RunSummary], tally: RunStats) -> Self {
         Self {
             case: setup.case.clone(),
             strategy: setup.strategy.clone(),
             loads: setup.loads.iter().map(|load| load.name.clone()).collect(),
             trials: setup.trials,
-            is_ours: matches!(setup.client, crate::setup::ClientSpec::Tidegate { .. }),
-            wanted: setup.check.share,
-            worst: worst(results, setup.check.share),
-            numbers: Numbers::mean(results),
-            tally,
+            uses_tidegate: matches!(setup.client, crate::setup::ClientSpec::Tidegate { .. }),
+            required_share: setup.recovery_check.share,
+            worst_trial: worst_trial(results, setup.recovery_check.share),
+            summary: RunSummary::mean_of(results),
+            first_trial: tally,
         }
     }
 }
@@ -73,34 +73,35 @@ impl Run {
     /// Whether its goodput recovered after the last disturbance in every repetition; `None` where nothing disturbs, too little
     /// time is left to tell, or nothing succeeded before.
     pub fn recovered(&self) -> Option<bool> {
-        let (before, after) = self.worst.filter(|(before, _)| *before > 0.0)?;
-        Some(after >= self.wanted * before.min(1.0))
+        let (before, after) = self.worst_trial.filter(|(before, _)| *before > 0.0)?;
+        Some(after >= self.required_share * before.min(1.0))
     }
 }
 
 /// The repetition that says most against a recovery. One in which nothing ever worked says nothing, and comes between those
 /// that failed and those that didn't.
-fn worst(results: &[Numbers], wanted: f64) -> Option<(f64, f64)> {
-    let known = results.iter().filter_map(|numbers| Some((numbers.before?, numbers.after?)));
+fn worst_trial(results: &[RunSummary], wanted: f64) -> Option<(f64, f64)> {
+    let known =
+        results.iter().filter_map(|numbers| Some((numbers.success_share_before?, numbers.success_share_after?)));
     let kept = |(before, after): (f64, f64)| if before > 0.0 { after / before.min(1.0) } else { wanted };
     known.min_by(|one, other| kept(*one).total_cmp(&kept(*other)).then((one.0 > 0.0).cmp(&(other.0 > 0.0))))
 }
 
 impl Report {
     /// The runs that `--check` is about: those of production's machine, or all if there is none.
-    pub fn checked(&self) -> impl Iterator<Item = &Run> {
-        let any = self.runs.iter().any(|run| run.is_ours);
-        self.runs.iter().filter(move |run| run.is_ours || !any)
+    pub fn checked_runs(&self) -> impl Iterator<Item = &Run> {
+        let any = self.runs.iter().any(|run| run.uses_tidegate);
+        self.runs.iter().filter(move |run| run.uses_tidegate || !any)
     }
 
     /// A table for a terminal.
     pub fn table(&self) -> String {
-        table::table(self)
+        table::text_table(self)
     }
 
     /// All numbers, as JSON.
     pub fn json(&self) -> String {
-        json::json(self)
+        json::to_json(self)
     }
 
     /// A page of table and pictures that needs no network, light or dark as its reader prefers.
@@ -108,7 +109,7 @@ impl Report {
     /// # Errors
     /// The pictures couldn't be drawn.
     pub fn html(&self) -> Result<String, PictureError> {
-        html::html(self)
+        html::to_html(self)
     }
 
     /// The pictures, light or dark as their reader prefers.
@@ -116,7 +117,7 @@ impl Report {
     /// # Errors
     /// They couldn't be drawn.
     pub fn svg(&self) -> Result<String, PictureError> {
-        picture::svg(self, picture::Heading::Own)
+        picture::report_svg(self, picture::Heading::Included)
     }
 
     /// The pictures in light colours.
@@ -124,7 +125,7 @@ impl Report {
     /// # Errors
     /// They couldn't be drawn, or are too large.
     pub fn png(&self) -> Result<Vec<u8>, PictureError> {
-        picture::png(self)
+        picture::report_png(self)
     }
 
     /// The run of this case under this strategy, by their titles.
@@ -139,7 +140,11 @@ mod tests {
 
     #[test]
     fn the_worst_repetition_is_told_and_one_that_says_nothing_hides_none() {
-        let of = |(before, after)| Numbers { before: Some(before), after: Some(after), ..Numbers::default() };
+        let of = |(before, after)| RunSummary {
+            success_share_before: Some(before),
+            success_share_after: Some(after),
+            ..RunSummary::default()
+        };
         let (good, bad, dead) = ((1.0, 0.95), (0.5, 0.1), (0.0, 0.0));
         for (trials, expected) in [
             (&[good, bad, good][..], Some(bad)),
@@ -148,9 +153,9 @@ mod tests {
             (&[good, (0.8, 0.8)], Some(good)),
             (&[], None),
         ] {
-            let results: Vec<Numbers> = trials.iter().copied().map(of).collect();
-            assert_eq!(worst(&results, 0.9), expected, "{trials:?}");
+            let results: Vec<RunSummary> = trials.iter().copied().map(of).collect();
+            assert_eq!(worst_trial(&results, 0.9), expected, "{trials:?}");
         }
-        assert_eq!(worst(&[Numbers::default()], 0.9), None);
+        assert_eq!(worst_trial(&[RunSummary::default()], 0.9), None);
     }
 }

@@ -4,11 +4,11 @@ use tidegate_policy::Errors;
 
 use crate::report::{Report, Run};
 use crate::setup::Setup;
-use crate::tally::Tally;
-use crate::world::World;
+use crate::simulation::Simulation;
+use crate::stats::RunStats;
 
 /// How many events pass between two looks at how far a run has come.
-const EVENTS: u64 = 100_000;
+const EVENTS_PER_PROGRESS_UPDATE: u64 = 100_000;
 
 /// A world with its load, in each of its cases under each of its strategies.
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ impl Scenario {
     /// # Errors
     /// Everything that is wrong, each with its place and, where there is one, the nearest name that would do.
     pub fn read(name: &str, body: &[u8]) -> Result<Self, Errors> {
-        crate::read::scenario(name, body)
+        crate::read::read_scenario(name, body)
     }
 
     /// Runs it. The same seed gives the same report, to the byte. `progress` is told now and then which share of all is
@@ -42,14 +42,14 @@ impl Scenario {
             let mut tallies = Vec::with_capacity(1);
             let mut results = Vec::new();
             for trial in 0..setup.trials {
-                let mut world = World::new(setup, seed, trial);
-                while world.run(EVENTS) {
+                let mut world = Simulation::new(setup, seed, trial);
+                while world.run(EVENTS_PER_PROGRESS_UPDATE) {
                     progress((f64::from(done) + world.progress()) / f64::from(count));
                 }
                 done += 1;
                 progress(f64::from(done) / f64::from(count));
-                let tally: Tally = world.into_tally();
-                results.push(crate::report::Numbers::of(&tally));
+                let tally: RunStats = world.into_stats();
+                results.push(crate::report::RunSummary::from_stats(&tally));
                 if tallies.is_empty() {
                     tallies.push(tally);
                 }

@@ -6,13 +6,13 @@ use rand::RngExt;
 use slab::Slab;
 use tidegate_core::{Span, Time};
 
-use crate::limiter::Limiter;
-use crate::random::Stream;
-use crate::setup::{RetryAfter, ServiceSpec, Stretch};
+use crate::limiter::ServiceLimiter;
+use crate::random::SimRng;
+use crate::setup::{RetryAfterMode, ServiceSpec, TimeRange};
 
 /// What a request asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Asks {
+pub(crate) enum RequestKind {
     /// Some work.
     Work,
     /// The row, and its version.
@@ -23,7 +23,7 @@ pub(crate) enum Asks {
 
 /// What a service says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum ServiceReply {
     Done,
     /// The row's version.
     Row {
@@ -38,28 +38,28 @@ pub(crate) enum Answer {
         retry_after: Option<Span>,
     },
     /// The connection was refused.
-    Refused,
+    ConnectionRefused,
 }
 
 /// A request that the service has in hand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct JobId {
     index: usize,
-    number: u64,
+    sequence: u64,
 }
 
 #[derive(Debug)]
 struct Job<R> {
-    number: u64,
+    sequence: u64,
     request: R,
-    asks: Asks,
+    kind: RequestKind,
 }
 
 /// What became of a request that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Taken {
+pub(crate) enum ArrivalOutcome {
     /// Nothing: this is its answer.
-    Answered(Answer),
+    Replied(ServiceReply),
     /// A worker has it, for so long.
     Started(JobId, Span),
     /// It waits for a worker.
@@ -68,11 +68,11 @@ pub(crate) enum Taken {
 
 /// What a worker has finished.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Finished<R> {
+pub(crate) struct FinishedJob<R> {
     pub(crate) request: R,
-    pub(crate) answer: Answer,
+    pub(crate) reply: ServiceReply,
     /// The request that the worker takes on next, and how long that will take.
-    pub(crate) next: Option<(JobId, Span)>,
+    pub(crate) next_job: Option<(JobId, Span)>,
 }
 
 /// A service. `R` is what it keeps of a request until its answer.
@@ -80,99 +80,110 @@ pub(crate) struct Finished<R> {
 /// What waits is bounded by the spec's queue, what is worked on by its workers or, where it takes all that come, by
 /// what clients have under way.
 #[derive(Debug)]
-pub(crate) struct Service<'s, R> {
+pub(crate) struct SimService<'s, R> {
     spec: &'s ServiceSpec,
-    began: Time,
-    asked_at: Option<Time>,
-    limiters: Vec<Limiter>,
+    started_at: Time,
+    last_request_at: Option<Time>,
+    limiters: Vec<ServiceLimiter>,
     jobs: Slab<Job<R>>,
     queue: VecDeque<usize>,
-    working: u32,
+    busy_workers: u32,
     version: u64,
-    numbers: u64,
-    rng: Stream,
+    last_sequence: u64,
+    rng: SimRng,
 }
 
-impl<'s, R: Copy> Service<'s, R> {
-    pub(crate) fn new(spec: &'s ServiceSpec, began: Time, rng: Stream) -> Self {
-        let limiters = spec.limits.iter().filter_map(|limit| Limiter::new(limit, began)).collect();
+impl<'s, R: Copy> SimService<'s, R> {
+    pub(crate) fn new(spec: &'s ServiceSpec, began: Time, rng: SimRng) -> Self {
+        let limiters = spec.limits.iter().filter_map(|limit| ServiceLimiter::new(limit, began)).collect();
         let (jobs, queue) = (Slab::new(), VecDeque::new());
-        Self { spec, began, asked_at: None, limiters, jobs, queue, working: 0, version: 0, numbers: 0, rng }
+        Self {
+            spec,
+            started_at: began,
+            last_request_at: None,
+            limiters,
+            jobs,
+            queue,
+            busy_workers: 0,
+            version: 0,
+            last_sequence: 0,
+            rng,
+        }
     }
 
     /// How many requests wait for a worker.
-    pub(crate) fn waiting(&self) -> u32 {
+    pub(crate) fn queued_requests(&self) -> u32 {
         self.queue.len() as u32
     }
 
     /// How many requests workers have.
-    pub(crate) fn working(&self) -> u32 {
-        self.working
+    pub(crate) fn busy_workers(&self) -> u32 {
+        self.busy_workers
     }
 
     /// A request has arrived.
-    pub(crate) fn arrive(&mut self, request: R, asks: Asks, now: Time) -> Taken {
-        if Stretch::any_holds(&self.spec.outages, now.since(self.began)) {
-            return Taken::Answered(Answer::Refused);
+    pub(crate) fn submit(&mut self, request: R, asks: RequestKind, now: Time) -> ArrivalOutcome {
+        if TimeRange::any_contains(&self.spec.outages, now.since(self.started_at)) {
+            return ArrivalOutcome::Replied(ServiceReply::ConnectionRefused);
         }
-        let spacing = Span::from_micros((self.spec.spacing.at(now.since(self.began)) * 1e6).round() as u64);
-        let is_close = self.asked_at.replace(now).is_some_and(|before| now.since(before) < spacing);
+        let spacing = Span::from_micros((self.spec.spacing.value_at(now.since(self.started_at)) * 1e6).round() as u64);
+        let is_close = self.last_request_at.replace(now).is_some_and(|before| now.since(before) < spacing);
         let spacing = Some(spacing).filter(|_| is_close);
-        let waits = self.limiters.iter_mut().map(|limiter| limiter.wait(now)).chain(spacing);
+        let waits = self.limiters.iter_mut().map(|limiter| limiter.time_until_allowed(now)).chain(spacing);
         if let Some(wait) = waits.max().filter(|wait| !wait.is_zero()) {
             let retry_after = match self.spec.retry_after {
-                RetryAfter::None => None,
-                RetryAfter::True => Some(Span::from_secs(wait.as_secs_ceil())),
-                RetryAfter::Always(span) => Some(span),
+                RetryAfterMode::None => None,
+                RetryAfterMode::Accurate => Some(Span::from_secs(wait.as_secs_ceil())),
+                RetryAfterMode::Fixed(span) => Some(span),
             };
-            return Taken::Answered(Answer::Throttled { retry_after });
+            return ArrivalOutcome::Replied(ServiceReply::Throttled { retry_after });
         }
-        let busy = self.spec.workers.is_some_and(|workers| self.working >= workers);
+        let busy = self.spec.workers.is_some_and(|workers| self.busy_workers >= workers);
         if busy && self.queue.len() >= self.spec.queue as usize {
-            return Taken::Answered(Answer::Failed);
+            return ArrivalOutcome::Replied(ServiceReply::Failed);
         }
         for limiter in &mut self.limiters {
             limiter.take(now);
         }
-        self.numbers += 1;
-        let index = self.jobs.insert(Job { number: self.numbers, request, asks });
-        let id = JobId { index, number: self.numbers };
+        self.last_sequence += 1;
+        let index = self.jobs.insert(Job { sequence: self.last_sequence, request, kind: asks });
+        let id = JobId { index, sequence: self.last_sequence };
         if busy {
             self.queue.push_back(index);
-            return Taken::Queued(id);
+            return ArrivalOutcome::Queued(id);
         }
-        Taken::Started(id, self.start())
+        ArrivalOutcome::Started(id, self.start_job())
     }
 
     /// A worker begins; how long it will take.
-    fn start(&mut self) -> Span {
-        self.working += 1;
-        let load = u64::from(self.working) + self.queue.len() as u64;
+    fn start_job(&mut self) -> Span {
+        self.busy_workers += 1;
+        let load = u64::from(self.busy_workers) + self.queue.len() as u64;
         self.spec.latency.sample(&mut self.rng) + self.spec.latency_per_request.times(load)
     }
 
     /// A worker has finished. `None` if its client went away and the service noticed.
-    pub(crate) fn finish(&mut self, id: JobId, now: Time) -> Option<Finished<R>> {
+    pub(crate) fn finish(&mut self, id: JobId, now: Time) -> Option<FinishedJob<R>> {
         let job = self.remove(id)?;
-        self.working -= 1;
-        let failures = self.spec.failures.at(now.since(self.began));
+        self.busy_workers -= 1;
+        let failures = self.spec.failures.value_at(now.since(self.started_at));
         // Drawn whatever the share, so that the numbers that follow don't depend on it.
         let fails = self.rng.random::<f64>() < failures;
-        let answer = match job.asks {
-            _ if fails => Answer::Failed,
-            Asks::Work => Answer::Done,
-            Asks::Read => Answer::Row { version: self.version },
-            Asks::Write { version } if version == self.version => {
+        let answer = match job.kind {
+            _ if fails => ServiceReply::Failed,
+            RequestKind::Work => ServiceReply::Done,
+            RequestKind::Read => ServiceReply::Row { version: self.version },
+            RequestKind::Write { version } if version == self.version => {
                 self.version += 1;
-                Answer::Done
+                ServiceReply::Done
             }
-            Asks::Write { .. } => Answer::Conflict,
+            RequestKind::Write { .. } => ServiceReply::Conflict,
         };
-        Some(Finished { request: job.request, answer, next: self.next() })
+        Some(FinishedJob { request: job.request, reply: answer, next_job: self.start_next() })
     }
 
     /// A request's client has gone away: if the service notices, the next request with how long that will take.
-    pub(crate) fn abandon(&mut self, id: JobId) -> Option<(JobId, Span)> {
+    pub(crate) fn cancel(&mut self, id: JobId) -> Option<(JobId, Span)> {
         if !self.spec.notices_timeouts {
             return None;
         }
@@ -183,20 +194,20 @@ impl<'s, R: Copy> Service<'s, R> {
                 None
             }
             None => {
-                self.working -= 1;
-                self.next()
+                self.busy_workers -= 1;
+                self.start_next()
             }
         }
     }
 
-    fn next(&mut self) -> Option<(JobId, Span)> {
+    fn start_next(&mut self) -> Option<(JobId, Span)> {
         let index = self.queue.pop_front()?;
-        let id = JobId { index, number: self.jobs.get(index)?.number };
-        Some((id, self.start()))
+        let id = JobId { index, sequence: self.jobs.get(index)?.sequence };
+        Some((id, self.start_job()))
     }
 
     fn remove(&mut self, id: JobId) -> Option<Job<R>> {
-        self.jobs.get(id.index).filter(|job| job.number == id.number)?;
+        self.jobs.get(id.index).filter(|job| job.sequence == id.sequence)?;
         self.jobs.try_remove(id.index)
     }
 }

@@ -23,7 +23,7 @@ pub struct Setup {
     /// When it ends at the latest.
     pub duration: Span,
     /// Over which stretch goodput is taken; all of it if `None`.
-    pub measured: Option<Stretch>,
+    pub measured_range: Option<TimeRange>,
     /// How often it is repeated, each time with other random numbers.
     pub trials: u32,
     /// What is called.
@@ -31,7 +31,7 @@ pub struct Setup {
     /// What lies between.
     pub network: NetworkSpec,
     /// Who calls.
-    pub loads: Vec<Load>,
+    pub loads: Vec<LoadSpec>,
     /// How they go about it.
     pub client: ClientSpec,
     /// Where the machine's state lives.
@@ -41,18 +41,18 @@ pub struct Setup {
     /// Whether the policy's inbound limits stand before the service.
     pub gate: bool,
     /// When its goodput has recovered.
-    pub check: CheckSpec,
+    pub recovery_check: RecoveryCheckSpec,
 }
 
 impl Setup {
     /// When the world first changes, and when it has changed for the last time; `None` if it never does.
-    pub fn disturbed(&self) -> Option<(Span, Span)> {
+    pub fn disturbance_range(&self) -> Option<(Span, Span)> {
         let loads = self.loads.iter().filter_map(|load| match &load.arrivals {
             Arrivals::Poisson(rate) | Arrivals::Even(rate) => Some(rate),
             Arrivals::Trace { .. } | Arrivals::Serial { .. } => None,
         });
         let profiles = loads.chain([&self.service.failures, &self.service.spacing, &self.network.loss]);
-        let profiles = profiles.filter_map(|profile| Some((profile.leaves_at()?, profile.settles_at())));
+        let profiles = profiles.filter_map(|profile| Some((profile.first_change_at()?, profile.last_change_at())));
         let stretches = self.service.outages.iter().chain(&self.network.partitions).chain(&self.store.outages);
         let changes = profiles.chain(stretches.map(|stretch| (stretch.from, stretch.until)));
         changes.reduce(|(from, until), (other, end)| (from.min(other), until.max(end)))
@@ -61,15 +61,15 @@ impl Setup {
 
 /// A stretch of time, counted from the run's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
+pub struct TimeRange {
     /// Its first moment.
     pub from: Span,
     /// The moment after its last.
     pub until: Span,
 }
 
-impl Stretch {
-    pub(crate) fn any_holds(stretches: &[Self], time: Span) -> bool {
+impl TimeRange {
+    pub(crate) fn any_contains(stretches: &[Self], time: Span) -> bool {
         stretches.iter().any(|stretch| (stretch.from..stretch.until).contains(&time))
     }
 }
@@ -90,11 +90,11 @@ pub struct ServiceSpec {
     /// How many seconds after the request before it, taken or not, a request must come; others are refused as for a limit.
     pub spacing: Profile,
     /// What it says of when to come back in a reply that refuses for a limit.
-    pub retry_after: RetryAfter,
+    pub retry_after: RetryAfterMode,
     /// Which share of requests fails, from 0 to 1.
     pub failures: Profile,
     /// When nobody takes its connections.
-    pub outages: Vec<Stretch>,
+    pub outages: Vec<TimeRange>,
     /// Whether it stops working on a request whose client has gone away. Default false.
     pub notices_timeouts: bool,
     /// Whether each call reads a row and writes it back, which fails where another has written it since.
@@ -103,13 +103,13 @@ pub struct ServiceSpec {
 
 /// What a service says of when to come back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RetryAfter {
+pub enum RetryAfterMode {
     /// Nothing.
     None,
     /// The truth, in whole seconds, rounded up.
-    True,
+    Accurate,
     /// Always this, true or not.
-    Always(Span),
+    Fixed(Span),
 }
 
 /// What lies between clients and service.
@@ -120,12 +120,12 @@ pub struct NetworkSpec {
     /// Which share of messages is lost, from 0 to 1, requests and replies alike.
     pub loss: Profile,
     /// When every message is lost.
-    pub partitions: Vec<Stretch>,
+    pub partitions: Vec<TimeRange>,
 }
 
 /// Clients that call alike. Each is a process of its own, with its own budget, queue and breaker.
 #[derive(Clone, Debug)]
-pub struct Load {
+pub struct LoadSpec {
     /// What it is called; the inbound policy's `key` of its calls is this and the client's number.
     pub name: String,
     /// How many clients.
@@ -140,7 +140,7 @@ pub struct Load {
     /// and all.
     pub drift: f64,
     /// When its clients' clocks are set.
-    pub steps: Vec<ClockStep>,
+    pub clock_steps: Vec<ClockStep>,
 }
 
 /// A clock that is set.
@@ -149,9 +149,9 @@ pub struct ClockStep {
     /// When.
     pub at: Span,
     /// By how much.
-    pub by: Span,
+    pub amount: Span,
     /// Whether it is set back.
-    pub back: bool,
+    pub is_backward: bool,
 }
 
 /// When a client calls.
@@ -181,7 +181,7 @@ pub enum Arrivals {
 #[derive(Clone, Debug)]
 pub enum ClientSpec {
     /// A plain client.
-    Plain(PlainSpec),
+    Plain(PlainClientSpec),
     /// The production machine, by the rules of this provider of the policy.
     Tidegate {
         /// Its place in the policy.
@@ -201,7 +201,7 @@ impl ClientSpec {
 
 /// A client that tries again without knowing more than its own replies.
 #[derive(Clone, Debug)]
-pub struct PlainSpec {
+pub struct PlainClientSpec {
     /// The tries a call, the first included; `None` until it succeeds.
     pub attempts: Option<u32>,
     /// How long it waits between them.
@@ -227,12 +227,12 @@ pub struct StoreSpec {
     /// How long the way to a shared store takes, one way.
     pub latency: Option<Delay>,
     /// When a shared store can't be reached.
-    pub outages: Vec<Stretch>,
+    pub outages: Vec<TimeRange>,
 }
 
 /// When goodput counts as recovered.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CheckSpec {
+pub struct RecoveryCheckSpec {
     /// How long after the last disturbance. Default 10 s.
     pub within: Span,
     /// Which share of what succeeded before must succeed again. Default 0.9.

@@ -1,7 +1,7 @@
 //! Broken scenarios say what is wrong, where, and what was probably meant.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_policy::Place;
+use tidegate_policy::ErrorLocation;
 use tidegate_sim::Scenario;
 
 /// A scenario with nothing wrong in it.
@@ -18,7 +18,7 @@ rate = \"5/s\"
 fn told(text: &str) -> (usize, usize, String) {
     let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
     let error = errors.iter().next().unwrap();
-    let Place::File { name, line, column } = error.place() else { panic!("{error}") };
+    let ErrorLocation::File { name, line, column } = error.location() else { panic!("{error}") };
     assert_eq!(name, "s.toml");
     (*line, *column, errors.to_string())
 }

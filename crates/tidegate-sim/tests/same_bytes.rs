@@ -87,14 +87,14 @@ fn one_seed_gives_the_same_bytes_twice() {
     assert!(all(&report) == all(&run(7)));
     assert_ne!(report.json(), run(8).json());
     for run in &report.runs {
-        let total = run.tally.total();
+        let total = run.first_trial.total();
         assert!(total.succeeded > 500 && total.throttled > 0 && total.failed > 0, "{}: {total:?}", run.strategy);
     }
 }
 
 #[test]
 fn shipped_scenarios_give_the_same_bytes_twice() {
-    for shipped::Shipped { name, text } in shipped::ALL {
+    for shipped::ShippedScenario { name, text } in shipped::ALL {
         let mut scenario = Scenario::read(name, text.as_bytes()).unwrap();
         // Some have a hundred.
         scenario.setups.iter_mut().for_each(|setup| setup.trials = setup.trials.min(2));

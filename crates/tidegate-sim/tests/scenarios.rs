@@ -1,7 +1,7 @@
 //! The numbers of every shipped scenario.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_sim::tally::End;
+use tidegate_sim::stats::CallOutcome;
 use tidegate_sim::{Report, Run, Scenario, shipped};
 
 fn report(name: &str) -> Report {
@@ -38,9 +38,9 @@ fn contention_takes_as_long_as_published() {
     ];
     for (case, strategy, millis, calls) in published {
         let run = run(&report, case, strategy);
-        assert_eq!((run.trials, run.numbers.success), (100, 1.0));
-        about(&format!("{case}, {strategy}: ms"), run.numbers.elapsed * 1e3, millis, 0.1);
-        about(&format!("{case}, {strategy}: calls"), run.numbers.attempts, calls, 0.1);
+        assert_eq!((run.trials, run.summary.success_share), (100, 1.0));
+        about(&format!("{case}, {strategy}: ms"), run.summary.elapsed * 1e3, millis, 0.1);
+        about(&format!("{case}, {strategy}: calls"), run.summary.attempts, calls, 0.1);
     }
 }
 
@@ -57,12 +57,12 @@ fn retries_cost_what_is_published() {
         ("p = 1", "token bucket", 0.0, 1.14),
     ];
     for (case, strategy, success, load) in published {
-        let numbers = run(&report, case, strategy).numbers;
-        about(&format!("{case}, {strategy}: load"), numbers.load, load, 0.05);
+        let numbers = run(&report, case, strategy).summary;
+        about(&format!("{case}, {strategy}: load"), numbers.attempts_per_call, load, 0.05);
         if success == 0.0 {
             assert_eq!(numbers.succeeded, 0.0);
         } else {
-            about(&format!("{case}, {strategy}: success"), numbers.success * 100.0, success, 0.05);
+            about(&format!("{case}, {strategy}: success"), numbers.success_share * 100.0, success, 0.05);
         }
     }
 }
@@ -71,7 +71,7 @@ fn retries_cost_what_is_published() {
 #[test]
 fn collapse_is_outlived_by_the_right_means_and_by_ours() {
     let report = report("collapse");
-    let goodput = |case, strategy| run(&report, case, strategy).numbers.goodput;
+    let goodput = |case, strategy| run(&report, case, strategy).summary.goodput;
     let plain = ["no backoff", "backoff, full jitter", "10 % retry budget", "120 in flight"];
     // Each run stays at none or comes back to forty, about one in four: ten runs of his give anything around this.
     let down = goodput("spike", plain[0]);
@@ -94,8 +94,8 @@ fn collapse_is_outlived_by_the_right_means_and_by_ours() {
 fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
     let report = report("responsive");
     let run = run(&report, "", "pacer");
-    let waits: Vec<(f64, bool)> = (run.tally.points().iter())
-        .map(|point| (point.delay.as_micros() as f64 / 1e3, point.end == End::Succeeded))
+    let waits: Vec<(f64, bool)> = (run.first_trial.samples().iter())
+        .map(|point| (point.delay.as_micros() as f64 / 1e3, point.outcome == CallOutcome::Succeeded))
         .collect();
     // The first call has none before it, and the second doesn't wait.
     assert_eq!(waits[..2], [(0.0, true), (0.0, false)]);
@@ -125,14 +125,14 @@ fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
 #[test]
 fn a_herd_comes_back_where_waits_are_equal_and_never_forms_in_our_lanes() {
     let report = report("herd");
-    let numbers = |strategy| run(&report, "", strategy).numbers;
-    assert!(numbers("no backoff").success < 0.2);
+    let numbers = |strategy| run(&report, "", strategy).summary;
+    assert!(numbers("no backoff").success_share < 0.2);
     for strategy in ["exponential", "full jitter", "tidegate"] {
-        assert_eq!(numbers(strategy).success, 1.0, "{strategy}");
+        assert_eq!(numbers(strategy).success_share, 1.0, "{strategy}");
     }
     assert!(numbers("full jitter").elapsed * 2.0 < numbers("exponential").elapsed);
     let ours = numbers("tidegate");
-    assert_eq!((ours.load, ours.throttled), (1.0, 0.0));
+    assert_eq!((ours.attempts_per_call, ours.throttled), (1.0, 0.0));
     assert!(ours.busiest <= 25.0, "{}", ours.busiest);
     // 1,000 calls at 100 a second, from the tenth second on.
     assert!(ours.elapsed <= 21.0, "{}", ours.elapsed);
@@ -144,23 +144,23 @@ fn after_a_partition_retries_keep_a_service_down_and_ours_let_it_up() {
     let of = |strategy| run(&report, "", strategy);
     for strategy in ["no backoff", "full jitter"] {
         assert_eq!(of(strategy).recovered(), Some(false), "{strategy}");
-        assert!(of(strategy).numbers.load > 2.5);
+        assert!(of(strategy).summary.attempts_per_call > 2.5);
     }
     let ours = of("tidegate");
     assert_eq!(ours.recovered(), Some(true));
-    assert!(ours.numbers.load < 1.0, "an open breaker sends nothing: {}", ours.numbers.load);
+    assert!(ours.summary.attempts_per_call < 1.0, "an open breaker sends nothing: {}", ours.summary.attempts_per_call);
 }
 
 #[test]
 fn a_noisy_neighbour_is_held_to_its_own_limit() {
     let report = report("noisy-neighbour");
     let quiet = |strategy| {
-        let seen = run(&report, "", strategy).tally.loads()[0];
+        let seen = run(&report, "", strategy).first_trial.loads()[0];
         seen.succeeded as f64 / seen.offered as f64
     };
     assert!(quiet("no gate") < 0.7, "{}", quiet("no gate"));
     assert!(quiet("a gate by tenant") > 0.995, "{}", quiet("a gate by tenant"));
-    let noisy = run(&report, "", "a gate by tenant").tally.loads()[1];
+    let noisy = run(&report, "", "a gate by tenant").first_trial.loads()[1];
     // 20 a second with a burst of 40, over 40 s, and 5 a second for the rest.
     assert!((900..=960).contains(&noisy.succeeded), "{noisy:?}");
 }
@@ -168,7 +168,7 @@ fn a_noisy_neighbour_is_held_to_its_own_limit() {
 #[test]
 fn a_spent_quota_is_left_alone_until_midnight() {
     let report = report("quota-midnight");
-    let numbers = |strategy| run(&report, "", strategy).numbers;
+    let numbers = |strategy| run(&report, "", strategy).summary;
     assert!(numbers("full jitter").throttled > 13_000.0, "three for each call that comes too late");
     let honours = numbers("as Retry-After says");
     assert!(honours.busiest > 100.0, "all that waited come at midnight: {}", honours.busiest);

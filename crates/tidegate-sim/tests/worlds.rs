@@ -1,14 +1,14 @@
 //! Worlds in which it is known what must come of them.
 
-use tidegate_sim::{Numbers, Report, Scenario};
+use tidegate_sim::{Report, RunSummary, Scenario};
 
 fn report(text: &str) -> Report {
     let scenario = Scenario::read("s.toml", text.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
     scenario.run(scenario.seed, &mut |_| {})
 }
 
-fn numbers(text: &str) -> Numbers {
-    report(text).runs[0].numbers
+fn numbers(text: &str) -> RunSummary {
+    report(text).runs[0].summary
 }
 
 /// A provider's window that the policy knows is never overrun, by a fleet over a shared store and a network that delays
@@ -35,7 +35,7 @@ fn a_fleet_keeps_a_window_that_the_provider_counts_exactly() {
         breaker = "off"
     "#;
     let found = numbers(text);
-    assert_eq!((found.throttled, found.load <= 1.0), (0.0, true), "{found:?}");
+    assert_eq!((found.throttled, found.attempts_per_call <= 1.0), (0.0, true), "{found:?}");
     // 40 in 10 s, and up to 0.2 s more that a slot may come free late.
     assert!(found.succeeded > 0.95 * 1200.0 && found.succeeded <= 1240.0, "{found:?}");
     let unlimited = numbers(&text.replace(
@@ -59,10 +59,10 @@ fn a_queue_is_as_long_as_theory_says() {
         rate = "8/s"
         "#,
     );
-    assert!((found.mean.unwrap() - 0.5).abs() < 0.05, "{found:?}");
+    assert!((found.mean_delay.unwrap() - 0.5).abs() < 0.05, "{found:?}");
     assert!((found.offered / (8.0 * 7200.0) - 1.0).abs() < 0.02, "{found:?}");
     // The time in the system is exponential itself.
-    let (p50, p99) = (found.p50.unwrap(), found.p99.unwrap());
+    let (p50, p99) = (found.p50_delay.unwrap(), found.p99_delay.unwrap());
     assert!((p50 - 0.5 * 2_f64.ln()).abs() < 0.04 && (p99 - 0.5 * 100_f64.ln()).abs() < 0.35, "{found:?}");
 }
 
@@ -71,7 +71,7 @@ fn half_of_the_messages_lost_is_a_quarter_of_the_replies_had() {
     let found = numbers(
         "duration = \"10m\"\n[network]\nloss = \"50%\"\n[load.all]\nrate = \"20/s\"\n[client]\ntimeout = \"1s\"\n",
     );
-    assert!((found.success - 0.25).abs() < 0.02, "{found:?}");
+    assert!((found.success_share - 0.25).abs() < 0.02, "{found:?}");
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn what_is_refused_by_an_outage_was_never_served() {
     let text = "duration = \"1m\"\n[service]\nlatency = \"1ms\"\noutages = \"20s to 40s\"\n[load.all]\nrate = \"10/s\"\narrivals = \"even\"\n";
     let report = report(text);
     let run = &report.runs[0];
-    let total = run.tally.total();
+    let total = run.first_trial.total();
     assert_eq!((total.failed, total.admitted, total.throttled), (200, 399, 0), "{total:?}");
     assert_eq!(run.recovered(), Some(true));
 }
@@ -118,7 +118,7 @@ fn a_clock_that_is_set_is_outlived() {
     "#;
     let found = numbers(text);
     let of_two_minutes = 2.0 * 60.0 * 1.5;
-    assert!(found.declined <= of_two_minutes * 1.15 && found.success > 0.75, "{found:?}");
+    assert!(found.declined <= of_two_minutes * 1.15 && found.success_share > 0.75, "{found:?}");
     assert!(found.throttled <= 20.0, "one window for the step ahead: {found:?}");
 }
 
@@ -143,7 +143,7 @@ fn a_store_that_is_away_fails_calls_and_comes_back() {
     "#;
     let report = report(text);
     let run = &report.runs[0];
-    let total = run.tally.total();
+    let total = run.first_trial.total();
     assert!((10..=120).contains(&total.failed), "{total:?}");
     assert_eq!(run.recovered(), Some(true));
 }
@@ -264,7 +264,7 @@ fn long_delays_are_told_as_they_are() {
     let text = "duration = \"2d\"\n[service]\nlatency = \"3h\"\n[load.all]\nclients = 3\ncalls = 5\n";
     let found = numbers(text);
     assert!(
-        [found.p50, found.p99].into_iter().all(|delay| (delay.unwrap() / 10_800.0 - 1.0).abs() < 0.001),
+        [found.p50_delay, found.p99_delay].into_iter().all(|delay| (delay.unwrap() / 10_800.0 - 1.0).abs() < 0.001),
         "{found:?}"
     );
 }

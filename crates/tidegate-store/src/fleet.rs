@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use tidegate_core::batch::{Against, Outcome};
+use tidegate_core::batch::{Outcome, RefusalSummary};
 use tidegate_core::{
-    Batch, Clock, Concurrency, Key, Kind, Limit, LimitError, LimitId, Limits, OnOutage, Op, Outcomes, Share, Span,
-    Time, Verb,
+    Batch, Clock, Concurrency, Key, Limit, LimitError, LimitId, LimitKind, Limits, OnOutage, Op, Outcomes, ShareLevel,
+    Span, Time, Verb,
 };
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -66,7 +66,7 @@ impl FleetOptions {
 pub fn fleet_limits(limits: &Limits) -> Result<Limits, LimitError> {
     /// The same in every plan: nodes that count different things are one fleet all the same.
     const TAG: u64 = 0x7469_6465_6761_7465;
-    let roll = Limit::new(Kind::Concurrency(Concurrency::new(4096, LEASE)?)).tagged(TAG);
+    let roll = Limit::new(LimitKind::Concurrency(Concurrency::new(4096, LEASE)?)).with_tag(TAG);
     let resets = returns::limit(limits.iter().map(|(_, limit)| limit))?;
     Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain(resets).chain([roll]).collect())
 }
@@ -170,7 +170,7 @@ impl Store for Fleet {
             return Answer::Later(node.reset(batch, now));
         }
         // A key is shared for want of room in this node's memory, and goes on there.
-        let is_up = node.link(batch).is_up() && batch.ops().iter().all(|op| op.share == Share::Own);
+        let is_up = node.link(batch).is_up() && batch.ops().iter().all(|op| op.share_level == ShareLevel::Own);
         if let Some(outcomes) = node.blocks.answer(batch, is_up, now) {
             return Answer::Ready(outcomes);
         }
@@ -240,7 +240,7 @@ impl Node {
 
     /// The links to what holds a batch's keys, one for each.
     fn links(&self, batch: &Batch) -> impl Iterator<Item = (&Link, Place)> {
-        let affinity = batch.terms().affinity;
+        let affinity = batch.context().affinity;
         batch.ops().iter().map(move |op| (self.link_to(affinity, op.key), Place { affinity, key: op.key }))
     }
 
@@ -269,7 +269,7 @@ impl Node {
         let alone = self.blocks.answer(batch, false, now).map_or_else(|| self.alone(batch, now), Ok);
         // The store may have granted what nobody holds now. Who is let through here gives it back there in the end.
         if alone.as_ref().map_or(true, Outcomes::refuses)
-            && let Some(release) = batch.release(self.remote.limits())
+            && let Some(release) = batch.to_release(self.remote.limits())
         {
             self.tell(&release, now);
         }
@@ -294,20 +294,22 @@ impl Node {
         let now = self.clock.now();
         let Some(blocked) = self.blocks.answer(batch, false, now) else { return outcomes };
         let limits = self.remote.limits();
-        if let Some(release) = batch.release(limits) {
+        if let Some(release) = batch.to_release(limits) {
             self.tell(&release, now);
         }
-        let mut against = Against::default();
-        against.add(batch, limits, &outcomes);
-        let counts = |limit: &Limit| !matches!(limit.kind(), Kind::Concurrency(_));
+        let mut against = RefusalSummary::default();
+        against.add_part(batch, limits, &outcomes);
+        let counts = |limit: &Limit| !matches!(limit.kind(), LimitKind::Concurrency(_));
         let charged = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             op.verb == Verb::Take
-                && limits.get(op.limit).is_some_and(|limit| counts(limit) && against.charges_admitted(limit, outcome))
+                && limits
+                    .get(op.limit)
+                    .is_some_and(|limit| counts(limit) && against.must_refund_if_refused(limit, outcome))
         });
-        let (charged_at, lead) = (outcomes.now(), batch.terms().lead);
-        let refund = batch.part(charged.map(|(op, _)| Op { verb: Verb::Refund, ..*op }));
+        let (charged_at, lead) = (outcomes.now(), batch.context().lead);
+        let refund = batch.with_ops(charged.map(|(op, _)| Op { verb: Verb::Refund, ..*op }));
         if !refund.ops().is_empty() {
-            self.tell(&refund.charged_at(charged_at).counted_at(charged_at + lead), now);
+            self.tell(&refund.with_charged_at(charged_at).with_counted_at(charged_at + lead), now);
         }
         blocked
     }
@@ -448,7 +450,7 @@ impl Node {
     /// A batch about a list of nodes.
     fn on_roll(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
         let op = self.roll.map(|roll| Op::new(roll, verb, list, 1));
-        let mut batch = Batch::new(self.options.node).part(op);
+        let mut batch = Batch::new(self.options.node).with_ops(op);
         batch.set_affinity(affinity);
         batch
     }

@@ -3,8 +3,8 @@
 //! # What every store promises
 //! - A [`Batch`] is atomic: no other batch sees half of it, and when one of its limits refuses, none is charged.
 //! - It is decided by the store's own time where the store has one, else by the `now` that comes with it.
-//! - The answers are those of [`tidegate_core::batch::settle`], operation by operation.
-//! - A state that has become idle ([`tidegate_core::State::idle_at`]) is forgotten without being asked for.
+//! - The answers are those of [`tidegate_core::batch::execute`], operation by operation.
+//! - A state that has become idle ([`tidegate_core::KeyState::idle_at`]) is forgotten without being asked for.
 //! - Keys are hashes. A store never holds what they were made of.
 #![deny(unsafe_code)]
 

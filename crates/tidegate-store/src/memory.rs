@@ -4,7 +4,7 @@
 //! their own beside the table. A shard is small, so growing one is over in microseconds and never stops the others;
 //! idle entries are taken out a few at a time by later insertions and by [`Store::tend`]. At the bound the idle go
 //! first, then the least used, then full limits, and blocked keys never: once these fill half of it, keys that are new
-//! are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to [share](tidegate_core::Share), and no more
+//! are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to [share](tidegate_core::ShareLevel), and no more
 //! are blocked.
 
 mod lock;
@@ -18,7 +18,7 @@ use std::future::Ready;
 use std::sync::Arc;
 
 use tidegate_core::batch::{Op, Outcome};
-use tidegate_core::{Batch, Clock, Limits, Outcomes, State, Time};
+use tidegate_core::{Batch, Clock, KeyState, Limits, Outcomes, Time};
 
 use crate::{Answer, Immediate, Losses, Store, StoreError};
 #[cfg(feature = "file")]
@@ -87,7 +87,7 @@ impl Memory {
     }
 
     /// A copy of what is remembered of a key under a limit, if anything is.
-    pub fn state(&self, op: &Op) -> Option<State> {
+    pub fn state(&self, op: &Op) -> Option<KeyState> {
         self.0.copy(op)
     }
 

@@ -1,6 +1,6 @@
 //! State in Redis, Valkey or a server that speaks as they do (6.2 and later), alone, in a cluster or behind sentinels.
 //!
-//! A decision is one round trip: a script in the server does what [`tidegate_core::batch::settle`] does to the states,
+//! A decision is one round trip: a script in the server does what [`tidegate_core::batch::execute`] does to the states,
 //! and answers with as much of them as it takes to give core's own answers here. Each state is one key that expires by
 //! itself. All share one connection, which is made when it is first needed; while there is none, who asks is told so at
 //! once.
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use tidegate_core::batch::Against;
+use tidegate_core::batch::RefusalSummary;
 use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 use tokio::sync::broadcast;
 
@@ -184,16 +184,21 @@ impl Shared {
             // Apart, so that those who don't need it don't make room for it.
             return Box::pin(self.ask_in_parts(batch, now)).await;
         }
-        self.ask_one(batch, now, Against::default()).await
+        self.ask_one(batch, now, RefusalSummary::default()).await
     }
 
     /// Asks what lies in one place.
-    async fn ask_one(self: &Arc<Self>, batch: &Batch, now: Time, elsewhere: Against) -> Result<Outcomes, StoreError> {
+    async fn ask_one(
+        self: &Arc<Self>,
+        batch: &Batch,
+        now: Time,
+        elsewhere: RefusalSummary,
+    ) -> Result<Outcomes, StoreError> {
         let (limits, keys, source) = (&*self.limits, &*self.keys, self.time);
         let question = Question { batch, limits, keys, source, elsewhere };
         if question.is_empty() {
             let at = self.present(now).await?;
-            return Ok(tidegate_core::batch::settle(batch, &self.limits, [].as_mut_slice(), at));
+            return Ok(tidegate_core::batch::execute(batch, &self.limits, [].as_mut_slice(), at));
         }
         let parts = question.parts();
         let _place = match parts {

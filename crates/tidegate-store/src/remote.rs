@@ -52,7 +52,7 @@ pub trait Remote: Send + Sync + 'static {
     }
 
     /// Which part holds a key's state, below [`Remote::parts`], under batches of this
-    /// [affinity](tidegate_core::batch::Terms::affinity). It may be another from one moment to the next.
+    /// [affinity](tidegate_core::batch::BatchContext::affinity). It may be another from one moment to the next.
     fn part(&self, affinity: u64, key: Key) -> usize {
         let _ = (affinity, key);
         0

@@ -13,14 +13,15 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use tidegate_core::batch::Outcome;
-use tidegate_core::pacer::Growth;
-use tidegate_core::quota::Every;
+use tidegate_core::pacer::PacerGrowth;
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Clock, Concurrency, Cooldown, Count, Key, Kind, LeaseSpec, Limit, LimitId, Limits, OnOutage, Op, Outcomes,
-    PacerSpec, Penalty, PenaltySpec, Quota, Rate, SharedPacer, Sharing, Span, Time, Verb, Verdict, Window,
+    Batch, Clock, Concurrency, Cooldown, CountMode, Key, LeaseSpec, Limit, LimitId, LimitKind, Limits, OnOutage, Op,
+    Outcomes, PacerSpec, Penalty, PenaltySpec, Quota, Rate, SharedPacerRules, Sharing, Span, Time, Verb, Verdict,
+    Window,
 };
 use tidegate_store::{Answer, Fleet, FleetOptions, Remote as _, Store, StoreError, fleet_limits};
-use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::time::{Instant, sleep};
 
 const KEY: Key = Key::new(7, 0xdead_beef_0bad_cafe);
@@ -70,7 +71,7 @@ impl Clock for Virtual {
 }
 
 fn window(limit: u64, secs: u64) -> Limit {
-    Limit::new(Kind::Window(Window::new(limit, Span::from_secs(secs), 64).unwrap()))
+    Limit::new(LimitKind::Window(Window::new(limit, Span::from_secs(secs), 64).unwrap()))
 }
 
 fn on_outage(on_outage: OnOutage) -> Sharing {
@@ -150,7 +151,7 @@ async fn a_block_is_told_without_asking_and_ends_when_it_was_told_to() {
     assert!(node.take().await);
     let refused = node.one(Verb::Take, &[0, 1], KEY).await;
     assert_eq!((refused.verdict, refused.block), (Verdict::Refused, Span::from_secs(30)));
-    let asked = store.asks();
+    let asked = store.request_count();
     for second in 0..29 {
         let outcomes = node.ask(&batch(Verb::Take, &[0, 1], KEY)).await.unwrap();
         let told = outcomes.list()[0];
@@ -160,7 +161,7 @@ async fn a_block_is_told_without_asking_and_ends_when_it_was_told_to() {
         sleep(Duration::from_secs(1)).await;
     }
     let rolls = 29 / 2 + 1;
-    assert!(store.asks() - asked <= rolls, "{} asks", store.asks() - asked);
+    assert!(store.request_count() - asked <= rolls, "{} asks", store.request_count() - asked);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(node.one(Verb::Take, &[0, 1], KEY).await.verdict, Verdict::Parole);
 }
@@ -183,7 +184,7 @@ async fn a_reset_is_heard_by_all_nodes() {
 #[tokio::test(start_paused = true)]
 async fn a_limit_that_counts_refused_calls_hears_of_them() {
     let clock = Virtual::new();
-    let store = remote([blocking(), window(100, 60).counting(Count::All)], clock, true);
+    let store = remote([blocking(), window(100, 60).with_count_mode(CountMode::All)], clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
     for _ in 0..10 {
@@ -195,12 +196,12 @@ async fn a_limit_that_counts_refused_calls_hears_of_them() {
 #[tokio::test(start_paused = true)]
 async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
     let clock = Virtual::new();
-    for mood in [Mood::Frozen, Mood::Failing, Mood::Mute] {
-        let day = Arc::new(Every(Span::from_secs(86_400)));
+    for mood in [RemoteBehaviour::Unresponsive, RemoteBehaviour::Failing, RemoteBehaviour::LostReply] {
+        let day = Arc::new(FixedPeriods(Span::from_secs(86_400)));
         let limits = [
             window(100, 3600),
-            Limit::new(Kind::Quota(Quota::new(40, day).unwrap())),
-            Limit::new(Kind::Rate(Rate::new(1, Span::from_secs(60), 10).unwrap())),
+            Limit::new(LimitKind::Quota(Quota::new(40, day).unwrap())),
+            Limit::new(LimitKind::Rate(Rate::new(1, Span::from_secs(60), 10).unwrap())),
         ];
         let store = remote(limits, clock, true);
         let nodes = [1, 2, 3, 4].map(|node| Caller::new(&store, clock, node));
@@ -209,7 +210,7 @@ async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
         for _ in 0..20 {
             assert!(nodes[0].take().await);
         }
-        store.set_mood(mood);
+        store.set_behaviour(mood);
         let fell = Instant::now();
         for node in &nodes {
             assert!(node.take().await);
@@ -229,7 +230,7 @@ async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
         }
         assert_eq!(admitted, [100, 40, 8], "{mood:?}: the shares of four nodes");
         assert!(nodes.iter().all(|node| !node.fleet.is_up()));
-        store.set_mood(Mood::Well);
+        store.set_behaviour(RemoteBehaviour::Normal);
         sleep(Duration::from_millis(500)).await;
         assert!(nodes.iter().all(|node| node.fleet.is_up()), "{mood:?}: found without a caller");
         for (limit, used) in [(0, 100), (1, 40), (2, 8)] {
@@ -243,14 +244,14 @@ async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
 async fn what_holds_without_the_store_is_each_limits_own() {
     let clock = Virtual::new();
     let limits = [
-        window(1, 60).shared(on_outage(OnOutage::Allow)),
-        window(1, 60).shared(on_outage(OnOutage::Deny)),
+        window(1, 60).with_sharing(on_outage(OnOutage::Allow)),
+        window(1, 60).with_sharing(on_outage(OnOutage::Deny)),
         window(1, 60),
     ];
     let store = remote(limits, clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     for call in 0..3 {
         let allowed = node.one(Verb::Take, &[0, 1], KEY).await;
         assert_eq!((allowed.verdict, allowed.limit), (Verdict::Admitted, 1), "the first limit speaks for its action");
@@ -266,10 +267,10 @@ async fn a_single_slow_answer_is_no_outage() {
     let store = remote([window(100, 60)], clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
-    store.set_mood(Mood::Slow(Duration::from_millis(70)));
+    store.set_behaviour(RemoteBehaviour::SlowExecution(Duration::from_millis(70)));
     let slow = batch(Verb::Take, &[0], KEY);
     let slow = node.ask(&slow);
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     assert!(!slow.await.unwrap().list()[0].verdict.refuses());
     sleep(Duration::from_millis(1)).await;
     assert!(node.fleet.is_up());
@@ -286,10 +287,10 @@ async fn resets_while_the_store_is_gone_reach_it_later() {
     let node = Caller::new(&store, clock, 1);
     settled().await;
     assert!(node.take().await && !node.take().await);
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     sleep(Duration::from_secs(3)).await;
     node.one(Verb::Reset, &[0], KEY).await;
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(node.take().await);
 }
@@ -300,7 +301,7 @@ async fn a_store_that_is_always_too_slow_grants_one_share() {
     let store = remote([window(5, 60)], clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
-    store.set_mood(Mood::Slow(Duration::from_millis(60)));
+    store.set_behaviour(RemoteBehaviour::SlowExecution(Duration::from_millis(60)));
     let mut admitted = 0;
     for _ in 0..500 {
         admitted += u32::from(node.take().await);
@@ -308,7 +309,7 @@ async fn a_store_that_is_always_too_slow_grants_one_share() {
     }
     assert_eq!(admitted, 5);
     assert!(!node.fleet.is_up());
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_millis(500)).await;
     assert!(node.fleet.is_up());
     assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, 5);
@@ -323,11 +324,11 @@ async fn stalls_grant_no_share_twice() {
     settled().await;
     let mut admitted = 0;
     for stall in 0..20 {
-        store.set_mood(Mood::Failing);
+        store.set_behaviour(RemoteBehaviour::Failing);
         for _ in 0..3 {
             admitted += u32::from(node.take().await);
         }
-        store.set_mood(Mood::Well);
+        store.set_behaviour(RemoteBehaviour::Normal);
         sleep(Duration::from_secs(1)).await;
         assert!(node.fleet.is_up());
         if stall < 10 {
@@ -341,19 +342,19 @@ async fn stalls_grant_no_share_twice() {
 #[tokio::test(start_paused = true)]
 async fn cooldowns_of_an_outage_are_told() {
     let clock = Virtual::new();
-    let cooldown = || Limit::new(Kind::Cooldown(Cooldown::default()));
+    let cooldown = || Limit::new(LimitKind::Cooldown(Cooldown::default()));
     let store = remote([cooldown(), cooldown()], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
     settled().await;
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     assert!(nodes[0].take().await);
     let tell = |limit, verb, cost| {
-        let told = Batch::one(9, Op::new(id(limit), verb, KEY, cost));
+        let told = Batch::with_op(9, Op::new(id(limit), verb, KEY, cost));
         nodes[0].fleet.tell(&told, clock.now());
     };
     tell(0, Verb::Throttle { generation: 0 }, 600_000_000);
     tell(1, Verb::Disable, 0);
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     let met = nodes[1].one(Verb::Take, &[0], KEY).await;
     let wait = met.retry_at.since(clock.now());
@@ -365,17 +366,17 @@ async fn cooldowns_of_an_outage_are_told() {
 #[tokio::test(start_paused = true)]
 async fn paces_of_an_outage_are_told() {
     let clock = Virtual::new();
-    let spec = PacerSpec { growth: Growth::Linear, randomization: 0, successes: 1, ..PacerSpec::default() };
-    let store = remote([Limit::new(Kind::Pace(SharedPacer::new(spec).unwrap()))], clock, true);
+    let spec = PacerSpec { growth: PacerGrowth::Linear, randomization: 0, successes: 1, ..PacerSpec::default() };
+    let store = remote([Limit::new(LimitKind::Pace(SharedPacerRules::new(spec).unwrap()))], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
     settled().await;
     let ask = async |node: usize, failed| nodes[node].one(Verb::Pace { failed, draw: 0 }, &[0], KEY).await.used;
     let outage = async |calls: &[bool]| {
-        store.set_mood(Mood::Failing);
+        store.set_behaviour(RemoteBehaviour::Failing);
         for failed in calls {
             ask(0, *failed).await;
         }
-        store.set_mood(Mood::Well);
+        store.set_behaviour(RemoteBehaviour::Normal);
         sleep(Duration::from_secs(1)).await;
         nodes[1].one(Verb::Peek, &[0], KEY).await.used
     };
@@ -393,17 +394,17 @@ async fn paces_of_an_outage_are_told() {
 #[tokio::test(start_paused = true)]
 async fn calls_in_flight_outlive_an_outage() {
     let clock = Virtual::new();
-    let in_flight = Concurrency::new(4, Concurrency::LEASE).unwrap();
-    let store = remote([Limit::new(Kind::Concurrency(in_flight))], clock, true);
+    let in_flight = Concurrency::new(4, Concurrency::DEFAULT_LEASE).unwrap();
+    let store = remote([Limit::new(LimitKind::Concurrency(in_flight))], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
     sleep(Duration::from_secs(3)).await;
-    let call = |holder, verb| Batch::one(holder, Op::new(id(0), verb, KEY, 1));
+    let call = |holder, verb| Batch::with_op(holder, Op::new(id(0), verb, KEY, 1));
     let used = async || nodes[1].one(Verb::Peek, &[0], KEY).await.used;
     nodes[0].ask(&call(1, Verb::Take)).await.unwrap();
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     nodes[0].ask(&call(2, Verb::Take)).await.unwrap();
     nodes[0].fleet.tell(&call(1, Verb::Release), clock.now());
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(used().await, 1);
 
@@ -426,13 +427,13 @@ async fn nodes_are_counted_as_before_after_an_outage() {
     let nodes = [1, 2, 3].map(|node| Caller::new(&store, clock, node));
     sleep(Duration::from_secs(12)).await;
     assert_eq!(nodes[0].fleet.nodes(), 3);
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     // Of a batch whose keys have something in common, whose part of the store is looked after.
     let mut together = batch(Verb::Take, &[0], KEY);
     together.set_affinity(0xfeed);
     nodes[0].ask(&together).await.unwrap();
     sleep(Duration::from_secs(20)).await;
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     for _ in 0..40 {
         sleep(Duration::from_millis(50)).await;
         assert_eq!(nodes[0].fleet.nodes(), 3);
@@ -459,17 +460,17 @@ async fn the_secret_is_put_back() {
 #[tokio::test(start_paused = true)]
 async fn a_refund_of_another_period_makes_nothing_of_an_outage_untold() {
     let clock = Virtual::new();
-    let quota = Quota::new(10, Arc::new(Every(Span::from_secs(60)))).unwrap();
-    let store = remote([Limit::new(Kind::Quota(quota.clone()))], clock, true);
+    let quota = Quota::new(10, Arc::new(FixedPeriods(Span::from_secs(60)))).unwrap();
+    let store = remote([Limit::new(LimitKind::Quota(quota.clone()))], clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
     let call = batch(Verb::Take, &[0], KEY);
     let charged_at = node.ask(&call).await.unwrap().now();
     sleep(quota.period(clock.now()).end.since(clock.now()).as_duration()).await;
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     assert!(node.take().await && node.take().await);
-    node.fleet.tell(&batch(Verb::Refund, &[0], KEY).charged_at(charged_at), clock.now());
-    store.set_mood(Mood::Well);
+    node.fleet.tell(&batch(Verb::Refund, &[0], KEY).with_charged_at(charged_at), clock.now());
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, 2);
 }

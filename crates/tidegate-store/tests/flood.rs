@@ -3,13 +3,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tidegate_core::admit::share;
+use tidegate_core::decision::move_to_shared_keys;
 use tidegate_core::{
-    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcome, Penalty, PenaltySpec, Rate, Share, Span, Time,
-    Verb, Verdict, Window,
+    Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Penalty, PenaltySpec, Rate, ShareLevel,
+    Span, Time, Verb, Verdict, Window,
 };
 use tidegate_store::{Immediate, Memory, Store};
-use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::random::{self, RandomSource};
 
 const MIB: usize = 1 << 20;
 /// What a process may grow by beyond the store's own bytes: the shards' fixed part and what the allocator keeps.
@@ -39,7 +39,7 @@ fn store(limit: u64, bytes: usize) -> Memory {
     let hour = Span::from_secs(3600);
     let window = Window::new(limit, hour, 64).expect("a window");
     let ban = Penalty::ban(hour + hour, hour).expect("a ban");
-    let limits = Limits::new(vec![Limit::new(Kind::Window(window)).with_penalty(ban)]).expect("a plan");
+    let limits = Limits::new(vec![Limit::new(LimitKind::Window(window)).with_penalty(ban)]).expect("a plan");
     Memory::new(Arc::new(limits), bytes)
 }
 
@@ -117,8 +117,8 @@ fn a_million_blocked_keys() {
             // As a gate does.
             shared += 1;
             let (share, outcome) = call(&store, client, at(client));
-            assert!(share > Share::Own && outcome.verdict != Verdict::NoRoom);
-            wider += 1 + u64::from(share > Share::Near);
+            assert!(share > ShareLevel::Own && outcome.verdict != Verdict::NoRoom);
+            wider += 1 + u64::from(share > ShareLevel::SmallNetwork);
         } else {
             assert_eq!(take(&store, client, at(client)), Verdict::Refused, "the ban begins");
             blocked.push(client);
@@ -189,17 +189,17 @@ fn network(kind: u64, number: u64) -> Key {
 
 /// A call as a gate asks about it, under keys that more and more clients share where the store has no room: a client's
 /// address is its number, 256 of them are one network, and 65,536 a larger one.
-fn call(store: &Memory, client: u64, now: Time) -> (Share, Outcome) {
-    let mut batch = Batch::one(0, op(Verb::Take, key(client), false));
+fn call(store: &Memory, client: u64, now: Time) -> (ShareLevel, Outcome) {
+    let mut batch = Batch::with_op(0, op(Verb::Take, key(client), false));
     loop {
         let outcomes = store.apply_now(&batch, now);
         let shared = |_: LimitId, share| match share {
-            Share::Own | Share::Near => (Share::Near, network(1, client >> 8)),
-            Share::Wide => (Share::Wide, network(2, client >> 16)),
-            Share::All => (Share::All, network(3, 0)),
+            ShareLevel::Own | ShareLevel::SmallNetwork => (ShareLevel::SmallNetwork, network(1, client >> 8)),
+            ShareLevel::LargeNetwork => (ShareLevel::LargeNetwork, network(2, client >> 16)),
+            ShareLevel::All => (ShareLevel::All, network(3, 0)),
         };
-        if !share(&mut batch, &outcomes, shared) {
-            return (batch.ops()[0].share, outcomes.list()[0]);
+        if !move_to_shared_keys(&mut batch, &outcomes, shared) {
+            return (batch.ops()[0].share_level, outcomes.list()[0]);
         }
     }
 }
@@ -233,7 +233,7 @@ fn blocks_and_most_others_outlive_states_of_another_size() {
     let _alone = alone();
     let hour = Span::from_secs(3600);
     let ban = Penalty::ban(hour + hour, hour).unwrap();
-    let window = |limit| Kind::Window(Window::new(limit, hour, 64).unwrap());
+    let window = |limit| LimitKind::Window(Window::new(limit, hour, 64).unwrap());
     let limits =
         Arc::new(Limits::new(vec![Limit::new(window(5)).with_penalty(ban), Limit::new(window(1_000))]).unwrap());
     let many = LimitId::from_index(1).unwrap();
@@ -264,33 +264,33 @@ fn blocks_and_most_others_outlive_states_of_another_size() {
 #[test]
 fn blocks_outlive_any_flood() {
     let _alone = alone();
-    let seed = dice::seed();
-    for round in 0..dice::count(6, 60) {
-        let mut dice = Dice::seeded(seed.wrapping_add(round.into()));
-        let bytes = dice.pick(&[MIB, MIB, 3 * MIB]);
-        let limit = dice.pick(&[1, 2, 5, 9, 40]);
-        let length = Span::from_secs(dice.pick(&[1, 60, 7200]));
+    let seed = random::run_seed();
+    for round in 0..random::case_count(6, 60) {
+        let mut random = RandomSource::from_seed(seed.wrapping_add(round.into()));
+        let bytes = random.pick(&[MIB, MIB, 3 * MIB]);
+        let limit = random.pick(&[1, 2, 5, 9, 40]);
+        let length = Span::from_secs(random.pick(&[1, 60, 7200]));
         let hour = Span::from_secs(3600);
-        let window = Limit::new(Kind::Window(Window::new(limit, hour, 64).unwrap()));
+        let window = Limit::new(LimitKind::Window(Window::new(limit, hour, 64).unwrap()));
         let limits = Limits::new(vec![window.with_penalty(Penalty::ban(length, hour).unwrap())]).unwrap();
         let store = Memory::reproducible(Arc::new(limits), bytes);
-        let reach = dice.pick(&[1 << 12, 1 << 20, 1 << 34]);
-        let step = dice.pick(&[1, 40, 4_000]);
+        let reach = random.pick(&[1 << 12, 1 << 20, 1 << 34]);
+        let step = random.pick(&[1, 40, 4_000]);
         let (mut now, mut told) = (0, Vec::new());
-        for _ in 0..dice.pick(&[20_000, 60_000]) {
-            let client = dice.below(reach);
-            for _ in 0..dice.between(1, limit + 2) {
-                now += dice.below(step);
+        for _ in 0..random.pick(&[20_000, 60_000]) {
+            let client = random.below(reach);
+            for _ in 0..random.between(1, limit + 2) {
+                now += random.below(step);
                 let (share, outcome) = call(&store, client, at(now));
                 if outcome.block_until > at(now) {
-                    assert!(share.takes_strikes(), "seed {seed}, round {round}: {share:?} blocks");
+                    assert!(share.allows_strikes(), "seed {seed}, round {round}: {share:?} blocks");
                     told.push((
-                        if share == Share::Own { key(client) } else { network(1, client >> 8) },
+                        if share == ShareLevel::Own { key(client) } else { network(1, client >> 8) },
                         outcome.block_until,
                     ));
                 }
             }
-            if dice.below(5_000) == 0 {
+            if random.below(5_000) == 0 {
                 told.retain(|(_, until)| *until > at(now));
                 for (key, until) in &told {
                     let found = ask(&store, op(Verb::Peek, *key, true), at(now));
@@ -322,7 +322,7 @@ fn no_room_changes_nothing() {
     let _alone = alone();
     let hour = Span::from_secs(3600);
     let ban = Penalty::ban(hour, hour).unwrap();
-    let window = |limit| Kind::Window(Window::new(limit, hour, 64).unwrap());
+    let window = |limit| LimitKind::Window(Window::new(limit, hour, 64).unwrap());
     let limits = vec![Limit::new(window(1)).with_penalty(ban), Limit::new(window(100))];
     let store = Memory::new(Arc::new(Limits::new(limits).unwrap()), MIB);
     let mut client = 0;
@@ -409,24 +409,24 @@ fn any_traffic_at_the_bound() {
     let hour = Span::from_secs(3600);
     let penalty = Penalty::new(PenaltySpec::default(), hour).unwrap();
     let limits = vec![
-        Limit::new(Kind::Window(Window::new(3, hour, 64).unwrap())).with_penalty(penalty),
-        Limit::new(Kind::Window(Window::new(500, hour, 64).unwrap())),
-        Limit::new(Kind::Rate(Rate::new(5, Span::from_secs(1), 5).unwrap())),
-        Limit::new(Kind::Concurrency(Concurrency::new(40, Concurrency::LEASE).unwrap())),
+        Limit::new(LimitKind::Window(Window::new(3, hour, 64).unwrap())).with_penalty(penalty),
+        Limit::new(LimitKind::Window(Window::new(500, hour, 64).unwrap())),
+        Limit::new(LimitKind::Rate(Rate::new(5, Span::from_secs(1), 5).unwrap())),
+        Limit::new(LimitKind::Concurrency(Concurrency::new(40, Concurrency::DEFAULT_LEASE).unwrap())),
     ];
     let store = Memory::new(Arc::new(Limits::new(limits).unwrap()), MIB);
-    let mut dice = Dice::seeded(dice::seed());
+    let mut random = RandomSource::from_seed(random::run_seed());
     let verbs = [Verb::Take, Verb::Take, Verb::Take, Verb::Take, Verb::Peek, Verb::Refund, Verb::Release, Verb::Reset];
     let mut now = at(0);
-    for round in 0..dice::count(200_000, 4_000_000) {
-        now = now + Span::from_micros(dice.below(20_000));
-        let mut batch = Batch::new(dice.below(50));
+    for round in 0..random::case_count(200_000, 4_000_000) {
+        now = now + Span::from_micros(random.below(20_000));
+        let mut batch = Batch::new(random.below(50));
         for index in 0..4 {
             // Half of the traffic is a few clients that would fit, the other half a flood.
-            let client = if dice.percent(50) { dice.below(200) } else { dice.below(1 << 30) };
+            let client = if random.chance(50) { random.below(200) } else { random.below(1 << 30) };
             let limit = LimitId::from_index(index).unwrap();
-            let plain = Op::new(limit, dice.pick(&verbs), key(client), dice.between(1, 3));
-            batch.push(Op { must_fit: dice.percent(10), ..plain }).unwrap();
+            let plain = Op::new(limit, random.pick(&verbs), key(client), random.between(1, 3));
+            batch.push(Op { must_fit: random.chance(10), ..plain }).unwrap();
         }
         let outcomes = store.apply_now(&batch, now);
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {

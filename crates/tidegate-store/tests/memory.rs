@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use tidegate_core::{Batch, Clock, Key, Kind, Limit, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::{Batch, Clock, Key, Limit, LimitKind, Limits, Op, Rate, Span, Time, Verb};
 use tidegate_store::{Immediate, Memory, Store as _};
-use tidegate_testkit::conformance::{Effort, conform};
-use tidegate_testkit::world::{Wanted, World};
-use tidegate_testkit::{desk, dice, property};
+use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
+use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
+use tidegate_testkit::{fixtures, property, random};
 
 /// A clock that tells the present only roughly unless it is asked exactly.
 struct Rough(Time);
@@ -16,7 +16,7 @@ impl Clock for Rough {
         self.0
     }
 
-    fn about(&self) -> (Time, Time) {
+    fn now_bounds(&self) -> (Time, Time) {
         (self.0 - Span::from_millis(20), self.0 + Span::from_millis(32))
     }
 }
@@ -27,25 +27,25 @@ fn memory(limits: Arc<Limits>) -> Memory {
 
 #[test]
 fn memory_conforms() {
-    conform(&memory, &Effort::default()).unwrap();
+    check_conformance(&memory, &ConformanceOptions::default()).unwrap();
 }
 
 /// In a single shard too.
 #[test]
 fn reproducible_memory_conforms() {
-    conform(&|limits| Memory::reproducible(limits, 1 << 20), &Effort::default()).unwrap();
+    check_conformance(&|limits| Memory::reproducible(limits, 1 << 20), &ConformanceOptions::default()).unwrap();
 }
 
 /// The shorter ways in answer as a batch of one does.
 #[test]
 fn short_cuts_agree_with_batches() {
-    property::check(dice::count(400, 8_000), 800, |dice| {
-        let mut world = World::new(dice, Wanted::Plain);
+    property::check(random::case_count(400, 8_000), 800, |random| {
+        let mut world = TrafficGenerator::new(random, PlanContents::Simple);
         let (whole, short) = (memory(Arc::clone(world.limits())), memory(Arc::clone(world.limits())));
         let turns = memory(Arc::clone(world.limits()));
-        while !world.dice().exhausted() {
-            let now = world.pass_time();
-            let call = world.call();
+        while !world.random().is_exhausted() {
+            let now = world.advance_clock();
+            let call = world.take_batch();
             let mut batch = Batch::new(0);
             batch.push(call.ops()[0]).map_err(|full| full.to_string())?;
             let outcomes = whole.apply_now(&batch, now);
@@ -59,7 +59,7 @@ fn short_cuts_agree_with_batches() {
             if admitted == expected.verdict.refuses() || (!admitted && turn != expected.retry_at) {
                 return Err(format!("turn answered {turn:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
             }
-            world.heard(&outcomes);
+            world.record_outcomes(&outcomes);
         }
         Ok(())
     });
@@ -68,13 +68,13 @@ fn short_cuts_agree_with_batches() {
 #[test]
 fn a_turn_is_not_locked_out_by_a_clock_that_jumped() {
     let rate = Rate::new(1, Span::from_secs(60), 1).unwrap();
-    let limits = Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap();
+    let limits = Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap();
     let store = memory(Arc::new(limits));
-    let op = Op::new(desk::id(0), Verb::Take, desk::key(1), 1);
-    let year_on = desk::at(0) + Span::from_secs(365 * 86_400);
+    let op = Op::new(fixtures::limit_id(0), Verb::Take, fixtures::client_key(1), 1);
+    let year_on = fixtures::test_time(0) + Span::from_secs(365 * 86_400);
     assert_eq!(store.turn(&op, &Rough(year_on)).0, year_on);
-    let told = store.turn(&op, &Rough(desk::at(0))).0;
-    assert!(told <= desk::at(60_000), "{told:?}");
+    let told = store.turn(&op, &Rough(fixtures::test_time(0))).0;
+    assert!(told <= fixtures::test_time(60_000), "{told:?}");
     assert_eq!(store.turn(&op, &Rough(told)).0, told);
 }
 
@@ -82,11 +82,11 @@ fn a_turn_is_not_locked_out_by_a_clock_that_jumped() {
 #[test]
 fn a_refund_forgets_nobody_else() {
     let rate = Rate::new(5, Span::from_secs(3600), 5).unwrap();
-    let store = memory(Arc::new(Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap()));
+    let store = memory(Arc::new(Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap()));
     let one = |verb, client| {
         let mut batch = Batch::new(0);
-        batch.push(Op::new(desk::id(0), verb, desk::key(client), 1)).unwrap();
-        store.apply_now(&batch, desk::at(0)).list()[0].used
+        batch.push(Op::new(fixtures::limit_id(0), verb, fixtures::client_key(client), 1)).unwrap();
+        store.apply_now(&batch, fixtures::test_time(0)).list()[0].used
     };
     for client in 0..1_000 {
         one(Verb::Take, client);
@@ -103,13 +103,13 @@ fn a_refund_forgets_nobody_else() {
 #[test]
 fn what_makes_no_sense_of_a_rate_forgets_nobody() {
     let rate = Rate::new(5, Span::from_secs(3600), 5).unwrap();
-    let store = Memory::reproducible(Arc::new(Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap()), 1 << 20);
+    let store = Memory::reproducible(Arc::new(Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap()), 1 << 20);
     let one = |verb, client| {
         let mut batch = Batch::new(0);
-        batch.push(Op::new(desk::id(0), verb, desk::key(client), 1)).unwrap();
-        store.apply_now(&batch, desk::at(0)).list()[0].used
+        batch.push(Op::new(fixtures::limit_id(0), verb, fixtures::client_key(client), 1)).unwrap();
+        store.apply_now(&batch, fixtures::test_time(0)).list()[0].used
     };
-    let penalise = Verb::Penalise { strikes: 1, parole: 0 };
+    let penalise = Verb::RestorePenalty { strikes: 1, parole: 0 };
     for verb in [Verb::Throttle { generation: 0 }, Verb::Disable, penalise, Verb::Pace { failed: true, draw: 0 }] {
         for client in 0..100 {
             one(verb, client);
@@ -125,7 +125,7 @@ fn what_makes_no_sense_of_a_rate_forgets_nobody() {
 #[test]
 fn what_calls_cost_beyond_what_was_reserved_is_remembered_of_each() {
     let rate = Rate::new(10, Span::from_secs(60), 10).unwrap();
-    let store = memory(Arc::new(Limits::new(vec![Limit::new(Kind::Rate(rate))]).unwrap()));
+    let store = memory(Arc::new(Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap()));
     let limit = store.limits().iter().next().unwrap().0;
     let now = Time::from_secs(1_700_000_000);
     let of = |key, verb, cost| {

@@ -11,7 +11,7 @@ use mongodb::Client;
 use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
 use tidegate_core::Limits;
 use tidegate_store::{MongoDb, RowsOptions, StoreError};
-use tidegate_testkit::servers::database::Database;
+use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::servers::mongo::mongo;
 
 struct Mongo;
@@ -22,32 +22,32 @@ impl rows::Kind for Mongo {
     /// A server that stands alone has no transactions.
     const HALF_TAKEN: bool = true;
     const NOWHERE: &str = "mongodb://tidegate:secret@127.0.0.1:1/";
-    const RESTARTS: &[fn(&Database)] = &[rows::stop_and_start, |server| {
+    const RESTARTS: &[fn(&DatabaseServer)] = &[rows::stop_and_start, |server| {
         // What stands in writes to its file every second.
         sleep(Duration::from_secs(3));
         rows::kill_and_start(server);
     }];
 
-    fn server() -> Option<Database> {
+    fn server() -> Option<DatabaseServer> {
         let server = mongo()?;
         rows::runtime().block_on(probe(server.url()));
         Some(server)
     }
 
-    async fn rows(server: &Database, prefix: &str) -> u64 {
+    async fn rows(server: &DatabaseServer, prefix: &str) -> u64 {
         let client = Client::with_uri_str(server.url()).await.unwrap();
         let state = client.database("tidegate").collection::<Document>(&format!("{prefix}state"));
         state.count_documents(doc! {}).await.unwrap()
     }
 
-    async fn forget(server: &Database, prefix: &str) {
+    async fn forget(server: &DatabaseServer, prefix: &str) {
         let client = Client::with_uri_str(server.url()).await.unwrap();
         for name in ["state", "meta"] {
             client.database("tidegate").collection::<Document>(&format!("{prefix}{name}")).drop().await.unwrap();
         }
     }
 
-    async fn make_later(server: &Database, prefix: &str) {
+    async fn make_later(server: &DatabaseServer, prefix: &str) {
         let client = Client::with_uri_str(server.url()).await.unwrap();
         let meta = client.database("tidegate").collection::<Document>(&format!("{prefix}meta"));
         let later = Binary { subtype: BinarySubtype::Generic, bytes: b"2".to_vec() };

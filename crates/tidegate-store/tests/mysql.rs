@@ -8,7 +8,7 @@ use std::sync::Arc;
 use sqlx::{AssertSqlSafe, Connection as _, MySqlConnection};
 use tidegate_core::Limits;
 use tidegate_store::{MySql, RowsOptions, StoreError};
-use tidegate_testkit::servers::database::Database;
+use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::servers::mariadb::mariadb;
 
 struct MariaDb;
@@ -18,26 +18,26 @@ impl rows::Kind for MariaDb {
 
     const HALF_TAKEN: bool = false;
     const NOWHERE: &str = "mysql://tidegate:secret@127.0.0.1:1/tidegate";
-    const RESTARTS: &[fn(&Database)] = &[rows::stop_and_start, rows::kill_and_start];
+    const RESTARTS: &[fn(&DatabaseServer)] = &[rows::stop_and_start, rows::kill_and_start];
 
-    fn server() -> Option<Database> {
+    fn server() -> Option<DatabaseServer> {
         mariadb()
     }
 
-    async fn rows(server: &Database, prefix: &str) -> u64 {
+    async fn rows(server: &DatabaseServer, prefix: &str) -> u64 {
         let mut connection = MySqlConnection::connect(server.url()).await.unwrap();
         let count = AssertSqlSafe(format!("SELECT count(*) FROM {prefix}state"));
         let rows: i64 = sqlx::query_scalar(count).fetch_one(&mut connection).await.unwrap();
         rows.try_into().unwrap()
     }
 
-    async fn forget(server: &Database, prefix: &str) {
+    async fn forget(server: &DatabaseServer, prefix: &str) {
         let mut connection = MySqlConnection::connect(server.url()).await.unwrap();
         let drop = AssertSqlSafe(format!("DROP TABLE {prefix}state, {prefix}meta"));
         sqlx::query(drop).execute(&mut connection).await.unwrap();
     }
 
-    async fn make_later(server: &Database, prefix: &str) {
+    async fn make_later(server: &DatabaseServer, prefix: &str) {
         let mut connection = MySqlConnection::connect(server.url()).await.unwrap();
         let later = AssertSqlSafe(format!("UPDATE {prefix}meta SET value = '2' WHERE name = 'schema'"));
         sqlx::query(later).execute(&mut connection).await.unwrap();

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, Connection as _, PgConnection};
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Span, Time, Verb};
 use tidegate_store::{Postgres, Remote as _, RowsOptions, StoreError};
-use tidegate_testkit::servers::database::Database;
+use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::servers::postgres::postgres;
 
 struct Pg;
@@ -19,26 +19,26 @@ impl rows::Kind for Pg {
 
     const HALF_TAKEN: bool = false;
     const NOWHERE: &str = "postgres://tidegate:secret@127.0.0.1:1/postgres";
-    const RESTARTS: &[fn(&Database)] = &[rows::stop_and_start, rows::kill_and_start];
+    const RESTARTS: &[fn(&DatabaseServer)] = &[rows::stop_and_start, rows::kill_and_start];
 
-    fn server() -> Option<Database> {
+    fn server() -> Option<DatabaseServer> {
         postgres()
     }
 
-    async fn rows(server: &Database, prefix: &str) -> u64 {
+    async fn rows(server: &DatabaseServer, prefix: &str) -> u64 {
         let mut connection = PgConnection::connect(server.url()).await.unwrap();
         let count = AssertSqlSafe(format!("SELECT count(*) FROM {prefix}state"));
         let rows: i64 = sqlx::query_scalar(count).fetch_one(&mut connection).await.unwrap();
         rows.try_into().unwrap()
     }
 
-    async fn forget(server: &Database, prefix: &str) {
+    async fn forget(server: &DatabaseServer, prefix: &str) {
         let mut connection = PgConnection::connect(server.url()).await.unwrap();
         let drop = AssertSqlSafe(format!("DROP TABLE {prefix}state, {prefix}meta"));
         sqlx::query(drop).execute(&mut connection).await.unwrap();
     }
 
-    async fn make_later(server: &Database, prefix: &str) {
+    async fn make_later(server: &DatabaseServer, prefix: &str) {
         let mut connection = PgConnection::connect(server.url()).await.unwrap();
         let later = AssertSqlSafe(format!("UPDATE {prefix}meta SET value = '2' WHERE name = 'schema'"));
         sqlx::query(later).execute(&mut connection).await.unwrap();
@@ -56,14 +56,14 @@ suite!(Pg);
 async fn rows_are_found_by_their_index() {
     let Some(server) = postgres() else { return };
     let rate = Rate::new(1_000, Span::from_secs(1), 1_000).unwrap();
-    let limits = Arc::new(Limits::of_one(Limit::new(Kind::Rate(rate))));
+    let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Rate(rate))));
     let store = Postgres::new(limits, &RowsOptions::new(server.url())).unwrap();
     for wave in 0..60 {
         // Together, so that a statement is about many rows.
         let asked = (0..500_u64).map(|key| {
             let key = wave % 4 * 500 + key;
             let op = Op::new(LimitId::FIRST, Verb::Take, Key::new(key, key), 1);
-            store.ask(&Batch::one(1, op), Time::ZERO)
+            store.ask(&Batch::with_op(1, op), Time::ZERO)
         });
         futures_util::future::try_join_all(asked).await.unwrap();
     }

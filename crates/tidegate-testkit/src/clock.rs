@@ -2,51 +2,51 @@
 
 use tidegate_core::{Span, Time};
 
-use crate::dice::Dice;
+use crate::random::RandomSource;
 
 /// A clock that can be made to step, jump, drift, run ahead or stand still.
 #[derive(Clone, Copy, Debug)]
-pub struct BadClock {
-    truth: Time,
-    shown: Time,
+pub struct FaultyClock {
+    true_time: Time,
+    shown_time: Time,
     drift: i64,
     frozen: bool,
 }
 
-impl BadClock {
+impl FaultyClock {
     /// A clock that is right, for now.
     pub fn new(start: Time) -> Self {
-        Self { truth: start, shown: start, drift: 0, frozen: false }
+        Self { true_time: start, shown_time: start, drift: 0, frozen: false }
     }
 
     /// What the clock shows.
     pub fn now(&self) -> Time {
-        self.shown
+        self.shown_time
     }
 
     /// What it should show.
-    pub fn truth(&self) -> Time {
-        self.truth
+    pub fn true_time(&self) -> Time {
+        self.true_time
     }
 
     /// Lets true time pass.
     pub fn advance(&mut self, span: Span) {
-        self.truth = self.truth + span;
+        self.true_time = self.true_time + span;
         if !self.frozen {
             let micros = i128::from(span.as_micros());
             let shown = micros + micros * i128::from(self.drift) / 1_000_000;
-            self.shown = self.shown + Span::from_micros(u64::try_from(shown).unwrap_or(0));
+            self.shown_time = self.shown_time + Span::from_micros(u64::try_from(shown).unwrap_or(0));
         }
     }
 
     /// Sets the clock back, saturating at the epoch.
     pub fn step_back(&mut self, by: Span) {
-        self.shown = self.shown - by;
+        self.shown_time = self.shown_time - by;
     }
 
     /// Sets the clock ahead.
     pub fn jump_ahead(&mut self, by: Span) {
-        self.shown = self.shown + by;
+        self.shown_time = self.shown_time + by;
     }
 
     /// Lets the clock gain this many parts in a million from now on; a negative number loses.
@@ -60,14 +60,14 @@ impl BadClock {
     }
 
     /// Puts the clock right.
-    pub fn correct(&mut self) {
-        *self = Self::new(self.truth);
+    pub fn reset(&mut self) {
+        *self = Self::new(self.true_time);
     }
 }
 
 /// What can go wrong with a clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum ClockFault {
     /// Nothing.
     None,
     /// It is set back by up to 10 s, now and then.
@@ -82,7 +82,7 @@ pub enum Trouble {
     Freezes,
 }
 
-impl Trouble {
+impl ClockFault {
     /// Every trouble there is, none included.
     pub const ALL: [Self; 6] =
         [Self::None, Self::StepsBack, Self::JumpsAYear, Self::Skewed, Self::Drifts, Self::Freezes];
@@ -90,46 +90,52 @@ impl Trouble {
 
 /// A reading of a bad clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reading {
+pub struct ClockReading {
     /// True time.
-    pub truth: Time,
+    pub true_time: Time,
     /// What the clock showed.
-    pub shown: Time,
+    pub shown_time: Time,
 }
 
 /// `len` readings, up to `pace` of true time apart, of a clock in this trouble.
-pub fn readings(trouble: Trouble, start: Time, pace: Span, len: usize, dice: &mut Dice) -> Vec<Reading> {
+pub fn readings(
+    trouble: ClockFault,
+    start: Time,
+    max_gap: Span,
+    len: usize,
+    random: &mut RandomSource,
+) -> Vec<ClockReading> {
     const YEAR: Span = Span::from_secs(365 * 86_400);
-    let mut clock = BadClock::new(start);
+    let mut clock = FaultyClock::new(start);
     match trouble {
-        Trouble::Skewed => clock.jump_ahead(Span::from_micros(dice.below(60_000_000))),
-        Trouble::Drifts => clock.drift(dice.between(0, 100_000) as i64 - 50_000),
+        ClockFault::Skewed => clock.jump_ahead(Span::from_micros(random.below(60_000_000))),
+        ClockFault::Drifts => clock.drift(random.between(0, 100_000) as i64 - 50_000),
         _ => {}
     }
-    let mut until_well = 0;
+    let mut readings_until_reset = 0;
     (0..len)
         .map(|_| {
-            clock.advance(Span::from_micros(dice.below(pace.as_micros().saturating_add(1))));
-            if until_well > 0 {
-                until_well -= 1;
-                if until_well == 0 {
-                    clock.correct();
+            clock.advance(Span::from_micros(random.below(max_gap.as_micros().saturating_add(1))));
+            if readings_until_reset > 0 {
+                readings_until_reset -= 1;
+                if readings_until_reset == 0 {
+                    clock.reset();
                 }
-            } else if dice.percent(5) {
+            } else if random.chance(5) {
                 match trouble {
-                    Trouble::StepsBack => clock.step_back(Span::from_micros(dice.below(10_000_001))),
-                    Trouble::JumpsAYear => {
+                    ClockFault::StepsBack => clock.step_back(Span::from_micros(random.below(10_000_001))),
+                    ClockFault::JumpsAYear => {
                         clock.jump_ahead(YEAR);
-                        until_well = dice.between(1, 10);
+                        readings_until_reset = random.between(1, 10);
                     }
-                    Trouble::Freezes => {
+                    ClockFault::Freezes => {
                         clock.freeze(true);
-                        until_well = dice.between(1, 10);
+                        readings_until_reset = random.between(1, 10);
                     }
-                    Trouble::None | Trouble::Skewed | Trouble::Drifts => {}
+                    ClockFault::None | ClockFault::Skewed | ClockFault::Drifts => {}
                 }
             }
-            Reading { truth: clock.truth(), shown: clock.now() }
+            ClockReading { true_time: clock.true_time(), shown_time: clock.now() }
         })
         .collect()
 }
@@ -140,26 +146,26 @@ mod tests {
 
     #[test]
     fn a_clock_shows_what_was_done_to_it() {
-        let mut clock = BadClock::new(Time::from_secs(1000));
+        let mut clock = FaultyClock::new(Time::from_secs(1000));
         clock.drift(-500_000);
         clock.advance(Span::from_secs(10));
-        assert_eq!((clock.truth(), clock.now()), (Time::from_secs(1010), Time::from_secs(1005)));
+        assert_eq!((clock.true_time(), clock.now()), (Time::from_secs(1010), Time::from_secs(1005)));
         clock.step_back(Span::from_secs(3));
         clock.freeze(true);
         clock.advance(Span::from_secs(10));
-        assert_eq!((clock.truth(), clock.now()), (Time::from_secs(1020), Time::from_secs(1002)));
-        clock.correct();
-        assert_eq!(clock.now(), clock.truth());
+        assert_eq!((clock.true_time(), clock.now()), (Time::from_secs(1020), Time::from_secs(1002)));
+        clock.reset();
+        assert_eq!(clock.now(), clock.true_time());
     }
 
     #[test]
     fn every_trouble_shows() {
-        for trouble in Trouble::ALL {
-            let mut dice = Dice::seeded(3);
-            let readings = readings(trouble, Time::from_secs(1_000_000), Span::from_secs(1), 300, &mut dice);
-            assert!(readings.windows(2).all(|pair| pair[0].truth <= pair[1].truth));
-            let wrong = readings.iter().any(|reading| reading.truth != reading.shown);
-            assert_eq!(wrong, trouble != Trouble::None, "{trouble:?}");
+        for trouble in ClockFault::ALL {
+            let mut random = RandomSource::from_seed(3);
+            let readings = readings(trouble, Time::from_secs(1_000_000), Span::from_secs(1), 300, &mut random);
+            assert!(readings.windows(2).all(|pair| pair[0].true_time <= pair[1].true_time));
+            let wrong = readings.iter().any(|reading| reading.true_time != reading.shown_time);
+            assert_eq!(wrong, trouble != ClockFault::None, "{trouble:?}");
         }
     }
 }

@@ -4,11 +4,11 @@
 //! that makes a store from its limits is one already:
 //!
 //! ```
-//! use tidegate_testkit::conformance::{Effort, conform};
+//! use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 //! use tidegate_testkit::reference::ReferenceStore;
 //!
-//! let effort = Effort { batches: 1_000, tasks: 4, calls: 100, seed: 1 };
-//! conform(&ReferenceStore::new, &effort).unwrap();
+//! let options = ConformanceOptions { batches: 1_000, tasks: 4, calls_per_task: 100, seed: 1 };
+//! check_conformance(&ReferenceStore::new, &options).unwrap();
 //! ```
 
 mod concurrent;
@@ -24,7 +24,7 @@ use std::thread::{self, Thread};
 use tidegate_core::{Batch, Key, LimitId, Limits, Op, Outcomes, Time, Verb, Verdict};
 use tidegate_store::{Answer, Store};
 
-use crate::dice;
+use crate::random::{case_count, run_seed};
 
 /// How to get a store of this kind.
 pub trait Backend: Sync {
@@ -58,78 +58,78 @@ impl<S: Store, F: Fn(Arc<Limits>) -> S + Sync> Backend for F {
 
 /// How much to try.
 #[derive(Clone, Copy, Debug)]
-pub struct Effort {
+pub struct ConformanceOptions {
     /// Random batches in all.
     pub batches: u32,
     /// Threads that call at once.
     pub tasks: u32,
     /// Calls of each.
-    pub calls: u32,
+    pub calls_per_task: u32,
     /// Where random choices start.
     pub seed: u64,
 }
 
-impl Default for Effort {
+impl Default for ConformanceOptions {
     /// For a store in memory: 100,000 random batches (a million where `TIDEGATE_FULL=1`), and 64 × 5,000 calls.
     fn default() -> Self {
-        Self { batches: dice::count(100_000, 1_000_000), tasks: 64, calls: 5_000, seed: dice::seed() }
+        Self { batches: case_count(100_000, 1_000_000), tasks: 64, calls_per_task: 5_000, seed: run_seed() }
     }
 }
 
 /// What a store got wrong.
 #[derive(Clone)]
-pub struct Failure {
+pub struct ConformanceError {
     check: &'static str,
     seed: u64,
-    what: String,
+    message: String,
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for ConformanceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}\n  repeat with TIDEGATE_SEED={}", self.check, self.what, self.seed)
+        write!(f, "{}: {}\n  repeat with TIDEGATE_SEED={}", self.check, self.message, self.seed)
     }
 }
 
-impl fmt::Debug for Failure {
+impl fmt::Debug for ConformanceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl std::error::Error for Failure {}
+impl std::error::Error for ConformanceError {}
 
 /// Runs every check.
 ///
 /// # Errors
-/// The first [`Failure`].
-pub fn conform<B: Backend>(backend: &B, effort: &Effort) -> Result<(), Failure> {
-    type Check<B> = fn(&B, &Effort) -> Result<(), String>;
-    let checks: [(&str, Check<B>); 11] = [
-        ("random batches against the model", random::batches::<B>),
+/// The first [`ConformanceError`].
+pub fn check_conformance<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), ConformanceError> {
+    type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
+    let checks: [(&str, CheckFn<B>); 11] = [
+        ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
         ("all or nothing over three keys", concurrent::all_or_nothing::<B>),
         ("permits", concurrent::permits::<B>),
         ("calls counted ahead", concurrent::counted_ahead::<B>),
-        ("calls throttled together", concurrent::throttled_together::<B>),
-        ("calls that keep one pace", concurrent::one_pace::<B>),
+        ("calls throttled together", concurrent::concurrent_throttles::<B>),
+        ("calls that keep one pace", concurrent::shared_pace::<B>),
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
-        ("a clock that jumps a year and back", random::jump::<B>),
+        ("a clock that jumps a year and back", random::clock_jump::<B>),
     ];
     for (check, run) in checks {
-        run(backend, effort).map_err(|what| Failure { check, seed: effort.seed, what })?;
+        run(backend, effort).map_err(|what| ConformanceError { check, seed: effort.seed, message: what })?;
     }
     Ok(())
 }
 
 /// A store under test, to be asked plainly.
-struct Subject<'a, B: Backend> {
+struct StoreUnderTest<'a, B: Backend> {
     backend: &'a B,
     store: B::Store,
 }
 
-impl<'a, B: Backend> Subject<'a, B> {
+impl<'a, B: Backend> StoreUnderTest<'a, B> {
     fn open(backend: &'a B, limits: &Arc<Limits>) -> Self {
         Self { backend, store: backend.open(Arc::clone(limits)) }
     }
@@ -138,7 +138,7 @@ impl<'a, B: Backend> Subject<'a, B> {
         self.backend.set_now(&self.store, now)
     }
 
-    fn ask(&self, batch: &Batch, now: Time) -> Result<Outcomes, String> {
+    fn apply(&self, batch: &Batch, now: Time) -> Result<Outcomes, String> {
         match self.store.apply(batch, now) {
             Answer::Ready(outcomes) => Ok(outcomes),
             Answer::Later(answer) => self.backend.wait(answer).map_err(|error| error.to_string()),
@@ -146,12 +146,12 @@ impl<'a, B: Backend> Subject<'a, B> {
     }
 
     /// One operation of cost 1 for each key.
-    fn one(&self, verb: Verb, holder: u64, keys: &[(LimitId, Key)], now: Time) -> Result<Outcomes, String> {
+    fn apply_to_keys(&self, verb: Verb, holder: u64, keys: &[(LimitId, Key)], now: Time) -> Result<Outcomes, String> {
         let mut batch = Batch::new(holder);
         for &(limit, key) in keys {
             batch.push(Op::new(limit, verb, key, 1)).map_err(|full| full.to_string())?;
         }
-        self.ask(&batch, now)
+        self.apply(&batch, now)
     }
 }
 
@@ -159,24 +159,24 @@ fn verdicts(outcomes: &Outcomes) -> Vec<Verdict> {
     outcomes.list().iter().map(|outcome| outcome.verdict).collect()
 }
 
-fn expect<T: PartialEq + fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
+fn expect_equal<T: PartialEq + fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {
     if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
 }
 
 /// The moment at which the checks start, for stores that can be told.
-fn start() -> Time {
+fn start_time() -> Time {
     Time::from_secs(1_700_000_000)
 }
 
 /// Waits for a future on this thread.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(Thread);
-    impl Wake for Unpark {
+    struct ThreadWaker(Thread);
+    impl Wake for ThreadWaker {
         fn wake(self: Arc<Self>) {
             self.0.unpark();
         }
     }
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let waker = Waker::from(Arc::new(ThreadWaker(thread::current())));
     let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
     loop {

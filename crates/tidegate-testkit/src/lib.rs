@@ -3,14 +3,14 @@
 //!
 //! A new store is held to the others by three lines: see [`conformance`].
 
-pub mod client;
 pub mod clock;
 pub mod conformance;
-pub mod desk;
-pub mod dice;
+pub mod fixtures;
+pub mod http_client;
 pub mod model;
 pub mod property;
+pub mod random;
 pub mod reference;
 pub mod remote;
 pub mod servers;
-pub mod world;
+pub mod traffic;

@@ -7,76 +7,76 @@
 //! answers are handed to [`Model::check`], which says where they contradict it.
 //!
 //! Where the semantics leave a store some room the model gives a bracket: a window above the entries that are kept
-//! exactly may free a slot up to [`tidegate_core::Window::lateness`] late, and never early. The model then goes on
+//! exactly may free a slot up to [`tidegate_core::Window::max_lateness`] late, and never early. The model then goes on
 //! from what the store chose.
 //!
 //! It expects a clock that never goes back, and no debit of a window that has both merged entries and a penalty: whether
 //! that had room for a parole is the store's secret.
 
-mod closings;
+mod cooldown;
 mod history;
+mod pace;
 mod penalty;
-mod steps;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use tidegate_core::batch::Terms;
+use tidegate_core::batch::BatchContext;
 use tidegate_core::{
-    Batch, Count, Key, Kind, Limit, LimitId, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode, Span, Time, Verb,
-    Verdict,
+    Batch, CountMode, Key, Limit, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode, Span, Time,
+    Verb, Verdict,
 };
 
-use closings::Closings;
-use history::{Event, History};
-use penalty::Penalties;
-use steps::Steps;
+use cooldown::CooldownHistory;
+use history::{History, HistoryEvent};
+use pace::PaceHistory;
+use penalty::PenaltyHistory;
 
 /// All that ever happened, per limit and key.
 #[derive(Clone, Debug)]
 pub struct Model {
     limits: Arc<Limits>,
-    cells: BTreeMap<(LimitId, Key), Cell>,
+    key_models: BTreeMap<(LimitId, Key), KeyModel>,
 }
 
 /// Where a store's answer contradicts the model.
 #[derive(Clone, Debug)]
-pub struct Mismatch {
-    what: String,
+pub struct MismatchError {
+    message: String,
 }
 
-impl fmt::Display for Mismatch {
+impl fmt::Display for MismatchError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.what)
+        f.write_str(&self.message)
     }
 }
 
-impl std::error::Error for Mismatch {}
+impl std::error::Error for MismatchError {}
 
 /// One key under one limit.
 #[derive(Clone, Debug, Default)]
-struct Cell {
+struct KeyModel {
     history: History,
-    closings: Closings,
-    steps: Steps,
-    penalties: Penalties,
+    cooldown: CooldownHistory,
+    pace: PaceHistory,
+    penalties: PenaltyHistory,
 }
 
 /// What the model expects of one operation before it knows what the others say.
 #[derive(Clone, Debug)]
-struct Judged {
-    soonest: Look,
-    latest: Look,
+struct ExpectedOutcome {
+    earliest: ModelStatus,
+    latest: ModelStatus,
     strikes: u8,
-    blocked: Option<(Span, Time)>,
-    paroled: bool,
+    block: Option<(Span, Time)>,
+    has_parole: bool,
     generation: u32,
 }
 
 /// What a call would meet, if everything that counts counts for a given time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Look {
+struct ModelStatus {
     fits: bool,
     used: u64,
     remaining: u64,
@@ -84,19 +84,19 @@ struct Look {
     reset_at: Time,
 }
 
-impl Judged {
+impl ExpectedOutcome {
     fn allows(&self, verdict: Verdict) -> bool {
-        let full = if self.paroled { Verdict::Parole } else { Verdict::Refused };
-        match self.blocked {
+        let full = if self.has_parole { Verdict::Parole } else { Verdict::Refused };
+        match self.block {
             Some(_) => verdict == Verdict::Blocked,
-            None => verdict == Verdict::Admitted && self.soonest.fits || verdict == full && !self.latest.fits,
+            None => verdict == Verdict::Admitted && self.earliest.fits || verdict == full && !self.latest.fits,
         }
     }
 }
 
 /// The least and the most that a store may answer.
 #[derive(Clone, Copy, Debug)]
-struct Bracket {
+struct OutcomeBounds {
     used: (u64, u64),
     remaining: (u64, u64),
     retry_at: (Time, Time),
@@ -106,7 +106,7 @@ struct Bracket {
     generation: u32,
 }
 
-impl Bracket {
+impl OutcomeBounds {
     fn check(&self, limit: &Limit, found: &Outcome) -> Result<(), String> {
         fn within<T: PartialOrd + fmt::Debug>(name: &str, found: T, (low, high): (T, T)) -> Result<(), String> {
             if found < low || found > high {
@@ -116,8 +116,8 @@ impl Bracket {
         }
         let capacity = match limit.kind() {
             // A cool-down counts no costs: it is free or taken.
-            Kind::Cooldown(_) => 1,
-            Kind::Pace(pacer) => steps::longest(pacer),
+            LimitKind::Cooldown(_) => 1,
+            LimitKind::Pace(pacer) => pace::max_interval_nanos(pacer),
             kind => kind.capacity(),
         };
         within("limit", found.limit, (capacity, capacity))?;
@@ -137,13 +137,13 @@ impl Bracket {
 impl Model {
     /// A model in which nothing has happened yet.
     pub fn new(limits: Arc<Limits>) -> Self {
-        Self { limits, cells: BTreeMap::new() }
+        Self { limits, key_models: BTreeMap::new() }
     }
 
     /// How many calls of `cost` 1 the model holds admitted under a limit's key in the trailing `span` before `now`,
     /// parole included and refunds left out of account.
     pub fn admitted(&self, limit: LimitId, key: Key, span: Span, now: Time) -> u64 {
-        self.cells.get(&(limit, key)).map_or(0, |cell| cell.history.taken_within(span, now))
+        self.key_models.get(&(limit, key)).map_or(0, |cell| cell.history.taken_within(span, now))
     }
 
     /// Compares a store's answers with what the history allows, and goes on from them.
@@ -151,17 +151,17 @@ impl Model {
     /// A batch must not name the same limit and key twice, and the store's time must not go back.
     ///
     /// # Errors
-    /// [`Mismatch`] where an answer isn't allowed; the model is of no further use then.
-    pub fn check(&mut self, batch: &Batch, outcomes: &Outcomes) -> Result<(), Mismatch> {
+    /// [`MismatchError`] where an answer isn't allowed; the model is of no further use then.
+    pub fn check(&mut self, batch: &Batch, outcomes: &Outcomes) -> Result<(), MismatchError> {
         let now = outcomes.now();
         if batch.ops().len() != outcomes.list().len() {
             let what = format!("{} answers to {} operations", outcomes.list().len(), batch.ops().len());
-            return Err(Mismatch { what });
+            return Err(MismatchError { message: what });
         }
         let limits = Arc::clone(&self.limits);
         let mut judged = Vec::new();
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
-            judged.push(self.judge(&limits, batch, op, outcome, now)?);
+            judged.push(self.expected_outcome(&limits, batch, op, outcome, now)?);
         }
         let refused = |counts: &dyn Fn(&Limit) -> bool, which: &dyn Fn(Verdict) -> bool| {
             batch.ops().iter().zip(outcomes.list()).any(|(op, outcome)| {
@@ -171,38 +171,38 @@ impl Model {
         for ((op, outcome), judged) in batch.ops().iter().zip(outcomes.list()).zip(judged) {
             let Some(limit) = limits.get(op.limit) else { continue };
             let takes_part = |other: &Limit| limit.is_shadow() || !other.is_shadow();
-            let sides = Sides {
+            let sides = BatchRefusals {
                 refused: refused(&takes_part, &Verdict::refuses),
                 blocked: refused(&takes_part, &|verdict| verdict == Verdict::Blocked),
             };
-            let cell = self.cells.entry((op.limit, op.key)).or_default();
-            cell.carry_out(limit, batch.terms(), op, outcome, judged.as_ref(), sides, now)
-                .map_err(|what| mismatch(op, outcome, what))?;
+            let cell = self.key_models.entry((op.limit, op.key)).or_default();
+            cell.apply_and_check(limit, batch.context(), op, outcome, judged.as_ref(), sides, now)
+                .map_err(|what| mismatch_error(op, outcome, what))?;
         }
         Ok(())
     }
 
-    fn judge(
+    fn expected_outcome(
         &self,
         limits: &Limits,
         batch: &Batch,
         op: &Op,
         outcome: &Outcome,
         now: Time,
-    ) -> Result<Option<Judged>, Mismatch> {
+    ) -> Result<Option<ExpectedOutcome>, MismatchError> {
         let limit = limits.get(op.limit).filter(|_| matches!(op.verb, Verb::Take | Verb::Peek));
         let Some(limit) = limit else {
             let gives_back = matches!(op.verb, Verb::Release | Verb::Renew) && limits.get(op.limit).is_some();
             if outcome.verdict != Verdict::Admitted && !gives_back {
-                return Err(mismatch(op, outcome, "nothing here could refuse".into()));
+                return Err(mismatch_error(op, outcome, "nothing here could refuse".into()));
             }
             return Ok(None);
         };
-        let nothing = Cell::default();
-        let cell = self.cells.get(&(op.limit, op.key)).unwrap_or(&nothing);
-        let judged = cell.judge(limit, op.cost, batch.id(), now);
+        let nothing = KeyModel::default();
+        let cell = self.key_models.get(&(op.limit, op.key)).unwrap_or(&nothing);
+        let judged = cell.expected_outcome(limit, op.cost, batch.holder(), now);
         if !judged.allows(outcome.verdict) {
-            return Err(mismatch(op, outcome, format!("the verdict contradicts {judged:?}")));
+            return Err(mismatch_error(op, outcome, format!("the verdict contradicts {judged:?}")));
         }
         Ok(Some(judged))
     }
@@ -210,114 +210,122 @@ impl Model {
 
 /// What the limits that an operation listens to say together.
 #[derive(Clone, Copy)]
-struct Sides {
+struct BatchRefusals {
     refused: bool,
     blocked: bool,
 }
 
-fn mismatch(op: &Op, outcome: &Outcome, what: String) -> Mismatch {
-    Mismatch { what: format!("{what}\n  operation {op:?}\n  answered {outcome:?}") }
+fn mismatch_error(op: &Op, outcome: &Outcome, what: String) -> MismatchError {
+    MismatchError { message: format!("{what}\n  operation {op:?}\n  answered {outcome:?}") }
 }
 
-impl Cell {
-    fn judge(&self, limit: &Limit, cost: u64, holder: u64, now: Time) -> Judged {
+impl KeyModel {
+    fn expected_outcome(&self, limit: &Limit, cost: u64, holder: u64, now: Time) -> ExpectedOutcome {
         let (soonest, latest, generation) = match limit.kind() {
-            Kind::Cooldown(cooldown) => {
-                let look = self.closings.look(cooldown, now);
-                (look, look, self.closings.generation(cooldown, now))
+            LimitKind::Cooldown(cooldown) => {
+                let look = self.cooldown.status(cooldown, now);
+                (look, look, self.cooldown.generation(cooldown, now))
             }
-            Kind::Pace(pacer) => {
-                let look = self.steps.look(pacer, now);
+            LimitKind::Pace(pacer) => {
+                let look = self.pace.status(pacer, now);
                 (look, look, 0)
             }
             kind => {
-                let look = |late| self.history.look(kind, cost, holder, now, late);
-                (look(Span::ZERO), look(self.lateness(kind, now)), 0)
+                let look = |late| self.history.status(kind, cost, holder, now, late);
+                (look(Span::ZERO), look(self.max_lateness(kind, now)), 0)
             }
         };
         let Some(penalty) = limit.penalty() else {
-            return Judged { soonest, latest, strikes: 0, blocked: None, paroled: false, generation };
+            return ExpectedOutcome {
+                earliest: soonest,
+                latest,
+                strikes: 0,
+                block: None,
+                has_parole: false,
+                generation,
+            };
         };
-        Judged {
-            soonest,
+        ExpectedOutcome {
+            earliest: soonest,
             latest,
             strikes: self.penalties.strikes(penalty, now),
-            blocked: self.penalties.block(penalty, now),
-            paroled: waives(limit.kind()) && self.penalties.paroles(cost),
+            block: self.penalties.block(penalty, now),
+            has_parole: allows_parole(limit.kind()) && self.penalties.allows_parole(cost),
             generation,
         }
     }
 
-    fn lateness(&self, kind: &Kind, now: Time) -> Span {
+    fn max_lateness(&self, kind: &LimitKind, now: Time) -> Span {
         match kind {
-            Kind::Window(window) if !window.is_exact() => {
+            LimitKind::Window(window) if !window.is_exact() => {
                 Span::from_micros(window.window().as_micros().div_ceil(u64::from(window.entries())))
             }
-            Kind::Window(window) if self.history.is_blurred(window, now) => window.window(),
+            LimitKind::Window(window) if self.history.may_free_late(window, now) => window.window(),
             _ => Span::ZERO,
         }
     }
 
     #[expect(clippy::too_many_arguments, reason = "one call site; each is a different part of the question")]
-    fn carry_out(
+    fn apply_and_check(
         &mut self,
         limit: &Limit,
-        terms: Terms,
+        terms: BatchContext,
         op: &Op,
         outcome: &Outcome,
-        judged: Option<&Judged>,
-        sides: Sides,
+        judged: Option<&ExpectedOutcome>,
+        sides: BatchRefusals,
         now: Time,
     ) -> Result<(), String> {
-        let Some(judged) = judged else { return self.tell(limit, terms, op, outcome, now) };
+        let Some(judged) = judged else { return self.apply_other_verb(limit, terms, op, outcome, now) };
         let refuses = outcome.verdict.refuses();
         if op.verb == Verb::Take
             && refuses
             && !sides.blocked
-            && !judged.soonest.retry_at.is_never()
+            && !judged.earliest.retry_at.is_never()
             && let Some(penalty) = limit.penalty()
         {
-            let parole = waives(limit.kind()) && penalty.mode() == PenaltyMode::Parole;
+            let parole = allows_parole(limit.kind()) && penalty.mode() == PenaltyMode::Parole;
             let (strikes, block, until) = self.penalties.strike(penalty, parole.then_some(op.cost), now);
             let retry_at = if parole {
                 (until, until)
             } else {
-                (until.max(judged.soonest.retry_at), until.max(judged.latest.retry_at))
+                (until.max(judged.earliest.retry_at), until.max(judged.latest.retry_at))
             };
-            let reset_at = (until.max(judged.soonest.reset_at), until.max(judged.latest.reset_at));
-            let untold = Bracket { strikes, ..bracket(judged) };
-            let expected = Bracket { remaining: (0, 0), retry_at, reset_at, block: (block, until), ..untold };
+            let reset_at = (until.max(judged.earliest.reset_at), until.max(judged.latest.reset_at));
+            let current_bounds = OutcomeBounds { strikes, ..outcome_bounds(judged) };
+            let expected =
+                OutcomeBounds { remaining: (0, 0), retry_at, reset_at, block: (block, until), ..current_bounds };
             return expected.check(limit, outcome);
         }
-        let in_flight = matches!(limit.kind(), Kind::Concurrency(_));
-        let own = outcome.verdict == Verdict::Admitted && limit.count() == Count::All && !in_flight;
-        if op.verb == Verb::Take && !refuses && (!sides.refused || own) {
+        let in_flight = matches!(limit.kind(), LimitKind::Concurrency(_));
+        let counts_anyway = outcome.verdict == Verdict::Admitted && limit.count_mode() == CountMode::All && !in_flight;
+        if op.verb == Verb::Take && !refuses && (!sides.refused || counts_anyway) {
             // What the store has left decides whether the parole has lapsed: a bracket can't.
-            let room = if self.lateness(limit.kind(), now).is_zero() {
-                judged.soonest.remaining
+            let room = if self.max_lateness(limit.kind(), now).is_zero() {
+                judged.earliest.remaining
             } else {
                 outcome.remaining.saturating_add(op.cost)
             };
-            self.penalties.admitted(outcome.verdict == Verdict::Parole, room);
+            self.penalties.record_admitted(outcome.verdict == Verdict::Parole, room);
             let after = match limit.kind() {
-                Kind::Cooldown(cooldown) => {
+                LimitKind::Cooldown(cooldown) => {
                     // Who was let through is told what it met.
-                    self.closings.through(cooldown, now);
+                    self.cooldown.record_let_through(cooldown, now);
                     judged.clone()
                 }
-                Kind::Pace(_) => judged.clone(),
+                LimitKind::Pace(_) => judged.clone(),
                 kind => {
                     self.take(kind, op.cost, terms, now);
-                    self.judge(limit, 0, terms.holder, now)
+                    self.expected_outcome(limit, 0, terms.holder, now)
                 }
             };
-            return Bracket { retry_at: (now, now), ..bracket(&after) }.check(limit, outcome);
+            return OutcomeBounds { retry_at: (now, now), ..outcome_bounds(&after) }.check(limit, outcome);
         }
-        let mut expected = bracket(judged);
+        let mut expected = outcome_bounds(judged);
         if !refuses {
             expected.retry_at = (now, now);
-        } else if let Some((_, until)) = judged.blocked {
-            let room = if judged.paroled { (until, until) } else { expected.retry_at };
+        } else if let Some((_, until)) = judged.block {
+            let room = if judged.has_parole { (until, until) } else { expected.retry_at };
             expected.retry_at = (until.max(room.0), until.max(room.1));
             expected.reset_at = (until.max(expected.reset_at.0), until.max(expected.reset_at.1));
             expected.remaining = (0, 0);
@@ -325,67 +333,76 @@ impl Cell {
         expected.check(limit, outcome)
     }
 
-    fn take(&mut self, kind: &Kind, cost: u64, terms: Terms, now: Time) {
+    fn take(&mut self, kind: &LimitKind, cost: u64, terms: BatchContext, now: Time) {
         let at = match kind {
-            Kind::Window(window) => self.history.counted_from(window, terms.lead, now),
+            LimitKind::Window(window) => self.history.counts_from(window, terms.lead, now),
             _ => now,
         };
-        self.history.push(Event::Taken { at, cost, holder: terms.holder });
+        self.history.push(HistoryEvent::Taken { at, cost, holder: terms.holder });
     }
 
-    fn tell(&mut self, limit: &Limit, terms: Terms, op: &Op, outcome: &Outcome, now: Time) -> Result<(), String> {
-        let Terms { holder, counted_at, charged_at, .. } = terms;
-        let held = matches!(limit.kind(), Kind::Concurrency(_)) && self.history.holds(limit.kind(), holder, now);
+    fn apply_other_verb(
+        &mut self,
+        limit: &Limit,
+        terms: BatchContext,
+        op: &Op,
+        outcome: &Outcome,
+        now: Time,
+    ) -> Result<(), String> {
+        let BatchContext { holder, counted_at, charged_at, .. } = terms;
+        let held = matches!(limit.kind(), LimitKind::Concurrency(_)) && self.history.holds(limit.kind(), holder, now);
         match (op.verb, limit.kind()) {
             (Verb::Refund, _) => {
                 let counted_at = (counted_at > Time::ZERO).then_some(counted_at);
-                self.history.push(Event::Refunded { at: now, cost: op.cost, counted_at, charged_at });
+                self.history.push(HistoryEvent::Refunded { at: now, cost: op.cost, counted_at, charged_at });
             }
             (Verb::Reset, _) => *self = Self::default(),
-            (Verb::Release, _) if held => self.history.push(Event::Released { at: now, holder }),
-            (Verb::Renew, _) if held => self.history.push(Event::Renewed { at: now, holder }),
-            (Verb::Debit, kind @ (Kind::Window(_) | Kind::Rate(_) | Kind::Quota(_))) => {
-                let room = self.history.look(kind, 0, holder, now, Span::ZERO).remaining;
+            (Verb::Release, _) if held => self.history.push(HistoryEvent::Released { at: now, holder }),
+            (Verb::Renew, _) if held => self.history.push(HistoryEvent::Renewed { at: now, holder }),
+            (Verb::Debit, kind @ (LimitKind::Window(_) | LimitKind::Rate(_) | LimitKind::Quota(_))) => {
+                let room = self.history.status(kind, 0, holder, now, Span::ZERO).remaining;
                 if limit.penalty().is_some_and(|penalty| self.penalties.block(penalty, now).is_none()) {
-                    self.penalties.admitted(false, room);
+                    self.penalties.record_admitted(false, room);
                 }
-                self.take(kind, op.cost.min(MAX_COST), Terms { lead: Span::ZERO, ..terms }, now);
+                self.take(kind, op.cost.min(MAX_COST), BatchContext { lead: Span::ZERO, ..terms }, now);
             }
-            (Verb::Debit, Kind::Concurrency(_)) if held => self.history.push(Event::Renewed { at: now, holder }),
-            (Verb::Debit, kind @ Kind::Concurrency(_)) => {
+            (Verb::Debit, LimitKind::Concurrency(_)) if held => {
+                self.history.push(HistoryEvent::Renewed { at: now, holder })
+            }
+            (Verb::Debit, kind @ LimitKind::Concurrency(_)) => {
                 // No more than can be looked over.
-                let used = self.history.look(kind, 0, holder, now, Span::ZERO).used;
+                let used = self.history.status(kind, 0, holder, now, Span::ZERO).used;
                 if op.cost <= 4096_u64.saturating_sub(used) {
                     self.take(kind, op.cost, terms, now);
                 }
             }
-            (Verb::Settle, Kind::Window(_)) => {
-                self.history.push(Event::Settled { at: now, cost: op.cost, counted_at });
+            (Verb::Settle, LimitKind::Window(_)) => {
+                self.history.push(HistoryEvent::Settled { at: now, cost: op.cost, counted_at });
             }
-            (Verb::Throttle { generation }, Kind::Cooldown(cooldown)) => {
-                self.closings.throttled(cooldown, generation, Span::from_micros(op.cost), now);
+            (Verb::Throttle { generation }, LimitKind::Cooldown(cooldown)) => {
+                self.cooldown.record_throttled(cooldown, generation, Span::from_micros(op.cost), now);
             }
-            (Verb::Succeed { generation }, Kind::Cooldown(cooldown)) => {
-                self.closings.succeeded(cooldown, generation, now);
+            (Verb::Success { generation }, LimitKind::Cooldown(cooldown)) => {
+                self.cooldown.record_success(cooldown, generation, now);
             }
-            (Verb::Debit, Kind::Pace(_)) => self.steps.at_least(op.cost, now),
-            (Verb::Pace { failed, draw }, Kind::Pace(pacer)) => {
-                let expected = self.steps.call(pacer, failed, draw, now);
+            (Verb::Debit, LimitKind::Pace(_)) => self.pace.raise_to(op.cost, now),
+            (Verb::Pace { failed, draw }, LimitKind::Pace(pacer)) => {
+                let expected = self.pace.record_call(pacer, failed, draw, now);
                 let found = (outcome.limit, outcome.used, outcome.remaining);
                 if found != expected {
                     return Err(format!("a step to {found:?}, expected {expected:?}"));
                 }
             }
-            (Verb::Penalise { strikes, parole }, kind) => {
+            (Verb::RestorePenalty { strikes, parole }, kind) => {
                 if let Some(penalty) = limit.penalty() {
-                    let paroles = waives(kind) && penalty.mode() == PenaltyMode::Parole;
+                    let paroles = allows_parole(kind) && penalty.mode() == PenaltyMode::Parole;
                     let parole = paroles.then_some(kind.capacity().min(parole.into()));
-                    self.penalties.bring_back(penalty, (strikes, Span::from_micros(op.cost)), parole, now);
+                    self.penalties.restore(penalty, (strikes, Span::from_micros(op.cost)), parole, now);
                 }
             }
-            (Verb::Disable, Kind::Cooldown(cooldown)) => {
+            (Verb::Disable, LimitKind::Cooldown(cooldown)) => {
                 let until = if op.cost > 0 { now + Span::from_micros(op.cost) } else { Time::NEVER };
-                self.closings.disabled(cooldown, until, now);
+                self.cooldown.record_disabled(cooldown, until, now);
             }
             _ => {}
         }
@@ -397,19 +414,19 @@ impl Cell {
     }
 }
 
-fn bracket(judged: &Judged) -> Bracket {
-    Bracket {
-        used: (judged.soonest.used, judged.latest.used),
-        remaining: (judged.latest.remaining, judged.soonest.remaining),
-        retry_at: (judged.soonest.retry_at, judged.latest.retry_at),
-        reset_at: (judged.soonest.reset_at, judged.latest.reset_at),
-        block: judged.blocked.unwrap_or((Span::ZERO, Time::ZERO)),
+fn outcome_bounds(judged: &ExpectedOutcome) -> OutcomeBounds {
+    OutcomeBounds {
+        used: (judged.earliest.used, judged.latest.used),
+        remaining: (judged.latest.remaining, judged.earliest.remaining),
+        retry_at: (judged.earliest.retry_at, judged.latest.retry_at),
+        reset_at: (judged.earliest.reset_at, judged.latest.reset_at),
+        block: judged.block.unwrap_or((Span::ZERO, Time::ZERO)),
         strikes: judged.strikes,
         generation: judged.generation,
     }
 }
 
 /// Parole never applies to a quota or to permits.
-fn waives(kind: &Kind) -> bool {
-    matches!(kind, Kind::Window(_) | Kind::Rate(_))
+fn allows_parole(kind: &LimitKind) -> bool {
+    matches!(kind, LimitKind::Window(_) | LimitKind::Rate(_))
 }

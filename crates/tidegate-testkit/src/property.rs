@@ -10,27 +10,28 @@ use proptest::collection::vec;
 use proptest::num::u64::ANY;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
-use crate::dice::{self, Dice};
+use crate::random::{self, RandomSource};
 
 /// Tries a property on `cases` tapes of up to `words` draws, and shortens the first that fails.
 ///
 /// # Panics
 /// If the property fails or panics: with the reason, the shortest tape that fails, and the seed of the run.
-pub fn check(cases: u32, words: usize, property: impl Fn(Dice) -> Result<(), String>) {
-    check_from(dice::seed(), cases, words, property);
+pub fn check(cases: u32, words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
+    check_with_seed(random::run_seed(), cases, words, property);
 }
 
 /// [`check`] from a seed of the caller's.
 ///
 /// # Panics
 /// As [`check`] does.
-pub fn check_from(seed: u64, cases: u32, words: usize, property: impl Fn(Dice) -> Result<(), String>) {
+pub fn check_with_seed(seed: u64, cases: u32, words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 4_000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let found = runner
-        .run(&vec(ANY, 1..=words.max(1)), |tape| quietly(|| property(Dice::tape(tape))).map_err(TestCaseError::fail));
+    let found = runner.run(&vec(ANY, 1..=words.max(1)), |tape| {
+        catch_panic(|| property(RandomSource::from_words(tape))).map_err(TestCaseError::fail)
+    });
     match found {
         Ok(()) => {}
         Err(TestError::Fail(reason, tape)) => {
@@ -41,7 +42,7 @@ pub fn check_from(seed: u64, cases: u32, words: usize, property: impl Fn(Dice) -
 }
 
 /// How many tapes a property is tried on before the time is looked at.
-const CASES: u32 = 20;
+const CASES_PER_SEED: u32 = 20;
 
 /// Tries a property on new tapes of up to `words` draws, for as many seconds as `TIDEGATE_FUZZ_SECONDS` says: 5 by
 /// default.
@@ -49,38 +50,38 @@ const CASES: u32 = 20;
 /// # Panics
 /// As [`check`] does.
 #[expect(clippy::disallowed_methods, reason = "the bound is one of real time")]
-pub fn fuzz(words: usize, property: impl Fn(Dice) -> Result<(), String>) {
+pub fn fuzz(words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
     let seconds = std::env::var("TIDEGATE_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
     let (start, bound) = (Instant::now(), Duration::from_secs(seconds));
-    let mut seed = dice::seed();
+    let mut seed = random::run_seed();
     while start.elapsed() < bound {
-        check_from(seed, CASES, words, &property);
+        check_with_seed(seed, CASES_PER_SEED, words, &property);
         seed = seed.wrapping_add(1);
     }
 }
 
 thread_local! {
-    static QUIET: Cell<bool> = const { Cell::new(false) };
+    static PANIC_OUTPUT_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Turns a panic into an error: a tape is tried thousands of times while it is shortened, and only the last counts.
-fn quietly(property: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+fn catch_panic(property: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let loud = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            if !QUIET.get() {
+            if !PANIC_OUTPUT_OFF.get() {
                 loud(info);
             }
         }));
     });
-    QUIET.set(true);
+    PANIC_OUTPUT_OFF.set(true);
     let outcome = panic::catch_unwind(AssertUnwindSafe(property));
-    QUIET.set(false);
-    outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", message(panic.as_ref()))))
+    PANIC_OUTPUT_OFF.set(false);
+    outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", panic_message(panic.as_ref()))))
 }
 
-fn message(panic: &(dyn Any + Send)) -> &str {
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
@@ -89,10 +90,10 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 mod tests {
     use super::*;
 
-    fn reason_of(property: impl Fn(Dice) -> Result<(), String>) -> String {
+    fn reason_of(property: impl Fn(RandomSource) -> Result<(), String>) -> String {
         let found = panic::catch_unwind(AssertUnwindSafe(|| {
-            quietly(|| {
-                check_from(9, 50, 20, &property);
+            catch_panic(|| {
+                check_with_seed(9, 50, 20, &property);
                 Ok(())
             })
         }));
@@ -101,15 +102,15 @@ mod tests {
 
     #[test]
     fn a_false_property_is_found_shortened_and_told() {
-        let reason = reason_of(|mut dice| if dice.word() > 1_000 { Err("too large".into()) } else { Ok(()) });
+        let reason = reason_of(|mut random| if random.next_u64() > 1_000 { Err("too large".into()) } else { Ok(()) });
         assert!(reason.contains("too large") && reason.contains("vec![1001]"), "{reason}");
         assert!(reason.contains("TIDEGATE_SEED=9"), "{reason}");
     }
 
     #[test]
     fn a_panic_is_a_failure() {
-        let reason = reason_of(|mut dice| {
-            assert!(dice.word() < 5, "five or more");
+        let reason = reason_of(|mut random| {
+            assert!(random.next_u64() < 5, "five or more");
             Ok(())
         });
         assert!(reason.contains("panicked: five or more") && reason.contains("vec![5]"), "{reason}");

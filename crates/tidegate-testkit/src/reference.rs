@@ -1,11 +1,11 @@
-//! A store to hold others against: one map behind one lock, whole states, and core's own [`batch::settle`].
+//! A store to hold others against: one map behind one lock, whole states, and core's own [`batch::execute`].
 
 use std::collections::BTreeMap;
 use std::future::Ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::state::Usage;
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Outcomes, State, Time, Verb, batch};
+use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Outcomes, Time, Verb, batch};
 use tidegate_store::{Answer, Immediate, Store, StoreError};
 
 /// States in a sorted map, one batch at a time. It grows with the keys it sees, and forgets a state that is idle when
@@ -13,25 +13,29 @@ use tidegate_store::{Answer, Immediate, Store, StoreError};
 #[derive(Debug)]
 pub struct ReferenceStore {
     limits: Arc<Limits>,
-    states: Mutex<BTreeMap<(LimitId, Key), State>>,
-    encodes: bool,
+    states: Mutex<BTreeMap<(LimitId, Key), KeyState>>,
+    round_trips_states: bool,
 }
 
 impl ReferenceStore {
     /// An empty store.
     pub fn new(limits: Arc<Limits>) -> Self {
-        Self { limits, states: Mutex::new(BTreeMap::new()), encodes: false }
+        Self { limits, states: Mutex::new(BTreeMap::new()), round_trips_states: false }
     }
 
     /// An empty store that turns each state into bytes and back whenever it has changed, as stores with rows do.
-    pub fn encoded(limits: Arc<Limits>) -> Self {
-        Self { encodes: true, ..Self::new(limits) }
+    pub fn with_encoding(limits: Arc<Limits>) -> Self {
+        Self { round_trips_states: true, ..Self::new(limits) }
     }
 
     /// Another store that holds the same: to ask what would have happened.
     #[must_use]
     pub fn fork(&self) -> Self {
-        Self { limits: Arc::clone(&self.limits), states: Mutex::new(self.states().clone()), encodes: self.encodes }
+        Self {
+            limits: Arc::clone(&self.limits),
+            states: Mutex::new(self.states().clone()),
+            round_trips_states: self.round_trips_states,
+        }
     }
 
     /// How many states it holds.
@@ -50,54 +54,54 @@ impl ReferenceStore {
         let states = self.states();
         let kept = states.iter().filter_map(|(&(limit, key), state)| {
             let plan = self.limits.get(limit)?;
-            (state.idle_at(plan) > now).then(|| ((limit, key), written(plan, state, now)))
+            (state.idle_at(plan) > now).then(|| ((limit, key), state_text(plan, state, now)))
         });
         kept.collect()
     }
 
-    fn states(&self) -> MutexGuard<'_, BTreeMap<(LimitId, Key), State>> {
+    fn states(&self) -> MutexGuard<'_, BTreeMap<(LimitId, Key), KeyState>> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn there_and_back(state: &State) -> State {
+fn encode_and_decode(state: &KeyState) -> KeyState {
     let mut bytes = Vec::new();
     state.encode(&mut bytes);
-    State::decode(&bytes).unwrap_or_default()
+    KeyState::decode(&bytes).unwrap_or_default()
 }
 
-fn written(limit: &Limit, state: &State, now: Time) -> String {
+fn state_text(limit: &Limit, state: &KeyState, now: Time) -> String {
     let usage = match (limit.kind(), state.usage()) {
-        (Kind::Window(window), Usage::Window(log)) => {
+        (LimitKind::Window(window), Usage::Window(log)) => {
             let slots: Vec<_> = log.iter().filter(|slot| slot.at + window.window() > now).collect();
             format!("{slots:?}")
         }
-        (Kind::Rate(_), Usage::Rate(arrival)) if arrival.idle_at() > now => format!("{arrival:?}"),
-        (Kind::Quota(quota), Usage::Quota(ledger)) => {
+        (LimitKind::Rate(_), Usage::Rate(arrival)) if arrival.idle_at() > now => format!("{arrival:?}"),
+        (LimitKind::Quota(quota), Usage::Quota(ledger)) => {
             let mut ledger = *ledger;
-            quota.settle(&mut ledger, now);
+            quota.refresh(&mut ledger, now);
             format!("{} of {:?}", ledger.used, ledger.period)
         }
-        (Kind::Concurrency(concurrency), Usage::Concurrency(permits)) => {
+        (LimitKind::Concurrency(concurrency), Usage::Concurrency(permits)) => {
             let mut permits = permits.clone();
-            concurrency.settle(&mut permits, now);
+            concurrency.refresh(&mut permits, now);
             format!("{permits:?}")
         }
-        (Kind::Cooldown(cooldown), Usage::Cooldown(gate)) => {
+        (LimitKind::Cooldown(cooldown), Usage::Cooldown(gate)) => {
             let mut gate = *gate;
             cooldown.settle(&mut gate, now);
             format!("{gate:?}")
         }
-        (Kind::Pace(pacer), Usage::Pace(tempo)) => {
+        (LimitKind::Pace(pacer), Usage::Pace(tempo)) => {
             let mut tempo = *tempo;
-            pacer.settle(&mut tempo, now);
+            pacer.refresh(&mut tempo, now);
             format!("{tempo:?}")
         }
         _ => String::new(),
     };
-    let mut record = *state.record();
+    let mut record = *state.penalty_record();
     if let Some(penalty) = limit.penalty() {
-        penalty.settle(&mut record, now);
+        penalty.refresh(&mut record, now);
     }
     format!("{usage} {record:?}")
 }
@@ -122,14 +126,14 @@ impl Immediate for ReferenceStore {
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
         let mut states = self.states();
         let loaded = batch.ops().iter().map(|op| states.get(&(op.limit, op.key)).cloned().unwrap_or_default());
-        let mut cells: Vec<State> = loaded.collect();
-        let outcomes = batch::settle(batch, &self.limits, cells.as_mut_slice(), now);
+        let mut cells: Vec<KeyState> = loaded.collect();
+        let outcomes = batch::execute(batch, &self.limits, cells.as_mut_slice(), now);
         for (op, state) in batch.ops().iter().zip(cells).filter(|(op, _)| op.verb != Verb::Peek) {
             let idle = self.limits.get(op.limit).is_none_or(|limit| state.idle_at(limit) <= now);
             if idle {
                 states.remove(&(op.limit, op.key));
             } else {
-                let state = if self.encodes { there_and_back(&state) } else { state };
+                let state = if self.round_trips_states { encode_and_decode(&state) } else { state };
                 states.insert((op.limit, op.key), state);
             }
         }

@@ -13,33 +13,33 @@ use crate::reference::ReferenceStore;
 
 /// How a remote store behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mood {
+pub enum RemoteBehaviour {
     /// It answers.
     #[default]
-    Well,
+    Normal,
     /// It answers after this time.
-    Slow(Duration),
+    SlowExecution(Duration),
     /// It carries out what it is asked at once, and answers after this time.
-    Late(Duration),
+    SlowReply(Duration),
     /// It carries out what it is asked, and its answer is lost.
-    Mute,
+    LostReply,
     /// It answers, but to penalties that come back: those it carries out, and its answer is lost.
-    MuteToPenalties,
+    LostPenaltyReply,
     /// It never answers, and carries out nothing.
-    Frozen,
+    Unresponsive,
     /// It answers with an error, as one that is full does.
     Failing,
 }
 
 /// A store behind a network of its own; clones are connections to the same one.
 #[derive(Clone)]
-pub struct FlakyRemote(Arc<Parts>);
+pub struct FlakyRemote(Arc<FlakyRemoteInner>);
 
-struct Parts {
-    near: ReferenceStore,
+struct FlakyRemoteInner {
+    store: ReferenceStore,
     clock: Box<dyn Clock>,
-    mood: Mutex<Mood>,
-    asks: AtomicU64,
+    behaviour: Mutex<RemoteBehaviour>,
+    request_count: AtomicU64,
     seed: Mutex<Option<[u8; 16]>>,
     resets: Option<broadcast::Sender<Option<Reset>>>,
 }
@@ -50,22 +50,29 @@ impl FlakyRemote {
         let resets = tells_resets.then(|| broadcast::Sender::new(1024));
         let near = ReferenceStore::new(limits);
         let (mood, seed) = (Mutex::default(), Mutex::default());
-        Self(Arc::new(Parts { near, clock: Box::new(clock), mood, asks: AtomicU64::new(0), seed, resets }))
+        Self(Arc::new(FlakyRemoteInner {
+            store: near,
+            clock: Box::new(clock),
+            behaviour: mood,
+            request_count: AtomicU64::new(0),
+            seed,
+            resets,
+        }))
     }
 
     /// What it holds.
-    pub fn near(&self) -> &ReferenceStore {
-        &self.0.near
+    pub fn store(&self) -> &ReferenceStore {
+        &self.0.store
     }
 
     /// How often it was asked.
-    pub fn asks(&self) -> u64 {
-        self.0.asks.load(Ordering::SeqCst)
+    pub fn request_count(&self) -> u64 {
+        self.0.request_count.load(Ordering::SeqCst)
     }
 
     /// Behaves like this from now on.
-    pub fn set_mood(&self, mood: Mood) {
-        *self.0.mood.lock().unwrap_or_else(PoisonError::into_inner) = mood;
+    pub fn set_behaviour(&self, mood: RemoteBehaviour) {
+        *self.0.behaviour.lock().unwrap_or_else(PoisonError::into_inner) = mood;
     }
 
     /// Loses the secret that keys are hashed under.
@@ -73,12 +80,12 @@ impl FlakyRemote {
         *self.0.seed.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    fn mood(&self) -> Mood {
-        *self.0.mood.lock().unwrap_or_else(PoisonError::into_inner)
+    fn behaviour(&self) -> RemoteBehaviour {
+        *self.0.behaviour.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn carry_out(&self, batch: &Batch) -> Outcomes {
-        let outcomes = self.0.near.apply_now(batch, self.0.clock.now());
+    fn apply(&self, batch: &Batch) -> Outcomes {
+        let outcomes = self.0.store.apply_now(batch, self.0.clock.now());
         if let Some(resets) = &self.0.resets {
             for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
                 // Nobody has to be listening.
@@ -91,30 +98,31 @@ impl FlakyRemote {
 
 impl Remote for FlakyRemote {
     fn limits(&self) -> &Arc<Limits> {
-        self.0.near.limits()
+        self.0.store.limits()
     }
 
     fn ask(&self, batch: &Batch, _: Time) -> Waiting<Outcomes> {
-        self.0.asks.fetch_add(1, Ordering::SeqCst);
-        let (store, batch, mood) = (self.clone(), batch.clone(), self.mood());
+        self.0.request_count.fetch_add(1, Ordering::SeqCst);
+        let (store, batch, mood) = (self.clone(), batch.clone(), self.behaviour());
         Box::pin(async move {
             match mood {
-                Mood::Well => {}
-                Mood::Slow(delay) => tokio::time::sleep(delay).await,
-                Mood::Late(delay) => {
-                    let outcomes = store.carry_out(&batch);
+                RemoteBehaviour::Normal => {}
+                RemoteBehaviour::SlowExecution(delay) => tokio::time::sleep(delay).await,
+                RemoteBehaviour::SlowReply(delay) => {
+                    let outcomes = store.apply(&batch);
                     tokio::time::sleep(delay).await;
                     return Ok(outcomes);
                 }
-                Mood::MuteToPenalties if !batch.ops().iter().any(|op| matches!(op.verb, Verb::Penalise { .. })) => {}
-                Mood::Mute | Mood::MuteToPenalties => {
-                    store.carry_out(&batch);
+                RemoteBehaviour::LostPenaltyReply
+                    if !batch.ops().iter().any(|op| matches!(op.verb, Verb::RestorePenalty { .. })) => {}
+                RemoteBehaviour::LostReply | RemoteBehaviour::LostPenaltyReply => {
+                    store.apply(&batch);
                     return pending().await;
                 }
-                Mood::Frozen => return pending().await,
-                Mood::Failing => return Err(StoreError::Failed("OOM command not allowed".to_owned())),
+                RemoteBehaviour::Unresponsive => return pending().await,
+                RemoteBehaviour::Failing => return Err(StoreError::Failed("OOM command not allowed".to_owned())),
             }
-            Ok(store.carry_out(&batch))
+            Ok(store.apply(&batch))
         })
     }
 

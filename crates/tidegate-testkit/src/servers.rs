@@ -19,58 +19,58 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::dice;
+use crate::random;
 
-pub use redis::{RedisCluster, RedisPair, RedisServer, RedisSetup};
+pub use redis::{RedisCluster, RedisSentinelGroup, RedisServer, RedisServerOptions};
 
 /// How often and how many times to look whether something has started.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-const LOOKS: u32 = 500;
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+const MAX_POLLS: u32 = 500;
 
 /// The path of a program, or `None` (told on standard error) if it isn't installed.
 ///
 /// # Panics
 /// If it isn't installed and the environment requires everything.
-pub fn require(name: &str) -> Option<PathBuf> {
-    let found = find(name, &[]);
+pub fn require_program(name: &str) -> Option<PathBuf> {
+    let found = find_program(name, &[]);
     if found.is_none() {
-        skip(&format!("{name} not found"));
+        skip_test(&format!("{name} not found"));
     }
     found
 }
 
-/// [`require`] for a program that only the full run demands.
+/// [`require_program`] for a program that only the full run demands.
 ///
 /// # Panics
 /// If it isn't installed, in a full run whose environment requires everything.
-pub fn wanted(name: &str) -> Option<PathBuf> {
-    let found = find(name, &[]);
+pub fn require_program_in_full_run(name: &str) -> Option<PathBuf> {
+    let found = find_program(name, &[]);
     if found.is_none() {
-        want(&format!("{name} not found"));
+        skip_unless_full_run(&format!("{name} not found"));
     }
     found
 }
 
-/// Python, if it has this module: [`wanted`] for what is no program.
+/// Python, if it has this module: [`require_program_in_full_run`] for what is no program.
 ///
 /// # Panics
-/// As [`wanted`].
-pub fn wanted_module(name: &str) -> Option<PathBuf> {
-    let python = wanted("python3")?;
+/// As [`require_program_in_full_run`].
+pub fn require_python_module_in_full_run(name: &str) -> Option<PathBuf> {
+    let python = require_program_in_full_run("python3")?;
     let found = Command::new(&python).args(["-c", &format!("import {name}")]).stderr(Stdio::null()).status();
     if found.is_ok_and(|status| status.success()) {
         return Some(python);
     }
-    want(&format!("{name} not found"));
+    skip_unless_full_run(&format!("{name} not found"));
     None
 }
 
-fn want(why: &str) {
-    if dice::full() { skip(why) } else { tell(&format!("skipped: {why}")) }
+fn skip_unless_full_run(why: &str) {
+    if random::is_full_run() { skip_test(why) } else { print_line(&format!("skipped: {why}")) }
 }
 
 /// The path of a program, in one of these directories or where programs are.
-fn find(name: &str, directories: &[PathBuf]) -> Option<PathBuf> {
+fn find_program(name: &str, directories: &[PathBuf]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = std::env::split_paths(&path).chain(["/usr/sbin", "/usr/local/sbin"].map(PathBuf::from));
     directories.iter().cloned().chain(usual).map(|place| place.join(name)).find(|file| file.is_file())
@@ -80,14 +80,14 @@ fn find(name: &str, directories: &[PathBuf]) -> Option<PathBuf> {
 ///
 /// # Panics
 /// If the environment requires everything.
-fn skip(why: &str) {
+fn skip_test(why: &str) {
     let demanded = |variable: &str, value: &str| std::env::var(variable).is_ok_and(|found| found == value);
     assert!(!demanded("CI", "true") && !demanded("TIDEGATE_REQUIRE_ALL", "1"), "{why}");
-    tell(&format!("skipped: {why}"));
+    print_line(&format!("skipped: {why}"));
 }
 
 /// Writes a line past the test harness, which would keep it to itself.
-fn tell(line: &str) {
+fn print_line(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
@@ -102,9 +102,9 @@ pub fn free_port() -> u16 {
 
 /// A directory that goes away with this value.
 #[derive(Debug)]
-pub struct Scratch(PathBuf);
+pub struct ScratchDir(PathBuf);
 
-impl Scratch {
+impl ScratchDir {
     /// A new one.
     ///
     /// # Panics
@@ -133,13 +133,13 @@ impl Scratch {
     }
 }
 
-impl Default for Scratch {
+impl Default for ScratchDir {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchDir {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
@@ -147,32 +147,36 @@ impl Drop for Scratch {
 
 /// A program that runs until this value is dropped.
 #[derive(Debug)]
-pub struct Running {
+pub struct ChildProcess {
     child: Child,
-    scratch: Scratch,
+    scratch: ScratchDir,
 }
 
-impl Running {
+impl ChildProcess {
     /// Starts a program in a directory of its own, with its output in the files `stdout` and `stderr` there, and waits
     /// until it listens on `port`.
     ///
     /// # Panics
     /// If it doesn't start; what it wrote is told.
-    pub fn start(mut command: Command, scratch: Scratch, port: u16) -> Self {
+    pub fn start(mut command: Command, scratch: ScratchDir, port: u16) -> Self {
         let mut running = Self::spawn(&mut command, scratch);
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_POLLS {
             if TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).is_ok() {
                 return running;
             }
             if let Ok(Some(status)) = running.child.try_wait() {
-                panic!("{command:?} ended with {status}: {}{}", running.read("stdout"), running.read("stderr"));
+                panic!(
+                    "{command:?} ended with {status}: {}{}",
+                    running.read_file("stdout"),
+                    running.read_file("stderr")
+                );
             }
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
-        panic!("{command:?} doesn't listen on {port}: {}", running.read("stderr"));
+        panic!("{command:?} doesn't listen on {port}: {}", running.read_file("stderr"));
     }
 
-    fn spawn(command: &mut Command, scratch: Scratch) -> Self {
+    fn spawn(command: &mut Command, scratch: ScratchDir) -> Self {
         let out = fs::File::create(scratch.path().join("stdout")).expect("a file for the output");
         let err = fs::File::create(scratch.path().join("stderr")).expect("a file for the errors");
         let child = command
@@ -191,7 +195,7 @@ impl Running {
     }
 
     /// What is in a file of its directory; nothing if there is no such file.
-    pub fn read(&self, name: &str) -> String {
+    pub fn read_file(&self, name: &str) -> String {
         fs::read_to_string(self.scratch.path().join(name)).unwrap_or_default()
     }
 
@@ -199,24 +203,24 @@ impl Running {
     ///
     /// # Panics
     /// If it can't be sent.
-    pub fn signal(&self, name: &str) {
+    pub fn send_signal(&self, name: &str) {
         let status = Command::new("kill").args([&format!("-{name}"), &self.id().to_string()]).status();
         assert!(status.is_ok_and(|status| status.success()), "SIG{name} can't be sent to {}", self.id());
     }
 
     /// Waits for its end; `None` if it doesn't end within ten seconds.
     pub fn wait(&mut self) -> Option<std::process::ExitStatus> {
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_POLLS {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Some(status);
             }
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
         None
     }
 }
 
-impl Drop for Running {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         if self.child.try_wait().is_ok_and(|ended| ended.is_some()) {
             return;
@@ -227,7 +231,7 @@ impl Drop for Running {
             if self.child.try_wait().is_ok_and(|ended| ended.is_some()) {
                 return;
             }
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -239,9 +243,9 @@ impl Drop for Running {
 ///
 /// # Panics
 /// If it doesn't start.
-pub fn nginx(http: &str, port: u16) -> Option<Running> {
-    let program = require("nginx")?;
-    let scratch = Scratch::new();
+pub fn nginx(http: &str, port: u16) -> Option<ChildProcess> {
+    let program = require_program("nginx")?;
+    let scratch = ScratchDir::new();
     let paths: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .iter()
         .map(|kind| format!("    {kind}_temp_path {kind};\n"))
@@ -255,16 +259,16 @@ pub fn nginx(http: &str, port: u16) -> Option<Running> {
     scratch.write("nginx.conf", &config);
     let mut command = Command::new(program);
     command.args(["-e", "error.log", "-p"]).arg(scratch.path()).args(["-c", "nginx.conf", "-g", "daemon off;"]);
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }
 
 /// Starts Caddy with this Caddyfile, which listens on `port`. `None` if Caddy isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
-pub fn caddy(caddyfile: &str, port: u16) -> Option<Running> {
-    let program = require("caddy")?;
-    let scratch = Scratch::new();
+pub fn caddy(caddyfile: &str, port: u16) -> Option<ChildProcess> {
+    let program = require_program("caddy")?;
+    let scratch = ScratchDir::new();
     scratch.write("Caddyfile", &format!("{{\n\tadmin off\n\tauto_https off\n}}\n{caddyfile}"));
     let mut command = Command::new(program);
     command
@@ -272,7 +276,7 @@ pub fn caddy(caddyfile: &str, port: u16) -> Option<Running> {
         .env("HOME", scratch.path())
         .env("XDG_DATA_HOME", scratch.path())
         .env("XDG_CONFIG_HOME", scratch.path());
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }
 
 /// Opens a page in a headless Chromium, for which `name` resolves to 127.0.0.1, and gives the document that there is
@@ -280,9 +284,9 @@ pub fn caddy(caddyfile: &str, port: u16) -> Option<Running> {
 ///
 /// # Panics
 /// If it doesn't end well in time.
-pub fn chromium(url: &str, name: &str) -> Option<String> {
-    let program = require("chromium")?;
-    let scratch = Scratch::new();
+pub fn chromium_dom(url: &str, name: &str) -> Option<String> {
+    let program = require_program("chromium")?;
+    let scratch = ScratchDir::new();
     let mut command = Command::new(program);
     command
         // Its sandbox can't be made by root, and the pages are our own.
@@ -292,12 +296,12 @@ pub fn chromium(url: &str, name: &str) -> Option<String> {
         .arg(format!("--host-resolver-rules=MAP {name} 127.0.0.1"))
         .args(["--dump-dom", url])
         .env("HOME", scratch.path());
-    let mut running = Running::spawn(&mut command, scratch);
+    let mut running = ChildProcess::spawn(&mut command, scratch);
     // A machine that is busy with other tests may take long to start it.
     let ended = (0..6).find_map(|_| running.wait());
     let is_good = ended.is_some_and(|status| status.success());
-    assert!(is_good, "Chromium ended with {ended:?}: {}", running.read("stderr"));
-    Some(running.read("stdout"))
+    assert!(is_good, "Chromium ended with {ended:?}: {}", running.read_file("stderr"));
+    Some(running.read_file("stdout"))
 }
 
 fn is_root() -> bool {
@@ -306,7 +310,7 @@ fn is_root() -> bool {
 
 /// What wrk counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Load {
+pub struct WrkSummary {
     /// Answers that came.
     pub answers: u64,
     /// Of these, those whose status was neither 2xx nor 3xx.
@@ -314,7 +318,7 @@ pub struct Load {
     /// Connections that could not be made.
     pub connect_errors: u64,
     /// Reads and writes that failed.
-    pub broken: u64,
+    pub read_write_errors: u64,
     /// Answers that took longer than wrk waits.
     pub timeouts: u64,
     /// Of the answers that were not OK, those of 500 and above.
@@ -323,18 +327,18 @@ pub struct Load {
 
 /// A load that wrk makes in the background.
 #[derive(Debug)]
-pub struct Wrk {
+pub struct WrkProcess {
     child: Child,
-    _scratch: Scratch,
+    _scratch: ScratchDir,
 }
 
 /// Loads `url` from `connections` for `seconds`. `None` if wrk isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
-pub fn wrk(url: &str, connections: u32, seconds: u32) -> Option<Wrk> {
-    let program = require("wrk")?;
-    let scratch = Scratch::new();
+pub fn wrk(url: &str, connections: u32, seconds: u32) -> Option<WrkProcess> {
+    let program = require_program("wrk")?;
+    let scratch = ScratchDir::new();
     // Each thread counts its own server errors; the end sums them up.
     let script = "local threads = {}\n\
         function setup(thread) table.insert(threads, thread) end\n\
@@ -356,15 +360,15 @@ pub fn wrk(url: &str, connections: u32, seconds: u32) -> Option<Wrk> {
         .stdout(Stdio::piped())
         .spawn()
         .expect("wrk starts");
-    Some(Wrk { child, _scratch: scratch })
+    Some(WrkProcess { child, _scratch: scratch })
 }
 
-impl Wrk {
+impl WrkProcess {
     /// Waits for its end.
     ///
     /// # Panics
     /// If it doesn't tell what it counted.
-    pub fn finish(mut self) -> Load {
+    pub fn finish(mut self) -> WrkSummary {
         let mut text = String::new();
         if let Some(out) = &mut self.child.stdout {
             out.read_to_string(&mut text).expect("wrk's output is text");
@@ -375,6 +379,6 @@ impl Wrk {
         let &[answers, not_ok, connect_errors, broken, timeouts, server_errors] = numbers.as_slice() else {
             panic!("wrk did not count: {text}")
         };
-        Load { answers, not_ok, connect_errors, broken, timeouts, server_errors }
+        WrkSummary { answers, not_ok, connect_errors, read_write_errors: broken, timeouts, server_errors }
     }
 }

@@ -6,33 +6,35 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use tidegate_core::{Batch, Count, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, State, Time, Verb, Window};
+use tidegate_core::{
+    Batch, CountMode, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window,
+};
 use tidegate_store::{Answer, Immediate, Store, StoreError};
-use tidegate_testkit::conformance::{Backend, Effort, conform};
+use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
 use tidegate_testkit::reference::ReferenceStore;
-use tidegate_testkit::{dice, property};
+use tidegate_testkit::{property, random};
 
-const FEW: Effort = Effort { batches: 5_000, tasks: 8, calls: 200, seed: 1 };
+const FEW: ConformanceOptions = ConformanceOptions { batches: 5_000, tasks: 8, calls_per_task: 200, seed: 1 };
 
 #[test]
 fn the_reference_store_conforms() {
-    conform(&ReferenceStore::new, &Effort::default()).unwrap();
+    check_conformance(&ReferenceStore::new, &ConformanceOptions::default()).unwrap();
 }
 
 #[test]
 fn a_state_is_the_same_after_it_was_bytes() {
-    conform(&ReferenceStore::encoded, &FEW).unwrap();
+    check_conformance(&ReferenceStore::with_encoding, &FEW).unwrap();
 }
 
 #[test]
 fn bytes_that_are_no_state_are_told() {
-    property::check(2_000, 40, |mut dice| {
-        let junk: Vec<u8> = (0..dice.below(60)).map(|_| dice.word() as u8).collect();
-        for first in [junk.as_slice(), &[&[0x10 | dice.below(7) as u8], junk.as_slice()].concat()] {
-            let Some(state) = State::decode(first) else { continue };
+    property::check(2_000, 40, |mut random| {
+        let junk: Vec<u8> = (0..random.below(60)).map(|_| random.next_u64() as u8).collect();
+        for first in [junk.as_slice(), &[&[0x10 | random.below(7) as u8], junk.as_slice()].concat()] {
+            let Some(state) = KeyState::decode(first) else { continue };
             let mut again = Vec::new();
             state.encode(&mut again);
-            let Some(twice) = State::decode(&again) else {
+            let Some(twice) = KeyState::decode(&again) else {
                 return Err(format!("{first:?} reads, and not when written again"));
             };
             let mut third = Vec::new();
@@ -44,9 +46,9 @@ fn bytes_that_are_no_state_are_told() {
         Ok(())
     });
     let mut bytes = Vec::new();
-    State::default().encode(&mut bytes);
+    KeyState::default().encode(&mut bytes);
     bytes[0] += 0x10;
-    assert!(State::decode(&bytes).is_none(), "a later version");
+    assert!(KeyState::decode(&bytes).is_none(), "a later version");
 }
 
 /// A store that answers later and goes by a clock of its own, as one behind a network does.
@@ -112,8 +114,16 @@ impl Backend for Far {
 
 #[test]
 fn a_store_behind_a_network_conforms() {
-    conform(&Far, &Effort { batches: dice::count(20_000, 200_000), tasks: 16, calls: 500, seed: dice::seed() })
-        .unwrap();
+    check_conformance(
+        &Far,
+        &ConformanceOptions {
+            batches: random::case_count(20_000, 200_000),
+            tasks: 16,
+            calls_per_task: 500,
+            seed: random::run_seed(),
+        },
+    )
+    .unwrap();
 }
 
 /// A way to answer wrongly.
@@ -166,24 +176,24 @@ impl Fault {
 
     /// The batch that is carried out in place of one.
     fn bend(self, batch: &Batch) -> Batch {
-        let terms = batch.terms();
+        let terms = batch.context();
         let lead = if let Self::Leads = self { Span::ZERO } else { terms.lead };
         let refunds = batch.ops().iter().any(|op| op.verb == Verb::Refund);
         let unknown = matches!(self, Self::Refunds) && refunds;
-        let mut bent = Batch::new(terms.holder).ahead(lead);
-        bent = bent.counted_at(if unknown { Time::ZERO } else { terms.counted_at });
-        bent = bent.charged_at(if let Self::Belated = self { Time::NEVER } else { terms.charged_at });
+        let mut bent = Batch::new(terms.holder).with_lead(lead);
+        bent = bent.with_counted_at(if unknown { Time::ZERO } else { terms.counted_at });
+        bent = bent.with_charged_at(if let Self::Belated = self { Time::NEVER } else { terms.charged_at });
         for &op in batch.ops() {
             let bent_op = match (self, op.verb) {
                 (Self::Settles, Verb::Settle)
                 | (Self::Debits, Verb::Debit)
                 | (Self::Disables, Verb::Disable)
-                | (Self::Penalises, Verb::Penalise { .. }) => {
+                | (Self::Penalises, Verb::RestorePenalty { .. }) => {
                     // Something that is always done and changes nothing.
                     Op { verb: Verb::Refund, cost: 0, ..op }
                 }
                 (Self::Throttles, Verb::Throttle { .. }) => Op { verb: Verb::Throttle { generation: u32::MAX }, ..op },
-                (Self::Succeeds, Verb::Succeed { .. }) => Op { verb: Verb::Succeed { generation: 0 }, ..op },
+                (Self::Succeeds, Verb::Success { .. }) => Op { verb: Verb::Success { generation: 0 }, ..op },
                 _ => op,
             };
             bent.push(bent_op).expect("as many as before");
@@ -209,7 +219,7 @@ impl Store for Wrong {
         let number = self.batches.fetch_add(1, Ordering::SeqCst);
         let outcomes = self.near.apply_now(&self.fault.bend(batch), now);
         let alone = |op: Op| {
-            let mut batch = Batch::new(batch.id());
+            let mut batch = Batch::new(batch.holder());
             batch.push(op).expect("room for one");
             self.near.apply_now(&batch, now);
         };
@@ -244,7 +254,7 @@ impl Store for Wrong {
 fn a_store_that_is_wrong_does_not_conform() {
     for fault in Fault::ALL {
         let open = |limits| Wrong { near: ReferenceStore::new(limits), fault, batches: AtomicU64::new(0) };
-        let failure = conform(&open, &FEW).expect_err("the fault must be found");
+        let failure = check_conformance(&open, &FEW).expect_err("the fault must be found");
         assert!(failure.to_string().contains("TIDEGATE_SEED=1"), "{fault:?}: {failure}");
     }
 }
@@ -252,7 +262,7 @@ fn a_store_that_is_wrong_does_not_conform() {
 #[test]
 fn a_snapshot_shows_what_matters_and_no_more() {
     let window = Window::new(2, Span::from_secs(60), 64).unwrap();
-    let limit = Limit::new(Kind::Window(window)).counting(Count::Admitted);
+    let limit = Limit::new(LimitKind::Window(window)).with_count_mode(CountMode::Admitted);
     let store = ReferenceStore::new(Arc::new(Limits::new(vec![limit]).unwrap()));
     let mut batch = Batch::new(1);
     batch.push(Op::new(LimitId::from_index(0).unwrap(), Verb::Take, Key::new(1, 1), 1)).unwrap();

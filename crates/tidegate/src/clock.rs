@@ -1,7 +1,7 @@
 //! The one place that reads the machine's time, and a clock that tests set by hand.
 
 #[cfg(feature = "outbound")]
-pub(crate) mod alarm;
+pub(crate) mod precise_timer;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,22 +21,22 @@ pub struct SystemClock(Arc<Anchor>);
 struct Anchor {
     /// The processor's own counter where it can be trusted, which is twice as cheap to read as the kernel's clock.
     counter: quanta::Clock,
-    start: u64,
+    start_ticks: u64,
     /// Microseconds in 2^64 ticks of the counter.
     scale: u64,
     /// Unix time at `start`, in microseconds.
-    wall: AtomicU64,
-    coarse: Coarse,
+    wall_at_start: AtomicU64,
+    coarse: CoarseClock,
 }
 
 /// How the kernel's coarse clock stands to ours. Two clocks drift apart by some microseconds a second, so that they
 /// are compared anew every second.
 #[derive(Debug)]
-struct Coarse {
+struct CoarseClock {
     /// What ours is ahead, in microseconds.
-    ahead: AtomicU64,
+    offset: AtomicU64,
     /// When they were compared, by the kernel's.
-    compared: AtomicU64,
+    compared_at: AtomicU64,
 }
 
 impl Default for SystemClock {
@@ -49,13 +49,13 @@ impl SystemClock {
     /// How fast the wall clock is followed: half a millisecond a second, as NTP slews.
     const SLEW_DIVISOR: u64 = 2000;
     /// How far the kernel's coarse clock may lag behind: a tick is 1 to 10 ms, and in a virtual machine it can be late.
-    const LAG: Span = Span::from_millis(50);
+    const COARSE_LAG: Span = Span::from_millis(50);
     /// How often the coarse clock is compared with ours.
-    const COMPARE_EVERY: u64 = 1_000_000;
+    const COMPARE_INTERVAL: u64 = 1_000_000;
     /// How far the two may drift apart between two comparisons, what the comparing itself can err included.
-    const DRIFT: Span = Span::from_millis(2);
+    const COARSE_DRIFT: Span = Span::from_millis(2);
     /// A comparison that took longer than this, in microseconds, was interrupted and says nothing.
-    const COMPARED_WITHIN: u64 = 200;
+    const MAX_COMPARE_TIME: u64 = 200;
     /// The number of times that the wall clock is read for the anchor: the reading that was interrupted least counts.
     const ANCHOR_TRIES: usize = 8;
 
@@ -79,8 +79,8 @@ impl SystemClock {
             (took, before + took / 2, wall)
         };
         let (_, start, wall) = (1..Self::ANCHOR_TRIES).map(reading).fold(reading(0), Ord::min);
-        let coarse = Coarse { ahead: AtomicU64::new(0), compared: AtomicU64::new(0) };
-        Self(Arc::new(Anchor { counter, start, scale, wall: AtomicU64::new(wall), coarse }))
+        let coarse = CoarseClock { offset: AtomicU64::new(0), compared_at: AtomicU64::new(0) };
+        Self(Arc::new(Anchor { counter, start_ticks: start, scale, wall_at_start: AtomicU64::new(wall), coarse }))
     }
 
     /// Moves towards the wall clock by at most half a millisecond for each second of `since_last`, the time since
@@ -90,9 +90,9 @@ impl SystemClock {
         let most = since_last.as_micros() / Self::SLEW_DIVISOR;
         let by = drift.unsigned_abs().min(most);
         if drift > 0 {
-            self.0.wall.fetch_add(by, Ordering::Relaxed);
+            self.0.wall_at_start.fetch_add(by, Ordering::Relaxed);
         } else {
-            self.0.wall.fetch_sub(by, Ordering::Relaxed);
+            self.0.wall_at_start.fetch_sub(by, Ordering::Relaxed);
         }
     }
 
@@ -104,14 +104,14 @@ impl SystemClock {
 
     /// Compares the kernel's clock with ours; false if the attempt was interrupted.
     #[cold]
-    fn compare(&self) -> bool {
-        let before = micros(ClockId::Monotonic);
+    fn compare_coarse(&self) -> bool {
+        let before = clock_micros(ClockId::Monotonic);
         let ours = self.now().as_micros();
-        let after = micros(ClockId::Monotonic);
-        let usable = after.wrapping_sub(before) <= Self::COMPARED_WITHIN;
+        let after = clock_micros(ClockId::Monotonic);
+        let usable = after.wrapping_sub(before) <= Self::MAX_COMPARE_TIME;
         if usable {
-            self.0.coarse.ahead.store(ours.wrapping_sub(after), Ordering::Relaxed);
-            self.0.coarse.compared.store(after, Ordering::Release);
+            self.0.coarse.offset.store(ours.wrapping_sub(after), Ordering::Relaxed);
+            self.0.coarse.compared_at.store(after, Ordering::Release);
         }
         usable
     }
@@ -125,25 +125,25 @@ impl Clock for SystemClock {
     #[inline]
     fn now(&self) -> Time {
         let anchor = &*self.0;
-        let ticks = anchor.counter.raw().saturating_sub(anchor.start);
+        let ticks = anchor.counter.raw().saturating_sub(anchor.start_ticks);
         let micros = ((u128::from(ticks) * u128::from(anchor.scale)) >> 64) as u64;
-        Time::from_micros(anchor.wall.load(Ordering::Relaxed) + micros)
+        Time::from_micros(anchor.wall_at_start.load(Ordering::Relaxed) + micros)
     }
 
     /// On Linux from the kernel's coarse clock, which costs a quarter of the exact one and lags behind by a tick.
     #[cfg(target_os = "linux")]
     #[inline]
-    fn about(&self) -> (Time, Time) {
+    fn now_bounds(&self) -> (Time, Time) {
         let coarse = &self.0.coarse;
-        let kernel = micros(ClockId::MonotonicCoarse);
+        let kernel = clock_micros(ClockId::MonotonicCoarse);
         // The coarse clock lags behind the moment of the comparison at first, which is no reason for another.
-        let age = kernel.saturating_sub(coarse.compared.load(Ordering::Acquire));
-        if age > Self::COMPARE_EVERY && !self.compare() {
+        let age = kernel.saturating_sub(coarse.compared_at.load(Ordering::Acquire));
+        if age > Self::COMPARE_INTERVAL && !self.compare_coarse() {
             let now = self.now();
             return (now, now);
         }
-        let ours = Time::from_micros(kernel.wrapping_add(coarse.ahead.load(Ordering::Relaxed)));
-        (ours - Self::DRIFT, ours + Self::LAG)
+        let ours = Time::from_micros(kernel.wrapping_add(coarse.offset.load(Ordering::Relaxed)));
+        (ours - Self::COARSE_DRIFT, ours + Self::COARSE_LAG)
     }
 }
 
@@ -155,7 +155,7 @@ fn scale(counter: &quanta::Clock) -> u64 {
 }
 
 #[inline]
-fn micros(id: ClockId) -> u64 {
+fn clock_micros(id: ClockId) -> u64 {
     let time = clock_gettime(id);
     time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1_000
 }
@@ -267,7 +267,7 @@ mod tests {
         let clock = SystemClock::new();
         for _ in 0..100_000 {
             let before = clock.now();
-            let (earliest, latest) = clock.about();
+            let (earliest, latest) = clock.now_bounds();
             let after = clock.now();
             assert!(earliest <= after && latest >= before, "{earliest:?} {before:?} {after:?} {latest:?}");
         }
@@ -276,9 +276,9 @@ mod tests {
     #[test]
     fn it_runs_as_fast_as_the_kernels() {
         let clock = SystemClock::new();
-        let (ours, kernel) = (clock.now(), micros(ClockId::Monotonic));
+        let (ours, kernel) = (clock.now(), clock_micros(ClockId::Monotonic));
         std::thread::sleep(std::time::Duration::from_millis(200));
-        let (ours, kernel) = (clock.now().since(ours).as_micros(), micros(ClockId::Monotonic) - kernel);
+        let (ours, kernel) = (clock.now().since(ours).as_micros(), clock_micros(ClockId::Monotonic) - kernel);
         assert!(ours.abs_diff(kernel) < 20_000, "{ours} of ours, {kernel} of the kernel's");
     }
 
@@ -291,9 +291,9 @@ mod tests {
         {
             let around = |drift: i64, expected: i64| drift.abs_diff(expected) < 1_000_000;
             assert!(around(clock.drift(), drift), "{}", clock.drift());
-            let (wall, before) = (clock.0.wall.load(Ordering::Relaxed), clock.drift());
+            let (wall, before) = (clock.0.wall_at_start.load(Ordering::Relaxed), clock.drift());
             clock.follow(Span::from_secs(1));
-            let moved = clock.0.wall.load(Ordering::Relaxed).cast_signed() - wall.cast_signed();
+            let moved = clock.0.wall_at_start.load(Ordering::Relaxed).cast_signed() - wall.cast_signed();
             assert_eq!(moved, 500 * drift.signum());
             assert!(around(clock.drift(), before));
         }

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::{Batch, Clock, Decision, Outcomes, Span};
-use tidegate_policy::Actions;
+use tidegate_policy::MatchedActions;
 use tidegate_store::Store;
 
-use crate::{Gate, Report};
+use crate::{DecisionReport, Gate};
 
 /// What a check would answer, and every limit that it would ask.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,7 +16,7 @@ pub struct Explanation {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub also: Vec<String>,
     /// What a check would answer.
-    pub decision: Report,
+    pub decision: DecisionReport,
     /// Every limit, in the order in which it is asked.
     pub limits: Vec<LimitState>,
 }
@@ -57,7 +57,7 @@ pub struct LimitState {
 impl Explanation {
     pub(crate) fn new<S: Store, C: Clock>(
         gate: &Gate<S, C>,
-        actions: Actions,
+        actions: MatchedActions,
         decision: &Decision,
         batch: &Batch,
         outcomes: &Outcomes,
@@ -65,14 +65,14 @@ impl Explanation {
         let plan = gate.plan();
         let now = outcomes.now();
         let limits = batch.ops().iter().zip(outcomes.list()).map(|(op, outcome)| {
-            let info = plan.info(op.limit);
+            let info = plan.limit_info(op.limit);
             let blocked = outcome.block_until > now;
             let allowed = !outcome.verdict.refuses();
             let wait = (!allowed && !outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now).as_secs_ceil());
             LimitState {
                 name: info.name().to_owned(),
-                source: info.source().as_str().to_owned(),
-                words: info.words().to_owned(),
+                source: info.scope().as_str().to_owned(),
+                words: info.description().to_owned(),
                 key: plan.key_parts(op.limit).iter().map(ToString::to_string).collect(),
                 limit: outcome.limit,
                 used: outcome.used,

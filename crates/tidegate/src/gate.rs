@@ -4,30 +4,32 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tidegate_core::admit::{decide, share};
-use tidegate_core::{Batch, Clock, Decision, Kind, Limit, MAX_COST, Op, Outcomes, Share, Time, Verb, Verdict};
-use tidegate_policy::{Actions, KeyError, KeySeed, Plan, Policy, Query, Uncountable, UnknownAction};
+use tidegate_core::decision::{decide, move_to_shared_keys};
+use tidegate_core::{
+    Batch, Clock, Decision, Limit, LimitKind, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict,
+};
+use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
 use crate::SystemClock;
-use crate::deciding::{Begun, Deciding};
 use crate::explain::Explanation;
-use crate::hold::Hold;
+use crate::pending_check::{Check, PendingCheck};
+use crate::permit_guard::PermitGuard;
 use crate::random::{random_seed, random_u64};
-use crate::report::{Permit, Report};
+use crate::report::{DecisionReport, PermitId};
 
 /// What decisions and [`Gate::reset`] call the global limit; no action has this name.
 const GLOBAL: &str = "global";
 
 /// Decides about inbound calls: a plan, a store, a clock. Cheap to clone; clones are the same gate.
-pub struct Gate<S = Memory, C = SystemClock>(Arc<Parts<S, C>>);
+pub struct Gate<S = Memory, C = SystemClock>(Arc<GateInner<S, C>>);
 
-struct Parts<S, C> {
+struct GateInner<S, C> {
     plan: Arc<Plan>,
     store: S,
     clock: C,
     seed: KeySeed,
-    holders: Holders,
+    holder_ids: HolderIds,
 }
 
 impl<S, C> Clone for Gate<S, C> {
@@ -47,7 +49,7 @@ impl<S, C> std::fmt::Debug for Gate<S, C> {
 pub enum CheckError {
     /// The plan has no such action, and none named `default`.
     #[error(transparent)]
-    UnknownAction(#[from] UnknownAction),
+    UnknownAction(#[from] UnknownActionError),
     /// The call lacks a part that one of its limits counts by, or has it wrong; or it is such that it can't be counted.
     #[error(transparent)]
     Key(#[from] KeyError),
@@ -64,7 +66,7 @@ pub enum CheckError {
 
 impl CheckError {
     /// The fault of the request itself, if that is why: a server answers 400.
-    pub fn uncountable(&self) -> Option<&Uncountable> {
+    pub fn uncountable(&self) -> Option<&UncountableError> {
         match self {
             Self::Key(KeyError::Uncountable(uncountable)) => Some(uncountable),
             _ => None,
@@ -84,15 +86,15 @@ impl<C: Clock> Gate<Memory, C> {
     pub fn in_memory(policy: &Policy, clock: C) -> Self {
         let limits = Arc::new(policy.plan().limits().clone());
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
-        Self::with(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, random_seed())
+        Self::from_parts(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, random_seed())
     }
 }
 
 impl<S: Store, C: Clock> Gate<S, C> {
     /// A gate of these parts. `seed` is random where the store is this process' own, and the same for every node
     /// where it is shared; the store's limits must be the plan's.
-    pub fn with(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed) -> Self {
-        Self(Arc::new(Parts { plan, store, clock, seed, holders: Holders::new() }))
+    pub fn from_parts(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed) -> Self {
+        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids: HolderIds::new() }))
     }
 
     /// What this gate decides by.
@@ -116,11 +118,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
     ///
     /// # Errors
     /// It names one that the plan doesn't have, or its path can't be decided about.
-    pub fn actions(&self, query: &Query<'_>) -> Result<Actions, CheckError> {
+    pub fn actions(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
         match query.action {
-            Some(name) => Ok(self.0.plan.find(name)?.into()),
-            None => match self.0.plan.matching(query) {
-                Err(_) if self.listed(query).is_some() => Ok(Actions::NONE),
+            Some(name) => Ok(self.0.plan.find_action(name)?.into()),
+            None => match self.0.plan.matching_actions(query) {
+                Err(_) if self.decide_by_list(query).is_some() => Ok(MatchedActions::NONE),
                 found => Ok(found.map_err(KeyError::from)?),
             },
         }
@@ -131,24 +133,32 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// The query is not one that the plan can decide about, or the store broke.
     pub async fn check(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.check_as(self.actions(query)?, query).await
+        self.check_action(self.actions(query)?, query).await
     }
 
     /// [`Gate::check`] for an action that is already known, or several.
     ///
     /// # Errors
     /// As [`Gate::check`].
-    pub async fn check_as(&self, actions: impl Into<Actions>, query: &Query<'_>) -> Result<Decision, CheckError> {
+    pub async fn check_action(
+        &self,
+        actions: impl Into<MatchedActions>,
+        query: &Query<'_>,
+    ) -> Result<Decision, CheckError> {
         self.decide(actions.into(), query, Verb::Take).await
     }
 
-    /// Begins a [`Gate::check_as`]: decides in place where the store can, without building a future.
+    /// Begins a [`Gate::check_action`]: decides in place where the store can, without building a future.
     ///
     /// # Errors
     /// As [`Gate::check`].
     #[inline]
-    pub fn begin(&self, actions: impl Into<Actions>, query: &Query<'_>) -> Result<Begun<S, C>, CheckError> {
-        self.begin_with(actions.into(), query, Verb::Take)
+    pub fn begin_check(
+        &self,
+        actions: impl Into<MatchedActions>,
+        query: &Query<'_>,
+    ) -> Result<Check<S, C>, CheckError> {
+        self.begin_check_with(actions.into(), query, Verb::Take)
     }
 
     /// What a check would answer. Changes nothing.
@@ -166,8 +176,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
         let actions = self.actions(query)?;
         let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
-        let outcomes = self.ask(query, &mut batch).await?;
-        let decision = self.listed(query).unwrap_or_else(|| decide(&batch, self.0.plan.limits(), &outcomes));
+        let outcomes = self.apply_with_shared_keys(query, &mut batch).await?;
+        let decision = self.decide_by_list(query).unwrap_or_else(|| decide(&batch, self.0.plan.limits(), &outcomes));
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
 
@@ -179,14 +189,14 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// As [`Gate::check`].
     pub async fn reset(&self, query: &Query<'_>) -> Result<(), CheckError> {
         let actions = match query.action {
-            Some(GLOBAL) => Actions::NONE,
+            Some(GLOBAL) => MatchedActions::NONE,
             _ => self.actions(query)?,
         };
         // An action called `default` answers for all that the policy doesn't know, but isn't what was to be reset.
         if let (Some(id), Some(found)) = (actions.first(), query.action)
             && self.0.plan.action(id).name() != found
         {
-            return Err(UnknownAction { found: found.chars().take(128).collect(), nearest: None }.into());
+            return Err(UnknownActionError { found: found.chars().take(128).collect(), nearest: None }.into());
         }
         let batch = self.batch(actions, query, Verb::Reset, 0)?;
         self.apply(&batch).await?;
@@ -200,7 +210,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn refund(&self, query: &Query<'_>) -> Result<(), CheckError> {
-        self.settle(query, Verb::Refund, 0).await.map(drop)
+        self.apply_correction(query, Verb::Refund, 0).await.map(drop)
     }
 
     /// Gives back the permit of a call that has ended; false if its lease had ended before, or it was given back
@@ -208,47 +218,54 @@ impl<S: Store, C: Clock> Gate<S, C> {
     ///
     /// # Errors
     /// As [`Gate::check`].
-    pub async fn release(&self, query: &Query<'_>, permit: Permit) -> Result<bool, CheckError> {
-        self.settle(query, Verb::Release, permit.get()).await
+    pub async fn release(&self, query: &Query<'_>, permit: PermitId) -> Result<bool, CheckError> {
+        self.apply_correction(query, Verb::Release, permit.get()).await
     }
 
     /// Lengthens the lease of a call that still runs; false if it had ended.
     ///
     /// # Errors
     /// As [`Gate::check`].
-    pub async fn renew(&self, query: &Query<'_>, permit: Permit) -> Result<bool, CheckError> {
-        self.settle(query, Verb::Renew, permit.get()).await
+    pub async fn renew(&self, query: &Query<'_>, permit: PermitId) -> Result<bool, CheckError> {
+        self.apply_correction(query, Verb::Renew, permit.get()).await
     }
 
     /// Holds the permit that an admitted call was given, if its limits gave one, and gives it back when dropped.
     ///
     /// # Errors
     /// As [`Gate::check`].
-    pub fn hold(
+    pub fn hold_permit(
         &self,
-        actions: impl Into<Actions>,
+        actions: impl Into<MatchedActions>,
         query: &Query<'_>,
         decision: &Decision,
-    ) -> Result<Option<Hold<S, C>>, CheckError> {
+    ) -> Result<Option<PermitGuard<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
         let own = self.batch(actions.into(), query, Verb::Renew, permit)?;
-        let shared = if decision.shared == Share::Own { Vec::new() } else { self.shared_batches(&own, query.ip) };
-        Ok(Some(Hold::new(self.clone(), own, shared)))
+        let shared =
+            if decision.share_level == ShareLevel::Own { Vec::new() } else { self.shared_batches(&own, query.ip) };
+        Ok(Some(PermitGuard::new(self.clone(), own, shared)))
     }
 
-    /// A decision in the form that people and programs read; see [`Report`].
-    pub fn report(&self, decision: &Decision) -> Report {
-        Report::new(&self.0.plan, decision)
+    /// A decision in the form that people and programs read; see [`DecisionReport`].
+    pub fn report(&self, decision: &Decision) -> DecisionReport {
+        DecisionReport::new(&self.0.plan, decision)
     }
 
-    fn batch(&self, actions: Actions, query: &Query<'_>, verb: Verb, holder: u64) -> Result<Batch, CheckError> {
+    fn batch(&self, actions: MatchedActions, query: &Query<'_>, verb: Verb, holder: u64) -> Result<Batch, CheckError> {
         let mut batch = Batch::new(holder);
         self.fill(&mut batch, actions, query, verb)?;
         Ok(batch)
     }
 
     #[inline]
-    fn fill(&self, batch: &mut Batch, actions: Actions, query: &Query<'_>, verb: Verb) -> Result<(), CheckError> {
+    fn fill(
+        &self,
+        batch: &mut Batch,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        verb: Verb,
+    ) -> Result<(), CheckError> {
         if let Some(found) = query.cost
             && found > MAX_COST
         {
@@ -259,50 +276,55 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     /// The decision for a client that is on a list.
     #[inline]
-    fn listed(&self, query: &Query<'_>) -> Option<Decision> {
-        self.0.plan.by_list(query.ip, || self.0.clock.now())
+    fn decide_by_list(&self, query: &Query<'_>) -> Option<Decision> {
+        self.0.plan.decide_by_list(query.ip, || self.0.clock.now())
     }
 
     #[inline]
-    fn begin_with(&self, actions: Actions, query: &Query<'_>, verb: Verb) -> Result<Begun<S, C>, CheckError> {
-        if let Some(decision) = self.listed(query) {
-            return Ok(Begun::Decided(decision));
+    fn begin_check_with(
+        &self,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        verb: Verb,
+    ) -> Result<Check<S, C>, CheckError> {
+        if let Some(decision) = self.decide_by_list(query) {
+            return Ok(Check::Decided(decision));
         }
-        let mut batch = Batch::new(self.0.holders.next());
+        let mut batch = Batch::new(self.0.holder_ids.next());
         self.fill(&mut batch, actions, query, verb)?;
         loop {
             match self.0.store.apply(&batch, self.0.clock.now()) {
                 Answer::Ready(outcomes) => {
-                    if !self.share(&mut batch, &outcomes, query.ip) {
-                        return Ok(Begun::Decided(decide(&batch, self.0.plan.limits(), &outcomes)));
+                    if !self.move_to_shared_keys(&mut batch, &outcomes, query.ip) {
+                        return Ok(Check::Decided(decide(&batch, self.0.plan.limits(), &outcomes)));
                     }
                 }
                 Answer::Later(answer) => {
-                    return Ok(Begun::Later(Deciding::new(self.clone(), batch, query.ip, answer)));
+                    return Ok(Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)));
                 }
             }
         }
     }
 
-    async fn decide(&self, actions: Actions, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
-        match self.begin_with(actions, query, verb)? {
-            Begun::Decided(decision) => Ok(decision),
-            Begun::Later(deciding) => deciding.decision().await,
+    async fn decide(&self, actions: MatchedActions, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
+        match self.begin_check_with(actions, query, verb)? {
+            Check::Decided(decision) => Ok(decision),
+            Check::Pending(deciding) => deciding.decision().await,
         }
     }
 
     /// Asks the store, again under shared keys where it has no room for the caller's own.
-    async fn ask(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
+    async fn apply_with_shared_keys(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
         loop {
             let outcomes = self.apply(batch).await?;
-            if !self.share(batch, &outcomes, query.ip) {
+            if !self.move_to_shared_keys(batch, &outcomes, query.ip) {
                 return Ok(outcomes);
             }
         }
     }
 
-    async fn settle(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
-        let batch = self.batch(self.actions(query)?, query, verb, holder)?.charged_at(Time::NEVER);
+    async fn apply_correction(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
+        let batch = self.batch(self.actions(query)?, query, verb, holder)?.with_charged_at(Time::NEVER);
         let is_done = |outcomes: &Outcomes| outcomes.list().iter().any(|found| found.verdict == Verdict::Admitted);
         let mut done = is_done(&self.apply(&batch).await?);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {
@@ -313,27 +335,28 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(done)
     }
 
-    /// [`share`](tidegate_core::admit::share) with the keys of the plan.
+    /// [`share`](tidegate_core::decision::move_to_shared_keys) with the keys of the plan.
     #[inline]
-    pub(crate) fn share(&self, batch: &mut Batch, outcomes: &Outcomes, ip: Option<IpAddr>) -> bool {
-        share(batch, outcomes, |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed))
+    pub(crate) fn move_to_shared_keys(&self, batch: &mut Batch, outcomes: &Outcomes, ip: Option<IpAddr>) -> bool {
+        move_to_shared_keys(batch, outcomes, |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed))
     }
 
     /// A batch that gives back or renews permits, under each of the keys that they may have been taken under where the store had
     /// no room for the caller's own.
     #[cold]
     fn shared_batches(&self, own: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
-        let in_flight = |limit| matches!(self.0.plan.limits().get(limit).map(Limit::kind), Some(Kind::Concurrency(_)));
+        let in_flight =
+            |limit| matches!(self.0.plan.limits().get(limit).map(Limit::kind), Some(LimitKind::Concurrency(_)));
         let under = |share| {
-            let mut batch = own.part(own.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
+            let mut batch = own.with_ops(own.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
                 let (found, key) = self.0.plan.shared_key(op.limit, share, ip, &self.0.seed);
                 // Only what the caller's own key has lost is taken again.
-                (found == share).then_some(Op { key, share, cost: 0, ..*op })
+                (found == share).then_some(Op { key, share_level: share, cost: 0, ..*op })
             }));
-            batch.drop_repeated();
+            batch.dedup();
             batch
         };
-        let all = [Share::Near, Share::Wide, Share::All].map(under);
+        let all = [ShareLevel::SmallNetwork, ShareLevel::LargeNetwork, ShareLevel::All].map(under);
         all.into_iter().filter(|batch| !batch.ops().is_empty()).collect()
     }
 
@@ -346,11 +369,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     /// The store's housekeeping, to be called about once a second by whoever runs a gate for long: forgets a share of
     /// what is idle, and says what still counted but had to go because the store is full.
-    pub fn tend(&self) -> Losses {
+    pub fn maintain(&self) -> Losses {
         self.0.store.tend(self.0.clock.now())
     }
 
-    pub(crate) fn tell(&self, batch: &Batch) {
+    pub(crate) fn submit(&self, batch: &Batch) {
         self.0.store.tell(batch, self.0.clock.now());
     }
 }
@@ -361,22 +384,26 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
     /// # Errors
     /// The query is not one that the plan can decide about.
     pub fn check_now(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.check_as_now(self.actions(query)?, query)
+        self.check_action_now(self.actions(query)?, query)
     }
 
     /// [`Gate::check_now`] for an action that is already known, or several.
     ///
     /// # Errors
     /// As [`Gate::check_now`].
-    pub fn check_as_now(&self, actions: impl Into<Actions>, query: &Query<'_>) -> Result<Decision, CheckError> {
-        if let Some(decision) = self.listed(query) {
+    pub fn check_action_now(
+        &self,
+        actions: impl Into<MatchedActions>,
+        query: &Query<'_>,
+    ) -> Result<Decision, CheckError> {
+        if let Some(decision) = self.decide_by_list(query) {
             return Ok(decision);
         }
-        let mut batch = Batch::new(self.0.holders.next());
+        let mut batch = Batch::new(self.0.holder_ids.next());
         self.fill(&mut batch, actions.into(), query, Verb::Take)?;
         loop {
             let outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
-            if !self.share(&mut batch, &outcomes, query.ip) {
+            if !self.move_to_shared_keys(&mut batch, &outcomes, query.ip) {
                 return Ok(decide(&batch, self.0.plan.limits(), &outcomes));
             }
         }
@@ -385,12 +412,12 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
 
 /// Hands out the ids under which permits are held: never the same twice, and hard to guess.
 #[derive(Debug)]
-struct Holders {
+struct HolderIds {
     secret: u64,
     next: AtomicU64,
 }
 
-impl Holders {
+impl HolderIds {
     fn new() -> Self {
         Self { secret: random_u64(), next: AtomicU64::new(random_u64()) }
     }
@@ -411,7 +438,7 @@ mod tests {
 
     #[test]
     fn holders_never_repeat() {
-        let holders = Holders::new();
+        let holders = HolderIds::new();
         let ids: std::collections::HashSet<u64> = (0..100_000).map(|_| holders.next()).collect();
         assert_eq!(ids.len(), 100_000);
     }

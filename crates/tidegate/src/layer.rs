@@ -16,8 +16,8 @@ use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tidegate_core::{Clock, Decision};
 use tidegate_policy::{
-    ActionId, Actions, Forwarding, HeaderDialect, KeyError, Policy, Query, Uncountable, UnknownAction, is_host,
-    is_same_host,
+    ActionId, Forwarding, HeaderDialect, KeyError, MatchedActions, Policy, Query, UncountableError, UnknownActionError,
+    is_host, is_same_host,
 };
 use tidegate_store::{Memory, Store};
 use tokio::task::AbortHandle;
@@ -25,7 +25,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::reply::Replies;
-use crate::{CheckError, Gate, Hold, SystemClock};
+use crate::{CheckError, Gate, PermitGuard, SystemClock};
 
 /// Limits a service: a call that the gate refuses gets its 429 (or, for gRPC, `RESOURCE_EXHAUSTED`, and
 /// `PERMISSION_DENIED` where no wait helps) without reaching the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension
@@ -38,18 +38,18 @@ use crate::{CheckError, Gate, Hold, SystemClock};
 /// extensions: a [`SocketAddr`] or, with the features of those names, what axum's
 /// `into_make_service_with_connect_info::<SocketAddr>()` and tonic's server put there. [`GateLayer::peer`] takes it
 /// from anywhere else. A request without any peer is answered 500 if its limits count by address; one that can't be counted
-/// ([`Uncountable`](tidegate_policy::Uncountable)) is answered 400.
-pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<Guard<S, C>>);
+/// ([`UncountableError`](tidegate_policy::UncountableError)) is answered 400.
+pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<GateLayerInner<S, C>>);
 
 /// Takes the peer's address from a request's extensions.
-type FindPeer = dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync;
+type PeerExtractor = dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync;
 
-struct Guard<S: Store, C: Clock> {
+struct GateLayerInner<S: Store, C: Clock> {
     gate: Gate<S, C>,
     replies: Replies,
     forwarding: Forwarding,
     action: Option<ActionId>,
-    peer: Arc<FindPeer>,
+    peer: Arc<PeerExtractor>,
 }
 
 impl<S: Store, C: Clock> Clone for GateLayer<S, C> {
@@ -67,39 +67,39 @@ impl<S: Store, C: Clock> std::fmt::Debug for GateLayer<S, C> {
 impl GateLayer {
     /// A layer with a gate of its own, in memory.
     pub fn new(policy: &Policy) -> Self {
-        Self::with(Gate::new(policy), policy)
+        Self::from_gate(Gate::new(policy), policy)
     }
 }
 
 impl<S: Store, C: Clock> GateLayer<S, C> {
     /// A layer that asks this gate. The policy says which proxies are trusted and which headers are written.
-    pub fn with(gate: Gate<S, C>, policy: &Policy) -> Self {
+    pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let inbound = policy.inbound();
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let forwarding = inbound.forwarding.clone();
-        Self(Arc::new(Guard { gate, replies, forwarding, action: None, peer: Arc::new(peer_of) }))
+        Self(Arc::new(GateLayerInner { gate, replies, forwarding, action: None, peer: Arc::new(peer_of) }))
     }
 
     /// Counts every request as this action, whatever its method and path.
     ///
     /// # Errors
     /// The policy has no such action.
-    pub fn action(self, name: &str) -> Result<Self, UnknownAction> {
-        let action = self.0.gate.plan().find(name)?;
-        Ok(self.change(|guard| guard.action = Some(action)))
+    pub fn action(self, name: &str) -> Result<Self, UnknownActionError> {
+        let action = self.0.gate.plan().find_action(name)?;
+        Ok(self.modify(|guard| guard.action = Some(action)))
     }
 
     /// Takes the peer's address from the request's extensions by this function.
     #[must_use]
     pub fn peer(self, peer: impl Fn(&Extensions) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
-        self.change(|guard| guard.peer = Arc::new(peer))
+        self.modify(|guard| guard.peer = Arc::new(peer))
     }
 
     /// Writes the rate-limit headers in another dialect than the policy says.
     #[must_use]
     pub fn headers(self, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let replies = Replies::new(self.0.gate.plan(), dialect, x_ratelimit);
-        self.change(|guard| guard.replies = replies)
+        self.modify(|guard| guard.replies = replies)
     }
 
     /// The gate that is asked.
@@ -107,9 +107,9 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         &self.0.gate
     }
 
-    fn change(self, change: impl FnOnce(&mut Guard<S, C>)) -> Self {
+    fn modify(self, change: impl FnOnce(&mut GateLayerInner<S, C>)) -> Self {
         let old = &self.0;
-        let mut guard = Guard {
+        let mut guard = GateLayerInner {
             gate: old.gate.clone(),
             replies: old.replies.clone(),
             forwarding: old.forwarding.clone(),
@@ -137,19 +137,19 @@ impl<I, S: Store, C: Clock> Layer<I> for GateLayer<S, C> {
     type Service = GateService<I, S, C>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        GateService { inner, guard: Arc::clone(&self.0) }
+        GateService { inner, layer: Arc::clone(&self.0) }
     }
 }
 
 /// A service behind a [`GateLayer`].
 pub struct GateService<I, S: Store = Memory, C: Clock = SystemClock> {
     inner: I,
-    guard: Arc<Guard<S, C>>,
+    layer: Arc<GateLayerInner<S, C>>,
 }
 
 impl<I: Clone, S: Store, C: Clock> Clone for GateService<I, S, C> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), guard: Arc::clone(&self.guard) }
+        Self { inner: self.inner.clone(), layer: Arc::clone(&self.layer) }
     }
 }
 
@@ -179,10 +179,10 @@ where
         // The service that was made ready must be the one that is called.
         let fresh = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, fresh);
-        let guard = Arc::clone(&self.guard);
+        let guard = Arc::clone(&self.layer);
         Box::pin(async move {
             let (mut parts, body) = request.into_parts();
-            guard.normalise(&mut parts);
+            guard.normalise_path(&mut parts);
             let admitted = match guard.admit(&parts).await {
                 Ok(admitted) => admitted,
                 Err(refusal) => return Ok(refusal.map(GateBody::refused)),
@@ -191,20 +191,23 @@ where
             let response = inner.call(Request::from_parts(parts, body)).await?;
             let (mut parts, body) = response.into_parts();
             guard.replies.annotate(admitted.actions, &admitted.decision, &mut parts.headers);
-            Ok(Response::from_parts(parts, GateBody { inner: Inner::Passed { body }, lease: admitted.lease }))
+            Ok(Response::from_parts(
+                parts,
+                GateBody { inner: GateBodyInner::Forwarded { body }, permit: admitted.permit },
+            ))
         })
     }
 }
 
-struct Admitted {
-    actions: Actions,
+struct AdmittedCall {
+    actions: MatchedActions,
     decision: Decision,
-    lease: Option<Lease>,
+    permit: Option<RenewedPermit>,
 }
 
-impl<S: Store, C: Clock> Guard<S, C> {
+impl<S: Store, C: Clock> GateLayerInner<S, C> {
     /// Gives a path its normal form, where the policy says so.
-    fn normalise(&self, parts: &mut Parts) {
+    fn normalise_path(&self, parts: &mut Parts) {
         let Some(path) = parts.uri.path_and_query().and_then(|path| self.gate.plan().forwarded_path(path.as_str()))
         else {
             return;
@@ -216,11 +219,11 @@ impl<S: Store, C: Clock> Guard<S, C> {
         }
     }
 
-    async fn admit(&self, parts: &Parts) -> Result<Admitted, Response<Bytes>> {
+    async fn admit(&self, parts: &Parts) -> Result<AdmittedCall, Response<Bytes>> {
         let peer = (self.peer)(&parts.extensions);
-        let host = host_of(parts).map_err(|error| broken(&error.into(), &parts.headers))?;
+        let host = host_of(parts).map_err(|error| check_error_response(&error.into(), &parts.headers))?;
         let query = Query {
-            ip: peer.map(|peer| self.forwarding.client(peer, &parts.headers)),
+            ip: peer.map(|peer| self.forwarding.client_ip(peer, &parts.headers)),
             method: Some(parts.method.as_str()),
             path: Some(parts.uri.path_and_query().map_or("/", |path| path.as_str())),
             host,
@@ -228,20 +231,27 @@ impl<S: Store, C: Clock> Guard<S, C> {
             ..Query::default()
         };
         let actions = self.action.map_or_else(|| self.gate.actions(&query), |action| Ok(action.into()));
-        let actions = actions.map_err(|error| broken(&error, &parts.headers))?;
-        let decision = self.gate.check_as(actions, &query).await.map_err(|error| broken(&error, &parts.headers))?;
+        let actions = actions.map_err(|error| check_error_response(&error, &parts.headers))?;
+        let decision = self
+            .gate
+            .check_action(actions, &query)
+            .await
+            .map_err(|error| check_error_response(&error, &parts.headers))?;
         if !decision.allowed {
             return Err(match grpc_type(&parts.headers) {
-                Some(kind) => exhausted(&decision, kind),
+                Some(kind) => grpc_refusal(&decision, kind),
                 None => self.replies.refusal(actions, &decision, &parts.headers),
             });
         }
         if decision.shadow {
-            let limit = decision.bound_by.map_or("", |id| self.gate.plan().info(id).name());
+            let limit = decision.bound_by.map_or("", |id| self.gate.plan().limit_info(id).name());
             tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
         }
-        let hold = self.gate.hold(actions, &query, &decision).map_err(|error| broken(&error, &parts.headers))?;
-        Ok(Admitted { actions, decision, lease: hold.map(Lease::of) })
+        let hold = self
+            .gate
+            .hold_permit(actions, &query, &decision)
+            .map_err(|error| check_error_response(&error, &parts.headers))?;
+        Ok(AdmittedCall { actions, decision, permit: hold.map(RenewedPermit::start_renewal) })
     }
 }
 
@@ -249,14 +259,14 @@ impl<S: Store, C: Clock> Guard<S, C> {
 fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
     let mut named = parts.uri.authority().map(Authority::as_str);
     for host in parts.headers.get_all(HOST) {
-        let host = host.to_str().map_err(|_| Uncountable::Host)?;
+        let host = host.to_str().map_err(|_| UncountableError::InvalidHost)?;
         if named.is_some_and(|named| !is_same_host(named.as_bytes(), host.as_bytes())) {
-            return Err(Uncountable::Host.into());
+            return Err(UncountableError::InvalidHost.into());
         }
         named = Some(host);
     }
     match named.filter(|named| !is_host(named.as_bytes())) {
-        Some(_) => Err(Uncountable::Host.into()),
+        Some(_) => Err(UncountableError::InvalidHost.into()),
         None => Ok(named),
     }
 }
@@ -267,12 +277,12 @@ fn grpc_type(headers: &HeaderMap) -> Option<&HeaderValue> {
 }
 
 /// A gRPC answer without messages: status 8 with, on refusals that a wait mends, the wait.
-fn exhausted(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
+fn grpc_refusal(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
     let message = match decision.retry_after {
         Some(wait) => format!("too many requests; retry after {} s", wait.as_secs_ceil()),
         None => "not allowed".to_owned(),
     };
-    let mut response = grpc(if decision.retry_after.is_some() { "8" } else { "7" }, &message, kind);
+    let mut response = grpc_response(if decision.retry_after.is_some() { "8" } else { "7" }, &message, kind);
     if let Some(wait) = decision.retry_after {
         let millis = wait.as_micros().div_ceil(1000);
         response.headers_mut().insert("grpc-retry-pushback-ms", HeaderValue::from(millis));
@@ -281,7 +291,7 @@ fn exhausted(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
     response
 }
 
-fn grpc(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Bytes> {
+fn grpc_response(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Bytes> {
     let mut response = Response::new(Bytes::new());
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, kind.clone());
@@ -295,18 +305,18 @@ fn grpc(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Byt
 /// A request that can't be counted is told so. Otherwise the layer was put where it can't decide: an error of the program,
 /// which the client learns nothing more about.
 #[cold]
-fn broken(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
+fn check_error_response(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
     if let Some(uncountable) = error.uncountable() {
         tracing::info!(%uncountable, "a request could not be counted");
         if let Some(kind) = grpc_type(request) {
-            return grpc("3", &uncountable.to_string(), kind);
+            return grpc_response("3", &uncountable.to_string(), kind);
         }
         let text = serde_json::json!({ "error": "Bad Request", "message": uncountable.to_string() });
         return json(StatusCode::BAD_REQUEST, text.to_string().into());
     }
     tracing::error!(%error, "a request could not be decided about");
     if let Some(kind) = grpc_type(request) {
-        return grpc("13", "the request could not be decided about", kind);
+        return grpc_response("13", "the request could not be decided about", kind);
     }
     json(StatusCode::INTERNAL_SERVER_ERROR, Bytes::from_static(br#"{"error":"Internal server error"}"#))
 }
@@ -319,29 +329,29 @@ fn json(status: StatusCode, body: Bytes) -> Response<Bytes> {
 }
 
 /// A permit that is renewed in the background and given back when dropped.
-struct Lease {
-    _hold: Arc<dyn Any + Send + Sync>,
-    renewing: AbortHandle,
+struct RenewedPermit {
+    _guard: Arc<dyn Any + Send + Sync>,
+    renewal_task: AbortHandle,
 }
 
-impl Lease {
-    fn of<S: Store, C: Clock>(hold: Hold<S, C>) -> Self {
+impl RenewedPermit {
+    fn start_renewal<S: Store, C: Clock>(hold: PermitGuard<S, C>) -> Self {
         let hold = Arc::new(hold);
         let held = Arc::downgrade(&hold);
         let renewing = tokio::spawn(async move {
             loop {
-                tokio::time::sleep(Hold::<S, C>::RENEW_EVERY.as_duration()).await;
+                tokio::time::sleep(PermitGuard::<S, C>::RENEW_EVERY.as_duration()).await;
                 let Some(hold) = held.upgrade() else { return };
                 hold.renew();
             }
         });
-        Self { _hold: hold, renewing: renewing.abort_handle() }
+        Self { _guard: hold, renewal_task: renewing.abort_handle() }
     }
 }
 
-impl Drop for Lease {
+impl Drop for RenewedPermit {
     fn drop(&mut self) {
-        self.renewing.abort();
+        self.renewal_task.abort();
     }
 }
 
@@ -349,28 +359,28 @@ pin_project! {
     /// The body of an answer that passed a [`GateLayer`]: the service's own, or the refusal's.
     pub struct GateBody<B> {
         #[pin]
-        inner: Inner<B>,
-        lease: Option<Lease>,
+        inner: GateBodyInner<B>,
+        permit: Option<RenewedPermit>,
     }
 }
 
 pin_project! {
-    #[project = InnerProjection]
-    enum Inner<B> {
-        Passed { #[pin] body: B },
+    #[project = GateBodyInnerProjection]
+    enum GateBodyInner<B> {
+        Forwarded { #[pin] body: B },
         Refused { body: Option<Bytes> },
     }
 }
 
 impl<B> GateBody<B> {
     fn refused(body: Bytes) -> Self {
-        Self { inner: Inner::Refused { body: Some(body).filter(|body| !body.is_empty()) }, lease: None }
+        Self { inner: GateBodyInner::Refused { body: Some(body).filter(|body| !body.is_empty()) }, permit: None }
     }
 }
 
 impl<B: Default> Default for GateBody<B> {
     fn default() -> Self {
-        Self { inner: Inner::Passed { body: B::default() }, lease: None }
+        Self { inner: GateBodyInner::Forwarded { body: B::default() }, permit: None }
     }
 }
 
@@ -387,28 +397,30 @@ impl<B: Body<Data = Bytes>> Body for GateBody<B> {
     fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let this = self.project();
         match this.inner.project() {
-            InnerProjection::Passed { body } => {
+            GateBodyInnerProjection::Forwarded { body } => {
                 let frame = body.poll_frame(context);
                 if matches!(frame, Poll::Ready(None)) {
-                    *this.lease = None;
+                    *this.permit = None;
                 }
                 frame
             }
-            InnerProjection::Refused { body } => Poll::Ready(body.take().map(|bytes| Ok(Frame::data(bytes)))),
+            GateBodyInnerProjection::Refused { body } => Poll::Ready(body.take().map(|bytes| Ok(Frame::data(bytes)))),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.inner {
-            Inner::Passed { body } => body.is_end_stream(),
-            Inner::Refused { body } => body.is_none(),
+            GateBodyInner::Forwarded { body } => body.is_end_stream(),
+            GateBodyInner::Refused { body } => body.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.inner {
-            Inner::Passed { body } => body.size_hint(),
-            Inner::Refused { body } => SizeHint::with_exact(body.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            GateBodyInner::Forwarded { body } => body.size_hint(),
+            GateBodyInner::Refused { body } => {
+                SizeHint::with_exact(body.as_ref().map_or(0, |bytes| bytes.len() as u64))
+            }
         }
     }
 }

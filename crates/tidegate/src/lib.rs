@@ -42,10 +42,8 @@
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 
 pub mod clock;
-mod deciding;
 mod explain;
 mod gate;
-mod hold;
 #[cfg(feature = "tower")]
 mod layer;
 mod limiter;
@@ -53,28 +51,30 @@ mod limiter;
 pub mod outbound;
 #[cfg(feature = "outbound")]
 mod pacer;
+mod pending_check;
+mod permit_guard;
 mod random;
 pub mod reply;
 mod report;
 mod stores;
 
 pub use clock::SystemClock;
-pub use deciding::{Begun, Deciding};
 pub use explain::{Explanation, LimitState};
 pub use gate::{CheckError, Gate};
-pub use hold::Hold;
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};
-pub use limiter::{KeyedLimiter, Limiter, LimiterError, Turn};
+pub use limiter::{KeyedLimiter, Limiter, LimiterDecision, LimiterError};
 #[cfg(feature = "outbound")]
 pub use pacer::Pacer;
-pub use report::{Permit, Report};
+pub use pending_check::{Check, PendingCheck};
+pub use permit_guard::PermitGuard;
+pub use report::{DecisionReport, PermitId};
 pub use stores::{OpenError, Stores};
 
 pub use tidegate_core as core;
 pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, Time};
 pub use tidegate_policy as policy;
-pub use tidegate_policy::{ActionId, Actions, Plan, Policy, Query};
+pub use tidegate_policy::{ActionId, MatchedActions, Plan, Policy, Query};
 pub use tidegate_store as store;
 pub use tidegate_store::{AnyStore, Memory, Store};
 

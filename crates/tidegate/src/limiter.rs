@@ -6,8 +6,10 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tidegate_core::rate::Arrival;
-use tidegate_core::{ABOUT, Batch, Clock, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::rate::ArrivalTime;
+use tidegate_core::{
+    Batch, Clock, Key, Limit, LimitError, LimitId, LimitKind, Limits, MAX_NOW_SPREAD, Op, Rate, Span, Time, Verb,
+};
 use tidegate_policy::{Quantity, QuantityError};
 use tidegate_store::{Immediate, Memory};
 
@@ -16,29 +18,29 @@ use crate::SystemClock;
 /// Whose turn it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a call that is not admitted must not be made"]
-pub enum Turn {
+pub enum LimiterDecision {
     /// This call's: it was counted.
-    Now,
+    Admitted,
     /// This call's after that long, if nobody else takes it meanwhile. Nothing was counted.
-    After(Span),
+    RetryAfter(Span),
     /// Never: the cost is above the capacity.
     Never,
 }
 
-impl Turn {
+impl LimiterDecision {
     /// Whether the call may be made now.
-    pub fn is_now(self) -> bool {
-        self == Self::Now
+    pub fn is_admitted(self) -> bool {
+        self == Self::Admitted
     }
 
     #[inline]
-    fn at(time: Time, now: Time) -> Self {
+    fn from_retry_at(time: Time, now: Time) -> Self {
         if time <= now {
-            Self::Now
+            Self::Admitted
         } else if time.is_never() {
             Self::Never
         } else {
-            Self::After(time.since(now))
+            Self::RetryAfter(time.since(now))
         }
     }
 }
@@ -75,27 +77,27 @@ impl From<LimitError> for LimiterError {
 /// One rate for all calls: a single atomic number, without locks.
 ///
 /// ```
-/// use tidegate::{Limiter, Turn};
+/// use tidegate::{Limiter, LimiterDecision};
 ///
 /// let limiter = Limiter::new("10/s burst 2")?;
-/// assert!(limiter.check().is_now() && limiter.check().is_now());
-/// assert!(matches!(limiter.check(), Turn::After(wait) if wait.as_micros() <= 100_000));
+/// assert!(limiter.check().is_admitted() && limiter.check().is_admitted());
+/// assert!(matches!(limiter.check(), LimiterDecision::RetryAfter(wait) if wait.as_micros() <= 100_000));
 /// # Ok::<(), tidegate::LimiterError>(())
 /// ```
 #[derive(Debug)]
 pub struct Limiter<C = SystemClock> {
     rate: Rate,
-    arrival: Line,
+    arrival_bits: CacheAligned,
     clock: C,
 }
 
 /// Pauses after losing a race; each is 20 to 50 ns.
-const PAUSES: u32 = 16;
+const SPIN_PAUSES: u32 = 16;
 
 /// A number on a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Line(AtomicU64);
+struct CacheAligned(AtomicU64);
 
 impl Limiter {
     /// A limiter for a rate as policies write it: `"10/s burst 20"`.
@@ -113,58 +115,58 @@ impl<C: Clock> Limiter<C> {
     /// # Errors
     /// As [`Limiter::new`].
     pub fn with_clock(quantity: &str, clock: C) -> Result<Self, LimiterError> {
-        let kind = kind(quantity)?;
-        let Kind::Rate(rate) = kind else { return Err(LimiterError::NotARate { found: quantity.to_owned() }) };
-        Ok(Self::of(rate, clock))
+        let kind = parse_kind(quantity)?;
+        let LimitKind::Rate(rate) = kind else { return Err(LimiterError::NotARate { found: quantity.to_owned() }) };
+        Ok(Self::from_rate(rate, clock))
     }
 
     /// A limiter for this rate.
-    pub fn of(rate: Rate, clock: C) -> Self {
-        Self { rate, arrival: Line::default(), clock }
+    pub fn from_rate(rate: Rate, clock: C) -> Self {
+        Self { rate, arrival_bits: CacheAligned::default(), clock }
     }
 
     /// Takes one call's turn.
     #[inline]
-    pub fn check(&self) -> Turn {
+    pub fn check(&self) -> LimiterDecision {
         self.check_cost(1)
     }
 
     /// Takes the turn of a call that weighs `cost`.
     #[inline]
-    pub fn check_cost(&self, cost: u64) -> Turn {
-        let about = self.rate.runs_ahead_of(ABOUT).then(|| self.clock.about());
-        let mut before = self.arrival.0.load(Ordering::Relaxed);
+    pub fn check_cost(&self, cost: u64) -> LimiterDecision {
+        let about = self.rate.can_take_between(MAX_NOW_SPREAD).then(|| self.clock.now_bounds());
+        let mut before = self.arrival_bits.0.load(Ordering::Relaxed);
         loop {
-            let arrival = Arrival::from_bits(before);
-            let after = match about.and_then(|about| self.rate.take_ahead(arrival, cost, about)) {
+            let arrival = ArrivalTime::from_bits(before);
+            let after = match about.and_then(|about| self.rate.take_between(arrival, cost, about)) {
                 Some(after) => after,
                 None => {
                     let now = self.clock.now();
-                    let settled = self.rate.settle(arrival, now);
+                    let settled = self.rate.refresh(arrival, now);
                     let retry_at = self.rate.retry_at(settled, cost, now);
                     if retry_at <= now {
                         self.rate.charge(settled, cost, now)
                     } else if settled == arrival || self.replace(before, settled) {
-                        return Turn::at(retry_at, now);
+                        return LimiterDecision::from_retry_at(retry_at, now);
                     } else {
-                        before = self.arrival.0.load(Ordering::Relaxed);
+                        before = self.arrival_bits.0.load(Ordering::Relaxed);
                         continue;
                     }
                 }
             };
             if self.replace(before, after) {
-                return Turn::Now;
+                return LimiterDecision::Admitted;
             }
             // Another thread was quicker. Staying away for a moment lets it have the cache line for several calls on
             // end, which costs both less than taking turns.
-            (0..PAUSES).for_each(|_| spin_loop());
-            before = self.arrival.0.load(Ordering::Relaxed);
+            (0..SPIN_PAUSES).for_each(|_| spin_loop());
+            before = self.arrival_bits.0.load(Ordering::Relaxed);
         }
     }
 
     #[inline]
-    fn replace(&self, before: u64, after: Arrival) -> bool {
-        let cell = &self.arrival.0;
+    fn replace(&self, before: u64, after: ArrivalTime) -> bool {
+        let cell = &self.arrival_bits.0;
         cell.compare_exchange(before, after.to_bits(), Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 }
@@ -175,7 +177,7 @@ impl<C: Clock> Limiter<C> {
 /// use tidegate::KeyedLimiter;
 ///
 /// let limiter = KeyedLimiter::new("5 per 60s")?;
-/// assert!(limiter.check("203.0.113.7").is_now());
+/// assert!(limiter.check("203.0.113.7").is_admitted());
 /// # Ok::<(), tidegate::LimiterError>(())
 /// ```
 #[derive(Debug)]
@@ -203,7 +205,7 @@ impl<K: Hash + ?Sized, C: Clock> KeyedLimiter<K, C> {
     /// # Errors
     /// As [`KeyedLimiter::new`].
     pub fn with_clock(quantity: &str, max_bytes: usize, clock: C) -> Result<Self, LimiterError> {
-        Self::of(Limit::new(kind(quantity)?), max_bytes, clock, RandomState::new())
+        Self::from_limit(Limit::new(parse_kind(quantity)?), max_bytes, clock, RandomState::new())
     }
 }
 
@@ -212,35 +214,35 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     ///
     /// # Errors
     /// [`LimiterError::InFlight`].
-    pub fn of(limit: Limit, max_bytes: usize, clock: C, hasher: S) -> Result<Self, LimiterError> {
-        if let Kind::Concurrency(_) = limit.kind() {
+    pub fn from_limit(limit: Limit, max_bytes: usize, clock: C, hasher: S) -> Result<Self, LimiterError> {
+        if let LimitKind::Concurrency(_) = limit.kind() {
             return Err(LimiterError::InFlight);
         }
-        let limits = Arc::new(Limits::of_one(limit));
+        let limits = Arc::new(Limits::with_limit(limit));
         let memory = Memory::new(limits, max_bytes);
         Ok(Self { memory, id: LimitId::FIRST, clock, hasher, keys: PhantomData })
     }
 
     /// Takes one call's turn for a key.
     #[inline]
-    pub fn check(&self, key: &K) -> Turn {
+    pub fn check(&self, key: &K) -> LimiterDecision {
         self.check_cost(key, 1)
     }
 
     /// Takes the turn of a call that weighs `cost`.
     #[inline]
-    pub fn check_cost(&self, key: &K, cost: u64) -> Turn {
+    pub fn check_cost(&self, key: &K, cost: u64) -> LimiterDecision {
         let (retry_at, now) = self.memory.turn(&self.op(Verb::Take, key, cost), &self.clock);
-        Turn::at(retry_at, now)
+        LimiterDecision::from_retry_at(retry_at, now)
     }
 
     /// Whose turn it would be if a call came that weighs `cost`. Takes nothing.
-    pub fn peek_cost(&self, key: &K, cost: u64) -> Turn {
+    pub fn peek_cost(&self, key: &K, cost: u64) -> LimiterDecision {
         let mut batch = Batch::new(0);
         batch.push(self.op(Verb::Peek, key, cost)).expect("invariant: an empty batch has room");
         let now = self.clock.now();
         let outcomes = self.memory.apply_now(&batch, now);
-        Turn::at(outcomes.list().first().map_or(now, |outcome| outcome.retry_at), now)
+        LimiterDecision::from_retry_at(outcomes.list().first().map_or(now, |outcome| outcome.retry_at), now)
     }
 
     #[inline]
@@ -256,9 +258,9 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     }
 }
 
-pub(crate) fn kind(quantity: &str) -> Result<Kind, LimiterError> {
+pub(crate) fn parse_kind(quantity: &str) -> Result<LimitKind, LimiterError> {
     let quantity: Quantity = quantity.parse()?;
-    quantity.kind()?.ok_or(LimiterError::Unlimited)
+    quantity.to_limit_kind()?.ok_or(LimiterError::Unlimited)
 }
 
 #[cfg(test)]
@@ -271,7 +273,7 @@ mod tests {
         let limiter = Limiter::with_clock("1/h burst 1000", ManualClock::default()).unwrap();
         let admitted: usize = std::thread::scope(|scope| {
             let threads: Vec<_> =
-                (0..4).map(|_| scope.spawn(|| (0..1000).filter(|_| limiter.check().is_now()).count())).collect();
+                (0..4).map(|_| scope.spawn(|| (0..1000).filter(|_| limiter.check().is_admitted()).count())).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).sum()
         });
         assert_eq!(admitted, 1000);
@@ -281,13 +283,13 @@ mod tests {
     fn waits_are_true() {
         let clock = ManualClock::default();
         let limiter = Limiter::with_clock("10/s burst 2", clock.clone()).unwrap();
-        assert!(limiter.check_cost(2).is_now());
-        let Turn::After(wait) = limiter.check() else { panic!("admitted beyond the burst") };
+        assert!(limiter.check_cost(2).is_admitted());
+        let LimiterDecision::RetryAfter(wait) = limiter.check() else { panic!("admitted beyond the burst") };
         clock.advance(wait - Span::from_micros(1));
-        assert!(!limiter.check().is_now());
+        assert!(!limiter.check().is_admitted());
         clock.advance(Span::from_micros(1));
-        assert!(limiter.check().is_now());
-        assert_eq!(limiter.check_cost(3), Turn::Never);
+        assert!(limiter.check().is_admitted());
+        assert_eq!(limiter.check_cost(3), LimiterDecision::Never);
     }
 
     #[test]
@@ -296,19 +298,19 @@ mod tests {
         let start = clock.now();
         let limiter = Limiter::with_clock("10/s burst 1", clock.clone()).unwrap();
         clock.advance(Span::from_secs(3600));
-        assert!(limiter.check().is_now());
+        assert!(limiter.check().is_admitted());
         clock.set(start);
-        let Turn::After(wait) = limiter.check() else { panic!("a full burst is owed") };
+        let LimiterDecision::RetryAfter(wait) = limiter.check() else { panic!("a full burst is owed") };
         clock.advance(wait);
-        assert!(limiter.check().is_now());
+        assert!(limiter.check().is_admitted());
     }
 
     #[test]
     fn keys_are_apart() {
         let limiter = KeyedLimiter::with_clock("2 per 60s", 1 << 20, ManualClock::default()).unwrap();
         for key in ["a", "b"] {
-            assert!(limiter.check(key).is_now() && limiter.check(key).is_now());
-            assert_eq!(limiter.check(key), Turn::After(Span::from_secs(60)));
+            assert!(limiter.check(key).is_admitted() && limiter.check(key).is_admitted());
+            assert_eq!(limiter.check(key), LimiterDecision::RetryAfter(Span::from_secs(60)));
         }
     }
 
@@ -317,12 +319,12 @@ mod tests {
         let clock = ManualClock::default();
         for (quantity, second) in [("2 per 60s", 60), ("1 per 30s burst 2", 30)] {
             let limiter = KeyedLimiter::with_clock(quantity, 1 << 20, clock.clone()).unwrap();
-            assert_eq!(limiter.peek_cost("a", 2), Turn::Now);
-            assert_eq!(limiter.peek_cost("a", 3), Turn::Never);
-            assert!(limiter.check("a").is_now());
-            assert_eq!(limiter.peek_cost("a", 1), Turn::Now);
-            assert_eq!(limiter.peek_cost("a", 2), Turn::After(Span::from_secs(second)));
-            assert!(limiter.check("a").is_now(), "two peeks later it is still free");
+            assert_eq!(limiter.peek_cost("a", 2), LimiterDecision::Admitted);
+            assert_eq!(limiter.peek_cost("a", 3), LimiterDecision::Never);
+            assert!(limiter.check("a").is_admitted());
+            assert_eq!(limiter.peek_cost("a", 1), LimiterDecision::Admitted);
+            assert_eq!(limiter.peek_cost("a", 2), LimiterDecision::RetryAfter(Span::from_secs(second)));
+            assert!(limiter.check("a").is_admitted(), "two peeks later it is still free");
         }
     }
 

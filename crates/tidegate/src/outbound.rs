@@ -55,7 +55,7 @@ pub use snapshot::{Snapshot, SnapshotError};
 pub use target::{Target, TargetError};
 use tidegate_core::call::{Call, Desk, Remainder, Reply};
 use tidegate_core::{Class, Clock, Lane, Span, Time};
-use tidegate_policy::outbound::{self, UnknownProvider};
+use tidegate_policy::outbound::{self, UnknownProviderError};
 use tidegate_policy::{KeySeed, Policy};
 use tidegate_store::{Losses, Memory, Store};
 pub use wish::{IDEMPOTENCY_KEY, PRIORITY, TIMEOUT, WishError, has_idempotency_key, take_wishes};
@@ -67,7 +67,7 @@ use crate::random::random_seed;
 pub struct Outbound<S = Memory, C = SystemClock>(Arc<Parts<S, C>>);
 
 struct Parts<S, C> {
-    plan: Arc<outbound::Outbound>,
+    plan: Arc<outbound::OutboundConfig>,
     providers: Vec<Provider<S, C>>,
     store: Arc<S>,
     shared: Option<Arc<S>>,
@@ -106,12 +106,12 @@ impl<C: Clock + Clone> Outbound<Memory, C> {
 impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     /// Providers of these parts. `seed` is random where the store is this process' own, and the same for every node
     /// where it is shared; the store's limits must be the plan's.
-    pub fn with(plan: outbound::Outbound, store: S, clock: C, seed: &KeySeed) -> Self {
+    pub fn with(plan: outbound::OutboundConfig, store: S, clock: C, seed: &KeySeed) -> Self {
         Self::with_stores(plan, store, None, clock, seed)
     }
 
     /// [`Outbound::with`] and a second store, for the providers that the plan says are shared.
-    pub fn with_stores(plan: outbound::Outbound, own: S, shared: Option<S>, clock: C, seed: &KeySeed) -> Self {
+    pub fn with_stores(plan: outbound::OutboundConfig, own: S, shared: Option<S>, clock: C, seed: &KeySeed) -> Self {
         let (plan, store, shared) = (Arc::new(plan), Arc::new(own), shared.map(Arc::new));
         let provider = |index: usize| {
             let store = shared.as_ref().filter(|_| plan.providers()[index].shared).unwrap_or(&store);
@@ -122,7 +122,7 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     }
 
     /// What they are called by.
-    pub fn plan(&self) -> &outbound::Outbound {
+    pub fn plan(&self) -> &outbound::OutboundConfig {
         &self.0.plan
     }
 
@@ -135,7 +135,7 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     ///
     /// # Errors
     /// There is none; the nearest name is told.
-    pub fn provider(&self, name: &str) -> Result<&Provider<S, C>, UnknownProvider> {
+    pub fn provider(&self, name: &str) -> Result<&Provider<S, C>, UnknownProviderError> {
         let plan = self.0.plan.find(name)?;
         let found = self.0.providers.iter().find(|provider| provider.plan().name == plan.name);
         Ok(found.expect("invariant: there is a provider for each of the plan's"))
@@ -317,15 +317,15 @@ impl<S: Store, C: Clock> Drop for Tail<S, C> {
 }
 
 impl<S: Store, C: Clock> Provider<S, C> {
-    fn new(whole: Arc<outbound::Outbound>, index: usize, seed: &KeySeed, store: Arc<S>, clock: C) -> Self {
+    fn new(whole: Arc<outbound::OutboundConfig>, index: usize, seed: &KeySeed, store: Arc<S>, clock: C) -> Self {
         let plan = &whole.providers()[index];
         let rules = plan.rules(seed);
-        let desk = plan.desk(&rules);
+        let desk = plan.new_state(&rules);
         Self(Arc::new(Hall::new(whole, index, rules, desk, store, clock)))
     }
 
     /// What the policy says of it.
-    pub fn plan(&self) -> &outbound::Provider {
+    pub fn plan(&self) -> &outbound::ProviderConfig {
         self.0.plan()
     }
 

@@ -8,24 +8,24 @@ use std::time::Duration;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::pacer::Metrics;
+use tidegate_core::pacer::PacerMetrics;
 use tidegate_core::{Clock, Limits, PacerError, PacerSpec, Span};
 use tidegate_policy::KeySeed;
 use tidegate_store::AnyStore;
 
-use crate::clock::alarm;
+use crate::clock::precise_timer;
 use crate::random::random_u64;
 use crate::{OpenError, Stores, SystemClock};
-pub(crate) use shared::Together;
-use shared::{RENEW_EVERY, Worker};
+pub(crate) use shared::SharedPace;
+use shared::{PaceWorker, RENEW_EVERY};
 
 /// How often a clock is looked at that isn't the machine's: it may be set at any time, and tells nobody.
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Responsive back-off for workers that call a service which throttles: after each call they tell how it went, and wait
 /// for as long as the service seems to need. Clones share the pace.
 ///
-/// The rules are [`core::Pacer`](tidegate_core::Pacer)'s. Each pacer draws from a random sequence of its own, which no
+/// The rules are [`core::Pacer`](tidegate_core::LocalPacer)'s. Each pacer draws from a random sequence of its own, which no
 /// other has, in this process or any other.
 ///
 /// ```
@@ -40,14 +40,14 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 ///         Ok(()) => pacer.on_success().await,
 ///         Err(()) => pacer.on_failure().await,
 ///     }
-/// #   if pacer.metrics().invocations > 1 { return Ok(()); }
+/// #   if pacer.metrics().calls > 1 { return Ok(()); }
 /// }
 /// # }
 /// ```
 ///
 /// What became of a call counts from the moment when the future is polled first, and before it waits. So a task that is
 /// cancelled while it waits has told everything, and holds nothing: no lock, no turn, no place in any queue. A wait that
-/// was cut short counts in [`Metrics::slept`] and, in all its length, in [`Metrics::total`]: they say what the pacer asked
+/// was cut short counts in [`PacerMetrics::waits`] and, in all its length, in [`PacerMetrics::total_wait`]: they say what the pacer asked
 /// for.
 ///
 /// # Many processes
@@ -64,13 +64,13 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 ///
 /// ```
 /// use tidegate::core::PacerSpec;
-/// use tidegate::policy::{Policy, Sources};
+/// use tidegate::policy::{Policy, PolicySources};
 /// use tidegate::{Pacer, Stores};
 ///
 /// # async fn work(pacer: Pacer) { pacer.on_success().await }
 /// # async fn start() -> Result<(), Box<dyn std::error::Error>> {
 /// let text = "[store]\nurl = \"memory\"    # or redis://, mysql://, postgres://, mongodb://, file:";
-/// let policy = Policy::load(Sources::new().file("tidegate.toml", text))?;
+/// let policy = Policy::load(PolicySources::new().file("tidegate.toml", text))?;
 /// let stores = Stores::open(&policy, |name| std::env::var(name).ok()).await?;
 /// let pacer = Pacer::shared(PacerSpec::default(), "api.example.com", &stores)?;
 /// for _ in 0..8 {
@@ -87,19 +87,19 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 /// has. A pace that nobody keeps to for an hour beyond its longest wait is forgotten.
 #[derive(Clone)]
 pub struct Pacer<C = SystemClock> {
-    kept: Kept,
+    backend: PaceBackend,
     clock: C,
 }
 
 /// Where the pace is kept.
 #[derive(Clone)]
-enum Kept {
-    Here(Arc<Mutex<State>>),
-    Together(Worker),
+enum PaceBackend {
+    Local(Arc<Mutex<LocalPace>>),
+    Shared(PaceWorker),
 }
 
-struct State {
-    pacer: tidegate_core::Pacer,
+struct LocalPace {
+    pacer: tidegate_core::LocalPacer,
     rng: SmallRng,
 }
 
@@ -107,7 +107,7 @@ impl Pacer {
     /// A pacer that has met no failure yet.
     ///
     /// # Errors
-    /// A setting that is out of its range: see [`tidegate_core::Pacer::new`].
+    /// A setting that is out of its range: see [`tidegate_core::LocalPacer::new`].
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         Self::with_clock(spec, SystemClock::new())
     }
@@ -128,15 +128,16 @@ impl<C: Clock> Pacer<C> {
     /// # Errors
     /// As [`Pacer::new`].
     pub fn with_clock(spec: PacerSpec, clock: C) -> Result<Self, PacerError> {
-        let state = State { pacer: tidegate_core::Pacer::new(spec)?, rng: SmallRng::seed_from_u64(random_u64()) };
-        Ok(Self { kept: Kept::Here(Arc::new(Mutex::new(state))), clock })
+        let state =
+            LocalPace { pacer: tidegate_core::LocalPacer::new(spec)?, rng: SmallRng::seed_from_u64(random_u64()) };
+        Ok(Self { backend: PaceBackend::Local(Arc::new(Mutex::new(state))), clock })
     }
 
     /// [`Pacer::shared`] over a store that `open` makes for the limits that the pacer needs, with keys hashed under `seed`.
     /// Whoever is to share the pace needs the same seed.
     ///
     /// # Errors
-    /// Settings that can't be shared, as [`tidegate_core::SharedPacer::new`] says; and what `open` returns.
+    /// Settings that can't be shared, as [`tidegate_core::SharedPacerRules::new`] says; and what `open` returns.
     pub fn with_store(
         spec: PacerSpec,
         name: &str,
@@ -147,66 +148,66 @@ impl<C: Clock> Pacer<C> {
     where
         C: Clone,
     {
-        let together = Together::open(spec, name, seed, clock.clone(), open)?;
-        Ok(Self::at(Arc::new(together), clock))
+        let together = SharedPace::open(spec, name, seed, clock.clone(), open)?;
+        Ok(Self::from_shared(Arc::new(together), clock))
     }
 
     /// Another worker at a pace.
-    pub(crate) fn at(together: Arc<Together>, clock: C) -> Self {
-        Self { kept: Kept::Together(Worker::new(together)), clock }
+    pub(crate) fn from_shared(together: Arc<SharedPace>, clock: C) -> Self {
+        Self { backend: PaceBackend::Shared(PaceWorker::new(together)), clock }
     }
 
     /// A call has failed: lengthens the wait, and waits, within a tokio runtime whose timers are enabled.
     pub async fn on_failure(&self) {
-        self.told(true).await;
+        self.report_call(true).await;
     }
 
     /// A call has succeeded: waits if there is a wait, which every so many successes shorten, within a tokio runtime whose
     /// timers are enabled.
     pub async fn on_success(&self) {
-        self.told(false).await;
+        self.report_call(false).await;
     }
 
     /// [`on_failure`](Self::on_failure) for a thread that may block.
     pub fn on_failure_blocking(&self) {
-        self.told_blocking(true);
+        self.report_call_blocking(true);
     }
 
     /// [`on_success`](Self::on_success) for a thread that may block.
     pub fn on_success_blocking(&self) {
-        self.told_blocking(false);
+        self.report_call_blocking(false);
     }
 
     /// How long calls wait now; zero at first and once enough have succeeded. Of a shared pacer the time between any two
     /// calls of all workers, as this process last knew it.
     pub fn interval(&self) -> Duration {
-        match &self.kept {
-            Kept::Here(state) => lock(state).pacer.interval(),
-            Kept::Together(worker) => worker.interval(),
+        match &self.backend {
+            PaceBackend::Local(state) => lock(state).pacer.interval(),
+            PaceBackend::Shared(worker) => worker.interval(),
         }
     }
 
     /// Among how many workers a shared pace is shared out, as this process last knew; 1 of a pacer that isn't shared.
     pub fn workers(&self) -> u32 {
-        match &self.kept {
-            Kept::Here(_) => 1,
-            Kept::Together(worker) => worker.workers(),
+        match &self.backend {
+            PaceBackend::Local(_) => 1,
+            PaceBackend::Shared(worker) => worker.workers(),
         }
     }
 
     /// What it has done since it was made, for all who share it in this process.
-    pub fn metrics(&self) -> Metrics {
-        match &self.kept {
-            Kept::Here(state) => lock(state).pacer.metrics(),
-            Kept::Together(worker) => worker.metrics(),
+    pub fn metrics(&self) -> PacerMetrics {
+        match &self.backend {
+            PaceBackend::Local(state) => lock(state).pacer.metrics(),
+            PaceBackend::Shared(worker) => worker.metrics(),
         }
     }
 
-    async fn told(&self, failed: bool) {
-        match &self.kept {
-            Kept::Here(state) => self.sleep(told(state, failed)).await,
-            Kept::Together(worker) => {
-                let mut wait = worker.told(failed).await;
+    async fn report_call(&self, failed: bool) {
+        match &self.backend {
+            PaceBackend::Local(state) => self.sleep(report_local(state, failed)).await,
+            PaceBackend::Shared(worker) => {
+                let mut wait = worker.report_call(failed).await;
                 while wait > RENEW_EVERY {
                     self.sleep(RENEW_EVERY).await;
                     worker.renew();
@@ -217,11 +218,11 @@ impl<C: Clock> Pacer<C> {
         }
     }
 
-    fn told_blocking(&self, failed: bool) {
-        match &self.kept {
-            Kept::Here(state) => self.block(told(state, failed)),
-            Kept::Together(worker) => {
-                let mut wait = worker.told_blocking(failed);
+    fn report_call_blocking(&self, failed: bool) {
+        match &self.backend {
+            PaceBackend::Local(state) => self.block(report_local(state, failed)),
+            PaceBackend::Shared(worker) => {
+                let mut wait = worker.report_call_blocking(failed);
                 while wait > RENEW_EVERY {
                     self.block(RENEW_EVERY);
                     worker.renew();
@@ -237,11 +238,11 @@ impl<C: Clock> Pacer<C> {
             return;
         }
         if self.clock.is_system() {
-            return alarm::sleep(wait).await;
+            return precise_timer::sleep(wait).await;
         }
         let until = self.clock.now() + Span::from_duration(wait);
-        while let Some(left) = self.left(until) {
-            tokio::time::sleep(left.min(LOOK_AGAIN)).await;
+        while let Some(left) = self.remaining(until) {
+            tokio::time::sleep(left.min(POLL_INTERVAL)).await;
         }
     }
 
@@ -250,23 +251,23 @@ impl<C: Clock> Pacer<C> {
             return std::thread::sleep(wait);
         }
         let until = self.clock.now() + Span::from_duration(wait);
-        while let Some(left) = self.left(until) {
-            std::thread::sleep(left.min(LOOK_AGAIN));
+        while let Some(left) = self.remaining(until) {
+            std::thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 
-    fn left(&self, until: tidegate_core::Time) -> Option<Duration> {
+    fn remaining(&self, until: tidegate_core::Time) -> Option<Duration> {
         let left = until.since(self.clock.now());
         (!left.is_zero()).then(|| left.as_duration())
     }
 }
 
-fn told(state: &Mutex<State>, failed: bool) -> Duration {
-    let State { pacer, rng } = &mut *lock(state);
+fn report_local(state: &Mutex<LocalPace>, failed: bool) -> Duration {
+    let LocalPace { pacer, rng } = &mut *lock(state);
     if failed { pacer.failed(rng) } else { pacer.succeeded(rng).unwrap_or_default() }
 }
 
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+fn lock(state: &Mutex<LocalPace>) -> MutexGuard<'_, LocalPace> {
     // Nothing under it panics half-way.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -282,7 +283,7 @@ mod tests {
     use super::*;
     use crate::clock::{ManualClock, TokioClock};
     use tidegate_core::Time;
-    use tidegate_core::pacer::{Growth, Mode};
+    use tidegate_core::pacer::{PacerGrowth, PacerMode};
     use tokio::task::JoinSet;
     use tokio::time::sleep;
 
@@ -325,14 +326,16 @@ mod tests {
         let cancelled: u64 = tasks.join_all().await.into_iter().sum();
         assert!(cancelled > 100 && cancelled < 64 * EACH, "{cancelled}");
         let calls = 64 * EACH + 1;
-        let expected = Metrics { invocations: calls, up: 32 * EACH + 1, down: 0, slept: calls, total: MS(calls) };
+        let expected =
+            PacerMetrics { calls, steps_up: 32 * EACH + 1, steps_down: 0, waits: calls, total_wait: MS(calls) };
         assert_eq!(pacer.metrics(), expected);
     }
 
     #[tokio::test(start_paused = true)]
     async fn waits_last_as_long_as_they_should() {
-        let growth = Growth::Exponential { up: 2_000, down: 500 };
-        let spec = PacerSpec { growth, randomization: 0, successes: 1, mode: Mode::Classic, ..PacerSpec::default() };
+        let growth = PacerGrowth::Exponential { up: 2_000, down: 500 };
+        let spec =
+            PacerSpec { growth, randomization: 0, successes: 1, mode: PacerMode::Classic, ..PacerSpec::default() };
         let clock = TokioClock::default();
         let pacer = Pacer::with_clock(spec, clock).unwrap();
         let took = async |began: Time| clock.now().since(began).as_micros() / 1_000;
@@ -346,7 +349,7 @@ mod tests {
             let took = took(began).await;
             assert!((millis..millis + 10).contains(&took), "{took} for {millis}");
         }
-        assert_eq!((pacer.metrics().down, pacer.metrics().up), (2, 3));
+        assert_eq!((pacer.metrics().steps_down, pacer.metrics().steps_up), (2, 3));
     }
 
     #[tokio::test(start_paused = true)]
@@ -372,7 +375,7 @@ mod tests {
         pacer.on_failure_blocking();
         pacer.on_success_blocking();
         assert!(began.elapsed() >= MS(40), "{:?}", began.elapsed());
-        assert_eq!((pacer.metrics().slept, pacer.interval()), (2, MS(20)));
+        assert_eq!((pacer.metrics().waits, pacer.interval()), (2, MS(20)));
 
         let clock = ManualClock::default();
         let pacer = Pacer::with_clock(constant(), clock.clone()).unwrap();
@@ -392,8 +395,8 @@ mod tests {
     fn no_two_draw_the_same_waits() {
         let waits = || {
             let pacer = Pacer::with_clock(PacerSpec::default(), ManualClock::default()).unwrap();
-            let Kept::Here(state) = &pacer.kept else { unreachable!("made for this process") };
-            (0..8).map(|_| told(state, true)).collect::<Vec<_>>()
+            let PaceBackend::Local(state) = &pacer.backend else { unreachable!("made for this process") };
+            (0..8).map(|_| report_local(state, true)).collect::<Vec<_>>()
         };
         assert_ne!(waits(), waits());
     }

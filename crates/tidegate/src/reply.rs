@@ -9,11 +9,11 @@
 //! | [`Draft7`](HeaderDialect::Draft7) | `RateLimit-Policy: 5;w=60` | `RateLimit: limit=5, remaining=4, reset=60` |
 //!
 //! The policy names every limit that the action meets, the state only the one that bound the decision. Of several actions
-//! ([`Actions`]) the policy is that of the one whose limit it was, or else the first one's. All times are
+//! ([`MatchedActions`]) the policy is that of the one whose limit it was, or else the first one's. All times are
 //! whole seconds from now, rounded up. On admission `t` is when that limit is whole again; on refusal it is the same
 //! as `Retry-After`, since the draft wants `Retry-After` to be no earlier than `t`. `X-RateLimit-Reset` follows `t`.
 
-mod sheet;
+mod small_buffer;
 
 use std::fmt;
 
@@ -21,11 +21,11 @@ use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
 use tidegate_core::{Decision, Limit, LimitId, Reason, Span, Time};
-use tidegate_policy::{ActionId, Actions, HeaderDialect, Plan, PolicyItem};
+use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem};
 
-use self::sheet::{Digits, JsonText, Quoted, Sheet, Stamp};
-use crate::Permit;
-use crate::report::reason;
+use self::small_buffer::{DecimalDigits, JsonString, QuotedString, SmallBuffer, Timestamp};
+use crate::PermitId;
+use crate::report::reason_name;
 
 /// `RateLimit-Policy`.
 pub const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -41,13 +41,13 @@ pub const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-r
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 /// Holds a place.
-const UNKNOWN: HeaderValue = HeaderValue::from_static("0");
+const PLACEHOLDER: HeaderValue = HeaderValue::from_static("0");
 const PROBLEM_TYPE: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const PROBLEM_TITLE: &str = "Request cannot be satisfied as assigned quota has been exceeded";
 /// What texts take on the stack: the state of a limit whose name isn't long, a refusal, a report or a problem.
-const STATE: usize = 128;
-const REFUSAL: usize = 128;
-const REPORT: usize = 512;
+const STATE_BYTES: usize = 128;
+const REFUSAL_BYTES: usize = 128;
+const REPORT_BYTES: usize = 512;
 
 /// The parts of a plan's replies that don't depend on the call.
 #[derive(Clone, Debug)]
@@ -55,32 +55,32 @@ pub struct Replies {
     dialect: HeaderDialect,
     x_ratelimit: bool,
     /// By limit.
-    limits: Vec<Named>,
+    limits: Vec<LimitTexts>,
     /// By action.
-    actions: Vec<Fixed>,
+    actions: Vec<ActionHeaders>,
     /// For calls that match no action.
-    unmatched: Fixed,
+    unmatched: ActionHeaders,
 }
 
 /// What is the same in all replies of an action.
 #[derive(Clone, Debug)]
-struct Fixed {
+struct ActionHeaders {
     /// The `RateLimit-Policy` of its limits and the global ones.
-    policy: Option<HeaderValue>,
+    policy_header: Option<HeaderValue>,
     /// The headers of a refusal. Copying them and filling in what differs is cheaper than putting each in its place.
-    refusal: HeaderMap,
+    refusal_template: HeaderMap,
     /// The headers of an admission as the decision API tells it.
-    admission: HeaderMap,
+    admission_template: HeaderMap,
 }
 
 #[derive(Clone, Debug)]
-struct Named {
+struct LimitTexts {
     /// `"login";r=`, or nothing where the dialect has no names.
-    state: Box<[u8]>,
+    state_prefix: Box<[u8]>,
     /// `"login"`, as JSON.
-    json: Box<str>,
+    name_json: Box<str>,
     /// The limit's own name, as JSON: what a report says in `bound_by`.
-    bound_by: Box<str>,
+    bound_by_json: Box<str>,
     /// Whose it is: what a report says in `source`.
     source: &'static str,
     action: Option<ActionId>,
@@ -89,7 +89,7 @@ struct Named {
     /// Whether it only watches.
     shadow: bool,
     /// The report of a plain admission, up to `remaining` and from behind `reset_after`.
-    plain: (Box<str>, Box<str>),
+    plain_report: (Box<str>, Box<str>),
 }
 
 impl Replies {
@@ -98,7 +98,7 @@ impl Replies {
         let fixed = |own: &[LimitId]| {
             // A limit that only watches is nobody's to obey.
             let enforced = own.iter().chain(plan.global()).filter(|id| !is_shadow(plan, **id));
-            let items = enforced.map(|id| policy_item(plan.info(*id).policy_item(), dialect));
+            let items = enforced.map(|id| policy_item(plan.limit_info(*id).rate_limit_policy(), dialect));
             let text = items.collect::<Vec<_>>().join(", ");
             let policy = match dialect {
                 HeaderDialect::None => None,
@@ -109,45 +109,45 @@ impl Replies {
                 let mut headers = HeaderMap::with_capacity(8);
                 headers.insert(CONTENT_TYPE, JSON);
                 if refused {
-                    headers.insert(RETRY_AFTER, UNKNOWN);
+                    headers.insert(RETRY_AFTER, PLACEHOLDER);
                 }
                 if let Some(policy) = &policy {
                     headers.insert(RATELIMIT_POLICY, policy.clone());
                 }
                 if dialect != HeaderDialect::None {
-                    headers.insert(RATELIMIT, UNKNOWN);
+                    headers.insert(RATELIMIT, PLACEHOLDER);
                 }
                 if x_ratelimit {
-                    headers.insert(X_RATELIMIT_LIMIT, UNKNOWN);
-                    headers.insert(X_RATELIMIT_REMAINING, UNKNOWN);
-                    headers.insert(X_RATELIMIT_RESET, UNKNOWN);
+                    headers.insert(X_RATELIMIT_LIMIT, PLACEHOLDER);
+                    headers.insert(X_RATELIMIT_REMAINING, PLACEHOLDER);
+                    headers.insert(X_RATELIMIT_RESET, PLACEHOLDER);
                 }
                 headers
             };
             let (refusal, admission) = (template(true), template(false));
-            Fixed { policy, refusal, admission }
+            ActionHeaders { policy_header: policy, refusal_template: refusal, admission_template: admission }
         };
         let limits = plan.limits().iter().map(|(id, limit)| {
-            let name = &plan.info(id).policy_item().name;
+            let name = &plan.limit_info(id).rate_limit_policy().name;
             let state = match dialect {
-                HeaderDialect::Draft10 => format!("{};r=", Quoted(name)),
+                HeaderDialect::Draft10 => format!("{};r=", QuotedString(name)),
                 HeaderDialect::Draft7 | HeaderDialect::None => String::new(),
             };
-            let (capacity, source) = (limit.kind().capacity(), plan.info(id).source().as_str());
-            let bound_by = JsonText(plan.info(id).name()).to_string();
+            let (capacity, source) = (limit.kind().capacity(), plan.limit_info(id).scope().as_str());
+            let bound_by = JsonString(plan.limit_info(id).name()).to_string();
             let before = format!(r#"{{"allowed":true,"limit":{capacity},"remaining":"#);
             let behind = format!(
                 r#","retry_after":null,"blocked":false,"backoff_seconds":null,"next_allowed_at":null,"bound_by":{bound_by},"reason":"ok","source":"{source}"}}"#
             );
-            Named {
-                state: state.into_bytes().into(),
-                json: JsonText(name).to_string().into(),
-                bound_by: bound_by.into(),
+            LimitTexts {
+                state_prefix: state.into_bytes().into(),
+                name_json: JsonString(name).to_string().into(),
+                bound_by_json: bound_by.into(),
                 source,
-                action: plan.info(id).action(),
+                action: plan.limit_info(id).action(),
                 capacity,
                 shadow: limit.is_shadow(),
-                plain: (before.into(), behind.into()),
+                plain_report: (before.into(), behind.into()),
             }
         });
         Self {
@@ -162,7 +162,7 @@ impl Replies {
     /// Adds what every answer of a limited action carries. A decision that no limit had a part in (an allow list,
     /// `unlimited`) adds nothing, nor does one that only a limit in shadow mode bound. `RateLimit` fields that are there already, from a server behind the gate, stay:
     /// both are lists.
-    pub fn annotate(&self, actions: impl Into<Actions>, decision: &Decision, headers: &mut HeaderMap) {
+    pub fn annotate(&self, actions: impl Into<MatchedActions>, decision: &Decision, headers: &mut HeaderMap) {
         let (Some(id), Some(limit), Some(remaining)) = (decision.bound_by, decision.limit, decision.remaining) else {
             return;
         };
@@ -170,7 +170,7 @@ impl Replies {
             return;
         }
         if self.dialect != HeaderDialect::None {
-            if let Some(policy) = &self.fixed(actions.into(), id).policy {
+            if let Some(policy) = &self.action_headers(actions.into(), id).policy_header {
                 headers.append(RATELIMIT_POLICY, policy.clone());
             }
             if let Some(state) = self.state(id, limit, remaining, reset(decision)) {
@@ -186,8 +186,8 @@ impl Replies {
         }
     }
 
-    fn fixed(&self, actions: Actions, bound_by: LimitId) -> &Fixed {
-        let action = if actions.is_several() {
+    fn action_headers(&self, actions: MatchedActions, bound_by: LimitId) -> &ActionHeaders {
+        let action = if actions.has_multiple() {
             let owner = self.limits.get(bound_by.index()).and_then(|named| named.action);
             owner.filter(|owner| actions.contains(*owner)).or(actions.first())
         } else {
@@ -198,10 +198,10 @@ impl Replies {
 
     fn state(&self, id: LimitId, limit: u64, remaining: u64, reset: Option<u64>) -> Option<HeaderValue> {
         let named = self.limits.get(id.index())?;
-        let mut text = Sheet::<STATE>::new();
+        let mut text = SmallBuffer::<STATE_BYTES>::new();
         let reset_key = match self.dialect {
             HeaderDialect::Draft10 => {
-                text.put(&named.state);
+                text.put(&named.state_prefix);
                 ";t="
             }
             _ => {
@@ -231,10 +231,15 @@ impl Replies {
     /// (`next_allowed_at` is null unless a penalty lives, `retry_after` is null if no wait will do), or, if
     /// `request` has an `Accept` that names `application/problem+json`, a problem of RFC 9457 of the draft's type
     /// *quota exceeded*.
-    pub fn refusal(&self, actions: impl Into<Actions>, decision: &Decision, request: &HeaderMap) -> Response<Bytes> {
+    pub fn refusal(
+        &self,
+        actions: impl Into<MatchedActions>,
+        decision: &Decision,
+        request: &HeaderMap,
+    ) -> Response<Bytes> {
         let actions = actions.into();
         let problem = wants_problem(request);
-        let headers = match self.filled(actions, decision) {
+        let headers = match self.filled_template(actions, decision) {
             Some(headers) if !problem => headers,
             _ => {
                 let mut headers = HeaderMap::with_capacity(8);
@@ -254,10 +259,10 @@ impl Replies {
 
     /// [`refusal`](Self::refusal) for a caller that may just have been told the same: who hammers is told the same for
     /// a whole second, and copying the last answer costs less than forming it.
-    pub fn refusal_after(
+    pub fn refusal_cached(
         &self,
-        last: &mut LastRefusal,
-        actions: impl Into<Actions>,
+        last: &mut RefusalCache,
+        actions: impl Into<MatchedActions>,
         decision: &Decision,
         request: &HeaderMap,
     ) -> Response<Bytes> {
@@ -265,7 +270,7 @@ impl Replies {
         if wants_problem(request) {
             return self.refusal(actions, decision, request);
         }
-        let telling = Telling::of(actions, decision);
+        let telling = RefusalKey::of(actions, decision);
         if let Some((told, response)) = &last.0
             && *told == telling
         {
@@ -279,11 +284,11 @@ impl Replies {
         response
     }
 
-    /// A decision as the JSON that its [`Report`](crate::Report) serialises to, written in one go.
+    /// A decision as the JSON that its [`Report`](crate::DecisionReport) serialises to, written in one go.
     pub fn report(&self, decision: &Decision) -> Bytes {
         let seconds = |span: Span| span.as_secs_ceil();
         let named = decision.bound_by.and_then(|id| self.limits.get(id.index()));
-        let mut text = Sheet::<REPORT>::new();
+        let mut text = SmallBuffer::<REPORT_BYTES>::new();
         if let (Some(named), Some(remaining)) = (named, decision.remaining)
             && decision.allowed
             && decision.reason == Reason::Ok
@@ -291,11 +296,11 @@ impl Replies {
             && !(decision.shadow || decision.blocked)
             && decision.permit.is_none()
         {
-            text.put(&*named.plain.0);
+            text.put(&*named.plain_report.0);
             text.put_number(remaining);
             text.put(r#","reset_after":"#);
             text.put_number(decision.reset_after.as_secs_ceil());
-            text.put(&*named.plain.1);
+            text.put(&*named.plain_report.1);
             return Bytes::copy_from_slice(text.as_bytes());
         }
         text.put(if decision.allowed { r#"{"allowed":true,"limit":"# } else { r#"{"allowed":false,"limit":"# });
@@ -312,14 +317,14 @@ impl Replies {
         match decision.next_allowed_at {
             Some(at) => {
                 text.put(r#","next_allowed_at":""#);
-                text.put(Stamp::of(at).0);
+                text.put(Timestamp::of(at).0);
                 text.put(r#"","bound_by":"#);
             }
             None => text.put(r#","next_allowed_at":null,"bound_by":"#),
         }
-        text.put(named.map_or("null", |named| &*named.bound_by));
+        text.put(named.map_or("null", |named| &*named.bound_by_json));
         text.put(r#","reason":""#);
-        text.put(reason(decision.reason));
+        text.put(reason_name(decision.reason));
         match named {
             Some(named) => {
                 text.put(r#"","source":""#);
@@ -332,7 +337,7 @@ impl Replies {
             text.put(r#","shadow":true"#);
         }
         if let Some(permit) = decision.permit {
-            text.put(format!(r#","permit":"{}""#, Permit::new(permit)));
+            text.put(format!(r#","permit":"{}""#, PermitId::new(permit)));
         }
         text.put("}");
         Bytes::copy_from_slice(text.as_bytes())
@@ -340,9 +345,9 @@ impl Replies {
 
     /// A decision as the decision API answers it: 200 or 429, its [report](Self::report), `Retry-After` and the
     /// rate-limit headers.
-    pub fn decision(&self, actions: impl Into<Actions>, decision: &Decision) -> Response<Bytes> {
+    pub fn decision(&self, actions: impl Into<MatchedActions>, decision: &Decision) -> Response<Bytes> {
         let actions = actions.into();
-        let headers = self.filled(actions, decision).unwrap_or_else(|| {
+        let headers = self.filled_template(actions, decision).unwrap_or_else(|| {
             let mut headers = HeaderMap::with_capacity(8);
             headers.insert(CONTENT_TYPE, JSON);
             self.annotate(actions, decision, &mut headers);
@@ -358,11 +363,12 @@ impl Replies {
 
     /// The action's fixed headers, filled in; `None` for an admission that no limit had a part in, and for a refusal
     /// that lacks one of them.
-    fn filled(&self, actions: Actions, decision: &Decision) -> Option<HeaderMap> {
+    fn filled_template(&self, actions: MatchedActions, decision: &Decision) -> Option<HeaderMap> {
         let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
         let reset = reset(decision)?;
-        let fixed = self.fixed(actions, id);
-        let mut headers = if decision.allowed { fixed.admission.clone() } else { fixed.refusal.clone() };
+        let fixed = self.action_headers(actions, id);
+        let mut headers =
+            if decision.allowed { fixed.admission_template.clone() } else { fixed.refusal_template.clone() };
         for (name, value) in &mut headers {
             if *name == RETRY_AFTER || *name == X_RATELIMIT_RESET {
                 *value = number(reset);
@@ -383,13 +389,13 @@ impl Replies {
             (false, false) => Bytes::from_static(br#"{"error":"Forbidden"}"#),
             (true, false) => Bytes::from_static(br#"{"type":"about:blank","title":"Forbidden","status":403}"#),
             (false, true) => {
-                let mut text = Sheet::<REFUSAL>::new();
+                let mut text = SmallBuffer::<REFUSAL_BYTES>::new();
                 text.put(r#"{"error":"Too many requests""#);
                 put_times(&mut text, decision);
                 Bytes::copy_from_slice(text.as_bytes())
             }
             (true, true) => {
-                let mut text = Sheet::<REPORT>::new();
+                let mut text = SmallBuffer::<REPORT_BYTES>::new();
                 text.put(r#"{"type":""#);
                 text.put(PROBLEM_TYPE);
                 text.put(r#"","title":""#);
@@ -397,7 +403,7 @@ impl Replies {
                 text.put(r#"","status":429"#);
                 if let Some(named) = decision.bound_by.and_then(|id| self.limits.get(id.index())) {
                     text.put(r#","violated-policies":["#);
-                    text.put(&*named.json);
+                    text.put(&*named.name_json);
                     text.put("]");
                 }
                 put_times(&mut text, decision);
@@ -408,27 +414,27 @@ impl Replies {
 }
 
 /// `retry_after`, `next_allowed_at` and the brace that ends the object.
-fn put_times<const N: usize>(text: &mut Sheet<N>, decision: &Decision) {
+fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
     text.put(r#","retry_after":"#);
     text.put_optional(decision.retry_after.map(|wait| wait.as_secs_ceil()));
     match decision.next_allowed_at {
         Some(at) => {
             text.put(r#","next_allowed_at":""#);
-            text.put(Stamp::of(at).0);
+            text.put(Timestamp::of(at).0);
             text.put("\"}");
         }
         None => text.put(r#","next_allowed_at":null}"#),
     }
 }
 
-/// The refusal that a connection was told last; see [`Replies::refusal_after`].
+/// The refusal that a connection was told last; see [`Replies::refusal_cached`].
 #[derive(Debug, Default)]
-pub struct LastRefusal(Option<(Telling, Response<Bytes>)>);
+pub struct RefusalCache(Option<(RefusalKey, Response<Bytes>)>);
 
 /// All that a refusal says, and so all that it depends on.
 #[derive(Debug, PartialEq, Eq)]
-struct Telling {
-    actions: Actions,
+struct RefusalKey {
+    actions: MatchedActions,
     bound_by: Option<LimitId>,
     limit: Option<u64>,
     remaining: Option<u64>,
@@ -437,8 +443,8 @@ struct Telling {
     denied: bool,
 }
 
-impl Telling {
-    fn of(actions: Actions, decision: &Decision) -> Self {
+impl RefusalKey {
+    fn of(actions: MatchedActions, decision: &Decision) -> Self {
         Self {
             actions,
             bound_by: decision.bound_by,
@@ -482,12 +488,12 @@ fn is_zero_weight(parameter: &[u8]) -> bool {
 
 /// A moment as decisions write it, in UTC and rounded up to the second: `2026-11-21 12:01:45Z`.
 pub fn timestamp(at: Time) -> impl fmt::Display {
-    Stamp::of(at)
+    Timestamp::of(at)
 }
 
 /// A header of one number. `HeaderValue::from` would allocate twice.
 pub fn number(number: u64) -> HeaderValue {
-    HeaderValue::from_bytes(Digits::of(number).as_bytes()).expect("invariant: digits are valid in a header")
+    HeaderValue::from_bytes(DecimalDigits::of(number).as_bytes()).expect("invariant: digits are valid in a header")
 }
 
 /// When the limit that bound the decision has more to give, in seconds rounded up.
@@ -496,13 +502,13 @@ fn reset(decision: &Decision) -> Option<u64> {
     span.map(|span| span.as_secs_ceil())
 }
 
-fn policy_item(item: &PolicyItem, dialect: HeaderDialect) -> String {
+fn policy_item(item: &RateLimitPolicyItem, dialect: HeaderDialect) -> String {
     let mut text = match dialect {
         HeaderDialect::Draft7 => item.quota.to_string(),
-        _ => format!("{};q={}", Quoted(&item.name), item.quota),
+        _ => format!("{};q={}", QuotedString(&item.name), item.quota),
     };
     if let (Some(unit), HeaderDialect::Draft10) = (item.unit, dialect) {
-        text += &format!(";qu={}", Quoted(unit));
+        text += &format!(";qu={}", QuotedString(unit));
     }
     if let Some(window) = item.window {
         text += &format!(";w={window}");

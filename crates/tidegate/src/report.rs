@@ -12,7 +12,7 @@ use crate::reply::timestamp;
 /// A decision as people and programs read it; it serialises to JSON and parses back. Times are whole seconds, rounded
 /// up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Report {
+pub struct DecisionReport {
     /// Whether the call may pass.
     pub allowed: bool,
     /// The capacity of the limit that bound the decision; null where no limit had a say.
@@ -41,12 +41,12 @@ pub struct Report {
     pub shadow: bool,
     /// Present when the call holds a permit of a concurrency limit, to be released when it ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub permit: Option<Permit>,
+    pub permit: Option<PermitId>,
 }
 
-impl Report {
+impl DecisionReport {
     pub(crate) fn new(plan: &Plan, decision: &Decision) -> Self {
-        let bound = decision.bound_by.map(|id| plan.info(id));
+        let bound = decision.bound_by.map(|id| plan.limit_info(id));
         Self {
             allowed: decision.allowed,
             limit: decision.limit,
@@ -57,15 +57,15 @@ impl Report {
             backoff_seconds: decision.backoff.map(Span::as_secs_ceil),
             next_allowed_at: decision.next_allowed_at.map(|at| timestamp(at).to_string()),
             bound_by: bound.map(|info| info.name().to_owned()),
-            reason: reason(decision.reason).to_owned(),
-            source: bound.map(|info| info.source().as_str().to_owned()),
+            reason: reason_name(decision.reason).to_owned(),
+            source: bound.map(|info| info.scope().as_str().to_owned()),
             shadow: decision.shadow,
-            permit: decision.permit.map(Permit::new),
+            permit: decision.permit.map(PermitId::new),
         }
     }
 }
 
-pub(crate) fn reason(reason: Reason) -> &'static str {
+pub(crate) fn reason_name(reason: Reason) -> &'static str {
     match reason {
         Reason::Ok => "ok",
         Reason::Unlimited => "unlimited",
@@ -80,9 +80,9 @@ pub(crate) fn reason(reason: Reason) -> &'static str {
 /// Names the permits that one call holds: sixteen hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
-pub struct Permit(u64);
+pub struct PermitId(u64);
 
-impl Permit {
+impl PermitId {
     /// The permit of a [`Decision::permit`].
     pub const fn new(holder: u64) -> Self {
         Self(holder)
@@ -97,32 +97,32 @@ impl Permit {
 /// A permit is sixteen hexadecimal digits, and this was not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a permit is sixteen hexadecimal digits, as the check that was allowed gave it")]
-pub struct PermitError;
+pub struct PermitIdError;
 
-impl FromStr for Permit {
-    type Err = PermitError;
-    fn from_str(text: &str) -> Result<Self, PermitError> {
+impl FromStr for PermitId {
+    type Err = PermitIdError;
+    fn from_str(text: &str) -> Result<Self, PermitIdError> {
         if text.len() != 16 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(PermitError);
+            return Err(PermitIdError);
         }
-        u64::from_str_radix(text, 16).map(Self).map_err(|_| PermitError)
+        u64::from_str_radix(text, 16).map(Self).map_err(|_| PermitIdError)
     }
 }
 
-impl TryFrom<String> for Permit {
-    type Error = PermitError;
-    fn try_from(text: String) -> Result<Self, PermitError> {
+impl TryFrom<String> for PermitId {
+    type Error = PermitIdError;
+    fn try_from(text: String) -> Result<Self, PermitIdError> {
         text.parse()
     }
 }
 
-impl From<Permit> for String {
-    fn from(permit: Permit) -> Self {
+impl From<PermitId> for String {
+    fn from(permit: PermitId) -> Self {
         permit.to_string()
     }
 }
 
-impl fmt::Display for Permit {
+impl fmt::Display for PermitId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
     }

@@ -10,10 +10,10 @@ use tidegate_core::{Clock, LimitError, Limits};
 #[cfg(feature = "outbound")]
 use tidegate_core::{PacerError, PacerSpec};
 #[cfg(feature = "remote")]
-use tidegate_policy::store::Engine;
+use tidegate_policy::store::StoreEngine;
 #[cfg(feature = "file")]
-use tidegate_policy::store::{OnFull, Sync};
-use tidegate_policy::{KeySeed, Policy, Store as StoreSettings, StoreUrl, TokenError};
+use tidegate_policy::store::{OnFull, SyncMode};
+use tidegate_policy::{KeySeed, Policy, SecretError, StoreConfig as StoreSettings, StoreUrl};
 use tidegate_store::{AnyStore, Memory, StoreError};
 #[cfg(feature = "file")]
 use tidegate_store::{FileError, FileStore, Flush, Journal};
@@ -24,12 +24,12 @@ use crate::Gate;
 #[cfg(feature = "outbound")]
 use crate::outbound::Outbound;
 #[cfg(feature = "outbound")]
-use crate::pacer::{Pacer, Together};
+use crate::pacer::{Pacer, SharedPace};
 use crate::random::{random_bytes, random_u64};
 
 /// How long a store may take to tell the secret that keys are hashed under, when a program starts.
 #[cfg(feature = "remote")]
-const SEED_WITHIN: std::time::Duration = std::time::Duration::from_secs(5);
+const SEED_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// The stores of a policy: in memory, in a file, or on a server that several nodes share. From one of these a gate and
 /// providers are made that share what they can.
@@ -38,12 +38,12 @@ pub struct Stores {
     seed: KeySeed,
     /// What the store keeps of it.
     #[cfg(feature = "remote")]
-    kept: Option<[u8; 16]>,
+    stored_seed: Option<[u8; 16]>,
     #[cfg(feature = "file")]
     journal: Option<Arc<Journal>>,
     /// The paces that are in use.
     #[cfg(feature = "outbound")]
-    pacers: Mutex<HashMap<String, Weak<Together>>>,
+    pacers: Mutex<HashMap<String, Weak<SharedPace>>>,
     /// What this node is known by among others.
     #[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no other nodes"))]
     node: u64,
@@ -69,7 +69,7 @@ pub enum OpenError {
     },
     /// The secret that keys are hashed under can't be had.
     #[error("store.hash_key: {0}")]
-    HashKey(#[from] TokenError),
+    HashKey(#[from] SecretError),
     /// The secret that keys are hashed under is too short to be one.
     #[error("store.hash_key has {found} bytes; at least 16 are needed")]
     HashKeyTooShort {
@@ -106,7 +106,7 @@ pub enum OpenError {
     /// A pacer of this name is in use in this process, with other settings.
     #[cfg(feature = "outbound")]
     #[error("the pacer {name:?} is in use already, with other settings")]
-    OtherPace {
+    PacerSettingsConflict {
         /// The name.
         name: String,
     },
@@ -123,7 +123,7 @@ impl Stores {
     /// See [`OpenError`].
     pub async fn open(policy: &Policy, env: impl Fn(&str) -> Option<String>) -> Result<Self, OpenError> {
         let settings = policy.store().clone();
-        let said = match &settings.hash_key {
+        let configured = match &settings.hash_key {
             None => None,
             Some(source) => {
                 let secret = source.resolve(&env)?;
@@ -131,26 +131,26 @@ impl Stores {
                 if found < 16 {
                     return Err(OpenError::HashKeyTooShort { found });
                 }
-                Some(KeySeed::of_secret(secret.expose().as_bytes()))
+                Some(KeySeed::from_secret(secret.expose().as_bytes()))
             }
         };
         let mut stores = Self {
             settings,
             seed: KeySeed::new(random_bytes()),
             #[cfg(feature = "remote")]
-            kept: None,
+            stored_seed: None,
             #[cfg(feature = "file")]
             journal: None,
             #[cfg(feature = "outbound")]
             pacers: Mutex::default(),
             node: random_u64(),
         };
-        stores.seed = match (said, &stores.settings.url) {
+        stores.seed = match (configured, &stores.settings.url) {
             #[cfg(feature = "file")]
             (said, StoreUrl::File(path)) => {
                 let flush = match stores.settings.sync {
-                    Sync::Always => Flush::Always,
-                    Sync::Within(span) => Flush::Within(span),
+                    SyncMode::Always => Flush::Always,
+                    SyncMode::Within(span) => Flush::Within(span),
                 };
                 let on_full = match stores.settings.on_full {
                     OnFull::Continue => tidegate_store::OnFull::Continue,
@@ -166,12 +166,12 @@ impl Stores {
             }
             #[cfg(feature = "remote")]
             (None, StoreUrl::Server(..)) => {
-                let remote = stores.remote(Arc::default())?;
+                let remote = stores.connect_server(Arc::default())?;
                 let url = stores.settings.url.to_string();
-                let answer = tokio::time::timeout(SEED_WITHIN, remote.seed(random_bytes())).await;
-                let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_WITHIN)));
+                let answer = tokio::time::timeout(SEED_TIMEOUT, remote.seed(random_bytes())).await;
+                let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_TIMEOUT)));
                 let kept = answer.map_err(|source| OpenError::Unreachable { url, source })?;
-                stores.kept = Some(kept);
+                stores.stored_seed = Some(kept);
                 KeySeed::new(kept)
             }
             (Some(seed), _) => seed,
@@ -186,8 +186,8 @@ impl Stores {
     /// See [`OpenError`].
     pub fn gate<C: Clock + Clone>(&self, policy: &Policy, clock: C) -> Result<Gate<AnyStore, C>, OpenError> {
         let plan = Arc::clone(policy.plan());
-        let store = self.shared(plan.limits(), clock.clone())?;
-        Ok(Gate::with(plan, store, clock, self.seed.clone()))
+        let store = self.open_store(plan.limits(), clock.clone())?;
+        Ok(Gate::from_parts(plan, store, clock, self.seed.clone()))
     }
 
     /// The providers of the policy that these stores were opened for; `None` if it has none. Those that say `shared` use
@@ -203,13 +203,13 @@ impl Stores {
     ) -> Result<Option<Outbound<AnyStore, C>>, OpenError> {
         let Some(plan) = policy.outbound() else { return Ok(None) };
         let own = match &self.settings.url {
-            StoreUrl::File(_) => self.shared(plan.limits(), clock.clone())?,
+            StoreUrl::File(_) => self.open_store(plan.limits(), clock.clone())?,
             _ => AnyStore::Memory(self.memory(Arc::clone(plan.limits()))),
         };
         // What isn't on a server is this process' own, and `own` already.
         let is_shared = matches!(self.settings.url, StoreUrl::Server(..))
             && plan.providers().iter().any(|provider| provider.shared);
-        let shared = if is_shared { Some(self.shared(plan.limits(), clock.clone())?) } else { None };
+        let shared = if is_shared { Some(self.open_store(plan.limits(), clock.clone())?) } else { None };
         Ok(Some(Outbound::with_stores(plan.clone(), own, shared, clock, &self.seed)))
     }
 
@@ -219,22 +219,22 @@ impl Stores {
     ///
     /// # Errors
     /// Settings that are out of their range, or longer than what every store counts exactly (a failure at the longest wait
-    /// must come to no more than 26 days: [`SharedPacer::new`](tidegate_core::SharedPacer::new)); others than a pacer of this
+    /// must come to no more than 26 days: [`SharedPacer::new`](tidegate_core::SharedPacerRules::new)); others than a pacer of this
     /// name has in this process; and what else [`OpenError`] says.
     #[cfg(feature = "outbound")]
     pub fn pacer<C: Clock + Clone>(&self, spec: PacerSpec, name: &str, clock: C) -> Result<Pacer<C>, OpenError> {
         let mut pacers = self.pacers.lock().unwrap_or_else(PoisonError::into_inner);
         pacers.retain(|_, pace| pace.strong_count() > 0);
         if let Some(pace) = pacers.get(name).and_then(Weak::upgrade) {
-            if !pace.is_of(spec)? {
-                return Err(OpenError::OtherPace { name: name.to_owned() });
+            if !pace.has_spec(spec)? {
+                return Err(OpenError::PacerSettingsConflict { name: name.to_owned() });
             }
-            return Ok(Pacer::at(pace, clock));
+            return Ok(Pacer::from_shared(pace, clock));
         }
-        let open = |limits: Limits| self.shared(&limits, clock.clone());
-        let pace = Arc::new(Together::open(spec, name, &self.seed, clock.clone(), open)?);
+        let open = |limits: Limits| self.open_store(&limits, clock.clone());
+        let pace = Arc::new(SharedPace::open(spec, name, &self.seed, clock.clone(), open)?);
         pacers.insert(name.to_owned(), Arc::downgrade(&pace));
-        Ok(Pacer::at(pace, clock))
+        Ok(Pacer::from_shared(pace, clock))
     }
 
     fn memory(&self, limits: Arc<Limits>) -> Memory {
@@ -250,13 +250,13 @@ impl Stores {
         not(any(feature = "file", feature = "remote")),
         expect(unused_variables, reason = "nothing here needs the time")
     )]
-    fn shared(&self, limits: &Limits, clock: impl Clock) -> Result<AnyStore, OpenError> {
+    fn open_store(&self, limits: &Limits, clock: impl Clock) -> Result<AnyStore, OpenError> {
         match &self.settings.url {
             #[cfg(feature = "remote")]
             StoreUrl::Server(..) => {
-                let remote = self.remote(Arc::new(fleet_limits(limits)?))?;
+                let remote = self.connect_server(Arc::new(fleet_limits(limits)?))?;
                 let mut options = FleetOptions::new(self.node);
-                options.seed = self.kept;
+                options.seed = self.stored_seed;
                 options.timeout = self.settings.timeout;
                 options.nodes = self.settings.nodes;
                 options.max_bytes = self.max_bytes();
@@ -282,7 +282,7 @@ impl Stores {
         not(any(feature = "mongodb", feature = "mysql", feature = "postgres", feature = "redis")),
         expect(unused_variables, reason = "there is no server to be reached")
     )]
-    fn remote(&self, limits: Arc<Limits>) -> Result<Box<dyn Remote>, OpenError> {
+    fn connect_server(&self, limits: Arc<Limits>) -> Result<Box<dyn Remote>, OpenError> {
         let StoreUrl::Server(engine, url) = &self.settings.url else {
             return Err(self.not_built("remote"));
         };
@@ -296,31 +296,31 @@ impl Stores {
         };
         match engine {
             #[cfg(feature = "redis")]
-            Engine::Redis | Engine::RedisCluster => {
+            StoreEngine::Redis | StoreEngine::RedisCluster => {
                 let mut options = tidegate_store::RedisOptions::new(url);
                 options.prefix = format!("{}:", self.settings.prefix);
-                options.reserve = self.settings.cluster == tidegate_policy::store::Cluster::Reserve;
+                options.reserve = self.settings.cluster == tidegate_policy::store::ClusterMode::Reserve;
                 let redis = tidegate_store::Redis::new(options, limits).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(redis))
             }
             #[cfg(not(feature = "redis"))]
-            Engine::Redis | Engine::RedisCluster => Err(self.not_built("redis")),
+            StoreEngine::Redis | StoreEngine::RedisCluster => Err(self.not_built("redis")),
             #[cfg(feature = "mysql")]
-            Engine::MySql => {
+            StoreEngine::MySql => {
                 let store = tidegate_store::MySql::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
             #[cfg(not(feature = "mysql"))]
-            Engine::MySql => Err(self.not_built("mysql")),
+            StoreEngine::MySql => Err(self.not_built("mysql")),
             #[cfg(feature = "postgres")]
-            Engine::Postgres => {
+            StoreEngine::Postgres => {
                 let store = tidegate_store::Postgres::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
             #[cfg(not(feature = "postgres"))]
-            Engine::Postgres => Err(self.not_built("postgres")),
+            StoreEngine::Postgres => Err(self.not_built("postgres")),
             #[cfg(feature = "mongodb")]
-            Engine::MongoDb => {
+            StoreEngine::MongoDb => {
                 let store = tidegate_store::MongoDb::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }

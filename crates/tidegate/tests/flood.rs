@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use tidegate::clock::ManualClock;
-use tidegate::core::Share;
-use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::core::ShareLevel;
+use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::{Decision, Gate, Memory, Query, Span};
 
 const LOGIN: &str = r#"
@@ -20,11 +20,11 @@ const BLOCKED: u32 = 200;
 const CALLS: u32 = 6;
 
 fn gate(toml: &str, max_bytes: usize) -> (Gate<Memory, ManualClock>, ManualClock) {
-    let policy = Policy::load(Sources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"));
+    let policy = Policy::load(PolicySources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"));
     let limits = Arc::new(policy.plan().limits().clone());
     let clock = ManualClock::default();
     let store = Memory::new(limits, max_bytes);
-    (Gate::with(Arc::clone(policy.plan()), store, clock.clone(), KeySeed::new([5; 16])), clock)
+    (Gate::from_parts(Arc::clone(policy.plan()), store, clock.clone(), KeySeed::new([5; 16])), clock)
 }
 
 fn login(gate: &Gate<Memory, ManualClock>, ip: IpAddr) -> Decision {
@@ -96,15 +96,15 @@ fn permits_that_a_network_shares_come_back() {
                   [inbound.action.export]\nlimit = \"3 in flight\"\n";
     let (gate, _) = gate(policy, MIB);
     (0..30_000).for_each(|number| (0..CALLS).for_each(|_| _ = login(&gate, v4(number))));
-    let export = gate.plan().find("export").ok();
-    let mut widest = Share::Own;
+    let export = gate.plan().find_action("export").ok();
+    let mut widest = ShareLevel::Own;
     for number in 0..2_000 {
         let query = Query { action: Some("export"), ip: Some(v4(1 << 16 | number)), ..Query::default() };
         let begun: Vec<_> = (0..3).map(|_| gate.check_now(&query).unwrap()).collect();
         assert!(begun.iter().all(|decision| decision.allowed), "the call before has ended: {number}");
         assert!(!gate.check_now(&query).unwrap().allowed, "three are in flight");
-        widest = begun.iter().map(|decision| decision.shared).fold(widest, Share::max);
-        begun.iter().for_each(|decision| drop(gate.hold(export, &query, decision).unwrap()));
+        widest = begun.iter().map(|decision| decision.share_level).fold(widest, ShareLevel::max);
+        begun.iter().for_each(|decision| drop(gate.hold_permit(export, &query, decision).unwrap()));
     }
-    assert!(widest > Share::Own, "some had to share");
+    assert!(widest > ShareLevel::Own, "some had to share");
 }

@@ -6,14 +6,14 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 
 use tidegate::clock::ManualClock;
-use tidegate::core::batch::{Ask, Cells, settle};
-use tidegate::core::{Batch, Limits, Op, Outcome, Outcomes, Share, State, Verdict};
-use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::core::batch::{BatchStates, OpContext, execute};
+use tidegate::core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
+use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::store::{Answer, Immediate, StoreError};
-use tidegate::{CheckError, Clock, Decision, Gate, Memory, Query, Reason, Report, Span, Store, Time};
+use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Memory, Query, Reason, Span, Store, Time};
 
 fn policy(toml: &str) -> Policy {
-    Policy::load(Sources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"))
+    Policy::load(PolicySources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 fn gate(toml: &str) -> (Gate<Memory, ManualClock>, ManualClock) {
@@ -227,7 +227,7 @@ fn permits_are_held_and_given_back() {
     let first = gate.check_now(&export).unwrap();
     let second = gate.check_now(&export).unwrap();
     assert!(!gate.check_now(&export).unwrap().allowed);
-    let hold = gate.hold(action, &export, &first).unwrap().expect("a permit");
+    let hold = gate.hold_permit(action, &export, &first).unwrap().expect("a permit");
     clock.advance(Span::from_secs(20));
     hold.renew();
     clock.advance(Span::from_secs(20));
@@ -293,7 +293,7 @@ fn a_report_parses_back() {
         json,
         r#"{"allowed":false,"limit":5,"remaining":0,"reset_after":60,"retry_after":2,"blocked":true,"backoff_seconds":2,"next_allowed_at":"2026-01-01 00:00:02Z","bound_by":"login","reason":"penalty","source":"action"}"#
     );
-    assert_eq!(serde_json::from_str::<Report>(&json).unwrap(), gate.report(&refused));
+    assert_eq!(serde_json::from_str::<DecisionReport>(&json).unwrap(), gate.report(&refused));
 }
 
 #[test]
@@ -311,7 +311,7 @@ fn exactly_ten_of_a_hundred_at_once() {
 /// A store that has room only for keys that are shared so widely, and finds out about one key at a time.
 struct Cramped {
     limits: Arc<Limits>,
-    fits: Share,
+    fits: ShareLevel,
     /// True if it has no room for those either, which no store may say of the key that all share.
     hopeless: bool,
     asked: Mutex<Vec<Batch>>,
@@ -334,23 +334,23 @@ impl Store for Cramped {
 impl Immediate for Cramped {
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
         self.asked.lock().unwrap().push(batch.clone());
-        let full = batch.ops().iter().position(|op| op.share < self.fits).or(self.hopeless.then_some(0));
-        settle(batch, &self.limits, &mut Full(full), now)
+        let full = batch.ops().iter().position(|op| op.share_level < self.fits).or(self.hopeless.then_some(0));
+        execute(batch, &self.limits, &mut Full(full), now)
     }
 }
 
 /// The cells of a batch whose operation at this place finds no room; the others find nothing used.
 struct Full(Option<usize>);
 
-impl Cells for Full {
-    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+impl BatchStates for Full {
+    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
         let verdict = if self.0 == Some(index) { Verdict::NoRoom } else { Verdict::Admitted };
-        Outcome::plain(verdict, ask.now)
+        Outcome::without_limit(verdict, ask.now)
     }
-    fn charge(&mut self, _: usize, _: &Ask<'_>, _: &mut Outcome) {}
-    fn strike(&mut self, _: usize, _: &Ask<'_>, _: &mut Outcome) {}
-    fn alter(&mut self, _: usize, _: &Ask<'_>, _: bool, _: &mut dyn FnMut(&mut State)) {}
-    fn forget(&mut self, _: usize, _: &Op) {}
+    fn charge(&mut self, _: usize, _: &OpContext<'_>, _: &mut Outcome) {}
+    fn strike(&mut self, _: usize, _: &OpContext<'_>, _: &mut Outcome) {}
+    fn modify(&mut self, _: usize, _: &OpContext<'_>, _: bool, _: &mut dyn FnMut(&mut KeyState)) {}
+    fn reset(&mut self, _: usize, _: &Op) {}
 }
 
 #[test]
@@ -363,10 +363,10 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
     let store = |fits, hopeless| Cramped { limits: Arc::clone(&limits), fits, hopeless, asked: Mutex::default() };
     let seed = KeySeed::new([7; 16]);
     let query = call("a", "203.0.113.7");
-    let shares = [Share::Near, Share::Wide, Share::All];
+    let shares = [ShareLevel::SmallNetwork, ShareLevel::LargeNetwork, ShareLevel::All];
     for (wider, hopeless) in [(1, false), (2, false), (3, false), (3, true)] {
         let store = store(shares[wider - 1], hopeless);
-        let gate = Gate::with(Arc::clone(plan), store, ManualClock::default(), seed.clone());
+        let gate = Gate::from_parts(Arc::clone(plan), store, ManualClock::default(), seed.clone());
         let ways: [&dyn Fn() -> Result<Decision, CheckError>; 3] =
             [&|| gate.check_now(&query), &|| block_on(gate.check(&query)), &|| block_on(gate.status(&query))];
         for ask in ways {
@@ -374,13 +374,13 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
             let asked = std::mem::take(&mut *gate.store().asked.lock().unwrap());
             assert_eq!(asked.len(), 1 + 4 * wider, "four keys are shared, one after the other");
             for (times, batch) in asked.iter().enumerate() {
-                assert_eq!(batch.id(), asked[0].id(), "it stays the same question");
+                assert_eq!(batch.holder(), asked[0].holder(), "it stays the same question");
                 for (place, op) in batch.ops().iter().enumerate() {
                     let (share, key) = match times.saturating_sub(place * wider).min(wider) {
-                        0 => (Share::Own, asked[0].ops()[place].key),
+                        0 => (ShareLevel::Own, asked[0].ops()[place].key),
                         wider => plan.shared_key(op.limit, shares[wider - 1], query.ip, &seed),
                     };
-                    assert_eq!((op.share, op.key, op.must_fit), (share, key, share == Share::All));
+                    assert_eq!((op.share_level, op.key, op.must_fit), (share, key, share == ShareLevel::All));
                 }
             }
         }
@@ -391,9 +391,13 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
 fn values_that_come_to_share_a_key_are_charged_to_it_once() {
     let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
     let plan = policy.plan();
-    let store =
-        Cramped { limits: Arc::new(plan.limits().clone()), fits: Share::All, hopeless: false, asked: Mutex::default() };
-    let gate = Gate::with(Arc::clone(plan), store, ManualClock::default(), KeySeed::new([7; 16]));
+    let store = Cramped {
+        limits: Arc::new(plan.limits().clone()),
+        fits: ShareLevel::All,
+        hopeless: false,
+        asked: Mutex::default(),
+    };
+    let gate = Gate::from_parts(Arc::clone(plan), store, ManualClock::default(), KeySeed::new([7; 16]));
     let mut headers = http::HeaderMap::new();
     headers.insert("cookie", http::HeaderValue::from_static("sid=1; sid=2; sid=3"));
     let query = Query { headers: Some(&headers), ..call("a", "203.0.113.7") };

@@ -31,7 +31,7 @@ fn policy() -> Policy {
 fn layer() -> (GateLayer<Memory, ManualClock>, ManualClock) {
     let policy = policy();
     let clock = ManualClock::default();
-    (GateLayer::with(Gate::in_memory(&policy, clock.clone()), &policy), clock)
+    (GateLayer::from_gate(Gate::in_memory(&policy, clock.clone()), &policy), clock)
 }
 
 async fn ask(address: SocketAddr, path: &str, headers: &[(&str, &str)]) -> (StatusCode, HeaderMap, String) {
@@ -92,7 +92,7 @@ async fn paths_that_servers_read_differently_are_counted_refused_or_given_one_fo
             .action("page", ActionSpec::new("1 per 60s").path("/page"))
             .build()
             .unwrap();
-        let layer = GateLayer::with(Gate::in_memory(&policy, ManualClock::default()), &policy);
+        let layer = GateLayer::from_gate(Gate::in_memory(&policy, ManualClock::default()), &policy);
         let seen = move |request: Request<axum::body::Body>| async move { request.uri().to_string() };
         let app = Router::new().fallback(seen).layer(layer);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -226,7 +226,7 @@ async fn a_host_is_one_and_the_same_wherever_it_is_named() {
         .action("shop", ActionSpec::new("1 per 60s").path("/page").host("shop.example"))
         .build()
         .unwrap();
-    let layer = GateLayer::with(Gate::in_memory(&policy, ManualClock::default()), &policy)
+    let layer = GateLayer::from_gate(Gate::in_memory(&policy, ManualClock::default()), &policy)
         .peer(|_| Some([203, 0, 113, 7].into()));
     let service = tower::service_fn(|_: Request<()>| async {
         Ok::<_, Infallible>(Response::new(http_body_util::Full::new(bytes::Bytes::new())))

@@ -17,7 +17,7 @@ use http_body_util::{BodyExt, Full, StreamBody};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallOptions, Outbound, OutboundBody, OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tower::util::BoxCloneService;
 use tower::{Layer as _, ServiceExt as _};
 
@@ -49,7 +49,8 @@ impl Api {
         body: impl Fn() -> Bodied + Clone + Send + Sync + 'static,
     ) -> Through {
         let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{rules}");
-        let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+        let policy =
+            Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
         let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
         let layer = OutboundLayer::new(outbound.provider("api").unwrap().clone()).unwrap();
         let api = self.clone();

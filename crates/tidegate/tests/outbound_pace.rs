@@ -14,9 +14,9 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{Outbound, OutboundLayer};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Clock as _, Limiter, Span, Time};
-use tidegate_testkit::dice;
+use tidegate_testkit::random;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tower::{Layer as _, ServiceExt as _};
@@ -34,7 +34,7 @@ struct Hidden {
 
 async fn server(hidden: Arc<Hidden>) -> SocketAddr {
     let answer = async |State(hidden): State<Arc<Hidden>>| {
-        let takes = hidden.rate.check().is_now();
+        let takes = hidden.rate.check().is_admitted();
         hidden.asked.lock().unwrap().push((hidden.clock.now(), takes));
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         if takes { StatusCode::OK } else { StatusCode::TOO_MANY_REQUESTS }
@@ -48,7 +48,7 @@ async fn server(hidden: Arc<Hidden>) -> SocketAddr {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn adaptive_finds_a_real_servers_rate() {
-    let (warm_up, seconds) = (u64::from(dice::count(6, 30)), u64::from(dice::count(8, 60)));
+    let (warm_up, seconds) = (u64::from(random::case_count(6, 30)), u64::from(random::case_count(8, 60)));
     let clock = SystemClock::new();
     // A little is let through at once, so that the test shows the pace and not how evenly the machine wakes.
     let rate = Limiter::new(&format!("{HIDDEN}/s burst 5")).unwrap();
@@ -59,7 +59,7 @@ async fn adaptive_finds_a_real_servers_rate() {
          timeout = \"60s\"\nretry = {{ max_attempts = 1 }}",
         HIDDEN * 2
     );
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, clock.clone()).unwrap();
     let layer = OutboundLayer::with(outbound.provider("api").unwrap().clone(), |_| None::<String>).unwrap();
     let service = layer.layer(Client::builder(TokioExecutor::new()).build_http());
@@ -85,7 +85,7 @@ async fn adaptive_finds_a_real_servers_rate() {
     let refused = after.len() - taken;
     println!("{taken} of {} taken, {refused} refused", HIDDEN * seconds);
     // In the short run one stall of the machine takes a larger part.
-    let least = u64::from(dice::count(85, 90));
+    let least = u64::from(random::case_count(85, 90));
     assert!(taken as u64 * 100 >= HIDDEN * seconds * least, "{taken} of {} taken", HIDDEN * seconds);
     assert!(refused * 100 < after.len() * 2, "{refused} of {} refused", after.len());
     assert!(asked.iter().any(|(_, takes)| !takes), "it went up to what the server takes");

@@ -14,7 +14,7 @@ use tidegate::clock::TokioClock;
 use tidegate::outbound::{
     CallOptions, Happened, Outbound, OutboundBody, OutboundError, OutboundLayer, Provider, ReplayBody, Why,
 };
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tower::util::BoxCloneService;
 use tower::{Layer as _, ServiceExt as _};
 
@@ -32,7 +32,8 @@ struct Ready {
 impl Ready {
     fn made(settings: &str, answer: impl Fn(usize) -> Answer + Clone + Send + Sync + 'static) -> Self {
         let text = format!("[outbound.provider.api]\n{settings}\n");
-        let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+        let policy =
+            Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
         let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
         let provider = outbound.provider("api").unwrap().clone();
         let layer = OutboundLayer::with(provider.clone(), |_| Some("key".to_owned())).unwrap();

@@ -23,7 +23,7 @@ use tidegate::core::{Clock as _, Lane};
 use tidegate::outbound::{
     CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundMiddleware, Trouble, Why,
 };
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Span, Time};
 use tokio::net::TcpListener;
 
@@ -98,7 +98,7 @@ impl Server {
 }
 
 fn outbound(text: &str) -> Outbound {
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     Outbound::new(&policy).unwrap()
 }
 

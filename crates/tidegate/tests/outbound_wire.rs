@@ -20,7 +20,7 @@ use hyper_util::rt::TokioExecutor;
 use tidegate::clock::SystemClock;
 use tidegate::core::retry::Unreplayable;
 use tidegate::outbound::{Happened, Outbound, OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tower::{Layer as _, ServiceExt as _};
@@ -57,7 +57,7 @@ fn layer(address: SocketAddr) -> OutboundLayer {
          limit = \"100/s burst 100\"\ntimeout = \"120s\"\n\
          retry = {{ max_attempts = 3, base = \"1ms\", cap = \"2ms\" }}"
     );
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, SystemClock::new()).unwrap();
     OutboundLayer::with(outbound.provider("api").unwrap().clone(), |_| Some("token".to_owned())).unwrap()
 }

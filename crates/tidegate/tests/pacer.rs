@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::pacer::{Growth, Metrics};
+use tidegate::core::pacer::{PacerGrowth, PacerMetrics};
 use tidegate::core::{Clock as _, PacerSpec, Time};
-use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
 use tidegate::{AnyStore, OpenError, Pacer, Stores};
-use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
@@ -22,7 +22,7 @@ const SECS: fn(u64) -> Duration = Duration::from_secs;
 
 /// Waits double, from this one on.
 fn doubling(initial: Duration, successes: u32) -> PacerSpec {
-    let growth = Growth::Exponential { up: 2_000, down: 500 };
+    let growth = PacerGrowth::Exponential { up: 2_000, down: 500 };
     PacerSpec { initial, max: SECS(900), growth, randomization: 0, successes, ..PacerSpec::default() }
 }
 
@@ -102,7 +102,13 @@ async fn a_failure_of_one_slows_the_other_down() {
     near(world.took(one.on_success()).await, MS(2_000));
     near(world.took(two.on_success()).await, MS(1_000));
     assert_eq!(two.interval(), MS(500));
-    let told = |invocations, up, down, slept, total| Metrics { invocations, up, down, slept, total: MS(total) };
+    let told = |calls, steps_up, steps_down, waits, total| PacerMetrics {
+        calls,
+        steps_up,
+        steps_down,
+        waits,
+        total_wait: MS(total),
+    };
     assert_eq!((one.metrics(), two.metrics()), (told(3, 1, 0, 2, 2_500), told(3, 1, 1, 3, 4_000)));
 }
 
@@ -166,14 +172,18 @@ async fn a_cancelled_task_has_told_everything_and_holds_nothing() {
     let (one, two) = (world.node(), world.node());
     one.on_success().await;
     for delay in [MS(0), MS(30)] {
-        world.store().set_mood(if delay.is_zero() { Mood::Well } else { Mood::Slow(delay) });
-        let before = one.metrics().up;
+        world.store().set_behaviour(if delay.is_zero() {
+            RemoteBehaviour::Normal
+        } else {
+            RemoteBehaviour::SlowExecution(delay)
+        });
+        let before = one.metrics().steps_up;
         assert!(timeout(MS(10), one.on_failure()).await.is_err());
         sleep(MS(50)).await;
-        assert_eq!(one.metrics().up, before + 1, "a store that takes {delay:?}");
+        assert_eq!(one.metrics().steps_up, before + 1, "a store that takes {delay:?}");
     }
-    assert_eq!((one.metrics().slept, one.metrics().total), (2, MS(1_500)));
-    world.store().set_mood(Mood::Well);
+    assert_eq!((one.metrics().waits, one.metrics().total_wait), (2, MS(1_500)));
+    world.store().set_behaviour(RemoteBehaviour::Normal);
     drop(one);
     sleep(MS(50)).await;
     near(world.took(two.on_success()).await, MS(500));
@@ -182,25 +192,25 @@ async fn a_cancelled_task_has_told_everything_and_holds_nothing() {
 
 #[tokio::test(start_paused = true)]
 async fn without_its_store_a_process_goes_on_with_what_it_last_knew() {
-    for mood in [Mood::Frozen, Mood::Failing, Mood::Mute] {
+    for mood in [RemoteBehaviour::Unresponsive, RemoteBehaviour::Failing, RemoteBehaviour::LostReply] {
         let world = World::new(doubling(MS(500), 9));
         let (one, two) = (world.node(), world.node());
         two.on_success().await;
         one.on_failure().await;
         near(world.took(one.on_failure()).await, MS(2_000));
-        world.store().set_mood(mood);
+        world.store().set_behaviour(mood);
         near(world.took(one.on_success()).await, MS(2_000));
         assert_eq!((one.interval(), one.workers()), (SECS(1), 2), "{mood:?}");
         near(world.took(one.on_failure()).await, MS(4_000));
         near(world.took(one.on_failure()).await, MS(8_000));
         // Nobody told the other, which finds the store gone, too.
         near(world.took(two.on_success()).await, MS(0));
-        world.store().set_mood(Mood::Well);
+        world.store().set_behaviour(RemoteBehaviour::Normal);
         sleep(SECS(2)).await;
         near(world.took(one.on_success()).await, MS(8_000));
         near(world.took(two.on_success()).await, MS(8_000));
         assert_eq!((two.interval(), two.workers()), (SECS(4), 2), "{mood:?}: what was come to alone holds for all");
-        assert_eq!(one.metrics().invocations, 6);
+        assert_eq!(one.metrics().calls, 6);
     }
 }
 
@@ -213,9 +223,9 @@ async fn what_a_process_knew_for_long_holds_for_nobody_else() {
     two.on_success().await;
     two.on_success().await;
     assert_eq!((one.interval(), two.interval()), (SECS(1), MS(0)));
-    world.store().set_mood(Mood::Failing);
+    world.store().set_behaviour(RemoteBehaviour::Failing);
     one.on_success().await;
-    world.store().set_mood(Mood::Well);
+    world.store().set_behaviour(RemoteBehaviour::Normal);
     sleep(SECS(2)).await;
     near(world.took(one.on_success()).await, MS(0));
     near(world.took(two.on_success()).await, MS(0));
@@ -227,14 +237,14 @@ async fn a_thread_waits_for_a_store_within_bounds() {
     let world = World::new(doubling(MS(20), 1));
     let pacer = world.node();
     pacer.on_failure_blocking();
-    assert_eq!((pacer.interval(), pacer.metrics().up), (MS(20), 1));
+    assert_eq!((pacer.interval(), pacer.metrics().steps_up), (MS(20), 1));
     let elsewhere = pacer.clone();
     tokio::task::spawn_blocking(move || elsewhere.on_failure_blocking()).await.unwrap();
     assert!(pacer.interval() >= MS(40) && pacer.workers() == 2, "{:?}", pacer.interval());
 }
 
 fn policy(store: &str) -> Policy {
-    Policy::load(Sources::new().file("test.toml", format!("[store]\nurl = \"{store}\"\n"))).unwrap()
+    Policy::load(PolicySources::new().file("test.toml", format!("[store]\nurl = \"{store}\"\n"))).unwrap()
 }
 
 async fn stores(store: &str) -> Stores {
@@ -258,7 +268,7 @@ async fn who_opens_a_pacer_by_its_name_shares_it() {
         two.on_success().await;
         assert_eq!(two.workers(), 1, "{store}");
         let different = stores.pacer(PacerSpec { max: SECS(9), ..spec }, "api", clock);
-        assert!(matches!(different, Err(OpenError::OtherPace { .. })), "{store}");
+        assert!(matches!(different, Err(OpenError::PacerSettingsConflict { .. })), "{store}");
         let too_long = stores.pacer(PacerSpec { max: Duration::MAX, ..spec }, "long", clock);
         assert!(matches!(too_long, Err(OpenError::Pacer(_))), "{store}");
         let too_long = stores.pacer(PacerSpec { max: SECS(20 * 86_400), ..spec }, "long", clock).unwrap_err();

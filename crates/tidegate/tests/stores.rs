@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::policy::{KeySeed, Policy, Sources};
+use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
-use tidegate::{AnyStore, Begun, CheckError, Clock as _, Gate, OpenError, Query, Reason, Span, Stores};
-use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tidegate::{AnyStore, Check, CheckError, Clock as _, Gate, OpenError, Query, Reason, Span, Stores};
+use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::time::sleep;
 
 const POLICY: &str = "
@@ -36,7 +36,7 @@ limit = \"1 in flight\"
 ";
 
 fn policy(text: &str) -> Policy {
-    Policy::load(Sources::new().file("test.toml", text)).unwrap()
+    Policy::load(PolicySources::new().file("test.toml", text)).unwrap()
 }
 
 fn ask<'q>(action: &'q str, key: &'q str) -> Query<'q> {
@@ -52,7 +52,7 @@ fn nodes() -> (FlakyRemote, [Node; 2]) {
     let store = FlakyRemote::new(Arc::new(limits), clock, true);
     let node = |number| {
         let fleet = Fleet::start(Box::new(store.clone()), clock, FleetOptions::new(number));
-        Gate::with(Arc::clone(policy.plan()), AnyStore::Fleet(fleet), clock, KeySeed::new([1; 16]))
+        Gate::from_parts(Arc::clone(policy.plan()), AnyStore::Fleet(fleet), clock, KeySeed::new([1; 16]))
     };
     let nodes = [node(1), node(2)];
     (store, nodes)
@@ -74,9 +74,13 @@ async fn nodes_count_together() {
     let explained = format!("{explained:?}");
     assert!(explained.contains("login"), "{explained}");
 
-    let asked = store.asks();
+    let asked = store.request_count();
     let told = two.check(&ask("login", "bob")).await.unwrap();
-    assert_eq!((told.allowed, told.blocked, store.asks()), (false, true, asked), "a known block is refused at once");
+    assert_eq!(
+        (told.allowed, told.blocked, store.request_count()),
+        (false, true, asked),
+        "a known block is refused at once"
+    );
     one.reset(&ask("login", "bob")).await.unwrap();
     sleep(Duration::from_millis(1)).await;
     assert!(two.check(&ask("login", "bob")).await.unwrap().allowed, "a reset is heard");
@@ -89,7 +93,7 @@ async fn permits_are_held_for_all_and_come_back() {
     let query = ask("slots", "k");
     let action = one.actions(&query).unwrap();
     let held = one.check(&query).await.unwrap();
-    let hold = one.hold(action, &query, &held).unwrap();
+    let hold = one.hold_permit(action, &query, &held).unwrap();
     assert!(hold.is_some() && !two.check(&query).await.unwrap().allowed);
     drop(hold);
     sleep(Duration::from_millis(5)).await;
@@ -103,14 +107,14 @@ async fn what_waits_is_begun_and_what_does_not_is_decided() {
     let begin = |key| {
         let query = ask("login", key);
         let action = one.actions(&query).unwrap();
-        one.begin(action, &query).unwrap()
+        one.begin_check(action, &query).unwrap()
     };
-    let Begun::Later(deciding) = begin("a") else { panic!("a store far away has to be waited for") };
+    let Check::Pending(deciding) = begin("a") else { panic!("a store far away has to be waited for") };
     assert!(deciding.decision().await.unwrap().allowed);
-    store.set_mood(Mood::Failing);
-    let Begun::Later(deciding) = begin("b") else { panic!("nobody knows yet") };
+    store.set_behaviour(RemoteBehaviour::Failing);
+    let Check::Pending(deciding) = begin("b") else { panic!("nobody knows yet") };
     assert!(deciding.decision().await.unwrap().allowed);
-    let Begun::Decided(decision) = begin("b") else { panic!("the node goes on by itself") };
+    let Check::Decided(decision) = begin("b") else { panic!("the node goes on by itself") };
     assert!(decision.allowed);
     let refused = one.check(&ask("pay", "b")).await;
     assert!(matches!(refused, Err(CheckError::Store(_))), "{refused:?}");
@@ -199,11 +203,11 @@ async fn permits_that_nobody_hears_of_come_back() {
     sleep(Duration::from_millis(1)).await;
     let query = ask("slots", "k");
     for _ in 0..3 {
-        store.set_mood(Mood::Mute);
+        store.set_behaviour(RemoteBehaviour::LostReply);
         let mut gone = Box::pin(one.check(&query));
         assert!(futures_util::poll!(&mut gone).is_pending());
         drop(gone);
-        store.set_mood(Mood::Well);
+        store.set_behaviour(RemoteBehaviour::Normal);
         sleep(Duration::from_millis(5)).await;
     }
     let held = two.check(&query).await.unwrap();
@@ -218,13 +222,13 @@ async fn permits_whose_answer_was_lost_come_back() {
     sleep(Duration::from_secs(3)).await;
     let query = ask("pairs", "k");
     let action = one.actions(&query).unwrap();
-    store.set_mood(Mood::Mute);
+    store.set_behaviour(RemoteBehaviour::LostReply);
     let (first, second) = tokio::join!(one.check(&query), one.check(&query));
     let (admitted, refused): (Vec<_>, Vec<_>) =
         [first.unwrap(), second.unwrap()].into_iter().partition(|decision| decision.allowed);
     assert_eq!((admitted.len(), refused.len()), (1, 1), "its share is one of two");
-    let hold = one.hold(action, &query, &admitted[0]).unwrap();
-    store.set_mood(Mood::Well);
+    let hold = one.hold_permit(action, &query, &admitted[0]).unwrap();
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(two.check(&query).await.unwrap().allowed && !two.check(&query).await.unwrap().allowed);
     drop(hold);

@@ -9,21 +9,21 @@ use std::sync::Arc;
 use rustix::fs::{FileType, fstat};
 
 /// The most that `--keep-stdin` keeps.
-const MAX_KEPT: u64 = 64 << 20;
+const MAX_BUFFERED_BYTES: u64 = 64 << 20;
 
 /// Standard input.
-pub(super) enum Input {
+pub(super) enum StdinSource {
     /// A terminal or another device, which all attempts share.
     Device,
     /// A file, and where it stood.
     File { file: File, start: u64 },
     /// A pipe, which can be read once.
-    Pipe { given: bool },
+    Pipe { is_used: bool },
     /// What a pipe held.
-    Kept(Arc<[u8]>),
+    Buffered(Arc<[u8]>),
 }
 
-impl Input {
+impl StdinSource {
     /// # Errors
     /// It is to be kept and can't be read, or is too long.
     pub(super) fn new(keep: bool) -> io::Result<Self> {
@@ -37,27 +37,27 @@ impl Input {
             }
             FileType::Fifo | FileType::Socket if keep => {
                 let mut kept = Vec::new();
-                stdin.lock().take(MAX_KEPT + 1).read_to_end(&mut kept)?;
-                if kept.len() as u64 > MAX_KEPT {
+                stdin.lock().take(MAX_BUFFERED_BYTES + 1).read_to_end(&mut kept)?;
+                if kept.len() as u64 > MAX_BUFFERED_BYTES {
                     return Err(io::Error::other("standard input is longer than the 64 MiB that --keep-stdin keeps"));
                 }
-                Ok(Self::Kept(kept.into()))
+                Ok(Self::Buffered(kept.into()))
             }
-            FileType::Fifo | FileType::Socket => Ok(Self::Pipe { given: false }),
+            FileType::Fifo | FileType::Socket => Ok(Self::Pipe { is_used: false }),
             _ => Ok(Self::Device),
         }
     }
 
     /// Whether an attempt had it and the next can't.
-    pub(super) fn is_gone(&self) -> bool {
-        matches!(self, Self::Pipe { given: true })
+    pub(super) fn is_used_up(&self) -> bool {
+        matches!(self, Self::Pipe { is_used: true })
     }
 
     /// What the next attempt gets, and what is to be written into it.
     ///
     /// # Errors
     /// The file can't be read from its start again.
-    pub(super) fn next(&mut self) -> io::Result<(Stdio, Option<Arc<[u8]>>)> {
+    pub(super) fn next_stdin(&mut self) -> io::Result<(Stdio, Option<Arc<[u8]>>)> {
         Ok(match self {
             Self::Device => (Stdio::inherit(), None),
             Self::File { file, start } => {
@@ -65,11 +65,11 @@ impl Input {
                 file.seek(SeekFrom::Start(*start))?;
                 (Stdio::inherit(), None)
             }
-            Self::Pipe { given } => {
+            Self::Pipe { is_used: given } => {
                 let first = !std::mem::replace(given, true);
                 (if first { Stdio::inherit() } else { Stdio::null() }, None)
             }
-            Self::Kept(bytes) => (Stdio::piped(), Some(Arc::clone(bytes))),
+            Self::Buffered(bytes) => (Stdio::piped(), Some(Arc::clone(bytes))),
         })
     }
 }

@@ -8,19 +8,19 @@ use tidegate::core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;
 
 /// How much is passed on at a time.
-const CHUNK: usize = 1 << 16;
+const CHUNK_BYTES: usize = 1 << 16;
 /// The longest line in which patterns are looked for; a longer one is looked at in pieces of this length.
 const MAX_LINE: usize = 1 << 16;
 
 /// What is looked for.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Patterns {
+pub(super) struct OutputPatterns {
     pub(super) throttled: Option<Regex>,
     pub(super) permanent: Option<Regex>,
     pub(super) retry_after: Option<Regex>,
 }
 
-impl Patterns {
+impl OutputPatterns {
     pub(super) fn any(&self) -> bool {
         self.throttled.is_some() || self.permanent.is_some() || self.retry_after.is_some()
     }
@@ -28,15 +28,15 @@ impl Patterns {
 
 /// What was seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
+pub(super) struct OutputMatches {
     pub(super) throttled: bool,
     pub(super) permanent: bool,
     /// The longest wait that was asked for.
     pub(super) retry_after: Option<Span>,
 }
 
-impl Seen {
-    pub(super) fn and(self, other: Self) -> Self {
+impl OutputMatches {
+    pub(super) fn merge(self, other: Self) -> Self {
         Self {
             throttled: self.throttled | other.throttled,
             permanent: self.permanent | other.permanent,
@@ -47,13 +47,13 @@ impl Seen {
 
 /// One output of an attempt. What was seen can be asked for while it is still open: somebody whom the command started may
 /// keep it so.
-pub(super) struct Output<C> {
+pub(super) struct OutputForwarder<C> {
     clock: C,
-    state: Mutex<State>,
+    state: Mutex<OutputState>,
 }
 
-struct State {
-    looker: Looker,
+struct OutputState {
+    matcher: LineMatcher,
     /// Since when nothing has come; `None` while something is passed on.
     idle_since: Option<Time>,
     /// For how long nothing came before that, in all.
@@ -61,20 +61,20 @@ struct State {
     is_closed: bool,
 }
 
-impl<C: Clock> Output<C> {
-    pub(super) fn new(patterns: Patterns, clock: C) -> Self {
-        let looker = Looker { patterns, line: Vec::new(), seen: Seen::default() };
-        let state = State { looker, idle_since: None, idle: Span::ZERO, is_closed: false };
+impl<C: Clock> OutputForwarder<C> {
+    pub(super) fn new(patterns: OutputPatterns, clock: C) -> Self {
+        let looker = LineMatcher { patterns, line: Vec::new(), matches: OutputMatches::default() };
+        let state = OutputState { matcher: looker, idle_since: None, idle: Span::ZERO, is_closed: false };
         Self { clock, state: Mutex::new(state) }
     }
 
     /// Passes everything on until the one side ends or the other is gone.
-    pub(super) fn pass_on(&self, mut from: impl Read, mut to: impl Write) {
-        let mut chunk = vec![0; CHUNK];
+    pub(super) fn forward(&self, mut from: impl Read, mut to: impl Write) {
+        let mut chunk = vec![0; CHUNK_BYTES];
         loop {
             self.state().idle_since = Some(self.clock.now());
             let read = from.read(&mut chunk);
-            self.state().is_busy(self.clock.now());
+            self.state().mark_busy(self.clock.now());
             let count = match read {
                 Ok(0) => break,
                 Ok(count) => count,
@@ -86,13 +86,13 @@ impl<C: Clock> Output<C> {
                 break;
             }
             let mut state = self.state();
-            state.looker.feed(&chunk[..count], self.clock.now());
+            state.matcher.feed(&chunk[..count], self.clock.now());
         }
         self.state().is_closed = true;
     }
 
     /// Counts anew for how long nothing comes.
-    pub(super) fn restart(&self) {
+    pub(super) fn restart_idle_time(&self) {
         let mut state = self.state();
         state.idle = Span::ZERO;
         state.idle_since = state.idle_since.map(|_| self.clock.now());
@@ -100,7 +100,7 @@ impl<C: Clock> Output<C> {
 
     /// How much longer to wait for more, if that may take `most` in all; `None` if it is over. Time in which something is
     /// passed on doesn't count.
-    pub(super) fn lasts(&self, most: Span) -> Option<Span> {
+    pub(super) fn remaining_wait(&self, most: Span) -> Option<Span> {
         let state = self.state();
         let idle = state.idle + state.idle_since.map_or(Span::ZERO, |since| self.clock.now().since(since));
         let is_over = state.is_closed || state.idle_since.is_some() && idle >= most;
@@ -108,44 +108,44 @@ impl<C: Clock> Output<C> {
     }
 
     /// What was seen, in a last line without an end too.
-    pub(super) fn seen(&self) -> Seen {
-        let State { looker, .. } = &mut *self.state();
-        looker.look(self.clock.now());
-        looker.seen
+    pub(super) fn matches(&self) -> OutputMatches {
+        let OutputState { matcher: looker, .. } = &mut *self.state();
+        looker.match_line(self.clock.now());
+        looker.matches
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, OutputState> {
         // Nothing under it panics half-way.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
-    fn is_busy(&mut self, now: Time) {
+impl OutputState {
+    fn mark_busy(&mut self, now: Time) {
         if let Some(since) = self.idle_since.take() {
             self.idle = self.idle + now.since(since);
         }
     }
 }
 
-struct Looker {
-    patterns: Patterns,
+struct LineMatcher {
+    patterns: OutputPatterns,
     /// What there is of a line.
     line: Vec<u8>,
-    seen: Seen,
+    matches: OutputMatches,
 }
 
-impl Looker {
+impl LineMatcher {
     fn feed(&mut self, mut bytes: &[u8], now: Time) {
         while !bytes.is_empty() {
             let end = bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len());
             let room = MAX_LINE - self.line.len();
             self.line.extend_from_slice(&bytes[..end.min(room)]);
             if end >= room {
-                self.look(now);
+                self.match_line(now);
                 bytes = &bytes[room..];
             } else if end < bytes.len() {
-                self.look(now);
+                self.match_line(now);
                 bytes = &bytes[end + 1..];
             } else {
                 return;
@@ -154,21 +154,21 @@ impl Looker {
     }
 
     /// Looks at the line and begins another.
-    fn look(&mut self, now: Time) {
+    fn match_line(&mut self, now: Time) {
         let line = &*self.line;
         let matches = |pattern: &Option<Regex>| pattern.as_ref().is_some_and(|pattern| pattern.is_match(line));
-        self.seen.throttled |= matches(&self.patterns.throttled);
-        self.seen.permanent |= matches(&self.patterns.permanent);
+        self.matches.throttled |= matches(&self.patterns.throttled);
+        self.matches.permanent |= matches(&self.patterns.permanent);
         if let Some(found) = self.patterns.retry_after.as_ref().and_then(|pattern| pattern.captures(line)) {
             let wait = found.get(1).or(found.get(0)).and_then(|wait| str::from_utf8(wait.as_bytes()).ok());
-            self.seen.retry_after = self.seen.retry_after.max(wait.and_then(|text| asked(text, now)));
+            self.matches.retry_after = self.matches.retry_after.max(wait.and_then(|text| parse_wait(text, now)));
         }
         self.line.clear();
     }
 }
 
 /// Seconds, a time with its unit, or an HTTP date.
-fn asked(text: &str, now: Time) -> Option<Span> {
+fn parse_wait(text: &str, now: Time) -> Option<Span> {
     let text = text.trim();
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..1e9).contains(seconds));
     let seconds = seconds.map(|seconds| Span::from_micros((seconds * 1e6).ceil() as u64));
@@ -183,34 +183,34 @@ mod tests {
     use super::*;
     use tidegate::clock::ManualClock;
 
-    fn patterns() -> Patterns {
+    fn patterns() -> OutputPatterns {
         let regex = |text| Some(Regex::new(text).unwrap());
-        Patterns {
+        OutputPatterns {
             throttled: regex("429|slow down"),
             permanent: regex("^no such "),
             retry_after: regex("(?i)retry[- ]after:? (.*)"),
         }
     }
 
-    fn seen(bytes: &[u8]) -> Seen {
+    fn seen(bytes: &[u8]) -> OutputMatches {
         let mut passed = Vec::new();
-        let output = Output::new(patterns(), ManualClock::at(Time::from_secs(1_700_000_000)));
-        output.pass_on(bytes, &mut passed);
+        let output = OutputForwarder::new(patterns(), ManualClock::at(Time::from_secs(1_700_000_000)));
+        output.forward(bytes, &mut passed);
         assert_eq!(passed, bytes);
-        output.seen()
+        output.matches()
     }
 
     #[test]
     fn patterns_are_found_in_lines_wherever_they_are_cut() {
-        let throttled = Seen { throttled: true, ..Seen::default() };
-        assert_eq!(seen(b"all is well\nreally"), Seen::default());
+        let throttled = OutputMatches { throttled: true, ..OutputMatches::default() };
+        assert_eq!(seen(b"all is well\nreally"), OutputMatches::default());
         assert_eq!(seen(b"please slow down"), throttled);
-        assert_eq!(seen(b"this is\nno such thing"), Seen { permanent: true, ..Seen::default() });
-        assert_eq!(seen(b"this is no such thing\n"), Seen::default());
+        assert_eq!(seen(b"this is\nno such thing"), OutputMatches { permanent: true, ..OutputMatches::default() });
+        assert_eq!(seen(b"this is no such thing\n"), OutputMatches::default());
         let mut long = vec![b'x'; MAX_LINE + 10];
         long.extend(b" 429\nno such");
         assert_eq!(seen(&long), throttled, "the last line lacks what it has to match");
-        for length in CHUNK - 8..CHUNK + 8 {
+        for length in CHUNK_BYTES - 8..CHUNK_BYTES + 8 {
             let mut line = vec![b'\n'; length];
             line.extend(b"slow down\n");
             assert_eq!(seen(&line), throttled, "{length}");

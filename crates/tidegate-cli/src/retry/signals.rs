@@ -10,32 +10,32 @@ use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::Cause;
 
 /// The signals that are passed on.
-const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, signal_hook::consts::SIGWINCH];
+const FORWARDED_SIGNALS: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, signal_hook::consts::SIGWINCH];
 /// The most events that wait to be looked at; whoever has another one waits too.
 const MAX_EVENTS: usize = 64;
 
 /// What happens while a command runs or is waited for.
 #[derive(Debug)]
-pub(super) enum Event {
+pub(super) enum CommandEvent {
     /// This process got a signal.
-    Signal(Signal),
+    Signal(ReceivedSignal),
     /// The command of this attempt has ended.
-    Ended { attempt: u64 },
+    CommandExited { attempt: u64 },
     /// Nothing more comes from one of its outputs.
-    Closed,
+    OutputClosed,
 }
 
 /// A signal that this process got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Signal {
+pub(super) struct ReceivedSignal {
     pub(super) number: i32,
     /// Whether the terminal sent it, which sends it to all in the foreground: the command has it already.
-    pub(super) is_everybodys: bool,
+    pub(super) is_from_terminal: bool,
 }
 
-impl Signal {
+impl ReceivedSignal {
     /// Whether there is no retry after it.
-    pub(super) fn ends(self) -> bool {
+    pub(super) fn stops_retries(self) -> bool {
         matches!(self.number, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
     }
 
@@ -45,19 +45,20 @@ impl Signal {
     }
 }
 
-pub(super) fn channel() -> (SyncSender<Event>, Receiver<Event>) {
+pub(super) fn channel() -> (SyncSender<CommandEvent>, Receiver<CommandEvent>) {
     sync_channel(MAX_EVENTS)
 }
 
 /// Takes the signals from now on. One that is ignored stays so, for the command too: who wrote `nohup` meant it.
-pub(super) fn listen(events: SyncSender<Event>) -> io::Result<()> {
-    let ignored = ignored();
-    let wanted = PASSED_ON.into_iter().filter(|number| ignored & 1 << (number - 1) == 0);
+pub(super) fn listen(events: SyncSender<CommandEvent>) -> io::Result<()> {
+    let ignored = ignored_signals();
+    let wanted = FORWARDED_SIGNALS.into_iter().filter(|number| ignored & 1 << (number - 1) == 0);
     let mut signals = SignalsInfo::<WithOrigin>::new(wanted)?;
     let forward = move || {
         for origin in signals.forever() {
-            let signal = Signal { number: origin.signal, is_everybodys: matches!(origin.cause, Cause::Kernel) };
-            if events.send(Event::Signal(signal)).is_err() {
+            let signal =
+                ReceivedSignal { number: origin.signal, is_from_terminal: matches!(origin.cause, Cause::Kernel) };
+            if events.send(CommandEvent::Signal(signal)).is_err() {
                 return;
             }
         }
@@ -66,7 +67,7 @@ pub(super) fn listen(events: SyncSender<Event>) -> io::Result<()> {
 }
 
 /// The signals that this process was started to ignore, one a bit; none where the system doesn't say (proc(5)).
-fn ignored() -> u64 {
+fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)

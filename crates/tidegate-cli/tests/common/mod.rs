@@ -2,12 +2,12 @@
 
 use std::process::Command;
 
-use tidegate_testkit::servers::{Running, Scratch, free_port};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
 /// Runs `tidegate serve` with this policy and these variables; gives the gateway's port.
-pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (Running, u16) {
+pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (ChildProcess, u16) {
     let port = free_port();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("tidegate.toml", policy);
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command
@@ -17,7 +17,7 @@ pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (Running, u16) {
         .env("TIDEGATE__API__LISTEN", "off")
         .env("TIDEGATE__ADMIN__LISTEN", "off")
         .envs(env.iter().copied());
-    (Running::start(command, scratch, port), port)
+    (ChildProcess::start(command, scratch, port), port)
 }
 
 /// A provider at a port of this machine.

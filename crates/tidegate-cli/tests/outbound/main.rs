@@ -12,13 +12,13 @@ mod upstream;
 
 use std::process::Command;
 
-use tidegate_testkit::servers::Scratch;
+use tidegate_testkit::servers::ScratchDir;
 
 use crate::common::provider;
 
 #[test]
 fn beyond_loopback_it_wants_a_token() {
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let settings = "limit = \"1/s\"\n[outbound]\nlisten = \"0.0.0.0:0\"\n";
     let file = scratch.write("tidegate.toml", &provider(1, settings));
     let serve = Command::new(env!("CARGO_BIN_EXE_tidegate"))

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use tidegate_testkit::client::{Client, get};
+use tidegate_testkit::http_client::{HttpClient, get_request};
 
 use crate::common::{gateway, provider};
 use crate::upstream::{Upstream, reply};
@@ -53,10 +53,10 @@ fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
         });
         assert!(reached, "{under_way} calls under way: {tokens:?}");
     };
-    let send = |clients: usize| -> Vec<Client> {
+    let send = |clients: usize| -> Vec<HttpClient> {
         let sent = (0..clients).map(|_| {
-            let mut client = Client::connect(port).unwrap();
-            client.send(get("/api/x"));
+            let mut client = HttpClient::connect(port).unwrap();
+            client.send(get_request("/api/x"));
             client
         });
         sent.collect()
@@ -64,8 +64,8 @@ fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
     // Five times as many as may be under way at once.
     let clients: Vec<_> = (0..75)
         .map(|_| {
-            let mut client = Client::connect(port).unwrap();
-            thread::spawn(move || (0..4).all(|_| client.ask(get("/api/x")).status == 200))
+            let mut client = HttpClient::connect(port).unwrap();
+            thread::spawn(move || (0..4).all(|_| client.request(get_request("/api/x")).status == 200))
         })
         .collect();
     assert!(clients.into_iter().all(|client| client.join().unwrap()));
@@ -87,6 +87,6 @@ fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
     thread::sleep(Duration::from_millis(200));
     assert_eq!(counts(), (vec![5; 3], vec![5; 3]));
     held.store(false, Ordering::Relaxed);
-    assert!(clients.into_iter().all(|mut client| client.answer().status == 200));
+    assert!(clients.into_iter().all(|mut client| client.read_response().status == 200));
     assert_eq!(counts(), (vec![0; 3], vec![5; 3]));
 }

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-use tidegate_testkit::client::{Client, get};
-use tidegate_testkit::servers::Scratch;
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::servers::ScratchDir;
 
 use crate::common::gateway;
 use crate::upstream::{Upstream, reply};
@@ -106,21 +106,21 @@ fn no_token_is_ever_told() {
                      Tidegate-Timeout: 500ms\r\n\r\n",
                     ENTRY.1
                 );
-                let answer = Client::connect(port).unwrap().ask(request);
+                let answer = HttpClient::connect(port).unwrap().request(request);
                 told += &format!("{provider}/{path}: {}\n{}\n", answer.head, answer.body);
             }
         }
-        let answer = Client::connect(port).unwrap().ask(get("/bearer/x"));
+        let answer = HttpClient::connect(port).unwrap().request(get_request("/bearer/x"));
         assert_eq!(answer.status, 407);
         told += &answer.head;
         told += &answer.body;
-        gateway.signal("TERM");
+        gateway.send_signal("TERM");
         gateway.wait().expect("the gateway ends");
-        let log = gateway.read("stderr");
+        let log = gateway.read_file("stderr");
         assert!(log.contains(if format == "json" { "\"level\":\"TRACE\"" } else { " TRACE " }), "{log}");
         let check = Command::new(env!("CARGO_BIN_EXE_tidegate"))
             .arg("check")
-            .arg(Scratch::new().write("tidegate.toml", &policy))
+            .arg(ScratchDir::new().write("tidegate.toml", &policy))
             .envs(env.iter().copied())
             .output()
             .unwrap();
@@ -132,7 +132,8 @@ fn no_token_is_ever_told() {
             assert!(seen.contains(&format!("pl4nted-{name}-7f3a")), "{name} was never sent: {seen}");
         }
         assert!(!seen.contains(ENTRY.1), "the gateway's own token is not the provider's business");
-        for (place, text) in [("answers", &told), ("log", &log), ("output", &gateway.read("stdout")), ("check", &check)]
+        for (place, text) in
+            [("answers", &told), ("log", &log), ("output", &gateway.read_file("stdout")), ("check", &check)]
         {
             let lines: Vec<&str> =
                 text.lines().filter(|line| line.contains("pl4nted") || line.contains("7f3a")).collect();

@@ -9,8 +9,8 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
-use tidegate_testkit::client::Client;
-use tidegate_testkit::servers::Scratch;
+use tidegate_testkit::http_client::HttpClient;
+use tidegate_testkit::servers::ScratchDir;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio_rustls::TlsAcceptor;
@@ -98,14 +98,14 @@ async fn told(State(seen): State<Arc<Mutex<Vec<String>>>>, request: Request) -> 
 const PLANTED: (&str, &str) = ("PLANTED", "pl4nted-s3cr3t");
 
 /// Asks once through a gateway that trusts this authority.
-fn asked(api: &Api, authority: &str, request: &str) -> (tidegate_testkit::client::Answer, String) {
-    let trusted = Scratch::new();
+fn asked(api: &Api, authority: &str, request: &str) -> (tidegate_testkit::http_client::HttpResponse, String) {
+    let trusted = ScratchDir::new();
     let file = trusted.write("ca.pem", authority);
     let (mut gateway, port) = gateway(&api.policy(), &[PLANTED, ("SSL_CERT_FILE", file.to_str().unwrap())]);
-    let answer = Client::connect(port).unwrap().ask(request);
-    gateway.signal("TERM");
+    let answer = HttpClient::connect(port).unwrap().request(request);
+    gateway.send_signal("TERM");
     gateway.wait().expect("the gateway ends");
-    (answer, gateway.read("stderr"))
+    (answer, gateway.read_file("stderr"))
 }
 
 #[test]

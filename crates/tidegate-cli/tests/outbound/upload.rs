@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use tidegate_testkit::client::{Client, get};
-use tidegate_testkit::dice;
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::random;
 
 use crate::common::{gateway, provider};
 use crate::upstream::{read_head, reply};
@@ -23,7 +23,7 @@ fn most_memory(process: u32) -> u64 {
 #[test]
 fn a_large_upload_takes_little_memory_and_is_sent_once() {
     const CHUNK: usize = 64 << 10;
-    let chunks = u64::from(dice::count(1 << 10, 1 << 14));
+    let chunks = u64::from(random::case_count(1 << 10, 1 << 14));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let upstream = listener.local_addr().unwrap().port();
     let (requests, arrived) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
@@ -61,9 +61,9 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
     });
     let settings = "limit = \"100/s\"\ntimeout = \"10m\"";
     let (gateway, port) = gateway(&provider(upstream, settings), &[]);
-    let mut client = Client::connect(port).unwrap();
+    let mut client = HttpClient::connect(port).unwrap();
     // The first brings what a first call costs.
-    assert_eq!(client.ask(get("/nobody")).status, 404);
+    assert_eq!(client.request(get_request("/nobody")).status, 404);
     let before = most_memory(gateway.id());
     client.send("PUT /api/object HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n");
     let mut chunk = format!("{CHUNK:x}\r\n").into_bytes();
@@ -72,7 +72,7 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
     for _ in 0..chunks {
         client.send(&chunk);
     }
-    let answer = client.ask("0\r\n\r\n");
+    let answer = client.request("0\r\n\r\n");
     assert_eq!((answer.status, answer.body.as_str()), (503, "not now"), "{}", answer.head);
     assert_eq!(answer.header("tidegate-attempts"), Some("1"));
     let why = "the request can't be sent again: its body is larger than what is kept for another attempt";

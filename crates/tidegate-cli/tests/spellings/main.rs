@@ -8,9 +8,9 @@ mod upstreams;
 
 use std::process::Command;
 
-use tidegate_testkit::client::{Client, get};
-use tidegate_testkit::dice::{self, Dice};
-use tidegate_testkit::servers::{Running, Scratch, caddy, free_port, nginx};
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::random::{self, RandomSource};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, caddy, free_port, nginx};
 
 use crate::upstreams::{LIMITED, caddy_routes, flask, go_mux, java, nginx_routes, node, python};
 
@@ -21,14 +21,14 @@ const SPELLINGS: (u32, u32) = (1_500, 5_000);
 const SHARE: usize = 40;
 
 /// Runs `tidegate serve` before a server with these quirks and patterns; gives its ports: the proxy's and the API's.
-fn gate(quirks: &str, paths: &str, upstream: u16) -> (Running, u16, u16) {
+fn gate(quirks: &str, paths: &str, upstream: u16) -> (ChildProcess, u16, u16) {
     let (port, api) = (free_port(), free_port());
     let policy = format!(
         "[inbound]\npath_quirks = {quirks}\n[api]\ndeny_status = 403\n\
          [inbound.action.static]\nmatch = {{ path = \"/static/*\" }}\nlimit = \"2000000000 per 1h\"\n\
          [inbound.action.limited]\nmatch = {{ path = {paths} }}\nlimit = \"1000000000 per 1h\"\n"
     );
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let file = scratch.write("tidegate.toml", &policy);
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command
@@ -38,22 +38,22 @@ fn gate(quirks: &str, paths: &str, upstream: u16) -> (Running, u16, u16) {
         .env("TIDEGATE__INBOUND__UPSTREAM", format!("http://127.0.0.1:{upstream}"))
         .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{api}"))
         .env("TIDEGATE__ADMIN__LISTEN", "off");
-    (Running::start(command, scratch, port), port, api)
+    (ChildProcess::start(command, scratch, port), port, api)
 }
 
 /// Asks whoever listens on `port` for spellings of limited paths; each that is routed to the limited handler must have
 /// been counted.
 fn assert_counted(what: &str, port: u16) {
-    let seed = dice::seed();
-    let mut dice = Dice::seeded(seed ^ u64::from(what.len() as u32) << 32);
-    let spellings = dice::count(SPELLINGS.0, SPELLINGS.1);
-    let mut client = Client::connect(port).unwrap();
+    let seed = random::run_seed();
+    let mut random = RandomSource::from_seed(seed ^ u64::from(what.len() as u32) << 32);
+    let spellings = random::case_count(SPELLINGS.0, SPELLINGS.1);
+    let mut client = HttpClient::connect(port).unwrap();
     let (mut routed, mut counted, mut uncounted) = (0, 0, Vec::new());
     for _ in 0..spellings {
-        let spelling = spelled(&mut dice);
-        let answer = client.ask(get(&spelling));
-        if answer.last {
-            client = Client::connect(port).unwrap();
+        let spelling = spelled(&mut random);
+        let answer = client.request(get_request(&spelling));
+        if answer.closes_connection {
+            client = HttpClient::connect(port).unwrap();
         }
         let is_routed = answer.status == 200 && answer.body.contains(LIMITED);
         // A front server that asks by forward-auth has its backend tell.
@@ -79,7 +79,7 @@ fn assert_counted(what: &str, port: u16) {
 }
 
 /// A spelling of a limited path, or something like it.
-fn spelled(dice: &mut Dice) -> String {
+fn spelled(random: &mut RandomSource) -> String {
     const PIECES: [&str; 38] = [
         "/",
         "/",
@@ -181,31 +181,31 @@ fn spelled(dice: &mut Dice) -> String {
         "/x/..%3b",
         "/%u002e",
     ];
-    if dice.percent(25) {
-        let count = dice.between(1, 7);
-        let pieces: String = (0..count).map(|_| dice.pick(&PIECES)).collect();
+    if random.chance(25) {
+        let count = random.between(1, 7);
+        let pieces: String = (0..count).map(|_| random.pick(&PIECES)).collect();
         return format!("/{pieces}");
     }
-    let mut path = dice.pick(&["/login", "/login", "/api/x", "/api/users/1", "/api/"]).to_owned();
-    for _ in 0..dice.between(1, 4) {
+    let mut path = random.pick(&["/login", "/login", "/api/x", "/api/users/1", "/api/"]).to_owned();
+    for _ in 0..random.between(1, 4) {
         // Where a letter begins.
         let places: Vec<usize> = path.char_indices().map(|(at, _)| at).collect();
-        let at = dice.pick(&places);
+        let at = random.pick(&places);
         let letter = path[at..].chars().next().unwrap();
         let end = at + letter.len_utf8();
         let slashes: Vec<usize> = path.match_indices('/').map(|(at, _)| at).collect();
-        match dice.below(11) {
-            0 => path.insert_str(0, dice.pick(&BEFORE)),
-            1 | 2 => path.push_str(dice.pick(&BEHIND)),
-            3 | 4 if !slashes.is_empty() => path.insert_str(dice.pick(&slashes), dice.pick(&INSIDE)),
+        match random.below(11) {
+            0 => path.insert_str(0, random.pick(&BEFORE)),
+            1 | 2 => path.push_str(random.pick(&BEHIND)),
+            3 | 4 if !slashes.is_empty() => path.insert_str(random.pick(&slashes), random.pick(&INSIDE)),
             5 if !slashes.is_empty() => {
-                let at = dice.pick(&slashes);
-                path.replace_range(at..=at, dice.pick(&["%2f", "%2F", "%252f", "\\", "%5c", "//", "/./"]));
+                let at = random.pick(&slashes);
+                path.replace_range(at..=at, random.pick(&["%2f", "%2F", "%252f", "\\", "%5c", "//", "/./"]));
             }
             6 if letter.is_ascii_alphabetic() => {
                 let other =
                     if letter.is_ascii_lowercase() { letter.to_ascii_uppercase() } else { letter.to_ascii_lowercase() };
-                let dotted = if letter == 'i' { dice.pick(&["İ", "%C4%B0", "I"]) } else { "" };
+                let dotted = if letter == 'i' { random.pick(&["İ", "%C4%B0", "I"]) } else { "" };
                 path.replace_range(
                     at..end,
                     if dotted.is_empty() { other.to_string() } else { dotted.to_owned() }.as_str(),

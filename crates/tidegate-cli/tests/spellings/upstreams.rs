@@ -2,7 +2,9 @@
 
 use std::process::Command;
 
-use tidegate_testkit::servers::{Running, Scratch, wanted, wanted_module};
+use tidegate_testkit::servers::{
+    ChildProcess, ScratchDir, require_program_in_full_run, require_python_module_in_full_run,
+};
 
 /// The answer of the limited handler.
 pub(crate) const LIMITED: &str = "ROUTED-TO-LIMITED";
@@ -35,9 +37,9 @@ pub(crate) const CUT_AND_DECODED: &str = "require('path').posix.normalize(decode
 pub(crate) const UP_TO_SEMICOLON: &str = "decodeURIComponent(req.url.split(/[?;#]/)[0])";
 
 /// A server of Node's whose path is this expression.
-pub(crate) fn node(path: &str, port: u16) -> Option<Running> {
-    let mut command = Command::new(wanted("node")?);
-    let scratch = Scratch::new();
+pub(crate) fn node(path: &str, port: u16) -> Option<ChildProcess> {
+    let mut command = Command::new(require_program_in_full_run("node")?);
+    let scratch = ScratchDir::new();
     let program = format!(
         "require('http').createServer((req, res) => {{\n  let path;\n  \
          try {{ path = {path}; }} catch {{ res.statusCode = 400; return res.end('bad'); }}\n  \
@@ -45,12 +47,12 @@ pub(crate) fn node(path: &str, port: u16) -> Option<Running> {
          }}).listen({port}, '127.0.0.1');\n"
     );
     command.arg(scratch.write("server.js", &program));
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }
 
-pub(crate) fn python(port: u16) -> Option<Running> {
-    let mut command = Command::new(wanted("python3")?);
-    let scratch = Scratch::new();
+pub(crate) fn python(port: u16) -> Option<ChildProcess> {
+    let mut command = Command::new(require_program_in_full_run("python3")?);
+    let scratch = ScratchDir::new();
     let program = format!(
         "import http.server, posixpath\nfrom urllib.parse import unquote, urlparse\n\
          class Routes(http.server.BaseHTTPRequestHandler):\n    protocol_version = 'HTTP/1.1'\n    disable_nagle_algorithm = True\n    \
@@ -66,12 +68,12 @@ pub(crate) fn python(port: u16) -> Option<Running> {
          http.server.ThreadingHTTPServer(('127.0.0.1', {port}), Routes).serve_forever()\n"
     );
     command.arg(scratch.write("routes.py", &program));
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }
 
-pub(crate) fn flask(port: u16) -> Option<Running> {
-    let mut command = Command::new(wanted_module("flask")?);
-    let scratch = Scratch::new();
+pub(crate) fn flask(port: u16) -> Option<ChildProcess> {
+    let mut command = Command::new(require_python_module_in_full_run("flask")?);
+    let scratch = ScratchDir::new();
     let program = format!(
         "from flask import Flask\nfrom werkzeug.serving import WSGIRequestHandler\n\
          WSGIRequestHandler.protocol_version = 'HTTP/1.1'\napp = Flask(__name__)\n\
@@ -81,13 +83,13 @@ pub(crate) fn flask(port: u16) -> Option<Running> {
          app.run('127.0.0.1', {port}, threaded=True)\n"
     );
     command.arg(scratch.write("app.py", &program));
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }
 
-pub(crate) fn java(port: u16) -> Option<Running> {
-    let compiler = wanted("javac")?;
-    let mut command = Command::new(wanted("java")?);
-    let scratch = Scratch::new();
+pub(crate) fn java(port: u16) -> Option<ChildProcess> {
+    let compiler = require_program_in_full_run("javac")?;
+    let mut command = Command::new(require_program_in_full_run("java")?);
+    let scratch = ScratchDir::new();
     let program = format!(
         "import com.sun.net.httpserver.*;\n\
          public class Routes {{\n\
@@ -111,12 +113,12 @@ pub(crate) fn java(port: u16) -> Option<Running> {
     let compiled = Command::new(compiler).arg(source).status();
     assert!(compiled.is_ok_and(|status| status.success()), "javac compiles");
     command.arg("-Dsun.net.httpserver.nodelay=true").arg("-cp").arg(scratch.path()).arg("Routes");
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }
 
-pub(crate) fn go_mux(port: u16) -> Option<Running> {
-    let compiler = wanted("go")?;
-    let scratch = Scratch::new();
+pub(crate) fn go_mux(port: u16) -> Option<ChildProcess> {
+    let compiler = require_program_in_full_run("go")?;
+    let scratch = ScratchDir::new();
     let program = format!(
         "package main\n\nimport (\n\t\"io\"\n\t\"net/http\"\n)\n\n\
          func says(text string) http.HandlerFunc {{\n\
@@ -131,5 +133,5 @@ pub(crate) fn go_mux(port: u16) -> Option<Running> {
     let built = Command::new(compiler).current_dir(scratch.path()).args(["build", "-o", "routes"]).arg(source).status();
     assert!(built.is_ok_and(|status| status.success()), "go builds");
     let command = Command::new(scratch.path().join("routes"));
-    Some(Running::start(command, scratch, port))
+    Some(ChildProcess::start(command, scratch, port))
 }

@@ -4,17 +4,17 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use rand_core::Rng;
 
-use super::{Breaker, Permit, Refusal, is_failure};
+use super::{Breaker, BreakerPermit, BreakerRefusal, is_failure};
 use crate::{Class, Span, Time};
 
 /// Mutual exclusion as a driver brings it; this crate has no lock of its own.
-pub trait Lock<T> {
+pub trait ExclusiveAccess<T> {
     /// Does `work` while nobody else can reach the value.
     fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R;
 }
 
 /// In place of a generation: the lock must be asked.
-const ASK: u64 = u64::MAX;
+const NOT_CLEAN: u64 = u64::MAX;
 
 /// A [`Breaker`] for many threads.
 ///
@@ -25,14 +25,14 @@ const ASK: u64 = u64::MAX;
 #[derive(Debug)]
 #[repr(align(64))]
 pub struct SharedBreaker<L> {
-    clean: AtomicU64,
+    clean_generation: AtomicU64,
     lock: L,
 }
 
-impl<L: Lock<Breaker>> SharedBreaker<L> {
+impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     /// Shares the breaker behind this lock.
     pub fn new(lock: L) -> Self {
-        let shared = Self { clean: AtomicU64::new(ASK), lock };
+        let shared = Self { clean_generation: AtomicU64::new(NOT_CLEAN), lock };
         shared.with(|_| ());
         shared
     }
@@ -42,8 +42,8 @@ impl<L: Lock<Breaker>> SharedBreaker<L> {
     /// # Errors
     /// Why a call would be refused.
     #[inline]
-    pub fn peek(&self, now: Time) -> Result<(), Refusal> {
-        match self.clean() {
+    pub fn peek(&self, now: Time) -> Result<(), BreakerRefusal> {
+        match self.clean_generation() {
             Some(_) => Ok(()),
             None => self.with(|breaker| breaker.peek(now)),
         }
@@ -54,25 +54,25 @@ impl<L: Lock<Breaker>> SharedBreaker<L> {
     /// # Errors
     /// Why the call is refused.
     #[inline]
-    pub fn take(&self, now: Time) -> Result<Permit, Refusal> {
-        match self.clean() {
-            Some(generation) => Ok(Permit::plain(generation)),
+    pub fn take(&self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
+        match self.clean_generation() {
+            Some(generation) => Ok(BreakerPermit::without_probe(generation)),
             None => self.with(|breaker| breaker.take(now)),
         }
     }
 
     /// [`Breaker::report`].
     #[inline]
-    pub fn report(&self, permit: Permit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
-        if is_failure(class) || self.clean().is_none() {
+    pub fn report(&self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
+        if is_failure(class) || self.clean_generation().is_none() {
             self.with(|breaker| breaker.report(permit, class, elapsed, now, rng));
         }
     }
 
     /// [`Breaker::give_back`].
     #[inline]
-    pub fn give_back(&self, permit: Permit) {
-        if self.clean().is_none() {
+    pub fn give_back(&self, permit: BreakerPermit) {
+        if self.clean_generation().is_none() {
             self.with(|breaker| breaker.give_back(permit));
         }
     }
@@ -81,16 +81,16 @@ impl<L: Lock<Breaker>> SharedBreaker<L> {
     pub fn with<R>(&self, work: impl FnOnce(&mut Breaker) -> R) -> R {
         self.lock.with(|breaker| {
             let done = work(breaker);
-            self.clean.store(breaker.clean().unwrap_or(ASK), Ordering::Relaxed);
+            self.clean_generation.store(breaker.clean_generation().unwrap_or(NOT_CLEAN), Ordering::Relaxed);
             done
         })
     }
 
-    /// What [`Breaker::clean`] said when the lock was last held. A thread that was told of a change sees it, for the
+    /// What [`Breaker::clean_generation`] said when the lock was last held. A thread that was told of a change sees it, for the
     /// word is all there is to see; one that wasn't has come before it.
     #[inline]
-    fn clean(&self) -> Option<u64> {
-        let word = self.clean.load(Ordering::Relaxed);
-        (word != ASK).then_some(word)
+    fn clean_generation(&self) -> Option<u64> {
+        let word = self.clean_generation.load(Ordering::Relaxed);
+        (word != NOT_CLEAN).then_some(word)
     }
 }

@@ -11,7 +11,7 @@ pub const MAX_PROBES: usize = 16;
 /// The most steps of a ramp.
 pub const MAX_RAMP: usize = 8;
 /// Shares and rates are counted in thousandths.
-pub(super) const WHOLE: u16 = 1_000;
+pub(super) const PER_MILLE: u16 = 1_000;
 
 /// When the share of slow calls opens a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub struct BreakerSpec {
     /// How many probes must find a working provider to close it. Default 2.
     pub successes: u32,
     /// What is admitted after closing until it is fully closed, up to [`MAX_RAMP`] steps. Default none; a usual one is
-    /// [`Breaker::RAMP`](super::Breaker::RAMP).
+    /// [`Breaker::DEFAULT_RAMP`](super::Breaker::DEFAULT_RAMP).
     pub ramp: Vec<RampStep>,
 }
 
@@ -88,7 +88,7 @@ impl BreakerSpec {
             ("slow_calls.threshold", self.slow_calls.is_some_and(|slow| slow.threshold.is_zero())),
             ("window", self.window.is_zero()),
             ("min_calls", self.min_calls == 0),
-            ("open", self.open.wait(1).is_zero()),
+            ("open", self.open.base_wait(1).is_zero()),
             ("probes", self.probes == 0),
             ("probe_lease", self.probe_lease.is_zero()),
             ("successes", self.successes == 0),
@@ -99,9 +99,9 @@ impl BreakerSpec {
         }
         let rates = self.failure_rate.into_iter().chain(self.slow_calls.map(|slow| slow.rate));
         if let Some(found) =
-            rates.chain(self.ramp.iter().map(|step| step.share)).find(|rate| !(1..=WHOLE).contains(rate))
+            rates.chain(self.ramp.iter().map(|step| step.share)).find(|rate| !(1..=PER_MILLE).contains(rate))
         {
-            return Err(BreakerError::Rate { found });
+            return Err(BreakerError::InvalidRate { found });
         }
         if self.probes as usize > MAX_PROBES {
             return Err(BreakerError::TooManyProbes { found: self.probes });
@@ -128,7 +128,7 @@ impl BreakerSpec {
             }
             left = left - step.length;
         }
-        self.ramp.first().map_or(WHOLE, |step| step.share)
+        self.ramp.first().map_or(PER_MILLE, |step| step.share)
     }
 }
 
@@ -143,7 +143,7 @@ pub enum BreakerError {
         setting: &'static str,
     },
     /// A rate or share outside 1 to 1000 thousandths.
-    Rate {
+    InvalidRate {
         /// What was asked.
         found: u16,
     },
@@ -164,7 +164,7 @@ impl fmt::Display for BreakerError {
         match self {
             Self::NeverOpens => f.write_str("nothing opens the breaker: set failures, failure_rate or slow_calls"),
             Self::Zero { setting } => write!(f, "{setting} must not be 0"),
-            Self::Rate { found } => write!(f, "a rate or share is 1 to 1000 thousandths, not {found}"),
+            Self::InvalidRate { found } => write!(f, "a rate or share is 1 to 1000 thousandths, not {found}"),
             Self::TooManyProbes { found } => write!(f, "{found} probes at a time; at most {MAX_PROBES}"),
             Self::TooManySteps { found } => write!(f, "a ramp of {found} steps; at most {MAX_RAMP}"),
         }

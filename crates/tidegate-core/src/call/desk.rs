@@ -7,7 +7,7 @@ use rand_core::Rng;
 use super::{MAX_LEAD, Rules};
 use crate::allowance::Allowances;
 use crate::retry::Reach;
-use crate::{Batch, Breaker, Budget, Inflight, Kind, Lane, Lanes, Pace, Pool, Span, Time};
+use crate::{AdaptiveLimit, Batch, Breaker, Budget, Lane, Lanes, LimitKind, Pace, Pool, Span, Time};
 
 /// What all calls to one provider in one process share and change. One lock's worth: whoever drives calls holds it for
 /// each step.
@@ -18,7 +18,7 @@ pub struct Desk {
     /// Which credential goes next.
     pub pool: Pool,
     /// How many calls the provider bears at a time; `None` where that isn't to be found out.
-    pub inflight: Option<Inflight>,
+    pub inflight: Option<AdaptiveLimit>,
     /// What keeps calls apart beyond the limits; `None`, as at first, where the limits alone say it.
     ///
     /// With a pace, a throttled reply that doesn't say for how long to come back slows it down and leaves everything else as
@@ -96,7 +96,7 @@ impl Transit {
 
 impl Desk {
     /// The desk of a provider of which nothing is known yet.
-    pub fn new(rules: &Rules, pool: Pool, breaker: Breaker, inflight: Option<Inflight>) -> Self {
+    pub fn new(rules: &Rules, pool: Pool, breaker: Breaker, inflight: Option<AdaptiveLimit>) -> Self {
         let mut desk = Self {
             lanes: Lanes::new(rules.lanes),
             allowances: alloc::vec![Allowances::default(); if rules.learns { pool.size() } else { 0 }],
@@ -120,9 +120,9 @@ impl Desk {
     }
 
     /// How much longer than a limit says the next call waits, so that it doesn't arrive too close behind the last.
-    pub(super) fn apart(&self, rules: &Rules, kind: Option<&Kind>) -> Span {
+    pub(super) fn apart(&self, rules: &Rules, kind: Option<&LimitKind>) -> Span {
         match kind {
-            Some(Kind::Rate(_)) => rules.jitter + self.transit.late.min(rules.jitter.times(9)),
+            Some(LimitKind::Rate(_)) => rules.jitter + self.transit.late.min(rules.jitter.times(9)),
             _ => Span::ZERO,
         }
     }
@@ -198,6 +198,6 @@ impl Orders {
     }
 
     pub(super) fn begin(&mut self) {
-        self.tell.restart();
+        self.tell.clear();
     }
 }

@@ -26,7 +26,7 @@ pub struct Ceiling {
     pub limit: LimitId,
     /// What it counts.
     pub measure: Measure,
-    /// Whether it is told when a call ends that it has counted ahead, as its kind [`settles`](crate::Kind::settles).
+    /// Whether it is told when a call ends that it has counted ahead, as its kind [`settles`](crate::LimitKind::settles).
     pub settles: bool,
 }
 

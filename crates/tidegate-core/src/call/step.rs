@@ -1,7 +1,7 @@
 //! What a driver and a call tell each other.
 
 use crate::allowance::Rests;
-use crate::breaker::Refusal;
+use crate::breaker::BreakerRefusal;
 use crate::lanes::QueueFull;
 use crate::retry::{GiveUp, Reach, Unreplayable};
 use crate::{Class, LimitId, Span, Time};
@@ -51,7 +51,7 @@ impl Reply {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
     /// The breaker is open.
-    Unavailable(Refusal),
+    Unavailable(BreakerRefusal),
     /// A limit has no room before the deadline.
     RateLimited {
         /// Which limit.

@@ -2,25 +2,25 @@
 
 use core::time::Duration;
 
-use super::{Growth, MAX_INTERVAL, Mode, PacerError, PacerSpec};
+use super::{MAX_INTERVAL, PacerError, PacerGrowth, PacerMode, PacerSpec};
 use crate::Time;
-use crate::backoff::placed;
+use crate::backoff::scale_to_range;
 
 /// Factors and shares are counted in thousandths.
-const WHOLE: u64 = 1_000;
+const PER_MILLE: u64 = 1_000;
 
 /// What a pacer stands at. The default is one that has met no failure yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tempo {
+pub struct PacerState {
     /// The wait in nanoseconds; 0 is none.
     pub interval: u64,
     /// Successes that count towards the next step down.
     pub successes: u32,
     /// When it was told of a call last; the epoch where nobody asks.
-    pub told_at: Time,
+    pub updated_at: Time,
 }
 
-impl Tempo {
+impl PacerState {
     /// How long calls wait.
     pub fn wait(&self) -> Duration {
         Duration::from_nanos(self.interval)
@@ -30,9 +30,9 @@ impl Tempo {
 /// A pacer's settings, checked. Random numbers come as words of 64 bits, and are asked for where there is something to
 /// draw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rules {
-    pub(super) mode: Mode,
-    pub(super) growth: Growth,
+pub(super) struct PacerRules {
+    pub(super) mode: PacerMode,
+    pub(super) growth: PacerGrowth,
     pub(super) initial: u64,
     pub(super) max: u64,
     pub(super) randomization: u64,
@@ -40,25 +40,25 @@ pub(super) struct Rules {
     pub(super) threshold: u32,
 }
 
-impl Rules {
+impl PacerRules {
     pub(super) fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         let zeros = [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)];
         if let Some((setting, _)) = zeros.into_iter().find(|(_, zero)| *zero) {
             return Err(PacerError::Zero { setting });
         }
         if !(spec.initial..=MAX_INTERVAL).contains(&spec.max) {
-            return Err(PacerError::Max { found: spec.max });
+            return Err(PacerError::InvalidMax { found: spec.max });
         }
-        if let Growth::Exponential { up, down } = spec.growth {
-            if u64::from(up) <= WHOLE {
-                return Err(PacerError::Up { found: up });
+        if let PacerGrowth::Exponential { up, down } = spec.growth {
+            if u64::from(up) <= PER_MILLE {
+                return Err(PacerError::InvalidUp { found: up });
             }
-            if !(1..WHOLE).contains(&u64::from(down)) {
-                return Err(PacerError::Down { found: down });
+            if !(1..PER_MILLE).contains(&u64::from(down)) {
+                return Err(PacerError::InvalidDown { found: down });
             }
         }
-        if u64::from(spec.randomization) > WHOLE {
-            return Err(PacerError::Randomization { found: spec.randomization });
+        if u64::from(spec.randomization) > PER_MILLE {
+            return Err(PacerError::InvalidRandomization { found: spec.randomization });
         }
         Ok(Self {
             mode: spec.mode,
@@ -72,22 +72,24 @@ impl Rules {
     }
 
     /// A call has failed.
-    pub(super) fn failed(&self, tempo: &mut Tempo, word: impl FnOnce() -> u64) {
+    pub(super) fn failed(&self, tempo: &mut PacerState, word: impl FnOnce() -> u64) {
         tempo.interval = match (tempo.interval, self.mode) {
             (0, _) => self.initial,
-            (before, Mode::Classic) => self.jittered(self.raised(before), u64::MAX, word).clamp(self.initial, self.max),
-            (before, Mode::Steady) => {
-                let value = self.raised(before).min(self.summit());
+            (before, PacerMode::Classic) => {
+                self.jittered(self.raised(before), u64::MAX, word).clamp(self.initial, self.max)
+            }
+            (before, PacerMode::Steady) => {
+                let value = self.raised(before).min(self.max_before_jitter());
                 if value > before { self.jittered(value, value - before - 1, word).min(self.max) } else { before }
             }
         };
-        if self.mode == Mode::Steady {
+        if self.mode == PacerMode::Steady {
             tempo.successes = 0;
         }
     }
 
     /// A call has succeeded. Says whether that was a step down; `None` where there is no wait.
-    pub(super) fn succeeded(&self, tempo: &mut Tempo, word: impl FnOnce() -> u64) -> Option<bool> {
+    pub(super) fn succeeded(&self, tempo: &mut PacerState, word: impl FnOnce() -> u64) -> Option<bool> {
         if tempo.interval == 0 {
             return None;
         }
@@ -95,7 +97,7 @@ impl Rules {
         let is_step = tempo.successes >= self.threshold;
         if is_step {
             let value = self.lowered(tempo.interval);
-            let most = if self.mode == Mode::Steady { tempo.interval - value - 1 } else { u64::MAX };
+            let most = if self.mode == PacerMode::Steady { tempo.interval - value - 1 } else { u64::MAX };
             let lower = self.jittered(value, most, word).min(self.max);
             tempo.successes = 0;
             tempo.interval = if lower < self.initial { 0 } else { lower };
@@ -107,35 +109,39 @@ impl Rules {
     pub(super) fn raised(&self, interval: u64) -> u64 {
         match self.growth {
             // Rounding must leave no step of a few nanoseconds where it began.
-            Growth::Exponential { up, .. } => thousandths(interval, u64::from(up)).max(interval + 1),
-            Growth::Linear => interval.saturating_add(self.initial),
+            PacerGrowth::Exponential { up, .. } => scale_per_mille(interval, u64::from(up)).max(interval + 1),
+            PacerGrowth::Linear => interval.saturating_add(self.initial),
         }
     }
 
     /// A shorter wait than this one, which isn't none.
     fn lowered(&self, interval: u64) -> u64 {
         match self.growth {
-            Growth::Exponential { down, .. } => thousandths(interval, u64::from(down)).min(interval - 1),
-            Growth::Linear => interval.saturating_sub(self.initial),
+            PacerGrowth::Exponential { down, .. } => scale_per_mille(interval, u64::from(down)).min(interval - 1),
+            PacerGrowth::Linear => interval.saturating_sub(self.initial),
         }
     }
 
     /// The longest wait that leaves room for jitter.
-    pub(super) fn summit(&self) -> u64 {
-        let shared = u128::from(self.max) * u128::from(self.randomization) / u128::from(WHOLE + self.randomization);
+    pub(super) fn max_before_jitter(&self) -> u64 {
+        let shared = u128::from(self.max) * u128::from(self.randomization) / u128::from(PER_MILLE + self.randomization);
         self.max - self.max_randomization.min(shared as u64)
     }
 
     /// A wait near `value`, at most `most` from it. In steady mode that is as much as leaves something of the step.
     fn jittered(&self, value: u64, most: u64, word: impl FnOnce() -> u64) -> u64 {
-        let spread = thousandths(value, self.randomization).min(self.max_randomization).min(most);
-        if spread == 0 { value } else { placed(value.saturating_sub(spread), value.saturating_add(spread), word()) }
+        let spread = scale_per_mille(value, self.randomization).min(self.max_randomization).min(most);
+        if spread == 0 {
+            value
+        } else {
+            scale_to_range(value.saturating_sub(spread), value.saturating_add(spread), word())
+        }
     }
 }
 
 /// So many thousandths of it, rounded to the nearest.
-fn thousandths(nanos: u64, share: u64) -> u64 {
-    let times = (u128::from(nanos) * u128::from(share) + u128::from(WHOLE) / 2) / u128::from(WHOLE);
+fn scale_per_mille(nanos: u64, share: u64) -> u64 {
+    let times = (u128::from(nanos) * u128::from(share) + u128::from(PER_MILLE) / 2) / u128::from(PER_MILLE);
     u64::try_from(times).unwrap_or(u64::MAX)
 }
 

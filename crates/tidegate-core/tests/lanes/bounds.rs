@@ -6,11 +6,11 @@ use super::*;
 fn a_full_lane_refuses_and_the_others_take() {
     let mut lanes = Lanes::new(waiting(2));
     for lane in Lane::ALL {
-        let first = enqueue(&mut lanes, lane, at(0));
-        enqueue(&mut lanes, lane, at(0));
-        assert_eq!(lanes.enqueue(lane, 1, Time::NEVER, at(0)), Err(QueueFull { lane }));
+        let first = enqueue(&mut lanes, lane, test_time(0));
+        enqueue(&mut lanes, lane, test_time(0));
+        assert_eq!(lanes.enqueue(lane, 1, Time::NEVER, test_time(0)), Err(QueueFull { lane }));
         assert!(lanes.cancel(first));
-        enqueue(&mut lanes, lane, at(0));
+        enqueue(&mut lanes, lane, test_time(0));
         assert_eq!(lanes.waiting(lane), 2);
     }
     assert_eq!(QueueFull { lane: Lane::Background }.to_string(), "the queue of the background lane is full");
@@ -19,34 +19,34 @@ fn a_full_lane_refuses_and_the_others_take() {
 #[test]
 fn no_lane_is_longer_than_the_longest() {
     let mut lanes = Lanes::new(waiting(u32::MAX));
-    let room = (0..).take_while(|_| lanes.enqueue(Lane::User, 1, Time::NEVER, at(0)).is_ok()).count();
+    let room = (0..).take_while(|_| lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)).is_ok()).count();
     assert_eq!(room, MAX_WAITING as usize);
 }
 
 #[test]
 fn a_call_leaves_at_its_deadline() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 1, ..LanesSpec::default() });
-    let in_flight = enqueue(&mut lanes, Lane::User, at(0));
-    assert_eq!(drain(&mut lanes, at(0)), [in_flight]);
-    let running = enqueue(&mut lanes, Lane::User, at(0));
-    let asked = ask(&mut lanes, at(0));
-    assert_eq!((asked, lanes.granted(asked, at(0))), (running, Some(Lane::User)));
+    let in_flight = enqueue(&mut lanes, Lane::User, test_time(0));
+    assert_eq!(drain(&mut lanes, test_time(0)), [in_flight]);
+    let running = enqueue(&mut lanes, Lane::User, test_time(0));
+    let asked = ask(&mut lanes, test_time(0));
+    assert_eq!((asked, lanes.granted(asked, test_time(0))), (running, Some(Lane::User)));
     // Everybody waits for the one in flight; deadlines pass all the same, whatever the lane and order of arrival.
     let deadlines = [(Lane::User, 70), (Lane::Webhook, 50), (Lane::Background, 60), (Lane::User, 50)];
-    let tickets = deadlines.map(|(lane, millis)| lanes.enqueue(lane, 1, at(millis), at(0)).unwrap());
-    assert_eq!(lanes.poll(at(0)), Turn::Sleep(at(50)));
-    assert_eq!(lanes.poll(at(50) - MICRO), Turn::Sleep(at(50)));
-    let expired = HashSet::from([lanes.poll(at(50)), lanes.poll(at(50))]);
+    let tickets = deadlines.map(|(lane, millis)| lanes.enqueue(lane, 1, test_time(millis), test_time(0)).unwrap());
+    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(test_time(50)));
+    assert_eq!(lanes.poll(test_time(50) - MICRO), Turn::Sleep(test_time(50)));
+    let expired = HashSet::from([lanes.poll(test_time(50)), lanes.poll(test_time(50))]);
     assert_eq!(expired, HashSet::from([tickets[1], tickets[3]].map(Turn::Expired)));
-    assert_eq!(lanes.poll(at(50)), Turn::Sleep(at(60)));
+    assert_eq!(lanes.poll(test_time(50)), Turn::Sleep(test_time(60)));
     assert!(!lanes.cancel(tickets[1]));
     lanes.ended(Lane::User);
     // Also the one that asks: what it is granted then is to be given back.
-    assert_eq!(ask(&mut lanes, at(55)), tickets[0]);
-    assert_eq!(lanes.poll(at(99)), Turn::Expired(tickets[2]));
-    assert_eq!(lanes.poll(at(99)), Turn::Expired(tickets[0]));
-    assert_eq!(lanes.granted(tickets[0], at(99)), None);
-    assert_eq!(lanes.poll(at(99)), Turn::Sleep(Time::NEVER));
+    assert_eq!(ask(&mut lanes, test_time(55)), tickets[0]);
+    assert_eq!(lanes.poll(test_time(99)), Turn::Expired(tickets[2]));
+    assert_eq!(lanes.poll(test_time(99)), Turn::Expired(tickets[0]));
+    assert_eq!(lanes.granted(tickets[0], test_time(99)), None);
+    assert_eq!(lanes.poll(test_time(99)), Turn::Sleep(Time::NEVER));
 }
 
 #[test]
@@ -55,18 +55,18 @@ fn calls_in_flight_are_capped_by_lane_and_in_all() {
     spec.lanes[BACKGROUND].max_in_flight = 2;
     let mut lanes = Lanes::new(spec);
     for _ in 0..10 {
-        enqueue(&mut lanes, Lane::Background, at(0));
+        enqueue(&mut lanes, Lane::Background, test_time(0));
     }
     let start = |lanes: &mut Lanes| -> Vec<Lane> {
         let mut started = Vec::new();
-        while let Turn::Ask(ticket) = lanes.poll(at(0)) {
-            started.extend(lanes.granted(ticket, at(0)));
+        while let Turn::Ask(ticket) = lanes.poll(test_time(0)) {
+            started.extend(lanes.granted(ticket, test_time(0)));
         }
         started
     };
     assert_eq!(start(&mut lanes), [Lane::Background; 2]);
     for _ in 0..10 {
-        enqueue(&mut lanes, Lane::User, at(0));
+        enqueue(&mut lanes, Lane::User, test_time(0));
     }
     assert_eq!(start(&mut lanes), [Lane::User], "the background's cap holds nobody else back");
     lanes.ended(Lane::Background);
@@ -90,14 +90,14 @@ fn calls_in_flight_are_capped_by_lane_and_in_all() {
 #[test]
 fn a_paused_lane_waits_alone() {
     let mut lanes = Lanes::new(LanesSpec::default());
-    lanes.pause(Lane::Background, at(5_000));
-    let background = enqueue(&mut lanes, Lane::Background, at(0));
-    assert_eq!(lanes.poll(at(0)), Turn::Sleep(at(5_000)));
-    let user = enqueue(&mut lanes, Lane::User, at(0));
-    assert_eq!(drain(&mut lanes, at(0)), [user]);
-    assert_eq!(lanes.poll(at(5_000) - MICRO), Turn::Sleep(at(5_000)));
+    lanes.pause(Lane::Background, test_time(5_000));
+    let background = enqueue(&mut lanes, Lane::Background, test_time(0));
+    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(test_time(5_000)));
+    let user = enqueue(&mut lanes, Lane::User, test_time(0));
+    assert_eq!(drain(&mut lanes, test_time(0)), [user]);
+    assert_eq!(lanes.poll(test_time(5_000) - MICRO), Turn::Sleep(test_time(5_000)));
     let mut resumed = lanes.clone();
-    assert_eq!(ask(&mut lanes, at(5_000)), background);
-    resumed.pause(Lane::Background, at(0));
-    assert_eq!(ask(&mut resumed, at(1)), background);
+    assert_eq!(ask(&mut lanes, test_time(5_000)), background);
+    resumed.pause(Lane::Background, test_time(0));
+    assert_eq!(ask(&mut resumed, test_time(1)), background);
 }

@@ -13,7 +13,7 @@ struct Grant {
 /// Lanes in front of a limit, on a clock of their own.
 struct Provider {
     lanes: Lanes,
-    desk: Desk,
+    desk: TestLimiter,
     now: Time,
     costs: HashMap<Ticket, (Lane, u64)>,
     granted: Vec<Grant>,
@@ -24,11 +24,11 @@ impl Provider {
     fn new(limit: Limit, spec: LanesSpec) -> Self {
         Self {
             lanes: Lanes::new(spec),
-            desk: Desk::new([limit]),
-            now: at(0),
+            desk: TestLimiter::new([limit]),
+            now: test_time(0),
             costs: HashMap::new(),
             granted: Vec::new(),
-            waits_since: [at(0); 3],
+            waits_since: [test_time(0); 3],
         }
     }
 
@@ -87,7 +87,7 @@ impl Provider {
 }
 
 fn rate(count: u64, burst: u64) -> Limit {
-    Limit::new(Kind::Rate(Rate::new(count, Span::from_secs(1), burst).expect("a rate")))
+    Limit::new(LimitKind::Rate(Rate::new(count, Span::from_secs(1), burst).expect("a rate")))
 }
 
 const FLOOR_ALONE: LanesSpec = LanesSpec {
@@ -103,7 +103,7 @@ fn users_at_twice_the_limit_leave_the_background_its_floor() {
     for slot in 0..20_000 {
         provider.call(Lane::User, 1);
         provider.call(Lane::Background, 1);
-        provider.run(at((slot + 1) * 50));
+        provider.run(test_time((slot + 1) * 50));
     }
     assert_eq!(provider.granted.len(), 10_000, "all of the limit is used");
     assert!(provider.cost(&[Lane::Background]).abs_diff(1_000) <= 1);
@@ -118,7 +118,7 @@ fn both_lower_lanes_have_their_floor_under_webhooks() {
             for lane in Lane::ALL {
                 provider.call(lane, 1);
             }
-            provider.run(at((slot + 1) * 50));
+            provider.run(test_time((slot + 1) * 50));
         }
         let floor = u64::from(floor.min(MAX_FLOOR));
         for lane in [Lane::Background, Lane::User] {
@@ -132,14 +132,14 @@ fn both_lower_lanes_have_their_floor_under_webhooks() {
 /// Calls of language models cost thousands of units, and no two the same.
 #[test]
 fn floors_count_cost_and_not_calls() {
-    let mut dice = Dice::seeded(5);
+    let mut random = RandomSource::from_seed(5);
     let mut provider = Provider::new(rate(1_000, 5_000), FLOOR_ALONE);
     for slot in 0..20_000 {
-        provider.call(Lane::User, dice.between(1, 5_000));
-        if dice.percent(50) {
-            provider.call(Lane::Background, dice.between(1, 1_000));
+        provider.call(Lane::User, random.between(1, 5_000));
+        if random.chance(50) {
+            provider.call(Lane::Background, random.between(1, 1_000));
         }
-        provider.run(at((slot + 1) * 500));
+        provider.run(test_time((slot + 1) * 500));
     }
     let share = provider.share(Lane::Background);
     assert!((99..=101).contains(&share), "{share}");
@@ -153,12 +153,12 @@ fn a_window_of_a_few_reaches_every_lane() {
     const MINUTE: Span = Span::from_secs(60);
     for (limit, lanes) in [(5, &Lane::ALL[..]), (3, &Lane::ALL[..]), (2, &Lane::ALL[1..])] {
         let spec = LanesSpec { window: MINUTE, ..FLOOR_ALONE };
-        let mut provider = Provider::new(window(limit, 60), spec);
+        let mut provider = Provider::new(window_limit(limit, 60), spec);
         for second in 0..3_600 {
             for &lane in lanes {
                 provider.call(lane, 1);
             }
-            provider.run(at((second + 1) * 1_000));
+            provider.run(test_time((second + 1) * 1_000));
         }
         assert_eq!(provider.granted.len() as u64, limit * 60);
         for &lane in lanes {
@@ -173,12 +173,12 @@ fn a_window_of_a_few_reaches_every_lane() {
 #[test]
 fn a_window_of_one_goes_round() {
     let spec = LanesSpec { window: Span::from_secs(60), floor: 0, ..FLOOR_ALONE };
-    let mut provider = Provider::new(window(1, 60), spec);
+    let mut provider = Provider::new(window_limit(1, 60), spec);
     for second in 0..3_600 {
         for lane in Lane::ALL {
             provider.call(lane, 1);
         }
-        provider.run(at((second + 1) * 1_000));
+        provider.run(test_time((second + 1) * 1_000));
     }
     for lane in Lane::ALL {
         assert!((19..=21).contains(&provider.cost(&[lane])));
@@ -191,7 +191,7 @@ fn the_background_takes_everything_when_the_others_idle() {
     let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
     for slot in 0..1_000 {
         provider.call(Lane::Background, 1);
-        provider.run(at((slot + 1) * 50));
+        provider.run(test_time((slot + 1) * 50));
     }
     assert_eq!(provider.granted.len(), 500);
     assert_eq!(provider.share(Lane::Background), 1_000);
@@ -210,10 +210,10 @@ fn a_floor_is_not_saved_while_nobody_waits() {
         for _ in 0..10 {
             provider.call(Lane::User, 1);
         }
-        provider.run(at(round * 1_000 + 850));
+        provider.run(test_time(round * 1_000 + 850));
         assert_eq!(provider.granted.len() as u64, round * 10 + 9);
         assert!(provider.lanes.cancel(background));
-        provider.run(at(round * 1_000 + 1_000));
+        provider.run(test_time(round * 1_000 + 1_000));
     }
     assert_eq!(provider.share(Lane::Background), 0);
 }
@@ -223,7 +223,7 @@ fn grants_follow_the_limit_exactly() {
     let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
     for slot in 0..100 {
         provider.call(Lane::User, 1);
-        provider.run(at((slot + 1) * 50));
+        provider.run(test_time((slot + 1) * 50));
     }
-    assert!(provider.granted.iter().enumerate().all(|(place, grant)| grant.at == at(place as u64 * 100)));
+    assert!(provider.granted.iter().enumerate().all(|(place, grant)| grant.at == test_time(place as u64 * 100)));
 }

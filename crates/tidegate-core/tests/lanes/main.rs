@@ -11,11 +11,12 @@ use std::collections::{HashMap, HashSet};
 
 use tidegate_core::lanes::{MAX_FLOOR, MAX_WAITING};
 use tidegate_core::{
-    Kind, Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, MAX_COST, QueueFull, Rate, Scope, Span, Ticket, Time, Turn,
+    Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, LimitKind, MAX_COST, QueueFull, Rate, Scope, Span, Ticket, Time,
+    Turn,
 };
-use tidegate_testkit::desk::{Desk, at, id, window};
-use tidegate_testkit::dice::{self, Dice, count};
+use tidegate_testkit::fixtures::{TestLimiter, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
+use tidegate_testkit::random::{self, RandomSource, case_count};
 
 const BACKGROUND: usize = Lane::Background as usize;
 const MICRO: Span = Span::from_micros(1);

@@ -179,36 +179,36 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(dice: &mut Dice) -> Self {
-        let lane = |dice: &mut Dice| LaneSpec {
-            max_waiting: dice.pick(&[3, 20, 100]),
-            max_in_flight: dice.pick(&[1, 2, 5, u32::MAX]),
+    fn new(random: &mut RandomSource) -> Self {
+        let lane = |random: &mut RandomSource| LaneSpec {
+            max_waiting: random.pick(&[3, 20, 100]),
+            max_in_flight: random.pick(&[1, 2, 5, u32::MAX]),
         };
         let spec = LanesSpec {
-            lanes: [lane(dice), lane(dice), lane(dice)],
-            max_in_flight: dice.pick(&[1, 3, 8, u32::MAX]),
-            floor: dice.pick(&[0, 50, 100, MAX_FLOOR]),
-            window: Span::from_millis(dice.pick(&[10, 1_000, 60_000, u64::MAX])),
+            lanes: [lane(random), lane(random), lane(random)],
+            max_in_flight: random.pick(&[1, 3, 8, u32::MAX]),
+            floor: random.pick(&[0, 50, 100, MAX_FLOOR]),
+            window: Span::from_millis(random.pick(&[10, 1_000, 60_000, u64::MAX])),
         };
-        Self { lanes: Lanes::new(spec), naive: Naive::new(spec), arrivals: 0, tickets: Vec::new(), now: at(0) }
+        Self { lanes: Lanes::new(spec), naive: Naive::new(spec), arrivals: 0, tickets: Vec::new(), now: test_time(0) }
     }
 
-    fn any_ticket(&self, dice: &mut Dice) -> Option<Ticket> {
-        (!self.tickets.is_empty()).then(|| self.tickets[dice.below(self.tickets.len() as u64) as usize])
+    fn any_ticket(&self, random: &mut RandomSource) -> Option<Ticket> {
+        (!self.tickets.is_empty()).then(|| self.tickets[random.below(self.tickets.len() as u64) as usize])
     }
 
-    fn step(&mut self, dice: &mut Dice) -> Result<(), String> {
+    fn step(&mut self, random: &mut RandomSource) -> Result<(), String> {
         let now = self.now;
-        let lane = dice.pick(&Lane::ALL);
-        match dice.below(20) {
-            0..=6 => self.enqueue(lane, dice)?,
-            7..=10 => self.answer(dice)?,
+        let lane = random.pick(&Lane::ALL);
+        match random.below(20) {
+            0..=6 => self.enqueue(lane, random)?,
+            7..=10 => self.answer(random)?,
             11..=12 => {
-                let Some(ticket) = self.any_ticket(dice) else { return Ok(()) };
+                let Some(ticket) = self.any_ticket(random) else { return Ok(()) };
                 same("cancel", self.lanes.cancel(ticket), self.naive.leave(ticket).is_some())?;
             }
             13 => {
-                let Some(ticket) = self.any_ticket(dice) else { return Ok(()) };
+                let Some(ticket) = self.any_ticket(random) else { return Ok(()) };
                 self.raise(ticket, lane)?;
             }
             14 => {
@@ -217,12 +217,12 @@ impl Pair {
                 self.naive.poked = true;
             }
             15 => {
-                let until = now + Span::from_micros(dice.below(300_000));
+                let until = now + Span::from_micros(random.below(300_000));
                 self.lanes.pause(lane, until);
                 self.naive.paused[lane as usize] = until;
             }
             16 => {
-                let most = dice.pick(&[0, 1, 2, 10, u32::MAX]);
+                let most = random.pick(&[0, 1, 2, 10, u32::MAX]);
                 self.lanes.set_max_in_flight(most);
                 self.naive.spec.max_in_flight = most;
             }
@@ -230,14 +230,15 @@ impl Pair {
                 self.lanes.ended(lane);
                 self.naive.in_flight[lane as usize] = self.naive.in_flight[lane as usize].saturating_sub(1);
             }
-            _ => self.now = now + Span::from_micros(dice.below(200_000)),
+            _ => self.now = now + Span::from_micros(random.below(200_000)),
         }
-        self.settle(dice)
+        self.settle(random)
     }
 
-    fn enqueue(&mut self, lane: Lane, dice: &mut Dice) -> Result<(), String> {
-        let cost = dice.pick(&[1, 1, 1, 0, 2, 10, 1_000, MAX_COST, u64::MAX]);
-        let deadline = if dice.percent(40) { self.now + Span::from_micros(dice.below(900_000)) } else { Time::NEVER };
+    fn enqueue(&mut self, lane: Lane, random: &mut RandomSource) -> Result<(), String> {
+        let cost = random.pick(&[1, 1, 1, 0, 2, 10, 1_000, MAX_COST, u64::MAX]);
+        let deadline =
+            if random.chance(40) { self.now + Span::from_micros(random.below(900_000)) } else { Time::NEVER };
         let full = self.naive.full(lane);
         match self.lanes.enqueue(lane, cost, deadline, self.now) {
             Ok(_) if full => return Err(format!("{lane:?} took one too many")),
@@ -277,19 +278,19 @@ impl Pair {
     }
 
     /// Answers who asks, or somebody who doesn't.
-    fn answer(&mut self, dice: &mut Dice) -> Result<(), String> {
-        let asking = self.naive.asking.filter(|_| !dice.percent(10));
-        let Some(ticket) = asking.or_else(|| self.any_ticket(dice)) else { return Ok(()) };
+    fn answer(&mut self, random: &mut RandomSource) -> Result<(), String> {
+        let asking = self.naive.asking.filter(|_| !random.chance(10));
+        let Some(ticket) = asking.or_else(|| self.any_ticket(random)) else { return Ok(()) };
         // Only who asks is ever granted anything; an answer that comes too late finds its ticket stale.
         let stale = !self.naive.calls.iter().any(|call| call.ticket == ticket);
-        if dice.percent(60) && (asking.is_some() || stale) {
+        if random.chance(60) && (asking.is_some() || stale) {
             return same("granted", self.lanes.granted(ticket, self.now), self.naive.granted(ticket, self.now));
         }
-        let until = self.now + Span::from_micros(dice.below(400_000));
-        let scope = dice.pick(&[Scope::Provider, Scope::Lane]);
+        let until = self.now + Span::from_micros(random.below(400_000));
+        let scope = random.pick(&[Scope::Provider, Scope::Lane]);
         // Limits of a lane and of all, so that it shows which was told.
-        let limit = id(if scope == Scope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
-        let spent = dice.percent(40).then_some(limit);
+        let limit = limit_id(if scope == Scope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
+        let spent = random.chance(40).then_some(limit);
         match spent {
             Some(limit) => self.lanes.spent_until(ticket, limit, until, scope, self.now),
             None => self.lanes.not_until(ticket, until, scope, self.now),
@@ -299,7 +300,7 @@ impl Pair {
     }
 
     /// Polls until it says to sleep, and sometimes sleeps.
-    fn settle(&mut self, dice: &mut Dice) -> Result<(), String> {
+    fn settle(&mut self, random: &mut RandomSource) -> Result<(), String> {
         let sleep_until = loop {
             match self.lanes.poll(self.now) {
                 Turn::Expired(ticket) => {
@@ -341,7 +342,7 @@ impl Pair {
             same("waiting", self.lanes.waiting(lane), self.naive.waiting(lane))?;
             same("in flight", self.lanes.in_flight(lane), self.naive.in_flight[lane as usize])?;
         }
-        if dice.percent(20) && !sleep_until.is_never() {
+        if random.chance(20) && !sleep_until.is_never() {
             self.now = sleep_until;
         }
         Ok(())
@@ -370,10 +371,10 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Re
 
 #[test]
 fn operations_agree_with_the_model() {
-    property::check(count(400, 6_000), 2_000, |mut dice| {
-        let mut pair = Pair::new(&mut dice);
-        while !dice.exhausted() {
-            pair.step(&mut dice)?;
+    property::check(case_count(400, 6_000), 2_000, |mut random| {
+        let mut pair = Pair::new(&mut random);
+        while !random.is_exhausted() {
+            pair.step(&mut random)?;
         }
         pair.clear_out()
     });
@@ -381,11 +382,11 @@ fn operations_agree_with_the_model() {
 
 #[test]
 fn a_long_run_leaks_nothing() {
-    let seed = dice::seed();
-    let mut dice = Dice::seeded(seed);
-    let mut pair = Pair::new(&mut dice);
-    for step in 0..count(30_000, 1_000_000) {
-        if let Err(mismatch) = pair.step(&mut dice) {
+    let seed = random::run_seed();
+    let mut random = RandomSource::from_seed(seed);
+    let mut pair = Pair::new(&mut random);
+    for step in 0..case_count(30_000, 1_000_000) {
+        if let Err(mismatch) = pair.step(&mut random) {
             panic!("{mismatch} at step {step}\n  repeat with TIDEGATE_SEED={seed}");
         }
     }

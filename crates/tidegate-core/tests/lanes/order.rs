@@ -8,8 +8,8 @@ fn first_come_first_served_within_a_lane() {
         let mut lanes = Lanes::new(LanesSpec::default());
         // Slots are used again in another order; calls keep theirs.
         for _ in 0..3 {
-            let tickets: Vec<Ticket> = (0..100).map(|_| enqueue(&mut lanes, lane, at(0))).collect();
-            assert_eq!(drain(&mut lanes, at(0)), tickets);
+            let tickets: Vec<Ticket> = (0..100).map(|_| enqueue(&mut lanes, lane, test_time(0))).collect();
+            assert_eq!(drain(&mut lanes, test_time(0)), tickets);
         }
     }
 }
@@ -17,47 +17,47 @@ fn first_come_first_served_within_a_lane() {
 #[test]
 fn a_webhook_goes_before_five_background_calls() {
     let mut lanes = Lanes::new(LanesSpec::default());
-    let background: Vec<Ticket> = (0..5).map(|_| enqueue(&mut lanes, Lane::Background, at(0))).collect();
+    let background: Vec<Ticket> = (0..5).map(|_| enqueue(&mut lanes, Lane::Background, test_time(0))).collect();
     // Even while the background's first waits for the provider.
-    let first = ask(&mut lanes, at(0));
+    let first = ask(&mut lanes, test_time(0));
     assert_eq!(first, background[0]);
-    lanes.not_until(first, at(900), Scope::Provider, at(0));
-    let Turn::Sleep(wake_at) = lanes.poll(at(1)) else { panic!("the first was told to wait") };
-    assert_eq!(wake_at, at(900));
-    let user = enqueue(&mut lanes, Lane::User, at(2));
-    let webhook = enqueue(&mut lanes, Lane::Webhook, at(2));
-    assert_eq!(ask(&mut lanes, at(2)), webhook);
-    assert_eq!(lanes.granted(webhook, at(2)), Some(Lane::Webhook));
-    assert_eq!(ask(&mut lanes, at(2)), user);
-    lanes.granted(user, at(2));
-    assert_eq!(lanes.poll(at(2)), Turn::Sleep(at(900)));
-    assert_eq!(drain(&mut lanes, at(900)), background);
+    lanes.not_until(first, test_time(900), Scope::Provider, test_time(0));
+    let Turn::Sleep(wake_at) = lanes.poll(test_time(1)) else { panic!("the first was told to wait") };
+    assert_eq!(wake_at, test_time(900));
+    let user = enqueue(&mut lanes, Lane::User, test_time(2));
+    let webhook = enqueue(&mut lanes, Lane::Webhook, test_time(2));
+    assert_eq!(ask(&mut lanes, test_time(2)), webhook);
+    assert_eq!(lanes.granted(webhook, test_time(2)), Some(Lane::Webhook));
+    assert_eq!(ask(&mut lanes, test_time(2)), user);
+    lanes.granted(user, test_time(2));
+    assert_eq!(lanes.poll(test_time(2)), Turn::Sleep(test_time(900)));
+    assert_eq!(drain(&mut lanes, test_time(900)), background);
 }
 
 #[test]
 fn a_raised_call_stands_by_its_arrival() {
     let mut lanes = Lanes::new(waiting(3));
-    let raised = enqueue(&mut lanes, Lane::Background, at(0));
-    let early = enqueue(&mut lanes, Lane::User, at(0));
-    let late = enqueue(&mut lanes, Lane::Background, at(0));
-    let last = enqueue(&mut lanes, Lane::User, at(0));
-    assert_eq!(lanes.raise(early, Lane::Background, at(0)), Ok(false), "never down");
-    assert_eq!(lanes.raise(raised, Lane::User, at(0)), Ok(true));
-    assert_eq!(lanes.raise(raised, Lane::User, at(0)), Ok(false));
-    assert_eq!(lanes.raise(late, Lane::User, at(0)), Err(QueueFull { lane: Lane::User }));
+    let raised = enqueue(&mut lanes, Lane::Background, test_time(0));
+    let early = enqueue(&mut lanes, Lane::User, test_time(0));
+    let late = enqueue(&mut lanes, Lane::Background, test_time(0));
+    let last = enqueue(&mut lanes, Lane::User, test_time(0));
+    assert_eq!(lanes.raise(early, Lane::Background, test_time(0)), Ok(false), "never down");
+    assert_eq!(lanes.raise(raised, Lane::User, test_time(0)), Ok(true));
+    assert_eq!(lanes.raise(raised, Lane::User, test_time(0)), Ok(false));
+    assert_eq!(lanes.raise(late, Lane::User, test_time(0)), Err(QueueFull { lane: Lane::User }));
     assert_eq!((lanes.waiting(Lane::Background), lanes.waiting(Lane::User)), (1, 3));
-    assert_eq!(drain(&mut lanes, at(0)), [raised, early, last, late]);
-    assert_eq!(lanes.raise(raised, Lane::Webhook, at(0)), Ok(false), "it has left");
+    assert_eq!(drain(&mut lanes, test_time(0)), [raised, early, last, late]);
+    assert_eq!(lanes.raise(raised, Lane::Webhook, test_time(0)), Ok(false), "it has left");
 }
 
 #[test]
 fn one_call_at_a_time_is_one_of_one_lane() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 1, ..LanesSpec::default() });
-    let tickets: Vec<Ticket> = (0..10).map(|_| enqueue(&mut lanes, Lane::default(), at(0))).collect();
+    let tickets: Vec<Ticket> = (0..10).map(|_| enqueue(&mut lanes, Lane::default(), test_time(0))).collect();
     for ticket in tickets {
-        assert_eq!(ask(&mut lanes, at(0)), ticket);
-        let lane = lanes.granted(ticket, at(0)).unwrap();
-        assert_eq!(lanes.poll(at(0)), Turn::Sleep(Time::NEVER), "while it is in flight nobody asks");
+        assert_eq!(ask(&mut lanes, test_time(0)), ticket);
+        let lane = lanes.granted(ticket, test_time(0)).unwrap();
+        assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(Time::NEVER), "while it is in flight nobody asks");
         lanes.ended(lane);
     }
 }
@@ -65,24 +65,28 @@ fn one_call_at_a_time_is_one_of_one_lane() {
 #[test]
 fn half_of_twenty_thousand_cancelled() {
     let mut lanes = Lanes::new(waiting(20_000));
-    let tickets: Vec<Ticket> = (0..20_000).map(|_| enqueue(&mut lanes, Lane::User, at(0))).collect();
-    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, at(0)), Err(QueueFull { lane: Lane::User }));
-    assert_eq!(ask(&mut lanes, at(0)), tickets[0]);
-    lanes.not_until(tickets[0], at(500), Scope::Provider, at(0));
+    let tickets: Vec<Ticket> = (0..20_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
+    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFull { lane: Lane::User }));
+    assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
+    lanes.not_until(tickets[0], test_time(500), Scope::Provider, test_time(0));
     let (gone, mut left): (Vec<_>, Vec<_>) = tickets.iter().enumerate().partition(|(place, _)| place % 2 == 0);
     for &(_, &ticket) in &gone {
         assert!(lanes.cancel(ticket) && !lanes.cancel(ticket));
     }
-    assert_eq!(lanes.poll(at(1)), Turn::Sleep(at(500)), "the survivors cost as much as who was told to wait");
+    assert_eq!(
+        lanes.poll(test_time(1)),
+        Turn::Sleep(test_time(500)),
+        "the survivors cost as much as who was told to wait"
+    );
     assert_eq!(lanes.waiting(Lane::User), 10_000);
-    let late: Vec<Ticket> = (0..10_000).map(|_| enqueue(&mut lanes, Lane::User, at(1))).collect();
-    assert!(lanes.enqueue(Lane::User, 1, Time::NEVER, at(1)).is_err());
+    let late: Vec<Ticket> = (0..10_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(1))).collect();
+    assert!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(1)).is_err());
     assert!(late.iter().all(|ticket| ticket.index() < 20_000), "slots are used again");
     for (_, &stale) in gone {
-        assert!(!lanes.cancel(stale) && lanes.granted(stale, at(1)).is_none(), "a stale ticket does nothing");
-        assert_eq!(lanes.raise(stale, Lane::Webhook, at(1)), Ok(false));
+        assert!(!lanes.cancel(stale) && lanes.granted(stale, test_time(1)).is_none(), "a stale ticket does nothing");
+        assert_eq!(lanes.raise(stale, Lane::Webhook, test_time(1)), Ok(false));
     }
     left.extend(late.iter().enumerate());
-    assert!(drain(&mut lanes, at(500)).iter().eq(left.into_iter().map(|(_, ticket)| ticket)));
+    assert!(drain(&mut lanes, test_time(500)).iter().eq(left.into_iter().map(|(_, ticket)| ticket)));
     assert_eq!((lanes.waiting(Lane::User), lanes.in_flight(Lane::User)), (0, 0));
 }

@@ -5,23 +5,23 @@
 mod world;
 
 use tidegate_core::{Class, Lane};
-use tidegate_testkit::dice::{self, Dice, count};
 use tidegate_testkit::property;
+use tidegate_testkit::random::{self, RandomSource, case_count};
 
 use crate::world::{Stage, World};
 
-fn any_world(dice: &mut Dice) -> World {
+fn any_world(random: &mut RandomSource) -> World {
     let (pace, max_waiting, failures) =
-        (dice.pick(&[5, 50, 1_000]), dice.pick(&[4, 20, 100]), dice.between(1, 4) as u32);
-    World::new(pace, max_waiting, failures, dice.percent(50), dice.percent(50), dice.pick(&[u32::MAX, 1, 4]))
+        (random.pick(&[5, 50, 1_000]), random.pick(&[4, 20, 100]), random.between(1, 4) as u32);
+    World::new(pace, max_waiting, failures, random.chance(50), random.chance(50), random.pick(&[u32::MAX, 1, 4]))
 }
 
 #[test]
 fn nothing_leaks_whatever_happens() {
-    property::check(count(20, 400), 3_000, |mut dice| {
-        let mut world = any_world(&mut dice);
-        while !dice.exhausted() {
-            world.happen(&mut dice);
+    property::check(case_count(20, 400), 3_000, |mut random| {
+        let mut world = any_world(&mut random);
+        while !random.is_exhausted() {
+            world.happen(&mut random);
             world.check()?;
         }
         world.clear_out()
@@ -30,12 +30,12 @@ fn nothing_leaks_whatever_happens() {
 
 #[test]
 fn a_long_run_leaks_nothing() {
-    let seed = dice::seed();
-    let mut dice = Dice::seeded(seed);
+    let seed = random::run_seed();
+    let mut random = RandomSource::from_seed(seed);
     let mut world = World::new(50, 20, 2, true, true, 3);
-    let steps = count(20_000, 1_000_000);
+    let steps = case_count(20_000, 1_000_000);
     for step in 0..steps {
-        world.happen(&mut dice);
+        world.happen(&mut random);
         world.finished.clear();
         if let Err(leak) = world.check() {
             panic!("{leak} at step {step}\n  repeat with TIDEGATE_SEED={seed}");
@@ -48,8 +48,8 @@ fn a_long_run_leaks_nothing() {
 /// Of 20,000 calls that are queued, under way or waiting for another try, 10,000 go away.
 #[test]
 fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
-    let seed = dice::seed();
-    let mut dice = Dice::seeded(seed);
+    let seed = random::run_seed();
+    let mut random = RandomSource::from_seed(seed);
     let mut world = World::new(1_000, 20_000, 5, false, false, 14);
     for _ in 0..20_000 {
         world.arrive(Lane::User, 2, None);
@@ -58,7 +58,7 @@ fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
     // Three credentials take fewer calls than the provider, so they are what is waited for. Some are asking or under way when the others go, and a few wait for another try.
     for _ in 0..40 {
         world.pump();
-        let asking = world.any(&mut dice, |stage| matches!(stage, Stage::Asking(..)));
+        let asking = world.any(&mut random, |stage| matches!(stage, Stage::Asking(..)));
         world.answer(asking.expect("one at a time"), false);
     }
     world.pump();
@@ -68,7 +68,7 @@ fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
     world.check().unwrap();
     let mut alive: Vec<usize> = world.calls.keys().copied().collect();
     for _ in 0..10_000 {
-        world.abandon(alive.swap_remove(dice.below(alive.len() as u64) as usize));
+        world.abandon(alive.swap_remove(random.below(alive.len() as u64) as usize));
     }
     world.check().unwrap();
     let queued = world.desk.lanes.waiting(Lane::User);

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::breaker::State;
+use tidegate_core::breaker::BreakerState;
 use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Remainder, Reply, Rules, Step};
 use tidegate_core::lanes::{LaneSpec, Turn};
-use tidegate_core::quota::Every;
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::retry::Reach;
 use tidegate_core::{
-    Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Inflight, InflightSpec, Key, Kind,
-    Lane, LanesSpec, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcomes, Pool, Quota, Retry, Span, Ticket, Time, Verb,
-    Window,
+    AdaptiveLimit, AdaptiveLimitSpec, Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key,
+    Lane, LanesSpec, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcomes, Pool, Quota, Retry, Span, Ticket,
+    Time, Verb, Window,
 };
-use tidegate_testkit::desk::{Desk as Store, at, id};
-use tidegate_testkit::dice::Dice;
+use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
+use tidegate_testkit::random::RandomSource;
 
 const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
 /// Which limit does what: the first paces, two count for the test and never refuse.
@@ -86,15 +86,15 @@ impl World {
         credential_in_flight: u32,
     ) -> Self {
         let cooldown = Cooldown { base: Span::from_millis(50), ..Cooldown::default() };
-        let forever = || Arc::new(Every(Span::MAX));
+        let forever = || Arc::new(FixedPeriods(Span::MAX));
         let kinds = [
-            Kind::Window(Window::new(pace, WINDOW, pace as u32).unwrap().with_lead(MAX_LEAD)),
-            Kind::Quota(Quota::new(MAX_LIMIT, forever()).unwrap()),
-            Kind::Quota(Quota::new(MAX_LIMIT, forever()).unwrap()),
-            Kind::Cooldown(cooldown),
+            LimitKind::Window(Window::new(pace, WINDOW, pace as u32).unwrap().with_lead(MAX_LEAD)),
+            LimitKind::Quota(Quota::new(MAX_LIMIT, forever()).unwrap()),
+            LimitKind::Quota(Quota::new(MAX_LIMIT, forever()).unwrap()),
+            LimitKind::Cooldown(cooldown),
         ];
         let limits = Arc::new(Limits::new(kinds.map(Limit::new).into()).unwrap());
-        let ceiling = |place, measure| Ceiling { limit: id(place), measure, settles: place == PACE };
+        let ceiling = |place, measure| Ceiling { limit: limit_id(place), measure, settles: place == PACE };
         let backoff = Backoff::exponential(Span::from_millis(20), Span::from_millis(200));
         let retry = Retry { max_attempts: 4, backoff, ..Retry::default() };
         let rules = Rules {
@@ -104,7 +104,7 @@ impl World {
             lane_ceilings: Default::default(),
             credential_ceilings: Box::default(),
             credential_in_flight,
-            cooldown: id(COOLDOWN),
+            cooldown: limit_id(COOLDOWN),
             key: SHARED,
             credential_keys: (2..5).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
             renews,
@@ -125,16 +125,16 @@ impl World {
             probe_lease: Span::from_secs(86_400),
             ..BreakerSpec::default()
         };
-        let inflight = inflight.then(|| Inflight::new(InflightSpec::default()).unwrap());
+        let inflight = inflight.then(|| AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap());
         let pool = Pool::new(Balance::LeastRecentlyUsed, 3).unwrap();
         Self {
             desk: Desk::new(&rules, pool, Breaker::new(breaker).unwrap(), inflight),
             budget: u64::from(rules.budget.min) * 1_000,
             rules,
-            store: Store::over(Arc::clone(&limits)),
+            store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
             rng: SmallRng::seed_from_u64(7),
-            now: at(0),
+            now: test_time(0),
             calls: BTreeMap::new(),
             busy: BTreeSet::new(),
             places: HashMap::new(),
@@ -163,7 +163,7 @@ impl World {
 
     fn tell(&self, batch: Option<&Batch>) {
         if let Some(batch) = batch {
-            self.store.ask(batch, self.now);
+            self.store.decide(batch, self.now);
         }
     }
 
@@ -218,7 +218,7 @@ impl World {
             Step::Queue => Stage::Queued(known.call.ticket().expect("a call that queues")),
             Step::Ask => {
                 let batch = self.desk.orders.ask().clone();
-                let outcomes = self.store.ask(&batch, self.now).1;
+                let outcomes = self.store.decide(&batch, self.now).1;
                 Stage::Asking(known.call.ticket().expect("a call that asks"), Box::new((batch, outcomes)))
             }
             Step::Send { credential } => {
@@ -393,9 +393,9 @@ impl World {
     fn used(&self) -> (u64, u64) {
         let mut batch = Batch::new(0);
         for place in [CALLS, COSTS] {
-            batch.push(Op::new(id(place), Verb::Peek, SHARED, 1)).unwrap();
+            batch.push(Op::new(limit_id(place), Verb::Peek, SHARED, 1)).unwrap();
         }
-        let outcomes = self.store.ask(&batch, self.now).1;
+        let outcomes = self.store.decide(&batch, self.now).1;
         (outcomes.list()[0].used, outcomes.list()[1].used)
     }
 
@@ -414,7 +414,7 @@ impl World {
             same("in flight with a credential", self.desk.pool.in_flight(credential), in_flight)?;
             same("more than its permits", in_flight > self.rules.credential_in_flight, false)?;
         }
-        same("left of the budget", self.desk.budget.left(), self.budget / 1_000)?;
+        same("left of the budget", self.desk.budget.remaining(), self.budget / 1_000)?;
         let asked = self.calls.values().filter_map(|known| match &known.stage {
             Stage::Asking(_, answer) => Some(&**answer),
             _ => None,
@@ -426,35 +426,35 @@ impl World {
         }
         same("charged", self.used(), (calls, costs))?;
         let sent = self.calls.values().any(|known| matches!(known.stage, Stage::Sent(_)));
-        if !sent && self.desk.breaker.state(self.now) == State::HalfOpen {
+        if !sent && self.desk.breaker.state(self.now) == BreakerState::HalfOpen {
             same("a probe that nobody holds", self.desk.breaker.peek(self.now), Ok(()))?;
         }
         Ok(())
     }
 
     /// Some call in some stage.
-    pub(crate) fn any(&self, dice: &mut Dice, which: impl Fn(&Stage) -> bool) -> Option<usize> {
+    pub(crate) fn any(&self, random: &mut RandomSource, which: impl Fn(&Stage) -> bool) -> Option<usize> {
         let fitting: Vec<usize> =
             self.calls.iter().filter(|(_, known)| which(&known.stage)).map(|(&id, _)| id).collect();
-        (!fitting.is_empty()).then(|| dice.pick(&fitting))
+        (!fitting.is_empty()).then(|| random.pick(&fitting))
     }
 
     /// One thing that may happen.
-    pub(crate) fn happen(&mut self, dice: &mut Dice) {
-        match dice.below(34) {
+    pub(crate) fn happen(&mut self, random: &mut RandomSource) {
+        match random.below(34) {
             0..=7 if self.calls.len() < 60 => {
-                let timeout = dice.percent(50).then(|| Span::from_micros(dice.below(3_000_000)));
-                let (lane, cost) = (dice.pick(&Lane::ALL), dice.pick(&[1, 1, 5, 100]));
+                let timeout = random.chance(50).then(|| Span::from_micros(random.below(3_000_000)));
+                let (lane, cost) = (random.pick(&Lane::ALL), random.pick(&[1, 1, 5, 100]));
                 self.arrive(lane, cost, timeout);
             }
             8..=13 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Asking(..))) {
-                    self.answer(id, dice.percent(4));
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Asking(..))) {
+                    self.answer(id, random.chance(4));
                 }
             }
             14..=20 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Sent(_))) {
-                    let class = match dice.below(12) {
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Sent(_))) {
+                    let class = match random.below(12) {
                         0..=5 => Class::Success,
                         6..=7 => Class::Transient,
                         8 => Class::Throttled,
@@ -462,48 +462,49 @@ impl World {
                         10 => Class::Permanent,
                         _ => Class::Cancelled,
                     };
-                    let retry_after = dice.percent(30).then(|| Span::from_micros(dice.below(500_000)));
-                    let cost = (class == Class::Success).then(|| dice.below(200));
-                    self.reply(id, class, retry_after, dice.percent(30), cost);
+                    let retry_after = random.chance(30).then(|| Span::from_micros(random.below(500_000)));
+                    let cost = (class == Class::Success).then(|| random.below(200));
+                    self.reply(id, class, retry_after, random.chance(30), cost);
                 }
             }
             21 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Streaming(..))) {
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Streaming(..))) {
                     self.end(id);
                 }
             }
             22 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Renewing)) {
-                    self.renewed(id, dice.percent(70));
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Renewing)) {
+                    self.renewed(id, random.chance(70));
                 }
             }
             23 => {
-                if let Some(id) = self.any(dice, |_| true) {
+                if let Some(id) = self.any(random, |_| true) {
                     self.abandon(id);
                 }
             }
             24 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Queued(_) | Stage::Asking(..))) {
-                    self.raise(id, dice.pick(&Lane::ALL));
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Queued(_) | Stage::Asking(..))) {
+                    self.raise(id, random.pick(&Lane::ALL));
                 }
             }
             25..=26 if !self.orphans.is_empty() => {
-                let place = dice.below(self.orphans.len() as u64) as usize;
+                let place = random.below(self.orphans.len() as u64) as usize;
                 self.answer_orphan(place);
             }
             27..=29 => {
                 let now = self.now;
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Sleeping(until, _) if *until <= now)) {
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Sleeping(until, _) if *until <= now))
+                {
                     self.wake(id);
                 }
             }
-            30 => self.now = self.now + Span::from_micros(dice.below(300_000)),
+            30 => self.now = self.now + Span::from_micros(random.below(300_000)),
             31..=32 => {
-                if let Some(id) = self.any(dice, |stage| matches!(stage, Stage::Sent(_))) {
+                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Sent(_))) {
                     self.hedge(id);
                 }
             }
-            _ => self.now = self.now + Span::from_micros(dice.below(10_000)),
+            _ => self.now = self.now + Span::from_micros(random.below(10_000)),
         }
         self.pump();
     }
@@ -522,7 +523,7 @@ impl World {
         self.now = self.now + MAX_LEAD + WINDOW;
         let mut pace = Batch::new(0);
         pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();
-        same("used of the window", self.store.ask(&pace, self.now).1.list()[0].used, 0)?;
+        same("used of the window", self.store.decide(&pace, self.now).1.list()[0].used, 0)?;
         // Three limits that are shared, and a cool-down of each credential.
         same("states in the store", self.store.store().len() <= 6, true)?;
         for lane in Lane::ALL {
@@ -535,7 +536,7 @@ impl World {
 }
 
 fn charged(batch: &Batch, place: usize) -> u64 {
-    batch.ops().iter().filter(|op| op.limit == id(place)).map(|op| op.cost).sum()
+    batch.ops().iter().filter(|op| op.limit == limit_id(place)).map(|op| op.cost).sum()
 }
 
 fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {

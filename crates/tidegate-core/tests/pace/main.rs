@@ -8,32 +8,34 @@ use std::time::Duration;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::pacer::Mode;
-use tidegate_core::{Adaptive, AdaptiveError, AdaptiveSpec, Class, Pace, Pacer, PacerSpec, Rest, Span, Time};
-use tidegate_testkit::desk::at;
-use tidegate_testkit::dice::count;
+use tidegate_core::pacer::PacerMode;
+use tidegate_core::{
+    AdaptiveRate, AdaptiveRateError, AdaptiveRateSpec, Class, LocalPacer, Pace, PacerSpec, Rest, Span, Time,
+};
+use tidegate_testkit::fixtures::test_time;
+use tidegate_testkit::random::case_count;
 
 use rivals::{Aimd, Cubic, Paced, Shared};
 use service::{Distance, FAR, Governor, LIMITERS, Limiter, NEAR, Score, run};
 
 const NAMES: [&str; 6] = ["adaptive", "classic", "steady", "steady, spaced", "AIMD", "CUBIC"];
 
-fn fresh() -> Adaptive {
-    Adaptive::new(AdaptiveSpec::default()).unwrap()
+fn fresh() -> AdaptiveRate {
+    AdaptiveRate::new(AdaptiveRateSpec::default()).unwrap()
 }
 
 fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
     let rng = SmallRng::seed_from_u64(seed);
     // Set for a service of about this speed: by the defaults, 32 workers that fail at once go on in a quarter of an hour.
     let (initial, max) = (Duration::from_millis(10), Duration::from_secs(2));
-    let pacer = |mode| Pacer::new(PacerSpec { mode, initial, max, ..PacerSpec::default() }).unwrap();
+    let pacer = |mode| LocalPacer::new(PacerSpec { mode, initial, max, ..PacerSpec::default() }).unwrap();
     match name {
         "adaptive" => Box::new(Paced { pace: Pace::from(fresh()), rng }),
-        "classic" => Box::new(Shared { pacer: pacer(Mode::Classic), rng }),
-        "steady" => Box::new(Shared { pacer: pacer(Mode::Steady), rng }),
-        "steady, spaced" => Box::new(Paced { pace: Pace::from(pacer(Mode::Steady)), rng }),
-        "AIMD" => Box::new(Aimd::new(at(0))),
-        _ => Box::new(Cubic::new(at(0))),
+        "classic" => Box::new(Shared { pacer: pacer(PacerMode::Classic), rng }),
+        "steady" => Box::new(Shared { pacer: pacer(PacerMode::Steady), rng }),
+        "steady, spaced" => Box::new(Paced { pace: Pace::from(pacer(PacerMode::Steady)), rng }),
+        "AIMD" => Box::new(Aimd::new(test_time(0))),
+        _ => Box::new(Cubic::new(test_time(0))),
     }
 }
 
@@ -56,7 +58,7 @@ fn adaptive_finds_a_hidden_capacity_and_follows_it() {
     let mut found = Vec::new();
     for name in NAMES {
         for limiter in LIMITERS {
-            let worst = worst(name, limiter, NEAR, count(4, 16));
+            let worst = worst(name, limiter, NEAR, case_count(4, 16));
             if name == "adaptive" {
                 found.push((limiter, worst));
             }
@@ -71,14 +73,19 @@ fn adaptive_finds_a_hidden_capacity_and_follows_it() {
 #[test]
 fn adaptive_keeps_its_share_of_throttles_at_long_round_trips() {
     for limiter in LIMITERS {
-        let score = worst("adaptive", limiter, FAR, count(2, 8));
+        let score = worst("adaptive", limiter, FAR, case_count(2, 8));
         assert!(score.goodput >= 940 && score.throttled < 20, "{limiter:?}: {score:?}");
     }
 }
 
 /// Sends calls one after the other as soon as they may go, each answered 10 ms later, until a moment; returns how many were
 /// sent.
-fn drive(adaptive: &mut Adaptive, from: Time, until: Time, mut reply: impl FnMut(&mut Adaptive, Time, Time)) -> u32 {
+fn drive(
+    adaptive: &mut AdaptiveRate,
+    from: Time,
+    until: Time,
+    mut reply: impl FnMut(&mut AdaptiveRate, Time, Time),
+) -> u32 {
     let (mut now, mut sent) = (from, 0);
     loop {
         now = now.max(adaptive.next_at(now));
@@ -95,10 +102,12 @@ fn drive(adaptive: &mut Adaptive, from: Time, until: Time, mut reply: impl FnMut
 #[test]
 fn a_service_that_throttles_everything_is_tried_once_in_the_longest_interval() {
     let mut adaptive = fresh();
-    drive(&mut adaptive, at(0), at(600_000), |adaptive, sent_at, now| adaptive.throttled(sent_at, None, now));
-    let slowest = AdaptiveSpec::default().slowest;
+    drive(&mut adaptive, test_time(0), test_time(600_000), |adaptive, sent_at, now| {
+        adaptive.throttled(sent_at, None, now)
+    });
+    let slowest = AdaptiveRateSpec::default().slowest;
     assert!((slowest - Span::from_millis(5)..=slowest).contains(&adaptive.interval()), "{:?}", adaptive.interval());
-    let sent = drive(&mut adaptive, at(600_000), at(4_200_000), |adaptive, sent_at, now| {
+    let sent = drive(&mut adaptive, test_time(600_000), test_time(4_200_000), |adaptive, sent_at, now| {
         adaptive.throttled(sent_at, None, now);
     });
     assert!((58..=61).contains(&sent), "{sent} in an hour");
@@ -108,13 +117,13 @@ fn a_service_that_throttles_everything_is_tried_once_in_the_longest_interval() {
 fn throttles_of_calls_that_were_under_way_together_count_as_one() {
     let mut adaptive = fresh();
     for _ in 0..10 {
-        adaptive.sent(at(0));
+        adaptive.sent(test_time(0));
     }
-    adaptive.throttled(at(0), None, at(20));
+    adaptive.throttled(test_time(0), None, test_time(20));
     let after_one = adaptive.interval();
-    assert!(after_one > AdaptiveSpec::default().initial);
+    assert!(after_one > AdaptiveRateSpec::default().initial);
     for _ in 0..9 {
-        adaptive.throttled(at(0), None, at(30));
+        adaptive.throttled(test_time(0), None, test_time(30));
     }
     assert_eq!(adaptive.interval(), after_one);
 }
@@ -123,58 +132,70 @@ fn throttles_of_calls_that_were_under_way_together_count_as_one() {
 fn a_rate_that_nobody_uses_isnt_raised() {
     let mut adaptive = fresh();
     for call in 0..200 {
-        adaptive.sent(at(call * 1_000));
-        adaptive.succeeded(at(call * 1_000), None, at(call * 1_000 + 10));
+        adaptive.sent(test_time(call * 1_000));
+        adaptive.succeeded(test_time(call * 1_000), None, test_time(call * 1_000 + 10));
     }
-    assert_eq!(adaptive.interval(), AdaptiveSpec::default().initial, "one a second is sent, and ten may be");
+    assert_eq!(adaptive.interval(), AdaptiveRateSpec::default().initial, "one a second is sent, and ten may be");
 }
 
 #[test]
 fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
     let mut adaptive = fresh();
     let mut left = 600_u64;
-    let sent = drive(&mut adaptive, at(0), at(60_000), |adaptive, sent_at, now| {
+    let sent = drive(&mut adaptive, test_time(0), test_time(60_000), |adaptive, sent_at, now| {
         left = left.checked_sub(1).expect("never more than there is");
-        adaptive.succeeded(sent_at, Some(Rest { left, limit: Some(600), until: at(60_000) }), now);
+        adaptive.succeeded(sent_at, Some(Rest { left, limit: Some(600), until: test_time(60_000) }), now);
     });
     assert!(sent >= 590, "{sent} of 600 in a minute");
-    adaptive.throttled(at(59_999), Some(Rest { left: 0, limit: None, until: at(70_000) }), at(60_000));
-    adaptive.succeeded(at(59_998), Some(Rest { left: 5, limit: None, until: at(70_000) }), at(60_001));
-    assert_eq!(adaptive.next_at(at(60_001)), at(70_000));
+    adaptive.throttled(
+        test_time(59_999),
+        Some(Rest { left: 0, limit: None, until: test_time(70_000) }),
+        test_time(60_000),
+    );
+    adaptive.succeeded(
+        test_time(59_998),
+        Some(Rest { left: 5, limit: None, until: test_time(70_000) }),
+        test_time(60_001),
+    );
+    assert_eq!(adaptive.next_at(test_time(60_001)), test_time(70_000));
 
     let (mut promised, mut silent) = (fresh(), fresh());
     for adaptive in [&mut promised, &mut silent] {
-        adaptive.sent(at(0));
-        adaptive.throttled(at(0), None, at(10));
+        adaptive.sent(test_time(0));
+        adaptive.throttled(test_time(0), None, test_time(10));
     }
-    let rest = Some(Rest { left: 60_000, limit: None, until: at(60_000) });
-    drive(&mut promised, at(500), at(10_000), |adaptive, sent_at, now| adaptive.succeeded(sent_at, rest, now));
-    drive(&mut silent, at(500), at(10_000), |adaptive, sent_at, now| adaptive.succeeded(sent_at, None, now));
+    let rest = Some(Rest { left: 60_000, limit: None, until: test_time(60_000) });
+    drive(&mut promised, test_time(500), test_time(10_000), |adaptive, sent_at, now| {
+        adaptive.succeeded(sent_at, rest, now)
+    });
+    drive(&mut silent, test_time(500), test_time(10_000), |adaptive, sent_at, now| {
+        adaptive.succeeded(sent_at, None, now)
+    });
     assert!(promised.interval().as_micros() * 2 < silent.interval().as_micros(), "{promised:?} {silent:?}");
 }
 
 #[test]
 fn little_that_is_left_for_long_is_spent_at_the_slowest_rate() {
     let mut adaptive = fresh();
-    adaptive.sent(at(0));
-    let rest = Rest { left: 999, limit: Some(1_000), until: at(30 * 86_400_000) };
-    adaptive.succeeded(at(0), Some(rest), at(10));
+    adaptive.sent(test_time(0));
+    let rest = Rest { left: 999, limit: Some(1_000), until: test_time(30 * 86_400_000) };
+    adaptive.succeeded(test_time(0), Some(rest), test_time(10));
     // Rates are whole millionths.
-    let (slowest, waits) = (AdaptiveSpec::default().slowest, adaptive.next_at(at(10)).since(at(0)));
+    let (slowest, waits) = (AdaptiveRateSpec::default().slowest, adaptive.next_at(test_time(10)).since(test_time(0)));
     assert!((slowest - Span::from_millis(5)..=slowest).contains(&waits), "{waits:?}");
 }
 
 #[test]
 fn a_clock_that_steps_back_holds_nobody_up() {
     let rng = &mut SmallRng::seed_from_u64(1);
-    let pacer = Pacer::new(PacerSpec::default()).unwrap();
+    let pacer = LocalPacer::new(PacerSpec::default()).unwrap();
     for mut pace in [Pace::from(fresh()), Pace::from(pacer)] {
-        pace.sent(at(3_600_000));
-        pace.ended(at(3_600_000), Class::Throttled, None, at(3_600_010), rng);
+        pace.sent(test_time(3_600_000));
+        pace.ended(test_time(3_600_000), Class::Throttled, None, test_time(3_600_010), rng);
         let wait = Span::from_duration(pace.interval());
-        assert!(pace.next_at(at(0)) <= at(0) + wait + Span::from_millis(250));
-        pace.sent(at(1_000));
-        pace.ended(at(1_000), Class::Throttled, None, at(1_010), rng);
+        assert!(pace.next_at(test_time(0)) <= test_time(0) + wait + Span::from_millis(250));
+        pace.sent(test_time(1_000));
+        pace.ended(test_time(1_000), Class::Throttled, None, test_time(1_010), rng);
         assert!(Span::from_duration(pace.interval()) > wait, "it goes on learning");
     }
 }
@@ -182,49 +203,49 @@ fn a_clock_that_steps_back_holds_nobody_up() {
 #[test]
 fn other_ends_say_nothing_of_the_pace() {
     let rng = &mut SmallRng::seed_from_u64(1);
-    let mut pace = Pace::from(Pacer::new(PacerSpec::default()).unwrap());
+    let mut pace = Pace::from(LocalPacer::new(PacerSpec::default()).unwrap());
     for class in [Class::Transient, Class::Auth, Class::Cancelled, Class::Success, Class::Permanent] {
-        pace.ended(at(0), class, None, at(10), rng);
+        pace.ended(test_time(0), class, None, test_time(10), rng);
         assert!(pace.interval().is_zero(), "{class:?}");
     }
-    pace.ended(at(0), Class::Throttled, None, at(10), rng);
-    pace.ended(at(0), Class::Throttled, None, at(11), rng);
+    pace.ended(test_time(0), Class::Throttled, None, test_time(10), rng);
+    pace.ended(test_time(0), Class::Throttled, None, test_time(11), rng);
     assert_eq!(pace.interval(), PacerSpec::default().initial, "both were sent before the step");
-    pace.sent(at(20));
-    assert_eq!(pace.next_at(at(21)), at(520));
+    pace.sent(test_time(20));
+    assert_eq!(pace.next_at(test_time(21)), test_time(520));
 }
 
 #[test]
 fn calls_of_the_pace_before_undo_no_step() {
     let rng = &mut SmallRng::seed_from_u64(1);
-    let mut pace = Pace::from(Pacer::new(PacerSpec::default()).unwrap());
+    let mut pace = Pace::from(LocalPacer::new(PacerSpec::default()).unwrap());
     let initial = PacerSpec::default().initial;
     for _ in 0..50 {
-        pace.sent(at(0));
+        pace.sent(test_time(0));
     }
     for call in 0..50 {
         let class = if call < 20 { Class::Throttled } else { Class::Success };
-        pace.ended(at(0), class, None, at(10 + call), rng);
+        pace.ended(test_time(0), class, None, test_time(10 + call), rng);
     }
     assert_eq!(pace.interval(), initial, "thirty that were sent before it");
     for call in 0..10 {
         assert_eq!(pace.interval(), initial, "{call} that were sent after it");
-        pace.ended(at(100), Class::Success, None, at(200), rng);
+        pace.ended(test_time(100), Class::Success, None, test_time(200), rng);
     }
     assert!(pace.interval().is_zero());
-    pace.ended(at(3_600_000), Class::Throttled, None, at(3_600_010), rng);
+    pace.ended(test_time(3_600_000), Class::Throttled, None, test_time(3_600_010), rng);
     for _ in 0..10 {
-        pace.ended(at(0), Class::Success, None, at(10), rng);
+        pace.ended(test_time(0), Class::Success, None, test_time(10), rng);
     }
     assert!(pace.interval().is_zero(), "the clock has stepped back by an hour");
 }
 
 #[test]
 fn what_makes_no_sense_is_refused() {
-    let spec = AdaptiveSpec::default();
-    let refused = |spec| Adaptive::new(spec).unwrap_err();
-    assert_eq!(refused(AdaptiveSpec { fastest: Span::ZERO, ..spec }), AdaptiveError::ZeroFastest);
-    assert_eq!(refused(AdaptiveSpec { slowest: Span::from_secs(3_601), ..spec }), AdaptiveError::TooSlow);
-    assert_eq!(refused(AdaptiveSpec { initial: Span::from_secs(61), ..spec }), AdaptiveError::OutOfOrder);
-    assert_eq!(refused(AdaptiveSpec { fastest: Span::from_secs(1), ..spec }), AdaptiveError::OutOfOrder);
+    let spec = AdaptiveRateSpec::default();
+    let refused = |spec| AdaptiveRate::new(spec).unwrap_err();
+    assert_eq!(refused(AdaptiveRateSpec { fastest: Span::ZERO, ..spec }), AdaptiveRateError::ZeroFastest);
+    assert_eq!(refused(AdaptiveRateSpec { slowest: Span::from_secs(3_601), ..spec }), AdaptiveRateError::TooSlow);
+    assert_eq!(refused(AdaptiveRateSpec { initial: Span::from_secs(61), ..spec }), AdaptiveRateError::OutOfOrder);
+    assert_eq!(refused(AdaptiveRateSpec { fastest: Span::from_secs(1), ..spec }), AdaptiveRateError::OutOfOrder);
 }

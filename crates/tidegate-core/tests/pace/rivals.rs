@@ -1,7 +1,7 @@
 //! Other ways to find a pace, for comparison.
 
 use rand::rngs::SmallRng;
-use tidegate_core::{Class, Pace, Pacer, Span, Time};
+use tidegate_core::{Class, LocalPacer, Pace, Span, Time};
 
 use crate::service::Governor;
 
@@ -29,7 +29,7 @@ impl Governor for Paced {
 
 /// Workers that share a pacer, and each sleep for as long as it says.
 pub(crate) struct Shared {
-    pub(crate) pacer: Pacer,
+    pub(crate) pacer: LocalPacer,
     pub(crate) rng: SmallRng,
 }
 

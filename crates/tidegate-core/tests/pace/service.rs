@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use tidegate_core::{Span, Time};
-use tidegate_testkit::desk::at;
-use tidegate_testkit::dice::Dice;
+use tidegate_testkit::fixtures::test_time;
+use tidegate_testkit::random::RandomSource;
 
 /// Calls a second in each stretch of time.
 pub(crate) const CAPACITY: [u64; 4] = [50, 90, 200, 100];
@@ -58,7 +58,7 @@ struct Service {
 
 impl Service {
     fn capacity(&self, now: Time) -> u64 {
-        let stretch = now.since(at(0)).as_micros() / (self.stretch * 1_000_000);
+        let stretch = now.since(test_time(0)).as_micros() / (self.stretch * 1_000_000);
         CAPACITY[(stretch as usize).min(CAPACITY.len() - 1)]
     }
 
@@ -109,10 +109,10 @@ enum Happening {
 /// Lets the workers call for all stretches. The way to the service differs by up to 50 µs.
 pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Distance, seed: u64) -> Score {
     let Distance { workers, replies: (quickest, slowest), stretch } = distance;
-    let mut dice = Dice::seeded(seed);
+    let mut random = RandomSource::from_seed(seed);
     let tokens = CAPACITY[0] * 500_000;
-    let mut service = Service { limiter, stretch, admitted: VecDeque::new(), tokens, filled_at: at(0) };
-    let end = at(stretch * CAPACITY.len() as u64 * 1_000);
+    let mut service = Service { limiter, stretch, admitted: VecDeque::new(), tokens, filled_at: test_time(0) };
+    let end = test_time(stretch * CAPACITY.len() as u64 * 1_000);
     let mut happenings = BinaryHeap::new();
     let mut number = 0_u64;
     let mut push = |happenings: &mut BinaryHeap<_>, at: Time, what: Happening| {
@@ -120,7 +120,7 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Dista
         happenings.push(Reverse((at, number, what)));
     };
     for _ in 0..workers {
-        push(&mut happenings, at(0), Happening::Wants);
+        push(&mut happenings, test_time(0), Happening::Wants);
     }
     // Who waits for the governor, and when it is asked again.
     let (mut waiting, mut asks_at) = (0_usize, Time::NEVER);
@@ -139,7 +139,7 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Dista
                 Happening::Arrives(sent_at) => {
                     let admits = service.admits(now);
                     (taken, refused) = (taken + u64::from(admits), refused + u64::from(!admits));
-                    let reply = now + Span::from_micros(dice.between(quickest, slowest));
+                    let reply = now + Span::from_micros(random.between(quickest, slowest));
                     push(&mut happenings, reply, Happening::Replies(sent_at, admits));
                 }
                 Happening::Replies(sent_at, admitted) => {
@@ -157,7 +157,7 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Dista
             }
             governor.sent(now);
             waiting -= 1;
-            let arrival = now + Span::from_micros(2_000 + dice.below(50));
+            let arrival = now + Span::from_micros(2_000 + random.below(50));
             push(&mut happenings, arrival, Happening::Arrives(now));
         }
     }

@@ -1,6 +1,6 @@
 //! Providers made in Rust.
 
-use super::{IntoWords, list, written};
+use super::{IntoStrings, toml_strings, toml_value};
 
 /// Somebody's API: where it is, how much it takes, and who may call it.
 #[derive(Clone, Debug, Default)]
@@ -22,18 +22,18 @@ impl ProviderSpec {
 
     /// How much it takes: `"40 per 10s"`, or several quantities that must all agree. See
     /// [`Quantity`](crate::Quantity).
-    pub fn limit(self, limit: impl IntoWords) -> Self {
-        self.with("limit", list(limit))
+    pub fn limit(self, limit: impl IntoStrings) -> Self {
+        self.with_entry("limit", toml_strings(limit))
     }
 
     /// How much it takes with each credential: `["40 per 10s", "5 in flight"]`.
-    pub fn credential_limit(self, limit: impl IntoWords) -> Self {
-        self.with("credential_limit", list(limit))
+    pub fn credential_limit(self, limit: impl IntoStrings) -> Self {
+        self.with_entry("credential_limit", toml_strings(limit))
     }
 
     /// Where its credentials are, such as `"env:API_TOKEN"`.
-    pub fn credentials(self, places: impl IntoWords) -> Self {
-        self.with("credentials", list(places))
+    pub fn credentials(self, places: impl IntoStrings) -> Self {
+        self.with_entry("credentials", toml_strings(places))
     }
 
     /// Where a credential goes, such as `"bearer"` or `"query:api_key"`; a preset says it by itself.
@@ -43,11 +43,11 @@ impl ProviderSpec {
 
     /// Sets anything else by its path below the provider, such as `("retry.max_attempts", 5)`.
     pub fn set(self, path: &str, value: impl ToString) -> Self {
-        let value = written(&format!("outbound.provider.*.{path}"), value);
-        self.with(path, value)
+        let value = toml_value(&format!("outbound.provider.*.{path}"), value);
+        self.with_entry(path, value)
     }
 
-    fn with(mut self, path: &str, value: String) -> Self {
+    fn with_entry(mut self, path: &str, value: String) -> Self {
         self.entries.push((path.to_owned(), value));
         self
     }
@@ -76,13 +76,13 @@ mod tests {
                     .set("budget.ratio", 0.1)
                     .set("background.hours", "22:00-06:00 in UTC"),
             );
-        let text = built.text();
+        let text = built.to_toml();
         let built = built.build().unwrap();
-        let loaded = Policy::load(crate::Sources::new().file("x", text)).unwrap();
+        let loaded = Policy::load(crate::PolicySources::new().file("x", text)).unwrap();
         assert_eq!(format!("{built:?}"), format!("{loaded:?}"));
         let outbound = built.outbound().unwrap();
         assert_eq!((outbound.cache_bytes, outbound.providers().len()), (1 << 20, 2));
-        assert!(outbound.words().contains("at most 8 at the same time (all calls)"), "{}", outbound.words());
+        assert!(outbound.describe().contains("at most 8 at the same time (all calls)"), "{}", outbound.describe());
     }
 
     proptest! {

@@ -3,11 +3,11 @@
 
 use tidegate_core::pool::MAX_CREDENTIALS;
 
-use super::{add, coerce, trimmed};
-use crate::document::{At, Table, Texts, Value};
+use super::{add_source, parse_as, trimmed_range};
+use crate::document::{SourceTexts, TextRange, TomlTable, TomlValue};
 use crate::error::{Error, quoted};
 use crate::outbound::preset;
-use crate::settings::{PREFIXED, Prefixed};
+use crate::settings::{PREFIXED_SETTINGS, PrefixedSetting};
 
 /// The longest prefix.
 const MAX_PREFIX: usize = 64;
@@ -17,45 +17,56 @@ const MAX_RETRIES: i64 = 99;
 /// Whether a variable is one of those with this prefix.
 pub(super) fn is_prefixed(name: &str, prefix: &str) -> bool {
     let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_prefix('_'));
-    rest.is_some_and(|rest| PREFIXED.iter().any(|known| known.name == rest))
+    rest.is_some_and(|rest| PREFIXED_SETTINGS.iter().any(|known| known.name == rest))
 }
 
 /// Lays the variables with a prefix over the providers of a document.
-pub(super) fn overlay(
-    texts: &mut Texts,
+pub(super) fn apply_prefixed_variables(
+    texts: &mut SourceTexts,
     errors: &mut Vec<Error>,
-    root: &mut Table,
+    root: &mut TomlTable,
     env: &[(String, String)],
     prefix: &str,
 ) {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
     let begins = prefix.starts_with(|first: char| first.is_ascii_alphabetic());
     if !begins || prefix.len() > MAX_PREFIX || !prefix.bytes().all(fits) {
-        let at = add(texts, "--env-prefix", prefix, false);
+        let at = add_source(texts, "--env-prefix", prefix, false);
         let message = format!("{} can't be what names of variables begin with", quoted(prefix));
         errors.push(Error::new(texts, at, message, "capitals, digits and _, such as PIXIVFE"));
         return;
     }
     // Later ones win, and the more exact names stand last.
-    for known in PREFIXED {
+    for known in PREFIXED_SETTINGS {
         let name = format!("{prefix}_{}", known.name);
         let Some((_, value)) = env.iter().find(|(found, _)| *found == name) else { continue };
         let secret = known.path == "credentials";
-        let at = add(texts, &name, value, secret);
-        let at = trimmed(texts, at);
-        let outcome = if secret { tokens(texts, root, &name, at) } else { everywhere(texts, root, at, known) };
+        let at = add_source(texts, &name, value, secret);
+        let at = trimmed_range(texts, at);
+        let outcome = if secret {
+            set_credentials(texts, root, &name, at)
+        } else {
+            set_for_all_providers(texts, root, at, known)
+        };
         errors.extend(outcome.err());
     }
 }
 
 /// Sets something of every provider.
-fn everywhere(texts: &Texts, root: &mut Table, at: At, known: &Prefixed) -> Result<(), Error> {
-    let mut node = coerce(texts, at, known.form)?;
+fn set_for_all_providers(
+    texts: &SourceTexts,
+    root: &mut TomlTable,
+    at: TextRange,
+    known: &PrefixedSetting,
+) -> Result<(), Error> {
+    let mut node = parse_as(texts, at, known.value_type)?;
     if known.path == "retry.max_attempts" {
         match node.value {
-            Value::Integer(Some(retries)) if retries <= MAX_RETRIES => node.value = Value::Integer(Some(retries + 1)),
+            TomlValue::Integer(Some(retries)) if retries <= MAX_RETRIES => {
+                node.value = TomlValue::Integer(Some(retries + 1))
+            }
             _ => {
-                let message = format!("{} is no number of retries", quoted(texts.raw(at)));
+                let message = format!("{} is no number of retries", quoted(texts.text_at(at)));
                 return Err(Error::new(texts, at, message, format!("a whole number from 0 to {MAX_RETRIES}")));
             }
         }
@@ -64,25 +75,26 @@ fn everywhere(texts: &Texts, root: &mut Table, at: At, known: &Prefixed) -> Resu
         // A provider that has no table here is refused for that.
         match known.path.split_once('.') {
             Some((table, key)) => {
-                if let Some(table) = provider.enter(table, at) {
-                    table.put(key, node.at, node.value.clone());
+                if let Some(table) = provider.table_or_insert(table, at) {
+                    table.insert(key, node.at, node.value.clone());
                 }
             }
-            None => provider.put(known.path, node.at, node.value.clone()),
+            None => provider.insert(known.path, node.at, node.value.clone()),
         }
     }
     Ok(())
 }
 
 /// Gives the tokens of a list to the provider that wants some.
-fn tokens(texts: &mut Texts, root: &mut Table, name: &str, at: At) -> Result<(), Error> {
-    let count = texts.raw(at).split(',').count();
-    if texts.raw(at).split(',').any(|token| token.trim().is_empty()) || count > MAX_CREDENTIALS {
+fn set_credentials(texts: &mut SourceTexts, root: &mut TomlTable, name: &str, at: TextRange) -> Result<(), Error> {
+    let count = texts.text_at(at).split(',').count();
+    if texts.text_at(at).split(',').any(|token| token.trim().is_empty()) || count > MAX_CREDENTIALS {
         let message = format!("{name} has an empty item, or more than {MAX_CREDENTIALS}");
         return Err(Error::new(texts, at, message, "tokens with commas between them"));
     }
-    let presets = preset::document(texts);
-    let mut wanting: Vec<(&str, &mut Table)> = providers(root).filter(|(_, table)| wants(table, &presets)).collect();
+    let presets = preset::load_presets(texts);
+    let mut wanting: Vec<(&str, &mut TomlTable)> =
+        providers(root).filter(|(_, table)| wants_credential(table, &presets)).collect();
     if wanting.iter().any(|(_, provider)| provider.get("credentials").is_none()) {
         wanting.retain(|(_, provider)| provider.get("credentials").is_none());
     }
@@ -90,9 +102,9 @@ fn tokens(texts: &mut Texts, root: &mut Table, name: &str, at: At) -> Result<(),
         [(_, provider)] => {
             let source = |index: usize| {
                 let value = if count == 1 { format!("env:{name}") } else { format!("env:{name}[{index}]") };
-                crate::document::Node { at, value: Value::Text(value) }
+                crate::document::TomlNode { at, value: TomlValue::String(value) }
             };
-            provider.put("credentials", at, Value::List((1..=count).map(source).collect()));
+            provider.insert("credentials", at, TomlValue::List((1..=count).map(source).collect()));
             Ok(())
         }
         [] => {
@@ -108,7 +120,7 @@ fn tokens(texts: &mut Texts, root: &mut Table, name: &str, at: At) -> Result<(),
     }
 }
 
-fn providers(root: &mut Table) -> impl Iterator<Item = (&str, &mut Table)> {
+fn providers(root: &mut TomlTable) -> impl Iterator<Item = (&str, &mut TomlTable)> {
     let outbound = root.get_mut("outbound").and_then(|entry| entry.node.as_table_mut());
     let providers = outbound.and_then(|table| table.get_mut("provider")).and_then(|entry| entry.node.as_table_mut());
     let entries = providers.map(|table| table.entries.iter_mut()).into_iter().flatten();
@@ -116,9 +128,9 @@ fn providers(root: &mut Table) -> impl Iterator<Item = (&str, &mut Table)> {
 }
 
 /// Whether a provider says, or its preset, that a credential goes somewhere.
-fn wants(provider: &Table, presets: &Table) -> bool {
-    let text = |table: &Table, key: &str| match table.node(key).map(|node| &node.value) {
-        Some(Value::Text(text)) => Some(text.clone()),
+fn wants_credential(provider: &TomlTable, presets: &TomlTable) -> bool {
+    let text = |table: &TomlTable, key: &str| match table.node(key).map(|node| &node.value) {
+        Some(TomlValue::String(text)) => Some(text.clone()),
         _ => None,
     };
     let from_preset = || text(presets.table(&text(provider, "preset")?)?, "auth");

@@ -13,11 +13,11 @@ use std::ops::{ControlFlow, Range};
 
 use http::header::{COOKIE, HeaderMap};
 
-use super::values::is_read_as;
+use super::values::may_be_read_as;
 
 /// The value of a cookie that is there once, in a header that all servers divide alike.
 #[inline]
-pub(super) fn only<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
+pub(super) fn single_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
     let mut only = None;
     for piece in lines(headers).flat_map(|line| line.split(|byte| *byte == b';')) {
         let piece = piece.trim_ascii();
@@ -30,7 +30,7 @@ pub(super) fn only<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
             }
         }
         if let Some(at) = equals
-            && is_read_as(&piece[..at], name.as_bytes())
+            && may_be_read_as(&piece[..at], name.as_bytes())
             && only.replace(&piece[at + 1..]).is_some()
         {
             return None;
@@ -40,22 +40,26 @@ pub(super) fn only<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
 }
 
 /// Calls `found` with each value that some server reads for a cookie, escapes of percent signs left, until it breaks.
-pub(super) fn each<'q>(headers: &'q HeaderMap, name: &str, found: &mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>) {
+pub(super) fn each_value<'q>(
+    headers: &'q HeaderMap,
+    name: &str,
+    found: &mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>,
+) {
     let mut trimming = |value: Cow<'q, [u8]>| match value {
         Cow::Borrowed(value) => found(Cow::Borrowed(trimmed(value))),
         Cow::Owned(value) => found(Cow::Owned(trimmed(&value).to_vec())),
     };
     // That it broke is known to `found`.
-    let _ = lines(headers).try_for_each(|line| each_of(line, name.as_bytes(), &mut trimming));
+    let _ = lines(headers).try_for_each(|line| each_value_in_line(line, name.as_bytes(), &mut trimming));
 }
 
 fn lines(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     headers.get_all(COOKIE).iter().map(|line| line.as_bytes())
 }
 
-type Found<'f, 'q> = &'f mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>;
+type ValueCallback<'f, 'q> = &'f mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>;
 
-fn each_of<'q>(line: &'q [u8], name: &[u8], found: Found<'_, 'q>) -> ControlFlow<()> {
+fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 'q>) -> ControlFlow<()> {
     let mut begin = 0;
     for piece in line.split(|byte| *byte == b';') {
         let behind = begin + piece.len();
@@ -73,11 +77,20 @@ fn each_of<'q>(line: &'q [u8], name: &[u8], found: Found<'_, 'q>) -> ControlFlow
                     continue;
                 }
                 b'=' => {
-                    let is_piece = !has_equals && is_read_as(bare(&line[begin..at]), name);
-                    if is_piece || !word_has_equals && is_read_as(bare(&line[word.clone()]), name) {
+                    let is_piece = !has_equals && may_be_read_as(bare_name(&line[begin..at]), name);
+                    if is_piece || !word_has_equals && may_be_read_as(bare_name(&line[word.clone()]), name) {
                         // aiohttp takes the rest for the value of a word as well, if something in it can't be one.
                         let is_all = is_piece || odd > Some(at);
-                        each_value(line, &Place { range: at + 1..end, has_spaces, is_piece, is_all }, found)?;
+                        each_value_at(
+                            line,
+                            &ValueLocation {
+                                range: at + 1..end,
+                                has_spaces,
+                                is_first_name: is_piece,
+                                may_be_whole: is_all,
+                            },
+                            found,
+                        )?;
                     }
                 }
                 _ => {}
@@ -96,19 +109,19 @@ fn each_of<'q>(line: &'q [u8], name: &[u8], found: Found<'_, 'q>) -> ControlFlow
 }
 
 /// Where a value is.
-struct Place {
+struct ValueLocation {
     /// From behind the `=` to the `;`, without the spaces and commas before that.
     range: Range<usize>,
     /// There are some before that.
     has_spaces: bool,
     /// Its name is what servers take for one that divide the header at `;`.
-    is_piece: bool,
+    is_first_name: bool,
     /// Some take the whole range for the value.
-    is_all: bool,
+    may_be_whole: bool,
 }
 
 /// Calls `found` with what servers may take for the value at this place.
-fn each_value<'q>(line: &'q [u8], place: &Place, found: Found<'_, 'q>) -> ControlFlow<()> {
+fn each_value_at<'q>(line: &'q [u8], place: &ValueLocation, found: ValueCallback<'_, 'q>) -> ControlFlow<()> {
     let quoted = quoted(line[place.range.start..].trim_ascii_start());
     let whole = trimmed_start(&line[place.range.clone()]);
     let has_spaces = place.has_spaces || whole.len() < place.range.len();
@@ -118,7 +131,7 @@ fn each_value<'q>(line: &'q [u8], place: &Place, found: Found<'_, 'q>) -> Contro
             return ControlFlow::Continue(());
         }
     }
-    if place.is_all {
+    if place.may_be_whole {
         match whole {
             [b'"', inner @ .., b'"'] => each_unescaped(inner, found)?,
             [b'"', inner @ .., _] => {
@@ -139,7 +152,7 @@ fn each_value<'q>(line: &'q [u8], place: &Place, found: Found<'_, 'q>) -> Contro
             [|byte| matches!(byte, b' ' | b'\t' | b','), |byte| matches!(byte, b' ' | b'\t'), |byte| *byte == b','];
         for is_end in ends {
             let end = whole.iter().position(is_end);
-            if end.is_some() || !place.is_piece {
+            if end.is_some() || !place.is_first_name {
                 found(Cow::Borrowed(&whole[..end.unwrap_or(whole.len())]))?;
             }
         }
@@ -166,7 +179,7 @@ fn quoted(text: &[u8]) -> Option<&[u8]> {
 }
 
 /// A quoted text with `\101` for `A`, without its backslashes, and as it is.
-fn each_unescaped<'q>(text: &'q [u8], found: Found<'_, 'q>) -> ControlFlow<()> {
+fn each_unescaped<'q>(text: &'q [u8], found: ValueCallback<'_, 'q>) -> ControlFlow<()> {
     if text.contains(&b'\\') {
         found(Cow::Owned(unescaped(text, true)))?;
         found(Cow::Owned(unescaped(text, false)))?;
@@ -193,7 +206,7 @@ fn unescaped(quoted: &[u8], octal: bool) -> Vec<u8> {
 }
 
 /// A name without what some take for no part of it.
-fn bare(name: &[u8]) -> &[u8] {
+fn bare_name(name: &[u8]) -> &[u8] {
     let name = trimmed(name);
     name.strip_prefix(b"\"").and_then(|name| name.strip_suffix(b"\"")).unwrap_or(name)
 }
@@ -204,14 +217,14 @@ fn trimmed(text: &[u8]) -> &[u8] {
 }
 
 fn trimmed_start(mut text: &[u8]) -> &[u8] {
-    while let Some(rest) = without_space(text, text.first(), |text, space| text.strip_prefix(space)) {
+    while let Some(rest) = strip_space(text, text.first(), |text, space| text.strip_prefix(space)) {
         text = rest;
     }
     text
 }
 
 fn trimmed_end(mut text: &[u8]) -> &[u8] {
-    let shorter = |text| without_space(text, text.last(), |text, space| text.strip_suffix(space));
+    let shorter = |text| strip_space(text, text.last(), |text, space| text.strip_suffix(space));
     while let Some(rest) = text.strip_suffix(b",").or_else(|| shorter(text)) {
         text = rest;
     }
@@ -219,7 +232,7 @@ fn trimmed_end(mut text: &[u8]) -> &[u8] {
 }
 
 /// A text without one space at an end that has this byte; those included that Python's `strip` and JavaScript's `trim` know.
-fn without_space<'t>(
+fn strip_space<'t>(
     text: &'t [u8],
     byte: Option<&u8>,
     strip: fn(&'t [u8], &[u8]) -> Option<&'t [u8]>,
@@ -239,14 +252,14 @@ fn without_space<'t>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::values::{cookies, decoded};
+    use super::super::values::{cookie_values, fully_decoded};
     use super::*;
     use proptest::prelude::*;
 
     fn read(line: &str) -> Option<Vec<Vec<u8>>> {
         let mut headers = HeaderMap::new();
         headers.insert(COOKIE, line.parse().unwrap());
-        Some(cookies(&headers, "sid").ok()?.into_iter().map(Cow::into_owned).collect())
+        Some(cookie_values(&headers, "sid").ok()?.into_iter().map(Cow::into_owned).collect())
     }
 
     const PUNCTUATION: &[u8] = b"!#%&'~_`><@,:/$*+-.^|)(?}{";
@@ -423,7 +436,7 @@ mod tests {
             let bytes = line.as_bytes();
             let known = [http_cookies(bytes), aiohttp(bytes)].into_iter().flatten().chain(at_semicolons(bytes));
             for value in known {
-                let value = decoded(Cow::Borrowed(trimmed(&value))).into_owned();
+                let value = fully_decoded(Cow::Borrowed(trimmed(&value))).into_owned();
                 prop_assert!(
                     values.contains(&value),
                     "{:?}: no {:?} among {:?}", line, value.escape_ascii().to_string(),

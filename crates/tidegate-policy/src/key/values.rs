@@ -20,23 +20,23 @@ use arrayvec::ArrayVec;
 use http::header::{HeaderMap, HeaderName};
 
 use super::cookies;
-use crate::path::escape;
+use crate::path::decode_escape;
 
 /// The most distinct values that one part of a key may have in one call.
 pub(crate) const MAX_VALUES: usize = 4;
 /// The texts that servers join the lines of a header with.
-const JOINTS: [&[u8]; 2] = [b", ", b","];
+const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 
 /// The values that servers may read for one part of a key; empty if it is missing.
-pub(crate) type Values<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + JOINTS.len() }>;
+pub(crate) type PartValues<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + LINE_JOINERS.len() }>;
 
 /// A part has more than [`MAX_VALUES`] distinct values.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TooMany;
+pub(crate) struct TooManyValuesError;
 
 /// The value of a header that has one line.
 #[inline]
-pub(crate) fn only_line<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Option<&'q [u8]> {
+pub(crate) fn single_header_value<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Option<&'q [u8]> {
     let mut lines = headers.get_all(name).iter();
     let line = lines.next()?;
     lines.next().is_none().then_some(line.as_bytes())
@@ -44,13 +44,13 @@ pub(crate) fn only_line<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Option
 
 /// The value of a cookie that is there once, and that all servers read alike.
 #[inline]
-pub(crate) fn only_cookie<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
-    cookies::only(headers, name).filter(|value| !is_encoded(value))
+pub(crate) fn single_cookie_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
+    cookies::single_value(headers, name).filter(|value| !is_encoded(value))
 }
 
 /// The value of a query parameter that is there once, and that all servers read alike.
 #[inline]
-pub(crate) fn only_parameter<'q>(path: &'q str, name: &str) -> Option<&'q [u8]> {
+pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'q [u8]> {
     let (mut value, mut count) = (None, 0);
     each_parameter(path, name, &mut |found| {
         value = Some(found);
@@ -60,12 +60,15 @@ pub(crate) fn only_parameter<'q>(path: &'q str, name: &str) -> Option<&'q [u8]> 
 }
 
 /// The values that servers may read for a header.
-pub(crate) fn lines<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<Values<'q>, TooMany> {
-    let mut values = Values::new();
+pub(crate) fn header_values<'q>(
+    headers: &'q HeaderMap,
+    name: &HeaderName,
+) -> Result<PartValues<'q>, TooManyValuesError> {
+    let mut values = PartValues::new();
     let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
     lines().try_for_each(|line| add(&mut values, Cow::Borrowed(line)))?;
     if lines().nth(1).is_some() {
-        for joint in JOINTS {
+        for joint in LINE_JOINERS {
             let joined: Vec<&[u8]> = lines().collect();
             let joined = Cow::Owned(joined.join(joint));
             if !values.contains(&joined) {
@@ -77,39 +80,39 @@ pub(crate) fn lines<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<Val
 }
 
 /// The values that servers may read for a cookie.
-pub(crate) fn cookies<'q>(headers: &'q HeaderMap, name: &str) -> Result<Values<'q>, TooMany> {
-    let mut values = Values::new();
+pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<PartValues<'q>, TooManyValuesError> {
+    let mut values = PartValues::new();
     let mut added = Ok(());
-    cookies::each(headers, name, &mut |value| {
-        added = add(&mut values, decoded(value));
+    cookies::each_value(headers, name, &mut |value| {
+        added = add(&mut values, fully_decoded(value));
         if added.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     });
     added.map(|()| values)
 }
 
 /// The values that servers may read for a query parameter.
-pub(crate) fn parameters<'q>(path: &'q str, name: &str) -> Result<Values<'q>, TooMany> {
-    let mut values = Values::new();
+pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValues<'q>, TooManyValuesError> {
+    let mut values = PartValues::new();
     let mut added = Ok(());
     each_parameter(path, name, &mut |value| {
-        added = added.and_then(|()| add(&mut values, decoded(Cow::Borrowed(value))));
+        added = added.and_then(|()| add(&mut values, fully_decoded(Cow::Borrowed(value))));
     });
     added.map(|()| values)
 }
 
-fn add<'q>(values: &mut Values<'q>, value: Cow<'q, [u8]>) -> Result<(), TooMany> {
+fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooManyValuesError> {
     if values.contains(&value) {
         return Ok(());
     }
     if values.len() == MAX_VALUES {
-        return Err(TooMany);
+        return Err(TooManyValuesError);
     }
     values.push(value);
     Ok(())
 }
 
 /// A path's query string.
-fn query_of(path: &str) -> &[u8] {
+fn query_string(path: &str) -> &[u8] {
     let query = path.split_once('?').map_or("", |(_, query)| query);
     query.split_once('#').map_or(query, |(query, _)| query).as_bytes()
 }
@@ -120,11 +123,11 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
         let piece = piece.trim_ascii();
         let at = piece.iter().position(|byte| *byte == b'=');
         let (own, value) = at.map_or((piece, &b""[..]), |at| (&piece[..at], &piece[at + 1..]));
-        if is_read_as(own.trim_ascii(), name.as_bytes()) {
+        if may_be_read_as(own.trim_ascii(), name.as_bytes()) {
             found(value.trim_ascii());
         }
     };
-    for piece in query_of(path).split(|byte| *byte == b'&') {
+    for piece in query_string(path).split(|byte| *byte == b'&') {
         pair(piece);
         if piece.contains(&b';') {
             piece.split(|byte| *byte == b';').for_each(&mut pair);
@@ -135,7 +138,7 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
 /// True if a server may take one name for another: it decodes names, or reads them in any case, or takes `token[]` for a
 /// list called `token`, reads `[token]` as `token`, or can't have spaces, dots and brackets in names.
 #[inline]
-pub(super) fn is_read_as(own: &[u8], name: &[u8]) -> bool {
+pub(super) fn may_be_read_as(own: &[u8], name: &[u8]) -> bool {
     if own == name {
         return true;
     }
@@ -158,7 +161,7 @@ fn form_decoded(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
         let byte = *bytes.get(at)?;
-        if let Some(decoded) = escape(bytes, at) {
+        if let Some(decoded) = decode_escape(bytes, at) {
             at += 3;
             return Some(decoded);
         }
@@ -173,7 +176,7 @@ fn is_encoded(value: &[u8]) -> bool {
 
 /// A value with its escapes decoded until none is left, and with spaces for `+`: the same for all spellings that one
 /// server reads alike, whether it decodes never, once or twice.
-pub(super) fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+pub(super) fn fully_decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     if !is_encoded(&value) {
         return value;
     }
@@ -181,7 +184,7 @@ pub(super) fn decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     for byte in value.iter() {
         decoded.push(*byte);
         while let Some(at) = decoded.len().checked_sub(3)
-            && let Some(byte) = escape(&decoded, at)
+            && let Some(byte) = decode_escape(&decoded, at)
         {
             decoded.truncate(at);
             decoded.push(byte);
@@ -201,14 +204,14 @@ mod tests {
     use http::header::COOKIE;
     use proptest::prelude::*;
 
-    fn texts(values: Result<Values<'_>, TooMany>) -> Option<Vec<String>> {
+    fn texts(values: Result<PartValues<'_>, TooManyValuesError>) -> Option<Vec<String>> {
         Some(values.ok()?.iter().map(|value| String::from_utf8_lossy(value).into_owned()).collect())
     }
 
     fn cookie(line: &str) -> Option<Vec<String>> {
         let mut headers = HeaderMap::new();
         headers.insert(COOKIE, line.parse().unwrap());
-        texts(cookies(&headers, "sid"))
+        texts(cookie_values(&headers, "sid"))
     }
 
     #[test]
@@ -263,10 +266,10 @@ mod tests {
             ("tokens=a&atoken=b&tok=c", &[]),
             ("", &[]),
         ] {
-            assert_eq!(texts(parameters(&format!("/x?{query}"), "token")).unwrap(), values, "{query}");
+            assert_eq!(texts(parameter_values(&format!("/x?{query}"), "token")).unwrap(), values, "{query}");
         }
-        assert_eq!(texts(parameters("/?api.key=a&api%20key=b&api[key=c&api_key=d", "api_key")).unwrap().len(), 4);
-        assert_eq!(texts(parameters("/?api-key=a&apikey=b", "api_key")).unwrap().len(), 0);
+        assert_eq!(texts(parameter_values("/?api.key=a&api%20key=b&api[key=c&api_key=d", "api_key")).unwrap().len(), 4);
+        assert_eq!(texts(parameter_values("/?api-key=a&apikey=b", "api_key")).unwrap().len(), 0);
     }
 
     #[test]
@@ -274,15 +277,15 @@ mod tests {
         let name = HeaderName::from_static("x-api-key");
         let mut headers = HeaderMap::new();
         headers.append(&name, "a, b".parse().unwrap());
-        assert_eq!(texts(lines(&headers, &name)).unwrap(), ["a, b"]);
+        assert_eq!(texts(header_values(&headers, &name)).unwrap(), ["a, b"]);
         headers.append(&name, "REAL".parse().unwrap());
-        assert_eq!(texts(lines(&headers, &name)).unwrap(), ["a, b", "REAL", "a, b, REAL", "a, b,REAL"]);
+        assert_eq!(texts(header_values(&headers, &name)).unwrap(), ["a, b", "REAL", "a, b, REAL", "a, b,REAL"]);
         for more in ["c", "d"] {
             headers.append(&name, more.parse().unwrap());
         }
-        assert_eq!(texts(lines(&headers, &name)).unwrap().len(), MAX_VALUES + 2);
+        assert_eq!(texts(header_values(&headers, &name)).unwrap().len(), MAX_VALUES + 2);
         headers.append(&name, "e".parse().unwrap());
-        assert!(lines(&headers, &name).is_err());
+        assert!(header_values(&headers, &name).is_err());
     }
 
     proptest! {
@@ -292,22 +295,22 @@ mod tests {
         ) {
             let mut headers = HeaderMap::new();
             headers.insert(COOKIE, text.parse().unwrap());
-            if let Some(only) = only_cookie(&headers, "a") {
-                prop_assert_eq!(texts(cookies(&headers, "a")).unwrap(), [String::from_utf8_lossy(only)]);
+            if let Some(only) = single_cookie_value(&headers, "a") {
+                prop_assert_eq!(texts(cookie_values(&headers, "a")).unwrap(), [String::from_utf8_lossy(only)]);
             }
             let path = format!("/?{text}");
-            if let Some(only) = only_parameter(&path, "a") {
-                prop_assert_eq!(texts(parameters(&path, "a")).unwrap(), [String::from_utf8_lossy(only)]);
+            if let Some(only) = single_parameter_value(&path, "a") {
+                prop_assert_eq!(texts(parameter_values(&path, "a")).unwrap(), [String::from_utf8_lossy(only)]);
             }
         }
 
         #[test]
         fn nothing_is_left_to_decode(text in "[%25841+x]{0,32}") {
-            let once = decoded(Cow::Borrowed(text.as_bytes()));
-            prop_assert_eq!(&decoded(once.clone()), &once);
+            let once = fully_decoded(Cow::Borrowed(text.as_bytes()));
+            prop_assert_eq!(&fully_decoded(once.clone()), &once);
             // A server that decodes once before it compares takes both for the same.
             let form: Vec<u8> = form_decoded(text.as_bytes()).collect();
-            prop_assert_eq!(&decoded(Cow::Owned(form)), &once);
+            prop_assert_eq!(&fully_decoded(Cow::Owned(form)), &once);
         }
     }
 }

@@ -9,7 +9,7 @@ use jiff::{Timestamp, ToSpan as _, Zoned};
 use tidegate_core::Time;
 
 use crate::calendar;
-use crate::quantity::{QuantityError, zone_name};
+use crate::quantity::{QuantityError, parse_zone_name};
 use crate::units::Cursor;
 
 /// What the hours look like.
@@ -20,18 +20,18 @@ const FORM: &str = "hours such as \"22:00-06:00 in Europe/Berlin\"";
 ///
 /// What counts is what the clocks of the zone show, so a night in which they change is an hour shorter or longer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Hours {
+pub struct HoursOfDay {
     from: civil::Time,
     to: civil::Time,
     zone: TimeZone,
     zone_name: Option<String>,
 }
 
-impl Hours {
+impl HoursOfDay {
     /// From when on it is one of these hours: `now` if it is one already.
-    pub fn next(&self, now: Time) -> Time {
+    pub fn next_within(&self, now: Time) -> Time {
         let Some(local) = self.local(now) else { return now };
-        if self.hold(&local) {
+        if self.contains(&local) {
             return now;
         }
         // They begin where the clocks show it, once or twice on a day or never, or where the clocks jump into them.
@@ -42,7 +42,7 @@ impl Hours {
         });
         let jumps = self.zone.following(local.timestamp()).take(2).map(|change| Some(change.timestamp()));
         let begins = shown.chain(jumps).flatten().filter(|at| *at > local.timestamp());
-        let first = begins.filter(|at| self.hold(&at.to_zoned(self.zone.clone()))).min();
+        let first = begins.filter(|at| self.contains(&at.to_zoned(self.zone.clone()))).min();
         let micros = first.and_then(|at| u64::try_from(at.as_microsecond()).ok());
         micros.map_or(now, Time::from_micros)
     }
@@ -52,51 +52,52 @@ impl Hours {
         Some(Timestamp::from_microsecond(micros).ok()?.to_zoned(self.zone.clone()))
     }
 
-    fn hold(&self, local: &Zoned) -> bool {
+    fn contains(&self, local: &Zoned) -> bool {
         let time = local.time();
         if self.from < self.to { self.from <= time && time < self.to } else { self.from <= time || time < self.to }
     }
 }
 
-impl fmt::Display for Hours {
+impl fmt::Display for HoursOfDay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}-{}", self.from.strftime("%H:%M"), self.to.strftime("%H:%M"))?;
         self.zone_name.as_ref().map_or(Ok(()), |zone| write!(f, " in {zone}"))
     }
 }
 
-impl FromStr for Hours {
+impl FromStr for HoursOfDay {
     type Err = QuantityError;
 
     fn from_str(text: &str) -> Result<Self, QuantityError> {
         let mut cursor = Cursor::new(text);
-        cursor.space();
-        let begin = cursor.at;
+        cursor.skip_space();
+        let begin = cursor.position;
         let from = time_of_day(&mut cursor)?;
-        cursor.space();
-        let (here, found) = cursor.here();
-        if !cursor.take('-') {
+        cursor.skip_space();
+        let (here, found) = cursor.describe_next();
+        if !cursor.take_char('-') {
             return Err(QuantityError::new(here, format!("found {found} after the first time"), FORM)
                 .help("a `-` separates the two times"));
         }
-        cursor.space();
+        cursor.skip_space();
         let to = time_of_day(&mut cursor)?;
         if from == to {
-            let error = QuantityError::new(begin..cursor.at, "both times are the same", FORM);
+            let error = QuantityError::new(begin..cursor.position, "both times are the same", FORM);
             return Err(error.help("for the whole day, leave the hours out"));
         }
-        cursor.space();
-        let (here, found) = cursor.here();
+        cursor.skip_space();
+        let (here, found) = cursor.describe_next();
         let name = match cursor.word().text {
             "" => None,
-            "in" => zone_name(&mut cursor)?,
+            "in" => parse_zone_name(&mut cursor)?,
             _ => {
                 return Err(QuantityError::new(here, format!("found {found} after the hours"), FORM)
                     .help("a time zone is written behind `in`"));
             }
         };
-        cursor.end("nothing more after the hours")?;
-        let zone = name.as_deref().and_then(|name| calendar::zone(name).ok()).map_or(TimeZone::UTC, |(zone, _)| zone);
+        cursor.expect_end("nothing more after the hours")?;
+        let zone =
+            name.as_deref().and_then(|name| calendar::find_zone(name).ok()).map_or(TimeZone::UTC, |(zone, _)| zone);
         Ok(Self { from, to, zone, zone_name: name })
     }
 }
@@ -104,9 +105,9 @@ impl FromStr for Hours {
 /// `6:30`, `22:00`; `24:00` is midnight.
 fn time_of_day(cursor: &mut Cursor<'_>) -> Result<civil::Time, QuantityError> {
     let word = cursor.word_while(|letter| letter.is_ascii_digit() || letter == ':');
-    let wrong = |message: String| QuantityError::new(word.at.clone(), message, FORM);
+    let wrong = |message: String| QuantityError::new(word.range.clone(), message, FORM);
     if word.text.is_empty() {
-        let (here, found) = cursor.here();
+        let (here, found) = cursor.describe_next();
         return Err(QuantityError::new(here, format!("found {found} where a time of day should be"), FORM));
     }
     let Some((hour, minute)) = word.text.split_once(':').filter(|(hour, minute)| hour.len() <= 2 && minute.len() == 2)
@@ -131,7 +132,7 @@ mod tests {
         Time::from_micros(u64::try_from(micros).unwrap())
     }
 
-    fn hours(text: &str) -> Hours {
+    fn hours(text: &str) -> HoursOfDay {
         text.parse().unwrap()
     }
 
@@ -144,7 +145,7 @@ mod tests {
             ("2026-11-22T05:59:59.999999Z", "2026-11-22T05:59:59.999999Z"),
             ("2026-11-22T06:00:00Z", "2026-11-22T22:00:00Z"),
         ] {
-            assert_eq!(night.next(at(now)), at(next), "{now}");
+            assert_eq!(night.next_within(at(now)), at(next), "{now}");
         }
         let noon = hours("12:00 - 13:30 in Europe/Berlin");
         for (now, next) in [
@@ -152,18 +153,22 @@ mod tests {
             ("2026-11-21T12:29:59Z", "2026-11-21T12:29:59Z"),
             ("2026-11-21T12:30:00Z", "2026-11-22T11:00:00Z"),
         ] {
-            assert_eq!(noon.next(at(now)), at(next), "{now}");
+            assert_eq!(noon.next_within(at(now)), at(next), "{now}");
         }
-        assert_eq!(hours("18:00-24:00").next(at("2026-11-21T00:00:00Z")), at("2026-11-21T18:00:00Z"));
+        assert_eq!(hours("18:00-24:00").next_within(at("2026-11-21T00:00:00Z")), at("2026-11-21T18:00:00Z"));
     }
 
     #[test]
     fn where_clocks_are_put_forward() {
         // From 02:00 to 03:00 on 2026-03-29 in Berlin, at 01:00 in UTC.
         let early = hours("02:30-06:00 in europe/berlin");
-        assert_eq!(early.next(at("2026-03-29T00:10:00Z")), at("2026-03-29T01:00:00Z"), "the clocks jump into them");
+        assert_eq!(
+            early.next_within(at("2026-03-29T00:10:00Z")),
+            at("2026-03-29T01:00:00Z"),
+            "the clocks jump into them"
+        );
         let missing = hours("02:10-02:50 in Europe/Berlin");
-        assert_eq!(missing.next(at("2026-03-29T00:10:00Z")), at("2026-03-30T00:10:00Z"), "a day without them");
+        assert_eq!(missing.next_within(at("2026-03-29T00:10:00Z")), at("2026-03-30T00:10:00Z"), "a day without them");
     }
 
     #[test]
@@ -175,7 +180,7 @@ mod tests {
             ("2026-10-25T00:50:00Z", "2026-10-25T01:10:00Z"),
             ("2026-10-25T01:50:00Z", "2026-10-26T01:10:00Z"),
         ] {
-            assert_eq!(twice.next(at(now)), at(next), "{now}");
+            assert_eq!(twice.next_within(at(now)), at(next), "{now}");
         }
     }
 
@@ -192,7 +197,7 @@ mod tests {
             ("22:00-06:00 Europe/Berlin", "found `Europe/Berlin` after the hours"),
             ("22:00-06:00 in Europe/Berln", "unknown time zone `Europe/Berln`"),
         ] {
-            assert_eq!(text.parse::<Hours>().unwrap_err().message(), message, "{text}");
+            assert_eq!(text.parse::<HoursOfDay>().unwrap_err().message(), message, "{text}");
         }
         assert_eq!(hours("22:00-6:00 in europe/berlin").to_string(), "22:00-06:00 in Europe/Berlin");
     }
@@ -205,12 +210,12 @@ mod tests {
             let text = format!("{:02}:{:02}-{:02}:{:02} in America/New_York", from / 60, from % 60, to / 60, to % 60);
             let hours = hours(&text);
             let now = Time::from_secs(now);
-            let next = hours.next(now);
-            prop_assert!(hours.hold(&hours.local(next).unwrap()));
+            let next = hours.next_within(now);
+            prop_assert!(hours.contains(&hours.local(next).unwrap()));
             let gap = next.since(now).as_micros();
             for step in 0..100 {
                 let between = Time::from_micros(now.as_micros() + gap / 100 * step);
-                prop_assert!(between == next || !hours.hold(&hours.local(between).unwrap()), "{between:?}");
+                prop_assert!(between == next || !hours.contains(&hours.local(between).unwrap()), "{between:?}");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Ready-made providers.
 
-use crate::document::{Table, Texts, parse_file};
+use crate::document::{SourceTexts, TomlTable, parse_file};
 
 /// What a policy file would say of each preset, with the source of each fact.
 const TEXT: &str = include_str!("presets.toml");
@@ -27,7 +27,7 @@ pub(crate) const MUSICBRAINZ: &str = "musicbrainz";
 pub(crate) const LOCAL: &str = "local";
 
 /// The presets as a document whose sections are their names.
-pub(crate) fn document(texts: &mut Texts) -> Table {
+pub(crate) fn load_presets(texts: &mut SourceTexts) -> TomlTable {
     parse_file(texts, "the built-in presets", TEXT.as_bytes()).expect("invariant: the presets are tested to parse")
 }
 
@@ -37,7 +37,8 @@ mod tests {
 
     #[test]
     fn the_names_are_those_of_the_document() {
-        let names: Vec<String> = document(&mut Texts::default()).entries.into_iter().map(|entry| entry.key).collect();
+        let names: Vec<String> =
+            load_presets(&mut SourceTexts::default()).entries.into_iter().map(|entry| entry.key).collect();
         assert_eq!(names, PRESETS);
     }
 }

@@ -1,12 +1,12 @@
 //! `[inbound.global]` and `[inbound.action.*]`: limits, penalties, keys, matches.
 
-use tidegate_core::{Count, MAX_COST, MAX_OPS, PenaltySpec, Sharing, Span};
+use tidegate_core::{CountMode, MAX_COST, MAX_OPS, PenaltySpec, Sharing, Span};
 
-use super::{Reader, listed};
-use crate::document::{At, Entry, Node, Table, Value};
-use crate::environment::foldable;
+use super::{DocumentReader, join_names};
+use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
+use crate::environment::fold_member_name;
 use crate::error::{Error, quoted};
-use crate::key::{KeyPart, Missing};
+use crate::key::{KeyPart, OnMissing};
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::PathQuirks;
@@ -20,68 +20,72 @@ const MAX_NAME: usize = 64;
 
 /// What exceeding a limit costs, as read.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Cost {
-    Nothing,
-    Growing(PenaltySpec, At),
-    Ban(Span, At),
+pub(super) enum ParsedPenalty {
+    None,
+    Growing(PenaltySpec, TextRange),
+    Ban(Span, TextRange),
 }
 
 /// Limits that share a key and a penalty.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct LimitGroup {
     pub(super) name: Option<String>,
     pub(super) key: Vec<KeyPart>,
     /// Where the key is written, if it is.
-    pub(super) key_at: Option<At>,
-    pub(super) missing: Missing,
-    pub(super) quantities: Vec<(Quantity, At)>,
-    pub(super) cost: Cost,
-    pub(super) count: Count,
+    pub(super) key_at: Option<TextRange>,
+    pub(super) missing: OnMissing,
+    pub(super) quantities: Vec<(Quantity, TextRange)>,
+    pub(super) penalty: ParsedPenalty,
+    pub(super) count: CountMode,
     pub(super) sharing: Sharing,
 }
 
 #[derive(Debug)]
-pub(super) struct GlobalRead {
-    pub(super) group: Option<Group>,
+pub(super) struct ParsedGlobal {
+    pub(super) group: Option<LimitGroup>,
     pub(super) shadow: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct ActionRead {
+pub(super) struct ParsedAction {
     pub(super) name: String,
     /// The name as a variable's name holds it.
-    folded: String,
-    pub(super) name_at: At,
-    pub(super) matcher: Option<(Matcher, At)>,
+    folded_name: String,
+    pub(super) name_at: TextRange,
+    pub(super) matcher: Option<(Matcher, TextRange)>,
     pub(super) preset: Option<Preset>,
     pub(super) cost: u64,
-    pub(super) cost_at: Option<At>,
+    pub(super) cost_at: Option<TextRange>,
     pub(super) shadow: bool,
-    pub(super) groups: Vec<Group>,
+    pub(super) groups: Vec<LimitGroup>,
 }
 
-impl ActionRead {
+impl ParsedAction {
     /// How many operations its limits take in a batch.
-    pub(super) fn operations(&self) -> usize {
-        self.groups.iter().map(Group::operations).sum()
+    pub(super) fn op_count(&self) -> usize {
+        self.groups.iter().map(LimitGroup::op_count).sum()
     }
 }
 
-impl Group {
-    pub(super) fn operations(&self) -> usize {
+impl LimitGroup {
+    pub(super) fn op_count(&self) -> usize {
         self.quantities.iter().filter(|(quantity, _)| *quantity != Quantity::Unlimited).count()
     }
 }
 
-impl Reader<'_> {
-    pub(super) fn global(&mut self, inbound: Option<&Table>, forward_auth: Option<At>) -> Option<GlobalRead> {
+impl DocumentReader<'_> {
+    pub(super) fn global(
+        &mut self,
+        inbound: Option<&TomlTable>,
+        forward_auth: Option<TextRange>,
+    ) -> Option<ParsedGlobal> {
         let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
             let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
-            return (!is_wrong).then_some(GlobalRead { group: None, shadow: false });
+            return (!is_wrong).then_some(ParsedGlobal { group: None, shadow: false });
         };
         let shadow = self.shadow(table);
-        let count = self.counted(table, Count::Admitted);
-        let cost = self.cost(table, "inbound.global", Cost::Nothing);
+        let count = self.count_mode(table, CountMode::Admitted);
+        let cost = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
         let sharing = self.sharing(table, "inbound.global");
         let Some(limit) = table.node("limit") else {
             let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
@@ -91,44 +95,46 @@ impl Reader<'_> {
                 "[inbound.global] has no limit",
                 "a limit in it, such as limit = \"1000 per 1h\"",
             );
-            self.push(error.help("to have no global limit, leave the section out or write limit = \"unlimited\""));
+            self.push_error(
+                error.help("to have no global limit, leave the section out or write limit = \"unlimited\""),
+            );
             return None;
         };
         let quantities = self.quantities(limit, "limit")?;
-        let group = Group {
+        let group = LimitGroup {
             name: None,
             key: vec![KeyPart::ClientIp],
             key_at: None,
-            missing: Missing::default(),
+            missing: OnMissing::default(),
             quantities,
-            cost: cost?,
+            penalty: cost?,
             count: count?,
             sharing: sharing?,
         };
         let groups = std::slice::from_ref(&group);
-        if !self.count_fits(table, groups)
-            | !self.lease_fits(table, groups)
-            | !self.forward_auth_keeps(forward_auth, groups)
+        if !self.check_count(table, groups)
+            | !self.check_lease(table, groups)
+            | !self.check_forward_auth(forward_auth, groups)
         {
             return None;
         }
-        Some(GlobalRead { group: Some(group), shadow: shadow? })
+        Some(ParsedGlobal { group: Some(group), shadow: shadow? })
     }
 
     pub(super) fn actions(
         &mut self,
-        inbound: Option<&Table>,
+        inbound: Option<&TomlTable>,
         quirks: PathQuirks,
-        taken: usize,
-        forward_auth: Option<At>,
-    ) -> Option<Vec<ActionRead>> {
+        global_op_count: usize,
+        forward_auth: Option<TextRange>,
+    ) -> Option<Vec<ParsedAction>> {
         let has_proxy = inbound.is_some_and(|inbound| inbound.get("upstream").is_some());
         let Some(entry) = inbound.and_then(|inbound| inbound.get("action")) else {
             return Some(Vec::new());
         };
         let Some(table) = entry.node.as_table() else {
-            let found = entry.node.described(self.texts);
-            self.wrong(
+            let found = entry.node.describe(self.texts);
+            self.report(
                 entry.key_at,
                 format!("`action` is {found}"),
                 "a section for each action, [inbound.action.NAME]",
@@ -137,17 +143,17 @@ impl Reader<'_> {
         };
         if table.entries.len() > MAX_ACTIONS {
             let message = format!("the policy has {} actions", table.entries.len());
-            self.wrong(entry.key_at, message, format!("at most {MAX_ACTIONS}"));
+            self.report(entry.key_at, message, format!("at most {MAX_ACTIONS}"));
             return None;
         }
-        let mut actions: Vec<ActionRead> = Vec::new();
+        let mut actions: Vec<ParsedAction> = Vec::new();
         let mut fine = true;
         for entry in &table.entries {
             match self.action(entry, quirks) {
                 Some(action) => {
-                    fine &= self.fits(&action, &actions, taken);
-                    fine &= !has_proxy || self.requests_have_all_parts(&action);
-                    fine &= action.matcher.is_none() || self.forward_auth_keeps(forward_auth, &action.groups);
+                    fine &= self.check_action(&action, &actions, global_op_count);
+                    fine &= !has_proxy || self.check_request_parts(&action);
+                    fine &= action.matcher.is_none() || self.check_forward_auth(forward_auth, &action.groups);
                     actions.push(action);
                 }
                 None => fine = false,
@@ -156,56 +162,57 @@ impl Reader<'_> {
         fine.then_some(actions)
     }
 
-    fn action(&mut self, entry: &Entry, quirks: PathQuirks) -> Option<ActionRead> {
-        let settings = crate::settings::keys_of("inbound.action.*");
-        if settings.contains(&entry.key.as_str()) && self.is_setting(entry) {
+    fn action(&mut self, entry: &TomlEntry, quirks: PathQuirks) -> Option<ParsedAction> {
+        let settings = crate::settings::table_keys("inbound.action.*");
+        if settings.contains(&entry.key.as_str()) && self.is_misplaced_setting(entry) {
             let message = format!("{} stands outside of any action", quoted(&entry.key));
             let error =
                 Error::new(self.texts, entry.key_at, message, "a section for each action, [inbound.action.NAME]");
-            self.push(error.help("give the action a name, such as [inbound.action.login]"));
+            self.push_error(error.help("give the action a name, such as [inbound.action.login]"));
             return None;
         }
-        let name_is_fine = self.name(&entry.key, entry.key_at, "action");
-        self.member.clone_from(&entry.key);
+        let name_is_fine = self.check_name(&entry.key, entry.key_at, "action");
+        self.section_name.clone_from(&entry.key);
         let name = &entry.key;
         let Some(table) = entry.node.as_table() else {
-            let found = entry.node.described(self.texts);
+            let found = entry.node.describe(self.texts);
             let expected = format!("a section of its own, [inbound.action.{name}]");
             let error =
                 Error::new(self.texts, entry.key_at, format!("the action {} is {found}", quoted(name)), expected);
-            self.push(error);
+            self.push_error(error);
             return None;
         };
         self.check_keys(table, "inbound.action.*");
-        let preset = self.or_default(table.into(), "preset", None, |reader, node| reader.preset(node).map(Some));
-        let key = self.or_default(table.into(), "key", vec![KeyPart::ClientIp], Self::key);
-        let missing = self.missing_part(table, Missing::default());
+        let preset = self.read_or_default(table.into(), "preset", None, |reader, node| reader.preset(node).map(Some));
+        let key = self.read_or_default(table.into(), "key", vec![KeyPart::ClientIp], Self::key);
+        let missing = self.on_missing(table, OnMissing::default());
         let shadow = self.shadow(table);
-        let count = self.counted(table, Count::Admitted);
-        let cost = self.or_default(table.into(), "cost", 1, |reader, node| reader.count(node, "cost", 1..=MAX_COST));
-        let matcher = self.or_default(table.into(), "match", None, |reader, node| {
+        let count = self.count_mode(table, CountMode::Admitted);
+        let cost =
+            self.read_or_default(table.into(), "cost", 1, |reader, node| reader.integer(node, "cost", 1..=MAX_COST));
+        let matcher = self.read_or_default(table.into(), "match", None, |reader, node| {
             reader.matcher(node, quirks).map(|matcher| Some((matcher, node.at)))
         });
         // A preset's ban is the default of what its limit costs.
         let preset_cost = match preset {
-            Some(Some(preset)) => self.preset_cost(preset, entry.key_at),
-            _ => Cost::Nothing,
+            Some(Some(preset)) => self.preset_ban(preset, entry.key_at),
+            _ => ParsedPenalty::None,
         };
-        let penalty = self.cost(table, "inbound.action.*", preset_cost);
+        let penalty = self.penalty_or_ban(table, "inbound.action.*", preset_cost);
         let sharing = self.sharing(table, "inbound.action.*");
         let ipv6_network = self.ipv6_network(table, preset.flatten());
         let groups = match (preset, penalty, count, &key, sharing) {
-            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => self.groups(
+            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => self.limit_groups(
                 entry,
                 table,
                 preset,
-                Group {
+                LimitGroup {
                     name: None,
                     key: key.clone(),
                     key_at: table.node("key").map(|node| node.at),
                     missing: missing.unwrap_or_default(),
                     quantities: Vec::new(),
-                    cost: penalty,
+                    penalty,
                     count,
                     sharing,
                 },
@@ -217,25 +224,25 @@ impl Reader<'_> {
             }
         };
         let counts =
-            groups.as_ref().is_none_or(|groups| self.count_fits(table, groups) & self.lease_fits(table, groups));
-        let missing_fits = groups.as_ref().is_none_or(|groups| self.missing_fits(table, groups));
+            groups.as_ref().is_none_or(|groups| self.check_count(table, groups) & self.check_lease(table, groups));
+        let missing_fits = groups.as_ref().is_none_or(|groups| self.check_missing(table, groups));
         let groups = groups.map(|mut groups| {
-            groups.extend(ipv6_network.clone().flatten().map(|quantities| Group {
+            groups.extend(ipv6_network.clone().flatten().map(|quantities| LimitGroup {
                 name: Some("ipv6".to_owned()),
                 key: vec![KeyPart::Ipv6Network(48)],
                 key_at: None,
-                missing: Missing::Skip,
+                missing: OnMissing::Skip,
                 quantities,
                 // A /48 may be a whole town's.
-                cost: Cost::Nothing,
-                count: count.unwrap_or(Count::Admitted),
+                penalty: ParsedPenalty::None,
+                count: count.unwrap_or(CountMode::Admitted),
                 sharing: sharing.unwrap_or_default(),
             }));
             groups
         });
-        let action = ActionRead {
+        let action = ParsedAction {
             name: name.clone(),
-            folded: foldable(name),
+            folded_name: fold_member_name(name),
             name_at: entry.key_at,
             matcher: matcher?,
             preset: preset?,
@@ -250,8 +257,8 @@ impl Reader<'_> {
     }
 
     /// A refused call is never in flight, so `count = "all"` says nothing of limits in flight.
-    fn count_fits(&mut self, table: &Table, groups: &[Group]) -> bool {
-        let is_all = |node: &Node| matches!(&node.value, Value::Text(text) if text == "all");
+    fn check_count(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
+        let is_all = |node: &TomlNode| matches!(&node.value, TomlValue::String(text) if text == "all");
         let Some(node) = table.node("count").filter(|node| is_all(node)) else {
             return true;
         };
@@ -266,17 +273,17 @@ impl Reader<'_> {
         }
         let message = "`count` is `all`, but a refused call is never in flight, so there is nothing to count";
         let error = Error::new(self.texts, node.at, message, "no `count` for a limit in flight");
-        self.push(error.help("leave `count` out"));
+        self.push_error(error.help("leave `count` out"));
         false
     }
 
     /// What proxied requests match must be counted by what they have.
-    fn requests_have_all_parts(&mut self, action: &ActionRead) -> bool {
+    fn check_request_parts(&mut self, action: &ParsedAction) -> bool {
         if action.matcher.is_none() {
             return true;
         }
         let mut fine = true;
-        for group in action.groups.iter().filter(|group| group.operations() > 0) {
+        for group in action.groups.iter().filter(|group| group.op_count() > 0) {
             if let (Some(part), Some(at)) = (group.key.iter().find(|part| !part.is_in_requests()), group.key_at) {
                 let message = format!(
                     "the action {} counts by `{part}`, which the proxied requests that it matches don't have",
@@ -284,7 +291,7 @@ impl Reader<'_> {
                 );
                 let error =
                     Error::new(self.texts, at, message, "parts of a request, such as \"client_ip\" or \"header:NAME\"");
-                self.push(error.help(format!(
+                self.push_error(error.help(format!(
                     "`{part}` comes from the decision API: for that alone, leave `match` out of the action"
                 )));
                 fine = false;
@@ -294,15 +301,15 @@ impl Reader<'_> {
     }
 
     /// What requests meet must be kept by forward-auth, if the policy wants that, and it never learns when a call ends.
-    fn forward_auth_keeps(&mut self, wanted: Option<At>, groups: &[Group]) -> bool {
+    fn check_forward_auth(&mut self, wanted: Option<TextRange>, groups: &[LimitGroup]) -> bool {
         let Some(wanted) = wanted else { return true };
         let mut fine = true;
         for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
             if matches!(quantity, Quantity::InFlight { .. }) {
                 let message = "forward-auth can't keep a limit on calls in flight: it never learns when a call ends";
                 let error = Error::new(self.texts, *at, message, "another limit, such as \"5 per 60s\"");
-                let pointer = self.texts.pointer(wanted);
-                self.push(error.help(format!(
+                let pointer = self.texts.describe_location(wanted);
+                self.push_error(error.help(format!(
                     "forward-auth is asked for {pointer}; the proxy and the decision API keep such a limit: \
                      for them alone, write forward_auth = false in [api]"
                 )));
@@ -313,8 +320,8 @@ impl Reader<'_> {
     }
 
     /// Whether what stands in an action's place is a setting of an action that lacks its name.
-    fn is_setting(&self, entry: &Entry) -> bool {
-        let inner = crate::settings::keys_of(&format!("inbound.action.*.{}", entry.key));
+    fn is_misplaced_setting(&self, entry: &TomlEntry) -> bool {
+        let inner = crate::settings::table_keys(&format!("inbound.action.*.{}", entry.key));
         match entry.node.as_table() {
             Some(table) => {
                 !table.entries.is_empty() && table.entries.iter().all(|entry| inner.contains(&entry.key.as_str()))
@@ -324,24 +331,32 @@ impl Reader<'_> {
     }
 
     /// The limits of an action: `limit`, `limits`, or the preset's.
-    fn groups(&mut self, entry: &Entry, table: &Table, preset: Option<Preset>, model: Group) -> Option<Vec<Group>> {
+    fn limit_groups(
+        &mut self,
+        entry: &TomlEntry,
+        table: &TomlTable,
+        preset: Option<Preset>,
+        defaults: LimitGroup,
+    ) -> Option<Vec<LimitGroup>> {
         match (table.get("limit"), table.get("limits")) {
             (Some(_), Some(limits)) => {
                 let error =
                     Error::new(self.texts, limits.key_at, "`limit` and `limits` stand side by side", "one of them");
-                self.push(error.help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }"));
+                self.push_error(error.help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }"));
                 None
             }
-            (Some(limit), None) => Some(vec![Group { quantities: self.quantities(&limit.node, "limit")?, ..model }]),
-            (None, Some(limits)) => self.limits(&limits.node, &model),
+            (Some(limit), None) => {
+                Some(vec![LimitGroup { quantities: self.quantities(&limit.node, "limit")?, ..defaults }])
+            }
+            (None, Some(limits)) => self.limits(&limits.node, &defaults),
             (None, None) => match preset {
                 Some(preset) => {
                     let quantity = preset.limit().parse().expect("invariant: presets are tested to parse");
-                    Some(vec![Group { quantities: vec![(quantity, entry.key_at)], ..model }])
+                    Some(vec![LimitGroup { quantities: vec![(quantity, entry.key_at)], ..defaults }])
                 }
                 None if ["limit", "limits", "preset"]
                     .iter()
-                    .any(|key| self.is_misspelt(table, "inbound.action.*", key)) =>
+                    .any(|key| self.has_misspelling_of(table, "inbound.action.*", key)) =>
                 {
                     None
                 }
@@ -352,33 +367,33 @@ impl Reader<'_> {
                         format!("the action {} has neither a limit nor a preset", quoted(&entry.key)),
                         "a limit in it, such as limit = \"5 per 60s\", or preset = \"login\"",
                     );
-                    self.push(error.help("to let everything pass, write limit = \"unlimited\""));
+                    self.push_error(error.help("to let everything pass, write limit = \"unlimited\""));
                     None
                 }
             },
         }
     }
 
-    fn limits(&mut self, node: &Node, model: &Group) -> Option<Vec<Group>> {
+    fn limits(&mut self, node: &TomlNode, model: &LimitGroup) -> Option<Vec<LimitGroup>> {
         const PATH: &str = "inbound.action.*.limits.#";
         const EXPECTED: &str = "a list of tables: [{ name = \"per-account\", key = [\"key\"], limit = \"5 per 60s\" }]";
-        let Value::List(items) = &node.value else {
-            let found = node.described(self.texts);
-            self.wrong(node.at, format!("`limits` is {found}"), EXPECTED);
+        let TomlValue::List(items) = &node.value else {
+            let found = node.describe(self.texts);
+            self.report(node.at, format!("`limits` is {found}"), EXPECTED);
             return None;
         };
         if items.is_empty() || items.len() > MAX_OPS {
-            self.wrong(node.at, format!("`limits` has {} items", items.len()), format!("1 to {MAX_OPS} tables"));
+            self.report(node.at, format!("`limits` has {} items", items.len()), format!("1 to {MAX_OPS} tables"));
             return None;
         }
-        let mut groups: Vec<Group> = Vec::new();
+        let mut groups: Vec<LimitGroup> = Vec::new();
         let mut fine = true;
         for item in items {
             let Some(table) = item.as_table() else {
-                let found = item.described(self.texts);
+                let found = item.describe(self.texts);
                 let error = Error::new(self.texts, item.at, format!("an item of `limits` is {found}"), EXPECTED);
-                self.push(match &item.value {
-                    Value::Text(text) => {
+                self.push_error(match &item.value {
+                    TomlValue::String(text) => {
                         error.help(format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings"))
                     }
                     _ => error,
@@ -387,28 +402,28 @@ impl Reader<'_> {
                 continue;
             };
             self.check_keys(table, PATH);
-            let name = self.or_default(table.into(), "name", None, |reader, node| {
-                let name = reader.text(node, "name", "a name in quotes, such as \"per-account\"")?;
-                reader.name(name, node.at, "limit").then(|| Some(name.to_owned()))
+            let name = self.read_or_default(table.into(), "name", None, |reader, node| {
+                let name = reader.string(node, "name", "a name in quotes, such as \"per-account\"")?;
+                reader.check_name(name, node.at, "limit").then(|| Some(name.to_owned()))
             });
             if let Some(Some(name)) = &name
                 && groups.iter().any(|group| group.name.as_ref() == Some(name))
             {
-                self.wrong(
+                self.report(
                     item.at,
                     format!("two limits of this action are named {}", quoted(name)),
                     "names that differ",
                 );
                 fine = false;
             }
-            let key = self.or_default(table.into(), "key", model.key.clone(), Self::key);
-            let missing = self.missing_part(table, model.missing);
-            let count = self.counted(table, model.count);
-            let cost = self.cost(table, PATH, model.cost);
+            let key = self.read_or_default(table.into(), "key", model.key.clone(), Self::key);
+            let missing = self.on_missing(table, model.missing);
+            let count = self.count_mode(table, model.count);
+            let cost = self.penalty_or_ban(table, PATH, model.penalty);
             let quantities = match table.node("limit") {
                 Some(limit) => self.quantities(limit, "limit"),
                 None => {
-                    self.wrong(
+                    self.report(
                         item.at,
                         "this item of `limits` has no `limit`",
                         "a limit in it, such as limit = \"5 per 60s\"",
@@ -419,9 +434,18 @@ impl Reader<'_> {
             match (name, key, missing, quantities, cost, count) {
                 (Some(name), Some(key), Some(missing), Some(quantities), Some(cost), Some(count)) => {
                     let key_at = table.node("key").map(|node| node.at).or(model.key_at);
-                    let group = Group { name, key, key_at, missing, quantities, cost, count, sharing: model.sharing };
-                    fine &= self.count_fits(table, std::slice::from_ref(&group));
-                    fine &= self.missing_fits(table, std::slice::from_ref(&group));
+                    let group = LimitGroup {
+                        name,
+                        key,
+                        key_at,
+                        missing,
+                        quantities,
+                        penalty: cost,
+                        count,
+                        sharing: model.sharing,
+                    };
+                    fine &= self.check_count(table, std::slice::from_ref(&group));
+                    fine &= self.check_missing(table, std::slice::from_ref(&group));
                     groups.push(group);
                 }
                 _ => fine = false,
@@ -431,7 +455,7 @@ impl Reader<'_> {
     }
 
     /// Names end up in headers, logs, variables and URLs.
-    pub(super) fn name(&mut self, name: &str, at: At, what: &str) -> bool {
+    pub(super) fn check_name(&mut self, name: &str, at: TextRange, what: &str) -> bool {
         let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
         let expected = "letters, digits, and single _ - . between them";
         let article = if what == "action" { "an" } else { "a" };
@@ -449,16 +473,16 @@ impl Reader<'_> {
         } else {
             return true;
         };
-        self.wrong(at, message, expected);
+        self.report(at, message, expected);
         false
     }
 
-    fn preset(&mut self, node: &Node) -> Option<Preset> {
+    fn preset(&mut self, node: &TomlNode) -> Option<Preset> {
         let names = Preset::ALL.map(Preset::as_str);
-        let text = self.text(node, "preset", &listed(&names))?;
-        let preset = Preset::named(text);
+        let text = self.string(node, "preset", &join_names(&names))?;
+        let preset = Preset::from_name(text);
         if preset.is_none() {
-            let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), listed(&names));
+            let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), join_names(&names));
             let meant = match text {
                 "signup" | "sign_up" | "sign-up" | "registration" => Some("register"),
                 "signin" | "sign_in" | "sign-in" | "auth" => Some("login"),
@@ -466,37 +490,37 @@ impl Reader<'_> {
                 "reset" | "forgot_password" => Some("password_reset"),
                 other => nearest(other, names),
             };
-            self.push(error.hint(meant));
+            self.push_error(error.did_you_mean(meant));
         }
         preset
     }
 
-    fn preset_cost(&mut self, preset: Preset, at: At) -> Cost {
+    fn preset_ban(&mut self, preset: Preset, at: TextRange) -> ParsedPenalty {
         let ban = crate::units::parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
-        Cost::Ban(ban, at)
+        ParsedPenalty::Ban(ban, at)
     }
 
-    fn shadow(&mut self, table: &Table) -> Option<bool> {
-        self.or_default(table.into(), "mode", false, |reader, node| {
-            if matches!(&node.value, Value::Text(text) if text == "strict" || text == "parole") {
+    fn shadow(&mut self, table: &TomlTable) -> Option<bool> {
+        self.read_or_default(table.into(), "mode", false, |reader, node| {
+            if matches!(&node.value, TomlValue::String(text) if text == "strict" || text == "parole") {
                 let error = Error::new(reader.texts, node.at, "this mode is the penalty's", "`enforce` or `shadow`");
-                reader.push(error.help("write it inside the penalty: penalty = { mode = \"strict\" }"));
+                reader.push_error(error.help("write it inside the penalty: penalty = { mode = \"strict\" }"));
                 return None;
             }
             reader.choice(node, "mode", &[("enforce", false), ("shadow", true)])
         })
     }
 
-    fn counted(&mut self, table: &Table, default: Count) -> Option<Count> {
-        self.or_default(table.into(), "count", default, |reader, node| {
-            reader.choice(node, "count", &[("admitted", Count::Admitted), ("all", Count::All)])
+    fn count_mode(&mut self, table: &TomlTable, default: CountMode) -> Option<CountMode> {
+        self.read_or_default(table.into(), "count", default, |reader, node| {
+            reader.choice(node, "count", &[("admitted", CountMode::Admitted), ("all", CountMode::All)])
         })
     }
 
     /// What an action must not share with the ones before it, and what must fit into one batch.
-    fn fits(&mut self, action: &ActionRead, before: &[ActionRead], taken: usize) -> bool {
+    fn check_action(&mut self, action: &ParsedAction, before: &[ParsedAction], taken: usize) -> bool {
         let mut fine = true;
-        if let Some(other) = before.iter().find(|other| other.folded == action.folded) {
+        if let Some(other) = before.iter().find(|other| other.folded_name == action.folded_name) {
             let message = format!(
                 "{} and {} differ only in ways that a variable's name can't show",
                 quoted(&action.name),
@@ -504,8 +528,8 @@ impl Reader<'_> {
             );
             let error =
                 Error::new(self.texts, action.name_at, message, "names that differ in more than case and dashes");
-            let pointer = self.texts.pointer(other.name_at);
-            self.push(error.help(format!("the other stands {pointer}")));
+            let pointer = self.texts.describe_location(other.name_at);
+            self.push_error(error.help(format!("the other stands {pointer}")));
             fine = false;
         }
         if let Some((matcher, at)) = &action.matcher
@@ -513,7 +537,7 @@ impl Reader<'_> {
                 other.matcher.as_ref().filter(|(cover, _)| cover.covers(matcher)).map(|(cover, at)| (other, cover, *at))
             })
         {
-            let pointer = self.texts.pointer(other_at);
+            let pointer = self.texts.describe_location(other_at);
             let (message, help) = if cover == matcher {
                 (
                     format!("the actions {} and {} match the same requests", quoted(&other.name), quoted(&action.name)),
@@ -534,17 +558,17 @@ impl Reader<'_> {
                 )
             };
             let error = Error::new(self.texts, *at, message, "requests that no action above it matches");
-            self.push(error.help(help));
+            self.push_error(error.help(help));
             fine = false;
         }
-        let operations = action.operations();
+        let operations = action.op_count();
         if operations + taken > MAX_OPS {
             let message = format!(
                 "the action {} has {operations} limits{}; one decision asks at most {MAX_OPS}",
                 quoted(&action.name),
                 if taken > 0 { format!(", and [inbound.global] {taken} more") } else { String::new() },
             );
-            self.wrong(
+            self.report(
                 action.name_at,
                 message,
                 format!("at most {} limits in the action", MAX_OPS - taken.min(MAX_OPS)),
@@ -555,12 +579,12 @@ impl Reader<'_> {
     }
 
     /// A call that weighs more than a limit ever holds would never pass.
-    pub(super) fn fits_capacity(
+    pub(super) fn check_capacity(
         &mut self,
         cost: u64,
-        cost_at: Option<At>,
+        cost_at: Option<TextRange>,
         quantity: &Quantity,
-        at: At,
+        at: TextRange,
         whose: &str,
     ) -> bool {
         let Some(capacity) = quantity.capacity() else {
@@ -571,7 +595,7 @@ impl Reader<'_> {
         }
         let message =
             format!("each call weighs {cost}, but {whose} \"{quantity}\" never has room for more than {capacity}");
-        self.wrong(cost_at.unwrap_or(at), message, "a cost that fits: a heavier call would never pass");
+        self.report(cost_at.unwrap_or(at), message, "a cost that fits: a heavier call would never pass");
         false
     }
 }

@@ -2,12 +2,12 @@
 
 use http::header::HeaderName;
 
-use super::actions::Group;
-use super::{Reader, listed};
+use super::actions::LimitGroup;
+use super::{DocumentReader, join_names};
 use crate::address::Ipv6Prefix;
-use crate::document::{At, Node, Table, Value};
+use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
 use crate::error::{Error, quoted};
-use crate::key::{KeyPart, MAX_PARTS, Missing};
+use crate::key::{KeyPart, MAX_PARTS, OnMissing};
 use crate::nearest::nearest;
 use crate::preset::Preset;
 use crate::quantity::Quantity;
@@ -15,24 +15,28 @@ use crate::quantity::Quantity;
 /// The longest name of a cookie or a query parameter.
 const MAX_NAME: usize = 64;
 
-impl Reader<'_> {
-    pub(super) fn key(&mut self, node: &Node) -> Option<Vec<KeyPart>> {
-        let expected = format!("parts such as [\"client_ip\"]: {}", listed(&KeyPart::WORDS));
-        let words = self.words(node, "key", &expected)?;
+impl DocumentReader<'_> {
+    pub(super) fn key(&mut self, node: &TomlNode) -> Option<Vec<KeyPart>> {
+        let expected = format!("parts such as [\"client_ip\"]: {}", join_names(&KeyPart::NAMES));
+        let words = self.strings(node, "key", &expected)?;
         if words.is_empty() || words.len() > MAX_PARTS {
-            self.wrong(
+            self.report(
                 node.at,
                 format!("`key` has {} parts", words.len()),
-                format!("1 to {MAX_PARTS}: {}", listed(&KeyPart::WORDS)),
+                format!("1 to {MAX_PARTS}: {}", join_names(&KeyPart::NAMES)),
             );
             return None;
         }
         let mut parts: Vec<KeyPart> = Vec::new();
         let mut fine = true;
         for (text, item) in words {
-            match self.part(text, item) {
+            match self.key_part(text, item) {
                 Some(part) if parts.contains(&part) => {
-                    self.wrong(item.at, format!("the part {} stands twice in the key", quoted(text)), "each part once");
+                    self.report(
+                        item.at,
+                        format!("the part {} stands twice in the key", quoted(text)),
+                        "each part once",
+                    );
                     fine = false;
                 }
                 Some(part) => parts.push(part),
@@ -43,21 +47,21 @@ impl Reader<'_> {
     }
 
     /// The fate of requests that lack a part.
-    pub(super) fn missing_part(&mut self, table: &Table, default: Missing) -> Option<Missing> {
-        self.or_default(table.into(), "missing", default, |reader, node| {
+    pub(super) fn on_missing(&mut self, table: &TomlTable, default: OnMissing) -> Option<OnMissing> {
+        self.read_or_default(table.into(), "missing", default, |reader, node| {
             let words = [
-                ("share", Missing::Share),
-                ("by_ip", Missing::ByIp),
-                ("refuse", Missing::Refuse),
-                ("skip", Missing::Skip),
+                ("share", OnMissing::Share),
+                ("by_ip", OnMissing::ByIp),
+                ("refuse", OnMissing::Refuse),
+                ("skip", OnMissing::Skip),
             ];
             reader.choice(node, "missing", &words)
         })
     }
 
     /// `missing` says nothing of keys whose parts every request has.
-    pub(super) fn missing_fits(&mut self, table: &Table, groups: &[Group]) -> bool {
-        let is_said = |node: &&Node| !matches!(&node.value, Value::Text(text) if text == "by_ip");
+    pub(super) fn check_missing(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
+        let is_said = |node: &&TomlNode| !matches!(&node.value, TomlValue::String(text) if text == "by_ip");
         let Some(node) = table.node("missing").filter(is_said) else { return true };
         if groups.iter().flat_map(|group| &group.key).any(KeyPart::may_be_missing) {
             return true;
@@ -68,25 +72,25 @@ impl Reader<'_> {
             "`missing` stands beside a key whose parts are never missing",
             "a key with a part that requests may lack, such as \"header:NAME\", \"cookie:NAME\" or \"query:NAME\"",
         );
-        self.push(error.help("leave `missing` out"));
+        self.push_error(error.help("leave `missing` out"));
         false
     }
 
     /// The limit of each IPv6 /48, besides the action's own limits.
     pub(super) fn ipv6_network(
         &mut self,
-        table: &Table,
+        table: &TomlTable,
         preset: Option<Preset>,
-    ) -> Option<Option<Vec<(Quantity, At)>>> {
-        self.or_default(table.into(), "ipv6_network", None, |reader, node| {
-            let own =
-                reader.or_word(node, ("preset", None), |reader| reader.quantities(node, "ipv6_network").map(Some))?;
+    ) -> Option<Option<Vec<(Quantity, TextRange)>>> {
+        self.read_or_default(table.into(), "ipv6_network", None, |reader, node| {
+            let own = reader
+                .value_or_word(node, ("preset", None), |reader| reader.quantities(node, "ipv6_network").map(Some))?;
             if own.is_some() {
                 return Some(own);
             }
             let Some(preset) = preset else {
                 let message = "`ipv6_network` is `preset`, but the action has no preset";
-                reader.wrong(node.at, message, "a limit in quotes, such as \"50 per 60s\"");
+                reader.report(node.at, message, "a limit in quotes, such as \"50 per 60s\"");
                 return None;
             };
             let quantity = preset.network_limit().parse().expect("invariant: presets are tested to parse");
@@ -94,13 +98,13 @@ impl Reader<'_> {
         })
     }
 
-    fn part(&mut self, text: &str, node: &Node) -> Option<KeyPart> {
+    fn key_part(&mut self, text: &str, node: &TomlNode) -> Option<KeyPart> {
         if let Some(length) = text.strip_prefix("ipv6/") {
             let part = length.parse().ok().filter(|length| Ipv6Prefix::new(*length).is_some());
             if part.is_none() {
                 let lengths = Ipv6Prefix::LENGTHS;
                 let expected = format!("a length from {} to {}, such as ipv6/48", lengths.start(), lengths.end());
-                self.wrong(node.at, format!("{} has no valid length behind the slash", quoted(text)), expected);
+                self.report(node.at, format!("{} has no valid length behind the slash", quoted(text)), expected);
             }
             return part.map(KeyPart::Ipv6Network);
         }
@@ -123,7 +127,7 @@ impl Reader<'_> {
             _ => None,
         };
         if part.is_none() {
-            let expected = listed(&KeyPart::WORDS);
+            let expected = join_names(&KeyPart::NAMES);
             let known = ["client_ip", "key", "platform", "header", "cookie", "query", "method", "host", "path"];
             let message = match kind {
                 "header" | "cookie" | "query" if name.is_empty() => {
@@ -149,7 +153,7 @@ impl Reader<'_> {
                     }
                 }),
             };
-            self.push(error.hint(meant.as_deref()));
+            self.push_error(error.did_you_mean(meant.as_deref()));
         }
         part
     }

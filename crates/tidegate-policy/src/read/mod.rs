@@ -2,8 +2,6 @@
 
 mod actions;
 mod assemble;
-mod ceilings;
-mod failures;
 mod keys;
 mod lanes;
 mod login;
@@ -12,7 +10,9 @@ mod outbound;
 mod pace;
 mod penalties;
 mod provider;
+mod provider_limits;
 mod replies;
+mod resilience;
 mod server;
 mod store;
 mod urls;
@@ -23,8 +23,10 @@ use std::sync::Arc;
 use tidegate_core::OnOutage;
 
 use crate::address::Ipv6Prefix;
-use crate::document::{At, Document, Entry, Node, Table, Text, TextKind, Texts, Value, parse_file};
-use crate::environment::{Env, overlay};
+use crate::document::{
+    SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, TomlValue, parse_file,
+};
+use crate::environment::{EnvVars, apply_variables};
 use crate::error::{Error, Errors};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
@@ -32,16 +34,22 @@ use crate::policy::Policy;
 use crate::settings;
 
 /// Reads a policy from what a file holds and from the environment.
-pub(crate) fn policy(name: &str, body: &[u8], env: Env) -> Result<Policy, Errors> {
-    let mut texts = Texts::default();
+pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Errors> {
+    let mut texts = SourceTexts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
     let mut errors = Vec::new();
-    overlay(&mut texts, &mut errors, &mut root, env);
-    let whole = texts.add(Text::new(TextKind::File, name, "", false));
-    let presets = root.get("outbound").map(|_| preset::document(&mut texts)).unwrap_or_default();
-    let mut reader =
-        Reader { texts: &texts, errors, member: NAME.to_owned(), presets, on_outage: OnOutage::Local, whole };
-    let read = reader.whole_policy(&root, whole);
+    apply_variables(&mut texts, &mut errors, &mut root, env);
+    let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
+    let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
+    let mut reader = DocumentReader {
+        texts: &texts,
+        errors,
+        section_name: NAME_PLACEHOLDER.to_owned(),
+        presets,
+        on_outage: OnOutage::Local,
+        full_range: whole,
+    };
+    let read = reader.read_policy(&root, whole);
     match read {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),
@@ -50,32 +58,32 @@ pub(crate) fn policy(name: &str, body: &[u8], env: Env) -> Result<Policy, Errors
 
 /// Reads values and collects what is wrong with them. A method that returns `None` has told why.
 #[derive(Debug)]
-pub struct Reader<'t> {
-    texts: &'t Texts,
+pub struct DocumentReader<'t> {
+    texts: &'t SourceTexts,
     errors: Vec<Error>,
     /// The action or provider that is being read, for telling.
-    member: String,
+    section_name: String,
     /// The ready-made providers, by name.
-    presets: Table,
+    presets: TomlTable,
     /// What holds while the store can't be reached, where nothing else is said.
     on_outage: OnOutage,
     /// A place for what is missing.
-    whole: At,
+    full_range: TextRange,
 }
 
 /// Stands for the name of an action or a provider.
-const NAME: &str = "NAME";
+const NAME_PLACEHOLDER: &str = "NAME";
 
-impl<'t> Reader<'t> {
+impl<'t> DocumentReader<'t> {
     /// A reader of this document to which nothing is wrong yet.
-    pub fn new(document: &'t Document) -> Self {
+    pub fn new(document: &'t TomlDocument) -> Self {
         Self {
             texts: &document.texts,
             errors: Vec::new(),
-            member: NAME.to_owned(),
+            section_name: NAME_PLACEHOLDER.to_owned(),
             presets: document.presets.clone(),
             on_outage: OnOutage::Local,
-            whole: document.whole,
+            full_range: document.full_range,
         }
     }
 
@@ -88,35 +96,36 @@ impl<'t> Reader<'t> {
     }
 }
 
-impl Reader<'_> {
+impl DocumentReader<'_> {
     /// The policy that these sections are; the environment has no say in it.
-    pub fn policy(&mut self, root: &Table) -> Option<Policy> {
-        self.whole_policy(root, self.whole)
+    pub fn policy(&mut self, root: &TomlTable) -> Option<Policy> {
+        self.read_policy(root, self.full_range)
     }
 
     /// Refuses names that the table, called so in errors, doesn't have; whether there were none.
-    pub fn names(&mut self, table: &Table, called: &str, known: &[&str]) -> bool {
+    pub fn check_names(&mut self, table: &TomlTable, called: &str, known: &[&str]) -> bool {
         let before = self.errors.len();
         for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
             let found = crate::error::quoted(&entry.key);
-            let error = Error::new(self.texts, entry.key_at, format!("unknown key {found} in {called}"), listed(known));
-            self.push(error.hint(nearest(&entry.key, known.iter().copied())));
+            let error =
+                Error::new(self.texts, entry.key_at, format!("unknown key {found} in {called}"), join_names(known));
+            self.push_error(error.did_you_mean(nearest(&entry.key, known.iter().copied())));
         }
         self.errors.len() == before
     }
 
     /// Tells that something is missing from the document.
-    pub fn missing(&mut self, what: &str, expected: &str) {
-        self.wrong(self.whole, what, expected);
+    pub fn report_missing(&mut self, what: &str, expected: &str) {
+        self.report(self.full_range, what, expected);
     }
 
     /// Tells what is wrong at a place, what would do, and the nearest of the names that would.
-    pub fn unknown(&mut self, at: At, message: &str, found: &str, known: &[&str]) {
-        let error = Error::new(self.texts, at, message, listed(known));
-        self.push(error.hint(nearest(found, known.iter().copied())));
+    pub fn report_unknown(&mut self, at: TextRange, message: &str, found: &str, known: &[&str]) {
+        let error = Error::new(self.texts, at, message, join_names(known));
+        self.push_error(error.did_you_mean(nearest(found, known.iter().copied())));
     }
 
-    fn whole_policy(&mut self, root: &Table, whole: At) -> Option<Policy> {
+    fn read_policy(&mut self, root: &TomlTable, whole: TextRange) -> Option<Policy> {
         self.check_keys(root, "");
         let store = self.store(root);
         self.on_outage = store.as_ref().map(|store| store.on_outage).unwrap_or_default();
@@ -142,75 +151,75 @@ impl Reader<'_> {
         })
     }
 
-    fn push(&mut self, error: Error) {
+    fn push_error(&mut self, error: Error) {
         self.errors.push(error);
     }
 
     /// Tells what is wrong at a place, and what would do.
-    pub fn wrong(&mut self, at: At, message: impl Into<String>, expected: impl Into<String>) {
+    pub fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
         self.errors.push(Error::new(self.texts, at, message, expected));
     }
 
     /// Refuses keys that the table of this path doesn't have.
-    fn check_keys(&mut self, table: &Table, path: &str) {
-        let known = settings::keys_of(path);
+    fn check_keys(&mut self, table: &TomlTable, path: &str) {
+        let known = settings::table_keys(path);
         for entry in &table.entries {
             if !known.contains(&entry.key.as_str()) {
                 let error = self.unknown_key(entry, path, &known);
-                self.push(error);
+                self.push_error(error);
             }
         }
     }
 
     /// Whether an unknown key of the table was probably meant to be this one, so that its absence needs no telling.
-    fn is_misspelt(&self, table: &Table, path: &str, key: &str) -> bool {
-        let known = settings::keys_of(path);
+    fn has_misspelling_of(&self, table: &TomlTable, path: &str, key: &str) -> bool {
+        let known = settings::table_keys(path);
         let unknown = table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str()));
         unknown.into_iter().any(|entry| nearest(&entry.key, known.iter().copied()) == Some(key))
     }
 
-    fn unknown_key(&self, entry: &Entry, path: &str, known: &[&'static str]) -> Error {
+    fn unknown_key(&self, entry: &TomlEntry, path: &str, known: &[&'static str]) -> Error {
         let key = entry.key.as_str();
         let found = crate::error::quoted(key);
         let message = if path.is_empty() {
             format!("unknown section {found}")
         } else {
-            format!("unknown key {found} in [{}]", path.replace('*', &self.member).replace(".#", ""))
+            format!("unknown key {found} in [{}]", path.replace('*', &self.section_name).replace(".#", ""))
         };
         let expected = match known {
             [only] => format!("only `{only}`"),
-            known => listed(known),
+            known => join_names(known),
         };
         let error = Error::new(self.texts, entry.key_at, message, expected);
         if let Some(meant) = similar(key, known.iter().copied()) {
-            return error.hint(Some(meant));
+            return error.did_you_mean(Some(meant));
         }
         // A key in the wrong section is the other usual slip.
-        let homes: Vec<String> = settings::all()
+        let sections_with_key: Vec<String> = settings::all()
             .filter_map(|setting| {
                 setting.path().rsplit_once('.').filter(|(_, last)| *last == key).map(|(home, _)| home)
             })
-            .filter(|home| !home.contains('#') && *home != path && !are_opposite(home, path))
+            .filter(|home| !home.contains('#') && *home != path && !are_different_directions(home, path))
             .map(|home| format!("[{}]", home.replace('*', "NAME")))
             .collect();
         let section_homes: Vec<String> = ["inbound", "outbound"]
             .into_iter()
-            .filter(|home| path.is_empty() && settings::keys_of(home).contains(&key))
+            .filter(|home| path.is_empty() && settings::table_keys(home).contains(&key))
             .filter(|home| settings::find(&format!("{home}.{key}")).is_none())
             .map(|home| match key {
                 "action" | "provider" => format!("[{home}.{key}.NAME]"),
                 other => format!("[{home}.{other}]"),
             })
             .collect();
-        match (homes.as_slice(), section_homes.as_slice()) {
-            ([], []) => error.hint(nearest(key, known.iter().copied())),
+        match (sections_with_key.as_slice(), section_homes.as_slice()) {
+            ([], []) => error.did_you_mean(nearest(key, known.iter().copied())),
             ([], sections) => error.help(format!("the section's whole name is {}", sections.join(" or "))),
             (homes, _) => error.help(format!("`{key}` belongs in {}", homes.join(" or "))),
         }
     }
 
     /// The table under a key, checked for unknown keys; `None` if there is none, or something else, which is told.
-    fn section<'n>(&mut self, parent: &'n Table, key: &str, path: &str) -> Option<&'n Table> {
+    fn section<'n>(&mut self, parent: &'n TomlTable, key: &str, path: &str) -> Option<&'n TomlTable> {
         let entry = parent.get(key)?;
         match entry.node.as_table() {
             Some(table) => {
@@ -218,56 +227,60 @@ impl Reader<'_> {
                 Some(table)
             }
             None => {
-                let found = entry.node.described(self.texts);
-                let path = path.replace('*', &self.member);
+                let found = entry.node.describe(self.texts);
+                let path = path.replace('*', &self.section_name);
                 let form = format!("a section, [{path}], or a table, {{ … }}");
-                self.wrong(entry.node.at, format!("`{key}` is {found}"), form);
+                self.report(entry.node.at, format!("`{key}` is {found}"), form);
                 None
             }
         }
     }
 
     /// The table under a key, which may have one of a few words in its place.
-    fn table_or<'n, T: Copy>(
+    fn table_or_word<'n, T: Copy>(
         &mut self,
-        parent: &'n Table,
+        parent: &'n TomlTable,
         key: &str,
         path: &str,
         words: &[(&'static str, T)],
-    ) -> Option<Said<'n, T>> {
-        let Some(node) = parent.node(key) else { return Some(Said::Nothing) };
+    ) -> Option<TableOrWord<'n, T>> {
+        let Some(node) = parent.node(key) else { return Some(TableOrWord::Absent) };
         match &node.value {
-            Value::Table(table) => {
+            TomlValue::Table(table) => {
                 self.check_keys(table, path);
-                Some(Said::Table(table))
+                Some(TableOrWord::Table(table))
             }
-            Value::Text(_) => self.choice(node, key, words).map(Said::Word),
+            TomlValue::String(_) => self.choice(node, key, words).map(TableOrWord::Word),
             _ => {
-                let found = node.described(self.texts);
+                let found = node.describe(self.texts);
                 let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
-                self.wrong(node.at, format!("`{key}` is {found}"), format!("{}, or a table, {{ … }}", listed(&names)));
+                self.report(
+                    node.at,
+                    format!("`{key}` is {found}"),
+                    format!("{}, or a table, {{ … }}", join_names(&names)),
+                );
                 None
             }
         }
     }
 
     /// Reads a value if it is there.
-    fn if_said<T>(
+    fn read_optional<T>(
         &mut self,
-        table: &Table,
+        table: &TomlTable,
         key: &str,
-        read: impl FnOnce(&mut Self, &Node) -> Option<T>,
+        read: impl FnOnce(&mut Self, &TomlNode) -> Option<T>,
     ) -> Option<Option<T>> {
-        self.or_default(Some(table), key, None, |reader, node| read(reader, node).map(Some))
+        self.read_or_default(Some(table), key, None, |reader, node| read(reader, node).map(Some))
     }
 
     /// Reads a value if it is there; the default if not. `None` if it is wrong.
-    fn or_default<T>(
+    fn read_or_default<T>(
         &mut self,
-        table: Option<&Table>,
+        table: Option<&TomlTable>,
         key: &str,
         default: T,
-        read: impl FnOnce(&mut Self, &Node) -> Option<T>,
+        read: impl FnOnce(&mut Self, &TomlNode) -> Option<T>,
     ) -> Option<T> {
         match table.and_then(|table| table.node(key)) {
             Some(node) => read(self, node),
@@ -277,20 +290,20 @@ impl Reader<'_> {
 }
 
 /// Whether one path is of what comes in and the other of what goes out: who writes the one doesn't mean the other.
-fn are_opposite(left: &str, right: &str) -> bool {
+fn are_different_directions(left: &str, right: &str) -> bool {
     let side = |path: &str| path.split('.').next().filter(|side| matches!(*side, "inbound" | "outbound")).map(str::len);
     side(left).zip(side(right)).is_some_and(|(left, right)| left != right)
 }
 
 /// What stands where a table or a word may be.
-enum Said<'n, T> {
-    Nothing,
+enum TableOrWord<'n, T> {
+    Absent,
     Word(T),
-    Table(&'n Table),
+    Table(&'n TomlTable),
 }
 
 /// "`a`, `b` or `c`".
-fn listed(names: &[&str]) -> String {
+fn join_names(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
     match quoted.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),

@@ -8,48 +8,48 @@ use tidegate_core::Limits;
 
 use tidegate_core::Sharing;
 
-use super::Reader;
-use super::ceilings::Collected;
-use crate::document::{At, Node, Table};
-use crate::environment::foldable;
+use super::DocumentReader;
+use super::provider_limits::OutboundLimitCollector;
+use crate::document::{TextRange, TomlNode, TomlTable};
+use crate::environment::fold_member_name;
 use crate::error::{Error, quoted};
-use crate::outbound::{Outbound, Provider};
+use crate::outbound::{OutboundConfig, ProviderConfig};
 
 /// The most providers in a policy.
 const MAX_PROVIDERS: usize = 256;
 /// The most connections of callers, unless said.
-const CONNECTIONS: usize = 1024;
+const DEFAULT_CONNECTIONS: usize = 1024;
 /// The most bytes of cached replies, unless said.
-const CACHE_BYTES: u64 = 64 << 20;
+const DEFAULT_CACHE_BYTES: u64 = 64 << 20;
 
-impl Reader<'_> {
+impl DocumentReader<'_> {
     /// What the policy says of other people's APIs; `None` inside if it says nothing.
-    pub(super) fn outbound(&mut self, root: &Table, whole: At) -> Option<Option<Outbound>> {
+    pub(super) fn outbound(&mut self, root: &TomlTable, whole: TextRange) -> Option<Option<OutboundConfig>> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
         let table = self.section(root, "outbound", "outbound")?;
         let usual = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
-        let (listen, token) = self.guarded(Some(table), Some(usual), "the outbound gateway");
-        let hosts = self.or_default(Some(table), "hosts", Vec::new(), Self::hosts);
-        let connections = self.or_default(Some(table), "connections", CONNECTIONS, |reader, node| {
-            reader.count(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
+        let (listen, token) = self.listen_and_token(Some(table), Some(usual), "the outbound gateway");
+        let hosts = self.read_or_default(Some(table), "hosts", Vec::new(), Self::hosts);
+        let connections = self.read_or_default(Some(table), "connections", DEFAULT_CONNECTIONS, |reader, node| {
+            reader.integer(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
         });
-        let per_client = self.per_client(Some(table), connections);
-        let cache_bytes = self.or_default(Some(table), "cache_bytes", CACHE_BYTES, |reader, node| {
+        let per_client = self.connections_per_client(Some(table), connections);
+        let cache_bytes = self.read_or_default(Some(table), "cache_bytes", DEFAULT_CACHE_BYTES, |reader, node| {
             reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
         });
-        let snapshot = self.or_default(Some(table), "snapshot", None, Self::snapshot);
+        let snapshot = self.read_or_default(Some(table), "snapshot", None, Self::snapshot);
         let sharing = Sharing { on_outage: self.on_outage, lease: None };
-        let mut collected = Collected { sharing, ..Collected::default() };
+        let mut collected = OutboundLimitCollector { sharing, ..OutboundLimitCollector::default() };
         let providers = self.providers(table, entry.key_at, &mut collected);
-        let (providers, Collected { limits, infos, .. }) = (providers?, collected);
+        let (providers, OutboundLimitCollector { limits, infos, .. }) = (providers?, collected);
         let limits = match Limits::new(limits) {
             Ok(limits) => Arc::new(limits),
             Err(error) => {
-                self.wrong(whole, error.to_string(), "fewer limits");
+                self.report(whole, error.to_string(), "fewer limits");
                 return None;
             }
         };
-        Some(Some(Outbound {
+        Some(Some(OutboundConfig {
             listen: listen?,
             token: token?,
             hosts: hosts?,
@@ -59,45 +59,52 @@ impl Reader<'_> {
             snapshot: snapshot?,
             providers,
             limits,
-            infos,
+            limit_infos: infos,
         }))
     }
 
-    fn snapshot(&mut self, node: &Node) -> Option<Option<PathBuf>> {
+    fn snapshot(&mut self, node: &TomlNode) -> Option<Option<PathBuf>> {
         const EXPECTED: &str = "a file's path, such as \"/var/lib/tidegate/outbound.json\", or \"off\"";
-        match self.text(node, "snapshot", EXPECTED)? {
+        match self.string(node, "snapshot", EXPECTED)? {
             "off" => Some(None),
             path if path.is_empty() || path.ends_with('/') || path.contains(char::is_control) => {
-                self.wrong(node.at, format!("`snapshot`: {} is no file's path", quoted(path)), EXPECTED);
+                self.report(node.at, format!("`snapshot`: {} is no file's path", quoted(path)), EXPECTED);
                 None
             }
             path => Some(Some(PathBuf::from(path))),
         }
     }
 
-    fn providers(&mut self, outbound: &Table, at: At, collected: &mut Collected) -> Option<Vec<Provider>> {
+    fn providers(
+        &mut self,
+        outbound: &TomlTable,
+        at: TextRange,
+        collected: &mut OutboundLimitCollector,
+    ) -> Option<Vec<ProviderConfig>> {
         const FORM: &str = "a section for each API, [outbound.provider.NAME]";
         let Some(entry) = outbound.get("provider") else {
-            if !self.is_misspelt(outbound, "outbound", "provider") {
+            if !self.has_misspelling_of(outbound, "outbound", "provider") {
                 let error = Error::new(self.texts, at, "[outbound] has no provider", FORM);
-                self.push(error.help("such as [outbound.provider.tmdb] with preset = \"tmdb\" in it"));
+                self.push_error(error.help("such as [outbound.provider.tmdb] with preset = \"tmdb\" in it"));
             }
             return None;
         };
         let Some(table) = entry.node.as_table() else {
-            let found = entry.node.described(self.texts);
-            self.wrong(entry.key_at, format!("`provider` is {found}"), FORM);
+            let found = entry.node.describe(self.texts);
+            self.report(entry.key_at, format!("`provider` is {found}"), FORM);
             return None;
         };
         if table.entries.is_empty() || table.entries.len() > MAX_PROVIDERS {
             let message = format!("[outbound] has {} providers", table.entries.len());
-            self.wrong(entry.key_at, message, format!("1 to {MAX_PROVIDERS}"));
+            self.report(entry.key_at, message, format!("1 to {MAX_PROVIDERS}"));
             return None;
         }
         let mut providers = Vec::new();
         let mut fine = true;
         for (index, entry) in table.entries.iter().enumerate() {
-            let alike = table.entries[..index].iter().find(|other| foldable(&other.key) == foldable(&entry.key));
+            let alike = table.entries[..index]
+                .iter()
+                .find(|other| fold_member_name(&other.key) == fold_member_name(&entry.key));
             if let Some(other) = alike {
                 let message = format!(
                     "{} and {} differ only in ways that a variable's name can't show",
@@ -106,8 +113,8 @@ impl Reader<'_> {
                 );
                 let expected = "names that differ in more than case and dashes";
                 let error = Error::new(self.texts, entry.key_at, message, expected);
-                let pointer = self.texts.pointer(other.key_at);
-                self.push(error.help(format!("the other stands {pointer}")));
+                let pointer = self.texts.describe_location(other.key_at);
+                self.push_error(error.help(format!("the other stands {pointer}")));
                 fine = false;
             }
             match self.provider(entry, collected) {

@@ -7,67 +7,72 @@ use tidegate_core::call::{MAX_LEAD, Rules};
 use tidegate_core::pool::MAX_CREDENTIALS;
 use tidegate_core::{Balance, Lane, Span};
 
-use super::ceilings::Collected;
-use super::urls::KEY;
-use super::{Reader, listed};
-use crate::document::{At, Entry, Node, Table, Value};
+use super::provider_limits::OutboundLimitCollector;
+use super::urls::KEY_PLACEHOLDER;
+use super::{DocumentReader, join_names};
+use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::outbound::preset::{LOCAL, MUSICBRAINZ, PRESETS};
-use crate::outbound::{Auth, BaseUrl, Provider};
-use crate::secret::TokenSource;
+use crate::outbound::{Auth, BaseUrl, ProviderConfig};
+use crate::secret::SecretSource;
 
 /// Where a provider's settings are found in their table.
-pub(super) const PATH: &str = "outbound.provider.*";
+pub(super) const PROVIDER_PATH: &str = "outbound.provider.*";
 
 /// What a provider's own section says, over what its preset says.
-pub(super) struct Section<'e> {
+pub(super) struct ProviderSection<'e> {
     pub(super) name: &'e str,
-    pub(super) name_at: At,
-    pub(super) table: Table,
+    pub(super) name_at: TextRange,
+    pub(super) table: TomlTable,
     pub(super) preset: Option<&'static str>,
 }
 
-impl Reader<'_> {
-    pub(super) fn provider(&mut self, entry: &Entry, collected: &mut Collected) -> Option<Provider> {
-        let name_is_fine = self.provider_name(entry)?;
-        let section = self.over_its_preset(entry)?;
+impl DocumentReader<'_> {
+    pub(super) fn provider(
+        &mut self,
+        entry: &TomlEntry,
+        collected: &mut OutboundLimitCollector,
+    ) -> Option<ProviderConfig> {
+        let name_is_fine = self.check_provider_name(entry)?;
+        let section = self.merge_preset(entry)?;
         let table = &section.table;
 
-        let base_url = self.if_said(table, "base_url", Self::base_url);
-        let auth = self.if_said(table, "auth", Self::auth);
-        let credentials = self.if_said(table, "credentials", Self::credentials);
-        let balance = self.or_default(Some(table), "balance", Balance::RoundRobin, |reader, node| {
+        let base_url = self.read_optional(table, "base_url", Self::base_url);
+        let auth = self.read_optional(table, "auth", Self::auth);
+        let credentials = self.read_optional(table, "credentials", Self::credentials);
+        let balance = self.read_or_default(Some(table), "balance", Balance::RoundRobin, |reader, node| {
             reader.choice(node, "balance", &BALANCES)
         });
-        let user_agent = self.if_said(table, "user_agent", Self::user_agent);
+        let user_agent = self.read_optional(table, "user_agent", Self::user_agent);
         let login = self.login(table);
         let timeouts = self.provider_timeouts(table);
-        let lead = self.or_default(Some(table), "lead", Span::from_millis(500), |reader, node| {
-            let lead = reader.span(node, "lead")?;
+        let lead = self.read_or_default(Some(table), "lead", Span::from_millis(500), |reader, node| {
+            let lead = reader.duration(node, "lead")?;
             if lead > MAX_LEAD {
-                reader.wrong(node.at, format!("`lead` is longer than {MAX_LEAD}"), "a shorter duration");
+                reader.report(node.at, format!("`lead` is longer than {MAX_LEAD}"), "a shorter duration");
                 return None;
             }
             Some(lead)
         });
-        let replay =
-            self.or_default(Some(table), "replay", 64 << 10, |reader, node| reader.bytes(node, "replay", 0..=64 << 20));
+        let replay = self.read_or_default(Some(table), "replay", 64 << 10, |reader, node| {
+            reader.bytes(node, "replay", 0..=64 << 20)
+        });
         let pace = self.pace(table);
         let sequential =
-            self.or_default(Some(table), "sequential", false, |reader, node| reader.flag(node, "sequential"));
-        let shared = self.or_default(Some(table), "shared", false, |reader, node| reader.flag(node, "shared"));
-        let learns =
-            self.or_default(Some(table), "learn_limits", false, |reader, node| reader.flag(node, "learn_limits"));
+            self.read_or_default(Some(table), "sequential", false, |reader, node| reader.boolean(node, "sequential"));
+        let shared = self.read_or_default(Some(table), "shared", false, |reader, node| reader.boolean(node, "shared"));
+        let learns = self
+            .read_or_default(Some(table), "learn_limits", false, |reader, node| reader.boolean(node, "learn_limits"));
         let breaker = self.breaker(table);
-        let inflight = self.adaptive(table);
+        let inflight = self.adaptive_limit(table);
         let cache = self.cache(table);
         let throttled_when = self.throttled_when(table);
         let cost = self.cost_rules(table);
 
         let (base_url, auth, credentials) = (base_url?, auth?, credentials?);
-        let (auth, credentials) = self.agree(&section, base_url.as_ref(), auth, credentials, login.as_ref())?;
-        self.keeps_to_its_preset(&section, base_url.as_ref(), user_agent.as_ref())?;
+        let (auth, credentials) = self.check_auth(&section, base_url.as_ref(), auth, credentials, login.as_ref())?;
+        self.check_preset_requirements(&section, base_url.as_ref(), user_agent.as_ref())?;
         let login = login?;
         let rules = self.rules(&section, collected, credentials.len(), login.is_some(), sequential?, cost.as_ref())?;
         let (rules, hours) = rules;
@@ -77,11 +82,11 @@ impl Reader<'_> {
             let at = table.table("throttled_when").and_then(|table| table.get("spends_quota"));
             let at = at.map_or(section.name_at, |entry| entry.key_at);
             let message = "`spends_quota` is true, but no limit of the provider is a quota";
-            self.wrong(at, message, "a calendar quota beside it, such as limit = \"1000 per day\"");
+            self.report(at, message, "a calendar quota beside it, such as limit = \"1000 per day\"");
             return None;
         }
         let (connect_timeout, attempt_timeout, hedge_after) = timeouts?;
-        name_is_fine.then_some(Provider {
+        name_is_fine.then_some(ProviderConfig {
             name: section.name.to_owned(),
             preset: section.preset,
             base_url,
@@ -91,7 +96,7 @@ impl Reader<'_> {
             login,
             user_agent: user_agent?,
             breaker: breaker?,
-            inflight: inflight?.filter(|_| sequential != Some(true)),
+            adaptive_limit: inflight?.filter(|_| sequential != Some(true)),
             connect_timeout,
             attempt_timeout,
             replay_bytes: usize::try_from(replay?).ok()?,
@@ -103,43 +108,43 @@ impl Reader<'_> {
             hours,
             cost: cost?,
             pace: pace?,
-            unkeyed: Rules { lead: lead?.min(rules.lead), learns: learns?, ..rules },
+            rules_without_keys: Rules { lead: lead?.min(rules.lead), learns: learns?, ..rules },
         })
     }
 
     /// Whether the name is one; `None` if there is nothing to be read under it.
-    fn provider_name(&mut self, entry: &Entry) -> Option<bool> {
+    fn check_provider_name(&mut self, entry: &TomlEntry) -> Option<bool> {
         let name = &entry.key;
-        self.member.clone_from(name);
+        self.section_name.clone_from(name);
         if entry.node.as_table().is_some() {
-            return Some(self.name(name, entry.key_at, "provider"));
+            return Some(self.check_name(name, entry.key_at, "provider"));
         }
-        let error = if crate::settings::keys_of(PATH).contains(&name.as_str()) {
+        let error = if crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
             let message = format!("{} stands outside of any provider", quoted(name));
             Error::new(self.texts, entry.key_at, message, "a section for each API, [outbound.provider.NAME]")
                 .help("give the provider a name, such as [outbound.provider.tmdb]")
         } else {
-            let found = entry.node.described(self.texts);
+            let found = entry.node.describe(self.texts);
             let expected = format!("a section of its own, [outbound.provider.{name}]");
             Error::new(self.texts, entry.key_at, format!("the provider {} is {found}", quoted(name)), expected)
         };
-        self.push(error);
+        self.push_error(error);
         None
     }
 
     /// Lays what the section says over what its preset says: what is said beats it, and in a table each key by itself.
-    fn over_its_preset<'e>(&mut self, entry: &'e Entry) -> Option<Section<'e>> {
+    fn merge_preset<'e>(&mut self, entry: &'e TomlEntry) -> Option<ProviderSection<'e>> {
         let own = entry.node.as_table()?;
-        self.check_keys(own, PATH);
-        let preset = self.if_said(own, "preset", Self::provider_preset)?;
+        self.check_keys(own, PROVIDER_PATH);
+        let preset = self.read_optional(own, "preset", Self::provider_preset)?;
         let mut table = preset.and_then(|name| self.presets.table(name)).cloned().unwrap_or_default();
-        if own.node("sequential").is_some_and(|node| matches!(node.value, Value::Flag(true))) {
+        if own.node("sequential").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true))) {
             Lane::ALL.iter().for_each(|lane| table.remove(lane.name()));
         }
         for entry in &own.entries {
             let below = table.get_mut(&entry.key).map(|below| &mut below.node.value);
             match (below, &entry.node.value) {
-                (Some(Value::Table(below)), Value::Table(above)) => {
+                (Some(TomlValue::Table(below)), TomlValue::Table(above)) => {
                     for inner in &above.entries {
                         below.remove(&inner.key);
                         below.entries.push(inner.clone());
@@ -151,11 +156,11 @@ impl Reader<'_> {
                 }
             }
         }
-        Some(Section { name: &entry.key, name_at: entry.key_at, table, preset })
+        Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset })
     }
 
-    fn provider_preset(&mut self, node: &Node) -> Option<&'static str> {
-        let text = self.text(node, "preset", &listed(&PRESETS))?;
+    fn provider_preset(&mut self, node: &TomlNode) -> Option<&'static str> {
+        let text = self.string(node, "preset", &join_names(&PRESETS))?;
         let preset = PRESETS.into_iter().find(|preset| *preset == text);
         if preset.is_none() {
             let meant = match text {
@@ -165,27 +170,30 @@ impl Reader<'_> {
                 "themoviedb" => Some("tmdb"),
                 other => nearest(other, PRESETS),
             };
-            let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), listed(&PRESETS));
-            self.push(error.hint(meant).help("without a preset, say `base_url` and `limit`"));
+            let error =
+                Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), join_names(&PRESETS));
+            self.push_error(error.did_you_mean(meant).help("without a preset, say `base_url` and `limit`"));
         }
         preset
     }
 
     /// `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`, and where it stands.
-    fn auth(&mut self, node: &Node) -> Option<(Auth, At)> {
+    fn auth(&mut self, node: &TomlNode) -> Option<(Auth, TextRange)> {
         const FORMS: &str = "\"none\", \"bearer\", \"header:x-api-key\", \"header:Authorization Token\", \
                              \"query:api_key\" or \"path\"";
-        let text = self.text(node, "auth", FORMS)?;
+        let text = self.string(node, "auth", FORMS)?;
         let error = |message: String| Error::new(self.texts, node.at, message, FORMS);
         let error = match text.split_once(':') {
             None => match text {
                 "none" => return Some((Auth::None, node.at)),
                 "bearer" => return Some((Auth::Bearer, node.at)),
                 "path" => return Some((Auth::Path, node.at)),
-                "header" => error("`auth` is `header` without a name".to_owned()).hint(Some("header:x-api-key")),
-                "query" => error("`auth` is `query` without a name".to_owned()).hint(Some("query:api_key")),
+                "header" => {
+                    error("`auth` is `header` without a name".to_owned()).did_you_mean(Some("header:x-api-key"))
+                }
+                "query" => error("`auth` is `query` without a name".to_owned()).did_you_mean(Some("query:api_key")),
                 other => error(format!("`auth` is {}", quoted(other)))
-                    .hint(nearest(other, ["none", "bearer", "path", "header", "query"])),
+                    .did_you_mean(nearest(other, ["none", "bearer", "path", "header", "query"])),
             },
             Some(("header", rest)) => {
                 let (name, prefix) = rest.split_once(' ').unwrap_or((rest, ""));
@@ -194,7 +202,7 @@ impl Reader<'_> {
                     _ if HeaderValue::from_str(&prefix).is_err() => {
                         error("`auth`: what comes before the credential can't stand in a header".to_owned())
                     }
-                    Ok(name) if OF_THE_CONNECTION.contains(&name.as_str()) => {
+                    Ok(name) if CONNECTION_HEADERS.contains(&name.as_str()) => {
                         error(format!("`auth`: the header `{name}` is the connection's own"))
                     }
                     Ok(name) => return Some((Auth::Header { name, prefix }, node.at)),
@@ -209,30 +217,30 @@ impl Reader<'_> {
                 error(format!("`auth`: {} is no query parameter's name", quoted(name)))
             }
             Some((other, _)) => error(format!("`auth` begins with {}", quoted(other)))
-                .hint(nearest(other, ["header:NAME", "query:NAME"])),
+                .did_you_mean(nearest(other, ["header:NAME", "query:NAME"])),
         };
-        self.push(error);
+        self.push_error(error);
         None
     }
 
     /// Where credentials are, in order.
-    fn credentials(&mut self, node: &Node) -> Option<(Vec<TokenSource>, At)> {
+    fn credentials(&mut self, node: &TomlNode) -> Option<(Vec<SecretSource>, TextRange)> {
         let items = match &node.value {
-            Value::List(items) => items.as_slice(),
+            TomlValue::List(items) => items.as_slice(),
             _ => std::slice::from_ref(node),
         };
         if items.is_empty() || items.len() > MAX_CREDENTIALS {
             let message = format!("`credentials` has {} items", items.len());
-            self.wrong(node.at, message, format!("1 to {MAX_CREDENTIALS} places, such as \"env:API_TOKEN\""));
+            self.report(node.at, message, format!("1 to {MAX_CREDENTIALS} places, such as \"env:API_TOKEN\""));
             return None;
         }
-        let mut sources: Vec<TokenSource> = Vec::new();
+        let mut sources: Vec<SecretSource> = Vec::new();
         let mut fine = true;
         for item in items {
-            match self.token(item, "credentials") {
+            match self.secret_source(item, "credentials") {
                 Some(source) if sources.contains(&source) => {
                     let message = format!("`credentials` has {source} twice");
-                    self.wrong(item.at, message, "each credential once");
+                    self.report(item.at, message, "each credential once");
                     fine = false;
                 }
                 Some(source) => sources.push(source),
@@ -242,90 +250,90 @@ impl Reader<'_> {
         fine.then_some((sources, node.at))
     }
 
-    fn user_agent(&mut self, node: &Node) -> Option<HeaderValue> {
+    fn user_agent(&mut self, node: &TomlNode) -> Option<HeaderValue> {
         const EXPECTED: &str = "what a header can hold, such as \"MyApp/1.0 ( me@example.com )\"";
-        let text = self.text(node, "user_agent", EXPECTED)?;
+        let text = self.string(node, "user_agent", EXPECTED)?;
         let value = HeaderValue::from_str(text).ok().filter(|value| !value.is_empty());
         if value.is_none() {
-            self.wrong(node.at, format!("`user_agent` is {}", quoted(text)), EXPECTED);
+            self.report(node.at, format!("`user_agent` is {}", quoted(text)), EXPECTED);
         }
         value
     }
 
-    fn provider_timeouts(&mut self, table: &Table) -> Option<(Duration, Duration, Option<Duration>)> {
-        let connect = self.or_default(Some(table), "connect_timeout", Duration::from_secs(5), |reader, node| {
+    fn provider_timeouts(&mut self, table: &TomlTable) -> Option<(Duration, Duration, Option<Duration>)> {
+        let connect = self.read_or_default(Some(table), "connect_timeout", Duration::from_secs(5), |reader, node| {
             reader.timeout(node, "connect_timeout")
         });
-        let attempt = self.or_default(Some(table), "attempt_timeout", Duration::from_secs(30), |reader, node| {
+        let attempt = self.read_or_default(Some(table), "attempt_timeout", Duration::from_secs(30), |reader, node| {
             reader.timeout(node, "attempt_timeout")
         });
-        let hedge = self.if_said(table, "hedge_after", |reader, node| reader.timeout(node, "hedge_after"));
+        let hedge = self.read_optional(table, "hedge_after", |reader, node| reader.timeout(node, "hedge_after"));
         let (connect, attempt, hedge) = (connect?, attempt?, hedge?);
         if let Some(node) = table.node("hedge_after").filter(|_| hedge.is_some_and(|hedge| hedge >= attempt)) {
             let message = "`hedge_after` is no shorter than `attempt_timeout`, so it would never be reached";
-            self.wrong(node.at, message, "a shorter duration");
+            self.report(node.at, message, "a shorter duration");
             return None;
         }
         Some((connect, attempt, hedge))
     }
 
     /// What is said of where the provider is, of its credentials and of where they go has to go together.
-    fn agree(
+    fn check_auth(
         &mut self,
-        section: &Section<'_>,
+        section: &ProviderSection<'_>,
         base_url: Option<&BaseUrl>,
-        auth: Option<(Auth, At)>,
-        credentials: Option<(Vec<TokenSource>, At)>,
+        auth: Option<(Auth, TextRange)>,
+        credentials: Option<(Vec<SecretSource>, TextRange)>,
         login: Option<&Option<crate::outbound::Login>>,
-    ) -> Option<(Auth, Vec<TokenSource>)> {
-        let Section { name, name_at, table, .. } = section;
+    ) -> Option<(Auth, Vec<SecretSource>)> {
+        let ProviderSection { name, name_at, table, .. } = section;
         if base_url.is_none() && section.preset.is_none() && table.get("limit").is_none() {
-            if ["preset", "base_url", "limit"].iter().any(|key| self.is_misspelt(table, PATH, key)) {
+            if ["preset", "base_url", "limit"].iter().any(|key| self.has_misspelling_of(table, PROVIDER_PATH, key)) {
                 return None;
             }
             let message = format!("the provider {} has neither a preset nor a base_url", quoted(name));
             let expected = "a preset in it, or the root of the API: base_url = \"https://api.example.com/v1\"";
             let error = Error::new(self.texts, *name_at, message, expected);
             let known = nearest(name, PRESETS).map(|preset| format!("preset = \"{preset}\""));
-            self.push(error.hint(known.as_deref()));
+            self.push_error(error.did_you_mean(known.as_deref()));
             return None;
         }
-        let keys = base_url.map_or(0, |url| url.path.matches(KEY).count());
+        let keys = base_url.map_or(0, |url| url.path.matches(KEY_PLACEHOLDER).count());
         let url_at = table.node("base_url").map_or(*name_at, |node| node.at);
         let is_path = matches!(auth, Some((Auth::Path, _)));
         if is_path && keys != 1 {
             let message = format!("`auth` is `path`, but the base_url's path has {keys} places for the credential");
             let error = Error::new(self.texts, url_at, message, "`{key}` once in it");
-            self.push(error.help("such as base_url = \"https://api.example.com/v1/{key}\""));
+            self.push_error(error.help("such as base_url = \"https://api.example.com/v1/{key}\""));
             return None;
         }
         if !is_path && keys > 0 {
             let message = "the base_url has a place for a credential, `{key}`, but `auth` isn't `path`";
-            self.wrong(url_at, message, "auth = \"path\" beside it");
+            self.report(url_at, message, "auth = \"path\" beside it");
             return None;
         }
         let has_login = matches!(login, Some(Some(_)));
         match (auth, credentials) {
             (Some((Auth::None, at)), Some(_)) => {
-                self.wrong(at, "`auth` is `none`, but there are `credentials`", "where they go, or no credentials");
+                self.report(at, "`auth` is `none`, but there are `credentials`", "where they go, or no credentials");
                 None
             }
             (None, Some((_, at))) => {
                 let message = "there are `credentials`, but nothing says where they go";
                 let error = Error::new(self.texts, at, message, "`auth` beside them, such as auth = \"bearer\"");
-                self.push(error);
+                self.push_error(error);
                 None
             }
             (Some((Auth::None, _)) | None, None) if has_login => {
                 let at = table.get("login").map_or(*name_at, |entry| entry.key_at);
                 let message = "`login` gets a token, but nothing says where it goes";
-                self.wrong(at, message, "`auth` beside it, such as auth = \"bearer\"");
+                self.report(at, message, "`auth` beside it, such as auth = \"bearer\"");
                 None
             }
             (Some((Auth::None, _)) | None, None) => Some((Auth::None, Vec::new())),
             (Some((auth, _)), None) if has_login && !login_takes_credential(login) => Some((auth, Vec::new())),
             (Some((_, at)), None) => {
-                if self.is_misspelt(table, PATH, "credentials") {
+                if self.has_misspelling_of(table, PROVIDER_PATH, "credentials") {
                     return None;
                 }
                 let variable = format!("{}_TOKEN", name.to_ascii_uppercase().replace(['-', '.'], "_"));
@@ -334,7 +342,7 @@ impl Reader<'_> {
                 let message = format!("the provider {} wants a credential, and has none", quoted(name));
                 let expected = format!("credentials = [\"env:{variable}\"] in it");
                 let error = Error::new(self.texts, at, message, expected);
-                self.push(error.help("to call it without, write auth = \"none\""));
+                self.push_error(error.help("to call it without, write auth = \"none\""));
                 None
             }
             (Some((auth, _)), Some((credentials, _))) => Some((auth, credentials)),
@@ -342,16 +350,16 @@ impl Reader<'_> {
     }
 
     /// What some presets want that they can't say by themselves.
-    fn keeps_to_its_preset(
+    fn check_preset_requirements(
         &mut self,
-        section: &Section<'_>,
+        section: &ProviderSection<'_>,
         base_url: Option<&BaseUrl>,
         user_agent: Option<&Option<HeaderValue>>,
     ) -> Option<()> {
         match (section.preset, user_agent, base_url) {
             (Some(MUSICBRAINZ), Some(agent), _) => {
                 const FORM: &str = "user_agent = \"App/Version ( contact )\"";
-                if agent.as_ref().is_some_and(|agent| agent.to_str().is_ok_and(says_who_calls)) {
+                if agent.as_ref().is_some_and(|agent| agent.to_str().is_ok_and(names_app_and_contact)) {
                     return Some(());
                 }
                 let (at, message) = match section.table.node("user_agent") {
@@ -359,7 +367,7 @@ impl Reader<'_> {
                     None => (section.name_at, "MusicBrainz requires a User-Agent that says who calls"),
                 };
                 let error = Error::new(self.texts, at, message, FORM);
-                self.push(error.help("such as user_agent = \"MyTagger/1.2.0 ( https://example.com/mytagger )\""));
+                self.push_error(error.help("such as user_agent = \"MyTagger/1.2.0 ( https://example.com/mytagger )\""));
                 None
             }
             (Some(LOCAL), _, Some(url)) if !url.is_loopback() => {
@@ -367,7 +375,7 @@ impl Reader<'_> {
                 let message = format!("{} isn't on this machine, as the preset `local` has it", url.authority.host());
                 let error =
                     Error::new(self.texts, at, message, "a host on loopback, such as \"http://127.0.0.1:9000\"");
-                self.push(error.help("for a server elsewhere, leave the preset out and say its limit"));
+                self.push_error(error.help("for a server elsewhere, leave the preset out and say its limit"));
                 None
             }
             _ => Some(()),
@@ -382,7 +390,7 @@ const BALANCES: [(&str, Balance); 3] = [
 ];
 
 /// Headers that say how a message is sent, not what it asks (RFC 9110 §7.6.1, RFC 9112).
-const OF_THE_CONNECTION: [&str; 9] = [
+const CONNECTION_HEADERS: [&str; 9] = [
     "connection",
     "content-length",
     "host",
@@ -395,11 +403,11 @@ const OF_THE_CONNECTION: [&str; 9] = [
 ];
 
 fn login_takes_credential(login: Option<&Option<crate::outbound::Login>>) -> bool {
-    login.and_then(Option::as_ref).is_none_or(|login| login.body.contains(super::login::CREDENTIAL))
+    login.and_then(Option::as_ref).is_none_or(|login| login.body.contains(super::login::CREDENTIAL_PLACEHOLDER))
 }
 
 /// `App/Version ( contact )`, the contact being an address on the web or of mail.
-fn says_who_calls(agent: &str) -> bool {
+fn names_app_and_contact(agent: &str) -> bool {
     let Some((product, contact)) = agent.trim().strip_suffix(')').and_then(|agent| agent.split_once('(')) else {
         return false;
     };

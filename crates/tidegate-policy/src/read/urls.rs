@@ -2,67 +2,67 @@
 
 use http::uri::Authority;
 
-use super::Reader;
-use crate::document::Node;
+use super::DocumentReader;
+use crate::document::TomlNode;
 use crate::error::{Error, quoted};
 use crate::outbound::BaseUrl;
-use crate::sections::Upstream;
+use crate::sections::UpstreamAddress;
 
 /// What a base URL's path holds where a credential belongs.
-pub(super) const KEY: &str = "{key}";
+pub(super) const KEY_PLACEHOLDER: &str = "{key}";
 
-impl Reader<'_> {
+impl DocumentReader<'_> {
     /// The server behind the gate.
-    pub(super) fn upstream(&mut self, node: &Node, key: &str) -> Option<Upstream> {
+    pub(super) fn upstream(&mut self, node: &TomlNode, key: &str) -> Option<UpstreamAddress> {
         const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
-        let text = self.text(node, key, EXPECTED)?;
+        let text = self.string(node, key, EXPECTED)?;
         let error = |message: String| Error::new(self.texts, node.at, message, EXPECTED);
-        let error = match Url::split(text) {
-            Ok(Url { scheme: "http", host, port, rest: "" | "/" }) => {
+        let error = match UrlParts::parse(text) {
+            Ok(UrlParts { scheme: "http", host, port, rest: "" | "/" }) => {
                 let (host, explicit_port) = (host.to_ascii_lowercase(), port.is_some());
-                return Some(Upstream { host, port: port.unwrap_or(80), explicit_port });
+                return Some(UpstreamAddress { host, port: port.unwrap_or(80), explicit_port });
             }
-            Ok(Url { scheme: "https", .. }) => error(format!(
+            Ok(UrlParts { scheme: "https", .. }) => error(format!(
                 "`{key}`: https to the upstream is not supported by this version"
             ))
             .help("use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it"),
-            Ok(Url { scheme: "http", rest, .. }) => error(format!("`{key}` has the path {} in it", quoted(rest)))
+            Ok(UrlParts { scheme: "http", rest, .. }) => error(format!("`{key}` has the path {} in it", quoted(rest)))
                 .help("requests are passed on with the path they came with"),
-            Ok(Url { scheme, .. }) => error(format!("`{key}` has the scheme {}", quoted(scheme))),
-            Err(UrlError::User) => {
+            Ok(UrlParts { scheme, .. }) => error(format!("`{key}` has the scheme {}", quoted(scheme))),
+            Err(UrlError::UserInfo) => {
                 error(format!("`{key}` has a user name or password in it; the gate passes on what clients send"))
             }
-            Err(wrong) => self.broken_url(node, key, text, &wrong, "http", EXPECTED),
+            Err(wrong) => self.url_error(node, key, text, &wrong, "http", EXPECTED),
         };
-        self.push(error);
+        self.push_error(error);
         None
     }
 
     /// The root of somebody's API.
-    pub(super) fn base_url(&mut self, node: &Node) -> Option<BaseUrl> {
+    pub(super) fn base_url(&mut self, node: &TomlNode) -> Option<BaseUrl> {
         const KEY_NAME: &str = "base_url";
         const EXPECTED: &str = "the root of the API, such as \"https://api.example.com/v1\"";
-        let text = self.text(node, KEY_NAME, EXPECTED)?;
+        let text = self.string(node, KEY_NAME, EXPECTED)?;
         let error = |message: &str| Error::new(self.texts, node.at, format!("`{KEY_NAME}` {message}"), EXPECTED);
-        let error = match Url::split(text) {
+        let error = match UrlParts::parse(text) {
             // A query may hold a key of the API, under whatever name.
-            _ if text.contains('?') => Error::hiding(
+            _ if text.contains('?') => Error::hiding_secret(
                 self.texts,
                 node.at,
                 format!("`{KEY_NAME}` has a query in it, which belongs to each call"),
                 EXPECTED,
             )
             .help("for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]"),
-            Ok(Url { rest, .. }) if rest.contains('#') => error("has a fragment in it, which is never sent"),
-            Ok(Url { rest, .. }) if let Some(wrong) = no_path(rest) => {
+            Ok(UrlParts { rest, .. }) if rest.contains('#') => error("has a fragment in it, which is never sent"),
+            Ok(UrlParts { rest, .. }) if let Some(wrong) = invalid_path_part(rest) => {
                 let error = error(&format!("has {} in its path", quoted(wrong)));
                 match wrong {
                     "." | ".." => error.help("leave out the segments that it stands for"),
-                    "{" | "}" => error.help(format!("a credential's place is written {KEY}")),
+                    "{" | "}" => error.help(format!("a credential's place is written {KEY_PLACEHOLDER}")),
                     _ => error.help("what doesn't belong into a URL is written as %20"),
                 }
             }
-            Ok(Url { scheme: scheme @ ("http" | "https"), host, port, rest }) => {
+            Ok(UrlParts { scheme: scheme @ ("http" | "https"), host, port, rest }) => {
                 let host = host.to_ascii_lowercase();
                 let host = if host.contains(':') { format!("[{host}]") } else { host };
                 let authority = port.map_or_else(|| host.clone(), |port| format!("{host}:{port}"));
@@ -71,21 +71,21 @@ impl Reader<'_> {
                         let path = rest.trim_end_matches('/').to_owned();
                         return Some(BaseUrl { https: scheme == "https", authority, path });
                     }
-                    Err(_) => self.broken_url(node, KEY_NAME, text, &UrlError::Host, "https", EXPECTED),
+                    Err(_) => self.url_error(node, KEY_NAME, text, &UrlError::Host, "https", EXPECTED),
                 }
             }
-            Ok(Url { scheme, .. }) => error(&format!("has the scheme {}", quoted(scheme))),
-            Err(UrlError::User) => error("has a user name or password in it; a secret doesn't belong in a policy")
+            Ok(UrlParts { scheme, .. }) => error(&format!("has the scheme {}", quoted(scheme))),
+            Err(UrlError::UserInfo) => error("has a user name or password in it; a secret doesn't belong in a policy")
                 .help("write where it is: auth = \"bearer\" and credentials = [\"env:NAME\"]"),
-            Err(wrong) => self.broken_url(node, KEY_NAME, text, &wrong, "https", EXPECTED),
+            Err(wrong) => self.url_error(node, KEY_NAME, text, &wrong, "https", EXPECTED),
         };
-        self.push(error);
+        self.push_error(error);
         None
     }
 
-    fn broken_url(
+    fn url_error(
         &self,
-        node: &Node,
+        node: &TomlNode,
         key: &str,
         text: &str,
         wrong: &UrlError<'_>,
@@ -94,9 +94,10 @@ impl Reader<'_> {
     ) -> Error {
         let error = |message: String| Error::new(self.texts, node.at, message, expected);
         match wrong {
-            UrlError::Scheme => error(format!("`{key}` is {}, which has no scheme", quoted(text)))
-                .hint(Some(&format!("{scheme}://{text}")).filter(|_| text.contains([':', '.'])).map(String::as_str)),
-            UrlError::User => error(format!("`{key}` has a user name or password in it")),
+            UrlError::Scheme => error(format!("`{key}` is {}, which has no scheme", quoted(text))).did_you_mean(
+                Some(&format!("{scheme}://{text}")).filter(|_| text.contains([':', '.'])).map(String::as_str),
+            ),
+            UrlError::UserInfo => error(format!("`{key}` has a user name or password in it")),
             UrlError::Host => error(format!("`{key}` is {}, which has no valid host", quoted(text))),
             UrlError::Port(port) => {
                 error(format!("`{key}` has the port {}", quoted(port))).help("a port is a number from 1 to 65535")
@@ -106,7 +107,7 @@ impl Reader<'_> {
 }
 
 /// A URL in its pieces.
-struct Url<'t> {
+struct UrlParts<'t> {
     /// `http` or `https`; any other as it is, and then nothing else is looked at.
     scheme: &'t str,
     /// A name, an IPv4 address, or an IPv6 address without brackets.
@@ -118,13 +119,13 @@ struct Url<'t> {
 
 enum UrlError<'t> {
     Scheme,
-    User,
+    UserInfo,
     Host,
     Port(&'t str),
 }
 
-impl<'t> Url<'t> {
-    fn split(text: &'t str) -> Result<Self, UrlError<'t>> {
+impl<'t> UrlParts<'t> {
+    fn parse(text: &'t str) -> Result<Self, UrlError<'t>> {
         let (scheme, rest) = text.split_once("://").ok_or(UrlError::Scheme)?;
         let usual = ["http", "https"].into_iter().find(|usual| scheme.eq_ignore_ascii_case(usual));
         let Some(scheme) = usual else {
@@ -132,7 +133,7 @@ impl<'t> Url<'t> {
         };
         let (authority, rest) = rest.find(['/', '?', '#']).map_or((rest, ""), |at| rest.split_at(at));
         if authority.contains('@') {
-            return Err(UrlError::User);
+            return Err(UrlError::UserInfo);
         }
         let (host, port) = match authority.strip_prefix('[') {
             Some(inside) => {
@@ -159,9 +160,9 @@ impl<'t> Url<'t> {
     }
 }
 
-/// What can't stand in the beginning of every request's path (RFC 3986 §3.3), but for [`KEY`].
-fn no_path(text: &str) -> Option<&str> {
+/// What can't stand in the beginning of every request's path (RFC 3986 §3.3), but for [`KEY_PLACEHOLDER`].
+fn invalid_path_part(text: &str) -> Option<&str> {
     let fits = |letter: char| letter.is_ascii_alphanumeric() || "/-._~!$&'()*+,;=:@%".contains(letter);
-    let letters = text.split(KEY).find_map(|piece| piece.matches(|letter| !fits(letter)).next());
+    let letters = text.split(KEY_PLACEHOLDER).find_map(|piece| piece.matches(|letter| !fits(letter)).next());
     letters.or_else(|| text.split('/').find(|segment| matches!(*segment, "." | "..")))
 }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use ipnet::IpNet;
 use tidegate_core::Span;
 
-use super::{Reader, listed};
-use crate::document::{At, Node, Value};
+use super::{DocumentReader, join_names};
+use crate::document::{TextRange, TomlNode, TomlValue};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
-use crate::outbound::Pointers;
+use crate::outbound::PointerAlternatives;
 use crate::quantity::{Quantity, QuantityError};
-use crate::secret::TokenSource;
+use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
 
 /// The longest list of strings.
@@ -21,42 +21,42 @@ const MAX_LIST: usize = 10_000;
 /// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
 /// What stands between the places where one number may be.
-const OR: &str = " or ";
+const POINTER_SEPARATOR: &str = " or ";
 /// The longest timeout: ten years.
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 
-impl Reader<'_> {
+impl DocumentReader<'_> {
     /// A string.
-    pub fn text<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<&'n str> {
-        if let Value::Text(text) = &node.value {
+    pub fn string<'n>(&mut self, node: &'n TomlNode, key: &str, expected: &str) -> Option<&'n str> {
+        if let TomlValue::String(text) = &node.value {
             return Some(text);
         }
-        let found = node.described(self.texts);
-        self.wrong(node.at, format!("`{key}` is {found}"), expected);
+        let found = node.describe(self.texts);
+        self.report(node.at, format!("`{key}` is {found}"), expected);
         None
     }
 
     /// One of a few words.
-    pub fn choice<T: Copy>(&mut self, node: &Node, key: &str, words: &[(&'static str, T)]) -> Option<T> {
+    pub fn choice<T: Copy>(&mut self, node: &TomlNode, key: &str, words: &[(&'static str, T)]) -> Option<T> {
         let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
-        let text = self.text(node, key, &listed(&names))?;
+        let text = self.string(node, key, &join_names(&names))?;
         if let Some((_, value)) = words.iter().find(|(name, _)| *name == text) {
             return Some(*value);
         }
         let meant = nearest(text, names.iter().copied());
-        let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), listed(&names));
-        self.push(error.hint(meant));
+        let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), join_names(&names));
+        self.push_error(error.did_you_mean(meant));
         None
     }
 
     /// A value that `read` finds, or the one that a word stands for. An error names the word, too.
-    pub(super) fn or_word<T>(
+    pub(super) fn value_or_word<T>(
         &mut self,
-        node: &Node,
+        node: &TomlNode,
         (word, value): (&str, T),
         read: impl FnOnce(&mut Self) -> Option<T>,
     ) -> Option<T> {
-        if matches!(&node.value, Value::Text(text) if text == word) {
+        if matches!(&node.value, TomlValue::String(text) if text == word) {
             return Some(value);
         }
         let before = self.errors.len();
@@ -69,59 +69,59 @@ impl Reader<'_> {
     }
 
     /// `true` or `false`.
-    pub fn flag(&mut self, node: &Node, key: &str) -> Option<bool> {
-        if let Value::Flag(flag) = node.value {
+    pub fn boolean(&mut self, node: &TomlNode, key: &str) -> Option<bool> {
+        if let TomlValue::Boolean(flag) = node.value {
             return Some(flag);
         }
-        let found = node.described(self.texts);
-        self.wrong(node.at, format!("`{key}` is {found}"), "true or false, without quotes");
+        let found = node.describe(self.texts);
+        self.report(node.at, format!("`{key}` is {found}"), "true or false, without quotes");
         None
     }
 
     /// A whole number.
-    pub fn count(&mut self, node: &Node, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
+    pub fn integer(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
         let expected = format!("a whole number from {} to {}", range.start(), range.end());
         match &node.value {
-            Value::Integer(number) => {
+            TomlValue::Integer(number) => {
                 let fits = number.and_then(|number| u64::try_from(number).ok()).filter(|number| range.contains(number));
                 if fits.is_none() {
-                    let found = quoted(self.texts.raw(node.at));
-                    self.wrong(node.at, format!("`{key}` is {found}, which is out of range"), expected);
+                    let found = quoted(self.texts.text_at(node.at));
+                    self.report(node.at, format!("`{key}` is {found}, which is out of range"), expected);
                 }
                 fits
             }
             _ => {
-                let found = node.described(self.texts);
+                let found = node.describe(self.texts);
                 let error = Error::new(
                     self.texts,
                     node.at,
                     format!("`{key}` is {found}"),
                     format!("{expected}, without quotes"),
                 );
-                self.push(error);
+                self.push_error(error);
                 None
             }
         }
     }
 
     /// A number in a range, whole or not.
-    pub fn number(&mut self, node: &Node, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
+    pub fn number(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
         let expected = format!("a number from {} to {}, without quotes", range.start(), range.end());
-        let (Value::Integer(_) | Value::Float) = node.value else {
-            let found = node.described(self.texts);
-            self.wrong(node.at, format!("`{key}` is {found}"), expected);
+        let (TomlValue::Integer(_) | TomlValue::Float) = node.value else {
+            let found = node.describe(self.texts);
+            self.report(node.at, format!("`{key}` is {found}"), expected);
             return None;
         };
-        let found = self.texts.raw(node.at).replace('_', "").parse().ok().filter(|number| range.contains(number));
+        let found = self.texts.text_at(node.at).replace('_', "").parse().ok().filter(|number| range.contains(number));
         if found.is_none() {
-            let raw = quoted(self.texts.raw(node.at));
-            self.wrong(node.at, format!("`{key}` is {raw}, which is out of range"), expected);
+            let raw = quoted(self.texts.text_at(node.at));
+            self.report(node.at, format!("`{key}` is {raw}, which is out of range"), expected);
         }
         found
     }
 
     /// A share in thousandths, from a number such as 0.2 or a text such as "20%".
-    pub fn share(&mut self, node: &Node, key: &str, least: u16) -> Option<u16> {
+    pub fn share(&mut self, node: &TomlNode, key: &str, least: u16) -> Option<u16> {
         let expected = if least == 0 { "a share from 0 to 1" } else { "a share from 0.001 to 1" };
         let expected = format!("{expected} in thousandths, such as 0.2 or \"20%\"");
         let share = self.thousandths(node, key, u32::from(least)..=1_000, &expected)?;
@@ -129,22 +129,22 @@ impl Reader<'_> {
     }
 
     /// A factor above 1 in thousandths, from a number such as 1.5 or a text such as "150%".
-    pub(super) fn factor(&mut self, node: &Node, key: &str, most: u32) -> Option<u32> {
+    pub(super) fn factor(&mut self, node: &TomlNode, key: &str, most: u32) -> Option<u32> {
         let expected = format!("a factor from 1.001 to {most} in thousandths, such as 1.5 or \"150%\"");
         self.thousandths(node, key, 1_001..=most.saturating_mul(1_000), &expected)
     }
 
     pub(super) fn thousandths(
         &mut self,
-        node: &Node,
+        node: &TomlNode,
         key: &str,
         range: RangeInclusive<u32>,
         expected: &str,
     ) -> Option<u32> {
         let text = match &node.value {
-            Value::Text(text) => text.trim(),
-            Value::Integer(_) | Value::Float => self.texts.raw(node.at),
-            _ => self.text(node, key, expected)?,
+            TomlValue::String(text) => text.trim(),
+            TomlValue::Integer(_) | TomlValue::Float => self.texts.text_at(node.at),
+            _ => self.string(node, key, expected)?,
         };
         let (number, whole) = text.strip_suffix('%').map_or((text, 1000.0), |number| (number.trim_end(), 10.0));
         let digits = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
@@ -153,22 +153,23 @@ impl Reader<'_> {
             thousandths.filter(|found| (found - found.round()).abs() < 1e-6 && *found <= f64::from(*range.end()));
         let found = whole.map(|found| found.round() as u32).filter(|found| range.contains(found));
         if found.is_none() {
-            self.wrong(node.at, format!("`{key}` is {}", quoted(text)), expected);
+            self.report(node.at, format!("`{key}` is {}", quoted(text)), expected);
         }
         found
     }
 
     /// Numbers by the places where each may be: JSON pointers (RFC 6901) with `or` between them.
-    pub(super) fn pointers(&mut self, node: &Node, key: &str) -> Option<Vec<Pointers>> {
+    pub(super) fn pointers(&mut self, node: &TomlNode, key: &str) -> Option<Vec<PointerAlternatives>> {
         const EXPECTED: &str = "a JSON pointer such as \"/usage/total_tokens\"";
-        let words = self.words(node, key, EXPECTED)?;
-        let places: Vec<Vec<&str>> = words.iter().map(|(text, _)| text.split(OR).map(str::trim).collect()).collect();
+        let words = self.strings(node, key, EXPECTED)?;
+        let places: Vec<Vec<&str>> =
+            words.iter().map(|(text, _)| text.split(POINTER_SEPARATOR).map(str::trim).collect()).collect();
         let count: usize = places.iter().map(Vec::len).sum();
         if count > MAX_POINTERS {
-            self.wrong(node.at, format!("`{key}` has {count} items"), format!("at most {MAX_POINTERS}"));
+            self.report(node.at, format!("`{key}` has {count} items"), format!("at most {MAX_POINTERS}"));
             return None;
         }
-        let pointers: Vec<Option<Pointers>> = places
+        let pointers: Vec<Option<PointerAlternatives>> = places
             .into_iter()
             .zip(words)
             .map(|(places, (_, item))| {
@@ -179,7 +180,7 @@ impl Reader<'_> {
         pointers.into_iter().collect()
     }
 
-    pub(super) fn pointer(&mut self, text: &str, at: At, key: &str) -> Option<String> {
+    pub(super) fn pointer(&mut self, text: &str, at: TextRange, key: &str) -> Option<String> {
         if text.starts_with('/') && !text.contains(char::is_control) {
             return Some(text.to_owned());
         }
@@ -191,112 +192,117 @@ impl Reader<'_> {
         );
         let path = format!("/{}", text.trim_start_matches("$.").trim_start_matches('.').replace('.', "/"));
         let is_dotted = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.$".contains(&byte));
-        self.push(error.hint(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty())));
+        self.push_error(error.did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty())));
         None
     }
 
     /// Tells what is wrong inside a string.
-    pub(super) fn inside(&mut self, node: &Node, text: &str, key: &str, error: &QuantityError) {
-        let at = self.texts.inside(node, text, error.at());
+    pub(super) fn report_in_string(&mut self, node: &TomlNode, text: &str, key: &str, error: &QuantityError) {
+        let at = self.texts.range_in_string(node, text, error.range());
         let made = Error::new(self.texts, at, format!("`{key}`: {}", error.message()), error.expected());
-        self.push(match error.help_text() {
+        self.push_error(match error.help_text() {
             Some(help) => made.help(help),
             None => made,
         });
     }
 
     /// A duration of more than nothing.
-    pub fn span(&mut self, node: &Node, key: &str) -> Option<Span> {
+    pub fn duration(&mut self, node: &TomlNode, key: &str) -> Option<Span> {
         let expected = "a duration in quotes, such as \"500ms\", \"30s\", \"1m30s\" or \"2h\"";
-        if let Value::Integer(Some(number)) = node.value {
+        if let TomlValue::Integer(Some(number)) = node.value {
             let message = format!("`{key}` is the number {number}, which has no unit");
             let error = Error::new(self.texts, node.at, message, expected);
-            self.push(error.help(format!("did you mean \"{number}s\" or \"{number}ms\"?")));
+            self.push_error(error.help(format!("did you mean \"{number}s\" or \"{number}ms\"?")));
             return None;
         }
-        let text = self.text(node, key, expected)?;
+        let text = self.string(node, key, expected)?;
         match parse_duration(text) {
             Ok(span) if !span.is_zero() => Some(span),
             Ok(_) => {
-                self.wrong(node.at, format!("`{key}` is {}", quoted(text)), "a duration of more than nothing");
+                self.report(node.at, format!("`{key}` is {}", quoted(text)), "a duration of more than nothing");
                 None
             }
             Err(error) => {
-                self.inside(node, text, key, &error);
+                self.report_in_string(node, text, key, &error);
                 None
             }
         }
     }
 
-    pub(super) fn timeout(&mut self, node: &Node, key: &str) -> Option<Duration> {
-        let span = self.span(node, key)?;
+    pub(super) fn timeout(&mut self, node: &TomlNode, key: &str) -> Option<Duration> {
+        let span = self.duration(node, key)?;
         if span > MAX_TIMEOUT {
-            self.wrong(node.at, format!("`{key}` is longer than ten years"), "a shorter duration");
+            self.report(node.at, format!("`{key}` is longer than ten years"), "a shorter duration");
             return None;
         }
         Some(span.as_duration())
     }
 
-    pub(super) fn bytes(&mut self, node: &Node, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
+    pub(super) fn bytes(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
         let expected = "a number of bytes in quotes, such as \"64KiB\" or \"10MiB\"";
         let bytes = match &node.value {
-            Value::Integer(Some(number)) if *number >= 0 => number.unsigned_abs(),
+            TomlValue::Integer(Some(number)) if *number >= 0 => number.unsigned_abs(),
             _ => {
-                let text = self.text(node, key, expected)?;
+                let text = self.string(node, key, expected)?;
                 match parse_bytes(text) {
                     Ok(bytes) => bytes,
                     Err(error) => {
-                        self.inside(node, text, key, &error);
+                        self.report_in_string(node, text, key, &error);
                         return None;
                     }
                 }
             }
         };
         if !range.contains(&bytes) {
-            let message = format!("`{key}` is {}, which is out of range", shown_bytes(bytes));
-            let expected = format!("{} to {}", shown_bytes(*range.start()), shown_bytes(*range.end()));
-            self.wrong(node.at, message, expected);
+            let message = format!("`{key}` is {}, which is out of range", format_bytes(bytes));
+            let expected = format!("{} to {}", format_bytes(*range.start()), format_bytes(*range.end()));
+            self.report(node.at, message, expected);
             return None;
         }
         Some(bytes)
     }
 
     /// A string or a list of strings, with the node of each.
-    pub fn words<'n>(&mut self, node: &'n Node, key: &str, expected: &str) -> Option<Vec<(&'n str, &'n Node)>> {
-        let Value::List(items) = &node.value else {
-            return self.text(node, key, expected).map(|text| vec![(text, node)]);
+    pub fn strings<'n>(
+        &mut self,
+        node: &'n TomlNode,
+        key: &str,
+        expected: &str,
+    ) -> Option<Vec<(&'n str, &'n TomlNode)>> {
+        let TomlValue::List(items) = &node.value else {
+            return self.string(node, key, expected).map(|text| vec![(text, node)]);
         };
         if items.len() > MAX_LIST {
-            self.wrong(node.at, format!("`{key}` has {} items", items.len()), format!("at most {MAX_LIST}"));
+            self.report(node.at, format!("`{key}` has {} items", items.len()), format!("at most {MAX_LIST}"));
             return None;
         }
-        let texts: Vec<Option<(&str, &Node)>> =
-            items.iter().map(|item| self.text(item, key, expected).map(|text| (text, item))).collect();
+        let texts: Vec<Option<(&str, &TomlNode)>> =
+            items.iter().map(|item| self.string(item, key, expected).map(|text| (text, item))).collect();
         texts.into_iter().collect()
     }
 
     /// A list of quantities.
-    pub fn quantities(&mut self, node: &Node, key: &str) -> Option<Vec<(Quantity, At)>> {
+    pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(Quantity, TextRange)>> {
         const FORMS: &str =
             "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per day\" or \"8 in flight\"";
-        if let Value::Integer(Some(number)) = node.value {
+        if let TomlValue::Integer(Some(number)) = node.value {
             let message = format!("`{key}` is only the number {number}");
             let error = Error::new(self.texts, node.at, message, FORMS);
-            self.push(error.help(format!("did you mean \"{number} per 60s\"?")));
+            self.push_error(error.help(format!("did you mean \"{number} per 60s\"?")));
             return None;
         }
-        let words = self.words(node, key, FORMS)?;
+        let words = self.strings(node, key, FORMS)?;
         if words.is_empty() {
             let error = Error::new(self.texts, node.at, format!("`{key}` is an empty list"), FORMS);
-            self.push(error.help("to allow everything, write \"unlimited\""));
+            self.push_error(error.help("to allow everything, write \"unlimited\""));
             return None;
         }
-        let quantities: Vec<Option<(Quantity, At)>> = words
+        let quantities: Vec<Option<(Quantity, TextRange)>> = words
             .into_iter()
             .map(|(text, item)| match text.parse() {
                 Ok(quantity) => Some((quantity, item.at)),
                 Err(error) => {
-                    self.inside(item, text, key, &error);
+                    self.report_in_string(item, text, key, &error);
                     None
                 }
             })
@@ -305,27 +311,27 @@ impl Reader<'_> {
     }
 
     /// Where something listens.
-    pub(super) fn listen(&mut self, node: &Node, key: &str) -> Option<SocketAddr> {
+    pub(super) fn listen(&mut self, node: &TomlNode, key: &str) -> Option<SocketAddr> {
         const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
         let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));
-        if let Value::Integer(Some(number)) = node.value {
+        if let TomlValue::Integer(Some(number)) = node.value {
             let error = Error::new(self.texts, node.at, format!("`{key}` is only the number {number}"), EXPECTED);
-            self.push(error.hint(as_port(&number.to_string()).as_deref()));
+            self.push_error(error.did_you_mean(as_port(&number.to_string()).as_deref()));
             return None;
         }
-        let text = self.text(node, key, EXPECTED)?;
+        let text = self.string(node, key, EXPECTED)?;
         if let Ok(address) = text.parse() {
             return Some(address);
         }
         let (host, port) = text.rsplit_once(':').unwrap_or((text, ""));
         let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), EXPECTED);
-        self.push(match (host, port) {
-            (_, "") if as_port(text).is_some() => error.hint(as_port(text).as_deref()),
+        self.push_error(match (host, port) {
+            (_, "") if as_port(text).is_some() => error.did_you_mean(as_port(text).as_deref()),
             (_, "") if text.parse::<IpAddr>().is_ok() => error.help("the port is missing"),
             ("", port) if as_port(port).is_some() => error.help(format!(
                 "write \"127.0.0.1:{port}\" to be reached from this machine, or \"0.0.0.0:{port}\" from everywhere"
             )),
-            ("localhost", port) if as_port(port).is_some() => error.hint(as_port(port).as_deref()),
+            ("localhost", port) if as_port(port).is_some() => error.did_you_mean(as_port(port).as_deref()),
             (host, port) if host.parse::<IpAddr>().is_ok() && port.bytes().all(|digit| digit.is_ascii_digit()) => {
                 error.help("a port is at most 65535")
             }
@@ -337,15 +343,15 @@ impl Reader<'_> {
     }
 
     /// Networks and addresses.
-    pub(super) fn networks(&mut self, node: &Node, key: &str) -> Option<Vec<(IpNet, At)>> {
+    pub(super) fn networks(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(IpNet, TextRange)>> {
         const EXPECTED: &str = "a network such as \"10.1.0.0/16\" or an address such as \"192.0.2.7\"";
-        let words = self.words(node, key, EXPECTED)?;
-        let networks: Vec<Option<(IpNet, At)>> =
+        let words = self.strings(node, key, EXPECTED)?;
+        let networks: Vec<Option<(IpNet, TextRange)>> =
             words.into_iter().map(|(text, item)| self.network(text, item, key, EXPECTED)).collect();
         networks.into_iter().collect()
     }
 
-    fn network(&mut self, text: &str, node: &Node, key: &str, expected: &str) -> Option<(IpNet, At)> {
+    fn network(&mut self, text: &str, node: &TomlNode, key: &str, expected: &str) -> Option<(IpNet, TextRange)> {
         if let Ok(ip) = text.parse::<IpAddr>() {
             return Some((crate::address::canonical_network(IpNet::from(ip)), node.at));
         }
@@ -374,42 +380,44 @@ impl Reader<'_> {
                 }
             }
         };
-        self.push(error);
+        self.push_error(error);
         None
     }
 
     /// Where a secret is. The secret itself is never told, nor is what was found in its place.
-    pub(super) fn token(&mut self, node: &Node, key: &str) -> Option<TokenSource> {
+    pub(super) fn secret_source(&mut self, node: &TomlNode, key: &str) -> Option<SecretSource> {
         const EXPECTED: &str = "where the token is: \"env:NAME\" or \"file:PATH\"";
-        let Value::Text(text) = &node.value else {
-            self.push(Error::hiding(self.texts, node.at, format!("`{key}` is no string"), EXPECTED));
+        let TomlValue::String(text) = &node.value else {
+            self.push_error(Error::hiding_secret(self.texts, node.at, format!("`{key}` is no string"), EXPECTED));
             return None;
         };
         if let Some(name) = text.strip_prefix("env:") {
-            if let Some(source) = TokenSource::of_variable(name) {
+            if let Some(source) = SecretSource::from_variable(name) {
                 return Some(source);
             }
             let message = format!("`{key}` names no environment variable");
-            self.push(Error::hiding(self.texts, node.at, message, "a name such as \"env:API_TOKEN\""));
+            self.push_error(Error::hiding_secret(self.texts, node.at, message, "a name such as \"env:API_TOKEN\""));
             return None;
         }
         if let Some(path) = text.strip_prefix("file:") {
             if !path.is_empty() && !path.contains('\0') {
-                return Some(TokenSource::File(path.into()));
+                return Some(SecretSource::File(path.into()));
             }
             let expected = "a path such as \"file:/run/secrets/api_token\"";
-            self.wrong(node.at, format!("`{key}` names no file"), expected);
+            self.report(node.at, format!("`{key}` names no file"), expected);
             return None;
         }
         let message = format!("`{key}` holds something else than a place; a secret itself doesn't belong in a policy");
-        let error = Error::hiding(self.texts, node.at, message, EXPECTED);
-        self.push(error.help("put the secret into an environment variable and write its name: \"env:API_TOKEN\""));
+        let error = Error::hiding_secret(self.texts, node.at, message, EXPECTED);
+        self.push_error(
+            error.help("put the secret into an environment variable and write its name: \"env:API_TOKEN\""),
+        );
         None
     }
 }
 
 /// A number of bytes in the largest unit that divides it.
-fn shown_bytes(bytes: u64) -> String {
+fn format_bytes(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
     let plural = if bytes == 1 { "" } else { "s" };

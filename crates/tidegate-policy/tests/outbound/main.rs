@@ -7,24 +7,25 @@ use std::path::Path;
 use std::time::Duration;
 
 use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
-use tidegate_core::pacer::{Growth, Mode};
+use tidegate_core::pacer::{PacerGrowth, PacerMode};
 use tidegate_core::{
-    AdaptiveSpec, Balance, BreakerSpec, BudgetSpec, InflightSpec, Jitter, Kind, Lane, LanesSpec, PacerSpec, Retry, Span,
+    AdaptiveLimitSpec, AdaptiveRateSpec, Balance, BreakerSpec, BudgetSpec, Jitter, Lane, LanesSpec, LimitKind,
+    PacerSpec, Retry, Span,
 };
-use tidegate_policy::outbound::{Auth, Outbound, Pace, Provider};
-use tidegate_policy::{KeySeed, Policy, Sources};
+use tidegate_policy::outbound::{Auth, OutboundConfig, PaceConfig, ProviderConfig};
+use tidegate_policy::{KeySeed, Policy, PolicySources};
 
-fn outbound(text: &str) -> Outbound {
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+fn outbound(text: &str) -> OutboundConfig {
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     policy.outbound().unwrap().clone()
 }
 
-fn rules(provider: &Provider) -> Rules {
+fn rules(provider: &ProviderConfig) -> Rules {
     provider.rules(&KeySeed::new([7; 16]))
 }
 
-fn names(outbound: &Outbound, ceilings: &[Ceiling]) -> Vec<String> {
-    ceilings.iter().map(|ceiling| outbound.info(ceiling.limit).name.clone()).collect()
+fn names(outbound: &OutboundConfig, ceilings: &[Ceiling]) -> Vec<String> {
+    ceilings.iter().map(|ceiling| outbound.limit_info(ceiling.limit).name.clone()).collect()
 }
 
 /// Which of them are told when a call ends that they have counted ahead.
@@ -51,13 +52,13 @@ fn a_preset_and_credentials_are_enough() {
     let rules = rules(provider);
     assert_eq!(names(&outbound, &rules.credential_ceilings), ["tmdb.credential"]);
     assert_eq!(names(&outbound, &rules.lane_ceilings[Lane::Background as usize]), ["tmdb.background"]);
-    let per_credential = |limit| outbound.info(limit).per_credential;
+    let per_credential = |limit| outbound.limit_info(limit).per_credential;
     assert!(per_credential(rules.credential_ceilings[0].limit) && per_credential(rules.cooldown));
     assert!(!per_credential(rules.lane_ceilings[Lane::Background as usize][0].limit));
     assert!(rules.ceilings.is_empty() && rules.lane_ceilings[1].is_empty() && rules.lane_ceilings[2].is_empty());
     assert_eq!(rules.credential_keys.len(), 2);
-    assert_eq!(outbound.info(rules.credential_ceilings[0].limit).words, "at most 40 in any 10 s");
-    let Kind::Window(window) = outbound.limits().get(rules.credential_ceilings[0].limit).unwrap().kind() else {
+    assert_eq!(outbound.limit_info(rules.credential_ceilings[0].limit).description, "at most 40 in any 10 s");
+    let LimitKind::Window(window) = outbound.limits().get(rules.credential_ceilings[0].limit).unwrap().kind() else {
         panic!("no window")
     };
     assert_eq!((window.entries(), window.lead()), (40, MAX_LEAD));
@@ -65,7 +66,7 @@ fn a_preset_and_credentials_are_enough() {
         (rules.lead, rules.jitter, rules.lanes.window),
         (Span::from_millis(500), Span::ZERO, Span::from_secs(10))
     );
-    let Kind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+    let LimitKind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
         panic!("no cool-down")
     };
     assert_eq!((cooldown.base, cooldown.cap), (Span::from_secs(1), Span::from_secs(32)));
@@ -213,7 +214,7 @@ fn every_key_is_read() {
     let cost = own.cost.as_ref().unwrap();
     assert_eq!((cost.reserve, cost.bytes_per_unit, &cost.request[..]), (5, 4, &["/max_tokens".to_owned()][..]));
     assert_eq!(cost.reply, [vec!["/usage/in".to_owned(), "/in".to_owned()], vec!["/usage/out".to_owned()]]);
-    assert_eq!(own.most_cost(outbound.limits()), 30_000, "the smaller of both");
+    assert_eq!(own.max_cost(outbound.limits()), 30_000, "the smaller of both");
     let login = own.login.as_ref().unwrap();
     assert_eq!((login.path.as_str(), login.pointer.as_str()), ("/login", "/data/token"));
     assert_eq!((login.lifetime, login.refresh_before), (secs(43_200), secs(3600)));
@@ -223,16 +224,19 @@ fn every_key_is_read() {
     let responsive = PacerSpec {
         initial: secs(1),
         max: secs(60),
-        growth: Growth::Exponential { up: 2_000, down: 500 },
+        growth: PacerGrowth::Exponential { up: 2_000, down: 500 },
         randomization: 100,
         max_randomization: secs(5),
         successes: 3,
-        mode: Mode::Classic,
+        mode: PacerMode::Classic,
     };
-    assert_eq!(own.pace, Pace::Responsive(responsive));
+    assert_eq!(own.pace, PaceConfig::Responsive(responsive));
     let [initial, slowest, fastest] = [20, 10_000, 1].map(Span::from_millis);
-    assert_eq!(outbound.find("found").unwrap().pace, Pace::Adaptive(AdaptiveSpec { initial, slowest, fastest }));
-    let inflight = own.inflight.unwrap();
+    assert_eq!(
+        outbound.find("found").unwrap().pace,
+        PaceConfig::Adaptive(AdaptiveRateSpec { initial, slowest, fastest })
+    );
+    let inflight = own.adaptive_limit.unwrap();
     assert_eq!((inflight.min, inflight.max, inflight.initial), (2, 30, 3));
 }
 
@@ -259,9 +263,9 @@ fn every_key_reaches_the_machine() {
     let retry = rules.lane_rules[0].retry;
     assert_eq!((retry.max_token_retries, retry.max_retry_after), (2, secs(60)));
     assert_eq!((retry.backoff.base, retry.backoff.cap, retry.backoff.jitter), (secs(2), secs(40), Jitter::Equal));
-    assert_eq!(retry.backoff.wait(2), secs(6));
+    assert_eq!(retry.backoff.base_wait(2), secs(6));
     assert_eq!((rules.budget.ratio, rules.budget.min, rules.budget.reserve), (125, 1, 7));
-    let Kind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+    let LimitKind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
         panic!("no cool-down")
     };
     assert_eq!((cooldown.base, cooldown.cap, cooldown.stagger), (secs(2), secs(16), Span::from_millis(200)));
@@ -269,7 +273,7 @@ fn every_key_reaches_the_machine() {
     assert_eq!((breaker.failures, breaker.failure_rate, breaker.window), (Some(3), Some(500), secs(30)));
     let slow = breaker.slow_calls.unwrap();
     assert_eq!((breaker.min_calls, slow.threshold, slow.rate), (20, secs(2), 250));
-    let open = [1, 2, 3, 4, 5].map(|n| breaker.open.wait(n).as_secs_ceil());
+    let open = [1, 2, 3, 4, 5].map(|n| breaker.open.base_wait(n).as_secs_ceil());
     assert_eq!((open, breaker.open.jitter), ([1, 3, 9, 27, 60], Jitter::Equal));
     assert_eq!((breaker.probes, breaker.probe_lease, breaker.successes), (2, secs(5), 3));
     let ramp: Vec<(u16, Span)> = breaker.ramp.iter().map(|step| (step.share, step.length)).collect();
@@ -278,27 +282,27 @@ fn every_key_reaches_the_machine() {
 
 #[test]
 fn a_pace_is_a_word_or_a_table() {
-    let linear = Growth::Linear;
+    let linear = PacerGrowth::Linear;
     for (written, pace, words) in [
-        ("\"limits\"", Pace::Limits, None),
-        ("{ by = \"limits\" }", Pace::Limits, None),
+        ("\"limits\"", PaceConfig::Limits, None),
+        ("{ by = \"limits\" }", PaceConfig::Limits, None),
         (
             "\"responsive\"",
-            Pace::Responsive(PacerSpec::default()),
+            PaceConfig::Responsive(PacerSpec::default()),
             Some(
                 "a wait between calls once one is throttled: 500 ms up to 15 min, times 1.5 at a throttled call, times 0.9 after 10 successes",
             ),
         ),
         (
             "{ by = \"responsive\", growth = \"linear\", successes = 1 }",
-            Pace::Responsive(PacerSpec { growth: linear, successes: 1, ..PacerSpec::default() }),
+            PaceConfig::Responsive(PacerSpec { growth: linear, successes: 1, ..PacerSpec::default() }),
             Some(
                 "a wait between calls once one is throttled: 500 ms up to 15 min, one more of it at a throttled call, one less after 1 success",
             ),
         ),
         (
             "\"adaptive\"",
-            Pace::Adaptive(AdaptiveSpec::default()),
+            PaceConfig::Adaptive(AdaptiveRateSpec::default()),
             Some(
                 "the rate that it bears is found, at first a call each 100 ms, at least each 60 s and at most each 1 µs",
             ),
@@ -308,9 +312,9 @@ fn a_pace_is_a_word_or_a_table() {
             outbound(&format!("[outbound.provider.x]\nbase_url = \"https://example.com\"\npace = {written}\n"));
         let provider = outbound.find("x").unwrap();
         assert_eq!(provider.pace, pace);
-        assert_eq!(provider.pace.machine().is_some(), pace != Pace::Limits);
-        assert!(words.is_none_or(|words| outbound.words().contains(words)), "{}", outbound.words());
-        assert_eq!(outbound.words().contains("unlimited"), pace == Pace::Limits);
+        assert_eq!(provider.pace.build().is_some(), pace != PaceConfig::Limits);
+        assert!(words.is_none_or(|words| outbound.describe().contains(words)), "{}", outbound.describe());
+        assert_eq!(outbound.describe().contains("unlimited"), pace == PaceConfig::Limits);
     }
 }
 
@@ -322,14 +326,14 @@ fn nothing_said_is_the_default() {
     assert_eq!((outbound.cache_bytes, outbound.hosts.len(), outbound.token.is_none()), (64 << 20, 0, true));
     assert_eq!((outbound.connections, outbound.connections_per_client), (1024, Some(256)));
     assert_eq!(provider.breaker, Some(BreakerSpec::default()));
-    assert_eq!(provider.inflight, Some(InflightSpec::default()));
-    assert_eq!(provider.pace, Pace::Limits);
+    assert_eq!(provider.adaptive_limit, Some(AdaptiveLimitSpec::default()));
+    assert_eq!(provider.pace, PaceConfig::Limits);
     assert_eq!((&provider.auth, provider.credentials.len(), provider.cache.is_none()), (&Auth::None, 0, true));
     assert_eq!(rules.lane_rules[Lane::User as usize].retry, Retry::default());
     assert_eq!(rules.lanes, LanesSpec::default());
     assert_eq!(rules.budget, BudgetSpec::default());
     assert_eq!((rules.ceilings.len(), rules.credential_keys.len()), (0, 1));
-    assert_eq!(outbound.info(rules.cooldown).name, "x.cooldown");
+    assert_eq!(outbound.limit_info(rules.cooldown).name, "x.cooldown");
     assert!(outbound.find("nobody").unwrap_err().nearest.is_none());
 }
 
@@ -342,7 +346,7 @@ fn words_turn_things_off() {
     );
     assert_eq!((outbound.listen, &outbound.snapshot), (None, &None));
     let x = outbound.find("x").unwrap();
-    assert!(x.breaker.is_none() && x.inflight.is_none() && x.base_url.is_none());
+    assert!(x.breaker.is_none() && x.adaptive_limit.is_none() && x.base_url.is_none());
     let y = outbound.find("y").unwrap();
     assert!(y.cache.is_none() && y.credentials.is_empty());
     assert_eq!(y.breaker.as_ref().unwrap().failures, None);
@@ -391,7 +395,7 @@ fn a_call_meets_as_many_limits_as_a_batch_holds() {
              limit = [\"1/s\", \"9 per 10s\"]\ncredential_limit = [\"1/s\", \"9 per 10s\"]\n\
              user = {{ limit = {lane} }}\n"
         );
-        Policy::load(Sources::new().file("test.toml", text)).map(|_| ()).map_err(|errors| errors.to_string())
+        Policy::load(PolicySources::new().file("test.toml", text)).map(|_| ()).map_err(|errors| errors.to_string())
     };
     assert_eq!(with("[\"1/s\", \"2/s\", \"3/s\"]"), Ok(()));
     let told = with("[\"1/s\", \"2/s\", \"3/s\", \"4/s\"]").unwrap_err();
@@ -452,7 +456,7 @@ fn cool_downs_follow_what_is_said_of_retries() {
     ] {
         let outbound = outbound(&text);
         let rules = rules(outbound.find("x").unwrap());
-        let Kind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+        let LimitKind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
             panic!("no cool-down")
         };
         assert_eq!((cooldown.base, cooldown.cap), (Span::from_millis(base), Span::from_millis(cap)), "{text}");
@@ -464,7 +468,7 @@ fn a_list_of_statuses_may_come_from_the_environment() {
     let file = "[outbound.provider.x]\nlimit = \"1/s\"\nthrottled_when = { contains = { \"/e\" = \"slow\" } }\n";
     for (value, expected) in [("403", &[403][..]), ("[200, 401]", &[200, 401])] {
         let variable = "TIDEGATE__OUTBOUND__PROVIDER__X__THROTTLED_WHEN__STATUS";
-        let policy = Policy::load(Sources::new().file("test.toml", file).env([(variable, value)]));
+        let policy = Policy::load(PolicySources::new().file("test.toml", file).env([(variable, value)]));
         let outbound = policy.unwrap_or_else(|errors| panic!("{errors}")).outbound().unwrap().clone();
         assert_eq!(outbound.find("x").unwrap().throttled_when.as_ref().unwrap().statuses, expected);
     }
@@ -481,7 +485,7 @@ fn a_preset_can_be_made_sequential() {
 #[test]
 fn the_environment_beats_section_and_preset() {
     let file = "[outbound.provider.my-api]\npreset = \"tmdb\"\ncredentials = \"env:A\"\nretry = { cap = \"9s\" }\n";
-    let sources = Sources::new().file("test.toml", file).env([
+    let sources = PolicySources::new().file("test.toml", file).env([
         ("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:9999"),
         ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__CREDENTIALS", "env:TIDEGATE_A, env:B"),
         ("TIDEGATE__OUTBOUND__PROVIDER__MY_API__LIMIT", "10/s, 9 in flight"),
@@ -501,7 +505,7 @@ fn the_environment_beats_section_and_preset() {
     assert_eq!(provider.cache.unwrap().ttl, Some(Duration::from_secs(3600)));
     let rules = rules(provider);
     assert_eq!((rules.lanes.max_in_flight, rules.budget.ratio), (9, 300));
-    assert_eq!(outbound.info(rules.lane_ceilings[0][0].limit).words, "at most 3 in any 10 s");
+    assert_eq!(outbound.limit_info(rules.lane_ceilings[0][0].limit).description, "at most 3 in any 10 s");
     let backoff = rules.lane_rules[0].retry.backoff;
     assert_eq!((backoff.base, backoff.cap), (Span::from_secs(2), Span::from_secs(9)));
 }
@@ -518,7 +522,7 @@ fn secrets_in_variables_and_files_are_not_told() {
         ("BASE_URL", "https://example.com/?k=hunter2"),
     ] {
         let variable = format!("TIDEGATE__OUTBOUND__PROVIDER__X__{key}");
-        let sources = Sources::new().file("test.toml", provider).env([(variable.as_str(), value)]);
+        let sources = PolicySources::new().file("test.toml", provider).env([(variable.as_str(), value)]);
         let told = Policy::load(sources).unwrap_err().to_string();
         assert!(told.contains(&variable) && !told.contains("hunter2"), "{told}");
     }
@@ -534,7 +538,7 @@ fn secrets_in_variables_and_files_are_not_told() {
         "[outbound.provider.x.login]\nbody = '{\"apikey\":\"hunter2\"\n",
     ] {
         let text = format!("{provider}{rest}");
-        let told = Policy::load(Sources::new().file("test.toml", text)).unwrap_err().to_string();
+        let told = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_err().to_string();
         assert!(!told.contains("hunter"), "{told}");
     }
 }

@@ -4,7 +4,7 @@ use super::{EVERY_KEY, outbound};
 
 #[test]
 fn words_show_true_bounds_and_no_secret() {
-    let words = outbound(EVERY_KEY).words();
+    let words = outbound(EVERY_KEY).describe();
     for expected in [
         "own: http://localhost:9000/v1 (preset local)\n",
         "  10 per second, bursts of 20: at most 620 in any 60 s (all calls)\n",
@@ -33,7 +33,7 @@ fn words_show_true_bounds_and_no_secret() {
     ] {
         assert!(words.contains(expected), "{expected}\n{words}");
     }
-    let words = outbound("[outbound.provider.x]\nlimit = \"1/s\"\n").words();
+    let words = outbound("[outbound.provider.x]\nlimit = \"1/s\"\n").describe();
     assert!(
         words.ends_with("\nspent quotas and cool-downs don't outlive a restart: outbound.snapshot is off\n"),
         "{words}"
@@ -44,7 +44,7 @@ fn words_show_true_bounds_and_no_secret() {
 fn words_tell_whose_calls_in_flight_are_bounded() {
     let text = "[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n\
                 credential_limit = \"5 in flight\"\n";
-    let words = |more: &str| outbound(&format!("{text}{more}")).words();
+    let words = |more: &str| outbound(&format!("{text}{more}")).describe();
     let own = words("");
     assert!(own.contains("  at most 5 at the same time (each credential)\n") && !own.contains("unlimited"), "{own}");
     let shared = words("limit = \"8 in flight\"\nshared = true\n");
@@ -72,7 +72,7 @@ fn words_tell_of_a_cache_that_several_credentials_keep_from_being_used() {
             "  replies are cached for 1 d, for all credentials together\n",
         ),
     ] {
-        let words = outbound(&text).words();
+        let words = outbound(&text).describe();
         assert!(words.contains(expected), "{expected}\n{words}");
     }
 }

@@ -13,17 +13,17 @@ use tidegate::core::{Batch, Clock};
 use tidegate::store::{Answer, Store};
 
 use crate::access::Access;
-use crate::answer::{self, error, json};
-use crate::body::Body;
-use crate::listener::Client;
-use crate::watch::Phase;
-use crate::wire::http_api::dismiss;
+use crate::body::ResponseBody;
+use crate::listener::ConnectionContext;
+use crate::local_response::{self, error, json};
+use crate::watchdog::ConnectionPhase;
+use crate::wire::http_api::discard_body;
 
 /// How long the store may take to answer before the gate counts as not ready.
-const STORE_ANSWERS_WITHIN: Duration = Duration::from_secs(1);
+const STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What all connections of the admin listener share.
-pub(crate) struct Admin<S: Store, C: Clock> {
+pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
     pub(crate) draining: Arc<AtomicBool>,
@@ -31,14 +31,14 @@ pub(crate) struct Admin<S: Store, C: Clock> {
 
 /// Answers one request of a connection.
 pub(crate) async fn serve<S: Store, C: Clock>(
-    admin: Arc<Admin<S, C>>,
-    client: Arc<Client>,
+    admin: Arc<AdminState<S, C>>,
+    client: Arc<ConnectionContext>,
     request: Request<Incoming>,
-) -> Result<Response<Body>, Infallible> {
+) -> Result<Response<ResponseBody>, Infallible> {
     let watch = &*client.watch;
-    watch.enter(Phase::Deciding);
+    watch.enter(ConnectionPhase::Deciding);
     let response = if let Err(denied) = admin.access.check(&request) {
-        admin.access.refusal(denied, &request, client.address, admin.gate.clock().now())
+        admin.access.denied_response(denied, &request, client.address, admin.gate.clock().now())
     } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, "this listener takes GET and HEAD");
         response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
@@ -46,27 +46,27 @@ pub(crate) async fn serve<S: Store, C: Clock>(
     } else {
         match request.uri().path() {
             "/healthz" => json(StatusCode::OK, r#"{"status":"alive"}"#.into()),
-            "/readyz" => ready(&admin).await,
+            "/readyz" => readiness_response(&admin).await,
             _ => error(StatusCode::NOT_FOUND, "no such path; there are /healthz and /readyz"),
         }
     };
-    let mut response = dismiss(watch, request, response);
-    if watch.phase() != Phase::Linger {
-        watch.enter(Phase::Idle);
+    let mut response = discard_body(watch, request, response);
+    if watch.phase() != ConnectionPhase::Linger {
+        watch.enter(ConnectionPhase::Idle);
     }
     if watch.is_draining() {
-        answer::close(&mut response);
+        local_response::set_connection_close(&mut response);
     }
     Ok(response)
 }
 
-async fn ready<S: Store, C: Clock>(admin: &Admin<S, C>) -> Response<Body> {
+async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Response<ResponseBody> {
     if admin.draining.load(Ordering::Relaxed) {
         return json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"draining"}"#.into());
     }
     let answers = match admin.gate.store().apply(&Batch::new(0), admin.gate.clock().now()) {
         Answer::Ready(_) => true,
-        Answer::Later(later) => matches!(tokio::time::timeout(STORE_ANSWERS_WITHIN, later).await, Ok(Ok(_))),
+        Answer::Later(later) => matches!(tokio::time::timeout(STORE_TIMEOUT, later).await, Ok(Ok(_))),
     };
     if answers {
         json(StatusCode::OK, r#"{"status":"ready"}"#.into())

@@ -15,20 +15,20 @@ use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tidegate::core::{Clock, Reason};
-use tidegate::policy::{Listed, Uncountable, canonical, is_host};
+use tidegate::policy::{ListStatus, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
 use tidegate::{CheckError, Query};
 
-use crate::answer::error;
-use crate::body::Body;
-use crate::hop;
-use crate::listener::Client;
-use crate::refusals::Refusal;
-use crate::rejections::Rejected;
-use crate::wire::http_api::{Api, refused_to_decide};
+use crate::body::ResponseBody;
+use crate::hop_headers;
+use crate::listener::ConnectionContext;
+use crate::local_response::error;
+use crate::refusal_log::RefusalRecord;
+use crate::rejections::RejectionReason;
+use crate::wire::http_api::{ApiState, check_error_response};
 
 /// The path of forward-auth, or the beginning of it.
-const PATH: &str = "/v1/auth";
+const PATH_PREFIX: &str = "/v1/auth";
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
@@ -38,84 +38,84 @@ const X_ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
 const X_ORIGINAL_URL: HeaderName = HeaderName::from_static("x-original-url");
 
 /// True if a request to this path is forward-auth's.
-pub(crate) fn is_asked(path: &str) -> bool {
-    path.strip_prefix(PATH).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+pub(crate) fn is_forward_auth_path(path: &str) -> bool {
+    path.strip_prefix(PATH_PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// Answers whether a front server may serve a request of its own: 200, or the configured status for a refusal (403
 /// for a client on the deny list), with all headers that a refusal has, for the front server to copy.
-pub(crate) async fn answer<S: Store, C: Clock>(
-    api: &Api<S, C>,
-    client: &Client,
+pub(crate) async fn handle<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    client: &ConnectionContext,
     request: &Request<Incoming>,
-) -> Response<Body> {
+) -> Response<ResponseBody> {
     if !api.forward_auth {
         let message = "forward-auth is off: api.forward_auth is false, or the policy limits calls in flight, which \
             forward-auth can't keep";
         return error(StatusCode::NOT_FOUND, message);
     }
     let headers = request.headers();
-    let peer = canonical(client.address.ip());
-    let ip = api.forwarding.client(peer, headers);
-    if !api.forwarding.trusted.contains(peer) && !api.distrust_told.swap(true, Ordering::Relaxed) {
+    let peer = canonical_ip(client.address.ip());
+    let ip = api.forwarding.client_ip(peer, headers);
+    if !api.forwarding.trusted.contains(peer) && !api.untrusted_peer_logged.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             %peer,
             "forward-auth is asked by a peer that is not in inbound.trusted_proxies: all of its clients count as one"
         );
     }
-    let named = request.uri().path().strip_prefix(PATH).and_then(|rest| rest.strip_prefix('/'));
-    let described = match Described::by(headers) {
+    let action_name = request.uri().path().strip_prefix(PATH_PREFIX).and_then(|rest| rest.strip_prefix('/'));
+    let original = match OriginalRequest::from_headers(headers) {
         Ok(described) => described,
         Err(message) => return error(StatusCode::BAD_REQUEST, message),
     };
-    if named.is_none() && (described.method.is_none() || described.path.is_none()) {
+    if action_name.is_none() && (original.method.is_none() || original.path.is_none()) {
         let message = "no header says which request this is about: X-Forwarded-Method and X-Forwarded-Uri, or \
             X-Original-Method and X-Original-URI, or the path /v1/auth/NAME";
         return error(StatusCode::BAD_REQUEST, message);
     }
     let query = Query {
-        action: named,
+        action: action_name,
         ip: Some(ip),
-        method: described.method,
-        path: described.path,
-        host: described.host,
+        method: original.method,
+        path: original.path,
+        host: original.host,
         headers: Some(headers),
         ..Query::default()
     };
-    if described.host.is_some_and(|host| !is_host(host.as_bytes())) {
-        return reject(api, Rejected::Host, &query, "the host is no name or address with at most a port");
+    if original.host.is_some_and(|host| !is_host(host.as_bytes())) {
+        return reject(api, RejectionReason::Host, &query, "the host is no name or address with at most a port");
     }
-    let undecided = |error: &CheckError| match error.uncountable() {
+    let error_response = |error: &CheckError| match error.uncountable() {
         Some(uncountable) => reject(api, uncountable.into(), &query, &uncountable.to_string()),
-        None => refused_to_decide(api, &query, error),
+        None => check_error_response(api, &query, error),
     };
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,
-        Err(error) => return undecided(&error),
+        Err(error) => return error_response(&error),
     };
     if actions.iter().any(|id| api.gate.plan().action(id).has_concurrency()) {
         let message = "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
         return error(StatusCode::BAD_REQUEST, message);
     }
-    if let [lookalike, ..] = &*hop::lookalikes(headers, api.gate.plan().keyed_headers())
-        && api.gate.plan().listed(ip) == Listed::Neither
+    if let [lookalike, ..] = &*hop_headers::lookalikes(headers, api.gate.plan().keyed_headers())
+        && api.gate.plan().list_status(ip) == ListStatus::Neither
     {
-        let why = Uncountable::Lookalike(lookalike.to_string());
+        let why = UncountableError::SimilarHeader(lookalike.to_string());
         return reject(api, (&why).into(), &query, &why.to_string());
     }
-    let decision = match api.gate.check_as(actions, &query).await {
+    let decision = match api.gate.check_action(actions, &query).await {
         Ok(decision) => decision,
-        Err(error) => return undecided(&error),
+        Err(error) => return error_response(&error),
     };
     if !decision.allowed || decision.shadow {
-        api.refusals.note(api.gate.plan(), &Refusal { actions, query: &query, decision: &decision });
+        api.refusals.log_refusal(api.gate.plan(), &RefusalRecord { actions, query: &query, decision: &decision });
     }
     if decision.allowed {
-        let mut response = Response::new(Body::empty());
+        let mut response = Response::new(ResponseBody::empty());
         api.replies.annotate(actions, &decision, response.headers_mut());
         return response;
     }
-    let mut response = api.replies.refusal(actions, &decision, headers).map(Body::full);
+    let mut response = api.replies.refusal(actions, &decision, headers).map(ResponseBody::full);
     if decision.reason != Reason::DenyList {
         *response.status_mut() = api.deny_status;
     }
@@ -124,38 +124,46 @@ pub(crate) async fn answer<S: Store, C: Clock>(
 
 /// Refuses a request that the proxy answers 400. *Why the status of a refusal:* it is the client's request that is wrong
 /// and not the front server's question, and nginx makes a 500 of a 400.
-fn reject<S: Store, C: Clock>(api: &Api<S, C>, reason: Rejected, query: &Query<'_>, why: &str) -> Response<Body> {
-    api.refusals.note_rejected(api.gate.clock().now(), reason, query, why);
+fn reject<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    reason: RejectionReason,
+    query: &Query<'_>,
+    why: &str,
+) -> Response<ResponseBody> {
+    api.refusals.log_rejection(api.gate.clock().now(), reason, query, why);
     error(api.deny_status, why)
 }
 
 /// What the front server says of its request.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Described<'a> {
+struct OriginalRequest<'a> {
     method: Option<&'a str>,
     path: Option<&'a str>,
     host: Option<&'a str>,
 }
 
-impl<'a> Described<'a> {
-    fn by(headers: &'a HeaderMap) -> Result<Self, &'static str> {
-        let original = match (one(headers, &X_ORIGINAL_URL)?, one(headers, &X_ORIGINAL_URI)?) {
+impl<'a> OriginalRequest<'a> {
+    fn from_headers(headers: &'a HeaderMap) -> Result<Self, &'static str> {
+        let original = match (single_value(headers, &X_ORIGINAL_URL)?, single_value(headers, &X_ORIGINAL_URI)?) {
             (None, uri) => (None, uri),
             (Some(url), uri) => {
                 let (host, path) = split_url(url);
-                (host, agreed(Some(path), uri)?)
+                (host, require_same(Some(path), uri)?)
             }
         };
         Ok(Self {
-            method: agreed(one(headers, &X_FORWARDED_METHOD)?, one(headers, &X_ORIGINAL_METHOD)?)?,
-            path: agreed(one(headers, &X_FORWARDED_URI)?, original.1)?.map(|uri| split_url(uri).1),
-            host: agreed(one(headers, &X_FORWARDED_HOST)?, original.0)?,
+            method: require_same(
+                single_value(headers, &X_FORWARDED_METHOD)?,
+                single_value(headers, &X_ORIGINAL_METHOD)?,
+            )?,
+            path: require_same(single_value(headers, &X_FORWARDED_URI)?, original.1)?.map(|uri| split_url(uri).1),
+            host: require_same(single_value(headers, &X_FORWARDED_HOST)?, original.0)?,
         })
     }
 }
 
 /// The one value of a header; an empty one is as good as none, since nginx can only empty a header, not remove it.
-fn one<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, &'static str> {
+fn single_value<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, &'static str> {
     let mut values = headers.get_all(name).iter();
     match (values.next(), values.next()) {
         (None, _) => Ok(None),
@@ -168,7 +176,7 @@ fn one<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>,
     }
 }
 
-fn agreed<'a>(forwarded: Option<&'a str>, original: Option<&'a str>) -> Result<Option<&'a str>, &'static str> {
+fn require_same<'a>(forwarded: Option<&'a str>, original: Option<&'a str>) -> Result<Option<&'a str>, &'static str> {
     match (forwarded, original) {
         (Some(forwarded), Some(original)) if forwarded != original => {
             Err("X-Forwarded-* and X-Original-* describe different requests: one of them is the client's own; \
@@ -198,7 +206,7 @@ mod tests {
         for (name, value) in lines {
             headers.append(HeaderName::from_static(name), HeaderValue::from_static(value));
         }
-        let found = Described::by(&headers)?;
+        let found = OriginalRequest::from_headers(&headers)?;
         Ok([found.method, found.path, found.host].map(|text| text.map(str::to_owned)))
     }
 

@@ -22,27 +22,27 @@ use tidegate::core::Clock;
 use tidegate::policy::{Forwarding, KeyError, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{Actions, Begun, CheckError, Deciding, Decision, Gate, Query};
+use tidegate::{Check, CheckError, Decision, Gate, MatchedActions, PendingCheck, Query};
 
-use crate::access::{Access, Denied};
-use crate::answer::{self, error, json};
-use crate::body::Body;
-use crate::connection::DRAINED;
-use crate::listener::Client;
-use crate::refusals::{Refusal, Refusals};
-use crate::rejections::Rejected;
-use crate::watch::{Phase, Watch};
+use crate::access::{Access, AccessError};
+use crate::body::ResponseBody;
+use crate::connection::MAX_DRAINED_BYTES;
+use crate::listener::ConnectionContext;
+use crate::local_response::{self, error, json};
+use crate::refusal_log::{RefusalLog, RefusalRecord};
+use crate::rejections::RejectionReason;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
+use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
 use crate::wire::forward_auth;
-use crate::wire::question::{Question, Wrong, nearest};
 
 /// The largest question. One with eight long key parts has a few hundred bytes.
-const MAX_QUESTION: usize = 16 << 10;
+const MAX_REQUEST_BYTES: usize = 16 << 10;
 
 const PATHS: [&str; 8] =
     ["/v1/check", "/v1/status", "/v1/explain", "/v1/reset", "/v1/refund", "/v1/release", "/v1/renew", "/v1/auth"];
 
 /// What all connections of the API share.
-pub(crate) struct Api<S: Store, C: Clock> {
+pub(crate) struct ApiState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
     pub(crate) access: Access,
@@ -50,97 +50,99 @@ pub(crate) struct Api<S: Store, C: Clock> {
     /// Whether forward-auth is answered.
     pub(crate) forward_auth: bool,
     pub(crate) deny_status: StatusCode,
-    pub(crate) refusals: Arc<Refusals>,
+    pub(crate) refusals: Arc<RefusalLog>,
     /// Whether the log has been told that forward-auth is asked by a peer that isn't trusted: once is enough.
-    pub(crate) distrust_told: AtomicBool,
+    pub(crate) untrusted_peer_logged: AtomicBool,
 }
 
 /// What serves a connection's requests.
-pub(crate) struct Caller<S: Store, C: Clock>(Arc<Call<S, C>>);
+pub(crate) struct ApiService<S: Store, C: Clock>(Arc<ApiConnection<S, C>>);
 
 /// One client connection to the API.
-pub(crate) struct Call<S: Store, C: Clock> {
-    api: Arc<Api<S, C>>,
-    client: Client,
+pub(crate) struct ApiConnection<S: Store, C: Clock> {
+    api: Arc<ApiState<S, C>>,
+    context: ConnectionContext,
 }
 
-impl<S: Store, C: Clock> Caller<S, C> {
-    pub(crate) fn new(api: &Arc<Api<S, C>>, client: Client) -> Self {
-        Self(Arc::new(Call { api: Arc::clone(api), client }))
+impl<S: Store, C: Clock> ApiService<S, C> {
+    pub(crate) fn new(api: &Arc<ApiState<S, C>>, client: ConnectionContext) -> Self {
+        Self(Arc::new(ApiConnection { api: Arc::clone(api), context: client }))
     }
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for Caller<S, C> {
-    type Response = Response<Body>;
+impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for ApiService<S, C> {
+    type Response = Response<ResponseBody>;
     type Error = Infallible;
-    type Future = Answering<S, C>;
+    type Future = ApiResponseFuture<S, C>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let Call { api, client } = &*self.0;
+        let ApiConnection { api, context: client } = &*self.0;
         // Front servers pass on what their clients' browsers say.
         if let Err(denied) = api.access.check(&request)
-            && (denied == Denied::Token || !forward_auth::is_asked(request.uri().path()))
+            && (denied == AccessError::Token || !forward_auth::is_forward_auth_path(request.uri().path()))
         {
-            client.watch.enter(Phase::Deciding);
-            let denial = api.access.refusal(denied, &request, client.address, api.gate.clock().now());
-            let response = dismiss(&client.watch, request, denial);
-            return Answering::Now(Some(last(&client.watch, response)));
+            client.watch.enter(ConnectionPhase::Deciding);
+            let denial = api.access.denied_response(denied, &request, client.address, api.gate.clock().now());
+            let response = discard_body(&client.watch, request, denial);
+            return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
         }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
             // The question that is asked most has no state but its body.
-            client.watch.enter(Phase::Upload);
-            let collecting = Collecting::begun(request.into_body(), &client.watch);
-            return Answering::Check { call: Arc::clone(&self.0), collecting };
+            client.watch.enter(ConnectionPhase::Upload);
+            let collecting = BodyCollector::start(request.into_body(), &client.watch);
+            return ApiResponseFuture::CheckBody { call: Arc::clone(&self.0), collecting };
         }
-        client.watch.enter(Phase::Deciding);
+        client.watch.enter(ConnectionPhase::Deciding);
         let call = Arc::clone(&self.0);
-        Answering::Later(Box::pin(async move {
-            let response = route(&call.api, &call.client, request).await;
-            last(&call.client.watch, response)
+        ApiResponseFuture::Pending(Box::pin(async move {
+            let response = route(&call.api, &call.context, request).await;
+            finish_response(&call.context.watch, response)
         }))
     }
 }
 
 /// An answer that is there, or on its way.
-pub(crate) enum Answering<S: Store, C: Clock> {
-    Now(Option<Response<Body>>),
-    Check { call: Arc<Call<S, C>>, collecting: Collecting },
-    Later(Pin<Box<dyn Future<Output = Response<Body>> + Send>>),
+pub(crate) enum ApiResponseFuture<S: Store, C: Clock> {
+    Ready(Option<Response<ResponseBody>>),
+    CheckBody { call: Arc<ApiConnection<S, C>>, collecting: BodyCollector },
+    Pending(Pin<Box<dyn Future<Output = Response<ResponseBody>> + Send>>),
 }
 
-impl<S: Store, C: Clock> Future for Answering<S, C> {
-    type Output = Result<Response<Body>, Infallible>;
+impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
+    type Output = Result<Response<ResponseBody>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let response = match &mut *self {
-            Self::Now(response) => response.take().expect("invariant: a future that is ready is not polled again"),
-            Self::Later(later) => ready!(later.as_mut().poll(cx)),
-            Self::Check { call, collecting } => {
-                let watch = &*call.client.watch;
+            Self::Ready(response) => response.take().expect("invariant: a future that is ready is not polled again"),
+            Self::Pending(later) => ready!(later.as_mut().poll(cx)),
+            Self::CheckBody { call, collecting } => {
+                let watch = &*call.context.watch;
                 let response = match ready!(collecting.poll(watch, cx)) {
-                    Ok(bytes) => match Question::from_json(&bytes).and_then(|question| check(&call.api, &question)) {
-                        Ok(Checked::Answered(response)) => response,
-                        Ok(Checked::Later(actions, deciding)) => {
+                    Ok(bytes) => match DecisionRequest::from_json(&bytes)
+                        .and_then(|question| check(&call.api, &question))
+                    {
+                        Ok(CheckResponse::Ready(response)) => response,
+                        Ok(CheckResponse::Pending(actions, deciding)) => {
                             let call = Arc::clone(call);
-                            *self = Self::Later(Box::pin(async move {
-                                let response = match (deciding.decision().await, Question::from_json(&bytes)) {
+                            *self = Self::Pending(Box::pin(async move {
+                                let response = match (deciding.decision().await, DecisionRequest::from_json(&bytes)) {
                                     (Ok(decision), Ok(question)) => {
-                                        decided(&call.api, actions, &question.query(), &decision)
+                                        decision_response(&call.api, actions, &question.query(), &decision)
                                     }
                                     (Err(error), Ok(question)) => {
-                                        refused_to_decide(&call.api, &question.query(), &error)
+                                        check_error_response(&call.api, &question.query(), &error)
                                     }
-                                    (_, Err(wrong)) => bad(&wrong),
+                                    (_, Err(wrong)) => bad_request(&wrong),
                                 };
-                                last(&call.client.watch, response)
+                                finish_response(&call.context.watch, response)
                             }));
                             return self.poll(cx);
                         }
-                        Err(wrong) => bad(&wrong),
+                        Err(wrong) => bad_request(&wrong),
                     },
-                    Err(status) => unread(watch, status),
+                    Err(status) => unreadable_body_response(watch, status),
                 };
-                last(watch, response)
+                finish_response(watch, response)
             }
         };
         Poll::Ready(Ok(response))
@@ -148,124 +150,132 @@ impl<S: Store, C: Clock> Future for Answering<S, C> {
 }
 
 /// Ends a request: the connection is idle again, unless its answer streams, it reads something away or the server drains.
-pub(crate) fn last(watch: &Watch, mut response: Response<Body>) -> Response<Body> {
-    if !matches!(watch.phase(), Phase::Linger | Phase::Download) {
-        watch.enter(Phase::Idle);
+pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
+    if !matches!(watch.phase(), ConnectionPhase::Linger | ConnectionPhase::Download) {
+        watch.enter(ConnectionPhase::Idle);
     }
     if watch.is_draining() {
-        answer::close(&mut response);
+        local_response::set_connection_close(&mut response);
     }
     response
 }
 
 /// Gives an answer to a request whose body is of no interest. A small one is read away behind the answer.
-pub(crate) fn dismiss(watch: &Watch, request: Request<Incoming>, mut response: Response<Body>) -> Response<Body> {
+pub(crate) fn discard_body(
+    watch: &ConnectionWatch,
+    request: Request<Incoming>,
+    mut response: Response<ResponseBody>,
+) -> Response<ResponseBody> {
     let body = request.into_body();
     if body.is_end_stream() {
         return response;
     }
-    if body.size_hint().lower() <= DRAINED as u64 {
-        watch.leave(body);
+    if body.size_hint().lower() <= MAX_DRAINED_BYTES as u64 {
+        watch.leave_body(body);
     } else {
-        watch.begin_lingering(false);
-        watch.set_lingers();
-        answer::close(&mut response);
+        watch.start_linger(false);
+        watch.set_must_linger();
+        local_response::set_connection_close(&mut response);
     }
     response
 }
 
-async fn route<S: Store, C: Clock>(api: &Api<S, C>, client: &Client, request: Request<Incoming>) -> Response<Body> {
+async fn route<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    client: &ConnectionContext,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
     let watch = &*client.watch;
     let path = request.uri().path();
     let (method, allow) = match path {
         "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => (Method::POST, "POST"),
         "/v1/status" | "/v1/explain" => (Method::GET, "GET"),
-        _ if forward_auth::is_asked(path) => {
-            let response = forward_auth::answer(api, client, &request).await;
-            return dismiss(watch, request, response);
+        _ if forward_auth::is_forward_auth_path(path) => {
+            let response = forward_auth::handle(api, client, &request).await;
+            return discard_body(watch, request, response);
         }
         _ => {
             let message = match nearest(path, PATHS.into_iter()) {
                 Some(nearest) => format!("no such path; did you mean {nearest}?"),
                 None => format!("no such path; there are {}", PATHS.join(", ")),
             };
-            return dismiss(watch, request, error(StatusCode::NOT_FOUND, &message));
+            return discard_body(watch, request, error(StatusCode::NOT_FOUND, &message));
         }
     };
     if *request.method() != method {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("{path} takes {allow}"));
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(allow));
-        return dismiss(watch, request, response);
+        return discard_body(watch, request, response);
     }
     if method == Method::GET {
-        let response = match Question::from_query(request.uri().query().unwrap_or_default()) {
-            Ok(question) => look(api, path, &question).await,
-            Err(wrong) => bad(&wrong),
+        let response = match DecisionRequest::from_query(request.uri().query().unwrap_or_default()) {
+            Ok(question) => handle_read(api, path, &question).await,
+            Err(wrong) => bad_request(&wrong),
         };
-        return dismiss(watch, request, response);
+        return discard_body(watch, request, response);
     }
     let (parts, body) = request.into_parts();
-    watch.enter(Phase::Upload);
-    let mut collecting = Collecting::new(body);
+    watch.enter(ConnectionPhase::Upload);
+    let mut collecting = BodyCollector::new(body);
     let bytes = match poll_fn(|cx| collecting.poll(watch, cx)).await {
         Ok(bytes) => bytes,
-        Err(status) => return unread(watch, status),
+        Err(status) => return unreadable_body_response(watch, status),
     };
-    watch.enter(Phase::Deciding);
-    match Question::from_json(&bytes) {
-        Ok(question) => act(api, parts.uri.path(), &question).await,
-        Err(wrong) => bad(&wrong),
+    watch.enter(ConnectionPhase::Deciding);
+    match DecisionRequest::from_json(&bytes) {
+        Ok(question) => handle_change(api, parts.uri.path(), &question).await,
+        Err(wrong) => bad_request(&wrong),
     }
 }
 
 /// The answer to a question that can't be read.
-fn unread(watch: &Watch, status: StatusCode) -> Response<Body> {
-    watch.set_lingers();
+fn unreadable_body_response(watch: &ConnectionWatch, status: StatusCode) -> Response<ResponseBody> {
+    watch.set_must_linger();
     let mut response = error(status, "a question has at most 16384 bytes, and arrives whole");
-    answer::close(&mut response);
-    watch.begin_lingering(false);
+    local_response::set_connection_close(&mut response);
+    watch.start_linger(false);
     response
 }
 
 /// A small body on its way; nothing is copied where it comes in one piece.
-pub(crate) struct Collecting {
+pub(crate) struct BodyCollector {
     body: Incoming,
-    first: Bytes,
-    all: Vec<u8>,
+    first_chunk: Bytes,
+    buffer: Vec<u8>,
     /// True once the client was waited for, from when the body has to come at a rate.
-    is_paced: bool,
-    collected: Option<Result<Bytes, StatusCode>>,
+    has_min_rate: bool,
+    early_result: Option<Result<Bytes, StatusCode>>,
 }
 
-impl Collecting {
+impl BodyCollector {
     fn new(body: Incoming) -> Self {
-        Self { body, first: Bytes::new(), all: Vec::new(), is_paced: false, collected: None }
+        Self { body, first_chunk: Bytes::new(), buffer: Vec::new(), has_min_rate: false, early_result: None }
     }
 
     /// Asks for the body at once, while the connection is still reading: most bodies come with their heads, and are
     /// there before anybody is to be woken for them.
-    fn begun(body: Incoming, watch: &Watch) -> Self {
+    fn start(body: Incoming, watch: &ConnectionWatch) -> Self {
         let mut collecting = Self::new(body);
         if let Poll::Ready(collected) = collecting.poll(watch, &mut Context::from_waker(Waker::noop())) {
-            collecting.collected = Some(collected);
+            collecting.early_result = Some(collected);
         }
         collecting
     }
 
-    fn poll(&mut self, watch: &Watch, cx: &mut Context<'_>) -> Poll<Result<Bytes, StatusCode>> {
-        if let Some(collected) = self.collected.take() {
+    fn poll(&mut self, watch: &ConnectionWatch, cx: &mut Context<'_>) -> Poll<Result<Bytes, StatusCode>> {
+        if let Some(collected) = self.early_result.take() {
             return Poll::Ready(collected);
         }
-        if watch.is_overdue() {
+        if watch.must_end_phase() {
             return Poll::Ready(Err(StatusCode::REQUEST_TIMEOUT));
         }
-        if self.body.size_hint().lower() > MAX_QUESTION as u64 {
+        if self.body.size_hint().lower() > MAX_REQUEST_BYTES as u64 {
             return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
         }
         while !self.body.is_end_stream() {
             let Poll::Ready(polled) = Pin::new(&mut self.body).poll_frame(cx) else {
-                if !mem::replace(&mut self.is_paced, true) {
-                    watch.pace(true);
+                if !mem::replace(&mut self.has_min_rate, true) {
+                    watch.set_min_rate(true);
                 }
                 watch.set_waits_on_client(true);
                 return Poll::Pending;
@@ -275,39 +285,44 @@ impl Collecting {
             let Ok(frame) = frame else { return Poll::Ready(Err(StatusCode::BAD_REQUEST)) };
             watch.touch();
             let Ok(data) = frame.into_data() else { continue };
-            if self.is_paced {
+            if self.has_min_rate {
                 watch.count_body(data.len() as u64);
             }
-            if self.first.len() + self.all.len() + data.len() > MAX_QUESTION {
+            if self.first_chunk.len() + self.buffer.len() + data.len() > MAX_REQUEST_BYTES {
                 return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
             }
-            if self.first.is_empty() && self.all.is_empty() {
-                self.first = data;
+            if self.first_chunk.is_empty() && self.buffer.is_empty() {
+                self.first_chunk = data;
             } else {
-                self.all.extend_from_slice(&mem::take(&mut self.first));
-                self.all.extend_from_slice(&data);
+                self.buffer.extend_from_slice(&mem::take(&mut self.first_chunk));
+                self.buffer.extend_from_slice(&data);
             }
         }
-        let collected = if self.all.is_empty() { mem::take(&mut self.first) } else { mem::take(&mut self.all).into() };
+        let collected =
+            if self.buffer.is_empty() { mem::take(&mut self.first_chunk) } else { mem::take(&mut self.buffer).into() };
         Poll::Ready(Ok(collected))
     }
 }
 
 /// Questions that change nothing.
-async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Question<'_>) -> Response<Body> {
-    let query = match addressed(api, question) {
+async fn handle_read<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    path: &str,
+    question: &DecisionRequest<'_>,
+) -> Response<ResponseBody> {
+    let query = match require_action_or_path(api, question) {
         Ok(()) => question.query(),
-        Err(wrong) => return bad(&wrong),
+        Err(wrong) => return bad_request(&wrong),
     };
     if path == "/v1/explain" {
         return match api.gate.explain(&query).await {
-            Ok(explanation) => written(StatusCode::OK, &explanation),
-            Err(error) => refused_to_decide(api, &query, &error),
+            Ok(explanation) => json_response(StatusCode::OK, &explanation),
+            Err(error) => check_error_response(api, &query, &error),
         };
     }
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,
-        Err(error) => return refused_to_decide(api, &query, &error),
+        Err(error) => return check_error_response(api, &query, &error),
     };
     match api.gate.status(&query).await {
         Ok(decision) => {
@@ -315,21 +330,28 @@ async fn look<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questi
             api.replies.annotate(actions, &decision, response.headers_mut());
             response
         }
-        Err(error) => refused_to_decide(api, &query, &error),
+        Err(error) => check_error_response(api, &query, &error),
     }
 }
 
 /// Questions that take back.
-async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Question<'_>) -> Response<Body> {
-    let query = match addressed(api, question) {
+async fn handle_change<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    path: &str,
+    question: &DecisionRequest<'_>,
+) -> Response<ResponseBody> {
+    let query = match require_action_or_path(api, question) {
         Ok(()) => question.query(),
-        Err(wrong) => return bad(&wrong),
+        Err(wrong) => return bad_request(&wrong),
     };
-    let gives_back = matches!(path, "/v1/release" | "/v1/renew");
+    let needs_permit = matches!(path, "/v1/release" | "/v1/renew");
     let permit = match question.permit {
-        Some(_) if !gives_back => return bad(&stray_permit(path)),
-        None if gives_back => {
-            return bad(&Wrong::with("permit", "`permit` is missing: the check that was allowed gave one"));
+        Some(_) if !needs_permit => return bad_request(&unexpected_permit(path)),
+        None if needs_permit => {
+            return bad_request(&DecisionRequestError::in_field(
+                "permit",
+                "`permit` is missing: the check that was allowed gave one",
+            ));
         }
         permit => permit,
     };
@@ -341,66 +363,74 @@ async fn act<S: Store, C: Clock>(api: &Api<S, C>, path: &str, question: &Questio
     };
     match done {
         Ok((what, whether)) => json(StatusCode::OK, format!(r#"{{"{what}":{whether}}}"#).into()),
-        Err(error) => refused_to_decide(api, &query, &error),
+        Err(error) => check_error_response(api, &query, &error),
     }
 }
 
-fn stray_permit(path: &str) -> Wrong {
-    Wrong::with("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}"))
+fn unexpected_permit(path: &str) -> DecisionRequestError {
+    DecisionRequestError::in_field("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}"))
 }
 
 /// The question that counts, answered or begun.
-enum Checked<S: Store, C: Clock> {
-    Answered(Response<Body>),
-    Later(Actions, Box<Deciding<S, C>>),
+enum CheckResponse<S: Store, C: Clock> {
+    Ready(Response<ResponseBody>),
+    Pending(MatchedActions, Box<PendingCheck<S, C>>),
 }
 
-fn check<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result<Checked<S, C>, Wrong> {
-    addressed(api, question)?;
+fn check<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    question: &DecisionRequest<'_>,
+) -> Result<CheckResponse<S, C>, DecisionRequestError> {
+    require_action_or_path(api, question)?;
     if question.permit.is_some() {
-        return Err(stray_permit("/v1/check"));
+        return Err(unexpected_permit("/v1/check"));
     }
     let query = question.query();
-    let begun = api.gate.actions(&query).and_then(|actions| Ok((actions, api.gate.begin(actions, &query)?)));
-    Ok(match begun {
-        Ok((actions, Begun::Decided(decision))) => Checked::Answered(decided(api, actions, &query, &decision)),
-        Ok((actions, Begun::Later(deciding))) => Checked::Later(actions, Box::new(deciding)),
-        Err(error) => Checked::Answered(refused_to_decide(api, &query, &error)),
+    let started = api.gate.actions(&query).and_then(|actions| Ok((actions, api.gate.begin_check(actions, &query)?)));
+    Ok(match started {
+        Ok((actions, Check::Decided(decision))) => {
+            CheckResponse::Ready(decision_response(api, actions, &query, &decision))
+        }
+        Ok((actions, Check::Pending(deciding))) => CheckResponse::Pending(actions, Box::new(deciding)),
+        Err(error) => CheckResponse::Ready(check_error_response(api, &query, &error)),
     })
 }
 
-fn decided<S: Store, C: Clock>(
-    api: &Api<S, C>,
-    actions: Actions,
+fn decision_response<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    actions: MatchedActions,
     query: &Query<'_>,
     decision: &Decision,
-) -> Response<Body> {
+) -> Response<ResponseBody> {
     if !decision.allowed || decision.shadow {
-        api.refusals.note(api.gate.plan(), &Refusal { actions, query, decision });
+        api.refusals.log_refusal(api.gate.plan(), &RefusalRecord { actions, query, decision });
     }
-    api.replies.decision(actions, decision).map(Body::full)
+    api.replies.decision(actions, decision).map(ResponseBody::full)
 }
 
 /// A question is about an action, or about a request whose path may find one.
-fn addressed<S: Store, C: Clock>(api: &Api<S, C>, question: &Question<'_>) -> Result<(), Wrong> {
+fn require_action_or_path<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    question: &DecisionRequest<'_>,
+) -> Result<(), DecisionRequestError> {
     let query = question.query();
     if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
-        api.refusals.note_rejected(api.gate.clock().now(), Rejected::Host, &query, why);
-        return Err(Wrong::with("host", why));
+        api.refusals.log_rejection(api.gate.clock().now(), RejectionReason::Host, &query, why);
+        return Err(DecisionRequestError::in_field("host", why));
     }
     if question.action.is_some() || question.path.is_some() {
         return Ok(());
     }
-    Err(Wrong::with("action", "`action` is missing (or the `method` and `path` that find one)"))
+    Err(DecisionRequestError::in_field("action", "`action` is missing (or the `method` and `path` that find one)"))
 }
 
 /// The answer to a question that can't be decided.
-pub(crate) fn refused_to_decide<S: Store, C: Clock>(
-    api: &Api<S, C>,
+pub(crate) fn check_error_response<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
     query: &Query<'_>,
     error: &CheckError,
-) -> Response<Body> {
+) -> Response<ResponseBody> {
     match error {
         CheckError::UnknownAction(unknown) => {
             let body = serde_json::json!({
@@ -409,32 +439,36 @@ pub(crate) fn refused_to_decide<S: Store, C: Clock>(
                 "message": error.to_string(),
                 "nearest": unknown.nearest,
             });
-            written(StatusCode::NOT_FOUND, &body)
+            json_response(StatusCode::NOT_FOUND, &body)
         }
-        CheckError::Key(KeyError::Missing(missing)) => bad(&Wrong::with(&missing.part, error.to_string())),
+        CheckError::Key(KeyError::Missing(missing)) => {
+            bad_request(&DecisionRequestError::in_field(&missing.part, error.to_string()))
+        }
         CheckError::Key(KeyError::Uncountable(uncountable)) => {
-            api.refusals.note_rejected(api.gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
+            api.refusals.log_rejection(api.gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
             let field = uncountable.part().map(str::to_owned);
-            bad(&Wrong { field, message: error.to_string(), nearest: None })
+            bad_request(&DecisionRequestError { field, message: error.to_string(), nearest: None })
         }
-        CheckError::Key(KeyError::Platform(_)) => bad(&Wrong::with("platform", error.to_string())),
-        CheckError::Cost { .. } => bad(&Wrong::with("cost", error.to_string())),
+        CheckError::Key(KeyError::Platform(_)) => {
+            bad_request(&DecisionRequestError::in_field("platform", error.to_string()))
+        }
+        CheckError::Cost { .. } => bad_request(&DecisionRequestError::in_field("cost", error.to_string())),
         CheckError::Store(_) => {
-            api.refusals.note_failure(api.gate.clock().now(), error);
-            answer::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written")
+            api.refusals.log_failure(api.gate.clock().now(), error);
+            local_response::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written")
         }
     }
 }
 
-fn bad(wrong: &Wrong) -> Response<Body> {
+fn bad_request(wrong: &DecisionRequestError) -> Response<ResponseBody> {
     let mut body = serde_json::json!({ "error": "Bad Request", "field": wrong.field, "message": wrong.message });
     if let Some(nearest) = wrong.nearest {
         body["nearest"] = nearest.into();
     }
-    written(StatusCode::BAD_REQUEST, &body)
+    json_response(StatusCode::BAD_REQUEST, &body)
 }
 
-fn written(status: StatusCode, body: &impl serde::Serialize) -> Response<Body> {
+fn json_response(status: StatusCode, body: &impl serde::Serialize) -> Response<ResponseBody> {
     match serde_json::to_vec(body) {
         Ok(text) => json(status, text.into()),
         // Everything written here has string keys and finite numbers, which is all that serde_json asks.

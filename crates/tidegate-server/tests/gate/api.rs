@@ -1,7 +1,7 @@
 //! The decision API.
 
 use serde_json::{Value, json};
-use tidegate::{Report, Span};
+use tidegate::{DecisionReport, Span};
 
 use crate::common::{Peer, body, get, header, json as parsed, nobody, once, post, start, status, undated};
 
@@ -48,7 +48,7 @@ async fn a_check_from_the_first_to_the_refused() {
          \"backoff_seconds\":2,\"next_allowed_at\":\"2026-01-01 00:00:02Z\",\"bound_by\":\"login\",\
          \"reason\":\"penalty\",\"source\":\"action\"}"
     );
-    let report: Report = serde_json::from_str(body(&refused)).unwrap();
+    let report: DecisionReport = serde_json::from_str(body(&refused)).unwrap();
     assert_eq!(report.retry_after, Some(2));
 
     // Looking changes nothing.

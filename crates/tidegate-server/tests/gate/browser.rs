@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::process::Command;
 use std::sync::Arc;
 
-use tidegate_testkit::servers::{chromium, require};
+use tidegate_testkit::servers::{chromium_dom, require_program};
 use tokio::net::TcpListener;
 use tokio::sync::Notify;
 
@@ -91,11 +91,11 @@ async fn page(address: &str, api: u16) -> SocketAddr {
 
 /// The page that a browser shows at a URL. `None` if there is none.
 async fn browse(url: String) -> Option<String> {
-    tokio::task::spawn_blocking(move || chromium(&url, REBOUND)).await.unwrap()
+    tokio::task::spawn_blocking(move || chromium_dom(&url, REBOUND)).await.unwrap()
 }
 
 fn curl(arguments: &[&str]) -> Option<String> {
-    let output = Command::new(require("curl")?).arg("-sS").args(arguments).output().unwrap();
+    let output = Command::new(require_program("curl")?).arg("-sS").args(arguments).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     Some(String::from_utf8(output.stdout).unwrap())
 }

@@ -216,8 +216,12 @@ async fn a_request_that_waits_for_the_store_is_under_way_and_no_unfinished_head(
         [inbound.timeouts]\nheader = \"1s\"\n";
     let policy = policy(upstream.address, file);
     let memory = Memory::new(Arc::new(policy.plan().limits().clone()), 1 << 20);
-    let gate =
-        Gate::with(Arc::clone(policy.plan()), Slow(Arc::new(memory)), ManualClock::default(), KeySeed::new([7; 16]));
+    let gate = Gate::from_parts(
+        Arc::clone(policy.plan()),
+        Slow(Arc::new(memory)),
+        ManualClock::default(),
+        KeySeed::new([7; 16]),
+    );
     let gate = serve(gate, &policy, |_| None).unwrap();
     let mut first = Peer::connect(gate.inbound).await;
     first.send(get("/")).await;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use tidegate::Gate;
 use tidegate::clock::ManualClock;
 use tidegate::store::Store;
-use tidegate_policy::{Policy, Sources};
-use tidegate_server::{Ended, ServeError, Server, log};
+use tidegate_policy::{Policy, PolicySources};
+use tidegate_server::{ServeError, Server, ShutdownSummary, log};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -25,12 +25,12 @@ pub(crate) struct Running {
     pub(crate) admin: SocketAddr,
     pub(crate) clock: ManualClock,
     stop: Option<oneshot::Sender<()>>,
-    ended: Option<JoinHandle<Ended>>,
+    ended: Option<JoinHandle<ShutdownSummary>>,
 }
 
 impl Running {
     /// Tells the gate to stop; the handle gives how it ended.
-    pub(crate) fn stop(&mut self) -> JoinHandle<Ended> {
+    pub(crate) fn stop(&mut self) -> JoinHandle<ShutdownSummary> {
         self.stop.take().unwrap().send(()).unwrap();
         self.ended.take().unwrap()
     }
@@ -43,7 +43,7 @@ pub(crate) fn policy(upstream: SocketAddr, rest: &str) -> Policy {
     let hosts = [("TIDEGATE__API__HOSTS", "gate.test,a"), ("TIDEGATE__ADMIN__HOSTS", "gate.test")];
     let more = [("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")].into_iter().chain(hosts);
     let upstream = [("TIDEGATE__INBOUND__UPSTREAM".to_owned(), format!("http://{upstream}"))];
-    let sources = Sources::new().file("test.toml", rest).env(ports).env(more).env(upstream);
+    let sources = PolicySources::new().file("test.toml", rest).env(ports).env(more).env(upstream);
     Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn serve<S: Store>(
     env: impl Fn(&str) -> Option<String> + Send + Sync + 'static,
 ) -> Result<Running, ServeError> {
     let clock = gate.clock().clone();
-    let bound = Server::with(gate, policy).env(env).bind()?;
+    let bound = Server::from_gate(gate, policy).env(env).bind()?;
     let (stop, stopped) = oneshot::channel::<()>();
     let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));
     let (inbound, api, admin) = (bound.inbound(), bound.api(), bound.admin());
@@ -303,7 +303,7 @@ impl Lines {
 
 /// Has what this thread does logged here, until the guard is dropped.
 pub(crate) fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
-    let policy = Policy::load(Sources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
+    let policy = Policy::load(PolicySources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
     let lines = Lines::default();
     let writer = lines.clone();
     let dispatch = log::subscriber(policy.log(), None, move || writer.clone()).unwrap();

@@ -64,7 +64,7 @@ async fn a_clock_that_is_far_off_is_told_once() {
     let run = |off: Span| {
         let clock = SystemClock::at(SystemClock::new().now() - off);
         let policy = crate::common::policy(crate::common::nobody(), "");
-        let server = Server::with(Gate::in_memory(&policy, clock.clone()), &policy).following(clock);
+        let server = Server::from_gate(Gate::in_memory(&policy, clock.clone()), &policy).follow_clock(clock);
         server.bind().unwrap().run(tokio::time::sleep(Duration::from_millis(2500)))
     };
     tokio::join!(run(Span::ZERO), run(Span::from_secs(3600)));

@@ -52,7 +52,7 @@ async fn beyond_loopback_a_token_is_a_must() {
         for address in ["0.0.0.0:0", "[::]:0"] {
             let file = format!("[{listener}]\n");
             let variable = format!("TIDEGATE__{}__LISTEN", listener.to_uppercase());
-            let sources = tidegate_policy::Sources::new().file("test.toml", &file).env([
+            let sources = tidegate_policy::PolicySources::new().file("test.toml", &file).env([
                 (variable, address.to_owned()),
                 ("TIDEGATE__INBOUND__LISTEN".to_owned(), "127.0.0.1:0".to_owned()),
             ]);
@@ -79,7 +79,7 @@ async fn a_token_that_cannot_be_had_stops_the_start() {
 async fn a_taken_address_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
-    let sources = tidegate_policy::Sources::new()
+    let sources = tidegate_policy::PolicySources::new()
         .file("test.toml", "")
         .env([("TIDEGATE__API__LISTEN".to_owned(), address.to_string())]);
     let policy = tidegate_policy::Policy::load(sources).unwrap();

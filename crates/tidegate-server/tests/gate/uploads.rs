@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use tidegate_testkit::servers::{Scratch, require};
+use tidegate_testkit::servers::{ScratchDir, require_program};
 use tokio::io::AsyncWriteExt as _;
 
 use crate::common::{Echo, HELLO, Peer, get, start, status};
@@ -84,8 +84,8 @@ async fn outcome(mut command: impl FnMut(&str) -> Command) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn node_reads_the_refusal_of_every_large_upload() {
-    let Some(node) = require("node") else { return };
-    let scratch = Scratch::new();
+    let Some(node) = require_program("node") else { return };
+    let scratch = ScratchDir::new();
     let script = scratch.write("upload.cjs", NODE);
     for way in ["fetch", "http"] {
         let seen = outcome(|url| {
@@ -100,8 +100,8 @@ async fn node_reads_the_refusal_of_every_large_upload() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn go_reads_the_refusal_of_every_large_upload() {
-    let Some(go) = require("go") else { return };
-    let scratch = Scratch::new();
+    let Some(go) = require_program("go") else { return };
+    let scratch = ScratchDir::new();
     let script = scratch.write("upload.go", GO);
     let seen = outcome(|url| {
         let mut command = Command::new(&go);

@@ -16,8 +16,8 @@ use hyper_util::rt::TokioIo;
 use tidegate::clock::ManualClock;
 use tidegate::outbound::Outbound;
 use tidegate::{Clock, Gate, SystemClock};
-use tidegate_policy::{Policy, Sources};
-use tidegate_server::{Ended, Server};
+use tidegate_policy::{Policy, PolicySources};
+use tidegate_server::{Server, ShutdownSummary};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -160,7 +160,7 @@ pub(crate) struct Gateway<C> {
     pub(crate) address: SocketAddr,
     pub(crate) clock: C,
     stop: oneshot::Sender<()>,
-    ended: JoinHandle<Ended>,
+    ended: JoinHandle<ShutdownSummary>,
 }
 
 impl<C> Gateway<C> {
@@ -174,7 +174,7 @@ impl<C> Gateway<C> {
         join_all((0..count).map(|_| self.ask(request))).await
     }
 
-    pub(crate) async fn stop(self) -> Ended {
+    pub(crate) async fn stop(self) -> ShutdownSummary {
         self.stop.send(()).unwrap();
         self.ended.await.unwrap()
     }
@@ -193,13 +193,13 @@ pub(crate) fn running(policy: &str) -> Gateway<SystemClock> {
 /// A gateway of this policy. Its credentials are `pl4nted-s3cr3t-` and the variable's name in small letters.
 fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
     let off = ["TIDEGATE__API__LISTEN", "TIDEGATE__ADMIN__LISTEN"].map(|name| (name, "off"));
-    let mut sources = Sources::new().file("test.toml", policy).env(off);
+    let mut sources = PolicySources::new().file("test.toml", policy).env(off);
     if !policy.contains("listen") {
         sources = sources.env([("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:0")]);
     }
     let policy = Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, clock.clone()).unwrap();
-    let server = Server::with(Gate::in_memory(&policy, clock.clone()), &policy).outbound(outbound);
+    let server = Server::from_gate(Gate::in_memory(&policy, clock.clone()), &policy).outbound(outbound);
     let bound = server.env(|name| Some(format!("pl4nted-s3cr3t-{}", name.to_lowercase()))).bind().unwrap();
     let address = SocketAddr::from(([127, 0, 0, 1], bound.outbound().unwrap().port()));
     let (stop, stopped) = oneshot::channel::<()>();

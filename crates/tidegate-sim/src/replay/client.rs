@@ -4,9 +4,9 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tidegate_core::{LimitId, Time};
-use tidegate_policy::{KeyPart, Plan, Query, canonical, printable};
+use tidegate_policy::{KeyPart, Plan, Query, canonical_ip, printable};
 
-use super::heaviest::Weight;
+use super::top_k::Weight;
 
 /// The longest description of a key, in characters.
 const MAX_LABEL: usize = 120;
@@ -15,23 +15,23 @@ const MAX_LABEL: usize = 120;
 ///
 /// An IPv4 address takes the place of ffff:ffff:0:0::/64 and those after it, which are multicast and nobody's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Client(u64);
+pub struct ClientNetwork(u64);
 
-const V4: u64 = 0xffff_ffff << 32;
+const IPV4_BASE: u64 = 0xffff_ffff << 32;
 
-impl From<IpAddr> for Client {
+impl From<IpAddr> for ClientNetwork {
     fn from(ip: IpAddr) -> Self {
-        match canonical(ip) {
-            IpAddr::V4(ip) => Self(V4 | u64::from(ip.to_bits())),
+        match canonical_ip(ip) {
+            IpAddr::V4(ip) => Self(IPV4_BASE | u64::from(ip.to_bits())),
             IpAddr::V6(ip) => Self((ip.to_bits() >> 64) as u64),
         }
     }
 }
 
-impl fmt::Display for Client {
+impl fmt::Display for ClientNetwork {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            bits if bits >= V4 => write!(f, "{}", Ipv4Addr::from_bits(bits as u32)),
+            bits if bits >= IPV4_BASE => write!(f, "{}", Ipv4Addr::from_bits(bits as u32)),
             bits => write!(f, "{}/64", Ipv6Addr::from_bits(u128::from(bits) << 64)),
         }
     }
@@ -39,30 +39,30 @@ impl fmt::Display for Client {
 
 /// What came of one client's calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fate {
+pub struct ClientStats {
     /// Calls that were let through. Saturates at 2^32 − 1, as the others do.
     pub admitted: u32,
     /// Calls that were refused.
     pub refused: u32,
     /// When the first was refused.
-    pub first: Time,
+    pub first_refused_at: Time,
     /// When the last was.
-    pub last: Time,
+    pub last_refused_at: Time,
     /// The limit that refused the last one; `None` if it was the deny list.
-    pub limit: Option<LimitId>,
+    pub last_limit: Option<LimitId>,
 }
 
-impl Fate {
-    pub(super) fn refuse(&mut self, limit: Option<LimitId>, now: Time) {
+impl ClientStats {
+    pub(super) fn record_refusal(&mut self, limit: Option<LimitId>, now: Time) {
         if self.refused == 0 {
-            self.first = now;
+            self.first_refused_at = now;
         }
         self.refused = self.refused.saturating_add(1);
-        (self.last, self.limit) = (now, limit);
+        (self.last_refused_at, self.last_limit) = (now, limit);
     }
 }
 
-impl Weight for Fate {
+impl Weight for ClientStats {
     fn weight(&self) -> u64 {
         u64::from(self.admitted) + u64::from(self.refused)
     }
@@ -70,12 +70,12 @@ impl Weight for Fate {
 
 /// The refusals of one key.
 #[derive(Clone, Debug)]
-pub(super) struct KeyFate {
+pub(super) struct KeyRefusals {
     pub(super) label: String,
     pub(super) refused: u64,
 }
 
-impl Weight for KeyFate {
+impl Weight for KeyRefusals {
     fn weight(&self) -> u64 {
         self.refused
     }
@@ -83,7 +83,7 @@ impl Weight for KeyFate {
 
 /// A key in words. What may be a secret (a header, a cookie, a parameter) is told by a hash only: equal hashes, equal
 /// secrets.
-pub(super) fn label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
+pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
     let mut words: Vec<String> = Vec::with_capacity(parts.len());
     let mut hidden = false;
     for part in parts {
@@ -112,7 +112,7 @@ pub(super) fn label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash: u64
 
 /// An IPv4 address, or the network of this length that an IPv6 address is in.
 fn network(ip: IpAddr, length: u8) -> String {
-    match canonical(ip) {
+    match canonical_ip(ip) {
         IpAddr::V4(ip) => ip.to_string(),
         IpAddr::V6(ip) => {
             let mask = u128::MAX.checked_shl(128 - u32::from(length)).unwrap_or_default();
@@ -135,7 +135,7 @@ mod tests {
             ("255.255.255.255", "255.255.255.255"),
             ("0.0.0.0", "0.0.0.0"),
         ] {
-            assert_eq!(Client::from(ip.parse::<IpAddr>().unwrap()).to_string(), shown);
+            assert_eq!(ClientNetwork::from(ip.parse::<IpAddr>().unwrap()).to_string(), shown);
         }
     }
 
@@ -147,8 +147,8 @@ mod tests {
         let policy = Policy::builder().build().unwrap();
         let plan = policy.plan();
         let shown =
-            label(plan, &[KeyPart::ClientIp, header, KeyPart::Path, KeyPart::Key], &query, 0x1234_5678_9abc_def0);
+            key_label(plan, &[KeyPart::ClientIp, header, KeyPart::Path, KeyPart::Key], &query, 0x1234_5678_9abc_def0);
         assert_eq!(shown, "203.0.113.7 + header:x-api-key + /a + no key #12345678");
-        assert_eq!(label(plan, &[], &query, 1), "everybody");
+        assert_eq!(key_label(plan, &[], &query, 1), "everybody");
     }
 }

@@ -9,7 +9,7 @@ use memchr::memchr;
 /// to 32 KiB, and JSON may say it twice.
 pub const MAX_LINE: usize = 1 << 16;
 /// How much is read at a time: what fits a second-level cache beside everything else.
-const BLOCK: usize = 4 * MAX_LINE;
+const BUFFER_BYTES: usize = 4 * MAX_LINE;
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
@@ -20,7 +20,7 @@ const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 ///
 /// # Errors
 /// It can't be read.
-pub(super) fn unpacked<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
+pub(super) fn decompressed<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
     let mut start = [0; 4];
     let mut known = 0;
     while known < start.len() {
@@ -44,31 +44,31 @@ pub(super) fn unpacked<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn Rea
 
 /// A line, without what ends it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Line<'l> {
-    Whole(&'l [u8]),
+pub(super) enum LogLine<'l> {
+    Complete(&'l [u8]),
     /// It is longer than [`MAX_LINE`].
     TooLong,
 }
 
 /// Where a line is, until more is read.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Place {
-    Within(usize, usize),
+pub(super) enum LineSpan {
+    InBuffer(usize, usize),
     /// It was too long for the buffer.
-    PassedOver,
+    Skipped,
 }
 
 /// Reads lines into one buffer that never grows.
-pub(super) struct Lines<R> {
-    from: R,
+pub(super) struct LineReader<R> {
+    source: R,
     buffer: Box<[u8]>,
     begin: usize,
     end: usize,
 }
 
-impl<R: Read> Lines<R> {
+impl<R: Read> LineReader<R> {
     pub(super) fn new(from: R) -> Self {
-        Self { from, buffer: vec![0; BLOCK].into(), begin: 0, end: 0 }
+        Self { source: from, buffer: vec![0; BUFFER_BYTES].into(), begin: 0, end: 0 }
     }
 
     /// Finds the next lines, up to `most` of them and as many as have been read, in place of what `places` held. None is the
@@ -76,39 +76,39 @@ impl<R: Read> Lines<R> {
     ///
     /// # Errors
     /// What is next can't be read, or what it is packed in is broken.
-    pub(super) fn find(&mut self, most: usize, places: &mut Vec<Place>) -> io::Result<()> {
+    pub(super) fn read_spans(&mut self, most: usize, places: &mut Vec<LineSpan>) -> io::Result<()> {
         places.clear();
-        places.extend(self.next()?);
+        places.extend(self.next_span()?);
         while !places.is_empty() && places.len() < most {
             let Some(found) = memchr(b'\n', &self.buffer[self.begin..self.end]) else { break };
-            places.push(Place::Within(self.begin, self.begin + found));
+            places.push(LineSpan::InBuffer(self.begin, self.begin + found));
             self.begin += found + 1;
         }
         Ok(())
     }
 
     /// A line that was found last.
-    pub(super) fn at(&self, place: Place) -> Line<'_> {
+    pub(super) fn line(&self, place: LineSpan) -> LogLine<'_> {
         match place {
-            Place::Within(begin, end) if end - begin <= MAX_LINE => {
+            LineSpan::InBuffer(begin, end) if end - begin <= MAX_LINE => {
                 let line = &self.buffer[begin..end];
-                Line::Whole(line.strip_suffix(b"\r").unwrap_or(line))
+                LogLine::Complete(line.strip_suffix(b"\r").unwrap_or(line))
             }
-            Place::Within(..) | Place::PassedOver => Line::TooLong,
+            LineSpan::InBuffer(..) | LineSpan::Skipped => LogLine::TooLong,
         }
     }
 
-    fn next(&mut self) -> io::Result<Option<Place>> {
+    fn next_span(&mut self) -> io::Result<Option<LineSpan>> {
         let mut looked_at = self.begin;
         loop {
             if let Some(found) = memchr(b'\n', &self.buffer[looked_at..self.end]) {
                 let (begin, end) = (self.begin, looked_at + found);
                 self.begin = end + 1;
-                return Ok(Some(Place::Within(begin, end)));
+                return Ok(Some(LineSpan::InBuffer(begin, end)));
             }
             if self.end - self.begin > MAX_LINE {
-                self.pass_over()?;
-                return Ok(Some(Place::PassedOver));
+                self.skip_line()?;
+                return Ok(Some(LineSpan::Skipped));
             }
             self.buffer.copy_within(self.begin..self.end, 0);
             self.end -= self.begin;
@@ -116,13 +116,13 @@ impl<R: Read> Lines<R> {
             looked_at = self.end;
             if self.fill()? == 0 {
                 let end = std::mem::take(&mut self.end);
-                return Ok((end > 0).then_some(Place::Within(0, end)));
+                return Ok((end > 0).then_some(LineSpan::InBuffer(0, end)));
             }
         }
     }
 
     /// Forgets what there is of a line and reads up to its end.
-    fn pass_over(&mut self) -> io::Result<()> {
+    fn skip_line(&mut self) -> io::Result<()> {
         loop {
             (self.begin, self.end) = (0, 0);
             if self.fill()? == 0 {
@@ -137,7 +137,7 @@ impl<R: Read> Lines<R> {
 
     fn fill(&mut self) -> io::Result<usize> {
         loop {
-            match self.from.read(&mut self.buffer[self.end..]) {
+            match self.source.read(&mut self.buffer[self.end..]) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 read => {
                     let more = read?;
@@ -170,18 +170,18 @@ mod tests {
 
     /// Every line; one that is too long is `None`.
     fn lines(text: &[u8], at_a_time: usize) -> Vec<Option<Vec<u8>>> {
-        let mut lines = Lines::new(unpacked(Trickle(text, at_a_time)).unwrap());
+        let mut lines = LineReader::new(decompressed(Trickle(text, at_a_time)).unwrap());
         let mut all = Vec::new();
         let mut places = Vec::new();
         loop {
-            lines.find(3, &mut places).unwrap();
+            lines.read_spans(3, &mut places).unwrap();
             assert!(places.len() <= 3);
             if places.is_empty() {
                 return all;
             }
-            all.extend(places.iter().map(|place| match lines.at(*place) {
-                Line::Whole(line) => Some(line.to_vec()),
-                Line::TooLong => None,
+            all.extend(places.iter().map(|place| match lines.line(*place) {
+                LogLine::Complete(line) => Some(line.to_vec()),
+                LogLine::TooLong => None,
             }));
         }
     }
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_line_that_is_too_long_is_passed_over_and_the_next_is_read() {
-        for length in [MAX_LINE, MAX_LINE + 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7] {
+        for length in [MAX_LINE, MAX_LINE + 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 5 * BUFFER_BYTES + 7] {
             let long = vec![b'x'; length];
             let text = [b"first\n", &*long, b"\nlast\n"].concat();
             let middle = (length <= MAX_LINE).then_some(long);
@@ -209,7 +209,7 @@ mod tests {
                 assert_eq!(read, [Some(b"first".to_vec()), middle.clone(), Some(b"last".to_vec())], "{length}");
             }
         }
-        assert_eq!(lines(&vec![b'x'; 3 * BLOCK], 4096), [None]);
+        assert_eq!(lines(&vec![b'x'; 3 * BUFFER_BYTES], 4096), [None]);
     }
 
     #[test]
@@ -230,10 +230,10 @@ mod tests {
         for at_a_time in [1, 1000] {
             assert!(lines(&gzip, at_a_time) == plain && lines(&zstd, at_a_time) == plain, "{at_a_time}");
         }
-        let mut cut = Lines::new(unpacked(&gzip[..gzip.len() - 9]).unwrap());
+        let mut cut = LineReader::new(decompressed(&gzip[..gzip.len() - 9]).unwrap());
         let mut places = Vec::new();
         let ended = loop {
-            match cut.find(100, &mut places) {
+            match cut.read_spans(100, &mut places) {
                 Ok(()) if !places.is_empty() => {}
                 other => break other,
             }

@@ -9,9 +9,10 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use tidegate_core::batch::Ask;
+use tidegate_core::batch::OpContext;
 use tidegate_core::{
-    Batch, Kind, Limit, LimitId, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, Share, State, Verdict, Window,
+    Batch, KeyState, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, ShareLevel, Verdict,
+    Window,
 };
 use tidegate_policy::{Plan, Quantity};
 use tidegate_store::Memory;
@@ -22,30 +23,30 @@ use tidegate_store::Memory;
 const MAX_PEAKS: usize = (1 << 20) / 8 * 7;
 /// The most keys that are counted on after a refusal, each under each limit: up to 1.7 KB each, so 27 MB. Of further ones
 /// it is known only that they went above their limit.
-const MAX_TWINS: usize = 1 << 14;
+const MAX_UNLIMITED_STATES: usize = 1 << 14;
 /// How many moments within a window are told apart at the least; beyond, they are counted up to a 64th of the window
 /// longer. See [`Window`].
-const ENTRIES: u32 = 64;
+const MIN_WINDOW_ENTRIES: u32 = 64;
 /// How many uses are looked at together.
-const TOGETHER: usize = 128;
+const MAX_PENDING_USES: usize = 128;
 /// The shares of clients that are asked about: the value of a limit is told that refuses no more than this.
-pub const SHARES: [f64; 3] = [0.01, 0.001, 0.0001];
+pub const REFUSED_SHARES: [f64; 3] = [0.01, 0.001, 0.0001];
 /// The most points of a limit's curve.
-const CURVE: usize = 256;
+const MAX_CURVE_POINTS: usize = 256;
 
 /// A key's highest use of a limit.
 #[derive(Clone, Copy, Debug)]
 struct Peak {
     /// Saturating: beyond four thousand million nobody asks.
-    most: u32,
+    max_used: u32,
     limit: LimitId,
 }
 
 /// Passes on what is a hash already.
 #[derive(Clone, Copy, Debug, Default)]
-struct AsIs(u64);
+struct IdentityHasher(u64);
 
-impl Hasher for AsIs {
+impl Hasher for IdentityHasher {
     fn write(&mut self, _: &[u8]) {}
     fn write_u64(&mut self, hash: u64) {
         self.0 = hash;
@@ -57,8 +58,8 @@ impl Hasher for AsIs {
 
 /// A use that isn't looked at yet.
 #[derive(Clone, Copy, Debug)]
-struct Use {
-    print: u64,
+struct PendingUse {
+    fingerprint: u64,
     limit: LimitId,
     used: u32,
 }
@@ -67,144 +68,153 @@ struct Use {
 pub(super) struct Meter {
     /// By the plan's limits, each with its value out of reach. Calls in flight have none, since logs don't tell how long
     /// they are.
-    boundless: Vec<Option<Limit>>,
-    twins: HashMap<u64, State, BuildHasherDefault<AsIs>>,
+    unlimited_limits: Vec<Option<Limit>>,
+    unlimited_states: HashMap<u64, KeyState, BuildHasherDefault<IdentityHasher>>,
     /// Keys that there was no room for a twin for.
-    twinless: u64,
-    peaks: HashMap<u64, Peak, BuildHasherDefault<AsIs>>,
-    most: usize,
-    pending: Vec<Use>,
+    unmeasured_calls: u64,
+    peaks: HashMap<u64, Peak, BuildHasherDefault<IdentityHasher>>,
+    max_peaks: usize,
+    pending: Vec<PendingUse>,
     /// One of 2^level keys is in the sample.
-    level: u32,
+    sample_level: u32,
 }
 
 impl Meter {
     pub(super) fn new(plan: &Plan) -> Self {
-        Self::with(plan.limits(), MAX_PEAKS)
+        Self::with_max_peaks(plan.limits(), MAX_PEAKS)
     }
 
-    fn with(limits: &Limits, most: usize) -> Self {
+    fn with_max_peaks(limits: &Limits, most: usize) -> Self {
         Self {
-            boundless: limits.iter().map(|(_, limit)| boundless(limit.kind()).map(Limit::new)).collect(),
-            twins: HashMap::default(),
-            twinless: 0,
+            unlimited_limits: limits.iter().map(|(_, limit)| unlimited_kind(limit.kind()).map(Limit::new)).collect(),
+            unlimited_states: HashMap::default(),
+            unmeasured_calls: 0,
             peaks: HashMap::default(),
-            most,
-            pending: Vec::with_capacity(TOGETHER),
-            level: 0,
+            max_peaks: most,
+            pending: Vec::with_capacity(MAX_PENDING_USES),
+            sample_level: 0,
         }
     }
 
-    /// Takes note of a call that a store has just decided about. It counts after [`Meter::settle`].
+    /// Takes note of a call that a store has just decided about. It counts after [`Meter::flush`].
     #[inline]
-    pub(super) fn count(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes, store: &Memory) {
-        if self.pending.len() + batch.ops().len() > TOGETHER {
-            self.settle();
+    pub(super) fn record(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes, store: &Memory) {
+        if self.pending.len() + batch.ops().len() > MAX_PENDING_USES {
+            self.flush();
         }
         let refuses = |(op, outcome): (&Op, &Outcome), shadow: bool| {
             outcome.verdict.refuses() && (shadow || limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()))
         };
-        let any = batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, true));
-        let enforced = any && batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, false));
+        let any_refuses = batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, true));
+        let any_enforced_refuses =
+            any_refuses && batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, false));
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
-            let Some(Some(boundless)) = self.boundless.get(op.limit.index()) else { continue };
-            let print = print(op);
+            let Some(Some(boundless)) = self.unlimited_limits.get(op.limit.index()) else { continue };
+            let fingerprint = fingerprint(op);
             // Under a key that is shared nobody's own use is counted.
-            if op.share != Share::Own || !is_sampled(print, self.level) {
+            if op.share_level != ShareLevel::Own || !is_sampled(fingerprint, self.sample_level) {
                 continue;
             }
-            let ask = Ask { op, limit: boundless, terms: batch.terms(), now: outcomes.now() };
-            let twin = if self.twins.is_empty() { None } else { self.twins.get_mut(&print) };
+            let ask = OpContext { op, limit: boundless, batch: batch.context(), now: outcomes.now() };
+            let twin =
+                if self.unlimited_states.is_empty() { None } else { self.unlimited_states.get_mut(&fingerprint) };
             let used = if let Some(twin) = twin {
-                charge(twin, &ask)
-            } else if any {
+                charge_and_measure(twin, &ask)
+            } else if any_refuses {
                 let limit = limits.get(op.limit);
-                let against = if limit.is_some_and(Limit::is_shadow) { any } else { enforced };
+                let other_refuses =
+                    if limit.is_some_and(Limit::is_shadow) { any_refuses } else { any_enforced_refuses };
                 let counts_anyway = limit.is_some_and(Limit::counts_refused) && outcome.verdict == Verdict::Admitted;
-                let was_charged = !outcome.verdict.refuses() && (!against || counts_anyway);
+                let was_charged = !outcome.verdict.refuses() && (!other_refuses || counts_anyway);
                 if was_charged {
                     outcome.used
-                } else if self.twins.len() < MAX_TWINS {
+                } else if self.unlimited_states.len() < MAX_UNLIMITED_STATES {
                     let mut twin = store.state(op).unwrap_or_default();
-                    let used = charge(&mut twin, &ask);
-                    self.twins.insert(print, twin);
+                    let used = charge_and_measure(&mut twin, &ask);
+                    self.unlimited_states.insert(fingerprint, twin);
                     used
                 } else {
-                    self.twinless += 1;
+                    self.unmeasured_calls += 1;
                     outcome.limit.max(outcome.used) + 1
                 }
             } else {
                 outcome.used
             };
-            self.pending.push(Use { print, limit: op.limit, used: u32::try_from(used).unwrap_or(u32::MAX) });
+            self.pending.push(PendingUse {
+                fingerprint,
+                limit: op.limit,
+                used: u32::try_from(used).unwrap_or(u32::MAX),
+            });
         }
     }
 
     /// Looks at what was used, all at once: what is far off in memory is then waited for together.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn flush(&mut self) {
         let mut pending = std::mem::take(&mut self.pending);
-        for Use { print, limit, used } in pending.drain(..) {
-            match self.peaks.get_mut(&print) {
-                Some(peak) => peak.most = peak.most.max(used),
-                None => self.meet(print, Peak { most: used, limit }),
+        for PendingUse { fingerprint, limit, used } in pending.drain(..) {
+            match self.peaks.get_mut(&fingerprint) {
+                Some(peak) => peak.max_used = peak.max_used.max(used),
+                None => self.insert_peak(fingerprint, Peak { max_used: used, limit }),
             }
         }
         self.pending = pending;
     }
 
-    fn meet(&mut self, print: u64, peak: Peak) {
-        while self.peaks.len() >= self.most {
-            self.level += 1;
-            let level = self.level;
+    fn insert_peak(&mut self, fingerprint: u64, peak: Peak) {
+        while self.peaks.len() >= self.max_peaks {
+            self.sample_level += 1;
+            let level = self.sample_level;
             self.peaks.retain(|print, _| is_sampled(*print, level));
         }
-        if is_sampled(print, self.level) {
-            self.peaks.insert(print, peak);
+        if is_sampled(fingerprint, self.sample_level) {
+            self.peaks.insert(fingerprint, peak);
         }
     }
 
     /// What is known of one limit's keys; `None` if it can't be measured.
     pub(super) fn peaks(&self, limit: LimitId) -> Option<Peaks> {
-        self.boundless.get(limit.index())?.as_ref()?;
+        self.unlimited_limits.get(limit.index())?.as_ref()?;
         let of = self.peaks.values().filter(|peak| peak.limit == limit);
-        let mut falling: Vec<u32> = of.map(|peak| peak.most).collect();
+        let mut falling: Vec<u32> = of.map(|peak| peak.max_used).collect();
         falling.sort_unstable_by(|one, other| other.cmp(one));
-        Some(Peaks { falling, level: self.level })
+        Some(Peaks { descending: falling, sample_level: self.sample_level })
     }
 
     /// Calls of which it is known only that they went above a limit.
-    pub(super) fn twinless(&self) -> u64 {
-        self.twinless
+    pub(super) fn unmeasured_calls(&self) -> u64 {
+        self.unmeasured_calls
     }
 }
 
 /// Counts a call, and says what is used with it.
-fn charge(twin: &mut State, ask: &Ask<'_>) -> u64 {
-    let mut outcome = twin.judge(ask);
+fn charge_and_measure(twin: &mut KeyState, ask: &OpContext<'_>) -> u64 {
+    let mut outcome = twin.evaluate(ask);
     twin.charge(ask, &mut outcome);
     outcome.used
 }
 
 /// Keys are hashes; the limit's number makes each key's limits differ.
-fn print(op: &Op) -> u64 {
+fn fingerprint(op: &Op) -> u64 {
     op.key.lo() ^ u64::from(op.limit.get()).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 /// By bits that the table doesn't place its entries by.
-fn is_sampled(print: u64, level: u32) -> bool {
-    (print >> 28) & ((1 << level.min(28)) - 1) == 0
+fn is_sampled(fingerprint: u64, level: u32) -> bool {
+    (fingerprint >> 28) & ((1 << level.min(28)) - 1) == 0
 }
 
 /// The same limit with its value out of reach.
-fn boundless(kind: &Kind) -> Option<Kind> {
+fn unlimited_kind(kind: &LimitKind) -> Option<LimitKind> {
     Some(match kind {
-        Kind::Window(window) => Kind::Window(Window::new(MAX_LIMIT, window.window(), ENTRIES).ok()?),
-        Kind::Rate(rate) => {
-            let burst = ((1 << 60) / rate.step(1).max(1)).clamp(1, MAX_LIMIT);
-            Kind::Rate(Rate::new(rate.count(), rate.per(), burst).ok()?)
+        LimitKind::Window(window) => {
+            LimitKind::Window(Window::new(MAX_LIMIT, window.window(), MIN_WINDOW_ENTRIES).ok()?)
         }
-        Kind::Quota(quota) => Kind::Quota(quota.of_limit(MAX_LIMIT).ok()?),
-        Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => return None,
+        LimitKind::Rate(rate) => {
+            let burst = ((1 << 60) / rate.cost_units(1).max(1)).clamp(1, MAX_LIMIT);
+            LimitKind::Rate(Rate::new(rate.count(), rate.per(), burst).ok()?)
+        }
+        LimitKind::Quota(quota) => LimitKind::Quota(quota.with_limit(MAX_LIMIT).ok()?),
+        LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => return None,
     })
 }
 
@@ -212,52 +222,52 @@ fn boundless(kind: &Kind) -> Option<Kind> {
 #[derive(Clone, Debug)]
 pub struct Peaks {
     /// The highest first.
-    falling: Vec<u32>,
-    level: u32,
+    descending: Vec<u32>,
+    sample_level: u32,
 }
 
 impl Peaks {
     /// How many keys there were; estimated if only a sample was measured.
-    pub fn keys(&self) -> u64 {
-        (self.falling.len() as u64) << self.level
+    pub fn key_count(&self) -> u64 {
+        (self.descending.len() as u64) << self.sample_level
     }
 
     /// Whether these are all of them.
-    pub fn is_whole(&self) -> bool {
-        self.level == 0
+    pub fn is_complete(&self) -> bool {
+        self.sample_level == 0
     }
 
     /// The highest of all; 0 if there is no key.
     pub fn highest(&self) -> u64 {
-        self.falling.first().copied().map_or(0, u64::from)
+        self.descending.first().copied().map_or(0, u64::from)
     }
 
     /// The share of keys that a value would have refused.
-    pub fn refused_by(&self, value: u64) -> f64 {
-        let above = self.falling.partition_point(|peak| u64::from(*peak) > value);
-        above as f64 / self.falling.len().max(1) as f64
+    pub fn refused_share(&self, value: u64) -> f64 {
+        let above = self.descending.partition_point(|peak| u64::from(*peak) > value);
+        above as f64 / self.descending.len().max(1) as f64
     }
 
     /// The least value that would have refused no more than this share of the keys, 0 to 1.
-    pub fn value_for(&self, share: f64) -> u64 {
-        let spared = (self.falling.len() as f64 * share) as usize;
-        self.falling.get(spared).copied().map_or(0, u64::from)
+    pub fn smallest_value_for_share(&self, share: f64) -> u64 {
+        let refused_count = (self.descending.len() as f64 * share) as usize;
+        self.descending.get(refused_count).copied().map_or(0, u64::from)
     }
 
     /// Values with the share of keys that each would have refused, from `most` of them down to none.
     pub fn curve(&self, most: f64) -> Vec<(u64, f64)> {
         let mut points: Vec<(u64, f64)> = Vec::new();
-        let mut values = self.falling.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>();
+        let mut values = self.descending.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>();
         values.dedup();
         for value in values {
-            let share = self.refused_by(value);
+            let share = self.refused_share(value);
             points.push((value, share));
             if share > most {
                 break;
             }
         }
         points.reverse();
-        let sparse = points.len().div_ceil(CURVE).max(1);
+        let sparse = points.len().div_ceil(MAX_CURVE_POINTS).max(1);
         let last = points.last().copied();
         let mut points: Vec<_> = points.into_iter().step_by(sparse).collect();
         points.extend(last.filter(|last| points.last() != Some(last)));
@@ -288,9 +298,9 @@ mod tests {
     use super::*;
 
     /// Asks for every key in turn at its moments, in seconds; gives the meter and the exact peaks.
-    fn measured(kind: Kind, calls: &[(u64, u64)], most: usize) -> Meter {
-        let limits = Limits::of_one(Limit::new(kind));
-        let mut meter = Meter::with(&limits, most);
+    fn measured(kind: LimitKind, calls: &[(u64, u64)], most: usize) -> Meter {
+        let limits = Limits::with_limit(Limit::new(kind));
+        let mut meter = Meter::with_max_peaks(&limits, most);
         let store = Memory::new(Arc::new(limits.clone()), Memory::MAX_BYTES);
         for (key, second) in calls {
             let mut batch = Batch::new(0);
@@ -300,9 +310,9 @@ mod tests {
             );
             batch.push(Op::new(LimitId::FIRST, Verb::Take, key, 1)).unwrap();
             let outcomes = store.apply_now(&batch, Time::from_secs(1_000_000 + second));
-            meter.count(&batch, &limits, &outcomes, &store);
+            meter.record(&batch, &limits, &outcomes, &store);
         }
-        meter.settle();
+        meter.flush();
         meter
     }
 
@@ -323,7 +333,7 @@ mod tests {
     }
 
     fn calls(seed: u64, keys: u64, count: usize) -> Vec<(u64, u64)> {
-        let mut random = crate::random::Stream::seed_from_u64(seed);
+        let mut random = crate::random::SimRng::seed_from_u64(seed);
         let mut second = 0;
         (0..count)
             .map(|_| {
@@ -343,16 +353,16 @@ mod tests {
         #[test]
         fn peaks_and_values_are_those_of_an_exact_count(seed in any::<u64>(), keys in 20_u64..300) {
             let calls = calls(seed, keys, 3000);
-            let window = Window::new(5, Span::from_secs(30), ENTRIES).unwrap();
-            let found = measured(Kind::Window(window), &calls, MAX_PEAKS).peaks(LimitId::FIRST).unwrap();
+            let window = Window::new(5, Span::from_secs(30), MIN_WINDOW_ENTRIES).unwrap();
+            let found = measured(LimitKind::Window(window), &calls, MAX_PEAKS).peaks(LimitId::FIRST).unwrap();
             let exact = exact(&calls, 30);
-            prop_assert_eq!(found.falling.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>(), exact.clone());
+            prop_assert_eq!(found.descending.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>(), exact.clone());
             for share in [0.5, 0.1, 0.01, 0.0] {
-                let value = found.value_for(share);
+                let value = found.smallest_value_for_share(share);
                 let refused = |value| exact.iter().filter(|peak| **peak > value).count() as f64 / exact.len() as f64;
                 prop_assert!(refused(value) <= share);
                 prop_assert!(value == 0 || refused(value - 1) > share, "{} is not the least for {}", value, share);
-                prop_assert_eq!(found.refused_by(value), refused(value));
+                prop_assert_eq!(found.refused_share(value), refused(value));
             }
         }
     }
@@ -360,14 +370,14 @@ mod tests {
     #[test]
     fn a_sample_within_its_bound_is_fair() {
         let calls = calls(7, 20_000, 60_000);
-        let window = Window::new(5, Span::from_secs(3600), ENTRIES).unwrap();
-        let meter = measured(Kind::Window(window), &calls, 2000);
-        assert!(meter.peaks.len() <= 2000 && meter.level >= 3, "{} {}", meter.peaks.len(), meter.level);
+        let window = Window::new(5, Span::from_secs(3600), MIN_WINDOW_ENTRIES).unwrap();
+        let meter = measured(LimitKind::Window(window), &calls, 2000);
+        assert!(meter.peaks.len() <= 2000 && meter.sample_level >= 3, "{} {}", meter.peaks.len(), meter.sample_level);
         let (found, exact) = (meter.peaks(LimitId::FIRST).unwrap(), exact(&calls, 3600));
         let keys = exact.len() as f64;
-        assert!((found.keys() as f64 / keys - 1.0).abs() < 0.1, "{} of {keys}", found.keys());
+        assert!((found.key_count() as f64 / keys - 1.0).abs() < 0.1, "{} of {keys}", found.key_count());
         for share in [0.5, 0.2, 0.05] {
-            let value = found.value_for(share);
+            let value = found.smallest_value_for_share(share);
             let refused = exact.iter().filter(|peak| **peak > value).count() as f64 / keys;
             let below = exact.iter().filter(|peak| **peak > value.saturating_sub(1)).count() as f64 / keys;
             assert!(
@@ -375,28 +385,28 @@ mod tests {
                 "{share}: {value} refuses {refused}, one less {below}"
             );
         }
-        assert!(!found.is_whole());
+        assert!(!found.is_complete());
     }
 
     #[test]
     fn a_rate_is_measured_by_its_burst_and_a_quota_by_its_period() {
         let rate = Rate::new(1, Span::from_secs(1), 1).unwrap();
         let calls: Vec<(u64, u64)> = [0, 0, 0, 1, 2, 10, 10].into_iter().map(|second| (1, second)).collect();
-        let peaks = measured(Kind::Rate(rate), &calls, 10).peaks(LimitId::FIRST).unwrap();
-        assert_eq!((peaks.highest(), peaks.refused_by(2), peaks.refused_by(3)), (3, 1.0, 0.0));
+        let peaks = measured(LimitKind::Rate(rate), &calls, 10).peaks(LimitId::FIRST).unwrap();
+        assert_eq!((peaks.highest(), peaks.refused_share(2), peaks.refused_share(3)), (3, 1.0, 0.0));
         let quota: Quantity = "2 per hour".parse().unwrap();
         let calls: Vec<(u64, u64)> = [0, 1, 7200, 7201, 7202].into_iter().map(|second| (1, second)).collect();
-        let peaks = measured(quota.kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).unwrap();
+        let peaks = measured(quota.to_limit_kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).unwrap();
         assert_eq!(peaks.highest(), 3);
         let flights: Quantity = "2 in flight".parse().unwrap();
-        assert!(measured(flights.kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).is_none());
+        assert!(measured(flights.to_limit_kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).is_none());
     }
 
     #[test]
     fn a_curve_falls_from_many_to_none() {
-        let peaks = Peaks { falling: (0..10_000_u32).rev().map(|peak| peak / 10).collect(), level: 0 };
+        let peaks = Peaks { descending: (0..10_000_u32).rev().map(|peak| peak / 10).collect(), sample_level: 0 };
         let curve = peaks.curve(0.1);
-        assert!(curve.len() <= CURVE + 1);
+        assert!(curve.len() <= MAX_CURVE_POINTS + 1);
         assert!(curve.windows(2).all(|two| two[0].0 < two[1].0 && two[0].1 > two[1].1), "{curve:?}");
         assert_eq!(curve.last(), Some(&(999, 0.0)));
         assert!(curve[0].1 > 0.1 && curve[0].1 < 0.11, "{:?}", curve[0]);

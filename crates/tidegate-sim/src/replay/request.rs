@@ -8,16 +8,16 @@ use tidegate_core::Time;
 
 /// What a line says.
 #[derive(Debug, PartialEq)]
-pub(super) enum Said<'l> {
-    Request(Request<'l>),
+pub(super) enum ParsedLine<'l> {
+    Request(LoggedRequest<'l>),
     /// That something came which was no request: a handshake at the wrong port, a line without path.
-    Other,
+    NotARequest,
 }
 
 /// A request.
 #[derive(Debug, PartialEq)]
-pub(super) struct Request<'l> {
-    pub(super) at: Time,
+pub(super) struct LoggedRequest<'l> {
+    pub(super) time: Time,
     pub(super) peer: Option<IpAddr>,
     pub(super) method: Cow<'l, str>,
     /// With its query string, without scheme and host.
@@ -29,22 +29,22 @@ pub(super) struct Request<'l> {
 
 /// Why a line can't be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
+pub enum LineError {
     /// It is neither JSON nor in the common or combined log format.
     #[error("neither JSON nor the common or combined log format")]
-    Form,
+    UnknownFormat,
     /// It begins like JSON and isn't.
     #[error("not JSON")]
-    Json,
+    InvalidJson,
     /// It says no time, or none that can be read.
     #[error("no time that can be read")]
-    Time,
+    InvalidTime,
     /// Its client is no address: a name, for one.
     #[error("the client isn't an IP address")]
-    Address,
+    InvalidAddress,
     /// Its path isn't UTF-8.
     #[error("not UTF-8")]
-    Encoding,
+    InvalidUtf8,
     /// It is longer than [`MAX_LINE`](super::MAX_LINE).
     #[error("longer than 64 KiB")]
     TooLong,
@@ -52,37 +52,37 @@ pub enum Broken {
 
 /// The headers that a policy looks at, in which those of one line are gathered.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Headers {
+pub(super) struct HeaderCollector {
     wanted: Vec<HeaderName>,
-    pub(super) found: HeaderMap,
+    pub(super) values: HeaderMap,
     /// Which of the wanted ones any line had.
     seen: Vec<bool>,
 }
 
-impl Headers {
-    pub(super) fn wanting(wanted: Vec<HeaderName>) -> Self {
+impl HeaderCollector {
+    pub(super) fn for_names(wanted: Vec<HeaderName>) -> Self {
         let seen = vec![false; wanted.len()];
-        Self { wanted, found: HeaderMap::new(), seen }
+        Self { wanted, values: HeaderMap::new(), seen }
     }
 
-    pub(super) fn none_wanted(&self) -> bool {
+    pub(super) fn wants_none(&self) -> bool {
         self.wanted.is_empty()
     }
 
     pub(super) fn clear(&mut self) {
         if !self.wanted.is_empty() {
-            self.found.clear();
+            self.values.clear();
         }
     }
 
     /// Takes note of a header if it is wanted. `-` and nothing are what logs write for one that isn't there.
-    pub(super) fn offer(&mut self, name: &str, value: &[u8]) {
+    pub(super) fn add_if_wanted(&mut self, name: &str, value: &[u8]) {
         let place = self.wanted.iter().position(|wanted| wanted.as_str().eq_ignore_ascii_case(name));
         if let Some(place) = place
             && !matches!(value, b"" | b"-")
             && let Ok(value) = HeaderValue::from_bytes(value)
         {
-            self.found.append(self.wanted[place].clone(), value);
+            self.values.append(self.wanted[place].clone(), value);
             self.seen[place] = true;
         }
     }
@@ -94,13 +94,13 @@ impl Headers {
 }
 
 /// An address, with a port or without.
-pub(super) fn address(text: &str) -> Option<IpAddr> {
+pub(super) fn parse_address(text: &str) -> Option<IpAddr> {
     let bare = || text.strip_prefix('[')?.strip_suffix(']')?.parse().ok();
     text.parse().ok().or_else(|| text.parse::<SocketAddr>().ok().map(|found| found.ip())).or_else(bare)
 }
 
 /// Method and target of a request line, if it is one (RFC 9112 §3).
-pub(super) fn request_line<'l>(line: &Cow<'l, str>) -> Option<(Cow<'l, str>, Cow<'l, str>)> {
+pub(super) fn parse_request_line<'l>(line: &Cow<'l, str>) -> Option<(Cow<'l, str>, Cow<'l, str>)> {
     let (method, rest) = line.split_once(' ')?;
     let (target, version) = rest.rsplit_once(' ')?;
     if !is_method(method) || !version.starts_with("HTTP/") || target.is_empty() {
@@ -122,7 +122,7 @@ pub(super) fn is_method(text: &str) -> bool {
 
 /// What stands for a request's path, and its host if the target names one: `/x?y`, `*`, `http://host/x?y` or, of a
 /// `CONNECT`, `host:port` (RFC 9112 §3.2).
-pub(super) fn path_of(target: Cow<'_, str>) -> (Cow<'_, str>, Option<String>) {
+pub(super) fn split_target(target: Cow<'_, str>) -> (Cow<'_, str>, Option<String>) {
     if target.starts_with('/') || target == "*" {
         return (target, None);
     }
@@ -148,7 +148,7 @@ mod tests {
             ("-", None),
             ("", None),
         ] {
-            assert_eq!(address(text), expected.map(|text| text.parse().unwrap()), "{text}");
+            assert_eq!(parse_address(text), expected.map(|text| text.parse().unwrap()), "{text}");
         }
     }
 
@@ -162,7 +162,7 @@ mod tests {
             ("http://example.com?b", "/?b", Some("example.com")),
             ("example.com:443", "/", Some("example.com:443")),
         ] {
-            assert_eq!(path_of(Cow::Borrowed(target)), (path.into(), host.map(str::to_owned)), "{target}");
+            assert_eq!(split_target(Cow::Borrowed(target)), (path.into(), host.map(str::to_owned)), "{target}");
         }
     }
 }

@@ -9,18 +9,18 @@ const WIDTHS: [u64; 10] = [1, 5, 15, 60, 300, 900, 3600, 21_600, 86_400, 604_800
 
 /// Requests of an interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Interval {
+pub struct IntervalCounts {
     /// Let through.
     pub admitted: u64,
     /// Refused because a limit was full.
-    pub by_limit: u64,
+    pub refused_by_limit: u64,
     /// Refused because a block lived.
-    pub by_block: u64,
+    pub refused_by_block: u64,
     /// Refused because the client is on the deny list.
-    pub by_list: u64,
+    pub refused_by_deny_list: u64,
 }
 
-impl Interval {
+impl IntervalCounts {
     /// All requests.
     pub fn requests(&self) -> u64 {
         self.admitted + self.refused()
@@ -28,14 +28,14 @@ impl Interval {
 
     /// Those that were refused.
     pub fn refused(&self) -> u64 {
-        self.by_limit + self.by_block + self.by_list
+        self.refused_by_limit + self.refused_by_block + self.refused_by_deny_list
     }
 
-    fn add(&mut self, other: &Self) {
+    fn merge(&mut self, other: &Self) {
         self.admitted += other.admitted;
-        self.by_limit += other.by_limit;
-        self.by_block += other.by_block;
-        self.by_list += other.by_list;
+        self.refused_by_limit += other.refused_by_limit;
+        self.refused_by_block += other.refused_by_block;
+        self.refused_by_deny_list += other.refused_by_deny_list;
     }
 }
 
@@ -43,45 +43,45 @@ impl Interval {
 #[derive(Clone, Debug)]
 pub struct Timeline {
     /// Seconds.
-    width: u64,
+    width_seconds: u64,
     /// When the first begins, in widths.
-    first: u64,
-    intervals: Vec<Interval>,
+    first_index: u64,
+    intervals: Vec<IntervalCounts>,
 }
 
 impl Default for Timeline {
     fn default() -> Self {
-        Self { width: WIDTHS[0], first: 0, intervals: Vec::new() }
+        Self { width_seconds: WIDTHS[0], first_index: 0, intervals: Vec::new() }
     }
 }
 
 impl Timeline {
     /// How long an interval is.
     pub fn width(&self) -> Span {
-        Span::from_secs(self.width)
+        Span::from_secs(self.width_seconds)
     }
 
     /// When the first begins: a whole multiple of the width.
-    pub fn begins(&self) -> Time {
-        Time::from_secs(self.first.saturating_mul(self.width))
+    pub fn start(&self) -> Time {
+        Time::from_secs(self.first_index.saturating_mul(self.width_seconds))
     }
 
     /// The intervals, none left out.
-    pub fn intervals(&self) -> &[Interval] {
+    pub fn intervals(&self) -> &[IntervalCounts] {
         &self.intervals
     }
 
     /// The interval that a moment is in. What is before the first counts in the first.
-    pub(super) fn at(&mut self, now: Time) -> &mut Interval {
+    pub(super) fn interval_at(&mut self, now: Time) -> &mut IntervalCounts {
         let second = now.as_micros() / 1_000_000;
         if self.intervals.is_empty() {
-            self.first = second / self.width;
+            self.first_index = second / self.width_seconds;
         }
         loop {
-            let place = (second / self.width).saturating_sub(self.first) as usize;
+            let place = (second / self.width_seconds).saturating_sub(self.first_index) as usize;
             if place < MAX_INTERVALS {
                 if place >= self.intervals.len() {
-                    self.intervals.resize(place + 1, Interval::default());
+                    self.intervals.resize(place + 1, IntervalCounts::default());
                 }
                 return &mut self.intervals[place];
             }
@@ -90,16 +90,19 @@ impl Timeline {
     }
 
     fn widen(&mut self) {
-        let next = WIDTHS.into_iter().find(|width| *width > self.width).unwrap_or(self.width.saturating_mul(10));
-        let factor = next / self.width;
-        let first = self.first / factor;
-        let mut wider: Vec<Interval> = Vec::new();
-        for (place, interval) in (self.first..).zip(&self.intervals) {
+        let next = WIDTHS
+            .into_iter()
+            .find(|width| *width > self.width_seconds)
+            .unwrap_or(self.width_seconds.saturating_mul(10));
+        let factor = next / self.width_seconds;
+        let first = self.first_index / factor;
+        let mut wider: Vec<IntervalCounts> = Vec::new();
+        for (place, interval) in (self.first_index..).zip(&self.intervals) {
             let place = (place / factor - first) as usize;
-            wider.resize(place + 1, Interval::default());
-            wider[place].add(interval);
+            wider.resize(place + 1, IntervalCounts::default());
+            wider[place].merge(interval);
         }
-        (self.width, self.first, self.intervals) = (next, first, wider);
+        (self.width_seconds, self.first_index, self.intervals) = (next, first, wider);
     }
 }
 
@@ -118,10 +121,10 @@ mod tests {
             for step in steps {
                 second += step;
                 seconds.push(second);
-                timeline.at(Time::from_secs(second)).admitted += 1;
+                timeline.interval_at(Time::from_secs(second)).admitted += 1;
             }
             prop_assert!(timeline.intervals().len() <= MAX_INTERVALS);
-            let (width, begins) = (timeline.width, timeline.first * timeline.width);
+            let (width, begins) = (timeline.width_seconds, timeline.first_index * timeline.width_seconds);
             for (place, interval) in timeline.intervals().iter().enumerate() {
                 let from = begins + place as u64 * width;
                 let expected = seconds.iter().filter(|second| (from..from + width).contains(second)).count();
@@ -133,9 +136,12 @@ mod tests {
     #[test]
     fn what_is_before_the_first_counts_in_it() {
         let mut timeline = Timeline::default();
-        timeline.at(Time::from_secs(100)).admitted += 1;
-        timeline.at(Time::from_secs(50)).by_list += 1;
-        assert_eq!(timeline.intervals(), [Interval { admitted: 1, by_list: 1, ..Interval::default() }]);
-        assert_eq!((timeline.begins(), timeline.width()), (Time::from_secs(100), Span::from_secs(1)));
+        timeline.interval_at(Time::from_secs(100)).admitted += 1;
+        timeline.interval_at(Time::from_secs(50)).refused_by_deny_list += 1;
+        assert_eq!(
+            timeline.intervals(),
+            [IntervalCounts { admitted: 1, refused_by_deny_list: 1, ..IntervalCounts::default() }]
+        );
+        assert_eq!((timeline.start(), timeline.width()), (Time::from_secs(100), Span::from_secs(1)));
     }
 }

@@ -12,41 +12,41 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, FontDesc, FontFamily, FontStyle, ShapeStyle, TextStyle};
 
 use super::theme::{AXIS, Colour, GRID, MUTED, TEXT};
-use crate::tally::Point;
+use crate::stats::CallSample;
 
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub(super) type DrawError = DrawingAreaErrorKind<<SVGBackend<'static> as plotters::backend::DrawingBackend>::ErrorType>;
-type Drawn = Result<(), DrawError>;
-type Context<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+type DrawResult = Result<(), DrawError>;
+type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// A unit of an axis: its name, and how much of what is drawn it is.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Unit {
+pub(super) struct AxisUnit {
     pub(super) name: &'static str,
-    pub(super) size: f64,
+    pub(super) seconds: f64,
 }
 
-impl Unit {
+impl AxisUnit {
     /// The unit in which the longest of some times, in seconds, is a number that people like to read.
-    pub(super) fn of_time(longest: f64) -> Self {
+    pub(super) fn for_seconds(longest: f64) -> Self {
         let units = [(7200.0 * 24.0, "d", 86_400.0), (7200.0, "h", 3600.0), (300.0, "min", 60.0), (1.0, "s", 1.0)];
         let found = units.into_iter().find(|(least, ..)| longest >= *least);
-        found.map_or(Self { name: "ms", size: 1e-3 }, |(_, name, size)| Self { name, size })
+        found.map_or(Self { name: "ms", seconds: 1e-3 }, |(_, name, size)| Self { name, seconds: size })
     }
 }
 
 /// What stands around a chart.
 #[derive(Clone, Debug)]
-pub(super) struct Frame<'a> {
+pub(super) struct ChartConfig<'a> {
     pub(super) title: &'a str,
-    pub(super) x: (f64, String),
-    pub(super) y: (f64, String),
-    pub(super) legend: &'a [(&'a str, Colour, Mark)],
+    pub(super) x_axis: (f64, String),
+    pub(super) y_axis: (f64, String),
+    pub(super) legend: &'a [(&'a str, Colour, SeriesMark)],
 }
 
 /// How a legend shows a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mark {
+pub(super) enum SeriesMark {
     Line,
     Dot,
     Cross,
@@ -54,7 +54,7 @@ pub(super) enum Mark {
 
 /// A line of a chart.
 #[derive(Clone, Debug)]
-pub(super) struct Line {
+pub(super) struct ChartLine {
     pub(super) colour: Colour,
     pub(super) points: Vec<(f64, f64)>,
     /// In pixels.
@@ -62,17 +62,17 @@ pub(super) struct Line {
 }
 
 /// How wide most lines are.
-pub(super) const THIN: u32 = 2;
+pub(super) const THIN_LINE: u32 = 2;
 /// How wide one is that is to be seen on both sides of another on top of it.
-pub(super) const WIDE: u32 = 6;
+pub(super) const WIDE_LINE: u32 = 6;
 
-pub(super) fn text(size: i32, colour: Colour) -> TextStyle<'static> {
+pub(super) fn text_style(size: i32, colour: Colour) -> TextStyle<'static> {
     FontDesc::new(FontFamily::SansSerif, f64::from(size), FontStyle::Normal).color(&colour.light)
 }
 
 /// Lines over each other.
-pub(super) fn lines(area: &Area<'_>, frame: &Frame<'_>, lines: &[Line]) -> Drawn {
-    let mut chart = framed(area, frame)?;
+pub(super) fn draw_lines(area: &Area<'_>, frame: &ChartConfig<'_>, lines: &[ChartLine]) -> DrawResult {
+    let mut chart = build_chart(area, frame)?;
     for line in lines {
         let style = ShapeStyle { color: line.colour.light.to_rgba(), filled: false, stroke_width: line.width };
         chart.draw_series(LineSeries::new(line.points.iter().copied(), style))?;
@@ -81,29 +81,30 @@ pub(super) fn lines(area: &Area<'_>, frame: &Frame<'_>, lines: &[Line]) -> Drawn
 }
 
 /// A dot or a cross for each call.
-pub(super) fn calls(
+pub(super) fn draw_calls(
     area: &Area<'_>,
-    frame: &Frame<'_>,
-    points: &[Point],
-    units: (Unit, Unit),
-    mark: impl Fn(&Point) -> (Colour, Mark),
-) -> Drawn {
-    let mut chart = framed(area, frame)?;
-    let place = |point: &Point| {
+    frame: &ChartConfig<'_>,
+    points: &[CallSample],
+    units: (AxisUnit, AxisUnit),
+    mark: impl Fn(&CallSample) -> (Colour, SeriesMark),
+) -> DrawResult {
+    let mut chart = build_chart(area, frame)?;
+    let place = |point: &CallSample| {
         let secs = |span: tidegate_core::Span| span.as_micros() as f64 / 1e6;
-        (secs(point.at) / units.0.size, secs(point.delay) / units.1.size)
+        (secs(point.ended_at) / units.0.seconds, secs(point.delay) / units.1.seconds)
     };
-    let (dots, crosses): (Vec<&Point>, Vec<&Point>) = points.iter().partition(|point| mark(point).1 == Mark::Dot);
+    let (dots, crosses): (Vec<&CallSample>, Vec<&CallSample>) =
+        points.iter().partition(|point| mark(point).1 == SeriesMark::Dot);
     chart.draw_series(dots.iter().map(|point| Circle::new(place(point), 2, mark(point).0.light.mix(0.75).filled())))?;
     chart.draw_series(crosses.iter().map(|point| Cross::new(place(point), 2, mark(point).0.light.stroke_width(1))))?;
     Ok(())
 }
 
-fn framed<'a, 'b>(area: &'a Area<'b>, frame: &Frame<'_>) -> Result<Context<'a, 'b>, DrawError> {
-    area.draw(&Text::new(frame.title.to_owned(), (12, 8), text(14, TEXT)))?;
-    legend(area, (12, 30), frame.legend)?;
+fn build_chart<'a, 'b>(area: &'a Area<'b>, frame: &ChartConfig<'_>) -> Result<Chart<'a, 'b>, DrawError> {
+    area.draw(&Text::new(frame.title.to_owned(), (12, 8), text_style(14, TEXT)))?;
+    draw_legend(area, (12, 30), frame.legend)?;
     let top = if frame.legend.is_empty() { 34 } else { 52 };
-    let (x_most, y_most) = (frame.x.0, frame.y.0);
+    let (x_most, y_most) = (frame.x_axis.0, frame.y_axis.0);
     let mut chart = ChartBuilder::on(area)
         .margin_top(top)
         .margin_right(18)
@@ -117,29 +118,33 @@ fn framed<'a, 'b>(area: &'a Area<'b>, frame: &Frame<'_>) -> Result<Context<'a, '
         .light_line_style(GRID.light.mix(0.0))
         .bold_line_style(GRID.light)
         .axis_style(AXIS.light)
-        .label_style(text(12, MUTED))
-        .axis_desc_style(text(12, MUTED))
+        .label_style(text_style(12, MUTED))
+        .axis_desc_style(text_style(12, MUTED))
         .x_labels(7)
         .y_labels(5)
-        .x_label_formatter(&|value| shown(*value, x_most))
-        .y_label_formatter(&|value| shown(*value, y_most))
-        .x_desc(frame.x.1.as_str())
-        .y_desc(frame.y.1.as_str())
+        .x_label_formatter(&|value| format_axis_value(*value, x_most))
+        .y_label_formatter(&|value| format_axis_value(*value, y_most))
+        .x_desc(frame.x_axis.1.as_str())
+        .y_desc(frame.y_axis.1.as_str())
         .draw()?;
     Ok(chart)
 }
 
 /// Names of series beside their marks, in one line.
-pub(super) fn legend(area: &Area<'_>, (mut x, y): (i32, i32), entries: &[(&str, Colour, Mark)]) -> Drawn {
-    let style = text(12, MUTED).pos(Pos::new(HPos::Left, VPos::Center));
+pub(super) fn draw_legend(
+    area: &Area<'_>,
+    (mut x, y): (i32, i32),
+    entries: &[(&str, Colour, SeriesMark)],
+) -> DrawResult {
+    let style = text_style(12, MUTED).pos(Pos::new(HPos::Left, VPos::Center));
     let middle = y + 6;
     for (name, colour, mark) in entries {
         match mark {
-            Mark::Line => {
+            SeriesMark::Line => {
                 area.draw(&PathElement::new([(x, middle), (x + 18, middle)], colour.light.stroke_width(3)))?
             }
-            Mark::Dot => area.draw(&Circle::new((x + 9, middle), 4, colour.light.filled()))?,
-            Mark::Cross => area.draw(&Cross::new((x + 9, middle), 4, colour.light.stroke_width(2)))?,
+            SeriesMark::Dot => area.draw(&Circle::new((x + 9, middle), 4, colour.light.filled()))?,
+            SeriesMark::Cross => area.draw(&Cross::new((x + 9, middle), 4, colour.light.stroke_width(2)))?,
         }
         area.draw(&Text::new((*name).to_owned(), (x + 24, middle), style.clone()))?;
         let (width, _) = area.estimate_text_size(name, &style)?;
@@ -149,12 +154,12 @@ pub(super) fn legend(area: &Area<'_>, (mut x, y): (i32, i32), entries: &[(&str, 
 }
 
 /// A rule across the page.
-pub(super) fn rule(area: &Area<'_>, y: i32, width: i32) -> Drawn {
+pub(super) fn draw_rule(area: &Area<'_>, y: i32, width: i32) -> DrawResult {
     area.draw(&Rectangle::new([(12, y), (width - 12, y + 1)], GRID.light.filled()))
 }
 
 /// A number of an axis that goes up to `most`.
-fn shown(value: f64, most: f64) -> String {
+fn format_axis_value(value: f64, most: f64) -> String {
     let value = if value.abs() < most * 1e-9 { 0.0 } else { value };
     match most {
         most if most >= 20_000.0 => format!("{:.0}k", value / 1000.0),
@@ -165,6 +170,6 @@ fn shown(value: f64, most: f64) -> String {
 }
 
 /// A little above the largest of some numbers, so that lines keep off the frame; `least` at the least.
-pub(super) fn headroom(numbers: impl IntoIterator<Item = f64>, least: f64) -> f64 {
+pub(super) fn axis_max(numbers: impl IntoIterator<Item = f64>, least: f64) -> f64 {
     numbers.into_iter().fold(least, f64::max) * 1.08
 }

@@ -1,8 +1,8 @@
 //! A report as one page that needs no network.
 
 use super::Report;
-use super::picture::{Heading, PictureError, escaped, svg};
-use super::table::{COLUMNS, loads};
+use super::picture::{Heading, PictureError, escape_xml, report_svg};
+use super::table::{COLUMNS, load_lines};
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;--ground:#fff;--text:#1f2328;--muted:#59636e;--line:#e4e7eb}\
@@ -15,12 +15,12 @@ th,td{padding:4px 10px;border-bottom:1px solid var(--line);text-align:right;whit
 th{color:var(--muted);font-weight:500}th:first-child,td:first-child{text-align:left}\
 svg{display:block;width:100%;height:auto}";
 
-pub(super) fn html(report: &Report) -> Result<String, PictureError> {
-    let title = escaped(&report.title);
-    let about = escaped(&report.about);
+pub(super) fn to_html(report: &Report) -> Result<String, PictureError> {
+    let title = escape_xml(&report.title);
+    let about = escape_xml(&report.about);
     let heads: String = COLUMNS
         .iter()
-        .map(|column| format!("<th scope=\"col\" title=\"{}\">{}</th>", escaped(column.meaning), column.head))
+        .map(|column| format!("<th scope=\"col\" title=\"{}\">{}</th>", escape_xml(column.meaning), column.title))
         .collect();
     let mut tables = String::new();
     for runs in report.runs.chunk_by(|one, other| one.case == other.case) {
@@ -28,26 +28,26 @@ pub(super) fn html(report: &Report) -> Result<String, PictureError> {
         let case = if case.is_empty() { "strategy" } else { case };
         tables.push_str(&format!(
             "<div><table><thead><tr><th scope=\"col\">{}</th>{heads}</tr></thead><tbody>",
-            escaped(case)
+            escape_xml(case)
         ));
         for run in runs {
             let cells: String =
-                COLUMNS.iter().map(|column| format!("<td>{}</td>", escaped(&column.cell(run)))).collect();
-            tables.push_str(&format!("<tr><td>{}</td>{cells}</tr>", escaped(&run.strategy)));
-            for line in loads(run) {
+                COLUMNS.iter().map(|column| format!("<td>{}</td>", escape_xml(&column.cell(run)))).collect();
+            tables.push_str(&format!("<tr><td>{}</td>{cells}</tr>", escape_xml(&run.strategy)));
+            for line in load_lines(run) {
                 let columns = COLUMNS.len() + 1;
-                tables.push_str(&format!("<tr><td colspan=\"{columns}\">{}</td></tr>", escaped(&line)));
+                tables.push_str(&format!("<tr><td colspan=\"{columns}\">{}</td></tr>", escape_xml(&line)));
             }
         }
         tables.push_str("</tbody></table></div>");
     }
-    let picture = svg(report, Heading::Elsewhere)?;
+    let picture = report_svg(report, Heading::Omitted)?;
     let foot = format!("seed {}; pictures show the first trial", report.seed);
-    Ok(page(&title, &format!("<p>{about}</p>{tables}{picture}<p>{foot}</p>")))
+    Ok(html_page(&title, &format!("<p>{about}</p>{tables}{picture}<p>{foot}</p>")))
 }
 
 /// A page of this title, which is escaped already, as its body is.
-pub(super) fn page(title: &str, body: &str) -> String {
+pub(super) fn html_page(title: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
          content=\"width=device-width\"><title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>\

@@ -1,28 +1,28 @@
 //! What a replay has found, as words, numbers and pictures.
 
-mod grid;
 mod json;
 mod picture;
+mod tables;
 
-use super::html::page;
-use super::picture::{PictureError, escaped};
+use super::html::html_page;
+use super::picture::{PictureError, escape_xml};
 use crate::replay::Findings;
 
 impl Findings {
     /// Tables for a terminal.
     pub fn table(&self) -> String {
-        let grids = grid::grids(self);
-        let mut text = format!("{}\n", grid::summary(self).join("\n"));
+        let grids = tables::all_tables(self);
+        let mut text = format!("{}\n", tables::summary_lines(self).join("\n"));
         for grid in grids {
             text.push('\n');
-            text.push_str(&grid.text());
+            text.push_str(&grid.to_text());
         }
         text
     }
 
     /// All that was found, as JSON.
     pub fn json(&self) -> String {
-        json::json(self)
+        json::findings_json(self)
     }
 
     /// The pictures, light or dark as their reader prefers.
@@ -30,7 +30,7 @@ impl Findings {
     /// # Errors
     /// They couldn't be drawn.
     pub fn svg(&self) -> Result<String, PictureError> {
-        picture::svg(self)
+        picture::findings_svg(self)
     }
 
     /// A page of pictures and tables that needs no network, light or dark as its reader prefers.
@@ -39,9 +39,10 @@ impl Findings {
     /// The pictures couldn't be drawn.
     pub fn html(&self) -> Result<String, PictureError> {
         let names: Vec<&str> = self.policies.iter().map(|policy| policy.name.as_str()).collect();
-        let title = escaped(&format!("Replay of {}", names.join(" and ")));
-        let lines: String = grid::summary(self).iter().map(|line| format!("{}<br>", escaped(line))).collect();
-        let tables: String = grid::grids(self).iter().map(grid::Grid::html).collect();
-        Ok(page(&title, &format!("<p>{lines}</p>{}{tables}", picture::svg(self)?)))
+        let title = escape_xml(&format!("Replay of {}", names.join(" and ")));
+        let lines: String =
+            tables::summary_lines(self).iter().map(|line| format!("{}<br>", escape_xml(line))).collect();
+        let tables: String = tables::all_tables(self).iter().map(tables::FindingsTable::to_html).collect();
+        Ok(html_page(&title, &format!("<p>{lines}</p>{}{tables}", picture::findings_svg(self)?)))
     }
 }

@@ -21,7 +21,7 @@ const fn colour(light: u32, dark: u32) -> Colour {
     Colour { light: rgb(light), dark: rgb(dark) }
 }
 
-pub(super) const GROUND: Colour = colour(0xff_ffff, 0x14_171c);
+pub(super) const BACKGROUND: Colour = colour(0xff_ffff, 0x14_171c);
 pub(super) const TEXT: Colour = colour(0x1f_2328, 0xe6_e9ee);
 pub(super) const MUTED: Colour = colour(0x59_636e, 0xa3_adb8);
 pub(super) const GRID: Colour = colour(0xe4_e7eb, 0x2b_3139);
@@ -36,7 +36,8 @@ pub(super) const SKY: Colour = colour(0x56_b4e9, 0x7c_c8f2);
 pub(super) const GREY: Colour = colour(0x7a_7a7a, 0xb4_b4b4);
 pub(super) const INK: Colour = colour(0x33_3b45, 0xf4_f6f8);
 
-const ALL: [Colour; 13] = [GROUND, TEXT, MUTED, GRID, AXIS, BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, INK];
+const ALL: [Colour; 13] =
+    [BACKGROUND, TEXT, MUTED, GRID, AXIS, BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, INK];
 
 /// Colours for strategies that are drawn over each other, in order; further ones begin anew.
 pub(super) const SERIES: [Colour; 8] = [VERMILLION, BLUE, ORANGE, GREEN, PURPLE, SKY, GREY, INK];

@@ -6,10 +6,10 @@
 //! process goes by the monotonic clock, which is never set. A later opening whose clock says that what was set aside
 //! still counts takes it up again.
 
-use tidegate_core::batch::{Ask, Terms};
-use tidegate_core::penalty::Record;
+use tidegate_core::batch::{BatchContext, OpContext};
+use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::state::Usage;
-use tidegate_core::{Key, Limit, LimitId, Op, Span, State, Time, Verb};
+use tidegate_core::{Key, KeyState, Limit, LimitId, Op, Span, Time, Verb};
 
 /// The time that a state stays past its end.
 pub(super) const KEPT: Span = Span::from_secs(7 * 86_400);
@@ -22,14 +22,14 @@ const CLOSELY: Span = Span::from_secs(3_600);
 /// A key's rows, decoded.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    pub state: Option<State>,
-    pub aside: Option<State>,
+    pub state: Option<KeyState>,
+    pub aside: Option<KeyState>,
 }
 
 impl Kept {
     /// The same with what counts at an opening at `now` as the state, and true if that is another arrangement.
     pub(super) fn arranged(self, limit: &Limit, now: Time) -> (Self, bool) {
-        let counts = |state: &State| state.idle_at(limit) > now;
+        let counts = |state: &KeyState| state.idle_at(limit) > now;
         let alone = |state| Self { state: Some(state), aside: None };
         match (self.state, self.aside) {
             (Some(state), None) if counts(&state) => (alone(state), false),
@@ -51,9 +51,9 @@ impl Kept {
 
 /// Two states that count at `now`, the clock being set back: of a quota the nearer period, with the other to come; else one
 /// state with what is stricter of each. The later block holds in any case.
-fn both(state: State, aside: State, limit: &Limit, now: Time) -> Kept {
-    let record = later_block(state.record(), aside.record(), limit, now);
-    let with_record = |state: &State| State::new(state.usage().clone(), record);
+fn both(state: KeyState, aside: KeyState, limit: &Limit, now: Time) -> Kept {
+    let record = later_block(state.penalty_record(), aside.penalty_record(), limit, now);
+    let with_record = |state: &KeyState| KeyState::new(state.usage().clone(), record);
     if let (Usage::Quota(own), Usage::Quota(other)) = (state.usage(), aside.usage()) {
         let (own, other) = (*own, *other);
         if other.period == own.period {
@@ -64,28 +64,28 @@ fn both(state: State, aside: State, limit: &Limit, now: Time) -> Kept {
         let (nearer, further) = if is_nearer { (aside, state) } else { (state, aside) };
         return Kept { state: Some(with_record(&nearer)), aside: Some(further) };
     }
-    let remaining = |state: &State| {
+    let remaining = |state: &KeyState| {
         let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
-        let bare = State::new(state.usage().clone(), Record::default());
-        bare.peek(&Ask { op: &op, limit, terms: Terms::default(), now }).remaining
+        let bare = KeyState::new(state.usage().clone(), PenaltyRecord::default());
+        bare.peek(&OpContext { op: &op, limit, batch: BatchContext::default(), now }).remaining
     };
     let stricter = if remaining(&aside) < remaining(&state) { &aside } else { &state };
     Kept { state: Some(with_record(stricter)), aside: None }
 }
 
-fn later_block(own: &Record, other: &Record, limit: &Limit, now: Time) -> Record {
-    let Some(penalty) = limit.penalty() else { return Record::default() };
+fn later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, now: Time) -> PenaltyRecord {
+    let Some(penalty) = limit.penalty() else { return PenaltyRecord::default() };
     let [own, other] = [own, other].map(|record| {
         let mut record = *record;
         // A block of a clock that was ahead lasts from now.
-        penalty.settle(&mut record, now);
+        penalty.refresh(&mut record, now);
         record
     });
-    if other.until > own.until { other } else { own }
+    if other.blocked_until > own.blocked_until { other } else { own }
 }
 
 /// The beginning of the period that a quota's state counts.
-pub(super) fn period(state: &State) -> Option<Time> {
+pub(super) fn period(state: &KeyState) -> Option<Time> {
     match state.usage() {
         Usage::Quota(ledger) => Some(ledger.period.start),
         _ => None,

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use tidegate_core::state::Usage;
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, State, Time, Verb};
+use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb};
 
 use super::aside::{Kept, period};
 use super::disk::{Encoded, Rows, begin_value, row, set_aside};
@@ -77,7 +77,7 @@ impl Plan {
 
     /// True of a quota.
     pub(super) fn counts_periods(&self, id: LimitId) -> bool {
-        self.shards.limits().get(id).is_some_and(|limit| matches!(limit.kind(), Kind::Quota(_)))
+        self.shards.limits().get(id).is_some_and(|limit| matches!(limit.kind(), LimitKind::Quota(_)))
     }
 
     /// Takes in what the file keeps of a key. False if it can't be read.
@@ -209,27 +209,27 @@ impl Plan {
 }
 
 /// True if anything of a quota is used in its period.
-fn counts_any(state: &State) -> bool {
+fn counts_any(state: &KeyState) -> bool {
     matches!(state.usage(), Usage::Quota(ledger) if ledger.used > 0)
 }
 
 /// True if an encoded state counts another period of a quota than the one that began then.
 fn is_of_another(encoded: &[u8], began: Time) -> bool {
-    State::decode(encoded).and_then(|state| period(&state)).is_some_and(|own| own != began)
+    KeyState::decode(encoded).and_then(|state| period(&state)).is_some_and(|own| own != began)
 }
 
 /// A key's rows as states of this limit. `None` if it can't be read.
 fn decoded(encoded: Encoded<'_>, limit: &Limit) -> Option<Kept> {
     let state = |encoded: Option<&[u8]>| match encoded {
         None => Some(None),
-        Some(encoded) => State::decode(encoded).map(|state| of_limit(state, limit)),
+        Some(encoded) => KeyState::decode(encoded).map(|state| of_limit(state, limit)),
     };
     let [own, aside] = encoded;
     Some(Kept { state: state(own)?, aside: state(aside)? })
 }
 
 /// A row's value.
-fn value(state: &State, limit: &Limit) -> Vec<u8> {
+fn value(state: &KeyState, limit: &Limit) -> Vec<u8> {
     let mut value = Vec::new();
     begin_value(state.idle_at(limit), &mut value);
     state.encode(&mut value);
@@ -248,17 +248,17 @@ fn place(id: LimitId, of_key: u64) -> (usize, u64) {
 }
 
 /// The state as one of this limit, if it is one: another policy may have meant something else by its name.
-fn of_limit(state: State, limit: &Limit) -> Option<State> {
+fn of_limit(state: KeyState, limit: &Limit) -> Option<KeyState> {
     let same = matches!(
         (limit.kind(), state.usage()),
         (_, Usage::None)
-            | (Kind::Window(_), Usage::Window(_))
-            | (Kind::Rate(_), Usage::Rate(_))
-            | (Kind::Quota(_), Usage::Quota(_))
-            | (Kind::Concurrency(_), Usage::Concurrency(_))
-            | (Kind::Cooldown(_), Usage::Cooldown(_))
-            | (Kind::Pace(_), Usage::Pace(_))
+            | (LimitKind::Window(_), Usage::Window(_))
+            | (LimitKind::Rate(_), Usage::Rate(_))
+            | (LimitKind::Quota(_), Usage::Quota(_))
+            | (LimitKind::Concurrency(_), Usage::Concurrency(_))
+            | (LimitKind::Cooldown(_), Usage::Cooldown(_))
+            | (LimitKind::Pace(_), Usage::Pace(_))
     );
-    let record = limit.penalty().map(|_| *state.record()).unwrap_or_default();
-    same.then(|| State::new(state.usage().clone(), record))
+    let record = limit.penalty().map(|_| *state.penalty_record()).unwrap_or_default();
+    same.then(|| KeyState::new(state.usage().clone(), record))
 }

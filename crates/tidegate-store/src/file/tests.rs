@@ -13,7 +13,7 @@ use redb::backends::FileBackend;
 use redb::{BackendError, StorageBackend};
 use tidegate_core::batch::Outcome;
 use tidegate_core::{
-    Batch, Key, Kind, Limit, LimitId, Limits, Op, Penalty, PenaltySpec, Span, Time, Verb, Verdict, Window,
+    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Span, Time, Verb, Verdict, Window,
 };
 
 use super::disk::{Disk, builder};
@@ -92,7 +92,7 @@ impl Faults {
 
 fn store(journal: &Arc<Journal>) -> FileStore {
     let window = Window::new(100, Span::from_secs(3600), 128).unwrap();
-    let limits = Limits::of_one(Limit::new(Kind::Window(window)));
+    let limits = Limits::with_limit(Limit::new(LimitKind::Window(window)));
     FileStore::new(Arc::new(limits), 1 << 20, journal, at(0)).unwrap()
 }
 
@@ -101,7 +101,7 @@ fn at(millis: u64) -> Time {
 }
 
 fn batch(verb: Verb) -> Batch {
-    Batch::one(1, Op::new(LimitId::FIRST, verb, Key::new(1, 0x1234_5678_9abc_def0), 1))
+    Batch::with_op(1, Op::new(LimitId::FIRST, verb, Key::new(1, 0x1234_5678_9abc_def0), 1))
 }
 
 fn ask(store: &FileStore, verb: Verb, now: Time) -> Answer<super::Later> {
@@ -249,14 +249,14 @@ async fn a_full_disk_doesnt_hide_refusals() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
     let journal = faults.journal(&folder.path().join("refuses"), Flush::Always);
-    let window = || Kind::Window(Window::new(1, Span::from_secs(3600), 8).unwrap());
+    let window = || LimitKind::Window(Window::new(1, Span::from_secs(3600), 8).unwrap());
     let penalty = Penalty::new(PenaltySpec::default(), Span::from_secs(3600)).unwrap();
     let limits =
-        Limits::new(vec![Limit::new(window()).tagged(1), Limit::new(window()).tagged(2).with_penalty(penalty)]);
+        Limits::new(vec![Limit::new(window()).with_tag(1), Limit::new(window()).with_tag(2).with_penalty(penalty)]);
     let kept = FileStore::new(Arc::new(limits.unwrap()), 1 << 20, &journal, at(0)).unwrap();
     let take = |limit: usize, key: u64, now| {
         let limit = LimitId::from_index(limit).unwrap();
-        kept.apply(&Batch::one(1, Op::new(limit, Verb::Take, Key::new(1, key << 48 | key), 1)), now)
+        kept.apply(&Batch::with_op(1, Op::new(limit, Verb::Take, Key::new(1, key << 48 | key), 1)), now)
     };
     for key in [1, 2] {
         for limit in [0, 1] {

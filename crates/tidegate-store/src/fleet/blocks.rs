@@ -65,7 +65,7 @@ enum Standing {
 impl Block {
     fn new(batch: &Batch, outcomes: &Outcomes, until_end: Span, sent: Time, standing: Standing) -> Self {
         let answers = batch.ops().iter().copied().zip(outcomes.list().iter().copied()).collect();
-        let (ends, affinity) = (sent + until_end, batch.terms().affinity);
+        let (ends, affinity) = (sent + until_end, batch.context().affinity);
         Self { sent, until: ends, ends, decided: outcomes.now(), answers, affinity, standing }
     }
 
@@ -92,7 +92,7 @@ impl Block {
             }
             Some((_, outcome)) if outcome.verdict.refuses() && outcome.retry_at > now => *outcome,
             Some((_, outcome)) => Outcome { verdict: Verdict::Admitted, retry_at: now, ..*outcome },
-            None => Outcome::plain(Verdict::Admitted, now),
+            None => Outcome::without_limit(Verdict::Admitted, now),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Slices of limits, taken in one trip and spent here.
 //!
 //! A slice is charged before any of it is spent, and counts until its lease has ended: a window records it at the
-//! lease's end ([`Batch::ahead`]), so that no call counts before it is made. It is spent for as long as this node's clock
+//! lease's end ([`Batch::with_lead`]), so that no call counts before it is made. It is spent for as long as this node's clock
 //! has run since it was asked for; what is left then is given back. A crash loses a slice and never mints one.
 
 use std::cmp::Ordering;
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arrayvec::ArrayVec;
 use foldhash::fast::RandomState;
 use tidegate_core::batch::{MAX_OPS, Outcome};
-use tidegate_core::{Batch, Key, Kind, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tidegate_core::{Batch, Key, LeaseSpec, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
@@ -111,9 +111,9 @@ impl Leases {
             let counts = limit.counts_refused() || limit.penalty().is_some();
             let fits = op.verb == Verb::Take && op.cost == cost && cost > 0 && !counts;
             let age = match limit.kind() {
-                Kind::Window(_) | Kind::Rate(_) => limit.lead(max_age),
-                Kind::Quota(_) => max_age,
-                Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => return None,
+                LimitKind::Window(_) | LimitKind::Rate(_) => limit.lead(max_age),
+                LimitKind::Quota(_) => max_age,
+                LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => return None,
             };
             if !fits || limit.is_shadow() {
                 return None;
@@ -223,7 +223,7 @@ impl Slice {
         if left == 0 {
             return None;
         }
-        let mut batch = Batch::new(0).charged_at(self.told.outcomes.now()).counted_at(self.counted_at);
+        let mut batch = Batch::new(0).with_charged_at(self.told.outcomes.now()).with_counted_at(self.counted_at);
         batch.set_affinity(self.affinity);
         for &(limit, key) in places {
             batch.push(Op::new(limit, Verb::Refund, key, left)).expect("invariant: as many as were taken together");
@@ -278,7 +278,7 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
     let (mut size, lease) = (errand.size, errand.lease);
     let cost = batch.ops()[0].cost;
     while size >= cost.saturating_mul(2) {
-        let wanted = batch.part(batch.ops().iter().map(|op| Op { cost: size, ..*op })).ahead(lease);
+        let wanted = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
         let sent = node.clock.now();
         let Ok(outcomes) = node.ask(&wanted, sent).await else { break };
         let room = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);
@@ -287,10 +287,10 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
             // A quota's slice is of the period that it was taken in.
             let ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {
                 let kind = node.leases.limits.get(op.limit)?.kind();
-                matches!(kind, Kind::Quota(_)).then(|| outcome.reset_at.since(decided))
+                matches!(kind, LimitKind::Quota(_)).then(|| outcome.reset_at.since(decided))
             });
             let until = sent + ends.min().unwrap_or(Span::MAX).min(lease);
-            let affinity = batch.terms().affinity;
+            let affinity = batch.context().affinity;
             let told = Told { sent, until, outcomes };
             let slice = Slice { left: size - cost, told, counted_at: decided + lease, affinity };
             let outcomes = slice.outcomes(sent);

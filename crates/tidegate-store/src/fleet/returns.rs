@@ -7,7 +7,9 @@
 use std::sync::Arc;
 
 use tidegate_core::batch::MAX_OPS;
-use tidegate_core::{Batch, Key, Kind, Limit, LimitError, LimitId, Limits, Op, Outcome, Outcomes, Penalty, Span, Time};
+use tidegate_core::{
+    Batch, Key, Limit, LimitError, LimitId, LimitKind, Limits, Op, Outcome, Outcomes, Penalty, Span, Time,
+};
 use tidegate_core::{Verb, Window};
 
 use super::Node;
@@ -20,7 +22,7 @@ const TAG: u64 = 0x7265_7365_7473_2121;
 pub(super) fn limit<'a>(limits: impl Iterator<Item = &'a Limit>) -> Result<Option<Limit>, LimitError> {
     let longest = limits.filter_map(Limit::penalty).map(Penalty::cap).max();
     let window = longest.map(|longest| Window::new(1, longest, 1)).transpose()?;
-    Ok(window.map(|window| Limit::new(Kind::Window(window)).tagged(TAG)))
+    Ok(window.map(|window| Limit::new(LimitKind::Window(window)).with_tag(TAG)))
 }
 
 /// The times of resets, as the store keeps them.
@@ -33,7 +35,7 @@ pub(super) struct Resets {
 impl Resets {
     pub(super) fn new(limits: Arc<Limits>) -> Self {
         let kept = limits.iter().filter(|(id, _)| limits.tag(*id) == TAG).find_map(|(id, limit)| match limit.kind() {
-            Kind::Window(window) => Some((id, window.window())),
+            LimitKind::Window(window) => Some((id, window.window())),
             _ => None,
         });
         Self { limits, kept }
@@ -58,7 +60,7 @@ impl Resets {
         batch.ops().chunks(MAX_OPS / 2).map(move |ops| {
             let resets = ops.iter().filter(|op| op.verb == Verb::Reset);
             let notes = resets.filter_map(|op| self.op(Verb::Debit, op.limit, op.key));
-            (batch.part(ops.iter().copied().chain(notes)), ops.len())
+            (batch.with_ops(ops.iter().copied().chain(notes)), ops.len())
         })
     }
 }
@@ -96,7 +98,7 @@ impl Node {
     pub(super) async fn bring_back(&self, known: &mut Known) -> Result<Returned, StoreError> {
         let Known { limit, key, affinity, .. } = *known;
         let one = |op: Op| {
-            let mut batch = Batch::new(0).part([op].into_iter().chain(self.resets.op(Verb::Peek, limit, key)));
+            let mut batch = Batch::new(0).with_ops([op].into_iter().chain(self.resets.op(Verb::Peek, limit, key)));
             batch.set_affinity(affinity);
             batch
         };
@@ -123,12 +125,12 @@ impl Node {
             return Ok(Returned::Known);
         }
         let parole = u32::try_from(known.parole).unwrap_or(u32::MAX);
-        let penalise = Op::new(limit, Verb::Penalise { strikes, parole }, key, left.as_micros());
+        let penalise = Op::new(limit, Verb::RestorePenalty { strikes, parole }, key, left.as_micros());
         let done = self.ask_only(&one(penalise), now).await?;
         let since = self.clock.now().since(asked_at);
         if self.last_reset(&done).is_some_and(|reset| done.now().since(reset) <= since) {
             // It was reset between the two questions.
-            let mut reset = Batch::one(0, Op::new(limit, Verb::Reset, key, 1));
+            let mut reset = Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1));
             reset.set_affinity(affinity);
             self.ask_only(&reset, self.clock.now()).await?;
             return Ok(Returned::Reset);

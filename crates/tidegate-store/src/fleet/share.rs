@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use tidegate_core::batch::{Against, Ask, Outcome};
+use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
 use tidegate_core::state::Usage;
 use tidegate_core::{
-    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Quota, Rate, State, Time, Verb, Verdict,
-    Window,
+    Batch, Concurrency, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Rate, Time, Verb,
+    Verdict, Window,
 };
 
 use super::returns::Known;
@@ -116,12 +116,12 @@ impl Local {
             }
         }
         let limits = self.memory.limits();
-        let mut against = Against::default();
-        against.add(batch, limits, &outcomes);
+        let mut against = RefusalSummary::default();
+        against.add_part(batch, limits, &outcomes);
         let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             let Some(limit) = limits.get(op.limit) else { continue };
-            let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && against.charges(limit, outcome);
+            let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && against.is_charged(limit, outcome);
             let is_struck = op.verb == Verb::Take && outcome.verdict == Verdict::Refused && outcome.block_until > now;
             let is_news = is_charged
                 || is_struck
@@ -131,11 +131,11 @@ impl Local {
                 );
             let place = (op.limit, op.key);
             let known = untold.contains_key(&place);
-            let is_over = |quota: &Quota| batch.terms().charged_at < quota.period(now).start;
-            let is_over = matches!(limit.kind(), Kind::Quota(quota) if is_over(quota));
+            let is_over = |quota: &Quota| batch.context().charged_at < quota.period(now).start;
+            let is_over = matches!(limit.kind(), LimitKind::Quota(quota) if is_over(quota));
             if op.verb == Verb::Refund && known && !is_over || is_news && (known || untold.len() < UNTOLD) {
                 let untold = untold.entry(place).or_default();
-                untold.affinity = batch.terms().affinity;
+                untold.affinity = batch.context().affinity;
                 untold.was_reset |= op.verb == Verb::Reset;
                 if op.verb == Verb::Reset {
                     untold.strikes = 0;
@@ -154,7 +154,7 @@ impl Local {
 
     /// Forgets a key that was reset elsewhere.
     pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
-        self.memory.apply_now(&Batch::one(0, Op::new(limit, Verb::Reset, key, 1)), now);
+        self.memory.apply_now(&Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1)), now);
         self.untold.lock().unwrap_or_else(PoisonError::into_inner).remove(&(limit, key));
     }
 
@@ -190,14 +190,14 @@ impl Local {
         now: Time,
     ) -> impl Iterator<Item = Batch> + Send + use<> {
         let batch = move |holder, verb, cost| {
-            let mut batch = Batch::one(holder, Op::new(limit, verb, key, cost));
+            let mut batch = Batch::with_op(holder, Op::new(limit, verb, key, cost));
             batch.set_affinity(untold.affinity);
             batch
         };
         let peek = batch(0, Verb::Peek, 1);
         let met = self.memory.apply_now(&peek, now);
         let state = self.memory.state(&peek.ops()[0]);
-        let news = match state.as_ref().map(State::usage) {
+        let news = match state.as_ref().map(KeyState::usage) {
             Some(Usage::Cooldown(gate)) if gate.until.is_never() => vec![batch(0, Verb::Disable, 0)],
             // Of no generation that the store knows, so that it closes there for as long as here, and takes no further
             // step.
@@ -223,27 +223,27 @@ impl Local {
 
 /// A batch that holds the permits which another was to renew.
 pub(super) fn held(renew: &Batch) -> Batch {
-    renew.part(renew.ops().iter().filter(|op| op.verb == Verb::Renew).map(|op| Op { verb: Verb::Debit, ..*op }))
+    renew.with_ops(renew.ops().iter().filter(|op| op.verb == Verb::Renew).map(|op| Op { verb: Verb::Debit, ..*op }))
 }
 
 /// One of `nodes` equal shares of a limit, of 1 at the least unless the whole is 0.
 fn share(limit: &Limit, nodes: u64) -> Limit {
     let of = |whole: u64| if whole == 0 { 0 } else { (whole / nodes).max(1) };
     let kind = match limit.kind() {
-        Kind::Window(window) => Window::new(of(window.limit()), window.window(), window.entries())
-            .map(|share| Kind::Window(share.with_lead(window.lead()))),
-        Kind::Rate(rate) => {
+        LimitKind::Window(window) => Window::new(of(window.limit()), window.window(), window.entries())
+            .map(|share| LimitKind::Window(share.with_lead(window.lead()))),
+        LimitKind::Rate(rate) => {
             // The same calls over so many times the period, so that a slow rate isn't rounded away.
             let per = rate.per().times(nodes);
-            Rate::new(rate.count(), per, of(rate.burst())).map(Kind::Rate)
+            Rate::new(rate.count(), per, of(rate.burst())).map(LimitKind::Rate)
         }
-        Kind::Quota(quota) => quota.of_limit(of(quota.limit())).map(Kind::Quota),
-        Kind::Concurrency(concurrency) => {
-            Concurrency::new(of(concurrency.limit()), concurrency.lease()).map(Kind::Concurrency)
+        LimitKind::Quota(quota) => quota.with_limit(of(quota.limit())).map(LimitKind::Quota),
+        LimitKind::Concurrency(concurrency) => {
+            Concurrency::new(of(concurrency.limit()), concurrency.lease()).map(LimitKind::Concurrency)
         }
-        Kind::Cooldown(cooldown) => Ok(Kind::Cooldown(*cooldown)),
+        LimitKind::Cooldown(cooldown) => Ok(LimitKind::Cooldown(*cooldown)),
         // What the others are told meanwhile nobody knows: to each the pace is all of theirs.
-        Kind::Pace(pacer) => Ok(Kind::Pace(*pacer)),
+        LimitKind::Pace(pacer) => Ok(LimitKind::Pace(*pacer)),
     };
     // A share is within the bounds that the whole is; but a very slow rate can't be made slower.
     let kind = kind.unwrap_or_else(|_| limit.kind().clone());
@@ -252,13 +252,13 @@ fn share(limit: &Limit, nodes: u64) -> Limit {
 
 /// The answer for a call that is let through uncounted: that of keys never seen.
 pub(super) fn untouched(batch: &Batch, limits: &Limits, now: Time) -> Outcomes {
-    let terms = batch.terms();
+    let terms = batch.context();
     let outcomes = batch.ops().iter().map(|op| match limits.get(op.limit) {
         Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
-            let outcome = State::default().judge(&Ask { op, limit, terms, now });
+            let outcome = KeyState::default().evaluate(&OpContext { op, limit, batch: terms, now });
             Outcome { verdict: Verdict::Admitted, retry_at: now, ..outcome }
         }
-        _ => Outcome::plain(Verdict::Admitted, now),
+        _ => Outcome::without_limit(Verdict::Admitted, now),
     });
     Outcomes::new(now, outcomes)
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use foldhash::fast::RandomState;
-use tidegate_core::{LimitId, State, Time};
+use tidegate_core::{KeyState, LimitId, Time};
 
 use super::shard::limit_id;
 use super::shards::{Change, Notes, Shards};
@@ -65,7 +65,7 @@ impl Shards<Noted> {
         &self,
         shard: usize,
         changed: &mut Changed,
-        mut show: impl FnMut(u64, LimitId, Option<&State>),
+        mut show: impl FnMut(u64, LimitId, Option<&KeyState>),
     ) -> bool {
         let noting = &mut *self.lock(shard);
         if changed.noted.all && changed.read == changed.tags.len() {
@@ -98,7 +98,7 @@ impl Shards<Noted> {
     }
 
     /// Puts an entry where there is none, as if it had always been there.
-    pub(crate) fn restore(&self, shard: usize, tag: u64, state: State, now: Time) {
+    pub(crate) fn restore(&self, shard: usize, tag: u64, state: KeyState, now: Time) {
         self.lock(shard).shard.restore(tag, state, now, &self.about());
     }
 }

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use tidegate_core::batch::{Ask, Op, Outcome, Share, Terms, Verdict};
-use tidegate_core::penalty::Record;
-use tidegate_core::rate::Arrival;
+use tidegate_core::batch::{BatchContext, Op, OpContext, Outcome, ShareLevel, Verdict};
+use tidegate_core::penalty::PenaltyRecord;
+use tidegate_core::rate::ArrivalTime;
 use tidegate_core::state::Usage;
-use tidegate_core::window::Log;
-use tidegate_core::{ABOUT, Clock, Key, Kind, Limit, LimitId, Limits, Rate, Span, State, Time, Verb};
+use tidegate_core::window::WindowLog;
+use tidegate_core::{Clock, Key, KeyState, Limit, LimitId, LimitKind, Limits, MAX_NOW_SPREAD, Rate, Span, Time, Verb};
 
 use super::MemoryStats;
 use super::table::{CACHE_LINE, Outlook, Place, Slot, Table, prefetch};
@@ -35,7 +35,7 @@ const RECOUNT: Span = Span::from_secs(1);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Word {
     /// A rate's arrival time, with a clean record.
-    Arrival(Arrival),
+    Arrival(ArrivalTime),
     /// A window that admitted one call of cost 1 at this moment, with a clean record.
     Once(Time),
     /// The state at this index.
@@ -50,7 +50,7 @@ impl Word {
     #[inline]
     fn unpack(word: u64) -> Self {
         match word & !PAYLOAD {
-            0 => Self::Arrival(Arrival::from_bits(word)),
+            0 => Self::Arrival(ArrivalTime::from_bits(word)),
             ONCE => Self::Once(Time::from_micros(word & PAYLOAD)),
             _ => Self::State((word & PAYLOAD) as u32),
         }
@@ -69,7 +69,7 @@ impl Word {
 #[derive(Debug)]
 enum Cell {
     Free { next: Option<u32> },
-    Used(State),
+    Used(KeyState),
 }
 
 /// How many bytes a shard's parts may take.
@@ -85,9 +85,9 @@ pub(super) struct Room {
 
 impl Room {
     /// The bytes of blocked entries from which on no more keys that are shared like this are blocked.
-    fn of_blocks(&self, share: Share) -> usize {
+    fn of_blocks(&self, share: ShareLevel) -> usize {
         match share {
-            Share::Own => self.blocked,
+            ShareLevel::Own => self.blocked,
             _ => self.blocked + self.blocked / BEYOND,
         }
     }
@@ -127,7 +127,7 @@ pub(super) fn tag(op: &Op) -> u64 {
 }
 
 /// The bytes that an entry with this state takes.
-fn weight(state: &State) -> usize {
+fn weight(state: &KeyState) -> usize {
     size_of::<Cell>() + SLOT_BYTES + state.heap_bytes()
 }
 
@@ -192,8 +192,8 @@ impl Shard {
 
     /// Judges, and leaves in `hint` where the entry stood, which spares [`Shard::charge`] looking for it.
     #[inline]
-    pub(super) fn judge(&mut self, ask: &Ask<'_>, about: &About<'_>, hint: &mut usize) -> Outcome {
-        let &Ask { op, limit, now, .. } = ask;
+    pub(super) fn judge(&mut self, ask: &OpContext<'_>, about: &About<'_>, hint: &mut usize) -> Outcome {
+        let &OpContext { op, limit, now, .. } = ask;
         let found = self.find(tag(op));
         *hint = found.unwrap_or(usize::MAX);
         match found {
@@ -202,23 +202,25 @@ impl Shard {
                     if op.verb == Verb::Take {
                         self.losses.shared += 1;
                     }
-                    return Outcome::plain(Verdict::NoRoom, now);
+                    return Outcome::without_limit(Verdict::NoRoom, now);
                 }
                 match limit.kind() {
-                    Kind::Rate(rate) => Outcome::of(rate.look(Arrival::default(), op.cost, now), now),
-                    _ => State::default().judge(ask),
+                    LimitKind::Rate(rate) => {
+                        Outcome::from_status(rate.status(ArrivalTime::default(), op.cost, now), now)
+                    }
+                    _ => KeyState::default().evaluate(ask),
                 }
             }
             Some(at) => match (Word::unpack(self.table.word(at)), limit.kind()) {
-                (Word::Arrival(arrival), Kind::Rate(rate)) if op.verb == Verb::Take => {
+                (Word::Arrival(arrival), LimitKind::Rate(rate)) if op.verb == Verb::Take => {
                     let arrival = self.settled(at, arrival, rate, now);
-                    Outcome::of(rate.look(arrival, op.cost, now), now)
+                    Outcome::from_status(rate.status(arrival, op.cost, now), now)
                 }
-                (Word::State(index), _) if op.verb == Verb::Take => self.state(index).judge(ask),
+                (Word::State(index), _) if op.verb == Verb::Take => self.state(index).evaluate(ask),
                 (Word::State(index), _) => self.state(index).peek(ask),
                 (word, _) => {
                     let mut state = Self::unfold(word);
-                    let outcome = state.judge(ask);
+                    let outcome = state.evaluate(ask);
                     // A clock that stepped back makes the moment another one for good.
                     if op.verb == Verb::Take
                         && let (Word::Once(before), Usage::Window(log)) = (word, state.usage())
@@ -239,19 +241,19 @@ impl Shard {
         let tag = tag(op);
         let found = self.find(tag);
         if let Some(at) = found
-            && rate.runs_ahead_of(ABOUT)
+            && rate.can_take_between(MAX_NOW_SPREAD)
         {
-            let (earliest, latest) = clock.about();
-            let arrival = Arrival::from_bits(self.table.word(at));
-            if let Some(arrival) = rate.take_ahead(arrival, op.cost, (earliest, latest)) {
+            let (earliest, latest) = clock.now_bounds();
+            let arrival = ArrivalTime::from_bits(self.table.word(at));
+            if let Some(arrival) = rate.take_between(arrival, op.cost, (earliest, latest)) {
                 self.table.set_word(at, Word::Arrival(arrival).pack());
                 return (earliest, earliest);
             }
         }
         let now = clock.now();
         let arrival = match found {
-            Some(at) => self.settled(at, Arrival::from_bits(self.table.word(at)), rate, now),
-            None => Arrival::default(),
+            Some(at) => self.settled(at, ArrivalTime::from_bits(self.table.word(at)), rate, now),
+            None => ArrivalTime::default(),
         };
         let retry_at = rate.retry_at(arrival, op.cost, now);
         if retry_at <= now {
@@ -266,8 +268,8 @@ impl Shard {
 
     /// The arrival time as it counts now, which a clock that stepped back makes another one for good.
     #[inline]
-    fn settled(&mut self, at: usize, arrival: Arrival, rate: &Rate, now: Time) -> Arrival {
-        let settled = rate.settle(arrival, now);
+    fn settled(&mut self, at: usize, arrival: ArrivalTime, rate: &Rate, now: Time) -> ArrivalTime {
+        let settled = rate.refresh(arrival, now);
         if settled != arrival {
             self.table.set_word(at, Word::Arrival(settled).pack());
         }
@@ -275,11 +277,11 @@ impl Shard {
     }
 
     /// The state that a word stands for.
-    fn unfold(word: Word) -> State {
+    fn unfold(word: Word) -> KeyState {
         match word {
-            Word::Arrival(arrival) => State::new(Usage::Rate(arrival), Record::default()),
-            Word::Once(at) => State::new(Usage::Window(Log::once(at, 1)), Record::default()),
-            Word::State(_) => State::default(),
+            Word::Arrival(arrival) => KeyState::new(Usage::Rate(arrival), PenaltyRecord::default()),
+            Word::Once(at) => KeyState::new(Usage::Window(WindowLog::with_call(at, 1)), PenaltyRecord::default()),
+            Word::State(_) => KeyState::default(),
         }
     }
 
@@ -294,7 +296,7 @@ impl Shard {
         }
     }
 
-    pub(super) fn copy(&mut self, op: &Op) -> Option<State> {
+    pub(super) fn copy(&mut self, op: &Op) -> Option<KeyState> {
         let at = self.find(tag(op))?;
         Some(match Word::unpack(self.table.word(at)) {
             Word::State(index) => self.state(index).clone(),
@@ -302,7 +304,7 @@ impl Shard {
         })
     }
 
-    fn state(&mut self, index: u32) -> &mut State {
+    fn state(&mut self, index: u32) -> &mut KeyState {
         match &mut self.cells[index as usize] {
             Cell::Used(state) => state,
             Cell::Free { .. } => unreachable!("invariant: a word of the table names a used cell"),
@@ -311,32 +313,38 @@ impl Shard {
 
     /// Charges, and says whether that is remembered.
     #[inline]
-    pub(super) fn charge(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>, hint: usize) -> bool {
-        let &Ask { op, limit, now, .. } = ask;
+    pub(super) fn charge(
+        &mut self,
+        ask: &OpContext<'_>,
+        outcome: &mut Outcome,
+        about: &About<'_>,
+        hint: usize,
+    ) -> bool {
+        let &OpContext { op, limit, now, .. } = ask;
         let tag = tag(op);
         let found = if self.table.is_at(hint, tag) { Some(hint) } else { self.find(tag) };
         let word = found.map(|at| Word::unpack(self.table.word(at)));
         let folded = match (limit.kind(), word) {
-            (Kind::Rate(rate), None | Some(Word::Arrival(_))) => {
-                let before = if let Some(Word::Arrival(arrival)) = word { arrival } else { Arrival::default() };
+            (LimitKind::Rate(rate), None | Some(Word::Arrival(_))) => {
+                let before = if let Some(Word::Arrival(arrival)) = word { arrival } else { ArrivalTime::default() };
                 let arrival = rate.charge(before, op.cost, now);
-                outcome.spend(op.cost);
+                outcome.record_charge(op.cost);
                 outcome.reset_at = arrival.idle_at();
                 Some(Word::Arrival(arrival))
             }
-            (Kind::Window(window), None | Some(Word::Once(_))) if op.cost == 1 && ask.terms.lead.is_zero() => {
+            (LimitKind::Window(window), None | Some(Word::Once(_))) if op.cost == 1 && ask.batch.lead.is_zero() => {
                 let fresh = match word {
                     Some(Word::Once(at)) => now.since(at) >= window.window(),
                     _ => true,
                 };
                 if fresh {
-                    outcome.spend(1);
+                    outcome.record_charge(1);
                     outcome.reset_at = now + window.window();
                 }
                 fresh.then_some(Word::Once(now))
             }
             // A credential that was never throttled is nothing to remember, and neither is a pace that nobody told of a call.
-            (Kind::Cooldown(_) | Kind::Pace(_), None) => return false,
+            (LimitKind::Cooldown(_) | LimitKind::Pace(_), None) => return false,
             _ => None,
         };
         match (folded, found) {
@@ -355,19 +363,19 @@ impl Shard {
     }
 
     /// Takes a strike if the limit has a penalty for the call and there is room for its block, and says whether it has.
-    pub(super) fn strike(&mut self, ask: &Ask<'_>, outcome: &mut Outcome, about: &About<'_>) -> bool {
-        let &Ask { op, limit, now, .. } = ask;
-        if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share.takes_strikes() {
+    pub(super) fn strike(&mut self, ask: &OpContext<'_>, outcome: &mut Outcome, about: &About<'_>) -> bool {
+        let &OpContext { op, limit, now, .. } = ask;
+        if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
             return false;
         }
-        if self.is_crowded(about.room.of_blocks(op.share), now) {
+        if self.is_crowded(about.room.of_blocks(op.share_level), now) {
             self.losses.blocked += 1;
             return false;
         }
         let counted_at = self.counted_at;
         let mut newly_blocked = 0;
         self.alter(op, now, about, |state| {
-            if state.record().strikes == 0 || state.record().until <= counted_at {
+            if state.penalty_record().strikes == 0 || state.penalty_record().blocked_until <= counted_at {
                 newly_blocked = weight(state);
             }
             state.strike(ask, outcome);
@@ -380,7 +388,7 @@ impl Shard {
     /// counted anew.
     #[cold]
     pub(super) fn fits_block(&mut self, op: &Op, now: Time, about: &About<'_>) -> bool {
-        if self.is_crowded(about.room.of_blocks(op.share), now) {
+        if self.is_crowded(about.room.of_blocks(op.share_level), now) {
             self.losses.blocked += 1;
             return false;
         }
@@ -389,7 +397,7 @@ impl Shard {
     }
 
     /// Runs `change` on the key's whole state, making one if need be.
-    pub(super) fn alter(&mut self, op: &Op, now: Time, about: &About<'_>, change: impl FnOnce(&mut State)) {
+    pub(super) fn alter(&mut self, op: &Op, now: Time, about: &About<'_>, change: impl FnOnce(&mut KeyState)) {
         let tag = tag(op);
         if let Some(at) = self.find(tag) {
             let word = Word::unpack(self.table.word(at));
@@ -400,7 +408,9 @@ impl Shard {
             } else {
                 let mut state = Self::unfold(word);
                 change(&mut state);
-                if let (Usage::Rate(arrival), true) = (state.usage(), *state.record() == Record::default()) {
+                if let (Usage::Rate(arrival), true) =
+                    (state.usage(), *state.penalty_record() == PenaltyRecord::default())
+                {
                     self.table.set_word(at, Word::Arrival(*arrival).pack());
                     return;
                 }
@@ -411,17 +421,17 @@ impl Shard {
                 }
             }
         } else {
-            let mut state = State::default();
+            let mut state = KeyState::default();
             change(&mut state);
             self.put(tag, state, now, about);
         }
     }
 
     /// Puts a state where there is none. At the bound something goes for it, as for any other.
-    fn put(&mut self, tag: u64, state: State, now: Time, about: &About<'_>) {
+    fn put(&mut self, tag: u64, state: KeyState, now: Time, about: &About<'_>) {
         // Beside plain rates there may be no room for states at all.
         let word = match state.usage() {
-            _ if *state.record() != Record::default() => None,
+            _ if *state.penalty_record() != PenaltyRecord::default() => None,
             Usage::Rate(arrival) => Some(Word::Arrival(*arrival)),
             Usage::Window(log) if log.total() == 1 => log.iter().next().map(|slot| Word::Once(slot.at)),
             _ => None,
@@ -436,7 +446,7 @@ impl Shard {
         op: &Op,
         now: Time,
         about: &About<'_>,
-        change: impl FnOnce(&mut State),
+        change: impl FnOnce(&mut KeyState),
     ) -> bool {
         let exists = self.find(tag(op)).is_some();
         if exists {
@@ -452,7 +462,7 @@ impl Shard {
     }
 
     /// Runs `change` on a state; true if it holds more memory than before.
-    fn change(&mut self, index: u32, change: impl FnOnce(&mut State)) -> bool {
+    fn change(&mut self, index: u32, change: impl FnOnce(&mut KeyState)) -> bool {
         let state = self.state(index);
         let before = state.heap_bytes();
         change(state);
@@ -483,7 +493,7 @@ impl Shard {
         self.free_cell(word);
     }
 
-    fn allocate(&mut self, state: State, tag: u64, now: Time, about: &About<'_>) -> u32 {
+    fn allocate(&mut self, state: KeyState, tag: u64, now: Time, about: &About<'_>) -> u32 {
         self.make_room(size_of::<Cell>() + state.heap_bytes(), tag, now, about);
         self.heap += state.heap_bytes();
         match self.free {
@@ -506,7 +516,7 @@ impl Shard {
 
     /// Shows the state that an entry stands for, or nothing where there is none.
     #[cfg(feature = "file")]
-    pub(super) fn show(&self, tag: u64, show: impl FnOnce(Option<&State>)) {
+    pub(super) fn show(&self, tag: u64, show: impl FnOnce(Option<&KeyState>)) {
         match self.find(tag).map(|at| Word::unpack(self.table.word(at))) {
             None => show(None),
             Some(Word::State(index)) => match &self.cells[index as usize] {
@@ -537,12 +547,12 @@ impl Shard {
 
     /// Puts a state back that was kept elsewhere, where there is none.
     #[cfg(feature = "file")]
-    pub(super) fn restore(&mut self, tag: u64, state: State, now: Time, about: &About<'_>) {
+    pub(super) fn restore(&mut self, tag: u64, state: KeyState, now: Time, about: &About<'_>) {
         if self.find(tag).is_some() {
             return;
         }
-        if state.record().blocks(now) {
-            if self.is_crowded(about.room.of_blocks(Share::Near), now) {
+        if state.penalty_record().is_blocked(now) {
+            if self.is_crowded(about.room.of_blocks(ShareLevel::SmallNetwork), now) {
                 self.losses.blocked += 1;
                 return;
             }
@@ -644,11 +654,11 @@ impl Shard {
         if state.idle_at(limit) <= now {
             return Some(Worth::Idle);
         }
-        if state.record().blocks(now) {
+        if state.penalty_record().is_blocked(now) {
             return None;
         }
         let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
-        let outcome = state.judge(&Ask { op: &op, limit, terms: Terms::default(), now });
+        let outcome = state.evaluate(&OpContext { op: &op, limit, batch: BatchContext::default(), now });
         Some(match outcome.remaining {
             0 => Worth::Full,
             _ => Worth::Used(outcome.used.saturating_mul(1000) / outcome.limit.max(1)),
@@ -662,8 +672,8 @@ impl Shard {
         if op.must_fit {
             return false;
         }
-        if op.share.takes_strikes() {
-            return self.is_crowded(about.room.of_blocks(op.share), now);
+        if op.share_level.allows_strikes() {
+            return self.is_crowded(about.room.of_blocks(op.share_level), now);
         }
         let held = self.cells.capacity() * size_of::<Cell>() + self.heap;
         let is_full =
@@ -682,7 +692,7 @@ impl Shard {
     fn recounted(&mut self, now: Time) -> usize {
         if now.since(self.counted_at) >= RECOUNT || now < self.counted_at {
             let blocked = self.cells.iter().filter_map(|cell| match cell {
-                Cell::Used(state) if state.record().blocks(now) => Some(weight(state)),
+                Cell::Used(state) if state.penalty_record().is_blocked(now) => Some(weight(state)),
                 _ => None,
             });
             self.blocked = blocked.sum();
@@ -717,7 +727,7 @@ impl Shard {
         let Some(limit) = limit_of(limits, slot.tag) else { return true };
         match (Word::unpack(slot.word), limit.kind()) {
             (Word::Arrival(arrival), _) => arrival.idle_at() <= now,
-            (Word::Once(at), Kind::Window(window)) => now.since(at) >= window.window(),
+            (Word::Once(at), LimitKind::Window(window)) => now.since(at) >= window.window(),
             (Word::Once(_), _) => true,
             (Word::State(index), _) => match &self.cells[index as usize] {
                 Cell::Used(state) => state.idle_at(limit) <= now,

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arrayvec::ArrayVec;
-use tidegate_core::batch::{self, Ask, Cells, MAX_OPS, Op, Outcome, settle};
-use tidegate_core::{Batch, Clock, Key, Kind, Limits, Outcomes, State, Time, Verb, Verdict};
+use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute};
+use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
 
 use super::MemoryStats;
 use super::lock::{Lock, LockGuard};
@@ -77,7 +77,8 @@ impl<N: Notes> Shards<N> {
     /// Two to the power of `bits` shards, which together take `max_bytes`; less than 1 MiB counts as 1 MiB.
     pub(crate) fn new(limits: Arc<Limits>, max_bytes: usize, bits: u32) -> Self {
         let bytes = max_bytes >> bits;
-        let plain = limits.iter().all(|(_, limit)| matches!(limit.kind(), Kind::Rate(_)) && limit.penalty().is_none());
+        let plain =
+            limits.iter().all(|(_, limit)| matches!(limit.kind(), LimitKind::Rate(_)) && limit.penalty().is_none());
         // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
         let table = if plain { bytes } else { bytes / 3 };
         let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 };
@@ -105,7 +106,7 @@ impl<N: Notes> Shards<N> {
     }
 
     /// A copy of what is remembered of a key under a limit.
-    pub(crate) fn copy(&self, op: &Op) -> Option<State> {
+    pub(crate) fn copy(&self, op: &Op) -> Option<KeyState> {
         self.shards[self.shard(op.key)].0.lock().shard.copy(op)
     }
 
@@ -146,7 +147,7 @@ impl<N: Notes> Shards<N> {
     pub(crate) fn apply(&self, batch: &Batch, now: Time, change: &mut Change) -> Outcomes {
         let mut held = Held::new(self);
         held.lock_all(batch);
-        let outcomes = settle(batch, &self.limits, &mut held, now);
+        let outcomes = execute(batch, &self.limits, &mut held, now);
         change.add(held.change);
         outcomes
     }
@@ -157,7 +158,7 @@ impl<N: Notes> Shards<N> {
         let mut held = Held::new(self);
         held.lock_all(batch);
         let mut unchanged = Unchanged { held, would_change: false };
-        let outcomes = settle(batch, &self.limits, &mut unchanged, now);
+        let outcomes = execute(batch, &self.limits, &mut unchanged, now);
         (!unchanged.would_change).then_some(outcomes)
     }
 
@@ -188,10 +189,10 @@ impl Shards<Unnoted> {
     /// [`Memory::take`](crate::Memory::take).
     #[inline]
     pub(crate) fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
-        let Some(limit) = self.limits.get(op.limit) else { return Outcome::plain(Verdict::Admitted, now) };
+        let Some(limit) = self.limits.get(op.limit) else { return Outcome::without_limit(Verdict::Admitted, now) };
         let mut held = Held::new(self);
         held.lock(self.shard(op.key));
-        batch::take(op, limit, holder, &mut held, now)
+        batch::execute_take(op, limit, holder, &mut held, now)
     }
 
     /// [`Memory::turn`](crate::Memory::turn).
@@ -200,7 +201,7 @@ impl Shards<Unnoted> {
         match self.limits.get(op.limit) {
             Some(limit)
                 if limit.penalty().is_none()
-                    && let Kind::Rate(rate) = limit.kind() =>
+                    && let LimitKind::Rate(rate) = limit.kind() =>
             {
                 let index = self.shard(op.key);
                 self.outlooks[index].fetch(shard::tag(op));
@@ -273,9 +274,9 @@ impl<'a, N: Notes> Held<'a, N> {
     }
 }
 
-impl<N: Notes> Cells for Held<'_, N> {
+impl<N: Notes> BatchStates for Held<'_, N> {
     #[inline]
-    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
+    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
         let about = self.about;
         let mut hint = usize::MAX;
         let outcome = self.shard(ask.op).shard.judge(ask, &about, &mut hint);
@@ -284,20 +285,20 @@ impl<N: Notes> Cells for Held<'_, N> {
     }
 
     #[inline]
-    fn charge(&mut self, index: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn charge(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         let (about, hint) = (self.about, self.hints[index]);
         self.changing(ask.op, |shard| shard.charge(ask, outcome, &about, hint));
     }
 
-    fn strike(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn strike(&mut self, _: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         let about = self.about;
         self.changing(ask.op, |shard| shard.strike(ask, outcome, &about));
     }
 
-    fn alter(&mut self, _: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State)) {
+    fn modify(&mut self, _: usize, ask: &OpContext<'_>, make: bool, change: &mut dyn FnMut(&mut KeyState)) {
         let about = self.about;
         self.changing(ask.op, |shard| {
-            if matches!(ask.op.verb, Verb::Penalise { .. }) && !shard.fits_block(ask.op, ask.now, &about) {
+            if matches!(ask.op.verb, Verb::RestorePenalty { .. }) && !shard.fits_block(ask.op, ask.now, &about) {
                 return false;
             }
             if make {
@@ -308,7 +309,7 @@ impl<N: Notes> Cells for Held<'_, N> {
         });
     }
 
-    fn forget(&mut self, _: usize, op: &Op) {
+    fn reset(&mut self, _: usize, op: &Op) {
         // Noted even if there was none: what is kept elsewhere may still have it.
         self.changing(op, |shard| {
             shard.forget(op);
@@ -326,27 +327,27 @@ struct Unchanged<'a, N> {
 }
 
 #[cfg(feature = "file")]
-impl<N: Notes> Cells for Unchanged<'_, N> {
-    fn judge(&mut self, index: usize, ask: &Ask<'_>) -> Outcome {
-        self.held.judge(index, ask)
+impl<N: Notes> BatchStates for Unchanged<'_, N> {
+    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
+        self.held.evaluate(index, ask)
     }
 
-    fn charge(&mut self, _: usize, ask: &Ask<'_>, _: &mut Outcome) {
+    fn charge(&mut self, _: usize, ask: &OpContext<'_>, _: &mut Outcome) {
         // A credential that was never throttled is nothing to remember, and neither is a pace that was told of no call.
-        let is_nothing = matches!(ask.limit.kind(), Kind::Cooldown(_) | Kind::Pace(_))
+        let is_nothing = matches!(ask.limit.kind(), LimitKind::Cooldown(_) | LimitKind::Pace(_))
             && self.held.shard(ask.op).shard.copy(ask.op).is_none();
         self.would_change |= !is_nothing;
     }
 
-    fn strike(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn strike(&mut self, _: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         self.would_change |= ask.limit.penalty().is_some() && !outcome.retry_at.is_never();
     }
 
-    fn alter(&mut self, _: usize, _: &Ask<'_>, _: bool, _: &mut dyn FnMut(&mut State)) {
+    fn modify(&mut self, _: usize, _: &OpContext<'_>, _: bool, _: &mut dyn FnMut(&mut KeyState)) {
         self.would_change = true;
     }
 
-    fn forget(&mut self, _: usize, _: &Op) {
+    fn reset(&mut self, _: usize, _: &Op) {
         self.would_change = true;
     }
 }

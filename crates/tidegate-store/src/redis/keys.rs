@@ -1,6 +1,6 @@
 //! What things are called in the server.
 
-use tidegate_core::{Key, Kind};
+use tidegate_core::{Key, LimitKind};
 
 use crate::Reset;
 
@@ -44,14 +44,14 @@ impl Keys {
 
     /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and
     /// has a state of its own.
-    pub(super) fn write(&self, affinity: u64, tag: u64, kind: &Kind, key: Key, name: &mut Vec<u8>) {
+    pub(super) fn write(&self, affinity: u64, tag: u64, kind: &LimitKind, key: Key, name: &mut Vec<u8>) {
         let letter = match kind {
-            Kind::Window(_) => b'w',
-            Kind::Rate(_) => b'r',
-            Kind::Quota(_) => b'q',
-            Kind::Concurrency(_) => b'c',
-            Kind::Cooldown(_) => b'g',
-            Kind::Pace(_) => b'p',
+            LimitKind::Window(_) => b'w',
+            LimitKind::Rate(_) => b'r',
+            LimitKind::Quota(_) => b'q',
+            LimitKind::Concurrency(_) => b'c',
+            LimitKind::Cooldown(_) => b'g',
+            LimitKind::Pace(_) => b'p',
         };
         name.extend_from_slice(&self.prefix);
         name.push(b'{');
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn names_say_where_what_and_whose() {
         let keys = Keys::new("gate:");
-        let kind = Kind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
+        let kind = LimitKind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
         let name = |affinity| {
             let mut name = Vec::new();
             keys.write(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);

@@ -15,7 +15,7 @@ use redis::{
     AsyncConnectionConfig, Client, Cmd, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, ServerErrorKind,
     TlsCertificates, TlsMode, Value,
 };
-use tidegate_core::backoff::Waits;
+use tidegate_core::backoff::BackoffState;
 use tidegate_core::{Backoff, Span};
 use tokio::runtime::Handle;
 use tokio::sync::{broadcast, watch};
@@ -397,7 +397,7 @@ struct Attempts {
 
 impl Attempts {
     async fn run(self, waits_first: bool) {
-        let mut waits = Waits::default();
+        let mut waits = BackoffState::default();
         let mut random = SmallRng::from_rng(&mut rand::rng());
         let mut is_due = !waits_first;
         loop {

@@ -4,16 +4,18 @@ use std::time::Duration;
 
 use arrayvec::ArrayVec;
 use redis::Cmd;
-use tidegate_core::batch::{self, MAX_OPS, Terms};
-use tidegate_core::concurrency::{Permit, Permits};
+use tidegate_core::batch::{self, BatchContext, MAX_OPS};
+use tidegate_core::concurrency::{PermitLease, Permits};
 use tidegate_core::cooldown::Gate;
-use tidegate_core::pacer::{Growth, Mode, Tempo};
-use tidegate_core::penalty::Record;
-use tidegate_core::quota::{Ledger, Period};
-use tidegate_core::rate::Arrival;
+use tidegate_core::pacer::{PacerGrowth, PacerMode, PacerState};
+use tidegate_core::penalty::PenaltyRecord;
+use tidegate_core::quota::{Period, QuotaUsage};
+use tidegate_core::rate::ArrivalTime;
 use tidegate_core::state::Usage;
-use tidegate_core::window::{Log, Slot};
-use tidegate_core::{Batch, Kind, Limit, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, State, Time, Verb};
+use tidegate_core::window::{WindowLog, WindowSlot};
+use tidegate_core::{
+    Batch, KeyState, Limit, LimitKind, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, Time, Verb,
+};
 
 use super::keys::Keys;
 use super::script::{HEAD, Parts, kind_number, verb_number};
@@ -119,7 +121,7 @@ pub(super) struct Question<'a> {
     pub(super) keys: &'a Keys,
     pub(super) source: TimeSource,
     /// What stands against the call in other parts of its batch.
-    pub(super) elsewhere: batch::Against,
+    pub(super) elsewhere: batch::RefusalSummary,
 }
 
 /// None of the periods of a quota that were sent holds the server's present moment, and nothing was changed.
@@ -128,7 +130,7 @@ pub(super) struct Elsewhen(pub(super) Time);
 impl Question<'_> {
     /// The script that it is for.
     pub(super) fn parts(&self) -> Parts {
-        Parts::of(self.batch, self.limits, self.elsewhere == batch::Against::default())
+        Parts::of(self.batch, self.limits, self.elsewhere == batch::RefusalSummary::default())
     }
 
     /// The operations that a store has anything to do with.
@@ -151,7 +153,7 @@ impl Question<'_> {
     pub(super) fn parcel(&self, now: Time, around: Time) -> Parcel {
         let mut data = Vec::with_capacity((self.batch.ops().len() + 1) * ROOM);
         let mut ends = ArrayVec::new();
-        let affinity = self.batch.terms().affinity;
+        let affinity = self.batch.context().affinity;
         for (op, limit) in self.asked() {
             self.keys.write(affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut data);
             ends.push(data.len());
@@ -166,7 +168,7 @@ impl Question<'_> {
     }
 
     fn head(&self, now: Time) -> Packed {
-        let Terms { holder, counted_at, .. } = self.batch.terms();
+        let BatchContext { holder, counted_at, .. } = self.batch.context();
         let mut head = Packed::default();
         match self.source {
             TimeSource::Store => {
@@ -174,12 +176,17 @@ impl Question<'_> {
                 head.number(ROUNDED);
             }
             TimeSource::Caller => {
-                head.number(batch::judgeable(now).as_micros());
+                head.number(batch::clamp_now(now).as_micros());
                 head.number(KEPT);
             }
         }
         head.number(counted_at.as_micros());
-        let batch::Against { refused, blocked, watched_refused, watched_blocked } = self.elsewhere;
+        let batch::RefusalSummary {
+            enforced_refused: refused,
+            enforced_blocked: blocked,
+            any_refused: watched_refused,
+            any_blocked: watched_blocked,
+        } = self.elsewhere;
         let bits = [refused, blocked, watched_refused, watched_blocked].into_iter().rev();
         head.bytes(&[bits.fold(0, |byte, bit| byte << 1 | u8::from(bit))]);
         head.bytes(&holder.to_le_bytes());
@@ -189,13 +196,13 @@ impl Question<'_> {
     fn argument(&self, op: &Op, limit: &Limit, around: Time) -> Packed {
         let mut packed = Packed::default();
         let cost = match (limit.kind(), op.verb) {
-            (Kind::Cooldown(_), _) => Span::from_micros(op.cost).as_micros(),
-            (Kind::Pace(_), _) => op.cost.min(MOST),
+            (LimitKind::Cooldown(_), _) => Span::from_micros(op.cost).as_micros(),
+            (LimitKind::Pace(_), _) => op.cost.min(MOST),
             (_, Verb::Debit) => op.cost.min(MAX_COST),
             _ => op.cost.min(MOST),
         };
         let penalty = limit.penalty();
-        let waives = limit.kind().waives();
+        let waives = limit.kind().allows_parole();
         packed.bytes(&[
             kind_number(limit.kind()),
             verb_number(op.verb),
@@ -214,7 +221,7 @@ impl Question<'_> {
         } else {
             self.terms(op, limit, cost, around, &mut packed);
         }
-        if let Verb::Penalise { strikes, parole } = op.verb {
+        if let Verb::RestorePenalty { strikes, parole } = op.verb {
             packed.number(u64::from(strikes));
             packed.number(limit.kind().capacity().min(parole.into()));
         }
@@ -223,71 +230,71 @@ impl Question<'_> {
             packed.number(u64::from(penalty.factor()));
             packed.span(penalty.cap());
             packed.span(penalty.forgive_after());
-            packed.number(u64::from(penalty.last_strike()));
+            packed.number(u64::from(penalty.max_strikes()));
         }
         packed
     }
 
     /// What a limit says, as far as the operation depends on it.
     fn terms(&self, op: &Op, limit: &Limit, cost: u64, around: Time, packed: &mut Packed) {
-        let lead = if op.verb == Verb::Debit { Span::ZERO } else { limit.lead(self.batch.terms().lead) };
+        let lead = if op.verb == Verb::Debit { Span::ZERO } else { limit.lead(self.batch.context().lead) };
         match limit.kind() {
-            Kind::Window(window) => {
+            LimitKind::Window(window) => {
                 packed.number(window.limit());
                 packed.span(window.window());
                 packed.number(u64::from(window.entries()));
-                packed.number(window.physical() as u64);
-                packed.span(window.lateness());
+                packed.number(window.slot_capacity() as u64);
+                packed.span(window.max_lateness());
                 packed.span(window.lead());
                 packed.span(lead);
             }
-            Kind::Rate(rate) => {
-                packed.units(rate.step(cost));
-                packed.units(rate.refill());
+            LimitKind::Rate(rate) => {
+                packed.units(rate.cost_units(cost));
+                packed.units(rate.refill_units());
                 packed.number(rate.burst());
-                packed.units(rate.step(1));
+                packed.units(rate.cost_units(1));
                 packed.span(lead);
             }
-            Kind::Quota(quota) => {
+            LimitKind::Quota(quota) => {
                 packed.number(quota.limit());
                 for bound in bounds(quota, around) {
                     packed.number(bound.as_micros());
                 }
                 if op.verb == Verb::Refund {
-                    packed.number(self.batch.terms().charged_at.as_micros());
+                    packed.number(self.batch.context().charged_at.as_micros());
                 }
             }
-            Kind::Concurrency(concurrency) => {
+            LimitKind::Concurrency(concurrency) => {
                 packed.number(concurrency.limit());
                 packed.span(concurrency.lease());
             }
-            Kind::Cooldown(cooldown) => {
+            LimitKind::Cooldown(cooldown) => {
                 packed.span(cooldown.base);
                 packed.span(cooldown.cap);
                 packed.span(cooldown.stagger);
                 packed.span(cooldown.released_for());
                 packed.span(cooldown.remembered());
                 packed.number(match op.verb {
-                    Verb::Throttle { generation } | Verb::Succeed { generation } => u64::from(generation),
+                    Verb::Throttle { generation } | Verb::Success { generation } => u64::from(generation),
                     _ => 0,
                 });
             }
-            Kind::Pace(pacer) => {
+            LimitKind::Pace(pacer) => {
                 let spec = pacer.spec();
-                packed.span(pacer.remembered());
+                packed.span(pacer.retention());
                 packed.nanos(spec.initial);
                 packed.nanos(spec.max);
-                packed.number(pacer.summit());
+                packed.number(pacer.max_before_jitter());
                 let (up, down) = match spec.growth {
-                    Growth::Exponential { up, down } => (up, down),
-                    Growth::Linear => (0, 0),
+                    PacerGrowth::Exponential { up, down } => (up, down),
+                    PacerGrowth::Linear => (0, 0),
                 };
                 packed.number(u64::from(up));
                 packed.number(u64::from(down));
                 packed.number(u64::from(spec.randomization));
                 packed.nanos(spec.max_randomization);
                 packed.number(u64::from(spec.successes));
-                packed.number(u64::from(spec.mode == Mode::Steady));
+                packed.number(u64::from(spec.mode == PacerMode::Steady));
                 let (failed, draw) = match op.verb {
                     Verb::Pace { failed, draw } => (failed, draw),
                     _ => (false, 0),
@@ -301,67 +308,69 @@ impl Question<'_> {
     /// What a script's answer means. `None` if it can't be one.
     ///
     /// The answers themselves are core's: each state is made anew, a log as the few slots that answer as the whole one
-    /// does, and [`batch::settle_part`] judges and changes them as it would have.
+    /// does, and [`batch::execute_part`] judges and changes them as it would have.
     pub(super) fn read(&self, bytes: &[u8]) -> Option<Result<Outcomes, Elsewhen>> {
         let mut input = Input(bytes);
         let now = input.time()?;
-        if input.0.is_empty() && self.asked().any(|(_, limit)| matches!(limit.kind(), Kind::Quota(_))) {
+        if input.0.is_empty() && self.asked().any(|(_, limit)| matches!(limit.kind(), LimitKind::Quota(_))) {
             return Some(Err(Elsewhen(now)));
         }
-        let mut states = ArrayVec::<State, MAX_OPS>::new();
+        let mut states = ArrayVec::<KeyState, MAX_OPS>::new();
         for op in self.batch.ops() {
             let state = match self.limits.get(op.limit) {
                 Some(limit) => self.state(op, limit, &mut input, now)?,
-                None => State::default(),
+                None => KeyState::default(),
             };
             states.push(state);
         }
-        let outcomes = batch::settle_part(self.batch, self.limits, states.as_mut_slice(), now, self.elsewhere);
+        let outcomes = batch::execute_part(self.batch, self.limits, states.as_mut_slice(), now, self.elsewhere);
         input.0.is_empty().then_some(Ok(outcomes))
     }
 
-    fn state(&self, op: &Op, limit: &Limit, input: &mut Input<'_>, now: Time) -> Option<State> {
-        let steps = matches!((limit.kind(), op.verb), (Kind::Pace(_), Verb::Pace { .. }));
+    fn state(&self, op: &Op, limit: &Limit, input: &mut Input<'_>, now: Time) -> Option<KeyState> {
+        let steps = matches!((limit.kind(), op.verb), (LimitKind::Pace(_), Verb::Pace { .. }));
         if !steps && !matches!(op.verb, Verb::Take | Verb::Peek) {
             return self.told(limit, input.byte()? == 1, now);
         }
         let usage = match limit.kind() {
-            Kind::Window(_) => Usage::Window(input.log()?),
-            Kind::Rate(_) => {
+            LimitKind::Window(_) => Usage::Window(input.log()?),
+            LimitKind::Rate(_) => {
                 let (micros, rest) = (input.number()?, input.number()?);
-                Usage::Rate(Arrival::from_bits((micros << 10) + rest))
+                Usage::Rate(ArrivalTime::from_bits((micros << 10) + rest))
             }
-            Kind::Quota(_) => {
+            LimitKind::Quota(_) => {
                 let period = Period { start: input.time()?, end: input.time()? };
-                Usage::Quota(Ledger { period, used: input.number()? })
+                Usage::Quota(QuotaUsage { period, used: input.number()? })
             }
-            Kind::Concurrency(_) => Usage::Concurrency(input.permits(self.batch.id())?),
-            Kind::Cooldown(_) => Usage::Cooldown(Gate {
+            LimitKind::Concurrency(_) => Usage::Concurrency(input.permits(self.batch.holder())?),
+            LimitKind::Cooldown(_) => Usage::Cooldown(Gate {
                 until: input.time()?,
                 last: input.time()?,
                 generation: input.word()?,
                 step: u8::try_from(input.word()?).ok()?,
             }),
-            Kind::Pace(_) => Usage::Pace(Tempo {
+            LimitKind::Pace(_) => Usage::Pace(PacerState {
                 interval: input.number()?,
                 successes: u32::try_from(input.number()?).ok()?,
-                told_at: input.time()?,
+                updated_at: input.time()?,
             }),
         };
         let record = match limit.penalty() {
-            Some(_) if !steps => Record { until: input.time()?, parole: input.number()?, strikes: input.byte()? },
-            _ => Record::default(),
+            Some(_) if !steps => {
+                PenaltyRecord { blocked_until: input.time()?, parole: input.number()?, strikes: input.byte()? }
+            }
+            _ => PenaltyRecord::default(),
         };
-        Some(State::new(usage, record))
+        Some(KeyState::new(usage, record))
     }
 
     /// A state that is told something with the same effect: a permit that is released or renewed must be there.
-    fn told(&self, limit: &Limit, done: bool, now: Time) -> Option<State> {
-        let Kind::Concurrency(concurrency) = limit.kind() else { return Some(State::default()) };
+    fn told(&self, limit: &Limit, done: bool, now: Time) -> Option<KeyState> {
+        let LimitKind::Concurrency(concurrency) = limit.kind() else { return Some(KeyState::default()) };
         let expires = now + concurrency.lease();
-        let held = Permit { holder: self.batch.id(), count: 1, expires };
+        let held = PermitLease { holder: self.batch.holder(), count: 1, expires };
         let permits = if done { vec![held] } else { Vec::new() };
-        Some(State::new(Usage::Concurrency(Permits::of(permits)), Record::default()))
+        Some(KeyState::new(Usage::Concurrency(Permits::from_leases(permits)), PenaltyRecord::default()))
     }
 }
 
@@ -403,26 +412,26 @@ impl Input<'_> {
     }
 
     /// A log that answers as the whole one does: what is free together and when, and the rest at the newest moment.
-    fn log(&mut self) -> Option<Log> {
+    fn log(&mut self) -> Option<WindowLog> {
         let (total, newest) = (self.number()?, self.time()?);
         let (free_from, free) = (self.time()?, self.number()?.min(total));
-        let slots = [Slot { at: free_from, count: free }, Slot { at: newest, count: total - free }];
-        let slots: ArrayVec<Slot, 2> = slots.into_iter().filter(|slot| slot.count > 0).collect();
-        Log::of(&slots, false)
+        let slots = [WindowSlot { at: free_from, count: free }, WindowSlot { at: newest, count: total - free }];
+        let slots: ArrayVec<WindowSlot, 2> = slots.into_iter().filter(|slot| slot.count > 0).collect();
+        WindowLog::from_slots(&slots, false)
     }
 
     /// Permits that answer as all of them do: the holder's own, and of the others what is free together and when, and
     /// the rest with the last lease.
     fn permits(&mut self, holder: u64) -> Option<Permits> {
         let used = self.number()?;
-        let own = Permit { holder, count: self.number()?, expires: self.time()? };
+        let own = PermitLease { holder, count: self.number()?, expires: self.time()? };
         let last = self.time()?;
         let (free_at, free) = (self.time()?, self.number()?);
         let others = used.checked_sub(own.count)?;
         // Who holds a permit needn't wait for others.
         let free = if own.count > 0 { 0 } else { free.min(others) };
-        let first = Permit { holder: holder.wrapping_add(1), count: free, expires: free_at };
-        let rest = Permit { holder: holder.wrapping_add(2), count: others - free, expires: last };
-        Some(Permits::of([own, first, rest].into_iter().filter(|permit| permit.count > 0).collect()))
+        let first = PermitLease { holder: holder.wrapping_add(1), count: free, expires: free_at };
+        let rest = PermitLease { holder: holder.wrapping_add(2), count: others - free, expires: last };
+        Some(Permits::from_leases([own, first, rest].into_iter().filter(|permit| permit.count > 0).collect()))
     }
 }

@@ -3,8 +3,8 @@
 
 use std::sync::OnceLock;
 
-use tidegate_core::time::OVERTAKEN;
-use tidegate_core::{Batch, Kind, Limit, Limits, Op, Time, Verb};
+use tidegate_core::time::MAX_CLOCK_LAG;
+use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
 /// What the scripts count to: past it, doubles have gaps.
 const COUNTED: u64 = 1 << 53;
@@ -26,14 +26,14 @@ const VERBS: [&str; 13] = [
 ];
 
 /// A kind's place in [`KINDS`].
-pub(super) fn kind_number(kind: &Kind) -> u8 {
+pub(super) fn kind_number(kind: &LimitKind) -> u8 {
     match kind {
-        Kind::Window(_) => 0,
-        Kind::Rate(_) => 1,
-        Kind::Quota(_) => 2,
-        Kind::Concurrency(_) => 3,
-        Kind::Cooldown(_) => 4,
-        Kind::Pace(_) => 5,
+        LimitKind::Window(_) => 0,
+        LimitKind::Rate(_) => 1,
+        LimitKind::Quota(_) => 2,
+        LimitKind::Concurrency(_) => 3,
+        LimitKind::Cooldown(_) => 4,
+        LimitKind::Pace(_) => 5,
     }
 }
 
@@ -49,10 +49,10 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
         Verb::Debit => 6,
         Verb::Settle => 7,
         Verb::Throttle { .. } => 8,
-        Verb::Succeed { .. } => 9,
+        Verb::Success { .. } => 9,
         Verb::Disable => 10,
         Verb::Pace { .. } => 11,
-        Verb::Penalise { .. } => 12,
+        Verb::RestorePenalty { .. } => 12,
     }
 }
 
@@ -91,7 +91,7 @@ impl Parts {
             let is_new = |before: &Op| (before.limit, before.key) != (op.limit, op.key);
             is_quick &= op.verb == Verb::Take && is_ordinary(limit) && batch.ops()[..index].iter().all(is_new);
             if is_quick {
-                let is_window = u16::from(matches!(limit.kind(), Kind::Window(_)));
+                let is_window = u16::from(matches!(limit.kind(), LimitKind::Window(_)));
                 quick = quick << 2 | u16::from(limit.penalty().is_some()) << 1 | is_window;
             }
         }
@@ -128,7 +128,7 @@ fn together(code: u16) -> String {
 }
 
 fn constants() -> String {
-    let (never, overtaken) = (Time::NEVER.as_micros(), OVERTAKEN.as_micros());
+    let (never, overtaken) = (Time::NEVER.as_micros(), MAX_CLOCK_LAG.as_micros());
     format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {COUNTED}\n")
 }
 
@@ -137,10 +137,10 @@ const QUICK_LOCALS: &str = "local unpack, pack, call = struct.unpack, struct.pac
 
 fn is_ordinary(limit: &Limit) -> bool {
     let kind = match limit.kind() {
-        Kind::Window(_) => true,
+        LimitKind::Window(_) => true,
         // What is taken of a leased rate may count ahead of its time.
-        Kind::Rate(_) => limit.sharing().lease.is_none(),
-        Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => false,
+        LimitKind::Rate(_) => limit.sharing().lease.is_none(),
+        LimitKind::Quota(_) | LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => false,
     };
     kind && !limit.is_shadow() && !limit.counts_refused()
 }

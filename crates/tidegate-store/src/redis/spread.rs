@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use futures_util::future::try_join_all;
-use tidegate_core::batch::{Against, MAX_OPS, Outcome};
-use tidegate_core::{Batch, Kind, Limit, Limits, Op, Outcomes, Time, Verb};
+use tidegate_core::batch::{MAX_OPS, Outcome, RefusalSummary};
+use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Outcomes, Time, Verb};
 
 use super::Shared;
 use super::keys::Keys;
@@ -18,7 +18,7 @@ use crate::StoreError;
 
 /// Whether no slot is sure to hold all keys of the batch.
 pub(super) fn is_spread(batch: &Batch) -> bool {
-    let affinity = batch.terms().affinity;
+    let affinity = batch.context().affinity;
     let mut places = batch.ops().iter().map(|op| Keys::place(affinity, op.key));
     places.next().is_some_and(|first| places.any(|place| place != first))
 }
@@ -31,7 +31,7 @@ struct Part {
     /// What was found before anything was charged.
     looked: Outcomes,
     /// What was answered, and what stood against the call elsewhere by then.
-    asked: Option<(Outcomes, Against)>,
+    asked: Option<(Outcomes, RefusalSummary)>,
 }
 
 impl Part {
@@ -41,9 +41,9 @@ impl Part {
     }
 
     /// Whether it was asked when more stood against the call than does now.
-    fn is_outdated(&self, against: &Against) -> bool {
+    fn is_outdated(&self, against: &RefusalSummary) -> bool {
         self.asked.as_ref().is_some_and(|(_, then)| {
-            then.refused && !against.refused || then.watched_refused && !against.watched_refused
+            then.enforced_refused && !against.enforced_refused || then.any_refused && !against.any_refused
         })
     }
 
@@ -51,10 +51,10 @@ impl Part {
     fn charged(&self, limits: &Limits) -> ArrayVec<usize, MAX_OPS> {
         let Some((outcomes, elsewhere)) = &self.asked else { return ArrayVec::new() };
         let mut against = *elsewhere;
-        against.add(&self.batch, limits, outcomes);
+        against.add_part(&self.batch, limits, outcomes);
         let is_charged = |(index, (op, outcome)): (usize, (&Op, &Outcome))| {
             let limit = limits.get(op.limit)?;
-            (op.verb == Verb::Take && against.charges_admitted(limit, outcome)).then_some(index)
+            (op.verb == Verb::Take && against.must_refund_if_refused(limit, outcome)).then_some(index)
         };
         self.batch.ops().iter().zip(outcomes.list()).enumerate().filter_map(is_charged).collect()
     }
@@ -77,7 +77,7 @@ impl Shared {
         let mut at = now;
         let mut answers: ArrayVec<(usize, Outcome), MAX_OPS> = ArrayVec::new();
         for part in &parts {
-            let taken_back = self.give_back(part, |limit| against.refuses(limit), now).await?;
+            let taken_back = self.give_back(part, |limit| against.has_refusal_for(limit), now).await?;
             at = at.max(part.known().now());
             for (index, place) in part.places.iter().enumerate() {
                 let outcomes = if taken_back.contains(&index) { &part.looked } else { part.known() };
@@ -85,7 +85,7 @@ impl Shared {
             }
         }
         for (part, places) in divided(batch, |op| !asks(op)) {
-            let outcomes = self.ask_one(&part, now, Against::default()).await?;
+            let outcomes = self.ask_one(&part, now, RefusalSummary::default()).await?;
             answers.extend(places.into_iter().zip(outcomes.list().iter().copied()));
         }
         answers.sort_unstable_by_key(|(place, _)| *place);
@@ -98,16 +98,16 @@ impl Shared {
         places: ArrayVec<usize, MAX_OPS>,
         now: Time,
     ) -> Result<Part, StoreError> {
-        let look = batch.part(batch.ops().iter().map(|op| Op { verb: Verb::Peek, ..*op }));
-        let looked = self.ask_one(&look, now, Against::default()).await?;
+        let look = batch.with_ops(batch.ops().iter().map(|op| Op { verb: Verb::Peek, ..*op }));
+        let looked = self.ask_one(&look, now, RefusalSummary::default()).await?;
         Ok(Part { batch, places, looked, asked: None })
     }
 
     /// What stands against the call in all parts but one.
-    fn against(&self, parts: &[Part], except: Option<usize>) -> Against {
-        let mut against = Against::default();
+    fn against(&self, parts: &[Part], except: Option<usize>) -> RefusalSummary {
+        let mut against = RefusalSummary::default();
         for (_, part) in parts.iter().enumerate().filter(|(place, _)| Some(*place) != except) {
-            against.add(&part.batch, &self.limits, part.known());
+            against.add_part(&part.batch, &self.limits, part.known());
         }
         against
     }
@@ -144,19 +144,24 @@ impl Shared {
         }
         let back = given.iter().map(|&index| {
             let op = part.batch.ops()[index];
-            let holds = self.limits.get(op.limit).is_some_and(|limit| matches!(limit.kind(), Kind::Concurrency(_)));
+            let holds =
+                self.limits.get(op.limit).is_some_and(|limit| matches!(limit.kind(), LimitKind::Concurrency(_)));
             Op { verb: if holds { Verb::Release } else { Verb::Refund }, ..op }
         });
         let charged_at = part.known().now();
-        let back = part.batch.part(back).charged_at(charged_at).counted_at(charged_at + part.batch.terms().lead);
-        self.ask_one(&back, now, Against::default()).await?;
+        let back = part
+            .batch
+            .with_ops(back)
+            .with_charged_at(charged_at)
+            .with_counted_at(charged_at + part.batch.context().lead);
+        self.ask_one(&back, now, RefusalSummary::default()).await?;
         Ok(given)
     }
 }
 
 /// The operations of a batch that are wanted, slot by slot, and where they stand in it.
 fn divided(batch: &Batch, wanted: impl Fn(&Op) -> bool) -> impl Iterator<Item = (Batch, ArrayVec<usize, MAX_OPS>)> {
-    let affinity = batch.terms().affinity;
+    let affinity = batch.context().affinity;
     let ops = batch.ops().iter().enumerate().filter(|(_, op)| wanted(op));
     let mut order: ArrayVec<(u64, usize), MAX_OPS> =
         ops.map(|(index, op)| (Keys::place(affinity, op.key), index)).collect();
@@ -166,5 +171,5 @@ fn divided(batch: &Batch, wanted: impl Fn(&Op) -> bool) -> impl Iterator<Item = 
         .chunk_by(|one, other| one.0 == other.0)
         .map(|group| group.iter().map(|(_, index)| *index).collect())
         .collect();
-    groups.into_iter().map(|places| (batch.part(places.iter().map(|&place| batch.ops()[place])), places))
+    groups.into_iter().map(|places| (batch.with_ops(places.iter().map(|&place| batch.ops()[place])), places))
 }

@@ -1,7 +1,7 @@
 //! The rows of a group, loaded, decided over, and what has to be written back.
 
-use tidegate_core::batch::{Ask, Cells, settle};
-use tidegate_core::{LimitId, Limits, Op, Outcome, Outcomes, Span, State, Time};
+use tidegate_core::batch::{BatchStates, OpContext, execute};
+use tidegate_core::{KeyState, LimitId, Limits, Op, Outcome, Outcomes, Span, Time};
 
 use super::{Call, Group, RowKey};
 use crate::StoreError;
@@ -13,7 +13,7 @@ const EXPIRY_STEP: Span = Span::from_secs(1);
 pub(crate) struct Ledger<'a> {
     limits: &'a Limits,
     keys: &'a [(RowKey, LimitId)],
-    states: Vec<State>,
+    states: Vec<KeyState>,
     /// What was loaded of each row: its bytes, none if there is no row.
     loaded: Vec<Vec<u8>>,
     /// Rows whose bytes nobody here can read.
@@ -46,7 +46,7 @@ impl<'a> Ledger<'a> {
         let mut ledger = Self {
             limits,
             keys,
-            states: vec![State::default(); keys.len()],
+            states: vec![KeyState::default(); keys.len()],
             loaded: vec![Vec::new(); keys.len()],
             unreadable: Vec::new(),
             earliest: None,
@@ -57,7 +57,7 @@ impl<'a> Ledger<'a> {
             if bytes.is_empty() {
                 continue;
             }
-            match State::decode(&bytes) {
+            match KeyState::decode(&bytes) {
                 Some(state) => ledger.states[index] = state,
                 None => ledger.unreadable.push(key),
             }
@@ -77,7 +77,7 @@ impl<'a> Ledger<'a> {
         }
         self.earliest = Some(self.earliest.map_or(now, |earliest| earliest.min(now)));
         let mut cells = Places { keys: self.keys, limits: self.limits, states: &mut self.states };
-        Ok(settle(call.batch(), self.limits, &mut cells, now))
+        Ok(execute(call.batch(), self.limits, &mut cells, now))
     }
 
     /// What has to become of each row, in key order. Whether it is idle is told by the earliest decision's moment.
@@ -111,7 +111,7 @@ fn place(keys: &[(RowKey, LimitId)], key: &RowKey) -> Option<usize> {
 struct Places<'a> {
     keys: &'a [(RowKey, LimitId)],
     limits: &'a Limits,
-    states: &'a mut [State],
+    states: &'a mut [KeyState],
 }
 
 impl Places<'_> {
@@ -121,29 +121,29 @@ impl Places<'_> {
     }
 }
 
-impl Cells for Places<'_> {
-    fn judge(&mut self, _: usize, ask: &Ask<'_>) -> Outcome {
+impl BatchStates for Places<'_> {
+    fn evaluate(&mut self, _: usize, ask: &OpContext<'_>) -> Outcome {
         let index = self.of(ask.op);
-        self.states.judge(index, ask)
+        self.states.evaluate(index, ask)
     }
 
-    fn charge(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn charge(&mut self, _: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         let index = self.of(ask.op);
         self.states.charge(index, ask, outcome);
     }
 
-    fn strike(&mut self, _: usize, ask: &Ask<'_>, outcome: &mut Outcome) {
+    fn strike(&mut self, _: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
         let index = self.of(ask.op);
         self.states.strike(index, ask, outcome);
     }
 
-    fn alter(&mut self, _: usize, ask: &Ask<'_>, make: bool, change: &mut dyn FnMut(&mut State)) {
+    fn modify(&mut self, _: usize, ask: &OpContext<'_>, make: bool, change: &mut dyn FnMut(&mut KeyState)) {
         let index = self.of(ask.op);
-        self.states.alter(index, ask, make, change);
+        self.states.modify(index, ask, make, change);
     }
 
-    fn forget(&mut self, _: usize, op: &Op) {
+    fn reset(&mut self, _: usize, op: &Op) {
         let index = self.of(op);
-        self.states.forget(index, op);
+        self.states.reset(index, op);
     }
 }

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arrayvec::ArrayVec;
-use tidegate_core::backoff::{Backoff, Waits};
+use tidegate_core::backoff::{Backoff, BackoffState};
 use tidegate_core::batch::MAX_OPS;
 use tidegate_core::{Batch, LimitId, Limits, Outcomes, Span, Time, Verb};
 use tokio::runtime::Handle;
@@ -271,7 +271,7 @@ impl<D: Driver> Leader<D> {
     }
 
     async fn carry(&self, group: Group) {
-        let mut waits = Waits::default();
+        let mut waits = BackoffState::default();
         let mut tries = TRIES;
         let fault = loop {
             let carried = tokio::time::timeout(GROUP_WITHIN, self.shared.driver.carry(&self.shared.limits, &group));

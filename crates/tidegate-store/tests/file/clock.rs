@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use tidegate_core::batch::Outcome;
-use tidegate_core::quota::Every;
-use tidegate_core::{Key, Kind, Limit, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict, Window};
+use tidegate_core::quota::FixedPeriods;
+use tidegate_core::{
+    Key, Limit, LimitKind, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict, Window,
+};
 use tidegate_store::{FileStore, Flush, Store};
-use tidegate_testkit::desk;
+use tidegate_testkit::fixtures;
 
 use crate::common::{Place, one};
 
@@ -27,10 +29,10 @@ fn limits() -> Arc<Limits> {
     };
     let second = Span::from_secs(1);
     let limits = vec![
-        Limit::new(Kind::Quota(Quota::new(5, Arc::new(Every(DAY))).unwrap())),
-        Limit::new(Kind::Window(Window::new(5, MINUTE, 64).unwrap())).with_penalty(penalty(MINUTE)),
-        Limit::new(Kind::Window(Window::new(5, DAY, 64).unwrap())),
-        Limit::new(Kind::Rate(Rate::new(5, second, 5).unwrap())).with_penalty(penalty(second)),
+        Limit::new(LimitKind::Quota(Quota::new(5, Arc::new(FixedPeriods(DAY))).unwrap())),
+        Limit::new(LimitKind::Window(Window::new(5, MINUTE, 64).unwrap())).with_penalty(penalty(MINUTE)),
+        Limit::new(LimitKind::Window(Window::new(5, DAY, 64).unwrap())),
+        Limit::new(LimitKind::Rate(Rate::new(5, second, 5).unwrap())).with_penalty(penalty(second)),
     ];
     Arc::new(Limits::new(limits).unwrap())
 }
@@ -97,7 +99,7 @@ fn a_clock_that_ran_ahead_and_is_set_right_forgets_nothing() {
     // Not at all, a little, and until it is refused; in one process that is a day ahead, and in several, one after the other.
     for (calls, ahead) in [(0, 1), (1, 1), (8, 1), (0, 3), (1, 3), (8, 3)] {
         let host = Host::new();
-        let (key, start) = (desk::key(1), noon());
+        let (key, start) = (fixtures::client_key(1), noon());
         host.run(start, key, 8);
         let block = host.peek(BLOCK, key, start + MINUTE).block_until;
         for restart in 0..ahead {
@@ -121,7 +123,7 @@ fn a_clock_that_ran_ahead_and_is_set_right_forgets_nothing() {
 #[test]
 fn a_quota_is_granted_twice_to_no_day() {
     let host = Host::new();
-    let (key, start) = (desk::key(1), noon());
+    let (key, start) = (fixtures::client_key(1), noon());
     let used = |now| host.peek(QUOTA, key, now).used;
     host.run(start, key, 3);
     host.run(start + DAY, key, 2);
@@ -150,13 +152,13 @@ fn a_quota_is_granted_twice_to_no_day() {
 /// A block on a quota outlives its period, and is no reason to forget the next one.
 #[test]
 fn a_quota_with_a_penalty_goes_on_in_its_period() {
-    let quota = Quota::new(5, Arc::new(Every(DAY))).unwrap();
+    let quota = Quota::new(5, Arc::new(FixedPeriods(DAY))).unwrap();
     let penalty = Penalty::new(PenaltySpec::default(), DAY).unwrap();
     let host = Host {
         place: Place::quick(),
-        limits: Arc::new(Limits::of_one(Limit::new(Kind::Quota(quota)).with_penalty(penalty))),
+        limits: Arc::new(Limits::with_limit(Limit::new(LimitKind::Quota(quota)).with_penalty(penalty))),
     };
-    let (key, midnight) = (desk::key(1), noon() + HOUR.times(12));
+    let (key, midnight) = (fixtures::client_key(1), noon() + HOUR.times(12));
     host.run(midnight - HOUR, key, 7);
     host.run(midnight + HOUR, key, 2);
     let found = host.peek(QUOTA, key, midnight + HOUR.times(2));
@@ -169,7 +171,7 @@ fn a_quota_with_a_penalty_goes_on_in_its_period() {
 fn a_period_that_ended_in_a_process_is_there_for_a_clock_that_is_set_back() {
     for calls in [0, 1] {
         let host = Host::new();
-        let (key, start) = (desk::key(1), noon());
+        let (key, start) = (fixtures::client_key(1), noon());
         let store = host.start(start);
         take(&store, QUOTA, key, start, 5);
         store.journal().flush().unwrap();
@@ -185,7 +187,7 @@ fn a_period_that_ended_in_a_process_is_there_for_a_clock_that_is_set_back() {
 
 #[test]
 fn what_was_reset_does_not_come_back_with_the_clock() {
-    let (key, start) = (desk::key(1), noon());
+    let (key, start) = (fixtures::client_key(1), noon());
     for (ahead, reset_at) in [(false, HOUR), (true, DAY), (true, HOUR)] {
         let host = Host::new();
         host.run(start, key, 8);
@@ -210,11 +212,11 @@ fn rows_stay_seven_days_past_their_end() {
     let start = noon();
     let store = host.start(start);
     for client in 0..100 {
-        (0..4).for_each(|limit| take(&store, limit, desk::key(client), start, 8));
+        (0..4).for_each(|limit| take(&store, limit, fixtures::client_key(client), start, 8));
     }
     drop(store);
     assert_eq!(host.rows(start), 400);
     assert_eq!(host.rows(start + DAY.times(6)), 400);
-    assert_eq!(host.verdicts(desk::key(7), start + MINUTE), FULL);
+    assert_eq!(host.verdicts(fixtures::client_key(7), start + MINUTE), FULL);
     assert_eq!(host.rows(start + DAY.times(12)), 0);
 }

@@ -6,7 +6,7 @@ use tidegate_core::batch::Outcome;
 use tidegate_core::{Batch, Key, Limits, Op, Outcomes, Time, Verb};
 use tidegate_store::{Answer, FileStore, Flush, Journal, Store};
 use tidegate_testkit::conformance::block_on;
-use tidegate_testkit::desk;
+use tidegate_testkit::fixtures;
 
 /// A folder for a store, which goes with it.
 pub(crate) struct Place {
@@ -52,6 +52,6 @@ pub(crate) fn ask(store: &impl Store, batch: &Batch, now: Time) -> Outcomes {
 /// One operation of cost 1.
 pub(crate) fn one(store: &impl Store, verb: Verb, limit: usize, key: Key, now: Time) -> Outcome {
     let mut batch = Batch::new(7);
-    batch.push(Op::new(desk::id(limit), verb, key, 1)).unwrap();
+    batch.push(Op::new(fixtures::limit_id(limit), verb, key, 1)).unwrap();
     ask(store, &batch, now).list()[0]
 }

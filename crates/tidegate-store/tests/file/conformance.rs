@@ -2,8 +2,8 @@ use std::sync::Arc;
 
 use tidegate_core::{Batch, Limits, Time};
 use tidegate_store::{Answer, FileStore, Flush, Losses, Store};
-use tidegate_testkit::conformance::{Effort, conform};
-use tidegate_testkit::dice;
+use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
+use tidegate_testkit::random;
 
 use crate::common::Place;
 
@@ -42,11 +42,15 @@ impl Store for Own {
 
 #[test]
 fn file_conforms() {
-    conform(&|limits| Own::new(limits, Flush::default()), &Effort::default()).unwrap();
+    check_conformance(&|limits| Own::new(limits, Flush::default()), &ConformanceOptions::default()).unwrap();
 }
 
 #[test]
 fn file_conforms_when_nothing_may_be_lost() {
-    let effort = Effort { batches: dice::count(2_000, 20_000), calls: 1_000, ..Effort::default() };
-    conform(&|limits| Own::new(limits, Flush::Always), &effort).unwrap();
+    let effort = ConformanceOptions {
+        batches: random::case_count(2_000, 20_000),
+        calls_per_task: 1_000,
+        ..ConformanceOptions::default()
+    };
+    check_conformance(&|limits| Own::new(limits, Flush::Always), &effort).unwrap();
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tidegate_core::{Kind, Limit, Limits, Span, Time, Verb, Verdict, Window};
+use tidegate_core::{Limit, LimitKind, Limits, Span, Time, Verb, Verdict, Window};
 use tidegate_store::{FileError, FileStore, Flush, Journal};
-use tidegate_testkit::desk;
-use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::fixtures;
+use tidegate_testkit::random::{self, RandomSource};
 
 use crate::common::{Place, one};
 
@@ -21,7 +21,7 @@ fn now() -> Time {
 }
 
 fn per_hour(limit: u64) -> Arc<Limits> {
-    Arc::new(Limits::of_one(Limit::new(Kind::Window(Window::new(limit, Span::from_secs(3600), 64).unwrap()))))
+    Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(Window::new(limit, Span::from_secs(3600), 64).unwrap()))))
 }
 
 fn say(line: &str) {
@@ -42,13 +42,13 @@ fn hammer() {
         Err(error) => return say(&format!("\n@failed {error}\n")),
     };
     let store = FileStore::new(per_hour(limit), 1 << 20, &journal, now()).unwrap();
-    say(&format!("\n@opened {}\n", one(&store, Verb::Peek, 0, desk::key(1), now()).used));
+    say(&format!("\n@opened {}\n", one(&store, Verb::Peek, 0, fixtures::client_key(1), now()).used));
     thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
                 loop {
                     let now = now();
-                    if one(&store, Verb::Take, 0, desk::key(1), now).verdict != Verdict::Admitted {
+                    if one(&store, Verb::Take, 0, fixtures::client_key(1), now).verdict != Verdict::Admitted {
                         break;
                     }
                     say(&format!("@admitted {}\n", now.as_micros()));
@@ -86,7 +86,7 @@ impl Hammer {
     /// What the file says while no process has it.
     fn used(&self) -> u64 {
         let store = self.place.store(&per_hour(self.limit), Flush::Always, now());
-        one(&store, Verb::Peek, 0, desk::key(1), now()).used
+        one(&store, Verb::Peek, 0, fixtures::client_key(1), now()).used
     }
 
     fn start(&self) -> Child {
@@ -137,12 +137,12 @@ impl Hammer {
 /// used. `check` is told what was used before each process, what the process told, and what was used after it. Returns
 /// how many were admitted in all, and that limit.
 fn rounds(hammer: &mut Hammer, mut check: impl FnMut(u64, &Told, u64)) -> (u64, u64) {
-    let rounds = dice::count(20, 200);
-    let mut dice = Dice::seeded(dice::seed());
+    let rounds = random::case_count(20, 200);
+    let mut random = RandomSource::from_seed(random::run_seed());
     let (mut before, mut admitted, mut at_work) = (0, 0, 0);
     let mut last = Told::default();
     for _ in 0..rounds {
-        let told = hammer.run(Some(Duration::from_millis(dice.below(250))));
+        let told = hammer.run(Some(Duration::from_millis(random.below(250))));
         admitted += told.admitted.len() as u64;
         at_work += u32::from(!told.admitted.is_empty());
         if let Some(after) = told.used_at_first {

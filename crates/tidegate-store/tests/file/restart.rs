@@ -1,16 +1,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate_core::quota::Every;
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Concurrency, Cooldown, Key, Kind, Limit, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb,
-    Verdict, Window,
+    Batch, Concurrency, Cooldown, Key, Limit, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time,
+    Verb, Verdict, Window,
 };
 use tidegate_store::{FileError, FileStore, Flush, Journal, Memory, Store};
-use tidegate_testkit::dice::{self, Dice};
 use tidegate_testkit::model::Model;
-use tidegate_testkit::world::{Wanted, World};
-use tidegate_testkit::{desk, property};
+use tidegate_testkit::random::{self, RandomSource};
+use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
+use tidegate_testkit::{fixtures, property};
 
 use crate::common::{Place, ask, one};
 
@@ -25,23 +25,23 @@ fn take(store: &impl Store, limit: usize, key: Key, now: Time, times: usize) {
     });
 }
 
-fn window(limit: u64) -> Kind {
-    Kind::Window(Window::new(limit, MINUTE, 64).unwrap())
+fn window(limit: u64) -> LimitKind {
+    LimitKind::Window(Window::new(limit, MINUTE, 64).unwrap())
 }
 
 /// One limit of every kind; windows and rates with a penalty and without.
 fn every_kind() -> Arc<Limits> {
     let penalty = || Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
-    let quota = Quota::new(5, Arc::new(Every(DAY))).unwrap();
+    let quota = Quota::new(5, Arc::new(FixedPeriods(DAY))).unwrap();
     let limits = vec![
         Limit::new(window(5)),
         Limit::new(window(5)).with_penalty(penalty()),
-        Limit::new(Kind::Window(Window::new(100, MINUTE, 4).unwrap())),
-        Limit::new(Kind::Rate(Rate::new(5, MINUTE, 5).unwrap())),
-        Limit::new(Kind::Rate(Rate::new(5, MINUTE, 5).unwrap())).with_penalty(penalty()),
-        Limit::new(Kind::Quota(quota)),
-        Limit::new(Kind::Concurrency(Concurrency::new(5, MINUTE).unwrap())),
-        Limit::new(Kind::Cooldown(Cooldown::default())),
+        Limit::new(LimitKind::Window(Window::new(100, MINUTE, 4).unwrap())),
+        Limit::new(LimitKind::Rate(Rate::new(5, MINUTE, 5).unwrap())),
+        Limit::new(LimitKind::Rate(Rate::new(5, MINUTE, 5).unwrap())).with_penalty(penalty()),
+        Limit::new(LimitKind::Quota(quota)),
+        Limit::new(LimitKind::Concurrency(Concurrency::new(5, MINUTE).unwrap())),
+        Limit::new(LimitKind::Cooldown(Cooldown::default())),
     ];
     Arc::new(Limits::new(limits).unwrap())
 }
@@ -49,26 +49,26 @@ fn every_kind() -> Arc<Limits> {
 /// Closed and opened again in the middle, it gives the answers of one that never was.
 #[test]
 fn a_restart_changes_no_answer() {
-    let mut seeds = Dice::seeded(dice::seed());
-    for _ in 0..dice::count(30, 1_000) {
-        let seed = seeds.word();
+    let mut seeds = RandomSource::from_seed(random::run_seed());
+    for _ in 0..random::case_count(30, 1_000) {
+        let seed = seeds.next_u64();
         let place = Place::quick();
-        let mut world = World::new(Dice::seeded(seed), Wanted::All);
+        let mut world = TrafficGenerator::new(RandomSource::from_seed(seed), PlanContents::All);
         let limits = Arc::clone(world.limits());
         let mut model = Model::new(Arc::clone(&limits));
         let mut store = Some(place.store(&limits, SELDOM, world.now()));
         for index in 0..300 {
-            let now = world.pass_time();
-            if world.dice().percent(8) {
+            let now = world.advance_clock();
+            if world.random().chance(8) {
                 drop(store.take());
                 store = Some(place.store(&limits, SELDOM, now));
             }
-            let batch = world.batch();
+            let batch = world.next_batch();
             let outcomes = ask(store.as_ref().unwrap(), &batch, now);
             if let Err(mismatch) = model.check(&batch, &outcomes) {
                 panic!("batch {index} of world {seed}: {mismatch}\n  in {batch:?}\n  under {limits:?}");
             }
-            world.heard(&outcomes);
+            world.record_outcomes(&outcomes);
         }
     }
 }
@@ -78,35 +78,35 @@ fn a_restart_changes_no_answer() {
 #[test]
 fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
     let spec = PenaltySpec { base: MINUTE, forgive_after: Some(DAY.times(3)), ..PenaltySpec::default() };
-    let quota = Kind::Quota(Quota::new(1, Arc::new(Every(DAY))).unwrap());
-    let limits = Arc::new(Limits::of_one(Limit::new(quota).with_penalty(Penalty::new(spec, DAY).unwrap())));
+    let quota = LimitKind::Quota(Quota::new(1, Arc::new(FixedPeriods(DAY))).unwrap());
+    let limits = Arc::new(Limits::with_limit(Limit::new(quota).with_penalty(Penalty::new(spec, DAY).unwrap())));
     for case in 0..16 {
         let [restarts_before, writes_between, is_in_next_period, is_used] = [1, 2, 4, 8].map(|bit| case & bit > 0);
         let what = format!("{restarts_before} {writes_between} {is_in_next_period} {is_used}");
         let place = Place::quick();
-        let mut now = desk::at(0);
+        let mut now = fixtures::test_time(0);
         let mut store = place.store(&limits, SELDOM, now);
-        take(&store, 0, desk::key(1), now, 2);
+        take(&store, 0, fixtures::client_key(1), now, 2);
         store.journal().flush().unwrap();
         now = now + DAY;
         if restarts_before {
             drop(store);
             store = place.store(&limits, SELDOM, now);
         }
-        assert_eq!(one(&store, Verb::Take, 0, desk::key(1), now).strikes, 1, "{what}");
+        assert_eq!(one(&store, Verb::Take, 0, fixtures::client_key(1), now).strikes, 1, "{what}");
         if writes_between {
             store.journal().flush().unwrap();
         }
         if is_in_next_period {
             now = now + DAY;
         }
-        one(&store, Verb::Reset, 0, desk::key(1), now);
+        one(&store, Verb::Reset, 0, fixtures::client_key(1), now);
         let used = if is_used { 1 } else { 0 };
-        take(&store, 0, desk::key(1), now, used);
+        take(&store, 0, fixtures::client_key(1), now, used);
         for restart in 0..2 {
             drop(store);
             store = place.store(&limits, SELDOM, now);
-            let found = one(&store, Verb::Peek, 0, desk::key(1), now);
+            let found = one(&store, Verb::Peek, 0, fixtures::client_key(1), now);
             assert_eq!((found.strikes, found.used), (0, used as u64), "{what}, restart {restart}");
         }
     }
@@ -116,16 +116,20 @@ fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
 #[test]
 fn a_refund_outlives_restarts() {
     let penalty = Penalty::new(PenaltySpec::default(), DAY).unwrap();
-    let quota = || Limit::new(Kind::Quota(Quota::new(5, Arc::new(Every(DAY))).unwrap()));
+    let quota = || Limit::new(LimitKind::Quota(Quota::new(5, Arc::new(FixedPeriods(DAY))).unwrap()));
     let limits = Arc::new(Limits::new(vec![quota(), quota().with_penalty(penalty)]).unwrap());
     let place = Place::quick();
     for (limit, calls) in [(0, 1), (0, 3), (1, 1), (1, 3)] {
-        let (key, now) = (desk::key(calls as u64), desk::at(0));
+        let (key, now) = (fixtures::client_key(calls as u64), fixtures::test_time(0));
         let store = place.store(&limits, SELDOM, now);
         take(&store, limit, key, now, calls);
         for left in (0..calls as u64).rev() {
             store.journal().flush().unwrap();
-            ask(&store, &Batch::one(7, Op::new(desk::id(limit), Verb::Refund, key, 1)).charged_at(now), now);
+            ask(
+                &store,
+                &Batch::with_op(7, Op::new(fixtures::limit_id(limit), Verb::Refund, key, 1)).with_charged_at(now),
+                now,
+            );
             assert_eq!(one(&store, Verb::Peek, limit, key, now).used, left);
         }
         drop(store);
@@ -138,14 +142,14 @@ fn a_refund_outlives_restarts() {
 #[test]
 fn the_ladder_of_penalties_outlives_restarts() {
     let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
-    let limits = Arc::new(Limits::of_one(Limit::new(window(5)).with_penalty(penalty)));
+    let limits = Arc::new(Limits::with_limit(Limit::new(window(5)).with_penalty(penalty)));
     let memory = Memory::new(Arc::clone(&limits), Memory::MAX_BYTES);
     let place = Place::quick();
-    let (mut now, mut blocks) = (desk::at(0), Vec::new());
+    let (mut now, mut blocks) = (fixtures::test_time(0), Vec::new());
     for step in 0..40 {
         let store = place.store(&limits, Flush::default(), now);
-        let found = one(&store, Verb::Take, 0, desk::key(1), now);
-        assert_eq!(found, one(&memory, Verb::Take, 0, desk::key(1), now), "step {step}");
+        let found = one(&store, Verb::Take, 0, fixtures::client_key(1), now);
+        assert_eq!(found, one(&memory, Verb::Take, 0, fixtures::client_key(1), now), "step {step}");
         if found.verdict == Verdict::Refused {
             blocks.push(found.block.as_secs_ceil());
         }
@@ -158,8 +162,8 @@ fn the_ladder_of_penalties_outlives_restarts() {
 fn every_kind_of_state_comes_back() {
     let limits = every_kind();
     let place = Place::quick();
-    let at = desk::at(0);
-    let keys: Vec<Key> = (0..50).map(desk::key).collect();
+    let at = fixtures::test_time(0);
+    let keys: Vec<Key> = (0..50).map(fixtures::client_key).collect();
     let peek = |store: &FileStore| {
         let places = (0..limits.len()).flat_map(|limit| keys.iter().map(move |key| (limit, *key)));
         places.map(|(limit, key)| one(store, Verb::Peek, limit, key, at)).collect::<Vec<_>>()
@@ -181,12 +185,12 @@ fn every_kind_of_state_comes_back() {
 #[test]
 fn plans_share_a_file_by_tag() {
     let tagged = |tags: &[u64]| {
-        let limits = tags.iter().map(|tag| Limit::new(window(5)).tagged(*tag)).collect();
+        let limits = tags.iter().map(|tag| Limit::new(window(5)).with_tag(*tag)).collect();
         Arc::new(Limits::new(limits).unwrap())
     };
     let place = Place::quick();
-    let at = desk::at(0);
-    let key = desk::key(3);
+    let at = fixtures::test_time(0);
+    let key = fixtures::client_key(3);
     let journal = place.journal(Flush::default());
     let open = |limits: &Arc<Limits>, journal: &Arc<Journal>| FileStore::new(Arc::clone(limits), 1 << 20, journal, at);
     {
@@ -214,19 +218,19 @@ fn plans_share_a_file_by_tag() {
 #[test]
 fn a_limit_of_another_kind_starts_anew() {
     let place = Place::quick();
-    let at = desk::at(0);
+    let at = fixtures::test_time(0);
     let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
-    let limits = |limit| Arc::new(Limits::of_one(limit));
+    let limits = |limit| Arc::new(Limits::with_limit(limit));
     let plans = [
         limits(Limit::new(window(1)).with_penalty(penalty)),
-        limits(Limit::new(Kind::Rate(Rate::new(1, MINUTE, 1).unwrap()))),
-        limits(Limit::new(Kind::Quota(Quota::new(1, Arc::new(Every(DAY))).unwrap()))),
-        limits(Limit::new(Kind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))),
+        limits(Limit::new(LimitKind::Rate(Rate::new(1, MINUTE, 1).unwrap()))),
+        limits(Limit::new(LimitKind::Quota(Quota::new(1, Arc::new(FixedPeriods(DAY))).unwrap()))),
+        limits(Limit::new(LimitKind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))),
     ];
     for plan in &plans {
         let store = place.store(plan, Flush::default(), at);
-        assert_eq!(one(&store, Verb::Take, 0, desk::key(1), at).verdict, Verdict::Admitted, "{plan:?}");
-        one(&store, Verb::Take, 0, desk::key(1), at);
+        assert_eq!(one(&store, Verb::Take, 0, fixtures::client_key(1), at).verdict, Verdict::Admitted, "{plan:?}");
+        one(&store, Verb::Take, 0, fixtures::client_key(1), at);
     }
 }
 
@@ -236,10 +240,10 @@ fn a_limit_of_another_kind_starts_anew() {
 fn nothing_is_left_of_what_has_expired() {
     let limits = every_kind();
     let place = Place::new();
-    let at = desk::at(0);
+    let at = fixtures::test_time(0);
     let fill = |store: &FileStore| {
         for client in 0..300 {
-            (0..8).for_each(|limit| take(store, limit, desk::key(client), at, 1));
+            (0..8).for_each(|limit| take(store, limit, fixtures::client_key(client), at, 1));
         }
         store.journal().flush().unwrap();
         store.journal().health().rows
@@ -260,7 +264,7 @@ fn nothing_is_left_of_what_has_expired() {
     assert_eq!(empties(&store, at + DAY.times(9)), 0);
     fill(&store);
     drop(store);
-    let none = Arc::new(Limits::of_one(Limit::new(window(1)).tagged(99)));
+    let none = Arc::new(Limits::with_limit(Limit::new(window(1)).with_tag(99)));
     let store = place.store(&none, Flush::default(), at);
     assert_eq!(empties(&store, at + DAY.times(6)), 2_100, "another policy may come back");
     assert_eq!(empties(&store, at + DAY.times(9)), 0);
@@ -271,11 +275,11 @@ fn nothing_is_left_of_what_has_expired() {
 fn the_file_empties_by_itself() {
     let limits = every_kind();
     let place = Place::new();
-    let store = place.store(&limits, Flush::default(), desk::at(0));
-    (0..100).for_each(|client| take(&store, 0, desk::key(client), desk::at(0), 1));
+    let store = place.store(&limits, Flush::default(), fixtures::test_time(0));
+    (0..100).for_each(|client| take(&store, 0, fixtures::client_key(client), fixtures::test_time(0), 1));
     store.journal().flush().unwrap();
     assert_eq!(store.journal().health().rows, 100);
-    store.tend(desk::at(61_000));
+    store.tend(fixtures::test_time(61_000));
     let mut tries = 0;
     while store.journal().health().rows > 0 {
         tries += 1;
@@ -287,13 +291,13 @@ fn the_file_empties_by_itself() {
 /// What was reset stays so, and what the memory had no room for is forgotten in the file too.
 #[test]
 fn the_file_follows_the_memory() {
-    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::new();
-    let at = desk::at(0);
+    let at = fixtures::test_time(0);
     let store = FileStore::new(Arc::clone(&limits), 1 << 20, &place.journal(Flush::default()), at).unwrap();
-    let mut dice = Dice::seeded(dice::seed());
+    let mut random = RandomSource::from_seed(random::run_seed());
     for _ in 0..100_000 {
-        one(&store, Verb::Take, 0, Key::new(1, dice.word()), at);
+        one(&store, Verb::Take, 0, Key::new(1, random.next_u64()), at);
     }
     for _ in 0..1_000 {
         store.journal().flush().unwrap();
@@ -301,22 +305,22 @@ fn the_file_follows_the_memory() {
     let entries = store.stats().entries as u64;
     assert!(entries < 50_000, "the memory is full");
     assert_eq!(store.journal().health().rows, entries);
-    one(&store, Verb::Take, 0, desk::key(1), at);
+    one(&store, Verb::Take, 0, fixtures::client_key(1), at);
     store.journal().flush().unwrap();
-    one(&store, Verb::Reset, 0, desk::key(1), at);
+    one(&store, Verb::Reset, 0, fixtures::client_key(1), at);
     drop(store);
     let store = FileStore::new(limits, 1 << 20, &place.journal(Flush::default()), at).unwrap();
-    assert_eq!(one(&store, Verb::Peek, 0, desk::key(1), at).used, 0);
+    assert_eq!(one(&store, Verb::Peek, 0, fixtures::client_key(1), at).used, 0);
 }
 
 /// Keys lie where another machine, or another bound, finds them; what doesn't fit goes, and is counted.
 #[test]
 fn the_bound_may_change() {
-    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::quick();
-    let at = desk::at(0);
-    let mut dice = Dice::seeded(dice::seed());
-    let keys: Vec<_> = (0..30_000).map(|_| Key::new(1, dice.word())).collect();
+    let at = fixtures::test_time(0);
+    let mut random = RandomSource::from_seed(random::run_seed());
+    let keys: Vec<_> = (0..30_000).map(|_| Key::new(1, random.next_u64())).collect();
     let open = |max_bytes| FileStore::new(Arc::clone(&limits), max_bytes, &place.journal(SELDOM), at).unwrap();
     let used = |store: &FileStore| keys.iter().filter(|key| one(store, Verb::Peek, 0, **key, at).used == 2).count();
     let store = open(64 << 20);
@@ -334,16 +338,16 @@ fn the_bound_may_change() {
 /// A file that was large once is small again when it is opened.
 #[test]
 fn an_empty_file_is_small() {
-    let limits = Arc::new(Limits::of_one(Limit::new(window(5))));
+    let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::quick();
-    let mut dice = Dice::seeded(dice::seed());
+    let mut random = RandomSource::from_seed(random::run_seed());
     let size = || std::fs::metadata(place.path()).unwrap().len();
-    let store = FileStore::new(Arc::clone(&limits), 64 << 20, &place.journal(SELDOM), desk::at(0)).unwrap();
-    (0..150_000).for_each(|_| take(&store, 0, Key::new(1, dice.word()), desk::at(0), 1));
+    let store = FileStore::new(Arc::clone(&limits), 64 << 20, &place.journal(SELDOM), fixtures::test_time(0)).unwrap();
+    (0..150_000).for_each(|_| take(&store, 0, Key::new(1, random.next_u64()), fixtures::test_time(0), 1));
     drop(store);
     let full = size();
     // What ended while no process watched stays for a week.
-    let store = place.store(&limits, SELDOM, desk::at(60_000) + DAY.times(8));
+    let store = place.store(&limits, SELDOM, fixtures::test_time(60_000) + DAY.times(8));
     while store.journal().health().rows > 0 {
         store.journal().flush().unwrap();
     }
@@ -355,16 +359,16 @@ fn an_empty_file_is_small() {
 /// A clock that is behind after a restart neither locks out nor mints.
 #[test]
 fn a_clock_that_is_behind_locks_nobody_out() {
-    let limits = Arc::new(Limits::of_one(Limit::new(window(3))));
+    let limits = Arc::new(Limits::with_limit(Limit::new(window(3))));
     let place = Place::quick();
-    let late = desk::at(0) + DAY.times(365);
+    let late = fixtures::test_time(0) + DAY.times(365);
     let store = place.store(&limits, Flush::default(), late);
-    take(&store, 0, desk::key(1), late, 4);
+    take(&store, 0, fixtures::client_key(1), late, 4);
     drop(store);
-    let store = place.store(&limits, Flush::default(), desk::at(0));
-    let refused = one(&store, Verb::Take, 0, desk::key(1), desk::at(0));
+    let store = place.store(&limits, Flush::default(), fixtures::test_time(0));
+    let refused = one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));
     assert_eq!(refused.verdict, Verdict::Refused);
-    assert!(refused.retry_at <= desk::at(60_000), "{refused:?}");
+    assert!(refused.retry_at <= fixtures::test_time(60_000), "{refused:?}");
 }
 
 /// Keys of any bytes are hashes before they come here: those that differ in a bit that is kept are others.
@@ -372,7 +376,7 @@ fn a_clock_that_is_behind_locks_nobody_out() {
 fn keys_at_the_edges_stay_apart() {
     let limits = every_kind();
     let place = Place::quick();
-    let at = desk::at(0);
+    let at = fixtures::test_time(0);
     let mut keys: Vec<u64> = (0..64).filter(|bit| !(52..56).contains(bit)).map(|bit| 1 << bit).collect();
     keys.extend([0, u64::MAX, 0x2727_2727_2727_2727, 0x7b7d_7b7d_7b7d_7b7d]);
     let store = place.store(&limits, Flush::default(), at);
@@ -397,16 +401,16 @@ fn the_seed_stays() {
 /// Whatever came of the plan, every flush leaves the file as the memory is: random traffic, looked at after each.
 #[test]
 fn a_flush_keeps_everything() {
-    property::check(dice::count(20, 400), 300, |dice| {
-        let mut world = World::new(dice, Wanted::All);
+    property::check(random::case_count(20, 400), 300, |random| {
+        let mut world = TrafficGenerator::new(random, PlanContents::All);
         let place = Place::quick();
         let limits = Arc::clone(world.limits());
         let store = place.store(&limits, SELDOM, world.now());
-        while !world.dice().exhausted() {
-            let now = world.pass_time();
-            let batch = world.batch();
-            world.heard(&ask(&store, &batch, now));
-            if world.dice().percent(5) {
+        while !world.random().is_exhausted() {
+            let now = world.advance_clock();
+            let batch = world.next_batch();
+            world.record_outcomes(&ask(&store, &batch, now));
+            if world.random().chance(5) {
                 store.journal().flush().map_err(|error| error.to_string())?;
             }
         }
@@ -417,7 +421,7 @@ fn a_flush_keeps_everything() {
         let other = copy.store(&limits, SELDOM, world.now());
         let now = world.now();
         for _ in 0..20 {
-            let batch = world.call();
+            let batch = world.take_batch();
             let (expected, found) = (ask(&store, &batch, now), ask(&other, &batch, now));
             if expected.list() != found.list() {
                 return Err(format!("{batch:?}: {:?}, the copy {:?}", expected.list(), found.list()));

@@ -6,24 +6,24 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate_core::{Kind, Limit, Limits, Span, Verb, Window};
+use tidegate_core::{Limit, LimitKind, Limits, Span, Verb, Window};
 use tidegate_store::{FileError, FileStore, Flush, Journal};
-use tidegate_testkit::desk;
-use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::fixtures;
+use tidegate_testkit::random::{self, RandomSource};
 
 use crate::common::{Place, one};
 
 fn limits() -> Arc<Limits> {
-    Arc::new(Limits::of_one(Limit::new(Kind::Window(Window::new(50, Span::from_secs(3600), 64).unwrap()))))
+    Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(Window::new(50, Span::from_secs(3600), 64).unwrap()))))
 }
 
 /// A file with a past, as a crash leaves it and as a closing does.
 fn files() -> [Vec<u8>; 2] {
     let place = Place::quick();
-    let store = place.store(&limits(), Flush::Within(Duration::from_secs(3600)), desk::at(0));
+    let store = place.store(&limits(), Flush::Within(Duration::from_secs(3600)), fixtures::test_time(0));
     for round in 0..5 {
         for client in 0..2_000 {
-            one(&store, Verb::Take, 0, desk::key(client), desk::at(round));
+            one(&store, Verb::Take, 0, fixtures::client_key(client), fixtures::test_time(round));
         }
         store.journal().flush().unwrap();
     }
@@ -32,30 +32,30 @@ fn files() -> [Vec<u8>; 2] {
     [crashed, fs::read(place.path()).unwrap()]
 }
 
-fn tear(bytes: &mut Vec<u8>, dice: &mut Dice) {
-    let at = |dice: &mut Dice, len: usize| {
+fn tear(bytes: &mut Vec<u8>, random: &mut RandomSource) {
+    let at = |random: &mut RandomSource, len: usize| {
         // Half of the time in the first page, where the file says what it is.
-        let len = if dice.percent(50) { len.min(4096) } else { len };
-        dice.below(len as u64) as usize
+        let len = if random.chance(50) { len.min(4096) } else { len };
+        random.below(len as u64) as usize
     };
-    match dice.below(4) {
+    match random.below(4) {
         0 => {
-            let len = at(dice, bytes.len());
+            let len = at(random, bytes.len());
             bytes.truncate(len);
         }
         1 => {
-            for _ in 0..dice.between(1, 8) {
-                let at = at(dice, bytes.len());
-                bytes[at] ^= 1 << dice.below(8);
+            for _ in 0..random.between(1, 8) {
+                let at = at(random, bytes.len());
+                bytes[at] ^= 1 << random.below(8);
             }
         }
         2 => {
-            let page = at(dice, bytes.len()) / 4096 * 4096;
+            let page = at(random, bytes.len()) / 4096 * 4096;
             bytes[page..].iter_mut().take(4096).for_each(|byte| *byte = 0);
         }
         _ => {
-            let at = at(dice, bytes.len());
-            let value = dice.word() as u8;
+            let at = at(random, bytes.len());
+            let value = random.next_u64() as u8;
             bytes[at..].iter_mut().take(512).for_each(|byte| *byte = value);
         }
     }
@@ -65,18 +65,18 @@ fn tear(bytes: &mut Vec<u8>, dice: &mut Dice) {
 #[test]
 fn a_torn_file_opens_or_says_why_not() {
     let files = files();
-    let mut dice = Dice::seeded(dice::seed());
+    let mut random = RandomSource::from_seed(random::run_seed());
     let (mut opened, mut refused) = (0, 0);
-    for round in 0..dice::count(120, 5_000) {
-        let mut bytes = dice.pick(&[0, 1].map(|file| &files[file])).clone();
-        tear(&mut bytes, &mut dice);
+    for round in 0..random::case_count(120, 5_000) {
+        let mut bytes = random.pick(&[0, 1].map(|file| &files[file])).clone();
+        tear(&mut bytes, &mut random);
         let place = Place::quick();
         fs::write(place.path(), &bytes).unwrap();
         let used = catch_unwind(AssertUnwindSafe(|| -> Result<(), Box<dyn Error>> {
             let journal = Journal::open(place.path(), Flush::Always)?;
-            let store = FileStore::new(limits(), 1 << 20, &journal, desk::at(10))?;
+            let store = FileStore::new(limits(), 1 << 20, &journal, fixtures::test_time(10))?;
             for client in 0..50 {
-                one(&store, Verb::Take, 0, desk::key(client), desk::at(10));
+                one(&store, Verb::Take, 0, fixtures::client_key(client), fixtures::test_time(10));
             }
             Ok(journal.flush()?)
         }));
@@ -129,11 +129,11 @@ fn a_making_that_was_interrupted_begins_anew() {
     let place = Place::quick();
     fs::write(place.path().with_extension("redb.new"), [0; 5_000]).unwrap();
     fs::write(place.path(), "").unwrap();
-    let store = place.store(&limits(), Flush::default(), desk::at(0));
-    one(&store, Verb::Take, 0, desk::key(1), desk::at(0));
+    let store = place.store(&limits(), Flush::default(), fixtures::test_time(0));
+    one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));
     drop(store);
-    let store = place.store(&limits(), Flush::default(), desk::at(0));
-    assert_eq!(one(&store, Verb::Peek, 0, desk::key(1), desk::at(0)).used, 1);
+    let store = place.store(&limits(), Flush::default(), fixtures::test_time(0));
+    assert_eq!(one(&store, Verb::Peek, 0, fixtures::client_key(1), fixtures::test_time(0)).used, 1);
 }
 
 /// The seed is a secret.
@@ -190,9 +190,9 @@ fn only_a_link_at_the_name_itself_is_followed() {
     symlink("disk/store", beside("link")).unwrap();
     for used in 0..2 {
         let journal = Journal::open(&beside("link"), Flush::default()).unwrap();
-        let store = FileStore::new(limits(), 1 << 20, &journal, desk::at(0)).unwrap();
-        assert_eq!(one(&store, Verb::Peek, 0, desk::key(1), desk::at(0)).used, used);
-        one(&store, Verb::Take, 0, desk::key(1), desk::at(0));
+        let store = FileStore::new(limits(), 1 << 20, &journal, fixtures::test_time(0)).unwrap();
+        assert_eq!(one(&store, Verb::Peek, 0, fixtures::client_key(1), fixtures::test_time(0)).used, used);
+        one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));
     }
     assert!(fs::symlink_metadata(beside("link")).unwrap().is_symlink());
     assert_eq!(fs::metadata(beside("disk/store")).unwrap().permissions().mode() & 0o777, 0o600);

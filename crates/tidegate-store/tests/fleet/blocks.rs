@@ -25,9 +25,9 @@ async fn a_block_is_told_to_calls_whose_wait_is_known() {
     };
     let secs = |secs| Some(Span::from_secs(secs));
     assert_eq!(waits(2).await, secs(5));
-    let asked = store.asks();
+    let asked = store.request_count();
     assert_eq!([waits(2).await, waits(1).await], [secs(5); 2]);
-    assert_eq!(store.asks(), asked, "a smaller call waits for nothing else");
+    assert_eq!(store.request_count(), asked, "a smaller call waits for nothing else");
     assert_eq!(waits(10).await, secs(60), "the block's parole is for two");
     assert_eq!(waits(11).await, None, "no wait mends that");
     assert_eq!([waits(2).await, waits(1).await], [secs(5); 2]);
@@ -39,12 +39,12 @@ async fn a_block_is_told_to_calls_whose_wait_is_known() {
 async fn a_block_lasts_through_an_outage() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
-        let limits = [penalised(1, 90), window(100, 60).counting(Count::All)];
+        let limits = [penalised(1, 90), window(100, 60).with_count_mode(CountMode::All)];
         let store = remote(limits, clock, tells_resets);
         let node = Caller::new(&store, clock, 1);
         settled().await;
         assert!(node.take().await && !node.take().await);
-        store.set_mood(Mood::Failing);
+        store.set_behaviour(RemoteBehaviour::Failing);
         for _ in 0..8 {
             sleep(Duration::from_secs(11)).await;
             assert!(!node.take().await, "told: {tells_resets}");
@@ -66,7 +66,7 @@ async fn a_block_that_the_store_has_lifted_does_not_come_back() {
     two.one(Verb::Reset, &[0], KEY).await;
     sleep(Duration::from_secs(1)).await;
     assert!(one.take().await);
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     assert!(one.take().await, "its share of the limit");
 }
 
@@ -86,7 +86,7 @@ async fn a_block_that_was_reset_stays_so_however_late_the_store_answers() {
             sleep(Duration::from_millis(1)).await;
             two.one(Verb::Reset, &[0], KEY).await;
             there.set(after_reset);
-            store.set_mood(Mood::Slow(Duration::from_millis(late)));
+            store.set_behaviour(RemoteBehaviour::SlowExecution(Duration::from_millis(late)));
             for second in 0..3 {
                 sleep(Duration::from_secs(1)).await;
                 for caller in [&one, &two] {
@@ -107,7 +107,7 @@ async fn a_block_that_is_newer_than_the_reset_comes_back_however_late_the_store_
         let store = remote([penalised(1, 90)], clock, false);
         let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
         sleep(Duration::from_secs(3)).await;
-        store.set_mood(Mood::Slow(Duration::from_millis(late)));
+        store.set_behaviour(RemoteBehaviour::SlowExecution(Duration::from_millis(late)));
         two.one(Verb::Reset, &[0], KEY).await;
         sleep(Duration::from_millis(late + 1)).await;
         assert!(one.take().await && !one.take().await);
@@ -119,7 +119,7 @@ async fn a_block_that_is_newer_than_the_reset_comes_back_however_late_the_store_
 
 /// A store that was restarted without its data, or is another one now: it knows neither the key nor that it was reset.
 fn lose(store: &FlakyRemote, key: Key) {
-    store.near().apply_now(&batch(Verb::Reset, &[0], key), Time::ZERO);
+    store.store().apply_now(&batch(Verb::Reset, &[0], key), Time::ZERO);
 }
 
 #[tokio::test(start_paused = true)]
@@ -127,19 +127,19 @@ async fn a_block_that_the_store_lost_in_an_outage_comes_back() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
         for answer in [OnOutage::Local, OnOutage::Allow, OnOutage::Deny] {
-            let store = remote([penalised(1, 600).shared(on_outage(answer))], clock, tells_resets);
+            let store = remote([penalised(1, 600).with_sharing(on_outage(answer))], clock, tells_resets);
             let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
             settled().await;
             assert!(one.take().await && !one.take().await);
             let told = one.one(Verb::Peek, &[0], KEY).await;
             for outage in 0..3 {
-                store.set_mood(Mood::Failing);
+                store.set_behaviour(RemoteBehaviour::Failing);
                 for _ in 0..40 {
                     assert!(!one.take().await, "{answer:?}, told: {tells_resets}, outage {outage}");
                     sleep(Duration::from_millis(100)).await;
                 }
                 lose(&store, KEY);
-                store.set_mood(Mood::Well);
+                store.set_behaviour(RemoteBehaviour::Normal);
                 while !one.fleet.is_up() || !two.fleet.is_up() {
                     sleep(Duration::from_millis(1)).await;
                 }
@@ -161,7 +161,7 @@ async fn a_block_that_the_store_lost_in_an_outage_comes_back() {
 async fn a_block_that_the_store_loses_unnoticed_comes_back_with_the_first_question() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
-        let limits = [penalised(1, 600), window(100, 600), window(100, 600).counting(Count::All)];
+        let limits = [penalised(1, 600), window(100, 600), window(100, 600).with_count_mode(CountMode::All)];
         let store = remote(limits, clock, tells_resets);
         let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
         settled().await;
@@ -179,22 +179,22 @@ async fn a_block_that_the_store_loses_unnoticed_comes_back_with_the_first_questi
 #[tokio::test(start_paused = true)]
 async fn a_reset_during_an_outage_ends_what_was_known_before() {
     let clock = Virtual::new();
-    let store = remote([penalised(1, 600).shared(on_outage(OnOutage::Allow))], clock, false);
+    let store = remote([penalised(1, 600).with_sharing(on_outage(OnOutage::Allow))], clock, false);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
     settled().await;
     assert!(one.take().await && !one.take().await);
     sleep(Duration::from_millis(100)).await;
     two.one(Verb::Reset, &[0], KEY).await;
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     sleep(Duration::from_secs(3)).await;
     assert!(!one.take().await, "it hasn't heard of it");
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(one.take().await && !one.take().await, "a new block, which is newer than the reset");
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     sleep(Duration::from_secs(3)).await;
     lose(&store, KEY);
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(!two.take().await && !one.take().await);
 }
@@ -202,15 +202,15 @@ async fn a_reset_during_an_outage_ends_what_was_known_before() {
 #[tokio::test(start_paused = true)]
 async fn a_reset_is_told_later_where_everything_passes_meanwhile() {
     let clock = Virtual::new();
-    let store = remote([penalised(1, 600).shared(on_outage(OnOutage::Allow))], clock, true);
+    let store = remote([penalised(1, 600).with_sharing(on_outage(OnOutage::Allow))], clock, true);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
     settled().await;
     assert!(one.take().await && !one.take().await && !two.take().await);
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     sleep(Duration::from_secs(3)).await;
     one.one(Verb::Reset, &[0], KEY).await;
     assert!(one.take().await && !two.take().await);
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(two.take().await);
 }
@@ -224,7 +224,7 @@ async fn strikes_of_an_outage_come_back() {
     assert!(one.take().await && !one.take().await);
     assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1);
     sleep(Duration::from_secs(3)).await;
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     let mut strikes = 0;
     for _ in 0..400 {
         let outcome = one.one(Verb::Take, &[0], KEY).await;
@@ -232,14 +232,14 @@ async fn strikes_of_an_outage_come_back() {
         sleep(Duration::from_millis(100)).await;
     }
     assert!(strikes >= 3, "{strikes}");
-    store.set_mood(Mood::MuteToPenalties);
+    store.set_behaviour(RemoteBehaviour::LostPenaltyReply);
     sleep(Duration::from_secs(3)).await;
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1 + strikes);
-    store.set_mood(Mood::Failing);
+    store.set_behaviour(RemoteBehaviour::Failing);
     sleep(Duration::from_secs(3)).await;
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(two.one(Verb::Peek, &[0], KEY).await.strikes, 1 + strikes, "they are told once");
 }
@@ -251,14 +251,14 @@ async fn a_reset_that_is_heard_before_the_answer_to_an_older_question_counts() {
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
     settled().await;
     assert!(one.take().await);
-    store.set_mood(Mood::Late(Duration::from_millis(20)));
+    store.set_behaviour(RemoteBehaviour::SlowReply(Duration::from_millis(20)));
     let reset = async {
         sleep(Duration::from_millis(10)).await;
         two.one(Verb::Reset, &[0], KEY).await
     };
     let (is_admitted, _) = tokio::join!(one.take(), reset);
     assert!(!is_admitted);
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(2)).await;
     assert!(one.take().await);
 }

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-use tidegate_testkit::dice::{Dice, count};
+use tidegate_testkit::random::{RandomSource, case_count};
 
 use super::*;
 
@@ -13,7 +13,7 @@ const LEASE: Span = Span::from_millis(250);
 fn leased(limit: u64, secs: u64, permille: u16, max_age: Span) -> Limit {
     let window = Window::new(limit, Span::from_secs(secs), 4096).unwrap().with_lead(max_age);
     let lease = Some(LeaseSpec { permille, max_age });
-    Limit::new(Kind::Window(window)).shared(Sharing { on_outage: OnOutage::Local, lease })
+    Limit::new(LimitKind::Window(window)).with_sharing(Sharing { on_outage: OnOutage::Local, lease })
 }
 
 /// The most that any trailing window of the admitted calls holds.
@@ -26,23 +26,23 @@ fn densest(calls: &[Time], window: Span) -> usize {
 
 #[tokio::test(start_paused = true)]
 async fn slices_never_admit_more_than_the_limit() {
-    for round in 0..count(20, 200) {
-        let mut dice = Dice::seeded(u64::from(round));
+    for round in 0..case_count(20, 200) {
+        let mut random = RandomSource::from_seed(u64::from(round));
         let clock = Virtual::new();
-        let (limit, secs) = (dice.between(20, 2_000), dice.between(1, 3));
-        let max_age = Span::from_millis(dice.between(20, 400));
-        let store = remote([leased(limit, secs, dice.between(20, 500) as u16, max_age)], clock, true);
+        let (limit, secs) = (random.between(20, 2_000), random.between(1, 3));
+        let max_age = Span::from_millis(random.between(20, 400));
+        let store = remote([leased(limit, secs, random.between(20, 500) as u16, max_age)], clock, true);
         let skews = [0, 1, 30].map(Span::from_secs);
         let nodes = skews.map(|skew| Caller::new(&store, clock.ahead(skew), skew.as_micros()));
         settled().await;
         let mut calls = Vec::new();
         for _ in 0..10_000 {
-            let node = dice.pick(&[0, 0, 1, 2]);
+            let node = random.pick(&[0, 0, 1, 2]);
             if nodes[node].take().await {
                 calls.push(clock.now());
             }
-            if dice.percent(20) {
-                sleep(Duration::from_micros(dice.below(2_000_000 * secs / limit))).await;
+            if random.chance(20) {
+                sleep(Duration::from_micros(random.below(2_000_000 * secs / limit))).await;
             }
         }
         let most = densest(&calls, Span::from_secs(secs));
@@ -57,7 +57,7 @@ async fn slices_spare_round_trips_and_what_is_left_goes_back() {
     let store = remote([leased(10_000, 60, 100, Span::from_millis(250))], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
     settled().await;
-    let asked = store.asks();
+    let asked = store.request_count();
     let mut admitted = 0;
     for _ in 0..20_000 {
         for node in &nodes {
@@ -65,7 +65,7 @@ async fn slices_spare_round_trips_and_what_is_left_goes_back() {
         }
     }
     assert_eq!(admitted, 10_000);
-    let asks = store.asks() - asked;
+    let asks = store.request_count() - asked;
     assert!(asks <= 500, "{asks} asks for 10,000 admitted calls");
     // One call takes a slice; the rest of it comes back when its lease has ended.
     sleep(Duration::from_secs(61)).await;
@@ -82,22 +82,22 @@ async fn slices_of_a_rate_keep_its_bound() {
     let clock = Virtual::new();
     let rate = Rate::new(1_000, Span::from_secs(1), 500).unwrap();
     let lease = Some(LeaseSpec { permille: 200, max_age: Span::from_millis(250) });
-    let limit = Limit::new(Kind::Rate(rate)).shared(Sharing { on_outage: OnOutage::Local, lease });
+    let limit = Limit::new(LimitKind::Rate(rate)).with_sharing(Sharing { on_outage: OnOutage::Local, lease });
     let store = remote([limit], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
     settled().await;
-    let mut dice = Dice::seeded(5);
+    let mut random = RandomSource::from_seed(5);
     let mut calls = Vec::new();
     for _ in 0..20_000 {
-        if nodes[dice.below(2) as usize].take().await {
+        if nodes[random.below(2) as usize].take().await {
             calls.push(clock.now());
         }
-        if dice.percent(30) {
-            sleep(Duration::from_micros(dice.below(3_000))).await;
+        if random.chance(30) {
+            sleep(Duration::from_micros(random.below(3_000))).await;
         }
     }
     for millis in [1, 50, 200, 1_000] {
-        let (most, bound) = (densest(&calls, Span::from_millis(millis)), rate.bound(Span::from_millis(millis)));
+        let (most, bound) = (densest(&calls, Span::from_millis(millis)), rate.max_in(Span::from_millis(millis)));
         assert!(most as u64 <= bound, "{most} in {millis} ms, bound {bound}");
     }
     assert!(calls.len() > 3_000, "{}", calls.len());
@@ -109,7 +109,7 @@ async fn callers_who_go_away_leave_no_slice_unasked() {
     let store = remote([leased(1_000, 60, 100, Span::from_millis(250))], clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
-    store.set_mood(Mood::Slow(Duration::from_millis(10)));
+    store.set_behaviour(RemoteBehaviour::SlowExecution(Duration::from_millis(10)));
     let gone = batch(Verb::Take, &[0], KEY);
     assert!(tokio::time::timeout(Duration::from_millis(5), node.ask(&gone)).await.is_err());
     let before = Instant::now();
@@ -125,9 +125,9 @@ async fn given_back() {
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_a_period_mints_nothing_in_the_next() {
     let clock = Virtual::new();
-    let quota = Quota::new(100, Arc::new(Every(Span::from_millis(60_013)))).unwrap();
+    let quota = Quota::new(100, Arc::new(FixedPeriods(Span::from_millis(60_013)))).unwrap();
     let lease = Some(LeaseSpec { permille: 500, max_age: LEASE });
-    let limit = Limit::new(Kind::Quota(quota.clone())).shared(Sharing { on_outage: OnOutage::Local, lease });
+    let limit = Limit::new(LimitKind::Quota(quota.clone())).with_sharing(Sharing { on_outage: OnOutage::Local, lease });
     let store = remote([limit], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
     let ends = quota.period(clock.now()).end;
@@ -150,7 +150,7 @@ async fn what_is_left_of_a_period_mints_nothing_in_the_next() {
 #[tokio::test(start_paused = true)]
 async fn a_limit_that_counts_refused_calls_counts_each_once() {
     let clock = Virtual::new();
-    let limits = [leased(1_000, 60, 100, LEASE).counting(Count::All), leased(100, 60, 500, LEASE)];
+    let limits = [leased(1_000, 60, 100, LEASE).with_count_mode(CountMode::All), leased(100, 60, 500, LEASE)];
     let store = remote(limits, clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
@@ -191,10 +191,10 @@ async fn what_is_found_after_the_last_wait_is_spent() {
     let node = Caller::new(&store, clock, 1);
     settled().await;
     let take = batch(Verb::Take, &[0], KEY);
-    store.set_mood(Mood::Frozen);
+    store.set_behaviour(RemoteBehaviour::Unresponsive);
     let mut errand = Box::pin(node.ask(&take));
     assert!(poll(&mut errand).is_pending());
-    store.set_mood(Mood::Well);
+    store.set_behaviour(RemoteBehaviour::Normal);
     let mut waits = Box::pin(node.ask(&take));
     // The timeout of a wait is 50 ms.
     for _ in 0..8 {
@@ -232,9 +232,9 @@ async fn a_refusal_is_told_to_calls_of_its_cost() {
     let (long, _) = node.cost(20).await;
     assert_eq!(long.verdict, Verdict::Refused);
     assert!(long.retry_at.since(short.retry_at) > Span::from_secs(9), "{:?} {:?}", short.retry_at, long.retry_at);
-    let asked = store.asks();
+    let asked = store.request_count();
     assert_eq!(node.cost(1).await.0.retry_at, short.retry_at);
-    assert_eq!(store.asks(), asked, "told without asking");
+    assert_eq!(store.request_count(), asked, "told without asking");
     sleep(long.retry_at.since(now).as_duration()).await;
     assert!(!node.cost(20).await.0.verdict.refuses());
 }

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Window};
+use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window};
 use tidegate_store::{Answer, Direct, Redis, Remote, Store, StoreError, TimeSource, Waiting};
-use tidegate_testkit::conformance::{Backend, Effort, conform};
-use tidegate_testkit::dice;
+use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
+use tidegate_testkit::random;
 use tidegate_testkit::servers::RedisCluster;
 
 use crate::common::Stores;
@@ -58,8 +58,13 @@ impl Backend for Gathered {
 #[test]
 fn a_cluster_conforms_where_keys_have_something_in_common() {
     let Some(cluster) = RedisCluster::start() else { return };
-    let effort = Effort { batches: dice::count(2_000, 50_000), tasks: 16, calls: 200, ..Effort::default() };
-    conform(&Gathered(Stores::new(cluster.url(), TimeSource::Caller)), &effort).unwrap();
+    let effort = ConformanceOptions {
+        batches: random::case_count(2_000, 50_000),
+        tasks: 16,
+        calls_per_task: 200,
+        ..ConformanceOptions::default()
+    };
+    check_conformance(&Gathered(Stores::new(cluster.url(), TimeSource::Caller)), &effort).unwrap();
 }
 
 /// Carried out in parts, batches answer a lone caller as everywhere, and many at once never get more than there is.
@@ -68,12 +73,17 @@ fn a_cluster_conforms_in_parts() {
     let Some(cluster) = RedisCluster::start() else { return };
     let mut stores = Stores::new(cluster.url(), TimeSource::Caller);
     stores.options.reserve = true;
-    let effort = Effort { batches: dice::count(2_000, 50_000), tasks: 1, calls: 200, ..Effort::default() };
-    conform(&stores, &effort).unwrap();
+    let effort = ConformanceOptions {
+        batches: random::case_count(2_000, 50_000),
+        tasks: 1,
+        calls_per_task: 200,
+        ..ConformanceOptions::default()
+    };
+    check_conformance(&stores, &effort).unwrap();
 }
 
 fn plan(most: &[u64]) -> (Arc<Limits>, Vec<LimitId>) {
-    let window = |&limit| Limit::new(Kind::Window(Window::new(limit, HOUR, 64).unwrap()));
+    let window = |&limit| Limit::new(LimitKind::Window(Window::new(limit, HOUR, 64).unwrap()));
     let limits = Arc::new(Limits::new(most.iter().map(window).collect()).unwrap());
     let ids = limits.iter().map(|(id, _)| id).collect();
     (limits, ids)
@@ -113,7 +123,7 @@ fn keys_spread_and_batches_dont() {
         let across = store.ask(&take(&[(ids[0], key(1)), (ids[1], key(2))]), Time::ZERO).await;
         assert!(across.unwrap_err().to_string().contains("several slots"));
     });
-    let counts: Vec<_> = cluster.nodes().iter().map(|node| node.keys()).collect();
+    let counts: Vec<_> = cluster.nodes().iter().map(|node| node.key_count()).collect();
     assert!(counts.iter().all(|&count| count > 100) && counts.iter().sum::<u64>() == 600, "{counts:?}");
 }
 
@@ -202,7 +212,7 @@ fn the_loss_of_a_master_costs_errors_only_for_its_slots() {
         for number in 1..=60 {
             store.ask(&ask(number), Time::ZERO).await.unwrap();
         }
-        let kept: u64 = cluster.nodes()[1..].iter().map(|node| node.keys()).sum();
+        let kept: u64 = cluster.nodes()[1..].iter().map(|node| node.key_count()).sum();
         cluster.node_mut(0).kill();
         // The others take a while to agree that it is gone.
         tokio::time::sleep(Duration::from_millis(3_000)).await;
@@ -248,7 +258,7 @@ fn a_slot_that_moves_under_load_is_counted_exactly() {
     first.set_affinity(affinity);
     assert!(!stores.runtime.block_on(store.ask(&first, Time::ZERO)).unwrap().refuses());
     let slot: u16 = {
-        let holder = cluster.nodes().iter().find(|node| node.keys() > 0).unwrap();
+        let holder = cluster.nodes().iter().find(|node| node.key_count() > 0).unwrap();
         let answer = holder.command(&["CLUSTER", "KEYSLOT", &holder.command(&["RANDOMKEY"])]);
         answer.trim_start_matches(':').parse().unwrap()
     };

@@ -1,8 +1,8 @@
 //! It answers as every store does.
 
 use tidegate_store::TimeSource;
-use tidegate_testkit::conformance::{Effort, conform};
-use tidegate_testkit::dice;
+use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
+use tidegate_testkit::random;
 use tidegate_testkit::servers::RedisServer;
 
 use crate::common::Stores;
@@ -10,13 +10,18 @@ use crate::common::Stores;
 #[test]
 fn redis_conforms() {
     let Some(server) = RedisServer::start() else { return };
-    let effort = Effort { batches: dice::count(20_000, 100_000), ..Effort::default() };
-    conform(&Stores::new(server.url(), TimeSource::Caller), &effort).unwrap();
+    let effort = ConformanceOptions { batches: random::case_count(20_000, 100_000), ..ConformanceOptions::default() };
+    check_conformance(&Stores::new(server.url(), TimeSource::Caller), &effort).unwrap();
 }
 
 #[test]
 fn redis_conforms_by_its_own_time() {
     let Some(server) = RedisServer::start() else { return };
-    let effort = Effort { batches: dice::count(5_000, 50_000), tasks: 16, calls: 500, ..Effort::default() };
-    conform(&Stores::new(server.url(), TimeSource::Store), &effort).unwrap();
+    let effort = ConformanceOptions {
+        batches: random::case_count(5_000, 50_000),
+        tasks: 16,
+        calls_per_task: 500,
+        ..ConformanceOptions::default()
+    };
+    check_conformance(&Stores::new(server.url(), TimeSource::Store), &effort).unwrap();
 }

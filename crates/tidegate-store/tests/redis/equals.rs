@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate_core::pacer::{Growth, MAX_SHARED_STEP, Mode};
-use tidegate_core::quota::Every;
+use tidegate_core::pacer::{MAX_SHARED_STEP, PacerGrowth, PacerMode};
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Concurrency, Cooldown, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, PacerSpec, Penalty, PenaltySpec,
-    Quota, Rate, SharedPacer, Span, Time, Verb, Window,
+    Batch, Concurrency, Cooldown, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, PacerSpec, Penalty,
+    PenaltySpec, Quota, Rate, SharedPacerRules, Span, Time, Verb, Window,
 };
 use tidegate_store::{Direct, Immediate as _, Redis, Remote as _, TimeSource};
 use tidegate_testkit::conformance::Backend as _;
-use tidegate_testkit::dice::{self, Dice};
+use tidegate_testkit::random::{self, RandomSource};
 use tidegate_testkit::reference::ReferenceStore;
 use tidegate_testkit::servers::RedisServer;
-use tidegate_testkit::world::{Wanted, World};
+use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
 
 use crate::common::Stores;
 
@@ -55,25 +55,25 @@ impl<'a> Pair<'a> {
     }
 }
 
-fn worlds(wanted: Wanted, mut clock: impl FnMut(&mut World, &mut Dice) -> Time) {
+fn worlds(wanted: PlanContents, mut clock: impl FnMut(&mut TrafficGenerator, &mut RandomSource) -> Time) {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
-    let mut seeds = Dice::seeded(dice::seed());
-    let worlds = dice::count(40, 400);
+    let mut seeds = RandomSource::from_seed(random::run_seed());
+    let worlds = random::case_count(40, 400);
     let mut differing = 0;
     for _ in 0..worlds {
-        let seed = seeds.word();
+        let seed = seeds.next_u64();
         println!("world {seed}");
-        let mut world = World::new(Dice::seeded(seed), wanted);
-        let mut dice = Dice::seeded(seed ^ 1);
+        let mut world = TrafficGenerator::new(RandomSource::from_seed(seed), wanted);
+        let mut random = RandomSource::from_seed(seed ^ 1);
         let pair = Pair::open(&stores, world.limits());
         for _ in 0..250 {
-            let now = clock(&mut world, &mut dice);
-            let Some(outcomes) = pair.compare(&world.batch(), now, wanted == Wanted::RealTime) else {
+            let now = clock(&mut world, &mut random);
+            let Some(outcomes) = pair.compare(&world.next_batch(), now, wanted == PlanContents::RealTime) else {
                 differing += 1;
                 break;
             };
-            world.heard(&outcomes);
+            world.record_outcomes(&outcomes);
         }
     }
     assert!(differing <= worlds / 10, "{differing} of {worlds} worlds");
@@ -81,7 +81,7 @@ fn worlds(wanted: Wanted, mut clock: impl FnMut(&mut World, &mut Dice) -> Time) 
 
 #[test]
 fn redis_answers_as_whole_states_do() {
-    worlds(Wanted::All, |world, _| world.pass_time());
+    worlds(PlanContents::All, |world, _| world.advance_clock());
 }
 
 /// The clock now and then steps back: by less than a call may be overtaken by, by seconds, and for good by a month. Limits
@@ -91,19 +91,19 @@ fn redis_answers_as_whole_states_do() {
 fn redis_takes_steps_back_as_whole_states_do() {
     const MINUTE: u64 = 60_000_000;
     let (mut start, mut now) = (Time::ZERO, Time::ZERO);
-    worlds(Wanted::RealTime, |world, dice| {
+    worlds(PlanContents::RealTime, |world, random| {
         if start != world.now() {
             start = world.now();
             // Far from the end of any period of a quota, which are one to three hours long.
             now = Time::from_micros(start.as_micros() / (360 * MINUTE) * 360 * MINUTE + 30 * MINUTE);
         }
-        now = now + Span::from_micros(dice.below(1_000_000));
-        if dice.below(100) == 0 {
+        now = now + Span::from_micros(random.below(1_000_000));
+        if random.below(100) == 0 {
             now = now - Span::from_secs(30 * 86_400);
         }
-        now - match dice.below(20) {
-            0 => Span::from_micros(dice.below(100_001)),
-            1 => Span::from_micros(dice.below(20_000_000)),
+        now - match random.below(20) {
+            0 => Span::from_micros(random.below(100_001)),
+            1 => Span::from_micros(random.below(20_000_000)),
             _ => Span::ZERO,
         }
     });
@@ -117,13 +117,13 @@ fn a_penalty_comes_back_to_a_state_as_it_does_to_a_whole_one() {
     let stores = Stores::new(server.url(), TimeSource::Caller);
     let hour = Span::from_secs(3_600);
     let kinds = [
-        Kind::Window(Window::new(6, hour, 64).unwrap()),
-        Kind::Window(Window::new(145, hour, 1).unwrap()),
-        Kind::Rate(Rate::new(6, hour, 6).unwrap()),
-        Kind::Quota(Quota::new(6, Arc::new(Every(hour))).unwrap()),
-        Kind::Concurrency(Concurrency::new(6, hour).unwrap()),
-        Kind::Cooldown(Cooldown::default()),
-        Kind::Pace(SharedPacer::new(PacerSpec::default()).unwrap()),
+        LimitKind::Window(Window::new(6, hour, 64).unwrap()),
+        LimitKind::Window(Window::new(145, hour, 1).unwrap()),
+        LimitKind::Rate(Rate::new(6, hour, 6).unwrap()),
+        LimitKind::Quota(Quota::new(6, Arc::new(FixedPeriods(hour))).unwrap()),
+        LimitKind::Concurrency(Concurrency::new(6, hour).unwrap()),
+        LimitKind::Cooldown(Cooldown::default()),
+        LimitKind::Pace(SharedPacerRules::new(PacerSpec::default()).unwrap()),
     ];
     let penalty = Penalty::new(PenaltySpec::default(), hour).unwrap();
     let limits = kinds.map(|kind| Limit::new(kind).with_penalty(penalty));
@@ -134,12 +134,12 @@ fn a_penalty_comes_back_to_a_state_as_it_does_to_a_whole_one() {
             let key = Key::new(key, key);
             let ask = |verb, cost, now| pair.ask(&one(limit, verb, key, cost), now);
             match plan.kind() {
-                Kind::Cooldown(_) => ask(Verb::Throttle { generation: 0 }, 0, now),
-                Kind::Pace(_) => ask(Verb::Pace { failed: true, draw: 0 }, 0, now),
+                LimitKind::Cooldown(_) => ask(Verb::Throttle { generation: 0 }, 0, now),
+                LimitKind::Pace(_) => ask(Verb::Pace { failed: true, draw: 0 }, 0, now),
                 _ => ask(Verb::Take, 2, now),
             };
             ask(Verb::Take, 1, now + second);
-            ask(Verb::Penalise { strikes: 1, parole: 0 }, 500_000, now - second.times(back));
+            ask(Verb::RestorePenalty { strikes: 1, parole: 0 }, 500_000, now - second.times(back));
             for after in [0, 1, 2] {
                 ask(Verb::Peek, 1, now + second.times(after));
             }
@@ -159,34 +159,36 @@ fn long_logs_answer_as_whole_ones_do() {
         let length = Span::from_secs(10);
         let window = Window::new(limit, length, entries).unwrap().with_lead(LEAD);
         let spec = PenaltySpec { base: Span::from_millis(20), cap: Span::from_millis(80), ..PenaltySpec::default() };
-        Limit::new(Kind::Window(window)).with_penalty(Penalty::new(spec, length).unwrap())
+        Limit::new(LimitKind::Window(window)).with_penalty(Penalty::new(spec, length).unwrap())
     });
     let limits = Arc::new(Limits::new(windows.to_vec()).unwrap());
-    let mut dice = Dice::seeded(dice::seed());
-    let key = Key::new(1, dice.word());
+    let mut random = RandomSource::from_seed(random::run_seed());
+    let key = Key::new(1, random.next_u64());
     for (limit, plan) in limits.iter() {
         let capacity = plan.kind().capacity();
         let pair = Pair::open(&stores, &limits);
         let mut now = Time::from_secs(1_700_000_000);
         let mut sent = Vec::new();
-        for _ in 0..dice::count(4_000, 20_000) {
-            now = now + Span::from_micros(dice.below(if capacity > 1_000 { 4_000 } else { 12_000 }));
-            let now = match dice.below(400) {
-                0 => now - Span::from_micros(dice.below(90_000)),
-                1 => now - Span::from_micros(dice.below(2_000_000)),
+        for _ in 0..random::case_count(4_000, 20_000) {
+            now = now + Span::from_micros(random.below(if capacity > 1_000 { 4_000 } else { 12_000 }));
+            let now = match random.below(400) {
+                0 => now - Span::from_micros(random.below(90_000)),
+                1 => now - Span::from_micros(random.below(2_000_000)),
                 _ => now,
             };
-            let (verb, cost, at) = match (dice.below(10), sent.pop()) {
+            let (verb, cost, at) = match (random.below(10), sent.pop()) {
                 (0..=1, Some((cost, at))) => (Verb::Settle, cost, at),
                 (2, Some((cost, at))) => (Verb::Refund, cost, at),
-                (3, _) => {
-                    (dice.pick(&[Verb::Peek, Verb::Refund, Verb::Debit, Verb::Debit]), dice.between(1, 4), Time::ZERO)
-                }
-                _ => (Verb::Take, dice.pick(&[1, 1, 1, 2, 7, capacity / 40]), Time::ZERO),
+                (3, _) => (
+                    random.pick(&[Verb::Peek, Verb::Refund, Verb::Debit, Verb::Debit]),
+                    random.between(1, 4),
+                    Time::ZERO,
+                ),
+                _ => (Verb::Take, random.pick(&[1, 1, 1, 2, 7, capacity / 40]), Time::ZERO),
             };
-            let outcomes = pair.ask(&one(limit, verb, key, cost).ahead(LEAD).counted_at(at), now);
+            let outcomes = pair.ask(&one(limit, verb, key, cost).with_lead(LEAD).with_counted_at(at), now);
             if verb == Verb::Take && !outcomes.list()[0].verdict.refuses() {
-                sent.insert(dice.below(sent.len() as u64 + 1) as usize, (cost, outcomes.now() + LEAD));
+                sent.insert(random.below(sent.len() as u64 + 1) as usize, (cost, outcomes.now() + LEAD));
                 sent.truncate(400);
             }
         }
@@ -200,27 +202,27 @@ fn long_logs_answer_as_whole_ones_do() {
 fn a_pace_steps_as_whole_states_do() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
-    let mut dice = Dice::seeded(dice::seed());
-    let key = Key::new(1, dice.word());
+    let mut random = RandomSource::from_seed(random::run_seed());
+    let key = Key::new(1, random.next_u64());
     let mut longest = 0;
-    for _ in 0..dice::count(60, 600) {
-        let up = dice.between(1_001, 3_000) as u32;
+    for _ in 0..random::case_count(60, 600) {
+        let up = random.between(1_001, 3_000) as u32;
         let most = MAX_SHARED_STEP.as_nanos() as u64 / 1_000 * 1_000 / u64::from(up) * 1_000;
-        let initial = most >> dice.below(50);
+        let initial = most >> random.below(50);
         let spec = PacerSpec {
             initial: Duration::from_nanos(initial.max(1)),
             max: Duration::from_nanos(most),
-            growth: Growth::Exponential { up, down: dice.between(1, 999) as u16 },
-            randomization: dice.between(0, 1_000) as u16,
-            max_randomization: Duration::from_nanos(dice.pick(&[u64::MAX, 1 << 40, 1 << 20])),
-            successes: dice.between(1, 2) as u32,
-            mode: dice.pick(&[Mode::Steady, Mode::Classic]),
+            growth: PacerGrowth::Exponential { up, down: random.between(1, 999) as u16 },
+            randomization: random.between(0, 1_000) as u16,
+            max_randomization: Duration::from_nanos(random.pick(&[u64::MAX, 1 << 40, 1 << 20])),
+            successes: random.between(1, 2) as u32,
+            mode: random.pick(&[PacerMode::Steady, PacerMode::Classic]),
         };
-        let limits = Arc::new(Limits::of_one(Limit::new(Kind::Pace(SharedPacer::new(spec).unwrap()))));
+        let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Pace(SharedPacerRules::new(spec).unwrap()))));
         let pair = Pair::open(&stores, &limits);
         let now = Time::from_secs(1_700_000_000);
         for _ in 0..100 {
-            let (failed, draw) = (dice.percent(60), dice.word() as u32);
+            let (failed, draw) = (random.chance(60), random.next_u64() as u32);
             let outcomes = pair.ask(&one(LimitId::FIRST, Verb::Pace { failed, draw }, key, 0), now);
             longest = longest.max(outcomes.list()[0].used);
         }

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate_core::{
-    Batch, Concurrency, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb,
+    Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb,
     Verdict, Window,
 };
 use tidegate_store::{Redis, RedisOptions, Remote as _, StoreError, TimeSource};
-use tidegate_testkit::servers::{RedisPair, RedisServer, RedisSetup, Scratch, free_port};
+use tidegate_testkit::servers::{RedisSentinelGroup, RedisServer, RedisServerOptions, ScratchDir, free_port};
 use tokio::time::timeout;
 
 use crate::common::Stores;
@@ -23,9 +23,9 @@ const AT_ONCE: Duration = Duration::from_millis(800);
 const LONG: Duration = Duration::from_secs(10);
 
 fn plan() -> (Arc<Limits>, [LimitId; 3]) {
-    let window = |limit| Limit::new(Kind::Window(Window::new(limit, HOUR, 64).unwrap()));
+    let window = |limit| Limit::new(LimitKind::Window(Window::new(limit, HOUR, 64).unwrap()));
     let penalty = Penalty::new(PenaltySpec { base: HOUR, ..PenaltySpec::default() }, HOUR).unwrap();
-    let held = Limit::new(Kind::Concurrency(Concurrency::new(2, HOUR).unwrap()));
+    let held = Limit::new(LimitKind::Concurrency(Concurrency::new(2, HOUR).unwrap()));
     let limits = Arc::new(Limits::new(vec![window(1_000), window(2).with_penalty(penalty), held]).unwrap());
     let ids: Vec<_> = limits.iter().map(|(id, _)| id).collect();
     (limits, ids.try_into().unwrap())
@@ -54,7 +54,11 @@ async fn until_answered(store: &Redis) {
 
 #[test]
 fn counts_and_blocks_survive_a_restart_where_the_server_keeps_them() {
-    let Some(mut server) = RedisServer::with(RedisSetup { durable: true, ..RedisSetup::default() }) else { return };
+    let Some(mut server) =
+        RedisServer::start_with(RedisServerOptions { durable: true, ..RedisServerOptions::default() })
+    else {
+        return;
+    };
     let (limits, [wide, narrow, held]) = plan();
     let read = |stores: &Stores, store: &Redis| {
         let peeks = [wide, narrow, held].map(|id| stores.runtime.block_on(once(store, id, Verb::Peek)).unwrap());
@@ -201,7 +205,11 @@ fn forgotten_scripts_are_told_again() {
 fn a_password_is_used_and_never_told() {
     const SECRET: &str = "hunter2-%7Bx%7D";
     let words = ["--requirepass", "hunter2-{x}"].map(str::to_owned).to_vec();
-    let Some(server) = RedisServer::with(RedisSetup { words, ..RedisSetup::default() }) else { return };
+    let Some(server) =
+        RedisServer::start_with(RedisServerOptions { arguments: words, ..RedisServerOptions::default() })
+    else {
+        return;
+    };
     let (limits, [wide, ..]) = plan();
     let host = server.url().replace("redis://", "");
     for (login, is_right) in [(format!(":{SECRET}@"), true), (":hunter2-wrong@".into(), false), (String::new(), false)]
@@ -233,14 +241,14 @@ fn a_store_outlives_a_runtime() {
 /// A master is lost, and the sentinels' next one is found.
 #[test]
 fn a_failover_is_followed() {
-    let Some(mut pair) = RedisPair::start(Duration::from_millis(500)) else { return };
+    let Some(mut pair) = RedisSentinelGroup::start(Duration::from_millis(500)) else { return };
     let stores = Stores::new(pair.url(), TimeSource::Store);
     let (limits, [wide, ..]) = plan();
     let store = stores.under("failover:", &limits);
     stores.runtime.block_on(async {
         once(&store, wide, Verb::Take).await.unwrap();
         let is_replicated = async {
-            while pair.replica.keys() == 0 {
+            while pair.replica.key_count() == 0 {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
@@ -263,7 +271,7 @@ fn a_failover_is_followed() {
 #[test]
 fn an_encrypted_server_is_asked_where_it_is_trusted() {
     let issued = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();
-    let scratch = Scratch::new();
+    let scratch = ScratchDir::new();
     let certificate = scratch.write("certificate.pem", &issued.cert.pem());
     let key = scratch.write("key.pem", &issued.signing_key.serialize_pem());
     let port = free_port();
@@ -275,8 +283,8 @@ fn an_encrypted_server_is_asked_where_it_is_trusted() {
         ["--tls-ca-cert-file".into(), path(&certificate)],
         ["--tls-auth-clients".into(), "no".into()],
     ];
-    let setup = RedisSetup { words: words.concat(), ..RedisSetup::default() };
-    let Some(_server) = RedisServer::with(setup) else { return };
+    let setup = RedisServerOptions { arguments: words.concat(), ..RedisServerOptions::default() };
+    let Some(_server) = RedisServer::start_with(setup) else { return };
     let (limits, [wide, ..]) = plan();
     for (authorities, is_trusted) in [(Some(issued.cert.pem().into_bytes()), true), (None, false)] {
         let mut stores = Stores::new(format!("rediss://localhost:{port}"), TimeSource::Store);

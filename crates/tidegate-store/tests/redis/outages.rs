@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tidegate_core::{
-    Batch, Clock, Key, Kind, Limit, LimitId, Limits, OnOutage, Op, Outcome, Penalty, Sharing, Span, Time, Verb,
+    Batch, Clock, Key, Limit, LimitId, LimitKind, Limits, OnOutage, Op, Outcome, Penalty, Sharing, Span, Time, Verb,
     Verdict, Window,
 };
 use tidegate_store::{Answer, Fleet, FleetOptions, Store as _, TimeSource, fleet_limits};
@@ -39,16 +39,17 @@ struct Node {
 impl Node {
     fn start(stores: &Stores, number: u64) -> Self {
         let minute = Span::from_secs(60);
-        let window = Limit::new(Kind::Window(Window::new(1, minute, 64).unwrap()));
+        let window = Limit::new(LimitKind::Window(Window::new(1, minute, 64).unwrap()));
         let banned = window.with_penalty(Penalty::ban(TEN_MINUTES, minute).unwrap());
-        let limits = Limits::new(vec![banned.shared(Sharing { on_outage: OnOutage::Allow, lease: None })]).unwrap();
+        let limits =
+            Limits::new(vec![banned.with_sharing(Sharing { on_outage: OnOutage::Allow, lease: None })]).unwrap();
         let redis = stores.under("outages:", &Arc::new(fleet_limits(&limits).unwrap()));
         let clock = Monotonic(Instant::now());
         Self { fleet: Fleet::start(Box::new(redis), clock, FleetOptions::new(number)), clock }
     }
 
     async fn ask(&self, verb: Verb, key: Key) -> Outcome {
-        let batch = Batch::one(9, Op::new(LimitId::FIRST, verb, key, 1));
+        let batch = Batch::with_op(9, Op::new(LimitId::FIRST, verb, key, 1));
         match self.fleet.apply(&batch, self.clock.now()) {
             Answer::Ready(outcomes) => outcomes.list()[0],
             Answer::Later(later) => later.await.unwrap().list()[0],

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use tidegate_core::quota::Every;
+use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Key, Kind, Limit, LimitId, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict, Window,
+    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict,
+    Window,
 };
 use tidegate_store::{Redis, Remote as _, Reset, TimeSource};
 use tidegate_testkit::servers::RedisServer;
@@ -20,7 +21,7 @@ const SERVER: &str = "TIDEGATE_TEST_REDIS_URL";
 const KEY: Key = Key::new(5, 0x5bd1_e995_97f4_a7c1);
 
 fn window(limit: u64, length: Span) -> Limit {
-    Limit::new(Kind::Window(Window::new(limit, length, 64).unwrap()))
+    Limit::new(LimitKind::Window(Window::new(limit, length, 64).unwrap()))
 }
 
 fn plan(limits: Vec<Limit>) -> (Arc<Limits>, Vec<LimitId>) {
@@ -144,8 +145,8 @@ fn clocks_of_nodes_make_no_difference() {
     let stores = Stores::new(server.url(), TimeSource::Store);
     let day = Span::from_secs(86_400);
     let minute = Span::from_secs(60);
-    let quota = Limit::new(Kind::Quota(Quota::new(1_000, Arc::new(Every(day))).unwrap()));
-    let rate = Limit::new(Kind::Rate(Rate::new(100, Span::from_secs(3600), 100).unwrap()));
+    let quota = Limit::new(LimitKind::Quota(Quota::new(1_000, Arc::new(FixedPeriods(day))).unwrap()));
+    let rate = Limit::new(LimitKind::Rate(Rate::new(100, Span::from_secs(3600), 100).unwrap()));
     let (limits, ids) = plan(vec![window(100, minute), quota, rate]);
     let places: Vec<_> = ids.iter().map(|&id| (id, KEY)).collect();
     let store = Arc::new(stores.under("skew:", &limits));
@@ -191,11 +192,11 @@ fn nothing_is_left_in_the_end() {
     let penalised = |limit: Limit| limit.with_penalty(Penalty::new(spec, second).unwrap());
     let (limits, ids) = plan(vec![
         penalised(window(3, second)),
-        penalised(Limit::new(Kind::Rate(Rate::new(3, second, 3).unwrap()))),
-        penalised(Limit::new(Kind::Quota(Quota::new(3, Arc::new(Every(second))).unwrap()))),
-        penalised(Limit::new(Kind::Concurrency(tidegate_core::Concurrency::new(3, second).unwrap()))),
+        penalised(Limit::new(LimitKind::Rate(Rate::new(3, second, 3).unwrap()))),
+        penalised(Limit::new(LimitKind::Quota(Quota::new(3, Arc::new(FixedPeriods(second))).unwrap()))),
+        penalised(Limit::new(LimitKind::Concurrency(tidegate_core::Concurrency::new(3, second).unwrap()))),
         window(500, second),
-        Limit::new(Kind::Rate(Rate::new(3, second, 3).unwrap())),
+        Limit::new(LimitKind::Rate(Rate::new(3, second, 3).unwrap())),
     ]);
     let store = stores.under("ttl:", &limits);
     stores.runtime.block_on(async {
@@ -209,7 +210,7 @@ fn nothing_is_left_in_the_end() {
             }
         }
     });
-    assert!(server.keys() > 0);
+    assert!(server.key_count() > 0);
     let without = server.command(&[
         "EVAL",
         "local n = 0 for _, k in ipairs(redis.call('KEYS', '*')) do \
@@ -218,12 +219,12 @@ fn nothing_is_left_in_the_end() {
     ]);
     assert_eq!(without, ":0", "keys that never expire");
     for _ in 0..200 {
-        if server.keys() == 0 {
+        if server.key_count() == 0 {
             return;
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    panic!("{} keys are left", server.keys());
+    panic!("{} keys are left", server.key_count());
 }
 
 /// A prefix may hold anything, and a limit's tag any number: no name becomes another's.
@@ -232,9 +233,9 @@ fn hostile_prefixes_stay_apart() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, ids) = plan(vec![
-        window(1, Span::from_secs(60)).tagged(0),
-        window(1, Span::from_secs(60)).tagged(u64::MAX),
-        window(1, Span::from_secs(60)).tagged(u64::from_be_bytes(*b"\0*{}\"'\r\n")),
+        window(1, Span::from_secs(60)).with_tag(0),
+        window(1, Span::from_secs(60)).with_tag(u64::MAX),
+        window(1, Span::from_secs(60)).with_tag(u64::from_be_bytes(*b"\0*{}\"'\r\n")),
     ]);
     let long = "x".repeat(64 * 1024);
     let prefixes =
@@ -260,7 +261,7 @@ fn hostile_prefixes_stay_apart() {
             }
         }
     });
-    assert_eq!(server.keys(), (prefixes.len() * keys.len() * ids.len() * 2) as u64);
+    assert_eq!(server.key_count(), (prefixes.len() * keys.len() * ids.len() * 2) as u64);
 }
 
 /// All nodes hash their keys under the same bytes: those of the first who asked.
@@ -284,7 +285,7 @@ fn one_seed_for_all() {
 fn resets_are_told_to_all_nodes() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
-    let (limits, ids) = plan(vec![window(1, Span::from_secs(60)).tagged(77)]);
+    let (limits, ids) = plan(vec![window(1, Span::from_secs(60)).with_tag(77)]);
     let (one, other, stranger) =
         (stores.under("told:", &limits), stores.under("told:", &limits), stores.under("else:", &limits));
     stores.runtime.block_on(async {

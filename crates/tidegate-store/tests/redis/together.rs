@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tidegate_core::{
-    Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate, Span, Time, Verb, Window,
+    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate, Span, Time, Verb, Window,
 };
 use tidegate_store::{Redis, Remote as _, StoreError, TimeSource, Waiting};
-use tidegate_testkit::dice::{Dice, count, seed};
+use tidegate_testkit::random::{RandomSource, case_count, run_seed};
 use tidegate_testkit::servers::RedisServer;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
@@ -26,9 +26,9 @@ const NOW: Time = Time::from_secs(1_700_000_000);
 
 fn plan() -> (Arc<Limits>, [LimitId; 3]) {
     let minute = Span::from_secs(60);
-    let window = |limit| Limit::new(Kind::Window(Window::new(limit, minute, 64).unwrap()));
+    let window = |limit| Limit::new(LimitKind::Window(Window::new(limit, minute, 64).unwrap()));
     let strict = window(400).with_penalty(Penalty::new(PenaltySpec::default(), minute).unwrap());
-    let rate = Limit::new(Kind::Rate(Rate::new(1, minute, 100).unwrap()));
+    let rate = Limit::new(LimitKind::Rate(Rate::new(1, minute, 100).unwrap()));
     let limits = Arc::new(Limits::new(vec![window(100), strict, rate]).unwrap());
     let ids: Vec<_> = limits.iter().map(|(id, _)| id).collect();
     (limits, ids.try_into().unwrap())
@@ -86,7 +86,7 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
     for (key, passed) in passed.into_iter().enumerate() {
         assert_eq!(passed, 100, "of 400 calls of key {key}");
     }
-    let scripts = server.scripts();
+    let scripts = server.script_count();
     assert!(scripts <= CALLS as u64 / 2, "{scripts} scripts for {CALLS} decisions");
 }
 
@@ -284,18 +284,18 @@ fn who_waits_beside_a_runtime_that_ends_is_asked_all_the_same() {
 fn answers_in_a_group_are_those_of_single_calls() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
-    let mut dice = Dice::seeded(seed());
-    for round in 0..count(6, 60) {
+    let mut random = RandomSource::from_seed(run_seed());
+    for round in 0..case_count(6, 60) {
         let mut limits = Vec::new();
         for _ in 0..4 {
-            let (limit, length) = (dice.between(1, 30), Span::from_millis(dice.between(10, 20_000)));
-            let limit = Limit::new(if dice.percent(50) {
-                Kind::Rate(Rate::new(limit, length, dice.between(1, 40)).unwrap())
+            let (limit, length) = (random.between(1, 30), Span::from_millis(random.between(10, 20_000)));
+            let limit = Limit::new(if random.chance(50) {
+                LimitKind::Rate(Rate::new(limit, length, random.between(1, 40)).unwrap())
             } else {
-                Kind::Window(Window::new(limit, length, dice.pick(&[4, 16, 64])).unwrap())
+                LimitKind::Window(Window::new(limit, length, random.pick(&[4, 16, 64])).unwrap())
             });
             let penalty = Penalty::new(PenaltySpec::default(), length);
-            limits.push(if let (true, Ok(penalty)) = (dice.percent(30), penalty) {
+            limits.push(if let (true, Ok(penalty)) = (random.chance(30), penalty) {
                 limit.with_penalty(penalty)
             } else {
                 limit
@@ -303,17 +303,17 @@ fn answers_in_a_group_are_those_of_single_calls() {
         }
         let limits = Arc::new(Limits::new(limits).unwrap());
         let ids: Vec<_> = limits.iter().map(|(id, _)| id).collect();
-        let ids = &ids[..dice.between(1, 4) as usize];
+        let ids = &ids[..random.between(1, 4) as usize];
         let [alone, group] =
             ["alone", "group"].map(|name| Arc::new(stores.under(&format!("{round}:{name}:"), &limits)));
         let calls: Vec<Vec<(Batch, Time)>> = (0..64)
             .map(|key| {
                 let mut now = NOW;
                 let call = |_| {
-                    now = now + Span::from_micros(dice.below(2_000_000));
+                    now = now + Span::from_micros(random.below(2_000_000));
                     let mut batch = Batch::new(1);
                     for id in ids {
-                        batch.push(Op::new(*id, Verb::Take, Key::new(1, key), dice.below(4))).unwrap();
+                        batch.push(Op::new(*id, Verb::Take, Key::new(1, key), random.below(4))).unwrap();
                     }
                     (batch, now)
                 };
@@ -335,7 +335,7 @@ fn answers_in_a_group_are_those_of_single_calls() {
             let together: Vec<_> = calls.iter().map(|calls| tokio::spawn(ask(&group, calls.clone()))).collect();
             for (calls, together) in calls.into_iter().zip(together) {
                 let together = together.await.unwrap();
-                assert_eq!(ask(&alone, calls).await, together, "seed {}, round {round}", seed());
+                assert_eq!(ask(&alone, calls).await, together, "seed {}, round {round}", run_seed());
             }
         });
     }

@@ -4,19 +4,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tidegate_core::{
-    Batch, Clock, Concurrency, Key, Kind as LimitKind, Limit, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
+    Batch, Clock, Concurrency, Key, Limit, LimitKind, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
 };
 use tidegate_store::{
     Answer, Fleet, FleetOptions, Remote, RowsOptions, Store as _, StoreError, TimeSource, fleet_limits,
 };
-use tidegate_testkit::desk;
+use tidegate_testkit::fixtures;
 
 use super::{Kind, an_hour, batch, options, patiently, plan, runtime};
 
 /// A server that is stopped, killed or frozen and comes back keeps counts, blocks and the seed, and the store finds it.
 pub(crate) fn outlives_restarts<K: Kind>() {
     let Some(server) = K::server() else { return };
-    let penalty = desk::doubling(600, 3600, PenaltyMode::Parole, Span::from_secs(3600));
+    let penalty = fixtures::doubling_penalty(600, 3600, PenaltyMode::Parole, Span::from_secs(3600));
     let limits = plan(vec![an_hour(5), an_hour(1).with_penalty(penalty)]);
     let open = || K::open(Arc::clone(&limits), &options(server.url(), "r_", TimeSource::Store)).unwrap();
     let take = |limit| batch(Verb::Take, &[(limit, 1)]);
@@ -41,28 +41,28 @@ pub(crate) fn outlives_restarts<K: Kind>() {
 pub(crate) fn expires<K: Kind>() {
     let Some(server) = K::server() else { return };
     let limits = plan(vec![
-        an_hour(5).with_penalty(desk::doubling(2, 3600, PenaltyMode::Parole, Span::from_secs(3600))),
+        an_hour(5).with_penalty(fixtures::doubling_penalty(2, 3600, PenaltyMode::Parole, Span::from_secs(3600))),
         Limit::new(LimitKind::Rate(Rate::new(1, Span::from_secs(60), 5).unwrap())),
         Limit::new(LimitKind::Concurrency(Concurrency::new(5, Span::from_secs(30)).unwrap())),
     ]);
     runtime().block_on(async {
         let store = K::open(limits, &options(server.url(), "e_", TimeSource::Caller)).unwrap();
         let take = |client| batch(Verb::Take, &[(0, client), (1, client), (2, client)]);
-        let taken = (0..700).map(|client| store.ask(&take(client), desk::at(0)));
+        let taken = (0..700).map(|client| store.ask(&take(client), fixtures::test_time(0)));
         for outcomes in futures_util::future::join_all(taken).await {
             assert!(!outcomes.unwrap().refuses());
         }
         assert_eq!(K::rows(&server, "e_").await, 2100);
         // The permits are over, the rest isn't.
-        store.ask(&Batch::new(0), desk::at(40_000)).await.unwrap();
+        store.ask(&Batch::new(0), fixtures::test_time(40_000)).await.unwrap();
         store.tend().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1400);
-        let still = store.ask(&batch(Verb::Peek, &[(0, 3)]), desk::at(40_000)).await.unwrap();
+        let still = store.ask(&batch(Verb::Peek, &[(0, 3)]), fixtures::test_time(40_000)).await.unwrap();
         assert_eq!(still.list()[0].used, 1);
         // What is given back leaves no row.
-        store.ask(&batch(Verb::Refund, &[(0, 3), (1, 3)]), desk::at(40_000)).await.unwrap();
+        store.ask(&batch(Verb::Refund, &[(0, 3), (1, 3)]), fixtures::test_time(40_000)).await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1398);
-        store.ask(&Batch::new(0), desk::at(3_700_000)).await.unwrap();
+        store.ask(&Batch::new(0), fixtures::test_time(3_700_000)).await.unwrap();
         store.tend().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 0);
     });
@@ -92,7 +92,7 @@ pub(crate) fn learns_lost_blocks_again<K: Kind>() {
         }
     }
     let Some(server) = K::server() else { return };
-    let penalty = desk::doubling(600, 3600, PenaltyMode::Parole, Span::from_secs(3600));
+    let penalty = fixtures::doubling_penalty(600, 3600, PenaltyMode::Parole, Span::from_secs(3600));
     let limits = Arc::new(fleet_limits(&plan(vec![an_hour(1).with_penalty(penalty)])).unwrap());
     let clock = Monotonic(Instant::now());
     let node = |number| {
@@ -128,14 +128,14 @@ pub(crate) fn learns_lost_blocks_again<K: Kind>() {
 pub(crate) fn keys_apart<K: Kind>() {
     let Some(server) = K::server() else { return };
     let tags = [0, 1, 1 << 63, u64::from_be_bytes(*b"'; DROP "), u64::from_be_bytes(*b"$where\0\0")];
-    let limits = plan(tags.iter().map(|tag| an_hour(1).tagged(*tag)).collect());
+    let limits = plan(tags.iter().map(|tag| an_hour(1).with_tag(*tag)).collect());
     let halves = [0, 1, 1 << 63, u64::MAX, 0x20, 0x2020_2020_2020_2020, u64::from_be_bytes(*b"\"{}\0\\%_'")];
     runtime().block_on(async {
         let store = K::open(limits, &options(server.url(), "h_", TimeSource::Store)).unwrap();
         for limit in 0..tags.len() {
             for key in halves.iter().flat_map(|hi| halves.iter().map(|lo| Key::new(*hi, *lo))) {
                 let mut batch = Batch::new(0);
-                batch.push(Op::new(desk::id(limit), Verb::Take, key, 1)).unwrap();
+                batch.push(Op::new(fixtures::limit_id(limit), Verb::Take, key, 1)).unwrap();
                 assert!(!store.ask(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was another's");
                 assert!(store.ask(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was forgotten");
             }

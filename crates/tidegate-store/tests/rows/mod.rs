@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use tidegate_core::{Batch, Limits, Op, Outcomes, Span, Time, Verb};
 use tidegate_store::{Direct, Remote, RowsOptions, StoreError, TimeSource};
-use tidegate_testkit::conformance::{Backend, Effort, conform};
-use tidegate_testkit::servers::database::Database;
-use tidegate_testkit::{desk, dice};
+use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
+use tidegate_testkit::servers::database::DatabaseServer;
+use tidegate_testkit::{fixtures, random};
 use tokio::runtime::Runtime;
 
 pub(crate) use kept::{
@@ -34,32 +34,32 @@ pub(crate) trait Kind: Sync + 'static {
     const NOWHERE: &str;
 
     /// Ways for a server to go and come back with its data.
-    const RESTARTS: &[fn(&Database)];
+    const RESTARTS: &[fn(&DatabaseServer)];
 
     /// A server for it, if one is installed.
-    fn server() -> Option<Database>;
+    fn server() -> Option<DatabaseServer>;
 
     /// How many rows there are in the table or collection of states.
-    fn rows(server: &Database, prefix: &str) -> impl Future<Output = u64>;
+    fn rows(server: &DatabaseServer, prefix: &str) -> impl Future<Output = u64>;
 
     /// Removes the tables or collections.
-    fn forget(server: &Database, prefix: &str) -> impl Future<Output = ()>;
+    fn forget(server: &DatabaseServer, prefix: &str) -> impl Future<Output = ()>;
 
     /// Has the tables or collections say that they are of a later version.
-    fn make_later(server: &Database, prefix: &str) -> impl Future<Output = ()>;
+    fn make_later(server: &DatabaseServer, prefix: &str) -> impl Future<Output = ()>;
 
     /// A store there.
     fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<Self::Store, StoreError>;
 }
 
 /// Ways that every server bears.
-pub(crate) fn stop_and_start(server: &Database) {
+pub(crate) fn stop_and_start(server: &DatabaseServer) {
     server.stop();
     server.restart();
 }
 
 /// Killed, with whatever was written.
-pub(crate) fn kill_and_start(server: &Database) {
+pub(crate) fn kill_and_start(server: &DatabaseServer) {
     server.kill();
     server.restart();
 }
@@ -153,7 +153,7 @@ macro_rules! suite {
 
 /// Stores of this kind on one server, each with tables of its own.
 struct Stores<'a, K> {
-    server: &'a Database,
+    server: &'a DatabaseServer,
     time: TimeSource,
     runtime: Runtime,
     next: AtomicU32,
@@ -161,7 +161,7 @@ struct Stores<'a, K> {
 }
 
 impl<'a, K: Kind> Stores<'a, K> {
-    fn on(server: &'a Database, time: TimeSource) -> Self {
+    fn on(server: &'a DatabaseServer, time: TimeSource) -> Self {
         let runtime = runtime();
         Self { server, time, runtime, next: AtomicU32::new(0), kind: PhantomData }
     }
@@ -193,7 +193,7 @@ impl<K: Kind> Backend for Stores<'_, K> {
 }
 
 fn an_hour(limit: u64) -> tidegate_core::Limit {
-    desk::window(limit, 3600)
+    fixtures::window_limit(limit, 3600)
 }
 
 fn plan(limits: Vec<tidegate_core::Limit>) -> Arc<Limits> {
@@ -204,7 +204,7 @@ fn plan(limits: Vec<tidegate_core::Limit>) -> Arc<Limits> {
 fn batch(verb: Verb, places: &[(usize, u64)]) -> Batch {
     let mut batch = Batch::new(0);
     for &(limit, client) in places {
-        batch.push(Op::new(desk::id(limit), verb, desk::key(client), 1)).unwrap();
+        batch.push(Op::new(fixtures::limit_id(limit), verb, fixtures::client_key(client), 1)).unwrap();
     }
     batch
 }
@@ -230,9 +230,9 @@ async fn patiently(store: &impl Remote, batch: &Batch, now: Time) -> Outcomes {
 
 pub(crate) fn conforms<K: Kind>(time: TimeSource) {
     let Some(server) = K::server() else { return };
-    let batches = if time == TimeSource::Caller { dice::count(2_000, 10_000) } else { 250 };
-    let effort = Effort { batches, tasks: 64, calls: 100, seed: dice::seed() };
-    conform(&Stores::<K>::on(&server, time), &effort).unwrap();
+    let batches = if time == TimeSource::Caller { random::case_count(2_000, 10_000) } else { 250 };
+    let effort = ConformanceOptions { batches, tasks: 64, calls_per_task: 100, seed: random::run_seed() };
+    check_conformance(&Stores::<K>::on(&server, time), &effort).unwrap();
 }
 
 /// What another plan's limits are asked about is answered as in memory, and changes nothing.
@@ -262,7 +262,7 @@ pub(crate) fn ignores_clocks<K: Kind>() {
                     let mut admitted = 0;
                     for call in 0..100_u64 {
                         let stepped = if call < 50 { Span::ZERO } else { Span::from_secs(10) };
-                        let told = desk::at(task * 937) - stepped;
+                        let told = fixtures::test_time(task * 937) - stepped;
                         let outcomes = store.ask(&batch(Verb::Take, &[(0, 1)]), told).await.unwrap();
                         admitted += u32::from(!outcomes.refuses());
                         let wait = outcomes.list()[0].retry_at.since(outcomes.now());

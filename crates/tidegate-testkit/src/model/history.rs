@@ -1,12 +1,12 @@
 //! What happened to one key under one limit, and what follows from it.
 
-use tidegate_core::{Concurrency, Kind, Quota, Rate, Span, Time, Window};
+use tidegate_core::{Concurrency, LimitKind, Quota, Rate, Span, Time, Window};
 
-use super::Look;
+use super::ModelStatus;
 
 /// Something that happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum HistoryEvent {
     /// A call was admitted, or cost more than it was admitted for, and counts as made at this moment.
     Taken { at: Time, cost: u64, holder: u64 },
     /// A cost was given back, of a call that was counted at a moment, if that is known, and charged at another.
@@ -21,66 +21,68 @@ pub(super) enum Event {
 
 /// All that happened, in order.
 #[derive(Clone, Debug, Default)]
-pub(super) struct History(Vec<Event>);
+pub(super) struct History(Vec<HistoryEvent>);
 
 impl History {
-    pub(super) fn push(&mut self, event: Event) {
+    pub(super) fn push(&mut self, event: HistoryEvent) {
         self.0.push(event);
     }
 
     /// What was taken in the trailing `span`, whatever was given back.
     pub(super) fn taken_within(&self, span: Span, now: Time) -> u64 {
         let events = self.0.iter().filter_map(|event| match *event {
-            Event::Taken { at, cost, .. } if at + span > now => Some(cost),
+            HistoryEvent::Taken { at, cost, .. } if at + span > now => Some(cost),
             _ => None,
         });
         events.sum()
     }
 
     /// What a call would meet if each event of a window counted `late` longer than it must.
-    pub(super) fn look(&self, kind: &Kind, cost: u64, holder: u64, now: Time, late: Span) -> Look {
+    pub(super) fn status(&self, kind: &LimitKind, cost: u64, holder: u64, now: Time, late: Span) -> ModelStatus {
         match kind {
-            Kind::Window(window) => self.window(window, cost, now, window.window() + late),
-            Kind::Rate(rate) => self.rate(rate, cost, now),
-            Kind::Quota(quota) => self.quota(quota, cost, now),
-            Kind::Concurrency(concurrency) => self.concurrency(concurrency, cost, holder, now),
-            Kind::Cooldown(_) | Kind::Pace(_) => unreachable!("invariant: these have lists of their own"),
+            LimitKind::Window(window) => self.window_status(window, cost, now, window.window() + late),
+            LimitKind::Rate(rate) => self.rate_status(rate, cost, now),
+            LimitKind::Quota(quota) => self.quota_status(quota, cost, now),
+            LimitKind::Concurrency(concurrency) => self.concurrency_status(concurrency, cost, holder, now),
+            LimitKind::Cooldown(_) | LimitKind::Pace(_) => unreachable!("invariant: these have lists of their own"),
         }
     }
 
     /// Whether `holder` has a permit.
-    pub(super) fn holds(&self, kind: &Kind, holder: u64, now: Time) -> bool {
-        let Kind::Concurrency(concurrency) = kind else { return false };
+    pub(super) fn holds(&self, kind: &LimitKind, holder: u64, now: Time) -> bool {
+        let LimitKind::Concurrency(concurrency) = kind else { return false };
         self.permits(concurrency, now).iter().any(|permit| permit.holder == holder)
     }
 
     /// From when on a call counts in a window that is admitted at `now` with this lead: never before one that was
     /// admitted earlier.
-    pub(super) fn counted_from(&self, window: &Window, lead: Span, now: Time) -> Time {
-        let newest = self.counting(window, window.window(), now).into_iter().map(|(made, _)| made).max();
+    pub(super) fn counts_from(&self, window: &Window, lead: Span, now: Time) -> Time {
+        let newest = self.counted_calls(window, window.window(), now).into_iter().map(|(made, _)| made).max();
         newest.unwrap_or(now).max(now + lead.min(window.lead()))
     }
 
     /// The calls that count in a window, the oldest first: until `life` after they were made, which one that was counted
     /// ahead is when it ends, and unless a refund took them. A refund takes the call that was counted when it says, if
     /// calls are told apart; nothing if that one has left; and otherwise the oldest that count.
-    fn counting(&self, window: &Window, life: Span, now: Time) -> Vec<(Time, u128)> {
-        let told_apart = window.is_exact();
+    fn counted_calls(&self, window: &Window, lifetime: Span, now: Time) -> Vec<(Time, u128)> {
+        let keeps_each_call = window.is_exact();
         let mut calls: Vec<(Time, u128)> = Vec::new();
         for event in &self.0 {
             match *event {
-                Event::Taken { at, cost, .. } => calls.push((at, u128::from(cost))),
-                Event::Settled { at, cost, counted_at } => {
-                    let moves = told_apart && counted_at > at && take(&mut calls, cost, |made| made == counted_at);
+                HistoryEvent::Taken { at, cost, .. } => calls.push((at, u128::from(cost))),
+                HistoryEvent::Settled { at, cost, counted_at } => {
+                    let moves = keeps_each_call
+                        && counted_at > at
+                        && take_from_calls(&mut calls, cost, |made| made == counted_at);
                     calls.extend(moves.then_some((at, u128::from(cost))));
                 }
-                Event::Refunded { at, cost, counted_at, .. } => {
-                    let own = |made| Some(made) == counted_at && made + life > at;
+                HistoryEvent::Refunded { at, cost, counted_at, .. } => {
+                    let own = |made| Some(made) == counted_at && made + lifetime > at;
                     let gone = counted_at.is_some_and(|made| made + window.window() <= at);
-                    if !(gone || told_apart && take(&mut calls, cost, own)) {
+                    if !(gone || keeps_each_call && take_from_calls(&mut calls, cost, own)) {
                         let mut rest = u128::from(cost);
                         calls.sort_by_key(|&(made, _)| made);
-                        for (_, count) in calls.iter_mut().filter(|(made, _)| *made + life > at) {
+                        for (_, count) in calls.iter_mut().filter(|(made, _)| *made + lifetime > at) {
                             let back = rest.min(*count);
                             *count -= back;
                             rest -= back;
@@ -90,7 +92,7 @@ impl History {
                 _ => {}
             }
         }
-        calls.retain(|&(made, count)| made + life > now && count > 0);
+        calls.retain(|&(made, count)| made + lifetime > now && count > 0);
         calls.sort_by_key(|&(made, _)| made);
         calls
     }
@@ -98,20 +100,20 @@ impl History {
     /// Whether a window that keeps each call has held more than its limit within the last two of its lengths, and something
     /// was given back. Of a log that is overfull the oldest calls are merged, so that what is given back may be one that
     /// has left the window: a slot then comes free later than it might, up to when the youngest of the merged leaves.
-    pub(super) fn is_blurred(&self, window: &Window, now: Time) -> bool {
-        let overfull = |(index, event): (usize, &Event)| {
-            let Event::Taken { at, .. } = *event else { return false };
+    pub(super) fn may_free_late(&self, window: &Window, now: Time) -> bool {
+        let overfull = |(index, event): (usize, &HistoryEvent)| {
+            let HistoryEvent::Taken { at, .. } = *event else { return false };
             let until_then = Self(self.0[..=index].to_vec());
-            let counting = || until_then.counting(window, window.window(), at).into_iter().map(|(_, count)| count);
+            let counting = || until_then.counted_calls(window, window.window(), at).into_iter().map(|(_, count)| count);
             at + window.window() + window.window() > now && counting().sum::<u128>() > u128::from(window.limit())
         };
         window.is_exact()
-            && self.0.iter().any(|event| matches!(event, Event::Refunded { .. }))
+            && self.0.iter().any(|event| matches!(event, HistoryEvent::Refunded { .. }))
             && self.0.iter().enumerate().any(overfull)
     }
 
-    fn window(&self, window: &Window, cost: u64, now: Time, life: Span) -> Look {
-        let calls = self.counting(window, life, now);
+    fn window_status(&self, window: &Window, cost: u64, now: Time, life: Span) -> ModelStatus {
+        let calls = self.counted_calls(window, life, now);
         let limit = u128::from(window.limit());
         let used_at = |moment: Time| -> u128 {
             calls.iter().filter(|(made, _)| *made + life > moment).map(|(_, count)| count).sum()
@@ -123,7 +125,7 @@ impl History {
         } else {
             std::iter::once(now).chain(frees.clone()).find(|&moment| room_at(moment)).unwrap_or(Time::NEVER)
         };
-        Look {
+        ModelStatus {
             fits: retry_at == now,
             used: used_at(now) as u64,
             remaining: limit.saturating_sub(used_at(now)) as u64,
@@ -134,7 +136,7 @@ impl History {
 
     /// The virtual-scheduling form of GCRA in units of 1/1024 µs, to which the spacing is rounded up. What paroles
     /// overdraw counts up to one more burst.
-    fn rate(&self, rate: &Rate, cost: u64, now: Time) -> Look {
+    fn rate_status(&self, rate: &Rate, cost: u64, now: Time) -> ModelStatus {
         let units = |time: Time| u128::from(time.as_micros()) * 1024;
         let micros = |units: u128| Time::from_micros(units.div_ceil(1024) as u64);
         let spacing = (u128::from(rate.per().as_micros()) * 1024).div_ceil(u128::from(rate.count()));
@@ -142,11 +144,11 @@ impl History {
         let mut arrival = 0;
         for event in &self.0 {
             match *event {
-                Event::Taken { at, cost, .. } => {
+                HistoryEvent::Taken { at, cost, .. } => {
                     arrival = arrival.max(units(at));
                     arrival = (arrival + spacing * u128::from(cost)).min(arrival.max(units(at) + 2 * burst));
                 }
-                Event::Refunded { at, cost, .. } => {
+                HistoryEvent::Refunded { at, cost, .. } => {
                     arrival = arrival.saturating_sub(spacing * u128::from(cost)).max(units(at));
                 }
                 _ => {}
@@ -164,16 +166,16 @@ impl History {
             micros(arrival + need - burst)
         };
         let remaining = (free / spacing) as u64;
-        Look { fits, used: rate.burst() - remaining, remaining, retry_at, reset_at: micros(arrival) }
+        ModelStatus { fits, used: rate.burst() - remaining, remaining, retry_at, reset_at: micros(arrival) }
     }
 
-    fn quota(&self, quota: &Quota, cost: u64, now: Time) -> Look {
-        let this = quota.period(now);
+    fn quota_status(&self, quota: &Quota, cost: u64, now: Time) -> ModelStatus {
+        let period = quota.period(now);
         let mut used = 0_u128;
         for event in &self.0 {
             match *event {
-                Event::Taken { at, cost, .. } if at >= this.start => used += u128::from(cost),
-                Event::Refunded { at, cost, charged_at, .. } if at.min(charged_at) >= this.start => {
+                HistoryEvent::Taken { at, cost, .. } if at >= period.start => used += u128::from(cost),
+                HistoryEvent::Refunded { at, cost, charged_at, .. } if at.min(charged_at) >= period.start => {
                     used = used.saturating_sub(u128::from(cost));
                 }
                 _ => {}
@@ -186,36 +188,36 @@ impl History {
         } else if fits {
             now
         } else {
-            this.end
+            period.end
         };
-        let reset_at = if used == 0 { now } else { this.end };
-        Look { fits, used: used as u64, remaining: remaining as u64, retry_at, reset_at }
+        let reset_at = if used == 0 { now } else { period.end };
+        ModelStatus { fits, used: used as u64, remaining: remaining as u64, retry_at, reset_at }
     }
 
-    fn permits(&self, concurrency: &Concurrency, now: Time) -> Vec<Permit> {
-        let mut permits: Vec<Permit> = Vec::new();
+    fn permits(&self, concurrency: &Concurrency, now: Time) -> Vec<ModelPermit> {
+        let mut permits: Vec<ModelPermit> = Vec::new();
         for event in &self.0 {
-            let (Event::Taken { at, .. }
-            | Event::Refunded { at, .. }
-            | Event::Settled { at, .. }
-            | Event::Released { at, .. }
-            | Event::Renewed { at, .. }) = *event;
+            let (HistoryEvent::Taken { at, .. }
+            | HistoryEvent::Refunded { at, .. }
+            | HistoryEvent::Settled { at, .. }
+            | HistoryEvent::Released { at, .. }
+            | HistoryEvent::Renewed { at, .. }) = *event;
             permits.retain(|permit| permit.expires > at);
             match *event {
-                Event::Taken { at, cost, holder } => {
+                HistoryEvent::Taken { at, cost, holder } => {
                     let expires = at + concurrency.lease();
                     match permits.iter_mut().find(|permit| permit.holder == holder) {
                         Some(permit) => permit.expires = expires,
-                        None => permits.push(Permit { holder, count: u128::from(cost), expires }),
+                        None => permits.push(ModelPermit { holder, count: u128::from(cost), expires }),
                     }
                 }
-                Event::Renewed { at, holder } => {
+                HistoryEvent::Renewed { at, holder } => {
                     for permit in permits.iter_mut().filter(|permit| permit.holder == holder) {
                         permit.expires = at + concurrency.lease();
                     }
                 }
-                Event::Released { holder, .. } => permits.retain(|permit| permit.holder != holder),
-                Event::Refunded { .. } | Event::Settled { .. } => {}
+                HistoryEvent::Released { holder, .. } => permits.retain(|permit| permit.holder != holder),
+                HistoryEvent::Refunded { .. } | HistoryEvent::Settled { .. } => {}
             }
             permits.retain(|permit| permit.count > 0);
         }
@@ -223,7 +225,7 @@ impl History {
         permits
     }
 
-    fn concurrency(&self, concurrency: &Concurrency, cost: u64, holder: u64, now: Time) -> Look {
+    fn concurrency_status(&self, concurrency: &Concurrency, cost: u64, holder: u64, now: Time) -> ModelStatus {
         let permits = self.permits(concurrency, now);
         let limit = u128::from(concurrency.limit());
         let used_at = |moment: Time| -> u128 {
@@ -234,7 +236,7 @@ impl History {
         let room = moments.into_iter().find(|&moment| used_at(moment) + u128::from(cost) <= limit);
         let retry_at =
             if permits.iter().any(|permit| permit.holder == holder) { now } else { room.unwrap_or(Time::NEVER) };
-        Look {
+        ModelStatus {
             fits: retry_at == now,
             used: used_at(now) as u64,
             remaining: limit.saturating_sub(used_at(now)) as u64,
@@ -245,7 +247,7 @@ impl History {
 }
 
 /// Takes a cost from the calls that were made when `own` says, if they hold it.
-fn take(calls: &mut [(Time, u128)], cost: u64, own: impl Fn(Time) -> bool) -> bool {
+fn take_from_calls(calls: &mut [(Time, u128)], cost: u64, own: impl Fn(Time) -> bool) -> bool {
     let mut rest = u128::from(cost);
     let mut left = calls.to_vec();
     for (_, count) in left.iter_mut().filter(|(made, _)| own(*made)) {
@@ -261,7 +263,7 @@ fn take(calls: &mut [(Time, u128)], cost: u64, own: impl Fn(Time) -> bool) -> bo
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Permit {
+struct ModelPermit {
     holder: u64,
     count: u128,
     expires: Time,

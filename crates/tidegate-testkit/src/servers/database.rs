@@ -6,33 +6,34 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::thread::sleep;
 
-use super::{LOOK_EVERY, LOOKS, Running, Scratch, free_port};
+use super::{ChildProcess, MAX_POLLS, POLL_INTERVAL, ScratchDir, free_port};
 
 /// A database on a port of its own, with data in a directory of its own.
-pub struct Database {
-    running: Mutex<Option<Running>>,
+pub struct DatabaseServer {
+    process: Mutex<Option<ChildProcess>>,
     command: Box<dyn Fn() -> Command + Send + Sync>,
     url: String,
-    ready: &'static str,
+    ready_text: &'static str,
     port: u16,
-    _data: Scratch,
+    _data_dir: ScratchDir,
 }
 
-impl Database {
+impl DatabaseServer {
     /// Starts the program that `command` makes for a directory with data and a port; `url` makes the address for the
     /// port, and `ready` is what the program writes to its output when it can be used.
     ///
     /// # Panics
     /// If it doesn't start.
     pub fn start(
-        data: Scratch,
+        data: ScratchDir,
         url: impl FnOnce(u16) -> String,
         ready: &'static str,
         command: impl Fn(&Path, u16) -> Command + Send + Sync + 'static,
     ) -> Self {
         let (port, path) = (free_port(), data.path().to_owned());
         let command = Box::new(move || command(&path, port));
-        let database = Self { running: Mutex::default(), command, url: url(port), ready, port, _data: data };
+        let database =
+            Self { process: Mutex::default(), command, url: url(port), ready_text: ready, port, _data_dir: data };
         database.restart();
         database
     }
@@ -52,21 +53,21 @@ impl Database {
     /// # Panics
     /// If it doesn't start.
     pub fn restart(&self) {
-        let running = Running::start((self.command)(), Scratch::new(), self.port);
-        let ready = (0..LOOKS).any(|_| {
-            let ready = ["stdout", "stderr"].iter().any(|output| running.read(output).contains(self.ready));
+        let running = ChildProcess::start((self.command)(), ScratchDir::new(), self.port);
+        let ready = (0..MAX_POLLS).any(|_| {
+            let ready = ["stdout", "stderr"].iter().any(|output| running.read_file(output).contains(self.ready_text));
             if !ready {
-                sleep(LOOK_EVERY);
+                sleep(POLL_INTERVAL);
             }
             ready
         });
-        assert!(ready, "it isn't ready: {}", running.read("stderr"));
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
+        assert!(ready, "it isn't ready: {}", running.read_file("stderr"));
+        *self.process.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
     }
 
     /// Asks it to end, and waits for that.
     pub fn stop(&self) {
-        drop(self.running.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.process.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Ends it and its children with SIGKILL.
@@ -74,19 +75,19 @@ impl Database {
     /// # Panics
     /// If it doesn't run.
     pub fn kill(&self) {
-        let family = self.signal("KILL");
+        let family = self.send_signal("KILL");
         self.stop();
         while family.iter().any(|id| is_alive(*id)) {
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
     }
 
-    /// Stops it and its children where they are, until [`Database::thaw`].
+    /// Stops it and its children where they are, until [`DatabaseServer::thaw`].
     ///
     /// # Panics
     /// If it doesn't run.
     pub fn freeze(&self) {
-        self.signal("STOP");
+        self.send_signal("STOP");
     }
 
     /// Lets it go on.
@@ -94,20 +95,20 @@ impl Database {
     /// # Panics
     /// If it doesn't run.
     pub fn thaw(&self) {
-        self.signal("CONT");
+        self.send_signal("CONT");
     }
 
-    fn signal(&self, name: &str) -> Vec<u32> {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+    fn send_signal(&self, name: &str) -> Vec<u32> {
+        let running = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let id = running.as_ref().expect("a database that runs").id();
-        let mut family = vec![id];
+        let mut process_ids = vec![id];
         // A parent that is gone takes its list of children with it.
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
-        family.extend(children.split_whitespace().filter_map(|id| id.parse::<u32>().ok()));
-        let ids: Vec<String> = family.iter().map(u32::to_string).collect();
+        process_ids.extend(children.split_whitespace().filter_map(|id| id.parse::<u32>().ok()));
+        let ids: Vec<String> = process_ids.iter().map(u32::to_string).collect();
         // A child may have ended by itself meanwhile.
         let _ = Command::new("kill").arg(format!("-{name}")).args(&ids).status();
-        family
+        process_ids
     }
 }
 

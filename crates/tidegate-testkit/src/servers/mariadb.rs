@@ -2,22 +2,22 @@
 
 use std::process::Command;
 
-use super::database::Database;
-use super::{Scratch, find, is_root, skip};
+use super::database::DatabaseServer;
+use super::{ScratchDir, find_program, is_root, skip_test};
 
-const READY: &str = "ready for connections";
+const READY_TEXT: &str = "ready for connections";
 
 /// Starts a server with a database and a user that may do everything in it. `None` if it isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
-pub fn mariadb() -> Option<Database> {
-    let (Some(install), Some(server)) = (find("mariadb-install-db", &[]), find("mariadbd", &[])) else {
-        skip("MariaDB (mariadb-install-db, mariadbd) not found");
+pub fn mariadb() -> Option<DatabaseServer> {
+    let (Some(install), Some(server)) = (find_program("mariadb-install-db", &[]), find_program("mariadbd", &[])) else {
+        skip_test("MariaDB (mariadb-install-db, mariadbd) not found");
         return None;
     };
     let user = is_root().then_some("--user=root");
-    let data = Scratch::new();
+    let data = ScratchDir::new();
     // A server that starts removes what others left in a directory for temporary files, were they even running.
     let temporary = format!("--tmpdir={}", data.path().display());
     let output = Command::new(install)
@@ -34,7 +34,7 @@ pub fn mariadb() -> Option<Database> {
          GRANT ALL ON tidegate.* TO tidegate@'127.0.0.1';\n",
     );
     let url = |port| format!("mysql://tidegate:tide@127.0.0.1:{port}/tidegate");
-    Some(Database::start(data, url, READY, move |path, port| {
+    Some(DatabaseServer::start(data, url, READY_TEXT, move |path, port| {
         let mut command = Command::new(&server);
         command.args(["--no-defaults", "--skip-name-resolve", "--skip-networking=0", "--bind-address=127.0.0.1"]);
         command.args(["--innodb-buffer-pool-size=64M", "--max-connections=200", "--skip-log-bin"]).args(user);

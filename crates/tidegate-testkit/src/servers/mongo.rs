@@ -9,20 +9,20 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
-use super::database::Database;
-use super::{Scratch, find, skip, tell};
+use super::database::DatabaseServer;
+use super::{ScratchDir, find_program, print_line, skip_test};
 
-const STAND_IN: &str = "1.47.0";
-const SOURCE: &str = include_str!("mongo/StandIn.java");
+const STAND_IN_VERSION: &str = "1.47.0";
+const STAND_IN_SOURCE: &str = include_str!("mongo/StandIn.java");
 
 /// Starts a server, and tells which. `None` if there is none and none can be had.
 ///
 /// # Panics
 /// If it doesn't start.
-pub fn mongo() -> Option<Database> {
-    if let Some(server) = find("mongod", &[]) {
-        tell("MongoDB: mongod, standing alone; transactions aren't shown");
-        return Some(Database::start(Scratch::new(), url, "Waiting for connections", move |data, port| {
+pub fn mongo() -> Option<DatabaseServer> {
+    if let Some(server) = find_program("mongod", &[]) {
+        print_line("MongoDB: mongod, standing alone; transactions aren't shown");
+        return Some(DatabaseServer::start(ScratchDir::new(), url, "Waiting for connections", move |data, port| {
             let mut command = Command::new(&server);
             command.args(["--bind_ip", "127.0.0.1", "--nounixsocket", "--wiredTigerCacheSizeGB", "0.25"]);
             command.arg("--dbpath").arg(data).args(["--port", &port.to_string()]);
@@ -30,21 +30,23 @@ pub fn mongo() -> Option<Database> {
         }));
     }
     // The stand-in's few lines are compiled when it starts.
-    let (Some(java), Some(_)) = (find("java", &[]), find("javac", &[])) else {
-        skip("MongoDB (mongod, or java, javac and mvn for a stand-in) not found");
+    let (Some(java), Some(_)) = (find_program("java", &[]), find_program("javac", &[])) else {
+        skip_test("MongoDB (mongod, or java, javac and mvn for a stand-in) not found");
         return None;
     };
-    let library = match fetched() {
+    let library = match fetch_stand_in() {
         Ok(library) => library,
         Err(why) => {
-            skip(&format!("MongoDB's stand-in can't be had: {why}"));
+            skip_test(&format!("MongoDB's stand-in can't be had: {why}"));
             return None;
         }
     };
-    tell(&format!("MongoDB: mongo-java-server {STAND_IN} stands in; transactions and replica sets aren't shown"));
-    let data = Scratch::new();
-    data.write("StandIn.java", SOURCE);
-    Some(Database::start(data, url, "ready for connections", move |data, port| {
+    print_line(&format!(
+        "MongoDB: mongo-java-server {STAND_IN_VERSION} stands in; transactions and replica sets aren't shown"
+    ));
+    let data = ScratchDir::new();
+    data.write("StandIn.java", STAND_IN_SOURCE);
+    Some(DatabaseServer::start(data, url, "ready for connections", move |data, port| {
         let mut command = Command::new(&java);
         command.args(["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp"]).arg(library.join("*"));
         command.arg(data.join("StandIn.java")).arg(data.join("data.h2")).arg(port.to_string());
@@ -57,16 +59,16 @@ fn url(port: u16) -> String {
 }
 
 /// The directory with the stand-in's libraries.
-fn fetched() -> Result<PathBuf, String> {
+fn fetch_stand_in() -> Result<PathBuf, String> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock();
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tmp");
-    let library = target.join(format!("mongo-java-server-{STAND_IN}"));
+    let library = target.join(format!("mongo-java-server-{STAND_IN_VERSION}"));
     if library.is_dir() {
         return Ok(library);
     }
-    let maven = find("mvn", &[]).ok_or("mvn not found")?;
-    let scratch = Scratch::new();
+    let maven = find_program("mvn", &[]).ok_or("mvn not found")?;
+    let scratch = ScratchDir::new();
     let dependency = |group: &str, artifact: &str, version: &str| {
         format!(
             "<dependency><groupId>{group}</groupId><artifactId>{artifact}</artifactId><version>{version}</version>\
@@ -77,7 +79,7 @@ fn fetched() -> Result<PathBuf, String> {
         "<project xmlns=\"http://maven.apache.org/POM/4.0.0\"><modelVersion>4.0.0</modelVersion>\
          <groupId>tidegate</groupId><artifactId>stand-in</artifactId><version>1</version><dependencies>{}{}\
          </dependencies></project>",
-        dependency("de.bwaldvogel", "mongo-java-server-h2-backend", STAND_IN),
+        dependency("de.bwaldvogel", "mongo-java-server-h2-backend", STAND_IN_VERSION),
         dependency("org.slf4j", "slf4j-nop", "2.0.17"),
     );
     scratch.write("pom.xml", &pom);

@@ -5,31 +5,31 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::database::Database;
-use super::{Scratch, find, is_root, skip};
+use super::database::DatabaseServer;
+use super::{ScratchDir, find_program, is_root, skip_test};
 
-const READY: &str = "database system is ready to accept connections";
+const READY_TEXT: &str = "database system is ready to accept connections";
 
 /// Starts a server without a password. `None` if it isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
-pub fn postgres() -> Option<Database> {
-    let (Some(initdb), Some(server)) = (program("initdb"), program("postgres")) else {
-        skip("PostgreSQL (initdb, postgres) not found");
+pub fn postgres() -> Option<DatabaseServer> {
+    let (Some(initdb), Some(server)) = (find_newest_program("initdb"), find_newest_program("postgres")) else {
+        skip_test("PostgreSQL (initdb, postgres) not found");
         return None;
     };
-    let data = Scratch::new();
-    give_away(data.path());
-    let output = as_somebody(&initdb, data.path())
+    let data = ScratchDir::new();
+    give_to_unprivileged_user(data.path());
+    let output = unprivileged_command(&initdb, data.path())
         .args(["--auth=trust", "--username=tidegate", "--encoding=UTF8", "--locale=C", "--no-sync", "-D"])
         .arg(data.path().join("data"))
         .output()
         .expect("initdb starts");
     assert!(output.status.success(), "initdb: {}", String::from_utf8_lossy(&output.stderr));
     let url = |port| format!("postgres://tidegate@127.0.0.1:{port}/postgres");
-    Some(Database::start(data, url, READY, move |path, port| {
-        let mut command = as_somebody(&server, path);
+    Some(DatabaseServer::start(data, url, READY_TEXT, move |path, port| {
+        let mut command = unprivileged_command(&server, path);
         command.arg("-D").arg(path.join("data")).arg("-k").arg(path).args(["-p", &port.to_string()]);
         for setting in ["listen_addresses=127.0.0.1", "max_connections=200", "shared_buffers=32MB", "jit=off"] {
             command.args(["-c", setting]);
@@ -39,7 +39,7 @@ pub fn postgres() -> Option<Database> {
 }
 
 /// A program of the newest version that is installed: Debian keeps them apart from others.
-fn program(name: &str) -> Option<PathBuf> {
+fn find_newest_program(name: &str) -> Option<PathBuf> {
     let mut versions: Vec<(u32, PathBuf)> = fs::read_dir("/usr/lib/postgresql")
         .into_iter()
         .flatten()
@@ -48,27 +48,27 @@ fn program(name: &str) -> Option<PathBuf> {
         .collect();
     versions.sort();
     let directories: Vec<_> = versions.into_iter().rev().map(|(_, directory)| directory).collect();
-    find(name, &directories)
+    find_program(name, &directories)
 }
 
 /// The server refuses to run as root.
-fn as_somebody(program: &Path, directory: &Path) -> Command {
+fn unprivileged_command(program: &Path, directory: &Path) -> Command {
     let mut command = Command::new(program);
     command.current_dir(directory);
-    if let Some((user, group)) = somebody() {
+    if let Some((user, group)) = unprivileged_user() {
         command.uid(user).gid(group);
     }
     command
 }
 
-fn give_away(path: &Path) {
-    if let Some((user, group)) = somebody() {
+fn give_to_unprivileged_user(path: &Path) {
+    if let Some((user, group)) = unprivileged_user() {
         std::os::unix::fs::chown(path, Some(user), Some(group)).expect("root gives its directories away");
     }
 }
 
 /// Whom to run as instead of root.
-fn somebody() -> Option<(u32, u32)> {
+fn unprivileged_user() -> Option<(u32, u32)> {
     if !is_root() {
         return None;
     }

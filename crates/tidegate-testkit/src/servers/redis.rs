@@ -7,30 +7,30 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use super::{LOOK_EVERY, LOOKS, Running, Scratch, free_port, require};
+use super::{ChildProcess, MAX_POLLS, POLL_INTERVAL, ScratchDir, free_port, require_program};
 
 /// Slots of a cluster.
-const SLOTS: u16 = 16_384;
+const SLOT_COUNT: u16 = 16_384;
 /// How long a test waits for any answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How a server is set up.
 #[derive(Clone, Debug, Default)]
-pub struct RedisSetup {
+pub struct RedisServerOptions {
     /// Whether it writes every change to a file, so that a restart finds it again. Otherwise it forgets everything.
     pub durable: bool,
     /// Further words of its command line, such as `--requirepass`, `secret`.
-    pub words: Vec<String>,
+    pub arguments: Vec<String>,
 }
 
 /// A server in a directory of its own, which both go away with this value.
 #[derive(Debug)]
 pub struct RedisServer {
     program: PathBuf,
-    setup: RedisSetup,
+    options: RedisServerOptions,
     port: u16,
     child: Option<Child>,
-    scratch: Scratch,
+    scratch: ScratchDir,
 }
 
 impl RedisServer {
@@ -39,22 +39,22 @@ impl RedisServer {
     /// # Panics
     /// If it doesn't start.
     pub fn start() -> Option<Self> {
-        Self::with(RedisSetup::default())
+        Self::start_with(RedisServerOptions::default())
     }
 
     /// Starts one that is set up like this. `None` if `redis-server` isn't installed.
     ///
     /// # Panics
     /// If it doesn't start; what it wrote is told.
-    pub fn with(setup: RedisSetup) -> Option<Self> {
-        let program = require("redis-server")?;
-        let mut server = Self { program, setup, port: free_port(), child: None, scratch: Scratch::new() };
+    pub fn start_with(setup: RedisServerOptions) -> Option<Self> {
+        let program = require_program("redis-server")?;
+        let mut server = Self { program, options: setup, port: free_port(), child: None, scratch: ScratchDir::new() };
         server.launch();
         Some(server)
     }
 
     fn launch(&mut self) {
-        let durable = if self.setup.durable { "yes" } else { "no" };
+        let durable = if self.options.durable { "yes" } else { "no" };
         let port = self.port.to_string();
         let output = || std::fs::File::create(self.scratch.path().join("output")).expect("a file for the output");
         let mut command = Command::new(&self.program);
@@ -62,19 +62,19 @@ impl RedisServer {
             .args(["--port", &port, "--bind", "127.0.0.1", "--save", "", "--appendonly", durable])
             .args(["--appendfsync", "always", "--dir"])
             .arg(self.scratch.path())
-            .args(&self.setup.words)
+            .args(&self.options.arguments)
             .stdin(Stdio::null())
             .stdout(output())
             .stderr(Stdio::null());
         self.child = Some(command.spawn().expect("redis-server starts"));
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_POLLS {
             // With a password, it says so: it is there, and has read what it had written.
-            if let Ok(answer) = self.ask(&["PING"])
+            if let Ok(answer) = self.try_command(&["PING"])
                 && !answer.starts_with("-LOADING")
             {
                 return;
             }
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
         let output = std::fs::read_to_string(self.scratch.path().join("output")).unwrap_or_default();
         panic!("redis-server doesn't answer on {port}: {output}");
@@ -91,13 +91,13 @@ impl RedisServer {
     }
 
     /// Its directory.
-    pub fn scratch(&self) -> &Scratch {
+    pub fn directory(&self) -> &ScratchDir {
         &self.scratch
     }
 
-    fn ask(&self, words: &[&str]) -> std::io::Result<String> {
+    fn try_command(&self, words: &[&str]) -> std::io::Result<String> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
         let mut command = format!("*{}\r\n", words.len());
         for word in words {
             command.push_str(&format!("${}\r\n{word}\r\n", word.len()));
@@ -119,14 +119,14 @@ impl RedisServer {
     /// # Panics
     /// If it doesn't answer.
     pub fn command(&self, words: &[&str]) -> String {
-        self.ask(words).expect("redis-server answers")
+        self.try_command(words).expect("redis-server answers")
     }
 
     /// How many keys it holds.
     ///
     /// # Panics
     /// If it doesn't tell.
-    pub fn keys(&self) -> u64 {
+    pub fn key_count(&self) -> u64 {
         let answer = self.command(&["DBSIZE"]);
         answer.strip_prefix(':').and_then(|count| count.parse().ok()).expect("a number of keys")
     }
@@ -135,7 +135,7 @@ impl RedisServer {
     ///
     /// # Panics
     /// If it doesn't answer.
-    pub fn scripts(&self) -> u64 {
+    pub fn script_count(&self) -> u64 {
         let told = self.command(&["INFO", "commandstats"]);
         let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
         told.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
@@ -166,7 +166,7 @@ impl RedisServer {
     /// # Panics
     /// If it isn't running.
     pub fn freeze(&self) {
-        self.signal("STOP");
+        self.send_signal("STOP");
     }
 
     /// Lets it go on.
@@ -174,10 +174,10 @@ impl RedisServer {
     /// # Panics
     /// If it isn't running.
     pub fn thaw(&self) {
-        self.signal("CONT");
+        self.send_signal("CONT");
     }
 
-    fn signal(&self, name: &str) {
+    fn send_signal(&self, name: &str) {
         let id = self.child.as_ref().expect("it is running").id().to_string();
         let status = Command::new("kill").args([&format!("-{name}"), &id]).status();
         assert!(status.is_ok_and(|status| status.success()), "SIG{name} can't be sent to {id}");
@@ -207,27 +207,29 @@ impl RedisCluster {
     pub fn start() -> Option<Self> {
         let words =
             ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"];
-        let setup = RedisSetup { words: words.map(str::to_owned).to_vec(), ..RedisSetup::default() };
+        let setup =
+            RedisServerOptions { arguments: words.map(str::to_owned).to_vec(), ..RedisServerOptions::default() };
         let nodes: Vec<_> = (0..3)
             .map(|_| {
                 // The nodes talk among themselves on a port of their own, by default 10,000 higher.
                 let mut setup = setup.clone();
-                setup.words.extend(["--cluster-port".to_owned(), free_port().to_string()]);
-                RedisServer::with(setup)
+                setup.arguments.extend(["--cluster-port".to_owned(), free_port().to_string()]);
+                RedisServer::start_with(setup)
             })
             .collect::<Option<_>>()?;
         let cluster = Self { nodes };
         for (place, node) in (0..).zip(&cluster.nodes) {
-            let (first, last) = (SLOTS / 3 * place, if place == 2 { SLOTS - 1 } else { SLOTS / 3 * (place + 1) - 1 });
+            let (first, last) =
+                (SLOT_COUNT / 3 * place, if place == 2 { SLOT_COUNT - 1 } else { SLOT_COUNT / 3 * (place + 1) - 1 });
             node.command(&["CLUSTER", "ADDSLOTSRANGE", &first.to_string(), &last.to_string()]);
             node.command(&["CLUSTER", "SET-CONFIG-EPOCH", &(place + 1).to_string()]);
         }
         let (head, rest) = cluster.nodes.split_first().expect("three nodes");
         for node in rest {
-            let bus = node.setup.words.last().expect("the port of its own");
+            let bus = node.options.arguments.last().expect("the port of its own");
             head.command(&["CLUSTER", "MEET", "127.0.0.1", &node.port.to_string(), bus]);
         }
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_POLLS {
             let knows_all = |node: &RedisServer| {
                 let info = node.command(&["CLUSTER", "INFO"]);
                 info.contains("cluster_state:ok")
@@ -237,7 +239,7 @@ impl RedisCluster {
             if cluster.nodes.iter().all(knows_all) {
                 return Some(cluster);
             }
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
         panic!("the nodes of the cluster don't know each other");
     }
@@ -277,7 +279,7 @@ impl RedisCluster {
         set(from, &["MIGRATING", &id(to)]);
         let port = to.port.to_string();
         loop {
-            let names = from.names(&slot);
+            let names = from.keys_in_slot(&slot);
             if names.is_empty() {
                 break;
             }
@@ -293,10 +295,10 @@ impl RedisCluster {
 
 impl RedisServer {
     /// Names of some keys in a slot.
-    fn names(&self, slot: &str) -> Vec<String> {
+    fn keys_in_slot(&self, slot: &str) -> Vec<String> {
         let read = || {
             let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
-            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
             stream.write_all(format!("CLUSTER GETKEYSINSLOT {slot} 100\r\n").as_bytes())?;
             let mut lines = BufReader::new(stream).lines();
             let count = lines.next().transpose()?.and_then(|line| line.strip_prefix('*')?.parse::<usize>().ok());
@@ -309,16 +311,16 @@ impl RedisServer {
 
 /// A master, its replica, and a sentinel that alone decides when the one takes the other's place.
 #[derive(Debug)]
-pub struct RedisPair {
+pub struct RedisSentinelGroup {
     /// The first master.
     pub master: RedisServer,
     /// What takes its place.
     pub replica: RedisServer,
-    _sentinel: Running,
-    port: u16,
+    _sentinel: ChildProcess,
+    sentinel_port: u16,
 }
 
-impl RedisPair {
+impl RedisSentinelGroup {
     /// Starts them; the replica takes over so long after the master's last sign of life, and what the election takes.
     /// `None` if `redis-server` isn't installed.
     ///
@@ -327,8 +329,9 @@ impl RedisPair {
     pub fn start(down_after: Duration) -> Option<Self> {
         let master = RedisServer::start()?;
         let words = vec!["--replicaof".to_owned(), "127.0.0.1".to_owned(), master.port.to_string()];
-        let replica = RedisServer::with(RedisSetup { words, ..RedisSetup::default() })?;
-        let (scratch, port) = (Scratch::new(), free_port());
+        let replica =
+            RedisServer::start_with(RedisServerOptions { arguments: words, ..RedisServerOptions::default() })?;
+        let (scratch, port) = (ScratchDir::new(), free_port());
         let config = format!(
             "port {port}\nbind 127.0.0.1\nsentinel monitor gate 127.0.0.1 {} 1\n\
              sentinel down-after-milliseconds gate {}\nsentinel failover-timeout gate 2000\n",
@@ -336,23 +339,23 @@ impl RedisPair {
             down_after.as_millis()
         );
         let config = scratch.write("sentinel.conf", &config);
-        let mut command = Command::new(require("redis-server")?);
+        let mut command = Command::new(require_program("redis-server")?);
         command.arg(config).arg("--sentinel");
-        let sentinel = Running::start(command, scratch, port);
-        for _ in 0..LOOKS {
+        let sentinel = ChildProcess::start(command, scratch, port);
+        for _ in 0..MAX_POLLS {
             if replica.command(&["INFO", "replication"]).contains("master_link_status:up")
-                && sentinel.read("sentinel.conf").contains("known-replica")
+                && sentinel.read_file("sentinel.conf").contains("known-replica")
             {
-                return Some(Self { master, replica, _sentinel: sentinel, port });
+                return Some(Self { master, replica, _sentinel: sentinel, sentinel_port: port });
             }
-            sleep(LOOK_EVERY);
+            sleep(POLL_INTERVAL);
         }
-        panic!("the sentinel doesn't find the replica: {}", sentinel.read("sentinel.conf"));
+        panic!("the sentinel doesn't find the replica: {}", sentinel.read_file("sentinel.conf"));
     }
 
     /// `redis-sentinel://127.0.0.1:PORT/gate`.
     pub fn url(&self) -> String {
-        format!("redis-sentinel://127.0.0.1:{}/gate", self.port)
+        format!("redis-sentinel://127.0.0.1:{}/gate", self.sentinel_port)
     }
 
     /// Whether the replica is the master by now.

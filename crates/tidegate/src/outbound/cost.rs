@@ -3,7 +3,7 @@
 use bytes::BytesMut;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
 use serde_json::Value;
-use tidegate_policy::outbound::{CostRules, Pointers};
+use tidegate_policy::outbound::{CostRules, PointerAlternatives};
 
 use super::events::Events;
 
@@ -22,7 +22,7 @@ pub(super) fn expected(rules: &CostRules, bytes: u64, body: Option<&[u8]>) -> u6
 
 /// What is read along with a reply to find out what the call cost.
 pub(super) struct Price {
-    pointers: Vec<Pointers>,
+    pointers: Vec<PointerAlternatives>,
     /// What each of the pointers has led to.
     found: Vec<Option<u64>>,
     form: Form,
@@ -68,7 +68,7 @@ impl Price {
 }
 
 /// Notes what the pointers lead to in a document. What it doesn't say stays as it was.
-fn look(pointers: &[Pointers], found: &mut [Option<u64>], text: &[u8]) {
+fn look(pointers: &[PointerAlternatives], found: &mut [Option<u64>], text: &[u8]) {
     let Ok(json) = serde_json::from_slice(text) else { return };
     for (pointers, found) in pointers.iter().zip(found) {
         *found = first(pointers, &json).or(*found);
@@ -76,7 +76,7 @@ fn look(pointers: &[Pointers], found: &mut [Option<u64>], text: &[u8]) {
 }
 
 /// The first number that is there.
-fn first(pointers: &Pointers, json: &Value) -> Option<u64> {
+fn first(pointers: &PointerAlternatives, json: &Value) -> Option<u64> {
     pointers.iter().find_map(|pointer| json.pointer(pointer)?.as_u64())
 }
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use tidegate_core::{Span, Time};
-use tidegate_policy::outbound::Provider;
-use tidegate_policy::{Secret, TokenError, TokenSource};
+use tidegate_policy::outbound::ProviderConfig;
+use tidegate_policy::{Secret, SecretError, SecretSource};
 
 use super::{Target, TargetError};
 
@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_millis(250);
 pub struct Credentials(Arc<[Arc<Slot>]>);
 
 struct Slot {
-    source: TokenSource,
+    source: SecretSource,
     target: Option<Target>,
     secret: RwLock<Arc<Secret>>,
     /// In microseconds since the Unix epoch.
@@ -56,7 +56,7 @@ struct Stamp {
 pub enum CredentialError {
     /// It can't be had.
     #[error(transparent)]
-    Missing(#[from] TokenError),
+    Missing(#[from] SecretError),
     /// It can't be sent.
     #[error("the token from {origin} can't be used: {why}")]
     Unfit {
@@ -72,7 +72,7 @@ impl Credentials {
     ///
     /// # Errors
     /// The first that can't be had, or can't be sent where the provider wants it.
-    pub fn of(provider: &Provider, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
+    pub fn of(provider: &ProviderConfig, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
         let target = provider.login.is_none().then(|| Target::of(provider));
         Self::resolve(&provider.credentials, target.as_ref(), env)
     }
@@ -82,11 +82,11 @@ impl Credentials {
     /// # Errors
     /// As [`of`](Self::of) has them.
     pub fn resolve(
-        sources: &[TokenSource],
+        sources: &[SecretSource],
         target: Option<&Target>,
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
-        let slot = |source: &TokenSource| Slot::resolve(source.clone(), target.cloned(), &env).map(Arc::new);
+        let slot = |source: &SecretSource| Slot::resolve(source.clone(), target.cloned(), &env).map(Arc::new);
         Ok(Self(sources.iter().map(slot).collect::<Result<_, _>>()?))
     }
 
@@ -121,7 +121,7 @@ impl fmt::Debug for Credentials {
 
 impl Slot {
     fn resolve(
-        source: TokenSource,
+        source: SecretSource,
         target: Option<Target>,
         env: impl FnOnce(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
@@ -174,7 +174,7 @@ impl Slot {
 }
 
 fn fetch(
-    source: &TokenSource,
+    source: &SecretSource,
     target: Option<&Target>,
     env: impl FnOnce(&str) -> Option<String>,
 ) -> Result<Secret, CredentialError> {
@@ -185,9 +185,9 @@ fn fetch(
     Ok(secret)
 }
 
-fn path_of(source: &TokenSource) -> Option<&Path> {
+fn path_of(source: &SecretSource) -> Option<&Path> {
     match source {
-        TokenSource::File(path) => Some(path),
+        SecretSource::File(path) => Some(path),
         _ => None,
     }
 }
@@ -212,7 +212,7 @@ mod tests {
     async fn a_file_is_followed() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "first\n").unwrap();
-        let sources = [TokenSource::Env("TOKEN".to_owned()), TokenSource::File(file.path().to_owned())];
+        let sources = [SecretSource::Env("TOKEN".to_owned()), SecretSource::File(file.path().to_owned())];
         let bearer = Target::new(None, Auth::Bearer, None);
         let credentials = Credentials::resolve(&sources, Some(&bearer), |name| Some(name.to_lowercase())).unwrap();
         assert_eq!(credentials.len(), 2);
@@ -239,7 +239,7 @@ mod tests {
     async fn a_file_that_could_not_be_read_is_read_later_even_if_it_looks_the_same() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "first").unwrap();
-        let source = [TokenSource::File(file.path().to_owned())];
+        let source = [SecretSource::File(file.path().to_owned())];
         let credentials = Credentials::resolve(&source, None, |_| None).unwrap();
         assert_eq!(told(&credentials, 0, NOW).await, "first");
         let same = SystemTime::UNIX_EPOCH + Duration::from_secs(1_767_225_600);
@@ -255,10 +255,10 @@ mod tests {
 
     #[test]
     fn what_cannot_be_used_is_told_at_the_start() {
-        let env = [TokenSource::Env("TOKEN".to_owned())];
+        let env = [SecretSource::Env("TOKEN".to_owned())];
         let bearer = Target::new(None, Auth::Bearer, None);
         let missing = Credentials::resolve(&env, Some(&bearer), |_| None).unwrap_err();
-        assert!(matches!(missing, CredentialError::Missing(TokenError::NotSet { .. })));
+        assert!(matches!(missing, CredentialError::Missing(SecretError::NotSet { .. })));
         let planted = "pl4nted\ns3cr3t";
         let unfit = Credentials::resolve(&env, Some(&bearer), |_| Some(planted.to_owned())).unwrap_err();
         assert_eq!(unfit, CredentialError::Unfit { origin: "env:TOKEN".to_owned(), why: TargetError::UnfitCredential });

@@ -3,11 +3,11 @@
 use std::fmt;
 
 use serde::Serialize;
-use tidegate_core::breaker::State;
+use tidegate_core::breaker::BreakerState;
 use tidegate_core::call::Failure;
 use tidegate_core::retry::{GiveUp, Unreplayable};
 use tidegate_core::{Lane, Span, Time};
-use tidegate_policy::outbound::Outbound;
+use tidegate_policy::outbound::OutboundConfig;
 use tidegate_store::StoreError;
 
 use super::Happened;
@@ -37,7 +37,7 @@ pub enum Why {
     #[error("the circuit breaker is {}", state.name())]
     Unavailable {
         /// What the breaker does.
-        state: State,
+        state: BreakerState,
         /// The failures that opened it.
         failures: u32,
         /// After how long it may let a call through.
@@ -168,14 +168,14 @@ impl Why {
 
 impl<T> CallError<T> {
     pub(super) fn new(
-        plan: &Outbound,
+        plan: &OutboundConfig,
         provider: &str,
         broken: Broken,
         value: Option<T>,
         happened: Happened,
         at: Time,
     ) -> Self {
-        let name = |limit| plan.info(limit).name.clone();
+        let name = |limit| plan.limit_info(limit).name.clone();
         let moment = |at: Time| (!at.is_never()).then_some(at);
         let why = match broken {
             Broken::Store(error) => Why::Store(error),

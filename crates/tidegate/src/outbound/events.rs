@@ -128,9 +128,9 @@ mod tests {
 
     #[test]
     fn whatever_comes_in_whatever_pieces_is_bounded_and_the_same() {
-        property::fuzz(120, |mut dice| {
-            let (limit, size) = (dice.below(40) as usize, dice.between(1, 20) as usize);
-            let stream = dice.strung(PIECES, 60);
+        property::fuzz(120, |mut random| {
+            let (limit, size) = (random.below(40) as usize, random.between(1, 20) as usize);
+            let stream = random.concat_random(PIECES, 60);
             let (found, expected) = (read(limit, stream.chunks(size)), read(limit, stream.chunks(1)));
             if found == expected { Ok(()) } else { Err(format!("{found:?}, byte by byte {expected:?}")) }
         });

@@ -226,7 +226,7 @@ where
         let (mut head, body) = response.into_parts();
         let mut reply = self.judge.reply(head.status, &head.headers, self.body.unreplayable(), now);
         // A stream of events is no document, and waiting for its beginning would hold it up.
-        let may_say = |rule: &&BodyRule| rule.concerns(head.status) && !is_event_stream(&head.headers);
+        let may_say = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
         let rule = manner.throttled_when.as_ref().filter(may_say);
         let mut peeked = match rule {
             None => Peeked::unread(body),

@@ -15,7 +15,7 @@ use std::task::{Poll, Waker};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
-use tidegate_core::breaker::State;
+use tidegate_core::breaker::BreakerState;
 use tidegate_core::call::{Call, Desk, Failure, Remainder, Reply, Rules, Step};
 use tidegate_core::retry::Reach;
 use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, Ticket, Time, Turn};
@@ -29,7 +29,7 @@ use timer::{Timer, Timing};
 
 /// What all calls to one provider share.
 pub(super) struct Hall<S, C> {
-    pub whole: Arc<outbound::Outbound>,
+    pub whole: Arc<outbound::OutboundConfig>,
     index: usize,
     pub rules: Rules,
     pub store: Arc<S>,
@@ -132,14 +132,14 @@ struct Own<'a> {
 }
 
 impl<S, C> Hall<S, C> {
-    pub(super) fn plan(&self) -> &outbound::Provider {
+    pub(super) fn plan(&self) -> &outbound::ProviderConfig {
         &self.whole.providers()[self.index]
     }
 }
 
 impl<S: Store, C: Clock> Hall<S, C> {
     pub(super) fn new(
-        whole: Arc<outbound::Outbound>,
+        whole: Arc<outbound::OutboundConfig>,
         index: usize,
         rules: Rules,
         desk: Desk,
@@ -175,7 +175,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
     fn enter_at<'a>(&self, mut floor: MutexGuard<'a, Floor>, now: Time) -> (MutexGuard<'a, Floor>, Time) {
         floor.entered_at = now;
         if let Some(hours) = &self.plan().hours {
-            floor.table.desk.lanes.pause(Lane::Background, hours.next(now));
+            floor.table.desk.lanes.pause(Lane::Background, hours.next_within(now));
         }
         (floor, now)
     }
@@ -200,7 +200,7 @@ impl<S: Store, C: Clock> Hall<S, C> {
     /// half of them have. One node's bad way to the provider so stops nobody else.
     pub(super) async fn confer(self: &Arc<Self>) {
         let (topic, found) = self.look(|desk, now| {
-            let open = matches!(desk.breaker.state(now), State::Open | State::HalfOpen);
+            let open = matches!(desk.breaker.state(now), BreakerState::Open | BreakerState::HalfOpen);
             let found = open && desk.breaker.generation() != self.verdicts.tripped.load(Ordering::Relaxed);
             (Key::new(self.rules.key.hi(), !self.rules.key.lo()), found)
         });

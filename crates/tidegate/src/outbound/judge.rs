@@ -82,10 +82,10 @@ impl Judge {
         Reply {
             repeatable: is_repeatable(self.method.as_str(), self.has_key, said.may_have_acted()),
             unreplayable,
-            stop: said.hints.pushback_stop,
+            stop: said.hints.asks_not_to_retry,
             retry_after: said.wait(now),
             spent_until: said.hints.spent_until.filter(|_| said.class != Class::Throttled),
-            rests: said.hints.rests,
+            rests: said.hints.remaining,
             ..Reply::of(said.class, Reach::Answered)
         }
     }
@@ -310,7 +310,7 @@ mod tests {
         let contains = [("/Response", "False"), ("/Error", "limit reached")];
         let rule = BodyRule::new(200, contains.map(|(at, text)| (at.to_owned(), text.to_owned())).to_vec());
         let says = |body: &str| says_throttled(&rule, body.as_bytes());
-        assert!(rule.concerns(StatusCode::OK) && !rule.concerns(StatusCode::UNAUTHORIZED));
+        assert!(rule.matches_status(StatusCode::OK) && !rule.matches_status(StatusCode::UNAUTHORIZED));
         assert!(says(r#"{"Response":"False","Error":"Request limit reached!"}"#));
         assert!(says(r#"{"Response":"false","Error":"LIMIT REACHED"}"#));
         assert!(!says(r#"{"Response":"False","Error":"Movie not found!"}"#));

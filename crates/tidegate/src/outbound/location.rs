@@ -272,10 +272,10 @@ mod tests {
             target("https://api.example", query),
             target("https://api.example/3/{key}", Auth::Path),
         ];
-        property::fuzz(30, |mut dice| {
-            let target = &targets[dice.below(3) as usize];
-            let begins = dice.pick(&["/", "/3/", "https://api.example/3/", "//api.example", "https://", ""]);
-            let location = begins.to_owned() + &String::from_utf8_lossy(&dice.strung(&PIECES, 12));
+        property::fuzz(30, |mut random| {
+            let target = &targets[random.below(3) as usize];
+            let begins = random.pick(&["/", "/3/", "https://api.example/3/", "//api.example", "https://", ""]);
+            let location = begins.to_owned() + &String::from_utf8_lossy(&random.concat_random(&PIECES, 12));
             let Some(told) = tidied(target, &location, Some("tmdb")) else { return Ok(()) };
             let decoded = percent_decode(told.as_bytes()).decode_utf8_lossy();
             if [&*told, &decoded].iter().any(|text| text.contains(TOKEN)) {

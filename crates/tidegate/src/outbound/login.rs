@@ -14,7 +14,7 @@ use serde_json::Value;
 use tidegate_core::retry::{Class, Fault};
 use tidegate_core::{Span, Time};
 use tidegate_policy::Secret;
-use tidegate_policy::outbound::{Login, Provider};
+use tidegate_policy::outbound::{Login, ProviderConfig};
 
 pub use self::desk::Token;
 use self::desk::{Desk, Given};
@@ -48,7 +48,10 @@ impl Logins {
     ///
     /// # Errors
     /// A secret of the body can't be had, or the login's path can't be put behind the base URL.
-    pub fn of(provider: &Provider, env: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, CredentialError> {
+    pub fn of(
+        provider: &ProviderConfig,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<Self>, CredentialError> {
         let Some(login) = provider.login.clone() else { return Ok(None) };
         Self::new(login, Target::of(provider), provider.credentials.len(), env).map(Some)
     }
@@ -134,7 +137,7 @@ impl Logins {
             let secret = secrets.current(index, now).await;
             named.extend(secret.map(|secret| (name.clone(), Secret::clone(&secret))));
         }
-        let request = request.clone().map(|()| login.filled(secret, &named));
+        let request = request.clone().map(|()| login.fill_body(secret, &named));
         let response = send(request).await.map_err(LoginError::NoReply)?;
         let token = self.token_of(&response, now)?;
         let lifetime = Span::from_duration(login.lifetime);
@@ -178,7 +181,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
-    use tidegate_policy::TokenSource;
+    use tidegate_policy::SecretSource;
     use tidegate_policy::outbound::{Auth, BaseUrl};
 
     const NOW: Time = Time::from_secs(1_767_225_600);
@@ -189,7 +192,7 @@ mod tests {
         let mut login = Login::new("/login", r#"{"apikey":"{credential}","pin":"{pin}"}"#, 24 * HOUR);
         login.refresh_before = 2 * HOUR;
         login.pointer = "/data/token".to_owned();
-        login.secrets = vec![("pin".to_owned(), TokenSource::Env("PIN".to_owned()))];
+        login.secrets = vec![("pin".to_owned(), SecretSource::Env("PIN".to_owned()))];
         let base = BaseUrl::new(true, http::uri::Authority::from_static("api4.example"), "/v4");
         let target = Target::new(Some(base), Auth::Bearer, Some(HeaderValue::from_static("App/1.0")));
         Logins::new(login, target, 2, |_| Some("12\"34".to_owned())).unwrap()

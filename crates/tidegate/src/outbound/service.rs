@@ -104,9 +104,9 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
             attempt_timeout: plan.attempt_timeout,
             throttled_when: plan.throttled_when.clone(),
             cost: plan.cost.clone(),
-            most_cost: plan.most_cost(provider.0.whole.limits()),
+            most_cost: plan.max_cost(provider.0.whole.limits()),
             fault_of: Arc::new(fault_of),
-            quota_ends: Arc::new(move |now| quotas.plan().quota_ends(quotas.0.whole.limits(), now)),
+            quota_ends: Arc::new(move |now| quotas.plan().next_quota_end(quotas.0.whole.limits(), now)),
             clock: provider.clock().clone(),
         };
         Ok(Self(Arc::new(Counter { provider, manner })))

@@ -16,7 +16,7 @@ use std::sync::{Mutex, PoisonError};
 pub use file::SnapshotError;
 use file::{Document, Place};
 use record::{Record, Remembered, Whose, besides};
-use tidegate_core::{Batch, Key, Kind, LimitId, MAX_COST, Op, Outcome, Span, Time, Verb};
+use tidegate_core::{Batch, Key, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
 use tidegate_store::{Answer, Memory, Store};
 
 use super::{Outbound, Provider};
@@ -98,12 +98,12 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         let (limit, key) = *self.known.get(whose)?;
         let outcome = self.ask(Op::new(limit, Verb::Peek, key, 1), now)?;
         let state = match self.outbound.plan().limits().get(limit)?.kind() {
-            Kind::Quota(quota) if outcome.used > 0 => {
+            LimitKind::Quota(quota) if outcome.used > 0 => {
                 let ends = outcome.reset_at;
                 let began = quota.period(ends - Span::from_micros(1)).start;
                 Remembered::Quota { used: outcome.used, began, ends }
             }
-            Kind::Cooldown(cooldown) if cooldown.is_closing(outcome.retry_at, now) => {
+            LimitKind::Cooldown(cooldown) if cooldown.is_closing(outcome.retry_at, now) => {
                 Remembered::Cooldown { until: outcome.retry_at }
             }
             _ => return None,
@@ -161,18 +161,18 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         let (began, ends) = record.period();
         let limit = self.known.get(&record.whose).and_then(|(limit, _)| self.outbound.plan().limits().get(*limit));
         match (&record.state, limit.map(tidegate_core::Limit::kind)) {
-            (Remembered::Quota { .. }, Some(Kind::Quota(quota))) => {
+            (Remembered::Quota { .. }, Some(LimitKind::Quota(quota))) => {
                 let is_next = || quota.period(now).end == began;
                 ends > now && (began <= now || is_next() || saved_at > now)
             }
-            (Remembered::Cooldown { .. }, Some(Kind::Cooldown(_))) => ends > now,
+            (Remembered::Cooldown { .. }, Some(LimitKind::Cooldown(_))) => ends > now,
             _ => false,
         }
     }
 
     fn ask(&self, mut op: Op, now: Time) -> Option<Outcome> {
         op.must_fit = true;
-        let batch = Batch::one(0, op);
+        let batch = Batch::with_op(0, op);
         match self.outbound.0.store.apply(&batch, now) {
             Answer::Ready(outcomes) => outcomes.list().first().copied(),
             // What is kept elsewhere outlives this process there.
@@ -187,7 +187,7 @@ fn kept_of<S: Store, C: Clock>(provider: &Provider<S, C>) -> impl Iterator<Item 
     let credential = |index: usize| plan.credentials.get(index).map(ToString::to_string);
     let of_all = rules.ceilings.iter().chain(rules.lane_ceilings.iter().flatten()).map(move |ceiling| {
         // A limit of a credential that is alone is counted for all calls, and is still that credential's.
-        let whose = if whole.info(ceiling.limit).per_credential { credential(0) } else { None };
+        let whose = if whole.limit_info(ceiling.limit).per_credential { credential(0) } else { None };
         (ceiling.limit, rules.key, whose)
     });
     let of_credentials = rules.credential_keys.iter().enumerate().flat_map(move |(index, key)| {
@@ -196,9 +196,9 @@ fn kept_of<S: Store, C: Clock>(provider: &Provider<S, C>) -> impl Iterator<Item 
     });
     of_all.chain(of_credentials).filter_map(move |(limit, key, credential)| {
         let kind = whole.limits().get(limit)?.kind();
-        let name = whole.info(limit).name.clone();
+        let name = whole.limit_info(limit).name.clone();
         let whose = Whose { provider: plan.name.clone(), limit: name, credential };
-        matches!(kind, Kind::Quota(_) | Kind::Cooldown(_)).then_some((whose, (limit, key)))
+        matches!(kind, LimitKind::Quota(_) | LimitKind::Cooldown(_)).then_some((whose, (limit, key)))
     })
 }
 

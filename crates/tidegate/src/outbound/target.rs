@@ -10,7 +10,7 @@ use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderValue, Uri, Version};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_encode};
 use tidegate_policy::Secret;
-use tidegate_policy::outbound::{Auth, BaseUrl, Provider};
+use tidegate_policy::outbound::{Auth, BaseUrl, ProviderConfig};
 
 use super::location::rest_behind;
 use super::path;
@@ -67,7 +67,7 @@ impl Target {
     }
 
     /// The target of a provider's requests.
-    pub fn of(provider: &Provider) -> Self {
+    pub fn of(provider: &ProviderConfig) -> Self {
         Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
     }
 
@@ -480,10 +480,10 @@ mod tests {
 
     #[test]
     fn whatever_is_asked_for_the_place_stays() {
-        property::fuzz(30, |mut dice| {
+        property::fuzz(30, |mut random| {
             let deep = target("https://api.example/v1/x", Auth::Query { name: "key".to_owned() });
-            let begins = dice.pick(&["/", "", "https://api.example/v1/x", "https://api.example"]);
-            let asked = begins.to_owned() + &String::from_utf8_lossy(&dice.strung(&PIECES, 12));
+            let begins = random.pick(&["/", "", "https://api.example/v1/x", "https://api.example"]);
+            let asked = begins.to_owned() + &String::from_utf8_lossy(&random.concat_random(&PIECES, 12));
             let Ok(sent) = asked.parse::<Uri>().map_err(drop).and_then(|asked| {
                 let (mut parts, ()) = Request::new(()).into_parts();
                 parts.uri = asked;

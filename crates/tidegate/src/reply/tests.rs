@@ -1,7 +1,7 @@
 //! What replies say.
 
 use super::*;
-use tidegate_policy::{Policy, Sources};
+use tidegate_policy::{Policy, PolicySources};
 
 const FILE: &str = r#"
     [inbound.global]
@@ -16,7 +16,7 @@ const FILE: &str = r#"
 "#;
 
 fn policy() -> Policy {
-    Policy::load(Sources::new().file("test.toml", FILE)).unwrap()
+    Policy::load(PolicySources::new().file("test.toml", FILE)).unwrap()
 }
 
 fn decision(allowed: bool) -> Decision {
@@ -37,7 +37,7 @@ fn decision(allowed: bool) -> Decision {
 }
 
 fn login(policy: &Policy) -> (ActionId, Decision, Decision) {
-    let id = policy.plan().find("login").unwrap();
+    let id = policy.plan().find_action("login").unwrap();
     let own = policy.plan().action(id).limits().first().copied();
     let bind = |mut decision: Decision| {
         decision.bound_by = own;
@@ -73,7 +73,7 @@ fn each_dialect() {
 #[test]
 fn calls_in_flight_name_their_unit() {
     let policy = policy();
-    let id = policy.plan().find("feed").unwrap();
+    let id = policy.plan().find_action("feed").unwrap();
     let mut admitted = decision(true);
     admitted.bound_by = policy.plan().action(id).limits().first().copied();
     let mut headers = HeaderMap::new();
@@ -160,7 +160,7 @@ fn the_same_again_is_the_same() {
     let policy = policy();
     let (id, _, first) = login(&policy);
     let replies = Replies::new(policy.plan(), HeaderDialect::Draft10, true);
-    let mut last = LastRefusal::default();
+    let mut last = RefusalCache::default();
     let mut later = first;
     later.retry_after = Some(Span::from_secs(15));
     let mut without = first;
@@ -171,7 +171,7 @@ fn the_same_again_is_the_same() {
     for decision in [first, first, later, first, without, more, denied, denied, first] {
         for action in [Some(id), Some(id), None] {
             let expected = replies.refusal(action, &decision, &HeaderMap::new());
-            let found = replies.refusal_after(&mut last, action, &decision, &HeaderMap::new());
+            let found = replies.refusal_cached(&mut last, action, &decision, &HeaderMap::new());
             assert_eq!(found.status(), expected.status());
             assert_eq!(found.headers(), expected.headers());
             assert_eq!(found.body(), expected.body());
@@ -179,7 +179,7 @@ fn the_same_again_is_the_same() {
     }
     let mut request = HeaderMap::new();
     request.insert(ACCEPT, PROBLEM_JSON);
-    let problem = replies.refusal_after(&mut last, Some(id), &first, &request);
+    let problem = replies.refusal_cached(&mut last, Some(id), &first, &request);
     assert_eq!(problem.headers()[CONTENT_TYPE], PROBLEM_JSON);
 }
 
@@ -240,10 +240,10 @@ fn the_deny_list_is_forbidden() {
 fn names_too_long_for_the_stack() {
     let name = "a".repeat(100);
     let file = format!("[inbound.action.{name}]\nmatch = {{ path = \"/\" }}\nlimit = \"5 per 60s\"\n");
-    let policy = Policy::load(Sources::new().file("test.toml", file)).ok();
+    let policy = Policy::load(PolicySources::new().file("test.toml", file)).ok();
     // A policy may refuse such a name; if it takes it, the header carries all of it.
     if let Some(policy) = policy {
-        let id = policy.plan().find(&name).unwrap();
+        let id = policy.plan().find_action(&name).unwrap();
         let mut admitted = decision(true);
         admitted.bound_by = policy.plan().action(id).limits().first().copied();
         let mut headers = HeaderMap::new();

@@ -3,7 +3,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use tidegate::Span;
-use tidegate::core::breaker::{SlowCalls, State};
+use tidegate::core::breaker::{BreakerState, SlowCalls};
 use tidegate::core::{BreakerError, BreakerSpec};
 use tidegate::outbound::layers::{BreakerLayer, CircuitError, Classifier};
 use tower::{Layer, Service, ServiceExt};
@@ -29,7 +29,7 @@ async fn five_failures_open_it_and_two_successes_close_it() {
     }
     advance(60).await;
     let Err(CircuitError::Open(refusal)) = service.ready().await.unwrap().call("a").await else { panic!("open") };
-    assert_eq!((refusal.state, refusal.failures), (State::Open, 5));
+    assert_eq!((refusal.state, refusal.failures), (BreakerState::Open, 5));
     assert_eq!(refusal.reset_in, Span::from_secs(240));
     assert_eq!(CircuitError::<Failed>::Open(refusal).to_string(), "Circuit breaker is open");
     assert_eq!(script.times().len(), 5, "a refused call doesn't reach the service");
@@ -42,11 +42,11 @@ async fn five_failures_open_it_and_two_successes_close_it() {
         other.ready().await.unwrap().call("late").await
     });
     assert_eq!(probe, Ok(200));
-    assert!(matches!(refused, Err(CircuitError::Open(refusal)) if refusal.state == State::HalfOpen));
+    assert!(matches!(refused, Err(CircuitError::Open(refusal)) if refusal.state == BreakerState::HalfOpen));
     assert_eq!(refused.unwrap_err().to_string(), "Circuit breaker is half-open");
-    assert_eq!(layer.look(|breaker, now| breaker.state(now)), State::HalfOpen);
+    assert_eq!(layer.look(|breaker, now| breaker.state(now)), BreakerState::HalfOpen);
     assert_eq!(service.ready().await.unwrap().call("second").await, Ok(200));
-    assert_eq!(layer.look(|breaker, now| breaker.state(now)), State::Closed);
+    assert_eq!(layer.look(|breaker, now| breaker.state(now)), BreakerState::Closed);
 }
 
 #[tokio::test(start_paused = true)]
@@ -122,7 +122,7 @@ async fn a_probe_that_nobody_waits_for_comes_back() {
     for _ in 0..2 {
         assert_eq!(service.ready().await.unwrap().call("probe").await, Ok(200));
     }
-    assert_eq!(layer.look(|breaker, now| breaker.state(now)), State::Closed);
+    assert_eq!(layer.look(|breaker, now| breaker.state(now)), BreakerState::Closed);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use tidegate::clock::ManualClock;
-use tidegate::core::{Kind, Rate};
+use tidegate::core::{LimitKind, Rate};
 use tidegate::outbound::layers::{LimitLayer, NoTurn, TurnError};
 use tidegate::{LimiterError, Span};
 use tokio::task::JoinSet;
@@ -195,7 +195,7 @@ async fn only_a_service_that_was_made_ready_is_called() {
     let clock = TokioClock::default();
     let strict = tower::limit::ConcurrencyLimit::new(Script::new(clock, [ok(200)]), 1);
     let mut service =
-        LimitLayer::of(Kind::Rate(Rate::new(5, Span::from_secs(1), 1).unwrap()), clock).unwrap().layer(strict);
+        LimitLayer::of(LimitKind::Rate(Rate::new(5, Span::from_secs(1), 1).unwrap()), clock).unwrap().layer(strict);
     for _ in 0..5 {
         let ready: &mut _ = ServiceExt::<&str>::ready(&mut service).await.unwrap();
         assert_eq!(ready.call("a").await, Ok(200));

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate::core::breaker::State;
+use tidegate::core::breaker::BreakerState;
 use tidegate::core::{BreakerSpec, Budget, BudgetSpec, Retry};
 use tidegate::outbound::layers::{Behind, BreakerLayer, CircuitError, LimitLayer, NoTurn, RetryLayer, TurnError};
 use tidegate::{Backoff, Jitter, Span};
@@ -27,7 +27,7 @@ async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
     assert!(matches!(outcome, Err(CircuitError::Open(refusal)) if refusal.failures == 5), "{outcome:?}");
     assert_eq!(script.times(), [0, 100, 300, 700, 1_500], "five attempts open it");
     assert_eq!(clock.millis(), 2_500, "and the sixth, which it refuses, isn't retried");
-    assert_eq!(breaker.look(|breaker, now| breaker.state(now)), State::Open);
+    assert_eq!(breaker.look(|breaker, now| breaker.state(now)), BreakerState::Open);
 }
 
 #[tokio::test(start_paused = true)]
@@ -60,7 +60,7 @@ async fn all_three_in_their_order() {
     assert_eq!(stack(10).oneshot("a").await, Ok(200));
     let times = script.times();
     assert!(times[0] == 0 && times[1].abs_diff(1_000) <= 2, "the retry waits for its turn too: {times:?}");
-    assert_eq!(budget.left(), 0);
+    assert_eq!(budget.remaining(), 0);
 
     let refused = stack(0).oneshot("b").await;
     let Err(CircuitError::Inner(TurnError::Refused(NoTurn::TooLong { wait }))) = refused else { panic!("{refused:?}") };

@@ -92,7 +92,7 @@ async fn the_budget_is_shared_and_first_tries_earn() {
     }
     // 1 + 0.5 a call: held before each decision 1.5, 1.0, 0.5, 1.0, 0.5, 1.0.
     assert_eq!(sent, [2, 2, 1, 2, 1, 2]);
-    assert_eq!(budget.left(), 0);
+    assert_eq!(budget.remaining(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -114,15 +114,15 @@ async fn a_retry_that_was_never_sent_goes_back() {
     let within = |millis, call| tokio::time::timeout(Duration::from_millis(millis), call);
 
     assert!(within(100, service.call("a")).await.is_err());
-    assert_eq!((script.times().len(), budget.left()), (1, 1), "dropped while it slept");
+    assert_eq!((script.times().len(), budget.remaining()), (1, 1), "dropped while it slept");
 
     script.rewrite([failed(429)]);
     assert!(within(100, service.call("a")).await.is_err());
-    assert_eq!((script.times().len(), budget.left()), (2, 1), "what wasn't taken doesn't go back");
+    assert_eq!((script.times().len(), budget.remaining()), (2, 1), "what wasn't taken doesn't go back");
 
     script.rewrite([failed(503), slow(ok(200), 60)]);
     assert!(within(1_000, service.call("b")).await.is_err());
-    assert_eq!((script.times().len(), budget.left()), (4, 0), "dropped when it was sent");
+    assert_eq!((script.times().len(), budget.remaining()), (4, 0), "dropped when it was sent");
 }
 
 #[tokio::test(start_paused = true)]

@@ -5,7 +5,7 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::breaker::State;
+use tidegate::core::breaker::BreakerState;
 use tidegate::core::call::Reply;
 use tidegate::outbound::{CallError, CallOptions, Provider, Why};
 use tidegate::{Clock as _, Memory, Span};
@@ -33,7 +33,7 @@ async fn broken(settings: &str) -> Api {
     api
 }
 
-fn refusal(error: &CallError<u32>) -> (State, u32, Span) {
+fn refusal(error: &CallError<u32>) -> (BreakerState, u32, Span) {
     match error.why {
         Why::Unavailable { state, failures, reset_in } => (state, failures, reset_in),
         _ => panic!("{error:?}"),
@@ -50,10 +50,10 @@ async fn when_its_time_is_over_one_probe_goes_and_the_others_are_refused() {
     let opened_at = api.clock().now();
     sleep(secs(60)).await;
     let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
-    assert_eq!(refused, (State::Open, 5, Span::from_secs(240)));
+    assert_eq!(refused, (BreakerState::Open, 5, Span::from_secs(240)));
     sleep(secs(240) - Duration::from_millis(1)).await;
     let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
-    assert_eq!(refused, (State::Open, 5, Span::from_millis(1)), "a moment too early");
+    assert_eq!(refused, (BreakerState::Open, 5, Span::from_millis(1)), "a moment too early");
     sleep(Duration::from_millis(1)).await;
     let upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(1));
     let calls: Vec<_> = (0..20).map(|_| spawn(&api, CallOptions::default(), upstream.clone())).collect();
@@ -61,7 +61,7 @@ async fn when_its_time_is_over_one_probe_goes_and_the_others_are_refused() {
     for call in calls {
         match call.await.unwrap() {
             Ok(_) => passed += 1,
-            Err(error) => assert_eq!(refusal(&error).0, State::HalfOpen),
+            Err(error) => assert_eq!(refusal(&error).0, BreakerState::HalfOpen),
         }
     }
     assert_eq!(passed, 1);
@@ -74,15 +74,15 @@ async fn two_probes_that_succeed_close_it_and_one_that_fails_opens_it_again() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     call(&api, GOOD, &log).await.unwrap();
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::HalfOpen);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, FAILED, &log).await.unwrap_err();
     let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
-    assert_eq!((refused.0, refused.2), (State::Open, Span::from_secs(300)));
+    assert_eq!((refused.0, refused.2), (BreakerState::Open, Span::from_secs(300)));
     sleep(secs(300)).await;
     for _ in 0..2 {
         call(&api, GOOD, &log).await.unwrap();
     }
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Closed);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
     let upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(1));
     let calls: Vec<_> = (0..20).map(|_| spawn(&api, CallOptions::default(), upstream.clone())).collect();
     for call in calls {
@@ -96,7 +96,7 @@ async fn what_does_not_exist_is_no_failure() {
     for _ in 0..50 {
         call(&api, MISSING, &log).await.unwrap();
     }
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Closed);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
     for reply in [FAILED, FAILED, FAILED, FAILED, MISSING, FAILED, FAILED, FAILED, FAILED] {
         let _ = call(&api, reply, &log).await;
     }
@@ -118,13 +118,13 @@ async fn replies_to_calls_from_before_it_opened_move_nothing() {
     }
     // Ten failures while it is open neither count nor lengthen.
     sleep(secs(60)).await;
-    assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()), (State::Open, 5, Span::from_secs(240)));
+    assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()), (BreakerState::Open, 5, Span::from_secs(240)));
     // Ten successes of the time before don't close it while it probes.
     sleep(secs(265)).await;
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::HalfOpen);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
     call(&api, FAILED, &log).await.unwrap_err();
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Open);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Open);
     for call in calls {
         let _ = call.await.unwrap();
     }
@@ -145,15 +145,15 @@ async fn a_probe_that_hangs_comes_back_when_its_lease_is_over() {
     sleep(secs(300)).await;
     let hangs = spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 0).after(secs(3600)));
     sleep(secs(29)).await;
-    assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()).0, State::HalfOpen);
+    assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()).0, BreakerState::HalfOpen);
     sleep(secs(1)).await;
     call(&api, GOOD, &log).await.unwrap();
     // Its reply, when it comes after all, is one of an older generation.
     hangs.abort();
     let _ = hangs.await;
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::HalfOpen);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), State::Closed);
+    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
 }
 
 /// A future that is granted its turn while nobody polls it holds the probe for no longer than the lease.
@@ -169,7 +169,7 @@ async fn a_probe_that_is_never_polled_comes_back_when_its_lease_is_over() {
     );
     sleep(secs(2)).await;
     let refused = call(&api, GOOD, &log).await.unwrap_err();
-    assert_eq!(refusal(&refused).0, State::HalfOpen, "it was granted the probe, and isn't polled");
+    assert_eq!(refusal(&refused).0, BreakerState::HalfOpen, "it was granted the probe, and isn't polled");
     sleep(secs(30)).await;
     call(&api, GOOD, &log).await.unwrap();
     assert_eq!(log.lock().unwrap().len(), 1);
@@ -191,6 +191,6 @@ async fn calls_that_wait_are_refused_when_it_opens_and_spend_nothing() {
     for call in failing {
         call.await.unwrap().unwrap_err();
     }
-    assert_eq!(refusal(&waits.await.unwrap().unwrap_err()).0, State::Open);
+    assert_eq!(refusal(&waits.await.unwrap().unwrap_err()).0, BreakerState::Open);
     assert_eq!(log.lock().unwrap().len(), 6);
 }

@@ -391,7 +391,7 @@ async fn a_hedge_asks_a_store_that_must_be_waited_for() {
         let done = api.call(CallOptions::default(), &mut Twins(takes)).await.unwrap();
         assert_eq!((done.value, done.happened.attempts), (number, number), "{limit}");
         assert_eq!(api.clock().now().since(began), Span::from_millis(millis), "{limit}");
-        assert_eq!(api.look(|desk, _| desk.budget.left()), if number == 2 { 2 } else { 3 }, "{limit}");
+        assert_eq!(api.look(|desk, _| desk.budget.remaining()), if number == 2 { 2 } else { 3 }, "{limit}");
         drop(done);
         tokio::time::sleep(Duration::from_millis(10)).await;
         let mut more = 0;

@@ -8,7 +8,7 @@ use tidegate::core::call::Reply;
 use tidegate::core::retry::Reach;
 use tidegate::core::{Class, Lane};
 use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tidegate::store::Store;
 use tidegate::{Clock as _, Memory, Time};
 use tokio::task::JoinHandle;
@@ -80,7 +80,7 @@ pub(crate) fn throttled_for(secs: u64) -> Reply {
 
 pub(crate) fn policy(provider: &str) -> Policy {
     let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{provider}");
-    Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
+    Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 pub(crate) fn provider(settings: &str) -> Provider<Memory, TokioClock> {

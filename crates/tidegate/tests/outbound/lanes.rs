@@ -14,7 +14,7 @@ use tidegate::core::retry::Reach;
 use tidegate::core::{Class, Lane};
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream, Why};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Clock as _, Memory, Span, Time};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -60,7 +60,7 @@ impl Upstream for Counted {
 #[tokio::test(start_paused = true)]
 async fn musicbrainz_is_called_once_a_second_in_order_and_one_at_a_time() {
     let text = "[outbound.provider.mb]\npreset = \"musicbrainz\"\nuser_agent = \"App/1 ( me@example.com )\"\n";
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap();
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap();
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
     let (api, log) = (outbound.provider("mb").unwrap(), Log::default());
     let lanes = [Lane::Background, Lane::User, Lane::Webhook, Lane::Background, Lane::Webhook];

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::breaker::State;
+use tidegate::core::breaker::BreakerState;
 use tidegate::outbound::{CallOptions, Outbound, Provider, Why};
 use tidegate::policy::KeySeed;
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
 use tidegate::{AnyStore, Memory};
-use tidegate_testkit::remote::{FlakyRemote, Mood};
+use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::time::sleep;
 
 use crate::common::{Answers, FAILED, GOOD, Log, policy, throttled_for};
@@ -56,7 +56,7 @@ impl Nodes {
         }
     }
 
-    fn state(&self, node: usize) -> State {
+    fn state(&self, node: usize) -> BreakerState {
         self.api(node).look(|desk, now| desk.breaker.state(now))
     }
 }
@@ -97,12 +97,12 @@ async fn calls_in_flight_with_a_credential_are_each_nodes_own() {
 #[tokio::test(start_paused = true)]
 async fn without_a_word_each_node_counts_for_itself() {
     let nodes = Nodes::new(2, "limit = \"1 per 1h\"").await;
-    let asked = nodes.store.asks();
+    let asked = nodes.store.request_count();
     for node in 0..2 {
         nodes.call(node, GOOD).await.unwrap();
         assert!(nodes.call(node, GOOD).await.is_err());
     }
-    assert_eq!(nodes.store.asks(), asked);
+    assert_eq!(nodes.store.request_count(), asked);
 }
 
 #[tokio::test(start_paused = true)]
@@ -126,10 +126,14 @@ async fn a_breaker_opens_everywhere_when_most_nodes_have_opened_theirs() {
     };
     fail(0).await;
     nodes.confer().await;
-    assert_eq!([0, 1, 2].map(|node| nodes.state(node)), [State::Open, State::Closed, State::Closed], "one bad node");
+    assert_eq!(
+        [0, 1, 2].map(|node| nodes.state(node)),
+        [BreakerState::Open, BreakerState::Closed, BreakerState::Closed],
+        "one bad node"
+    );
     fail(1).await;
     nodes.confer().await;
-    assert_eq!(nodes.state(2), State::Open, "two of three");
+    assert_eq!(nodes.state(2), BreakerState::Open, "two of three");
     assert!(matches!(nodes.call(2, GOOD).await, Err(Why::Unavailable { .. })));
     // Each finds out by itself that the provider is back, and isn't stopped by those who haven't tried.
     sleep(Duration::from_secs(61)).await;
@@ -137,21 +141,21 @@ async fn a_breaker_opens_everywhere_when_most_nodes_have_opened_theirs() {
         nodes.call(2, GOOD).await.unwrap();
     }
     nodes.confer().await;
-    assert_eq!(nodes.state(2), State::Closed);
+    assert_eq!(nodes.state(2), BreakerState::Closed);
     nodes.call(2, GOOD).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
 async fn calls_go_on_without_the_store() {
     let nodes = Nodes::new(2, "limit = \"10 per 1h\"\nshared = true").await;
-    nodes.store.set_mood(Mood::Frozen);
+    nodes.store.set_behaviour(RemoteBehaviour::Unresponsive);
     for node in 0..2 {
         for _ in 0..5 {
             nodes.call(node, GOOD).await.unwrap();
         }
         assert!(matches!(nodes.call(node, GOOD).await, Err(Why::RateLimited { .. })), "a share of one in two");
     }
-    nodes.store.set_mood(Mood::Well);
+    nodes.store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(matches!(nodes.call(0, GOOD).await, Err(Why::RateLimited { .. })), "what was used was told");
 }

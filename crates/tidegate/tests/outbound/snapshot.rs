@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use tempfile::TempDir;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallError, CallOptions, Outbound, Provider, Snapshot, SnapshotError, Why};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Clock as _, Memory, Span, Time};
 
 use crate::common::{Answers, GOOD, Log, policy, spawn, throttled_for, within};
@@ -98,7 +98,7 @@ impl Process {
 }
 
 fn load(text: &str) -> Policy {
-    Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
+    Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
 /// The days on which clocks are set forward and back, with the moments at which they begin and end.

@@ -14,7 +14,7 @@ use http_body_util::{BodyExt, Full};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{Outbound, OutboundBody, OutboundError, OutboundLayer, OutboundService, ReplayBody};
-use tidegate::policy::{Policy, Sources};
+use tidegate::policy::{Policy, PolicySources};
 use tower::ServiceExt as _;
 
 pub(crate) const PLANTED: &str = "pl4nted-s3cr3t";
@@ -141,7 +141,7 @@ pub(crate) fn limited(limit: &str, settings: &str) -> OutboundLayer<Memory, Toki
 }
 
 pub(crate) fn layer_of(text: &str) -> OutboundLayer<Memory, TokioClock> {
-    let policy = Policy::load(Sources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
     let provider = outbound.provider("api").unwrap().clone();
     OutboundLayer::with(provider, |name| Some(format!("{PLANTED}-{}", name.to_lowercase()))).unwrap()

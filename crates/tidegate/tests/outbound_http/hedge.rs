@@ -39,7 +39,7 @@ fn in_flight(layer: &OutboundLayer<Memory, TokioClock>) -> u32 {
 }
 
 fn budget(layer: &OutboundLayer<Memory, TokioClock>) -> u64 {
-    layer.provider().look(|desk, _| desk.budget.left())
+    layer.provider().look(|desk, _| desk.budget.remaining())
 }
 
 #[tokio::test(start_paused = true)]

@@ -3,12 +3,14 @@
 use serde_json::{Value, json};
 use tidegate_core::{Span, Time};
 
-use crate::replay::{Client, ClientFindings, Count, Findings, LimitFindings, PolicyFindings, shown};
+use crate::replay::{
+    ClientFindings, ClientNetwork, Findings, LimitFindings, PolicyFindings, RequestCounts, format_time,
+};
 
 /// Below this share of clients a limit's curve begins.
-const CURVE: f64 = 0.05;
+const CURVE_MAX_SHARE: f64 = 0.05;
 
-pub(super) fn json(findings: &Findings) -> String {
+pub(super) fn findings_json(findings: &Findings) -> String {
     let input = &findings.input;
     let broken: Vec<Value> = input
         .first_broken
@@ -18,28 +20,27 @@ pub(super) fn json(findings: &Findings) -> String {
     let read = json!({
         "lines": input.lines,
         "requests": input.requests,
-        "others": input.others,
+        "others": input.non_requests,
         "broken": input.broken,
         "first_broken": broken,
         "late": input.late,
-        "latest_by": secs(input.latest_by),
+        "latest_by": secs(input.max_lateness),
         "too_late": input.too_late,
-        "turns": input.turns,
-        "from": input.first.map(shown),
-        "to": input.newest.map(shown),
+        "turns": input.clock_resets,
+        "from": input.first_time.map(format_time),
+        "to": input.newest_time.map(format_time),
     });
-    let policies: Vec<Value> = findings.policies.iter().map(policy).collect();
+    let policies: Vec<Value> = findings.policies.iter().map(policy_json).collect();
     let mut whole = json!({ "input": read, "policies": policies });
     if let Some(changes) = &findings.changes {
-        let refused = |count: Option<Count>| count.map(|count| count.refused);
+        let refused = |count: Option<RequestCounts>| count.map(|count| count.refused);
         let actions: Vec<Value> = changes
             .actions
             .iter()
             .map(|action| json!({ "action": action.name, "first": refused(action.first), "second": refused(action.second) }))
             .collect();
-        let clients = |clients: &[(Client, u64)]| -> Vec<Value> {
-            let client =
-                |(client, requests): &(Client, u64)| json!({ "client": client.to_string(), "requests": requests });
+        let clients = |clients: &[(ClientNetwork, u64)]| -> Vec<Value> {
+            let client = |(client, requests): &(ClientNetwork, u64)| json!({ "client": client.to_string(), "requests": requests });
             clients.iter().map(client).collect()
         };
         whole["changes"] = json!({
@@ -47,33 +48,33 @@ pub(super) fn json(findings: &Findings) -> String {
             "only_first": changes.only_first,
             "only_second": changes.only_second,
             "actions": actions,
-            "let_through_from_now_on": clients(&changes.relieved),
-            "refused_from_now_on": clients(&changes.struck),
+            "let_through_from_now_on": clients(&changes.newly_admitted),
+            "refused_from_now_on": clients(&changes.newly_refused),
         });
     }
     format!("{whole:#}\n")
 }
 
-fn policy(policy: &PolicyFindings) -> Value {
+fn policy_json(policy: &PolicyFindings) -> Value {
     let actions: Vec<Value> = policy
         .actions
         .iter()
         .map(|action| {
-            let Count { requests, refused } = action.count;
+            let RequestCounts { requests, refused } = action.counts;
             json!({ "action": action.name, "shadow": action.shadow, "requests": requests, "refused": refused })
         })
         .collect();
-    let limits: Vec<Value> = policy.limits.iter().map(limit).collect();
+    let limits: Vec<Value> = policy.limits.iter().map(limit_json).collect();
     let client = |found: &ClientFindings| {
-        let fate = found.fate;
-        let time = |time: Time| (fate.refused > 0).then(|| shown(time));
+        let fate = found.stats;
+        let time = |time: Time| (fate.refused > 0).then(|| format_time(time));
         json!({
             "client": found.client.to_string(),
             "admitted": fate.admitted,
             "refused": fate.refused,
-            "first_refused": time(fate.first),
-            "last_refused": time(fate.last),
-            "by": (fate.refused > 0).then(|| policy.limit_name(fate.limit)),
+            "first_refused": time(fate.first_refused_at),
+            "last_refused": time(fate.last_refused_at),
+            "by": (fate.refused > 0).then(|| policy.limit_name(fate.last_limit)),
         })
     };
     let clients = |list: &[ClientFindings]| -> Vec<Value> { list.iter().map(client).collect() };
@@ -81,23 +82,30 @@ fn policy(policy: &PolicyFindings) -> Value {
     let intervals: Vec<Value> = timeline
         .intervals()
         .iter()
-        .map(|interval| json!([interval.admitted, interval.by_limit, interval.by_block, interval.by_list]))
+        .map(|interval| {
+            json!([
+                interval.admitted,
+                interval.refused_by_limit,
+                interval.refused_by_block,
+                interval.refused_by_deny_list
+            ])
+        })
         .collect();
     json!({
         "policy": policy.name,
         "requests": policy.total.requests,
         "refused": policy.total.refused,
-        "refused_by_deny_list": policy.by_list,
-        "shadow": policy.shadow,
+        "refused_by_deny_list": policy.refused_by_deny_list,
+        "shadow": policy.shadow_refusals,
         "undecided": policy.undecided,
         "clients": policy.clients,
         "refused_clients": policy.refused_clients,
         "actions": actions,
         "limits": limits,
         "most_refused": clients(&policy.most_refused),
-        "largest_never_refused": clients(&policy.innocent),
+        "largest_never_refused": clients(&policy.largest_never_refused),
         "timeline": {
-            "from": shown(timeline.begins()),
+            "from": format_time(timeline.start()),
             "interval": secs(timeline.width()),
             "columns": ["admitted", "by_limit", "by_block", "by_list"],
             "intervals": intervals,
@@ -106,7 +114,7 @@ fn policy(policy: &PolicyFindings) -> Value {
     })
 }
 
-fn limit(limit: &LimitFindings) -> Value {
+fn limit_json(limit: &LimitFindings) -> Value {
     let keys: Vec<Value> = limit.keys.iter().map(|key| json!({ "key": key.key, "refused": key.refused })).collect();
     let values: Vec<Value> = limit
         .values
@@ -116,17 +124,17 @@ fn limit(limit: &LimitFindings) -> Value {
     json!({
         "limit": limit.name,
         "allows": limit.quantity,
-        "by": limit.by,
-        "full": limit.refusals.full,
-        "blocked": limit.refusals.blocked,
-        "shadow": limit.refusals.shadow,
+        "by": limit.counted_by,
+        "full": limit.refusals.by_limit,
+        "blocked": limit.refusals.by_block,
+        "shadow": limit.refusals.in_shadow,
         "most_refused": keys,
-        "clients": limit.peaks.as_ref().map(|peaks| peaks.keys()),
-        "clients_are_counted": limit.peaks.as_ref().map(|peaks| peaks.is_whole()),
-        "refused_share": limit.refused_now(),
+        "clients": limit.peaks.as_ref().map(|peaks| peaks.key_count()),
+        "clients_are_counted": limit.peaks.as_ref().map(|peaks| peaks.is_complete()),
+        "refused_share": limit.current_refused_share(),
         "highest_use": limit.peaks.as_ref().map(|peaks| peaks.highest()),
         "values": values,
-        "curve": limit.peaks.as_ref().map(|peaks| peaks.curve(CURVE)),
+        "curve": limit.peaks.as_ref().map(|peaks| peaks.curve(CURVE_MAX_SHARE)),
     })
 }
 

@@ -2,113 +2,127 @@
 
 use tidegate_core::{Span, Time};
 
-use super::grid::number_of;
-use crate::replay::{Findings, Interval, LimitFindings, PolicyFindings, Timeline, shown};
-use crate::report::chart::{self, Area, Frame, Line, Mark, THIN, Unit, WIDE, headroom};
-use crate::report::picture::{PictureError, WIDTH, drawing};
+use super::tables::format_number;
+use crate::replay::{Findings, IntervalCounts, LimitFindings, PolicyFindings, Timeline, format_time};
+use crate::report::chart::{self, Area, AxisUnit, ChartConfig, ChartLine, SeriesMark, THIN_LINE, WIDE_LINE, axis_max};
+use crate::report::picture::{PictureError, WIDTH, render_svg};
 use crate::report::theme::{BLUE, Colour, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION};
 
-const OVER_TIME: i32 = 300;
-const LIMIT: i32 = 260;
+const TIMELINE_HEIGHT: i32 = 300;
+const LIMIT_HEIGHT: i32 = 260;
 /// The most limits that have a chart of their own: those that refuse the most.
 const MAX_LIMITS: usize = 12;
 /// The most points of a line.
-const LINE_POINTS: usize = 200;
+const MAX_LINE_POINTS: usize = 200;
 /// The largest share of clients that a limit's chart begins with.
-const CURVE: f64 = 0.05;
+const CURVE_MAX_SHARE: f64 = 0.05;
 /// A limit's chart ends a few times to the right of the value that refuses this share of clients.
-const TAIL: f64 = 0.001;
-const TIMES: f64 = 4.0;
+const TAIL_SHARE: f64 = 0.001;
+const TAIL_FACTOR: f64 = 4.0;
 /// Which counts as this much at the least.
-const LEAST: u64 = 2;
+const MIN_TAIL_VALUE: u64 = 2;
 
-pub(super) fn svg(findings: &Findings) -> Result<String, PictureError> {
+pub(super) fn findings_svg(findings: &Findings) -> Result<String, PictureError> {
     let charted: Vec<(&PolicyFindings, Vec<&LimitFindings>)> =
-        findings.policies.iter().map(|policy| (policy, limits(policy))).collect();
+        findings.policies.iter().map(|policy| (policy, charted_limits(policy))).collect();
     let rows = |limits: &Vec<&LimitFindings>| limits.len().div_ceil(2) as i32;
     let several = charted.len() > 1;
-    let both = if several { OVER_TIME } else { 0 };
-    let height = both + charted.iter().map(|(_, limits)| OVER_TIME + LIMIT * rows(limits)).sum::<i32>();
-    drawing("What would have been refused", height, |root| {
+    let both = if several { TIMELINE_HEIGHT } else { 0 };
+    let height = both + charted.iter().map(|(_, limits)| TIMELINE_HEIGHT + LIMIT_HEIGHT * rows(limits)).sum::<i32>();
+    render_svg("What would have been refused", height, |root| {
         if several {
-            compared(&part(root, (0, 0), (WIDTH, OVER_TIME)), &findings.policies, findings.input.newest)?;
+            draw_comparison(
+                &sub_area(root, (0, 0), (WIDTH, TIMELINE_HEIGHT)),
+                &findings.policies,
+                findings.input.newest_time,
+            )?;
         }
         let mut top = both;
         for (policy, limits) in &charted {
             let name = if several { format!("{}: ", policy.name) } else { String::new() };
-            over_time(&part(root, (0, top), (WIDTH, OVER_TIME)), policy, findings.input.newest, &name)?;
-            top += OVER_TIME;
+            draw_timeline(
+                &sub_area(root, (0, top), (WIDTH, TIMELINE_HEIGHT)),
+                policy,
+                findings.input.newest_time,
+                &name,
+            )?;
+            top += TIMELINE_HEIGHT;
             for pair in limits.chunks(2) {
                 // The last of an odd number has all of the width.
                 let width = WIDTH / pair.len() as i32;
                 for (column, limit) in (0..).zip(pair) {
-                    of_limit(&part(root, (column * width, top), (width, LIMIT)), limit, &name)?;
+                    draw_limit(&sub_area(root, (column * width, top), (width, LIMIT_HEIGHT)), limit, &name)?;
                 }
-                top += LIMIT;
+                top += LIMIT_HEIGHT;
             }
         }
         Ok(())
     })
 }
 
-fn part<'a>(root: &Area<'a>, at: (i32, i32), size: (i32, i32)) -> Area<'a> {
+fn sub_area<'a>(root: &Area<'a>, at: (i32, i32), size: (i32, i32)) -> Area<'a> {
     root.clone().shrink(at, (size.0 as u32, size.1 as u32))
 }
 
 /// The limits whose charts say something, those that refuse the most first.
-fn limits(policy: &PolicyFindings) -> Vec<&LimitFindings> {
-    let used = |limit: &&LimitFindings| limit.peaks.as_ref().is_some_and(|peaks| peaks.keys() > 1);
+fn charted_limits(policy: &PolicyFindings) -> Vec<&LimitFindings> {
+    let used = |limit: &&LimitFindings| limit.peaks.as_ref().is_some_and(|peaks| peaks.key_count() > 1);
     let mut limits: Vec<&LimitFindings> = policy.limits.iter().filter(used).collect();
-    limits.sort_by_key(|limit| std::cmp::Reverse(limit.refusals.full + limit.refusals.blocked));
+    limits.sort_by_key(|limit| std::cmp::Reverse(limit.refusals.by_limit + limit.refusals.by_block));
     limits.truncate(MAX_LIMITS);
     limits
 }
 
 /// The time that a chart shows, from its first interval to the newest request.
-struct Axis {
-    begins: Time,
-    longest: f64,
-    unit: Unit,
+struct TimeAxis {
+    start: Time,
+    seconds: f64,
+    unit: AxisUnit,
 }
 
-impl Axis {
-    fn of<'t>(timelines: impl Iterator<Item = &'t Timeline> + Clone, newest: Option<Time>) -> Self {
-        let begins = timelines.clone().map(Timeline::begins).min().unwrap_or_default();
-        let ends = |timeline: &Timeline| secs(timeline.begins().since(begins)) + wide(timeline) * count(timeline);
+impl TimeAxis {
+    fn covering<'t>(timelines: impl Iterator<Item = &'t Timeline> + Clone, newest: Option<Time>) -> Self {
+        let begins = timelines.clone().map(Timeline::start).min().unwrap_or_default();
+        let ends = |timeline: &Timeline| {
+            secs(timeline.start().since(begins)) + width_seconds(timeline) * interval_count(timeline)
+        };
         let whole = timelines.map(ends).fold(1.0, f64::max);
         // Logs tell seconds, and the last one is over with its last request.
         let told = newest.map(|newest| secs(newest.since(begins)) + 1.0);
         let longest = told.map_or(whole, |told| told.min(whole));
-        Self { begins, longest, unit: Unit::of_time(longest) }
+        Self { start: begins, seconds: longest, unit: AxisUnit::for_seconds(longest) }
     }
 
     /// How many requests a second there were of a kind: in steps, each of which lasts as long as what it counts.
-    fn steps(&self, timeline: &Timeline, of: impl Fn(&Interval) -> u64) -> Vec<(f64, f64)> {
-        let each = timeline.intervals().len().div_ceil(LINE_POINTS).max(1);
-        let (width, first) = (wide(timeline), secs(timeline.begins().since(self.begins)));
+    fn rate_steps(&self, timeline: &Timeline, of: impl Fn(&IntervalCounts) -> u64) -> Vec<(f64, f64)> {
+        let each = timeline.intervals().len().div_ceil(MAX_LINE_POINTS).max(1);
+        let (width, first) = (width_seconds(timeline), secs(timeline.start().since(self.start)));
         let steps = timeline.intervals().chunks(each).enumerate().flat_map(|(place, some)| {
             let number: u64 = some.iter().map(&of).sum();
             let from = first + (place * each) as f64 * width;
             // The log may end within the last interval.
-            let long = (some.len() as f64 * width).min(self.longest - from).max(width * 0.05);
-            [from, from + long].map(|at| (at / self.unit.size, number as f64 / long))
+            let long = (some.len() as f64 * width).min(self.seconds - from).max(width * 0.05);
+            [from, from + long].map(|at| (at / self.unit.seconds, number as f64 / long))
         });
         steps.collect()
     }
 
     /// Some numbers of requests over time, each with its name.
-    fn draw(&self, area: &Area<'_>, title: &str, series: Vec<(&str, Line)>) -> Result<(), PictureError> {
-        let (names, lines): (Vec<&str>, Vec<Line>) = series.into_iter().unzip();
+    fn draw(&self, area: &Area<'_>, title: &str, series: Vec<(&str, ChartLine)>) -> Result<(), PictureError> {
+        let (names, lines): (Vec<&str>, Vec<ChartLine>) = series.into_iter().unzip();
         let legend: Vec<_> =
-            names.into_iter().zip(&lines).map(|(name, line)| (name, line.colour, Mark::Line)).collect();
-        let most = headroom(lines.iter().flat_map(|line| line.points.iter().map(|point| point.1)), 0.1);
-        let frame = Frame {
+            names.into_iter().zip(&lines).map(|(name, line)| (name, line.colour, SeriesMark::Line)).collect();
+        let most = axis_max(lines.iter().flat_map(|line| line.points.iter().map(|point| point.1)), 0.1);
+        let frame = ChartConfig {
             title,
-            x: (self.longest / self.unit.size, format!("time since {} ({})", shown(self.begins), self.unit.name)),
-            y: (most, "requests per second".to_owned()),
+            x_axis: (
+                self.seconds / self.unit.seconds,
+                format!("time since {} ({})", format_time(self.start), self.unit.name),
+            ),
+            y_axis: (most, "requests per second".to_owned()),
             legend: &legend,
         };
-        Ok(chart::lines(area, &frame, &lines)?)
+        Ok(chart::draw_lines(area, &frame, &lines)?)
     }
 }
 
@@ -116,51 +130,57 @@ fn secs(span: Span) -> f64 {
     span.as_micros() as f64 / 1e6
 }
 
-fn wide(timeline: &Timeline) -> f64 {
+fn width_seconds(timeline: &Timeline) -> f64 {
     secs(timeline.width())
 }
 
-fn count(timeline: &Timeline) -> f64 {
+fn interval_count(timeline: &Timeline) -> f64 {
     timeline.intervals().len().max(1) as f64
 }
 
 /// What each policy refuses, over each other.
-fn compared(area: &Area<'_>, policies: &[PolicyFindings], newest: Option<Time>) -> Result<(), PictureError> {
-    let axis = Axis::of(policies.iter().map(|policy| &policy.timeline), newest);
+fn draw_comparison(area: &Area<'_>, policies: &[PolicyFindings], newest: Option<Time>) -> Result<(), PictureError> {
+    let axis = TimeAxis::covering(policies.iter().map(|policy| &policy.timeline), newest);
     // Often both refuse the same, and neither line may hide the other.
-    let styles = [(ORANGE, WIDE), (BLUE, THIN)];
+    let styles = [(ORANGE, WIDE_LINE), (BLUE, THIN_LINE)];
     let series = policies.iter().zip(styles).map(|(policy, (colour, width))| {
-        (&*policy.name, Line { colour, width, points: axis.steps(&policy.timeline, Interval::refused) })
+        (&*policy.name, ChartLine { colour, width, points: axis.rate_steps(&policy.timeline, IntervalCounts::refused) })
     });
     axis.draw(area, "requests refused over time, by each policy", series.collect())
 }
 
-fn over_time(area: &Area<'_>, policy: &PolicyFindings, newest: Option<Time>, name: &str) -> Result<(), PictureError> {
-    type Of = fn(&Interval) -> u64;
-    const KINDS: [(&str, Colour, Of); 4] = [
+fn draw_timeline(
+    area: &Area<'_>,
+    policy: &PolicyFindings,
+    newest: Option<Time>,
+    name: &str,
+) -> Result<(), PictureError> {
+    type IntervalValue = fn(&IntervalCounts) -> u64;
+    const SERIES: [(&str, Colour, IntervalValue); 4] = [
         ("let through", GREEN, |interval| interval.admitted),
-        ("refused, limit full", ORANGE, |interval| interval.by_limit),
-        ("refused, blocked", VERMILLION, |interval| interval.by_block),
-        ("refused, deny list", PURPLE, |interval| interval.by_list),
+        ("refused, limit full", ORANGE, |interval| interval.refused_by_limit),
+        ("refused, blocked", VERMILLION, |interval| interval.refused_by_block),
+        ("refused, deny list", PURPLE, |interval| interval.refused_by_deny_list),
     ];
     let timeline = &policy.timeline;
-    let axis = Axis::of(std::iter::once(timeline), newest);
-    let there = KINDS.iter().filter(|(_, _, of)| timeline.intervals().iter().any(|interval| of(interval) > 0));
-    let series = there
-        .map(|(kind, colour, of)| (*kind, Line { colour: *colour, width: THIN, points: axis.steps(timeline, of) }));
+    let axis = TimeAxis::covering(std::iter::once(timeline), newest);
+    let there = SERIES.iter().filter(|(_, _, of)| timeline.intervals().iter().any(|interval| of(interval) > 0));
+    let series = there.map(|(kind, colour, of)| {
+        (*kind, ChartLine { colour: *colour, width: THIN_LINE, points: axis.rate_steps(timeline, of) })
+    });
     axis.draw(area, &format!("{name}requests over time"), series.collect())
 }
 
 /// The share of clients that each value of a limit refuses, down to none, and where the value is now.
-fn of_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), PictureError> {
+fn draw_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), PictureError> {
     let Some(peaks) = &limit.peaks else { return Ok(()) };
-    let now = limit.refused_now().unwrap_or(0.0);
-    let most = CURVE.max(now * 1.5).min(1.0);
+    let now = limit.current_refused_share().unwrap_or(0.0);
+    let most = CURVE_MAX_SHARE.max(now * 1.5).min(1.0);
     let curve = peaks.curve(most);
     let capacity = limit.capacity as f64;
     // The highest use is often a hundred times what the chart is about.
-    let tail = peaks.value_for(TAIL).max(LEAST) as f64 * TIMES;
-    let right = headroom([if capacity <= tail * TIMES { capacity.max(tail) } else { tail }], 1.0);
+    let tail = peaks.smallest_value_for_share(TAIL_SHARE).max(MIN_TAIL_VALUE) as f64 * TAIL_FACTOR;
+    let right = axis_max([if capacity <= tail * TAIL_FACTOR { capacity.max(tail) } else { tail }], 1.0);
     let top = most * 100.0;
     let mut steps: Vec<(f64, f64)> = Vec::with_capacity(curve.len() * 2 + 2);
     let mut before = top;
@@ -173,28 +193,29 @@ fn of_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), Pi
         before = share;
     }
     steps.push((right, before));
-    let mut lines = vec![Line { colour: BLUE, width: THIN, points: steps }];
+    let mut lines = vec![ChartLine { colour: BLUE, width: THIN_LINE, points: steps }];
     let asked = limit.values.first().map(|value| value.share * 100.0);
     if let Some(one) = asked.filter(|one| *one < top) {
-        lines.push(Line { colour: GREY, width: THIN, points: vec![(0.0, one), (right, one)] });
+        lines.push(ChartLine { colour: GREY, width: THIN_LINE, points: vec![(0.0, one), (right, one)] });
     }
-    let mut legend = vec![("clients refused by this value", BLUE, Mark::Line), ("1 % of clients", GREY, Mark::Line)];
+    let mut legend =
+        vec![("clients refused by this value", BLUE, SeriesMark::Line), ("1 % of clients", GREY, SeriesMark::Line)];
     let now = format!(
         "the value now, {}{}",
-        number_of(limit.capacity),
+        format_number(limit.capacity),
         if capacity > right { ", is further right" } else { "" }
     );
     if capacity <= right {
-        lines.push(Line { colour: INK, width: THIN, points: vec![(capacity, 0.0), (capacity, top)] });
+        lines.push(ChartLine { colour: INK, width: THIN_LINE, points: vec![(capacity, 0.0), (capacity, top)] });
     }
-    legend.push((&now, INK, Mark::Line));
-    let title = format!("{name}{}: {} by {}", limit.name, limit.quantity, limit.by);
-    let frame = Frame {
+    legend.push((&now, INK, SeriesMark::Line));
+    let title = format!("{name}{}: {} by {}", limit.name, limit.quantity, limit.counted_by);
+    let frame = ChartConfig {
         title: &title,
-        x: (right, "value of the limit".to_owned()),
-        y: (top, "clients refused (%)".to_owned()),
+        x_axis: (right, "value of the limit".to_owned()),
+        y_axis: (top, "clients refused (%)".to_owned()),
         legend: &legend,
     };
-    chart::lines(area, &frame, &lines)?;
+    chart::draw_lines(area, &frame, &lines)?;
     Ok(())
 }

@@ -3,8 +3,8 @@
 use std::future::Future;
 use std::sync::{Arc, Mutex};
 
-use tidegate_core::{Batch, Key, Kind, Limit, LimitId, Limits, Op, Outcomes, Span, State, Time, Verb, Window};
-use tidegate_testkit::dice::Dice;
+use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window};
+use tidegate_testkit::random::RandomSource;
 use tokio::runtime::Builder;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
@@ -62,7 +62,7 @@ impl<const SAME_ROWS: bool> Driver for Fake<SAME_ROWS> {
 
 fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> Engine<Fake<SAME_ROWS>> {
     let window = Window::new(10, Span::from_secs(60), 64).unwrap();
-    Engine::new(driver, Arc::new(Limits::of_one(Limit::new(Kind::Window(window)))), most)
+    Engine::new(driver, Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window)))), most)
 }
 
 fn batch(verb: Verb, keys: &[u64]) -> Batch {
@@ -194,7 +194,7 @@ impl Driver for Foreign {
 
     async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
         let mut known = Vec::new();
-        State::default().encode(&mut known);
+        KeyState::default().encode(&mut known);
         let bytes = [known, vec![0xff, 1]];
         let mut ledger = Ledger::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
         let answers = ledger.settle(group, |call| call.now());
@@ -207,7 +207,7 @@ impl Driver for Foreign {
 fn a_row_that_nobody_can_read_is_an_error_and_stays() {
     run(async {
         let window = Window::new(10, Span::from_secs(60), 64).unwrap();
-        let limits = Arc::new(Limits::of_one(Limit::new(Kind::Window(window))));
+        let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window))));
         let engine = Engine::new(Foreign::default(), limits, 1);
         let both = engine.ask(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
         assert!(matches!(both, Err(StoreError::Failed(_))));
@@ -222,13 +222,13 @@ fn a_row_that_nobody_can_read_is_an_error_and_stays() {
 fn everybody_is_answered() {
     run(async {
         let engine = engine(Fake::<false>::default(), 4);
-        let mut dice = Dice::seeded(1);
+        let mut random = RandomSource::from_seed(1);
         let mut asked = Vec::new();
         for _ in 0..2_000 {
-            let keys: Vec<u64> = (0..dice.between(1, 4)).map(|_| dice.below(12)).collect();
-            let verb = dice.pick(&[Verb::Take, Verb::Take, Verb::Peek]);
+            let keys: Vec<u64> = (0..random.between(1, 4)).map(|_| random.below(12)).collect();
+            let verb = random.pick(&[Verb::Take, Verb::Take, Verb::Peek]);
             asked.push(tokio::spawn(engine.ask(&batch(verb, &keys), Time::from_secs(1))));
-            if dice.percent(20) {
+            if random.chance(20) {
                 tokio::task::yield_now().await;
             }
         }

@@ -10,7 +10,7 @@ use tidegate_store::Store;
 use tokio::sync::Notify;
 
 use super::Hall;
-use crate::clock::alarm;
+use crate::clock::precise_timer;
 
 /// Less than this isn't waited for, or a clock that is behind the runtime's would make the timer spin.
 const SHORTEST: Span = Span::from_micros(100);
@@ -42,7 +42,7 @@ impl<S: Store, C: Clock> Timer<S, C> {
             let wait = wait.as_duration();
             let slept = async move {
                 match by_system {
-                    true => alarm::sleep(wait).await,
+                    true => precise_timer::sleep(wait).await,
                     false => tokio::time::sleep(wait).await,
                 }
             };

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
-use tidegate_core::breaker::{Lock, Permit};
-use tidegate_core::{Breaker, BreakerError, BreakerSpec, Clock, Refusal, SharedBreaker, Time};
+use tidegate_core::breaker::{BreakerPermit, ExclusiveAccess};
+use tidegate_core::{Breaker, BreakerError, BreakerRefusal, BreakerSpec, Clock, SharedBreaker, Time};
 use tower_layer::Layer;
 use tower_service::Service;
 
@@ -55,7 +55,7 @@ struct Circuit<J, C> {
 #[derive(Debug)]
 struct Locked(Mutex<Breaker>);
 
-impl Lock<Breaker> for Locked {
+impl ExclusiveAccess<Breaker> for Locked {
     fn with<R>(&self, work: impl FnOnce(&mut Breaker) -> R) -> R {
         work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -112,7 +112,7 @@ impl<I, J, C> Layer<I> for BreakerLayer<J, C> {
 pub enum CircuitError<E> {
     /// The service wasn't called: its breaker is open, or all calls that may try it are under way.
     #[error("Circuit breaker is {}", .0.state.name())]
-    Open(Refusal),
+    Open(BreakerRefusal),
     /// The service's own error.
     #[error(transparent)]
     Inner(E),
@@ -135,7 +135,7 @@ enum Ready {
     Inside,
     /// To refuse: the service inside wasn't asked, so it mustn't be called, even if the breaker lets a call through by
     /// then.
-    Refusing(Refusal),
+    Refusing(BreakerRefusal),
 }
 
 impl<I: Clone, J, C> Clone for BreakerService<I, J, C> {
@@ -198,7 +198,7 @@ where
 #[derive(Debug)]
 struct Pass<J, C> {
     circuit: Arc<Circuit<J, C>>,
-    permit: Option<Permit>,
+    permit: Option<BreakerPermit>,
     began_at: Time,
 }
 
@@ -238,7 +238,7 @@ pin_project! {
     #[derive(Debug)]
     enum State<F, J, C> {
         Sent { #[pin] reply: F, pass: Pass<J, C> },
-        Refused { refusal: Refusal },
+        Refused { refusal: BreakerRefusal },
     }
 }
 

@@ -61,7 +61,7 @@ impl<B, E> Classifier<Response<B>, E> for ByStatus {
             class: said.class,
             retry_after: said.wait(now),
             was_sent: said.may_have_acted(),
-            is_final: said.hints.pushback_stop,
+            is_final: said.hints.asks_not_to_retry,
         }
     }
 }

@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tidegate_core::{Clock, Kind, Limit, Span, Window};
+use tidegate_core::{Clock, Limit, LimitKind, Span, Window};
 use tokio::sync::Semaphore;
 use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::SystemClock;
-use crate::limiter::{KeyedLimiter, LimiterError, Turn, kind};
+use crate::limiter::{KeyedLimiter, LimiterDecision, LimiterError, parse_kind};
 
 /// How many calls wait at a [`LimitLayer`] that doesn't say.
 pub const MAX_WAITING: usize = 1024;
@@ -88,10 +88,10 @@ impl<C: Clock> LimitLayer<C> {
     /// # Errors
     /// As [`LimitLayer::new`].
     pub fn with_clock(quantity: &str, clock: C) -> Result<Self, LimiterError> {
-        let kind = match kind(quantity)? {
-            Kind::Window(window) => {
+        let kind = match parse_kind(quantity)? {
+            LimitKind::Window(window) => {
                 let entries = u64::from(window.entries()).max(window.limit().min(MAX_ENTRIES));
-                Kind::Window(Window::new(window.limit(), window.window(), entries as u32)?)
+                LimitKind::Window(Window::new(window.limit(), window.window(), entries as u32)?)
             }
             kind => kind,
         };
@@ -102,8 +102,8 @@ impl<C: Clock> LimitLayer<C> {
     ///
     /// # Errors
     /// [`LimiterError::InFlight`].
-    pub fn of(kind: Kind, clock: C) -> Result<Self, LimiterError> {
-        let limiter = KeyedLimiter::of(Limit::new(kind.clone()), MAX_BYTES, clock, RandomState::new())?;
+    pub fn of(kind: LimitKind, clock: C) -> Result<Self, LimiterError> {
+        let limiter = KeyedLimiter::from_limit(Limit::new(kind.clone()), MAX_BYTES, clock, RandomState::new())?;
         let line = Line { limiter, kind, head: Semaphore::new(1), waiting: AtomicUsize::new(0) };
         Ok(Self { line: Arc::new(line), terms: Terms { max_wait: Span::MAX, max_waiting: MAX_WAITING } })
     }
@@ -206,7 +206,7 @@ where
 #[derive(Debug)]
 struct Line<C> {
     limiter: KeyedLimiter<(), C>,
-    kind: Kind,
+    kind: LimitKind,
     /// Held by the head; the semaphore serves in the order of arrival.
     head: Semaphore,
     waiting: AtomicUsize,
@@ -235,37 +235,37 @@ impl<C: Clock> Line<C> {
 
     /// When it is the turn of a call that so many are ahead of, if nobody leaves: each limit has room for the next
     /// call when it would have room for all of them at once, up to its capacity, and beyond goes on at its pace.
-    fn turn_behind(&self, ahead: u64) -> Turn {
+    fn turn_behind(&self, ahead: u64) -> LimiterDecision {
         let capacity = self.kind.capacity().max(1);
         let (cost, more) = match &self.kind {
-            Kind::Rate(rate) => {
+            LimitKind::Rate(rate) => {
                 let beyond = (ahead + 1).saturating_sub(capacity);
                 let micros = u128::from(rate.per().as_micros()) * u128::from(beyond);
                 let more = micros.div_ceil(u128::from(rate.count()));
                 ((ahead + 1).min(capacity), Span::from_micros(u64::try_from(more).unwrap_or(u64::MAX)))
             }
-            Kind::Window(window) => (ahead % capacity + 1, window.window().times(ahead / capacity)),
-            Kind::Quota(_) | Kind::Concurrency(_) | Kind::Cooldown(_) | Kind::Pace(_) => {
+            LimitKind::Window(window) => (ahead % capacity + 1, window.window().times(ahead / capacity)),
+            LimitKind::Quota(_) | LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => {
                 ((ahead + 1).min(capacity), Span::ZERO)
             }
         };
         match self.limiter.peek_cost(&(), cost) {
-            Turn::Now if more.is_zero() => Turn::Now,
-            Turn::Now => Turn::After(more),
-            Turn::After(wait) => Turn::After(wait + more),
-            Turn::Never => Turn::Never,
+            LimiterDecision::Admitted if more.is_zero() => LimiterDecision::Admitted,
+            LimiterDecision::Admitted => LimiterDecision::RetryAfter(more),
+            LimiterDecision::RetryAfter(wait) => LimiterDecision::RetryAfter(wait + more),
+            LimiterDecision::Never => LimiterDecision::Never,
         }
     }
 }
 
 impl Terms {
     /// How long to wait for a turn; `None` if it is now.
-    fn bear(self, turn: Turn) -> Result<Option<Span>, NoTurn> {
+    fn bear(self, turn: LimiterDecision) -> Result<Option<Span>, NoTurn> {
         match turn {
-            Turn::Now => Ok(None),
-            Turn::After(wait) if wait <= self.max_wait => Ok(Some(wait)),
-            Turn::After(wait) => Err(NoTurn::TooLong { wait }),
-            Turn::Never => Err(NoTurn::Never),
+            LimiterDecision::Admitted => Ok(None),
+            LimiterDecision::RetryAfter(wait) if wait <= self.max_wait => Ok(Some(wait)),
+            LimiterDecision::RetryAfter(wait) => Err(NoTurn::TooLong { wait }),
+            LimiterDecision::Never => Err(NoTurn::Never),
         }
     }
 }

@@ -162,7 +162,7 @@ impl<J, P, C: Clock> Shared<J, P, C> {
         let mut tries = Tries::new(deadline);
         let mut unsent = Unsent(None);
         if let Some(budget) = budget {
-            budget.first_try();
+            budget.record_first_try();
         }
         loop {
             let copy = repeat.copy(&request);

@@ -1,6 +1,6 @@
 //! Identical calls at the same time.
 
-use tidegate_core::breaker::State;
+use tidegate_core::breaker::BreakerState;
 use tokio::task::JoinSet;
 
 use super::super::super::{CallError, Happened, Why};
@@ -216,7 +216,7 @@ fn errors_say_whose_fault_they_are() {
         CallError::<()> { provider: "tmdb".to_owned(), why, value: None, happened, at: Time::ZERO }
     };
     let faults = |why: Why| (error(why.clone()).is_outage(), error(why).is_own());
-    let open = Why::Unavailable { state: State::Open, failures: 5, reset_in: Span::from_secs(300) };
+    let open = Why::Unavailable { state: BreakerState::Open, failures: 5, reset_in: Span::from_secs(300) };
     assert_eq!(faults(open), (true, false));
     assert_eq!(faults(Why::RetriesExhausted { attempts: 3 }), (true, false));
     assert_eq!(faults(Why::CredentialsCooling { earliest: None }), (true, true));

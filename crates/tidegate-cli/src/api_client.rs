@@ -1,0 +1,367 @@
+//! `tidegate explain`, `status` and `reset`: questions to a running gate.
+
+use std::fmt::Write as _;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::{Method, Request, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tidegate::{DecisionReport, Explanation, LimitState};
+use tidegate_policy::{ApiConfig, Secret, SecretSource};
+use tokio::net::TcpStream;
+
+use crate::policy::{self, EnvOverrides, print, print_error, print_json};
+use crate::{CallArgs, CliOutcome};
+
+/// What a command line without a token is told by a gate that wants one.
+const TOKEN_HELP: &str =
+    "--token-env NAME says which environment variable holds it, -c FILE which policy knows where it is";
+
+/// How long a gate may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The largest answer: an explanation of eight limits has a few kilobytes.
+const MAX_ANSWER: usize = 1 << 20;
+
+/// `tidegate explain`.
+pub(crate) fn explain(question: &CallArgs) -> CliOutcome {
+    call_api(question, Method::GET, "/v1/explain", |text| {
+        let explanation: Explanation = serde_json::from_str(text).ok()?;
+        let outcome = outcome_of(&explanation.decision);
+        Some((describe_explanation(&explanation), outcome))
+    })
+}
+
+/// `tidegate status`.
+pub(crate) fn status(question: &CallArgs) -> CliOutcome {
+    call_api(question, Method::GET, "/v1/status", |text| {
+        let report: DecisionReport = serde_json::from_str(text).ok()?;
+        Some((format!("{}\n", describe_report(&report)), outcome_of(&report)))
+    })
+}
+
+/// `tidegate reset`.
+pub(crate) fn reset(question: &CallArgs) -> CliOutcome {
+    let what = question.action.clone().or_else(|| question.path.clone()).unwrap_or_default();
+    call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: forgotten\n"), CliOutcome::Done)))
+}
+
+/// Where a question goes.
+struct ApiTarget {
+    url: String,
+    token: Option<Secret>,
+}
+
+impl ApiTarget {
+    /// What the command line says, and the policy where it says nothing. What is wrong is told on standard error.
+    fn from_args(question: &CallArgs) -> Result<Self, CliOutcome> {
+        let (url, in_policy) = match (&question.url, &question.config) {
+            (Some(url), None) => (url.clone(), None),
+            (url, config) => {
+                let env = EnvOverrides::Used { prefix: question.env_prefix.as_deref() };
+                let policy = policy::load(config.as_deref(), env)?.policy;
+                (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
+            }
+        };
+        let (from, source) = match &question.token_env {
+            Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
+            None => ("api.token", in_policy),
+        };
+        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
+        let token = token.map_err(|error| report_invalid_input(&format!("{from}: {error}")))?;
+        Ok(Self { url, token })
+    }
+}
+
+/// Where the API of a gate on this machine is reached.
+fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
+    let Some(listen) = api.listen else {
+        return Err(report_invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
+    };
+    if listen.port() == 0 {
+        return Err(report_invalid_input(
+            "the policy leaves the API's port to the system; --url http://HOST:PORT says which it is",
+        ));
+    }
+    let ip = match listen.ip() {
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
+}
+
+fn report_invalid_input(message: &str) -> CliOutcome {
+    print_error(&format!("error: {message}\n"));
+    CliOutcome::InvalidInput
+}
+
+fn outcome_of(report: &DecisionReport) -> CliOutcome {
+    if report.allowed { CliOutcome::Done } else { CliOutcome::Refused }
+}
+
+/// Asks, and prints what came: as words, or as it is. An answer that this version can't put in words is printed as
+/// it is.
+fn call_api(
+    question: &CallArgs,
+    method: Method,
+    path: &str,
+    describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
+) -> CliOutcome {
+    let target = match ApiTarget::from_args(question) {
+        Ok(target) => target,
+        Err(outcome) => return outcome,
+    };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return report_failure(&format!("can't start: {error}")),
+    };
+    let asked =
+        runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, send(&target, question, method, path)).await });
+    let (status, text) = match asked {
+        Err(_) => return report_failure(&format!("{} did not answer within {ANSWER_TIMEOUT:?}", target.url)),
+        Ok(Err(ApiCallError::InvalidInput(message))) => return report_invalid_input(&message),
+        Ok(Err(ApiCallError::Failed(message))) => return report_failure(&message),
+        Ok(Ok(answer)) => answer,
+    };
+    if status.is_success() {
+        return match describe(&text) {
+            Some((words, outcome)) => match if question.json { print_json(&text) } else { print(&words) } {
+                CliOutcome::Done => outcome,
+                other => other,
+            },
+            None => print_json(&text),
+        };
+    }
+    if question.json {
+        print_json(&text);
+    } else {
+        let body: Value = serde_json::from_str(&text).unwrap_or_default();
+        let default_message = || format!("{} answered {status}", target.url);
+        print_error(&format!("error: {}\n", body["message"].as_str().map_or_else(default_message, str::to_owned)));
+        if let Some(help) = body["field"].as_str().and_then(part_help) {
+            print_error(&format!("{help}\n"));
+        }
+        if status == StatusCode::UNAUTHORIZED {
+            print_error(&format!("{TOKEN_HELP}\n"));
+        }
+    }
+    match status {
+        StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => CliOutcome::InvalidInput,
+        _ => CliOutcome::Failed,
+    }
+}
+
+/// The words that give a part of a request which a limit counts by.
+fn part_help(field: &str) -> Option<String> {
+    let (kind, name) = field.split_once(':')?;
+    let given = match kind {
+        "header" => format!("--header {name}=VALUE"),
+        "cookie" => format!("--header cookie={name}=VALUE"),
+        "query" => format!("--path '/…?{name}=VALUE'"),
+        _ => return None,
+    };
+    Some(format!(
+        "{given} gives it; for a client that sends none, give another header that it sends: --header accept=*/*"
+    ))
+}
+
+fn report_failure(message: &str) -> CliOutcome {
+    print_error(&format!("error: {message}\n"));
+    CliOutcome::Failed
+}
+
+enum ApiCallError {
+    InvalidInput(String),
+    Failed(String),
+}
+
+async fn send(
+    target: &ApiTarget,
+    question: &CallArgs,
+    method: Method,
+    path: &str,
+) -> Result<(StatusCode, String), ApiCallError> {
+    let ApiTarget { url: address, token } = target;
+    let url: Uri = address.parse().map_err(|error| ApiCallError::InvalidInput(format!("--url {address}: {error}")))?;
+    let authority = match (url.scheme_str(), url.authority()) {
+        (Some("http"), Some(authority)) => authority.clone(),
+        _ => return Err(ApiCallError::InvalidInput(format!("--url {address} isn't of the form http://HOST:PORT"))),
+    };
+    let (target, body) = if method == Method::GET {
+        (format!("{path}?{}", as_query(question)?), Bytes::new())
+    } else {
+        (path.to_owned(), as_json(question)?.into())
+    };
+    let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
+    if !body.is_empty() {
+        request = request.header(CONTENT_TYPE, "application/json");
+    }
+    if let Some(token) = token {
+        request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
+    }
+    let request = request.body(Full::new(body)).map_err(|error| ApiCallError::InvalidInput(error.to_string()))?;
+
+    let unreachable = |why: String| {
+        ApiCallError::Failed(format!(
+            "no gate answers at {address}: {why}\nIs it running? `tidegate serve` starts one."
+        ))
+    };
+    let host = authority.host().trim_matches(['[', ']']);
+    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80)))
+        .await
+        .map_err(|error| unreachable(error.to_string()))?;
+    let (mut sender, connection) =
+        http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.to_string()))?;
+    tokio::spawn(connection);
+    let response = sender.send_request(request).await.map_err(|error| unreachable(error.to_string()))?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
+    let bytes = body.map_err(|error| unreachable(error.to_string()))?.to_bytes();
+    Ok((status, String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+/// The question's plain fields with their names.
+fn fields(question: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
+    let texts = [
+        ("action", &question.action),
+        ("ip", &question.ip),
+        ("key", &question.key),
+        ("platform", &question.platform),
+        ("method", &question.method),
+        ("path", &question.path),
+        ("host", &question.host),
+    ];
+    texts.into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?)))
+}
+
+fn headers(question: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), ApiCallError>> {
+    question.headers.iter().map(|header| {
+        header
+            .split_once('=')
+            .ok_or_else(|| ApiCallError::InvalidInput(format!("--header {header} isn't of the form NAME=VALUE")))
+    })
+}
+
+fn as_query(question: &CallArgs) -> Result<String, ApiCallError> {
+    let mut text = String::new();
+    let mut add = |name: &str, value: &str| {
+        if !text.is_empty() {
+            text.push('&');
+        }
+        percent_encode(name, &mut text);
+        text.push('=');
+        percent_encode(value, &mut text);
+    };
+    for (name, value) in fields(question) {
+        add(name, value);
+    }
+    if let Some(cost) = question.cost {
+        add("cost", &cost.to_string());
+    }
+    for header in headers(question) {
+        let (name, value) = header?;
+        add(&format!("header:{name}"), value);
+    }
+    Ok(text)
+}
+
+fn as_json(question: &CallArgs) -> Result<String, ApiCallError> {
+    let mut body = serde_json::Map::new();
+    for (name, value) in fields(question) {
+        body.insert(name.to_owned(), value.into());
+    }
+    if let Some(cost) = question.cost {
+        body.insert("cost".to_owned(), cost.into());
+    }
+    let given: serde_json::Map<String, Value> = headers(question)
+        .map(|header| header.map(|(name, value)| (name.to_owned(), value.into())))
+        .collect::<Result<_, _>>()?;
+    if !given.is_empty() {
+        body.insert("headers".to_owned(), json!(given));
+    }
+    Ok(Value::Object(body).to_string())
+}
+
+fn percent_encode(text: &str, out: &mut String) {
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => out.push(byte.into()),
+            _ => {
+                let _ = write!(out, "%{byte:02X}");
+            }
+        }
+    }
+}
+
+fn describe_report(report: &DecisionReport) -> String {
+    let mut text = if report.allowed { "would be admitted".to_owned() } else { "would be refused".to_owned() };
+    match (report.reason.as_str(), &report.bound_by) {
+        ("allow_list", _) => text.push_str(": the address is on the allow list"),
+        ("deny_list", _) => text.push_str(": the address is on the deny list"),
+        (_, None) => text.push_str(": no limit applies"),
+        (_, Some(name)) => {
+            let (remaining, limit) = (report.remaining.unwrap_or_default(), report.limit.unwrap_or_default());
+            let _ = write!(text, ": {remaining} of {limit} left under {name}");
+        }
+    }
+    if let Some(backoff) = report.backoff_seconds {
+        let _ = write!(text, "; blocked for {backoff} s");
+    }
+    if !report.allowed && report.reason != "deny_list" {
+        match (report.retry_after, &report.next_allowed_at) {
+            (None, _) => text.push_str("; no waiting helps"),
+            (Some(wait), None) => {
+                let _ = write!(text, "; come back in {wait} s");
+            }
+            (Some(wait), Some(at)) => {
+                let _ = write!(text, "; come back in {wait} s, at {at}");
+            }
+        }
+    }
+    if report.shadow {
+        text.push_str(" (shadow: it would only be logged)");
+    }
+    text
+}
+
+fn describe_explanation(explanation: &Explanation) -> String {
+    let mut text = format!(
+        "{}: {}\n",
+        explanation.action.as_deref().unwrap_or("no action, only the global limit"),
+        describe_report(&explanation.decision)
+    );
+    for limit in &explanation.limits {
+        text.push('\n');
+        describe_limit(&mut text, limit);
+    }
+    text
+}
+
+fn describe_limit(text: &mut String, limit: &LimitState) {
+    let shadow = if limit.shadow { ", in shadow" } else { "" };
+    let _ = writeln!(text, "{} ({} limit{shadow})", limit.name, limit.source);
+    let _ = writeln!(text, "  allows    {}", limit.words);
+    if !limit.key.is_empty() {
+        let _ = writeln!(text, "  counts by {}", limit.key.join(" + "));
+    }
+    let _ = writeln!(text, "  used      {} of {}, {} left", limit.used, limit.limit, limit.remaining);
+    if limit.blocked {
+        let _ = writeln!(
+            text,
+            "  blocked   for {} s after {} strikes",
+            limit.backoff_seconds.unwrap_or_default(),
+            limit.strikes
+        );
+    }
+    let free = match (limit.allowed, limit.retry_after) {
+        (true, _) => "now".to_owned(),
+        (false, Some(wait)) => format!("in {wait} s"),
+        (false, None) => "never for this cost".to_owned(),
+    };
+    let _ = writeln!(text, "  free      {free}; whole again in {} s", limit.reset_after);
+}

@@ -1,0 +1,165 @@
+//! One inbound query: what a store's answers, or an allow or deny list, mean for it.
+
+use crate::batch::{Outcome, Outcomes, ShareLevel, Verdict};
+use crate::{Batch, Key, LimitId, LimitKind, Limits, Span, Time, Verb};
+
+/// Why a decision came out as it did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// Every limit had room.
+    Ok,
+    /// No limit applies.
+    Unlimited,
+    /// A served block's parole let the call pass a full limit.
+    Parole,
+    /// The client is on the allow list.
+    AllowList,
+    /// The client is on the deny list.
+    DenyList,
+    /// A limit has no room.
+    Limit,
+    /// A block lives.
+    Penalty,
+}
+
+/// The answer for one inbound query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// When it was decided.
+    pub now: Time,
+    /// Whether the call may pass.
+    pub allowed: bool,
+    /// Whether a limit in shadow mode would have refused it; the other fields then describe that refusal.
+    pub shadow: bool,
+    /// The capacity of the limit that bound the decision.
+    pub limit: Option<u64>,
+    /// What is left of it.
+    pub remaining: Option<u64>,
+    /// Until that limit is whole again.
+    pub reset_after: Span,
+    /// On refusal, how long to stay away: who returns then is not refused for the same reason while capacity covers
+    /// it. `None` on a refusal that no wait mends, and on admission.
+    pub retry_after: Option<Span>,
+    /// Whether a penalty lives.
+    pub blocked: bool,
+    /// The whole length of the block in force.
+    pub backoff: Option<Span>,
+    /// When a blocked client may call again.
+    pub next_allowed_at: Option<Time>,
+    /// On refusal the limit with the longest wait, on admission the one with the least left.
+    pub bound_by: Option<LimitId>,
+    /// Why.
+    pub reason: Reason,
+    /// What a call that takes part in a concurrency limit gives back when it ends.
+    pub permit: Option<u64>,
+    /// The widest sharing of the keys that the permit was taken under.
+    pub share_level: ShareLevel,
+}
+
+impl Decision {
+    /// The answer where no limit has a say: `reason` is one of the lists or [`Reason::Unlimited`].
+    pub fn without_limit(allowed: bool, reason: Reason, now: Time) -> Self {
+        Self {
+            now,
+            allowed,
+            shadow: false,
+            limit: None,
+            remaining: None,
+            reset_after: Span::ZERO,
+            retry_after: None,
+            blocked: false,
+            backoff: None,
+            next_allowed_at: None,
+            bound_by: None,
+            reason,
+            permit: None,
+            share_level: ShareLevel::Own,
+        }
+    }
+}
+
+/// Where the store had no room for a key, moves the operation to one that more clients share: that which `parent` gives for
+/// a limit and at least so many. The one that everybody shares always fits. Of several operations that come to share a key, one
+/// is left. True if the store has to be asked again, which happens at most three times for each operation.
+pub fn move_to_shared_keys(
+    batch: &mut Batch,
+    outcomes: &Outcomes,
+    parent: impl Fn(LimitId, ShareLevel) -> (ShareLevel, Key),
+) -> bool {
+    let mut moved = false;
+    for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
+        if outcome.verdict == Verdict::NoRoom && !op.must_fit {
+            (op.share_level, op.key) = parent(op.limit, op.share_level.wider());
+            op.must_fit = op.share_level == ShareLevel::All;
+            moved = true;
+        }
+    }
+    if moved {
+        batch.dedup();
+    }
+    moved
+}
+
+/// A limit that admits: whether it only watches and what is left of it, then which it is.
+type AdmittingLimit<'a> = ((bool, u64), (LimitId, &'a Outcome));
+
+/// What a store's answers to a batch of takes (or peeks) mean for the call.
+pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
+    let now = outcomes.now();
+    let mut decision = Decision::without_limit(true, Reason::Unlimited, now);
+    let mut refusal: Option<(LimitId, &Outcome)> = None;
+    let mut shadow_refusal: Option<(LimitId, &Outcome)> = None;
+    let mut least_remaining: Option<AdmittingLimit<'_>> = None;
+    let mut paroled = false;
+    for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
+        let Some(limit) = limits.get(op.limit) else { continue };
+        let candidate = (op.limit, outcome);
+        if outcome.verdict.refuses() {
+            let worst = if limit.is_shadow() { &mut shadow_refusal } else { &mut refusal };
+            if worst.is_none_or(|(_, other)| outcome.retry_at > other.retry_at) {
+                *worst = Some(candidate);
+            }
+        } else {
+            paroled |= outcome.verdict == Verdict::Parole;
+            if op.verb == Verb::Take && matches!(limit.kind(), LimitKind::Concurrency(_)) {
+                decision.permit = Some(batch.holder());
+                decision.share_level = decision.share_level.max(op.share_level);
+            }
+            // What is only watched is told only where nothing else is.
+            let rank = (limit.is_shadow(), outcome.remaining);
+            if least_remaining.is_none_or(|(other, _)| rank < other) {
+                least_remaining = Some((rank, candidate));
+            }
+        }
+    }
+    decision.allowed = refusal.is_none();
+    decision.shadow = decision.allowed && shadow_refusal.is_some();
+    if !decision.allowed {
+        decision.permit = None;
+    }
+    if let Some((id, outcome)) = refusal.or(shadow_refusal) {
+        set_limit_fields(&mut decision, id, outcome);
+        let blocks = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
+            let enforced = limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
+            enforced != decision.shadow && outcome.verdict.refuses() && outcome.block_until > now
+        });
+        decision.backoff = blocks.map(|(_, outcome)| outcome.block).max();
+        decision.blocked = decision.backoff.is_some();
+        decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));
+        if decision.blocked {
+            decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
+        }
+        decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
+    } else if let Some((_, (id, outcome))) = least_remaining {
+        set_limit_fields(&mut decision, id, outcome);
+        decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
+    }
+    decision
+}
+
+fn set_limit_fields(decision: &mut Decision, id: LimitId, outcome: &Outcome) {
+    decision.bound_by = Some(id);
+    decision.limit = Some(outcome.limit);
+    decision.remaining = Some(outcome.remaining);
+    decision.reset_after = outcome.reset_at.since(decision.now);
+}

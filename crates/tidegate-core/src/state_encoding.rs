@@ -1,0 +1,189 @@
+//! A state as bytes, for stores that keep it elsewhere than in memory.
+//!
+//! One byte for the version and the kind, then numbers of seven bits a byte, the lowest first (as LEB128 has them);
+//! moments of a log and leases are told by their distance from the one before. Ends with the penalty's record, if there
+//! is one.
+
+use alloc::vec::Vec;
+
+use crate::concurrency::{PermitLease, Permits};
+use crate::cooldown::Gate;
+use crate::pacer::PacerState;
+use crate::penalty::PenaltyRecord;
+use crate::quota::{Period, QuotaUsage};
+use crate::rate::ArrivalTime;
+use crate::state::{KeyState, Usage};
+use crate::window::{WindowLog, WindowSlot};
+use crate::{Span, Time};
+
+/// The upper half of the first byte.
+const VERSION: u8 = 1 << 4;
+const NONE: u8 = 0;
+const WINDOW: u8 = 1;
+const COARSE_WINDOW: u8 = 2;
+const RATE: u8 = 3;
+const QUOTA: u8 = 4;
+const CONCURRENCY: u8 = 5;
+const COOLDOWN: u8 = 6;
+const PACE: u8 = 7;
+
+/// More entries than any state has.
+const MAX_ENTRIES: u64 = 1 << 17;
+
+impl KeyState {
+    /// Appends the state as bytes, which [`KeyState::decode`] reads: about 10 for a rate, 4 for each call in a window.
+    pub fn encode(&self, bytes: &mut Vec<u8>) {
+        match self.usage() {
+            Usage::None => bytes.push(VERSION | NONE),
+            Usage::Window(log) => {
+                bytes.push(VERSION | if log.is_merged() { COARSE_WINDOW } else { WINDOW });
+                write_number(bytes, log.len() as u64);
+                let mut before = Time::ZERO;
+                for slot in log.iter() {
+                    write_number(bytes, slot.at.since(before).as_micros());
+                    write_number(bytes, slot.count);
+                    before = slot.at;
+                }
+            }
+            Usage::Rate(arrival) => {
+                bytes.push(VERSION | RATE);
+                write_number(bytes, arrival.to_bits());
+            }
+            Usage::Quota(ledger) => {
+                bytes.push(VERSION | QUOTA);
+                write_time(bytes, ledger.period.start);
+                write_time(bytes, ledger.period.end);
+                write_number(bytes, ledger.used);
+            }
+            Usage::Concurrency(permits) => {
+                bytes.push(VERSION | CONCURRENCY);
+                write_number(bytes, permits.iter().len() as u64);
+                for permit in permits.iter() {
+                    write_number(bytes, permit.holder);
+                    write_number(bytes, permit.count);
+                    write_time(bytes, permit.expires);
+                }
+            }
+            Usage::Cooldown(gate) => {
+                bytes.push(VERSION | COOLDOWN);
+                write_time(bytes, gate.until);
+                write_time(bytes, gate.last);
+                write_number(bytes, u64::from(gate.generation));
+                bytes.push(gate.step);
+            }
+            Usage::Pace(tempo) => {
+                bytes.push(VERSION | PACE);
+                write_number(bytes, tempo.interval);
+                write_number(bytes, u64::from(tempo.successes));
+                write_time(bytes, tempo.updated_at);
+            }
+        }
+        let record = self.penalty_record();
+        if *record != PenaltyRecord::default() {
+            write_time(bytes, record.blocked_until);
+            write_number(bytes, record.parole);
+            bytes.push(record.strikes);
+        }
+    }
+
+    /// Reads what [`KeyState::encode`] wrote. `None` of anything else, a later version's bytes included.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (&first, rest) = bytes.split_first()?;
+        let kind = first.checked_sub(VERSION).filter(|kind| *kind <= PACE)?;
+        let mut input = StateDecoder(rest);
+        let usage = match kind {
+            NONE => Usage::None,
+            WINDOW | COARSE_WINDOW => Usage::Window(input.log(kind == COARSE_WINDOW)?),
+            RATE => Usage::Rate(ArrivalTime::from_bits(input.number()?)),
+            QUOTA => {
+                let period = Period { start: input.time()?, end: input.time()? };
+                Usage::Quota(QuotaUsage { period, used: input.number()? })
+            }
+            CONCURRENCY => Usage::Concurrency(input.permits()?),
+            COOLDOWN => Usage::Cooldown(Gate {
+                until: input.time()?,
+                last: input.time()?,
+                generation: u32::try_from(input.number()?).ok()?,
+                step: input.byte()?,
+            }),
+            _ => Usage::Pace(PacerState {
+                interval: input.number()?,
+                successes: u32::try_from(input.number()?).ok()?,
+                updated_at: input.time()?,
+            }),
+        };
+        let record = match input.0 {
+            [] => PenaltyRecord::default(),
+            _ => PenaltyRecord { blocked_until: input.time()?, parole: input.number()?, strikes: input.byte()? },
+        };
+        input.0.is_empty().then(|| Self::new(usage, record))
+    }
+}
+
+fn write_number(bytes: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        bytes.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+}
+
+fn write_time(bytes: &mut Vec<u8>, time: Time) {
+    write_number(bytes, time.as_micros());
+}
+
+struct StateDecoder<'a>(&'a [u8]);
+
+impl StateDecoder<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        let (&byte, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(byte)
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        let mut number = 0_u64;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let bits = u64::from(byte & 0x7f);
+            if bits << shift >> shift != bits {
+                return None;
+            }
+            number |= bits << shift;
+            if byte < 0x80 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    fn time(&mut self) -> Option<Time> {
+        self.number().map(Time::from_micros)
+    }
+
+    /// A number of entries, each of which takes two bytes at the least.
+    fn count(&mut self) -> Option<usize> {
+        let count = self.number().filter(|count| *count <= MAX_ENTRIES)?;
+        usize::try_from(count).ok().filter(|count| *count <= self.0.len() / 2)
+    }
+
+    fn log(&mut self, coarse: bool) -> Option<WindowLog> {
+        let mut before = Time::ZERO;
+        let count = self.count()?;
+        let mut slots = Vec::with_capacity(count);
+        for _ in 0..count {
+            before = before + Span::from_micros(self.number()?);
+            slots.push(WindowSlot { at: before, count: self.number()? });
+        }
+        WindowLog::from_slots(&slots, coarse)
+    }
+
+    fn permits(&mut self) -> Option<Permits> {
+        let count = self.count()?;
+        let mut permits = Vec::with_capacity(count);
+        for _ in 0..count {
+            permits.push(PermitLease { holder: self.number()?, count: self.number()?, expires: self.time()? });
+        }
+        Some(Permits::from_leases(permits))
+    }
+}

@@ -1,0 +1,281 @@
+//! A plan in words, with the true bound of every limit.
+
+use std::fmt::Write as _;
+
+use tidegate_core::{CountMode, LimitId, Penalty, PenaltyMode, Rate, Span};
+
+use crate::address::{Ipv6Prefix, ListStatus};
+use crate::calendar::PeriodUnit;
+use crate::key::{KeyPart, OnMissing};
+use crate::plan::{Plan, RateLimitPolicyItem};
+use crate::quantity::Quantity;
+use crate::units::describe_duration;
+
+/// A limit and its penalty: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
+pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_ban: bool, count: CountMode) -> String {
+    let mut words = describe_bound(quantity);
+    if count == CountMode::All {
+        words.push_str(", refused calls counted");
+    }
+    if let Some(penalty) = penalty {
+        words.push_str("; over that, ");
+        words.push_str(&describe_penalty(penalty, is_ban));
+    }
+    words
+}
+
+/// What a quantity allows at most.
+pub(crate) fn describe_bound(quantity: &Quantity) -> String {
+    match quantity {
+        Quantity::Window { limit: 0, .. } | Quantity::Quota { limit: 0, .. } | Quantity::InFlight { limit: 0 } => {
+            "refuses every call".to_owned()
+        }
+        Quantity::Window { limit, window } => {
+            format!("at most {limit} in any {}", describe_duration(*window))
+        }
+        Quantity::Rate { count, per, burst } => {
+            let unit = match per.as_micros() {
+                1_000_000 => "second".to_owned(),
+                60_000_000 => "minute".to_owned(),
+                3_600_000_000 => "hour".to_owned(),
+                _ => describe_duration(*per),
+            };
+            let window = (*per).max(Span::from_secs(60));
+            let shape = if *burst == 1 { "evenly spaced".to_owned() } else { format!("bursts of {burst}") };
+            let most = Rate::new(*count, *per, *burst).map_or(0, |rate| rate.max_in(window));
+            format!("{count} per {unit}, {shape}: at most {most} in any {}", describe_duration(window))
+        }
+        Quantity::Quota { limit, unit, zone } => {
+            let zone = zone.as_deref().unwrap_or("UTC");
+            let end = match unit {
+                PeriodUnit::Hour => "the next full hour",
+                PeriodUnit::Day => "midnight",
+                PeriodUnit::Week => "Monday, midnight,",
+                PeriodUnit::Month => "the first of the next month",
+                PeriodUnit::Year => "New Year",
+            };
+            format!("{limit} per {}, until {end} in {zone}", unit.as_str())
+        }
+        Quantity::InFlight { limit } => format!("at most {limit} at the same time"),
+        Quantity::Unlimited => "unlimited".to_owned(),
+    }
+}
+
+/// How long a throttled credential rests.
+pub(crate) fn describe_cooldown(base: Span, cap: Span) -> String {
+    format!("rests for {} when it is throttled", describe_waits(base, 2, cap))
+}
+
+/// Waits that grow: "1 s, 2 s … 30 s".
+pub(crate) fn describe_waits(base: Span, factor: u32, cap: Span) -> String {
+    let second = base.times(factor.into());
+    let (first, last) = (describe_duration(base.min(cap)), describe_duration(cap));
+    if base >= cap || factor <= 1 {
+        first
+    } else if second >= cap {
+        format!("{first}, then {last}")
+    } else {
+        format!("{first}, {} … {last}", describe_duration(second))
+    }
+}
+
+fn describe_penalty(penalty: &Penalty, is_ban: bool) -> String {
+    let (first, second, last) = (penalty.block_length(1), penalty.block_length(2), penalty.cap());
+    let steps = penalty.max_strikes();
+    let mut words = if is_ban {
+        format!("blocked for {}", describe_duration(first))
+    } else if steps == 1 {
+        format!("blocks of {} each", describe_duration(first))
+    } else if steps == 2 {
+        format!("blocks of {}, then {}", describe_duration(first), describe_duration(last))
+    } else {
+        format!("blocks of {}, {} … {}", describe_duration(first), describe_duration(second), describe_duration(last))
+    };
+    if penalty.mode() == PenaltyMode::Strict {
+        words.push_str(", or until there is room if that is longer");
+    }
+    if steps > 1 {
+        let _ = write!(
+            words,
+            "; one step back after each {} without a refusal",
+            describe_duration(penalty.forgive_after())
+        );
+    }
+    words
+}
+
+/// What a `RateLimit-Policy` item says of a quantity; `None` for `unlimited`.
+pub(crate) fn rate_limit_policy(name: &str, quantity: &Quantity) -> Option<RateLimitPolicyItem> {
+    let (quota, window, unit) = match quantity {
+        Quantity::Window { limit, window } => (*limit, Some(window.as_secs_ceil()), None),
+        // The number that refills in the window: whoever keeps to it is never refused, and what remains of a burst is
+        // never above it.
+        Quantity::Rate { count, per, burst } => {
+            let per = u128::from(per.as_micros());
+            let refill = u128::from(*burst) * per;
+            let secs = refill.div_ceil(u128::from((*count).max(1)) * 1_000_000).max(1);
+            let quota = (secs * 1_000_000 * u128::from(*count) / per.max(1)).max(u128::from(*burst));
+            let fit = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
+            (fit(quota), Some(fit(secs)), None)
+        }
+        Quantity::Quota { limit, unit, .. } => {
+            let window = match unit {
+                PeriodUnit::Hour => Some(3_600),
+                PeriodUnit::Day => Some(86_400),
+                PeriodUnit::Week => Some(604_800),
+                PeriodUnit::Month | PeriodUnit::Year => None,
+            };
+            (*limit, window, None)
+        }
+        Quantity::InFlight { limit } => (*limit, None, Some("concurrent-requests")),
+        Quantity::Unlimited => return None,
+    };
+    Some(RateLimitPolicyItem { name: name.to_owned(), quota, window, unit })
+}
+
+/// "client_ip", "client_ip and header:x-tenant".
+fn describe_parts(parts: &[KeyPart]) -> String {
+    let words: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
+    words.join(" and ")
+}
+
+impl Plan {
+    /// The whole plan in words: each action with its match, what it counts by, and every limit with its true bound.
+    pub fn describe(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string can't fail.
+        if self.global.is_empty() {
+            let _ = writeln!(text, "inbound.global: no limit");
+        } else {
+            let _ = writeln!(text, "inbound.global, over all actions");
+            self.limit_lines(&self.global, &mut text);
+        }
+        for (_, action) in self.actions() {
+            let reached = match action.matcher() {
+                Some(matcher) => matcher.to_string(),
+                None => "asked for by name only".to_owned(),
+            };
+            let shadow = if action.is_shadow() { ", in shadow: logged, never refused" } else { "" };
+            let weight =
+                if action.cost() == 1 { String::new() } else { format!(", each call weighs {}", action.cost()) };
+            let _ = writeln!(text, "{}: {reached}{weight}{shadow}", action.name());
+            if action.is_unlimited() {
+                let _ = writeln!(text, "    unlimited");
+            }
+            self.limit_lines(action.limits(), &mut text);
+        }
+        if self.ipv6_prefix() != Ipv6Prefix::DEFAULT.length() {
+            let _ = writeln!(text, "an IPv6 client is its /{}", self.ipv6_prefix());
+        }
+        for (what, listed) in [("never limited", ListStatus::Allow), ("always refused", ListStatus::Deny)] {
+            let networks: Vec<String> =
+                self.listed_networks.iter().filter(|(_, label)| *label == listed).map(|(net, _)| net.clone()).collect();
+            if !networks.is_empty() {
+                let _ = writeln!(text, "{what}: {}", networks.join(", "));
+            }
+        }
+        text
+    }
+
+    /// The fate of requests that lack a part of a limit's key: "requests without header:x-api-key are counted by
+    /// their address". `None` if none can.
+    ///
+    /// # Panics
+    /// If the id is another plan's and this one has fewer limits.
+    pub fn describe_on_missing(&self, limit: LimitId) -> Option<String> {
+        let missing = self.on_missing(limit)?;
+        let (lackable, rest): (Vec<_>, Vec<_>) = self.key_parts(limit).iter().partition(|part| part.may_be_missing());
+        let listed =
+            |parts: Vec<&KeyPart>, word: &str| parts.into_iter().map(KeyPart::to_string).collect::<Vec<_>>().join(word);
+        let who = match &*lackable {
+            [KeyPart::Ipv6Network(_)] => "IPv4 clients".to_owned(),
+            _ => format!("requests without {}", listed(lackable, " or ")),
+        };
+        let what = match missing {
+            OnMissing::Share if rest.is_empty() => "share one count".to_owned(),
+            OnMissing::Share => format!("share one count for each {}", listed(rest, " and ")),
+            OnMissing::ByIp => "are counted by their address".to_owned(),
+            OnMissing::Refuse => "are refused with 400".to_owned(),
+            OnMissing::Skip => "don't meet it".to_owned(),
+        };
+        Some(format!("{who} {what}"))
+    }
+
+    fn limit_lines(&self, limits: &[LimitId], text: &mut String) {
+        for id in limits {
+            let info = self.limit_info(*id);
+            let _ = writeln!(
+                text,
+                "    {}, by {}: {}",
+                info.name(),
+                describe_parts(self.key_parts(*id)),
+                info.description()
+            );
+            if let Some(words) = self.describe_on_missing(*id) {
+                let _ = writeln!(text, "        {words}");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tidegate_core::PenaltySpec;
+
+    #[test]
+    fn bounds_are_true() {
+        for (quantity, words) in [
+            ("5 per 60s", "at most 5 in any 60 s"),
+            ("1000 per 1h", "at most 1000 in any 1 h"),
+            ("10/s burst 20", "10 per second, bursts of 20: at most 620 in any 60 s"),
+            ("100/h", "100 per hour, evenly spaced: at most 101 in any 1 h"),
+            ("7/10s burst 7", "7 per 10 s, bursts of 7: at most 49 in any 60 s"),
+            ("1000 per day in America/Los_Angeles", "1000 per day, until midnight in America/Los_Angeles"),
+            ("9 per month", "9 per month, until the first of the next month in UTC"),
+            ("8 in flight", "at most 8 at the same time"),
+            ("0 per 60s", "refuses every call"),
+            ("unlimited", "unlimited"),
+        ] {
+            assert_eq!(describe_bound(&quantity.parse().unwrap()), words);
+        }
+    }
+
+    #[test]
+    fn penalties() {
+        let window = Span::from_secs(60);
+        let words = |spec: PenaltySpec| describe_penalty(&Penalty::new(spec, window).unwrap(), false);
+        let spec = PenaltySpec::default();
+        assert_eq!(words(spec), "blocks of 2 s, 4 s … 1 h; one step back after each 1 h without a refusal");
+        assert_eq!(
+            words(PenaltySpec { cap: Span::from_secs(3), mode: PenaltyMode::Strict, ..spec }),
+            "blocks of 2 s, then 3 s, or until there is room if that is longer; one step back after each 60 s without \
+             a refusal"
+        );
+        assert_eq!(words(PenaltySpec { factor: 1, ..spec }), "blocks of 2 s each");
+        let ban = Penalty::ban(Span::from_secs(600), window).unwrap();
+        let quantity = "5 per 60s".parse().unwrap();
+        assert_eq!(
+            describe_limit(&quantity, Some(&ban), true, CountMode::All),
+            "at most 5 in any 60 s, refused calls counted; over that, blocked for 10 min"
+        );
+    }
+
+    #[test]
+    fn policy_items() {
+        for (quantity, quota, window) in [
+            ("5 per 60s", 5, Some(60)),
+            ("10/s", 10, Some(1)),
+            ("10/s burst 20", 20, Some(2)),
+            ("10/s burst 15", 20, Some(2)),
+            ("1/m burst 3", 3, Some(180)),
+            ("5 per 500ms", 5, Some(1)),
+            ("1000 per day", 1000, Some(86_400)),
+            ("1000 per month", 1000, None),
+            ("8 in flight", 8, None),
+        ] {
+            let item = rate_limit_policy("x", &quantity.parse().unwrap()).unwrap();
+            assert_eq!((item.quota, item.window), (quota, window), "{quantity}");
+        }
+    }
+}

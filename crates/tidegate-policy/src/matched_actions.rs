@@ -1,0 +1,171 @@
+//! The actions that one call meets.
+
+use std::fmt;
+
+use tidegate_core::{Batch, MAX_OPS, Op, Verb};
+
+use crate::key::{KeyError, KeyPart, KeySeed};
+use crate::path::NormalisedPath;
+use crate::plan::{ActionId, Plan};
+use crate::query::Query;
+use crate::readings;
+
+/// The most actions that one call meets.
+pub const MAX_ACTIONS: usize = MAX_OPS;
+
+/// No action.
+const NO_ACTION: u16 = u16::MAX;
+
+/// The actions that a call meets: none, one, or several where its path can be read in several ways. All of them are
+/// charged, or none. An [`ActionId`] and an `Option` of one turn into it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MatchedActions([u16; MAX_ACTIONS]);
+
+/// A path of which it can't be said what a call with it meets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PathError {
+    /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
+    #[error(
+        "servers may read the path in ways that match different actions, which the policy refuses; send its plain form"
+    )]
+    Ambiguous,
+    /// Its readings are more, or match more actions or keys, than one decision holds.
+    #[error("servers may read the path in more ways than one decision can be about; send its plain form")]
+    TooMany,
+}
+
+impl MatchedActions {
+    /// No action: the call meets only `inbound.global`.
+    pub const NONE: Self = Self([NO_ACTION; MAX_ACTIONS]);
+
+    /// The action of the path's normal form, if it has one, otherwise the first that another reading matches.
+    #[inline]
+    pub fn first(self) -> Option<ActionId> {
+        (self.0[0] != NO_ACTION).then_some(ActionId(self.0[0]))
+    }
+
+    /// All of them, the first one first.
+    pub fn iter(self) -> impl Iterator<Item = ActionId> {
+        self.0.into_iter().filter(|action| *action != NO_ACTION).map(ActionId)
+    }
+
+    /// True if there is more than one.
+    #[inline]
+    pub fn has_multiple(self) -> bool {
+        self.0[1] != NO_ACTION
+    }
+
+    /// True if this action is one of them.
+    pub fn contains(self, action: ActionId) -> bool {
+        self.0.contains(&action.0)
+    }
+
+    /// Adds one, if it isn't there already.
+    pub(crate) fn insert(&mut self, action: ActionId) -> Result<(), PathError> {
+        if !self.contains(action) {
+            *self.0.iter_mut().find(|place| **place == NO_ACTION).ok_or(PathError::TooMany)? = action.0;
+        }
+        Ok(())
+    }
+}
+
+impl From<ActionId> for MatchedActions {
+    #[inline]
+    fn from(action: ActionId) -> Self {
+        let mut places = [NO_ACTION; MAX_ACTIONS];
+        places[0] = action.0;
+        Self(places)
+    }
+}
+
+impl From<Option<ActionId>> for MatchedActions {
+    #[inline]
+    fn from(action: Option<ActionId>) -> Self {
+        action.map_or(Self::NONE, Self::from)
+    }
+}
+
+impl fmt::Debug for MatchedActions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+impl Plan {
+    /// The names of these actions for a line of text, as `login+static`; `None` if there is no action.
+    pub fn action_names(&self, actions: MatchedActions) -> Option<String> {
+        let names: Vec<&str> = actions.iter().map(|id| self.action(id).name()).collect();
+        (!names.is_empty()).then(|| names.join("+"))
+    }
+
+    /// True if a limit counts by path, and this one isn't in its plain form.
+    #[inline]
+    pub(crate) fn needs_path_readings(&self, query: &Query<'_>) -> bool {
+        self.counts_by_path && query.path.is_some_and(|path| !NormalisedPath::new(path, self.path_quirks).is_borrowed())
+    }
+
+    /// The operations of several actions, or under several paths: each once, and the global ones at the largest cost.
+    #[cold]
+    pub(crate) fn fill_actions(
+        &self,
+        batch: &mut Batch,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) -> Result<(), KeyError> {
+        let spelled = if self.needs_path_readings(query) { query.path } else { None };
+        let unnamed = actions.first().is_none().then_some(None);
+        for action in unnamed.into_iter().chain(actions.iter().map(Some)) {
+            match spelled.filter(|_| self.has_path_key(action)) {
+                Some(path) => {
+                    for path in readings::path_keys(path, self.path_quirks)? {
+                        self.add_action_ops(batch, action, &Query { path: Some(&path), ..*query }, seed, verb)?;
+                    }
+                }
+                None => self.add_action_ops(batch, action, query, seed, verb)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the operations of one action that aren't there yet.
+    fn add_action_ops(
+        &self,
+        batch: &mut Batch,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) -> Result<(), KeyError> {
+        let mut own = Batch::new(batch.holder());
+        self.fill_action(&mut own, action, query, seed, verb)?;
+        let affinity = own.context().affinity;
+        if batch.ops().is_empty() {
+            batch.set_affinity(affinity);
+        }
+        let is_apart = affinity != batch.context().affinity;
+        for &op in own.ops() {
+            match batch.ops_mut().iter_mut().find(|known| known.limit == op.limit && known.key == op.key) {
+                Some(known) => known.cost = known.cost.max(op.cost),
+                // A cluster keeps them on different servers.
+                None if is_apart => self.is_shadow(op.limit).then_some(()).ok_or(PathError::TooMany)?,
+                None => batch.push(op).or_else(|_| self.replace_shadow_op(batch, op).ok_or(PathError::TooMany))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds a place in a full batch: shadow only watches, and what doesn't fit isn't counted there.
+    #[cold]
+    pub(crate) fn replace_shadow_op(&self, batch: &mut Batch, op: Op) -> Option<()> {
+        if !self.is_shadow(op.limit) {
+            *batch.ops_mut().iter_mut().find(|known| self.is_shadow(known.limit))? = op;
+        }
+        Some(())
+    }
+
+    fn has_path_key(&self, action: Option<ActionId>) -> bool {
+        self.op_template(action).steps.iter().any(|step| self.key_parts(step.limit).contains(&KeyPart::Path))
+    }
+}

@@ -1,0 +1,56 @@
+//! Paths as they are written in a URL.
+
+use crate::path::{PathByte, decode_layer, raw_bytes};
+
+/// The form in which a path is forwarded so that servers read it alike: dot segments resolved, empty segments dropped,
+/// escapes undone that need not be there, everything else escaped in capitals. `%2F` stays, and what follows `?`; `None`
+/// if it is in that form already.
+pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
+    let end = path_and_query.find(['?', '#']).unwrap_or(path_and_query.len());
+    let (path, rest) = path_and_query.split_at(end);
+    if !path.starts_with('/') {
+        return None;
+    }
+    let mut segments: Vec<String> = Vec::new();
+    let mut is_open = false;
+    for segment in path[1..].split('/') {
+        let unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+        let segment = percent_encode(&decode_layer(raw_bytes(segment.as_bytes()), unreserved).collect::<Vec<_>>());
+        is_open = true;
+        match segment.as_str() {
+            "" | "." => {}
+            ".." => {
+                segments.pop();
+            }
+            _ => {
+                segments.push(segment);
+                is_open = false;
+            }
+        }
+    }
+    let slash = if is_open && !segments.is_empty() { "/" } else { "" };
+    let query = rest.split('#').next().unwrap_or_default();
+    let form = format!("/{}{slash}{query}", segments.join("/"));
+    (form != path_and_query).then_some(form)
+}
+
+/// Tokens as a URL has them: escapes in capitals, and what isn't allowed escaped.
+pub(crate) fn percent_encode(tokens: &[PathByte]) -> String {
+    let mut text = String::new();
+    let put = |text: &mut String, byte: u8| text.push_str(&format!("%{byte:02X}"));
+    let mut at = 0;
+    while let Some((byte, _)) = tokens.get(at) {
+        let is_escape = |(byte, layers): &PathByte| *layers == 0 && byte.is_ascii_hexdigit();
+        at += 1;
+        match tokens.get(at..at + 2) {
+            Some([high, low]) if *byte == b'%' && is_escape(high) && is_escape(low) => {
+                let digits = [high.0, low.0].map(|digit| char::from(digit).to_digit(16).unwrap_or_default() as u8);
+                put(&mut text, digits[0] << 4 | digits[1]);
+                at += 2;
+            }
+            _ if byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/".contains(byte) => text.push(char::from(*byte)),
+            _ => put(&mut text, *byte),
+        }
+    }
+    text
+}

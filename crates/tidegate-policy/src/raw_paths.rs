@@ -1,0 +1,86 @@
+//! The texts that servers take for the path of a request target, before they undo its escapes.
+
+use crate::path::{PathByte, PathQuirks};
+
+/// The texts that servers take for the path of a request target, as tokens: up to its `?`, up to a `#` before that or with
+/// it, and behind what begins with two slashes and would be a host in a URL; each also with `%u002f` for `%2f`, and without
+/// the parameters that are cut before escapes are undone.
+pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>> {
+    let until = |end: u8, text: &[u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
+    let whole = &target[..until(b'?', target)];
+    let mut texts = vec![whole.to_vec()];
+    let end = until(b'#', whole);
+    if end < whole.len() {
+        texts.push(whole[..end].to_vec());
+    }
+    for at in 0..texts.len() {
+        let is_slash = |byte: &u8| matches!(byte, b'/' | b'\\');
+        let slashes = texts[at].iter().take_while(|byte| is_slash(byte)).count();
+        if slashes > 1 {
+            let rest = &texts[at][slashes..];
+            texts.push(rest[rest.iter().position(is_slash).unwrap_or(rest.len())..].to_vec());
+        }
+    }
+    let shorter: Vec<_> = texts.iter().filter_map(|text| rewrite_percent_u(text)).collect();
+    texts.extend(shorter);
+    let mut texts: Vec<Vec<PathByte>> =
+        texts.into_iter().map(|text| text.into_iter().map(|byte| (byte, 0)).collect()).collect();
+    for at in 0..texts.len() {
+        let Some(parameters) = texts[at].iter().position(|(byte, _)| *byte == b';') else { continue };
+        // Without an escape or a backslash in them they may as well be cut afterwards.
+        if texts[at][parameters..].iter().any(|(byte, _)| matches!(byte, b'%' | b'\\')) {
+            texts.push(without_parameters(&texts[at], quirks));
+        }
+        // Of the last segment alone, as `urlparse` of Python's does.
+        let last = texts[at].iter().rposition(|(byte, _)| *byte == b'/').unwrap_or(0);
+        let cut = texts[at][last..].iter().position(|(byte, _)| *byte == b';');
+        if let Some(cut) = cut.filter(|_| parameters < last) {
+            texts.push(texts[at][..last + cut].to_vec());
+        }
+    }
+    texts
+}
+
+/// The text without parameters: each goes from a `;` to the next slash.
+pub(crate) fn without_parameters(tokens: &[PathByte], quirks: PathQuirks) -> Vec<PathByte> {
+    let mut is_in = false;
+    let is_left = |&&(byte, layers): &&PathByte| {
+        is_in = match byte {
+            b';' => true,
+            b'/' if layers == 0 || quirks.encoded_slash => false,
+            _ => is_in,
+        };
+        !is_in
+    };
+    tokens.iter().filter(is_left).copied().collect()
+}
+
+/// The text with `%6c` for each `%u006c`, and `%256c` for `%25u006c`, which Jetty 9.4 and old versions of IIS take for the
+/// same; `None` if there are none.
+fn rewrite_percent_u(text: &[u8]) -> Option<Vec<u8>> {
+    let mut short = Vec::with_capacity(text.len());
+    let (mut rest, mut found) = (text, false);
+    while let [byte, behind @ ..] = rest {
+        let sign = [&b"%25"[..], b"%"].into_iter().find(|sign| matches!(byte, b'u' | b'U') && short.ends_with(sign));
+        if let Some(sign) = sign
+            && let Some((digits, behind)) = behind.split_first_chunk::<4>()
+            && let Some(letter) = parse_four_digits(digits)
+        {
+            short.truncate(short.len() - sign.len());
+            for byte in letter.encode_utf8(&mut [0; 4]).bytes() {
+                short.extend_from_slice(sign);
+                short.extend([byte >> 4, byte & 15].map(|digit| b"0123456789abcdef"[usize::from(digit)]));
+            }
+            (rest, found) = (behind, true);
+            continue;
+        }
+        short.push(*byte);
+        rest = behind;
+    }
+    found.then_some(short)
+}
+
+fn parse_four_digits(digits: &[u8; 4]) -> Option<char> {
+    let number = digits.iter().try_fold(0, |sum, digit| Some(sum << 4 | char::from(*digit).to_digit(16)?))?;
+    char::from_u32(number)
+}

@@ -1,0 +1,179 @@
+//! A gate whose listeners are open, while it runs and until it has ended.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use hyper::service::service_fn;
+use tidegate::core::Clock;
+use tidegate::outbound::{Outbound, Snapshot};
+use tidegate::store::Store;
+use tidegate::{Gate, Memory, SystemClock};
+use tokio::task::JoinSet;
+
+use crate::gateway::GatewayState;
+use crate::listener::Listener;
+use crate::permit_renewer::PermitRenewer;
+use crate::proxy::ProxyState;
+use crate::refusal_log::RefusalLog;
+use crate::watchdog::Watchdog;
+use crate::wire::admin::{self, AdminState};
+use crate::wire::http_api::{ApiService, ApiState};
+use crate::{housekeeping, snapshots};
+
+/// A gate whose listeners are open.
+pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
+    pub(crate) gate: Gate<S, C>,
+    pub(crate) providers: Option<Outbound<S, C>>,
+    pub(crate) snapshot: Option<Arc<Snapshot<S, C>>>,
+    pub(crate) inbound: Option<OpenListener<ProxyState<S, C>>>,
+    pub(crate) outbound: Option<OpenListener<GatewayState<S, C>>>,
+    pub(crate) api: Option<OpenListener<ApiState<S, C>>>,
+    pub(crate) admin: Option<OpenListener<AdminState<S, C>>>,
+    pub(crate) permit_renewer: Arc<PermitRenewer>,
+    pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) draining: Arc<AtomicBool>,
+    pub(crate) shutdown_timeout: Duration,
+    pub(crate) followed_clock: Option<SystemClock>,
+}
+
+/// An open listener and what serves those who come to it.
+pub(crate) struct OpenListener<T> {
+    pub(crate) listener: Listener,
+    pub(crate) service: Arc<T>,
+}
+
+/// How a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShutdownSummary {
+    /// Connections that had to be cut off because the time for shutting down was over.
+    pub cut_off: usize,
+}
+
+impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
+    /// Where the proxy listens, if there is one.
+    pub fn inbound(&self) -> Option<SocketAddr> {
+        self.inbound.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Where the gateway to other people's APIs listens, if there is one.
+    pub fn outbound(&self) -> Option<SocketAddr> {
+        self.outbound.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Where the decision API and forward-auth listen.
+    pub fn api(&self) -> Option<SocketAddr> {
+        self.api.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Where health and readiness are answered.
+    pub fn admin(&self) -> Option<SocketAddr> {
+        self.admin.as_ref().and_then(|open| open.listener.address().ok())
+    }
+
+    /// Serves until `stop` ends, and then until every request in flight has its answer, or the policy's
+    /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
+    /// connections to the runtime.
+    pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
+        let (stopping, stopped) = tokio::sync::watch::channel(false);
+        let (ending, ended) = tokio::sync::watch::channel(false);
+        let mut housekeeping = JoinSet::new();
+        let mut accepting = JoinSet::new();
+        let mut admin_accepting = JoinSet::new();
+        let mut sweeps: Vec<Arc<Watchdog>> = Vec::new();
+        let mut admin_sweep = None;
+        if let Some(OpenListener { listener, service }) = self.inbound {
+            sweeps.push(Arc::clone(&listener.watchdog));
+            let upstream = Arc::clone(&service.upstream);
+            housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
+            let keeper = self.permit_renewer;
+            housekeeping.spawn(async move { keeper.run().await });
+            let new_service = move |client| service.connection_service(client);
+            accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
+        }
+        if let Some(OpenListener { listener, service }) = self.outbound {
+            sweeps.push(Arc::clone(&listener.watchdog));
+            for upstream in &service.upstreams {
+                let upstream = Arc::clone(upstream);
+                housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
+            }
+            let new_service = move |client| service.connection_service(client);
+            accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
+        }
+        if let Some(OpenListener { listener, service }) = self.api {
+            sweeps.push(Arc::clone(&listener.watchdog));
+            let new_service = move |client| ApiService::new(&service, client);
+            accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
+        }
+        if let Some(OpenListener { listener, service }) = self.admin {
+            admin_sweep = Some(Arc::clone(&listener.watchdog));
+            let new_service = move |client| {
+                let (service, client) = (Arc::clone(&service), Arc::new(client));
+                service_fn(move |request| admin::serve(Arc::clone(&service), Arc::clone(&client), request))
+            };
+            admin_accepting.spawn(listener.run(new_service, wait_for_signal(ended)));
+        }
+        for sweep in sweeps.iter().chain(&admin_sweep) {
+            let sweep = Arc::clone(sweep);
+            housekeeping.spawn(async move { sweep.run().await });
+        }
+        let refusals = self.refusals;
+        housekeeping.spawn(async move { refusals.run().await });
+        let gate = self.gate;
+        housekeeping.spawn(async move { housekeeping::run_store_maintenance(|| gate.maintain()).await });
+        if let Some(providers) = self.providers {
+            let conferring = providers.clone();
+            housekeeping.spawn(async move { housekeeping::run_vote_exchange(&conferring).await });
+            housekeeping.spawn(async move { housekeeping::run_store_maintenance(|| providers.tend()).await });
+        }
+        if let Some(snapshot) = &self.snapshot {
+            let snapshot = Arc::clone(snapshot);
+            housekeeping.spawn(async move { snapshots::run(snapshot).await });
+        }
+        if let Some(clock) = self.followed_clock {
+            housekeeping.spawn(async move { housekeeping::follow_wall_clock(&clock).await });
+        }
+
+        stop.await;
+        tracing::info!(patience = ?self.shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
+        self.draining.store(true, Ordering::Relaxed);
+        for sweep in &sweeps {
+            sweep.drain();
+        }
+        let _ = stopping.send(true);
+        let emptied = async {
+            while accepting.join_next().await.is_some() {}
+            for sweep in &sweeps {
+                sweep.wait_until_empty().await;
+            }
+        };
+        let in_time = tokio::time::timeout(self.shutdown_timeout, emptied).await.is_ok();
+        let cut_off = sweeps.iter().map(|sweep| sweep.len()).sum();
+        if !in_time {
+            tracing::warn!(connections = cut_off, "the time for shutting down is over: connections are cut off");
+        }
+        let _ = ending.send(true);
+        for sweep in sweeps.iter().chain(&admin_sweep) {
+            sweep.abort();
+        }
+        while admin_accepting.join_next().await.is_some() {}
+        // What was aborted gets a moment to let go of its permits and sockets.
+        let all_closed = async {
+            for sweep in sweeps.iter().chain(&admin_sweep) {
+                sweep.wait_until_empty().await;
+            }
+        };
+        let _ = tokio::time::timeout(Duration::from_secs(1), all_closed).await;
+        if let Some(snapshot) = self.snapshot {
+            snapshots::save(&snapshot, &mut true).await;
+        }
+        tracing::info!(cut_off, "stopped");
+        ShutdownSummary { cut_off }
+    }
+}
+
+async fn wait_for_signal(mut signal: tokio::sync::watch::Receiver<bool>) {
+    // An error means that the sender is gone, which is as good as being told.
+    let _ = signal.wait_for(|told| *told).await;
+}

@@ -1,0 +1,170 @@
+//! The number of connections of each client address.
+
+use std::collections::HashMap;
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::StatusCode;
+use tidegate_policy::{Networks, canonical_ip};
+use tokio::net::TcpStream;
+
+use crate::local_response;
+use crate::watchdog::{Watchdog, lock};
+
+/// The least time between two log lines about clients that were turned away.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The connections of each client address, IPv6 by its network. Bounded by the cap on connections: an address is kept while it
+/// has one.
+pub(crate) struct ClientLimit {
+    max_connections: usize,
+    /// The bits of an IPv6 address that are counted.
+    ipv6_prefix: u8,
+    /// Proxies, whose connections are many clients'.
+    trusted: Networks,
+    state: Mutex<ClientCounts>,
+}
+
+#[derive(Default)]
+struct ClientCounts {
+    counts: HashMap<IpAddr, usize>,
+    /// The tick of the last line in the log.
+    last_logged: Option<u32>,
+    suppressed: u64,
+}
+
+impl ClientLimit {
+    pub(crate) fn new(most: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
+        Arc::new(Self { max_connections: most.max(1), ipv6_prefix, trusted, state: Mutex::default() })
+    }
+
+    /// Counts a connection of this address: a seat, or none where the address isn't counted.
+    ///
+    /// # Errors
+    /// The address has as many as it may.
+    pub(crate) fn acquire(self: &Arc<Self>, ip: IpAddr) -> Result<Option<ClientSlot>, TooManyConnectionsError> {
+        let ip = canonical_ip(ip);
+        if ip.is_loopback() || self.trusted.contains(ip) {
+            return Ok(None);
+        }
+        let client = self.client_of(ip);
+        let mut list = lock(&self.state);
+        let count = list.counts.entry(client).or_insert(0);
+        if *count >= self.max_connections {
+            return Err(TooManyConnectionsError);
+        }
+        *count += 1;
+        drop(list);
+        Ok(Some(ClientSlot { limit: Arc::clone(self), client }))
+    }
+
+    /// Answers a connection that is one too many, without reading its request.
+    #[cold]
+    pub(crate) fn reject_connection(&self, stream: &TcpStream, ip: IpAddr, sweep: &Watchdog) {
+        let words = local_response::raw_error_response(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too many connections from this address",
+        );
+        let socket = socket2::SockRef::from(stream);
+        // What has come already would reset the connection at its close, before the answer is read.
+        let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
+        let _ = socket.send(&words);
+        let _ = socket.shutdown(std::net::Shutdown::Write);
+        let mut list = lock(&self.state);
+        if list.last_logged.is_some_and(|told| !sweep.has_elapsed(told, LOG_INTERVAL)) {
+            list.suppressed += 1;
+            return;
+        }
+        list.last_logged = Some(sweep.current_tick());
+        let suppressed = std::mem::take(&mut list.suppressed);
+        drop(list);
+        tracing::warn!(%ip, most = self.max_connections, suppressed, "a client address has too many connections");
+    }
+
+    /// The address that a client is counted by.
+    fn client_of(&self, ip: IpAddr) -> IpAddr {
+        let mask = u128::MAX.checked_shl(128_u32.saturating_sub(self.ipv6_prefix.into())).unwrap_or(0);
+        match ip {
+            IpAddr::V4(_) => ip,
+            IpAddr::V6(ip) => IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() & mask)),
+        }
+    }
+}
+
+/// A client has as many connections as it may.
+#[derive(Debug)]
+pub(crate) struct TooManyConnectionsError;
+
+/// One of a client's connections; leaving scope takes it off.
+pub(crate) struct ClientSlot {
+    limit: Arc<ClientLimit>,
+    client: IpAddr,
+}
+
+impl Drop for ClientSlot {
+    fn drop(&mut self) {
+        let mut list = lock(&self.limit.state);
+        if let Some(count) = list.counts.get_mut(&self.client) {
+            *count -= 1;
+            if *count == 0 {
+                list.counts.remove(&self.client);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::watchdog::PhaseTimeouts;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn an_address_has_so_many_connections_and_a_network_of_ipv6_is_one() {
+        for (prefix, one, same, other) in [
+            (64, "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
+            (32, "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
+            (64, "2001:db8::1", "2001:db8:0:0:ffff::2", "2001:db8:0:1::1"),
+            (56, "2001:db8::1", "2001:db8:0:ff::2", "2001:db8:0:100::1"),
+            (32, "2001:db8::1", "2001:db8:ffff::2", "2001:db9::1"),
+        ] {
+            let clients = ClientLimit::new(2, prefix, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+            let first = clients.acquire(ip(one)).unwrap();
+            let second = clients.acquire(ip(same)).unwrap();
+            assert!(clients.acquire(ip(one)).is_err());
+            assert!(clients.acquire(ip(other)).is_ok());
+            drop(first);
+            assert!(clients.acquire(ip(same)).is_ok());
+            drop(second);
+            assert!(lock(&clients.state).counts.is_empty(), "no address is kept past its connections");
+        }
+    }
+
+    #[tokio::test]
+    async fn one_too_many_is_told_so() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let sweep = Watchdog::new(PhaseTimeouts::uniform(Duration::from_secs(1)), 8);
+        ClientLimit::new(1, 64, Networks::default()).reject_connection(&stream, ip("192.0.2.1"), &sweep);
+        drop(stream);
+        let mut answer = String::new();
+        tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("\r\nretry-after: 1\r\n"), "{answer}");
+    }
+
+    #[test]
+    fn loopback_and_trusted_proxies_are_not_counted() {
+        let clients = ClientLimit::new(1, 64, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+        for uncounted in ["127.0.0.1", "::1", "10.1.2.3", "::ffff:10.1.2.3"] {
+            for _ in 0..3 {
+                assert!(clients.acquire(ip(uncounted)).unwrap().is_none(), "{uncounted}");
+            }
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! Headers that belong to one hop, taken off both ways (RFC 9110 §7.6.1), and those that tell the next hop who called.
+//!
+//! | header | towards the upstream | towards the client |
+//! | --- | --- | --- |
+//! | `Connection` and whatever it names, `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding` | removed | removed |
+//! | `Proxy-Authenticate`, `Proxy-Authorization` | removed: this hop asks for none | removed |
+//! | `Upgrade` | kept only while upgrading, never to `h2c` | kept only on 101 |
+//! | `TE` | `trailers` kept, all else removed; towards an API behind TLS, which may speak HTTP/2, without `Connection` | removed |
+//! | `Host`, `Content-Length`, headers that limits count by | kept, even if `Connection` names them | kept |
+//! | `X-Forwarded-For` | the peer's address, behind what a trusted peer sent | |
+//! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else `http` and the request's host | |
+//! | `Forwarded` | the peer's address behind what a trusted peer sent; anybody else's is removed | |
+//! | a header that differs from one of the last three, or from one that limits count by, in nothing but `_` for `-` | removed | |
+//! | `Via` | none is added: an nginx that sees one stops compressing | |
+
+use http::header::{
+    CONNECTION, CONTENT_LENGTH, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
+};
+
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
+const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const HTTP: HeaderValue = HeaderValue::from_static("http");
+const TRAILERS: HeaderValue = HeaderValue::from_static("trailers");
+const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
+const CONNECTION_TE: HeaderValue = HeaderValue::from_static("te");
+const CONNECTION_UPGRADE: HeaderValue = HeaderValue::from_static("upgrade");
+const CONNECTION_TE_UPGRADE: HeaderValue = HeaderValue::from_static("te, upgrade");
+
+/// What the removed headers asked for.
+#[derive(Debug, Default)]
+pub(crate) struct HopOptions {
+    /// The protocol that the client wants to change to.
+    pub(crate) upgrade: Option<HeaderValue>,
+    /// Whether the client takes trailers.
+    trailers: bool,
+}
+
+/// Takes the hop's headers off a request and notes what they asked for. `keyed` are the headers that limits count by: what
+/// was counted by a header has to arrive with it.
+pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderName]) -> HopOptions {
+    let mut hop = HopOptions::default();
+    let Some(found) = HopHeaders::find(headers) else { return hop };
+    if found.te {
+        hop.trailers = tokens(headers, &TE)
+            .any(|token| token.split(|byte| *byte == b';').next().is_some_and(|name| name.trim_ascii() == b"trailers"));
+    }
+    if found.upgrade && tokens(headers, &CONNECTION).any(|token| token.eq_ignore_ascii_case(b"upgrade")) {
+        // Over an h2c connection a client could call anything, unseen by the gate.
+        let to_h2c = tokens(headers, &UPGRADE).any(|token| token.eq_ignore_ascii_case(b"h2c"));
+        hop.upgrade = headers.get(UPGRADE).filter(|_| !to_h2c).cloned();
+    }
+    strip(headers, &found, counted_headers);
+    hop
+}
+
+/// Takes the hop's headers off an answer; gives back its `Upgrade`.
+pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    // An answer that says both is framed by its chunks (RFC 9112 §6.3), and the length would cut it off.
+    if headers.contains_key(TRANSFER_ENCODING) {
+        headers.remove(CONTENT_LENGTH);
+    }
+    let found = HopHeaders::find(headers)?;
+    let upgrade = if found.upgrade { headers.get(UPGRADE).cloned() } else { None };
+    strip(headers, &found, &[]);
+    upgrade
+}
+
+/// Adds what the next hop is to know of this one.
+pub(crate) fn add_request_headers(headers: &mut HeaderMap, hop: &HopOptions, chunked: bool) {
+    if chunked {
+        // The client side of the HTTP machinery takes a GET of unknown length for one without a body unless told.
+        headers.insert(TRANSFER_ENCODING, CHUNKED);
+    }
+    let connection = match (&hop.upgrade, hop.trailers) {
+        (None, false) => return,
+        (None, true) => CONNECTION_TE,
+        (Some(_), false) => CONNECTION_UPGRADE,
+        (Some(_), true) => CONNECTION_TE_UPGRADE,
+    };
+    headers.insert(CONNECTION, connection);
+    if hop.trailers {
+        headers.insert(TE, TRAILERS);
+    }
+    if let Some(protocol) = &hop.upgrade {
+        headers.insert(UPGRADE, protocol.clone());
+    }
+}
+
+/// Adds what somebody else's API is to know of this hop: never an upgrade. HTTP/2, which may be spoken over TLS, has no
+/// `Connection` (RFC 9113 §8.2.2), and takes `TE` away with it.
+pub(crate) fn add_provider_headers(headers: &mut HeaderMap, hop: &HopOptions, chunked: bool, over_tls: bool) {
+    add_request_headers(headers, &HopOptions { upgrade: None, trailers: hop.trailers }, chunked);
+    if over_tls {
+        headers.remove(CONNECTION);
+    }
+}
+
+/// Adds the headers of a switch of protocols to a 101.
+pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<HeaderValue>) {
+    headers.insert(CONNECTION, CONNECTION_UPGRADE);
+    if let Some(protocol) = protocol {
+        headers.insert(UPGRADE, protocol);
+    }
+}
+
+/// Tells the upstream who called. `peer` is the peer's address as a header value; what a peer says about those before
+/// it counts only if the peer is trusted. `keyed` are the headers that limits count by.
+pub(crate) fn set_forwarded_headers(
+    headers: &mut HeaderMap,
+    peer: &HeaderValue,
+    peer_is_trusted: bool,
+    keyed: &[HeaderName],
+) {
+    for name in lookalikes(headers, keyed) {
+        headers.remove(name);
+    }
+    let earlier = if peer_is_trusted { join_values(headers, &X_FORWARDED_FOR, peer) } else { None };
+    if headers.contains_key(FORWARDED) {
+        let element = if peer_is_trusted { join_values(headers, &FORWARDED, &forwarded_for(peer)) } else { None };
+        match element {
+            Some(element) => headers.insert(FORWARDED, element),
+            None => headers.remove(FORWARDED),
+        };
+    }
+    headers.insert(X_FORWARDED_FOR, earlier.unwrap_or_else(|| peer.clone()));
+    if !peer_is_trusted || !headers.contains_key(X_FORWARDED_PROTO) {
+        headers.insert(X_FORWARDED_PROTO, HTTP);
+    }
+    if !peer_is_trusted || !headers.contains_key(X_FORWARDED_HOST) {
+        match headers.get(HOST).cloned() {
+            Some(host) => headers.insert(X_FORWARDED_HOST, host),
+            None => headers.remove(X_FORWARDED_HOST),
+        };
+    }
+}
+
+/// Headers that an upstream which can't tell `_` from `-` (CGI, WSGI, PHP) would take for those that the gate writes, or
+/// for those that limits count by.
+pub(crate) fn lookalikes(headers: &HeaderMap, keyed: &[HeaderName]) -> Vec<HeaderName> {
+    let has_underscore = |name: &HeaderName| name.as_str().contains('_');
+    if !headers.keys().chain(keyed).any(has_underscore) {
+        return Vec::new();
+    }
+    let written = [X_FORWARDED_FOR, X_FORWARDED_PROTO, X_FORWARDED_HOST];
+    let dashed = |name: &HeaderName| name.as_str().replace('_', "-");
+    let is_like = |name: &HeaderName| written.iter().chain(keyed).any(|own| own != name && dashed(own) == dashed(name));
+    let is_own = |name: &HeaderName| written.iter().chain(keyed).any(|own| own == name);
+    headers.keys().filter(|name| !is_own(name) && is_like(name)).cloned().collect()
+}
+
+/// `for=192.0.2.7` or `for="[2001:db8::7]"` (RFC 7239 §6).
+fn forwarded_for(peer: &HeaderValue) -> HeaderValue {
+    let address = peer.to_str().unwrap_or("unknown");
+    let element = if address.contains(':') { format!("for=\"[{address}]\"") } else { format!("for={address}") };
+    HeaderValue::try_from(element).unwrap_or_else(|_| HeaderValue::from_static("for=unknown"))
+}
+
+/// All values of a list header and one more, in one line; `None` if there are none yet.
+fn join_values(headers: &HeaderMap, name: &HeaderName, last: &HeaderValue) -> Option<HeaderValue> {
+    let mut line = Vec::new();
+    for value in headers.get_all(name) {
+        line.extend_from_slice(value.as_bytes());
+        line.extend_from_slice(b", ");
+    }
+    if line.is_empty() {
+        return None;
+    }
+    line.extend_from_slice(last.as_bytes());
+    HeaderValue::from_bytes(&line).ok()
+}
+
+/// Which of the hop's headers are there: one look over the map instead of a search for each.
+#[derive(Default)]
+struct HopHeaders {
+    connection: bool,
+    upgrade: bool,
+    te: bool,
+    other: bool,
+}
+
+impl HopHeaders {
+    fn find(headers: &HeaderMap) -> Option<Self> {
+        let mut found = Self::default();
+        let mut any = false;
+        for name in headers.keys() {
+            let flag = if name == CONNECTION {
+                &mut found.connection
+            } else if name == UPGRADE {
+                &mut found.upgrade
+            } else if name == TE {
+                &mut found.te
+            } else if name == TRANSFER_ENCODING
+                || name == PROXY_AUTHENTICATE
+                || name == PROXY_AUTHORIZATION
+                || name == KEEP_ALIVE
+                || name == PROXY_CONNECTION
+                || name == HTTP2_SETTINGS
+            {
+                &mut found.other
+            } else {
+                continue;
+            };
+            *flag = true;
+            any = true;
+        }
+        any.then_some(found)
+    }
+}
+
+fn strip(headers: &mut HeaderMap, found: &HopHeaders, keyed: &[HeaderName]) {
+    if found.connection {
+        let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
+            .filter(|token| !token.eq_ignore_ascii_case(b"close") && !token.eq_ignore_ascii_case(b"keep-alive"))
+            .filter_map(|token| HeaderName::from_bytes(token).ok())
+            .filter(|name| name != HOST && name != CONTENT_LENGTH && !keyed.contains(name))
+            .collect();
+        for name in named {
+            headers.remove(name);
+        }
+        headers.remove(CONNECTION);
+    }
+    if found.upgrade {
+        headers.remove(UPGRADE);
+    }
+    if found.te {
+        headers.remove(TE);
+    }
+    if found.other {
+        for name in
+            [TRANSFER_ENCODING, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, KEEP_ALIVE, PROXY_CONNECTION, HTTP2_SETTINGS]
+        {
+            headers.remove(name);
+        }
+    }
+}
+
+fn tokens<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a [u8]> {
+    let lines = headers.get_all(name).iter();
+    lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b',')).map(<[u8]>::trim_ascii)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
+        lines.iter().map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value))).collect()
+    }
+
+    fn shown(headers: &HeaderMap) -> Vec<String> {
+        let mut lines: Vec<_> =
+            headers.iter().map(|(name, value)| format!("{name}: {}", value.to_str().unwrap())).collect();
+        lines.sort();
+        lines
+    }
+
+    fn forwarded(lines: &[(&'static str, &'static str)]) -> Vec<String> {
+        let mut map = headers(&[]);
+        for (name, value) in lines {
+            map.append(HeaderName::from_static(name), HeaderValue::from_static(value));
+        }
+        let hop = strip_request(&mut map, &[]);
+        add_request_headers(&mut map, &hop, false);
+        shown(&map)
+    }
+
+    #[test]
+    fn towards_the_upstream() {
+        assert_eq!(forwarded(&[("host", "a"), ("accept", "*/*")]), ["accept: */*", "host: a"]);
+        assert_eq!(
+            forwarded(&[
+                ("host", "a"),
+                ("connection", "close, X-Private"),
+                ("connection", "Authorization"),
+                ("x-private", "1"),
+                ("authorization", "2"),
+                ("keep-alive", "timeout=5"),
+                ("proxy-connection", "keep-alive"),
+                ("proxy-authorization", "Basic x"),
+                ("transfer-encoding", "chunked"),
+                ("x-kept", "3"),
+            ]),
+            ["host: a", "x-kept: 3"]
+        );
+    }
+
+    #[test]
+    fn framing_and_host_survive_being_named() {
+        assert_eq!(
+            forwarded(&[("host", "a"), ("content-length", "3"), ("connection", "host, content-length, , \"")]),
+            ["content-length: 3", "host: a"]
+        );
+    }
+
+    #[test]
+    fn what_limits_count_by_arrives_as_it_was_counted() {
+        let keyed = [HeaderName::from_static("x-api-key"), HeaderName::from_static("user_id")];
+        let mut map = headers(&[
+            ("connection", "X-Api-Key, x-other"),
+            ("x-api-key", "1"),
+            ("x_api-key", "2"),
+            ("x_api_key", "3"),
+            ("user_id", "4"),
+            ("user-id", "5"),
+            ("x-other", "6"),
+            ("x_other", "7"),
+            ("x_forwarded_for", "8"),
+        ]);
+        strip_request(&mut map, &keyed);
+        set_forwarded_headers(&mut map, &HeaderValue::from_static("192.0.2.7"), false, &keyed);
+        assert_eq!(
+            shown(&map),
+            ["user_id: 4", "x-api-key: 1", "x-forwarded-for: 192.0.2.7", "x-forwarded-proto: http", "x_other: 7"]
+        );
+    }
+
+    #[test]
+    fn trailers_and_upgrades() {
+        assert_eq!(
+            forwarded(&[("te", "gzip, trailers;q=0.5"), ("connection", "TE")]),
+            ["connection: te", "te: trailers"]
+        );
+        assert!(forwarded(&[("te", "gzip")]).is_empty());
+        assert_eq!(
+            forwarded(&[("upgrade", "websocket"), ("connection", "keep-alive, Upgrade")]),
+            ["connection: upgrade", "upgrade: websocket"]
+        );
+        assert!(forwarded(&[("upgrade", "websocket")]).is_empty(), "not named by Connection");
+        assert!(
+            forwarded(&[("upgrade", "h2c"), ("http2-settings", "AAA"), ("connection", "Upgrade, HTTP2-Settings")])
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn towards_the_client() {
+        let mut map = headers(&[
+            ("connection", "x-hop"),
+            ("x-hop", "1"),
+            ("keep-alive", "timeout=5"),
+            ("transfer-encoding", "chunked"),
+            ("proxy-authenticate", "Basic"),
+            ("upgrade", "h2"),
+            ("trailer", "grpc-status"),
+            ("server", "nginx"),
+        ]);
+        assert_eq!(strip_response(&mut map).unwrap(), "h2");
+        assert_eq!(shown(&map), ["server: nginx", "trailer: grpc-status"]);
+        let mut both = headers(&[("content-length", "3"), ("transfer-encoding", "chunked"), ("server", "nginx")]);
+        assert_eq!(strip_response(&mut both), None);
+        assert_eq!(shown(&both), ["server: nginx"], "the chunks frame it");
+    }
+
+    #[test]
+    fn who_called() {
+        let peer = HeaderValue::from_static("192.0.2.7");
+        let lies = [
+            ("host", "a"),
+            ("x-forwarded-for", "1.1.1.1"),
+            ("x-forwarded-proto", "https"),
+            ("x-forwarded-host", "b"),
+            ("forwarded", "for=1.1.1.1"),
+        ];
+        let mut map = headers(&lies);
+        set_forwarded_headers(&mut map, &peer, false, &[]);
+        assert_eq!(
+            shown(&map),
+            ["host: a", "x-forwarded-for: 192.0.2.7", "x-forwarded-host: a", "x-forwarded-proto: http"]
+        );
+        let mut map = headers(&lies);
+        map.append(X_FORWARDED_FOR, HeaderValue::from_static("2.2.2.2"));
+        set_forwarded_headers(&mut map, &peer, true, &[]);
+        assert_eq!(
+            shown(&map),
+            [
+                "forwarded: for=1.1.1.1, for=192.0.2.7",
+                "host: a",
+                "x-forwarded-for: 1.1.1.1, 2.2.2.2, 192.0.2.7",
+                "x-forwarded-host: b",
+                "x-forwarded-proto: https"
+            ]
+        );
+    }
+}

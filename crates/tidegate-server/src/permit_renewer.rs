@@ -1,0 +1,74 @@
+//! Permits of requests in flight: renewed while they run, given back when they end.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use slab::Slab;
+use tidegate::PermitGuard;
+use tidegate::core::Clock;
+use tidegate::store::Store;
+use tokio::sync::Notify;
+
+use crate::watchdog::lock;
+
+/// Something held for as long as it lives, if it is renewed in time.
+trait Renewable: Send {
+    fn renew(&self);
+}
+
+impl<S: Store, C: Clock + Send + Sync + 'static> Renewable for PermitGuard<S, C> {
+    fn renew(&self) {
+        PermitGuard::renew(self);
+    }
+}
+
+/// How often to renew: a third of a lease.
+const RENEW_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Keeps permits alive: one task for all. Bounded by the cap on connections, each of which has one request in flight.
+#[derive(Default)]
+pub(crate) struct PermitRenewer {
+    permits: Mutex<Slab<Box<dyn Renewable>>>,
+    not_empty: Notify,
+}
+
+impl PermitRenewer {
+    /// Holds on until the returned permit is dropped.
+    pub(crate) fn add<S: Store, C: Clock + Send + Sync + 'static>(
+        self: &Arc<Self>,
+        guard: PermitGuard<S, C>,
+    ) -> PermitHandle {
+        let mut held = lock(&self.permits);
+        let index = held.insert(Box::new(guard));
+        if held.len() == 1 {
+            self.not_empty.notify_one();
+        }
+        PermitHandle { renewer: Arc::clone(self), index }
+    }
+
+    /// Renews for ever. A permit is renewed for the first time at most ten seconds after it was taken.
+    pub(crate) async fn run(&self) {
+        loop {
+            while lock(&self.permits).is_empty() {
+                self.not_empty.notified().await;
+            }
+            tokio::time::sleep(RENEW_INTERVAL).await;
+            for (_, hold) in &*lock(&self.permits) {
+                hold.renew();
+            }
+        }
+    }
+}
+
+/// A request's part in limits on calls in flight. Dropping it gives the part back, whatever became of the request.
+pub(crate) struct PermitHandle {
+    renewer: Arc<PermitRenewer>,
+    index: usize,
+}
+
+impl Drop for PermitHandle {
+    fn drop(&mut self) {
+        let hold = lock(&self.renewer.permits).try_remove(self.index);
+        drop(hold);
+    }
+}

@@ -1,0 +1,684 @@
+//! How long a connection has been where it is: one clock tick for all of them, no timer of their own.
+//!
+//! Each connection notes, in two plain stores, its phase and the tick at which it last got anywhere. One sweeper task
+//! looks over all connections every tick and wakes those that have been silent for longer than their phase allows.
+//! So a request costs no timer, a timeout is never early and at most one tick (an eighth of the shortest timeout, at
+//! most a second) late, and an idle process has nothing to do.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use hyper::body::Incoming;
+use slab::Slab;
+use tokio::sync::Notify;
+
+use crate::client_limit::ClientSlot;
+
+/// Where a connection is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum ConnectionPhase {
+    /// Between requests.
+    Idle = 0,
+    /// A head has begun to arrive (or the connection is new).
+    Head = 1,
+    /// The gate decides; the store has its own deadlines.
+    Deciding = 2,
+    /// The client is sending a body.
+    Upload = 3,
+    /// The upstream has the whole request and hasn't answered.
+    AwaitResponse = 4,
+    /// The answer's body is on its way to the client.
+    Download = 5,
+    /// The connection has been upgraded.
+    Tunnel = 6,
+    /// The last answer is out; what the client still sends is read away, so that the answer isn't lost to a reset.
+    Linger = 7,
+}
+
+/// The bits of [`ConnectionWatch::phase_and_reason`] that hold the phase.
+const PHASE_MASK: u8 = 7;
+
+/// The reason for which a connection has to end its phase. A bit beside the phase, so that it goes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum EndReason {
+    /// Its time is over.
+    Timeout = 8,
+    /// Unfinished heads take too many bytes.
+    HeadBytes = 16,
+    /// A new connection takes its place.
+    Displaced = 32,
+}
+
+impl ConnectionPhase {
+    const ALL: [Self; 8] = [
+        Self::Idle,
+        Self::Head,
+        Self::Deciding,
+        Self::Upload,
+        Self::AwaitResponse,
+        Self::Download,
+        Self::Tunnel,
+        Self::Linger,
+    ];
+
+    fn from_u8(number: u8) -> Self {
+        Self::ALL.get(usize::from(number)).copied().unwrap_or(Self::Idle)
+    }
+}
+
+/// How long what is left of a request may keep coming after its answer.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The time after which a body's rate is judged, again and again. Only time spent waiting for the client counts.
+const BODY_RATE_PERIOD: Duration = Duration::from_secs(10);
+/// The most bytes of unfinished heads over all connections of a listener. Past it the oldest head is given up.
+const MAX_HEAD_BYTES: usize = 32 << 20;
+/// The most bytes of a head's first piece that don't count as unfinished, so that a usual head is never counted.
+const UNCOUNTED_HEAD_BYTES: usize = 8 << 10;
+
+/// How long each phase may go without progress.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PhaseTimeouts {
+    pub(crate) idle: Duration,
+    pub(crate) head: Duration,
+    pub(crate) body: Duration,
+    pub(crate) response: Duration,
+    pub(crate) tunnel: Duration,
+    /// The least bytes of a request's body in a second, where there is such a bound.
+    pub(crate) body_rate: Option<u64>,
+}
+
+impl PhaseTimeouts {
+    /// The same for each phase, and no bound on a body's rate.
+    #[cfg(test)]
+    pub(crate) fn uniform(time: Duration) -> Self {
+        Self { idle: time, head: time, body: time, response: time, tunnel: time, body_rate: None }
+    }
+
+    fn timeout_of(&self, phase: ConnectionPhase) -> Option<Duration> {
+        match phase {
+            ConnectionPhase::Idle => Some(self.idle),
+            ConnectionPhase::Head => Some(self.head),
+            ConnectionPhase::Deciding => None,
+            ConnectionPhase::Upload | ConnectionPhase::Download => Some(self.body),
+            ConnectionPhase::AwaitResponse => Some(self.response),
+            ConnectionPhase::Tunnel => Some(self.tunnel),
+            ConnectionPhase::Linger => Some(LINGER_TIMEOUT),
+        }
+    }
+
+    pub(crate) fn tick(&self) -> Duration {
+        let shortest = [self.idle, self.head, self.body, self.response, self.tunnel, LINGER_TIMEOUT].into_iter().min();
+        (shortest.unwrap_or(Duration::from_secs(8)) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
+    }
+
+    fn ticks(&self, phase: ConnectionPhase) -> u32 {
+        self.timeout_of(phase).map_or(u32::MAX, |patience| ticks(patience, self.tick()))
+    }
+}
+
+fn ticks(timeout: Duration, tick: Duration) -> u32 {
+    // One more than fits, because the first tick may come right after the phase began.
+    let whole = timeout.as_nanos().div_ceil(tick.as_nanos().max(1));
+    u32::try_from(whole).unwrap_or(u32::MAX).saturating_add(1)
+}
+
+/// What is wrong with a request's body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum UploadFault {
+    /// Nothing.
+    None = 0,
+    /// It is larger than the cap.
+    TooLarge = 1,
+    /// The client broke off or sent bad framing.
+    Broken = 2,
+}
+
+/// One connection's place in the sweep. Shared by the connection, its current request and the sweeper.
+#[derive(Debug)]
+pub(crate) struct ConnectionWatch {
+    watchdog: Arc<Watchdog>,
+    /// The phase, and the bit of a [`EndReason`] that was put on it.
+    phase_and_reason: AtomicU8,
+    last_progress: AtomicU32,
+    /// After how many ticks the present answer is overdue, where that is its own; else 0.
+    download_timeout_ticks: AtomicU32,
+    answering: AtomicBool,
+    waits_on_client: AtomicBool,
+    uploading: AtomicBool,
+    first_ambiguous_head: AtomicU32,
+    fault: AtomicU8,
+    request_count: AtomicU32,
+    must_linger: AtomicBool,
+    blocked: AtomicBool,
+    /// True if the client has sent anything yet.
+    has_sent: AtomicBool,
+    /// Bytes of the present head, as far as they are counted among the listener's.
+    head_bytes: AtomicUsize,
+    /// True if the request's body has to come at a rate.
+    has_min_rate: AtomicBool,
+    /// Bytes of the body, and ticks spent waiting for the client, since its rate was last judged.
+    body_bytes: AtomicU64,
+    waited_ticks: AtomicU32,
+    /// The tick at which the reading away began.
+    linger_started: AtomicU32,
+    waker: Mutex<Option<Waker>>,
+    has_unread_body: AtomicBool,
+    unread_body: Mutex<Option<Incoming>>,
+}
+
+impl ConnectionWatch {
+    /// Moves the connection on to a phase, from now.
+    pub(crate) fn enter(&self, phase: ConnectionPhase) {
+        self.touch();
+        self.phase_and_reason.store(phase as u8, Ordering::Relaxed);
+        if phase != ConnectionPhase::Head {
+            self.answering.store(true, Ordering::Relaxed);
+            self.finish_head();
+        }
+    }
+
+    /// Notes bytes of a head, or of what comes between requests.
+    pub(crate) fn note_received(&self, count: usize) {
+        let more = match self.phase() {
+            ConnectionPhase::Head => self.has_sent.load(Ordering::Relaxed),
+            _ => {
+                self.enter(ConnectionPhase::Head);
+                false
+            }
+        };
+        if !more {
+            self.has_sent.store(true, Ordering::Relaxed);
+            // It may have been found silent in the moment that it spoke.
+            self.phase_and_reason.store(ConnectionPhase::Head as u8, Ordering::Relaxed);
+        }
+        if more || count > UNCOUNTED_HEAD_BYTES {
+            self.add_head_bytes(count);
+        }
+    }
+
+    /// True if the client has sent anything yet.
+    pub(crate) fn has_sent(&self) -> bool {
+        self.has_sent.load(Ordering::Relaxed)
+    }
+
+    #[cold]
+    fn add_head_bytes(&self, count: usize) {
+        // In this order the sum is never less than its parts.
+        let sum = self.watchdog.head_bytes.fetch_add(count, Ordering::Relaxed) + count;
+        self.head_bytes.fetch_add(count, Ordering::Relaxed);
+        if sum > MAX_HEAD_BYTES {
+            self.watchdog.end_oldest_heads();
+        }
+    }
+
+    /// Gives back what the head took.
+    fn finish_head(&self) {
+        if self.head_bytes.load(Ordering::Relaxed) > 0 {
+            self.release_head_bytes();
+        }
+    }
+
+    #[cold]
+    fn release_head_bytes(&self) {
+        let count = self.head_bytes.swap(0, Ordering::Relaxed);
+        self.watchdog.head_bytes.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Has the connection end this phase, if it still is in it: a request that came meanwhile isn't cut off.
+    pub(crate) fn end_phase(&self, phase: ConnectionPhase, why: EndReason) {
+        let from = phase as u8;
+        let hurried =
+            self.phase_and_reason.compare_exchange(from, from | why as u8, Ordering::Relaxed, Ordering::Relaxed);
+        if hurried.unwrap_or_else(|state| state & PHASE_MASK) == from {
+            self.wake();
+        }
+    }
+
+    /// True if the phase was ended for this reason.
+    pub(crate) fn is_ended_for(&self, why: EndReason) -> bool {
+        self.phase_and_reason.load(Ordering::Relaxed) & why as u8 != 0
+    }
+
+    /// Notes that a request's body begins, and whether it has to come at a rate.
+    pub(crate) fn begin_body(&self, paced: bool) {
+        self.set_min_rate(paced);
+        self.set_uploading(true);
+    }
+
+    /// Begins to judge a body's rate, or ends it.
+    pub(crate) fn set_min_rate(&self, paced: bool) {
+        self.has_min_rate.store(paced, Ordering::Relaxed);
+        self.body_bytes.store(0, Ordering::Relaxed);
+        self.waited_ticks.store(0, Ordering::Relaxed);
+        self.set_waits_on_client(false);
+    }
+
+    /// Notes that what the client still sends is read away from now, and whether it has to come at a rate.
+    pub(crate) fn start_linger(&self, paced: bool) {
+        self.enter(ConnectionPhase::Linger);
+        self.linger_started.store(self.current_tick(), Ordering::Relaxed);
+        self.set_min_rate(paced);
+    }
+
+    /// The tick at which the connection began what it does, however much moved since where its answer is out.
+    pub(crate) fn phase_started(&self, phase: ConnectionPhase) -> u32 {
+        let since = if phase == ConnectionPhase::Linger { &self.linger_started } else { &self.last_progress };
+        since.load(Ordering::Relaxed)
+    }
+
+    /// Notes bytes of a body.
+    pub(crate) fn count_body(&self, count: u64) {
+        self.body_bytes.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// True if the client has sent less of a body than it must, in a tick that was spent waiting for it. One that has sent
+    /// nothing is the silence that has a time of its own.
+    fn is_below_min_rate(&self) -> bool {
+        let Some((least, whole)) = self.watchdog.body_rate else { return false };
+        if !self.has_min_rate.load(Ordering::Relaxed) || !self.waits_on_client() {
+            return false;
+        }
+        let waited = self.waited_ticks.load(Ordering::Relaxed) + 1;
+        if waited < whole {
+            self.waited_ticks.store(waited, Ordering::Relaxed);
+            return false;
+        }
+        self.waited_ticks.store(0, Ordering::Relaxed);
+        (1..least).contains(&self.body_bytes.swap(0, Ordering::Relaxed))
+    }
+
+    /// Moves the connection on to an answer's body, which may go for so long without progress.
+    pub(crate) fn enter_download(&self, patience: Duration) {
+        self.download_timeout_ticks.store(ticks(patience, self.watchdog.tick), Ordering::Relaxed);
+        self.enter(ConnectionPhase::Download);
+    }
+
+    /// Moves the connection on, if it still is where it is thought to be.
+    pub(crate) fn enter_from(&self, from: ConnectionPhase, to: ConnectionPhase) {
+        self.touch();
+        let _ = self.phase_and_reason.try_update(Ordering::Relaxed, Ordering::Relaxed, |state| {
+            (state & PHASE_MASK == from as u8).then_some(to as u8)
+        });
+    }
+
+    /// Notes that something moved.
+    pub(crate) fn touch(&self) {
+        self.last_progress.store(self.watchdog.current_tick.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// Whether a request is with the service, or its answer not yet with the client.
+    pub(crate) fn is_answering(&self) -> bool {
+        self.answering.load(Ordering::Relaxed)
+    }
+
+    /// Notes that all that was written is with the client. Where the service is through with the request, so is the
+    /// answer.
+    pub(crate) fn on_flushed(&self) {
+        if matches!(self.phase(), ConnectionPhase::Idle | ConnectionPhase::Head | ConnectionPhase::Linger) {
+            self.answering.store(false, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn phase(&self) -> ConnectionPhase {
+        ConnectionPhase::from_u8(self.phase_and_reason.load(Ordering::Relaxed) & PHASE_MASK)
+    }
+
+    /// True if the connection has to end its phase.
+    pub(crate) fn must_end_phase(&self) -> bool {
+        self.phase_and_reason.load(Ordering::Relaxed) > PHASE_MASK || self.is_aborted()
+    }
+
+    /// Counts a request; gives its number on this connection, from 1.
+    pub(crate) fn count_request(&self) -> u32 {
+        self.finish_head();
+        let number = self.request_count.load(Ordering::Relaxed).wrapping_add(1);
+        self.request_count.store(number, Ordering::Relaxed);
+        number
+    }
+
+    /// Notes that the last answer goes out while the client may still be sending.
+    pub(crate) fn set_must_linger(&self) {
+        self.must_linger.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn must_linger(&self) -> bool {
+        self.must_linger.load(Ordering::Relaxed)
+    }
+
+    /// Notes whether the client was refused by a block or the deny list, which earns it no patience.
+    pub(crate) fn set_blocked(&self, blocked: bool) {
+        self.blocked.store(blocked, Ordering::Relaxed);
+    }
+
+    /// A place among the few connections that may linger for long. None for a blocked client.
+    pub(crate) fn acquire_linger_slot(&self) -> Option<LingerSlot> {
+        if self.blocked.load(Ordering::Relaxed) {
+            return None;
+        }
+        let (sweep, most) = (&self.watchdog, self.watchdog.max_lingering);
+        let taken = sweep
+            .lingering
+            .try_update(Ordering::Relaxed, Ordering::Relaxed, |taken| (taken < most).then_some(taken + 1));
+        taken.is_ok().then(|| LingerSlot(Arc::clone(sweep)))
+    }
+
+    /// The present tick.
+    pub(crate) fn current_tick(&self) -> u32 {
+        self.watchdog.current_tick()
+    }
+
+    /// True if this much time has passed since a tick.
+    pub(crate) fn has_elapsed(&self, tick: u32, time: Duration) -> bool {
+        self.watchdog.has_elapsed(tick, time)
+    }
+
+    /// Whether the server's time is up and the connection has to go, whatever it is doing.
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.watchdog.aborting.load(Ordering::Relaxed)
+    }
+
+    /// Whether the server is going down, so that this connection takes no further request.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.watchdog.draining.load(Ordering::Relaxed)
+    }
+
+    /// Whether part of the request's body is still to come.
+    pub(crate) fn is_uploading(&self) -> bool {
+        self.uploading.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_uploading(&self, uploading: bool) {
+        self.uploading.store(uploading, Ordering::Relaxed);
+    }
+
+    /// Notes whether the request's body waits for the client (or else for the upstream to take it).
+    pub(crate) fn set_waits_on_client(&self, waits: bool) {
+        self.waits_on_client.store(waits, Ordering::Relaxed);
+    }
+
+    pub(crate) fn waits_on_client(&self) -> bool {
+        self.waits_on_client.load(Ordering::Relaxed)
+    }
+
+    /// Who is woken when the connection is overdue or the server drains.
+    pub(crate) fn register(&self, waker: &Waker) {
+        *lock(&self.waker) = Some(waker.clone());
+    }
+
+    fn wake(&self) {
+        if let Some(waker) = &*lock(&self.waker) {
+            waker.wake_by_ref();
+        }
+    }
+
+    pub(crate) fn set_ambiguous_head(&self, number: u32) {
+        self.first_ambiguous_head.store(number, Ordering::Relaxed);
+    }
+
+    /// The number, from 1, of the connection's first head with two framings; 0 if there is none.
+    pub(crate) fn ambiguous_head(&self) -> u32 {
+        self.first_ambiguous_head.load(Ordering::Relaxed)
+    }
+
+    /// Notes what is wrong with the body that the client sends.
+    pub(crate) fn set_fault(&self, fault: UploadFault) {
+        self.fault.store(fault as u8, Ordering::Relaxed);
+    }
+
+    pub(crate) fn fault(&self) -> UploadFault {
+        match self.fault.load(Ordering::Relaxed) {
+            1 => UploadFault::TooLarge,
+            2 => UploadFault::Broken,
+            _ => UploadFault::None,
+        }
+    }
+
+    /// Leaves the rest of a refused request's body to the connection, which reads it away.
+    pub(crate) fn leave_body(&self, body: Incoming) {
+        self.start_linger(true);
+        *lock(&self.unread_body) = Some(body);
+        self.has_unread_body.store(true, Ordering::Release);
+    }
+
+    /// Takes what [`ConnectionWatch::leave_body`] left.
+    pub(crate) fn take_unread_body(&self) -> Option<Incoming> {
+        if !self.has_unread_body.load(Ordering::Acquire) {
+            return None;
+        }
+        self.has_unread_body.store(false, Ordering::Relaxed);
+        lock(&self.unread_body).take()
+    }
+}
+
+/// A place among the connections that may linger for long; leaving scope gives it back.
+#[derive(Debug)]
+pub(crate) struct LingerSlot(Arc<Watchdog>);
+
+impl Drop for LingerSlot {
+    fn drop(&mut self) {
+        self.0.lingering.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A connection's entry in its server's list; leaving scope takes it off.
+pub(crate) struct ConnectionEntry {
+    watchdog: Arc<Watchdog>,
+    index: usize,
+    /// The connection among those of its client.
+    pub(crate) client_slot: Option<ClientSlot>,
+}
+
+impl Drop for ConnectionEntry {
+    fn drop(&mut self) {
+        let left = {
+            let mut open = lock(&self.watchdog.connections);
+            if let Some(watch) = open.try_remove(self.index) {
+                watch.finish_head();
+            }
+            open.len()
+        };
+        self.watchdog.connection_left.notify_one();
+        if left == 0 {
+            self.watchdog.all_left.notify_waiters();
+        }
+    }
+}
+
+/// All connections of one listener.
+#[derive(Debug)]
+pub(crate) struct Watchdog {
+    pub(crate) current_tick: AtomicU32,
+    draining: AtomicBool,
+    aborting: AtomicBool,
+    timeout_ticks: [u32; ConnectionPhase::ALL.len()],
+    pub(crate) tick: Duration,
+    lingering: AtomicUsize,
+    max_lingering: usize,
+    /// Bytes of unfinished heads.
+    head_bytes: AtomicUsize,
+    /// The least bytes of a body in so many ticks.
+    body_rate: Option<(u64, u32)>,
+    pub(crate) connections: Mutex<Slab<Arc<ConnectionWatch>>>,
+    not_empty: Notify,
+    connection_left: Notify,
+    all_left: Notify,
+}
+
+/// One in so many connections may linger for long at the same time.
+const LINGER_DIVISOR: usize = 8;
+
+/// How many ticks an idle connection is kept while the server drains: a request that is already on its way still
+/// gets its answer.
+const DRAIN_TICKS: u32 = 2;
+
+impl Watchdog {
+    /// The list of a listener that takes so many connections at once.
+    pub(crate) fn new(patience: PhaseTimeouts, connections: usize) -> Arc<Self> {
+        Arc::new(Self {
+            current_tick: AtomicU32::new(0),
+            draining: AtomicBool::new(false),
+            aborting: AtomicBool::new(false),
+            timeout_ticks: ConnectionPhase::ALL.map(|phase| patience.ticks(phase)),
+            tick: patience.tick(),
+            lingering: AtomicUsize::new(0),
+            max_lingering: (connections / LINGER_DIVISOR).max(1),
+            head_bytes: AtomicUsize::new(0),
+            body_rate: patience.body_rate.map(|rate| {
+                (rate.saturating_mul(BODY_RATE_PERIOD.as_secs()), ticks(BODY_RATE_PERIOD, patience.tick()))
+            }),
+            connections: Mutex::default(),
+            not_empty: Notify::new(),
+            connection_left: Notify::new(),
+            all_left: Notify::new(),
+        })
+    }
+
+    /// Adds a connection.
+    pub(crate) fn add_connection(self: &Arc<Self>) -> (Arc<ConnectionWatch>, ConnectionEntry) {
+        let watch = Arc::new(ConnectionWatch {
+            watchdog: Arc::clone(self),
+            phase_and_reason: AtomicU8::new(ConnectionPhase::Head as u8),
+            last_progress: AtomicU32::new(self.current_tick.load(Ordering::Relaxed)),
+            download_timeout_ticks: AtomicU32::new(0),
+            answering: AtomicBool::new(false),
+            waits_on_client: AtomicBool::new(false),
+            uploading: AtomicBool::new(false),
+            first_ambiguous_head: AtomicU32::new(0),
+            fault: AtomicU8::new(UploadFault::None as u8),
+            request_count: AtomicU32::new(0),
+            must_linger: AtomicBool::new(false),
+            blocked: AtomicBool::new(false),
+            has_sent: AtomicBool::new(false),
+            head_bytes: AtomicUsize::new(0),
+            has_min_rate: AtomicBool::new(false),
+            body_bytes: AtomicU64::new(0),
+            waited_ticks: AtomicU32::new(0),
+            linger_started: AtomicU32::new(0),
+            waker: Mutex::new(None),
+            has_unread_body: AtomicBool::new(false),
+            unread_body: Mutex::new(None),
+        });
+        let (index, first) = {
+            let mut open = lock(&self.connections);
+            let first = open.is_empty();
+            (open.insert(Arc::clone(&watch)), first)
+        };
+        if first {
+            self.not_empty.notify_one();
+        }
+        (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot: None })
+    }
+
+    /// The present tick.
+    pub(crate) fn current_tick(&self) -> u32 {
+        self.current_tick.load(Ordering::Relaxed)
+    }
+
+    /// True if this much time has passed since a tick.
+    pub(crate) fn has_elapsed(&self, tick: u32, time: Duration) -> bool {
+        self.current_tick().wrapping_sub(tick) >= ticks(time, self.tick)
+    }
+
+    /// Gives up the oldest unfinished heads until the others are within their bound.
+    #[cold]
+    fn end_oldest_heads(&self) {
+        let open = lock(&self.connections);
+        while self.head_bytes.load(Ordering::Relaxed) > MAX_HEAD_BYTES {
+            let counted =
+                open.iter().rev().map(|(_, watch)| watch).filter(|watch| watch.head_bytes.load(Ordering::Relaxed) > 0);
+            let age = |watch: &&Arc<ConnectionWatch>| {
+                self.current_tick().wrapping_sub(watch.last_progress.load(Ordering::Relaxed))
+            };
+            let Some(oldest) = counted.max_by_key(age) else { return };
+            oldest.release_head_bytes();
+            oldest.end_phase(ConnectionPhase::Head, EndReason::HeadBytes);
+        }
+    }
+
+    /// How many connections are open.
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.connections).len()
+    }
+
+    /// Forgets who has left so far.
+    pub(crate) fn reset_left_signal(&self) {
+        let _ = self.connection_left.notified().now_or_never();
+    }
+
+    /// Returns once a connection has left since the last call.
+    pub(crate) async fn wait_for_leave(&self) {
+        self.connection_left.notified().await;
+    }
+
+    /// Asks every connection to end after what it is doing.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends every connection that is still open.
+    pub(crate) fn abort(&self) {
+        self.aborting.store(true, Ordering::Relaxed);
+        for (_, watch) in &*lock(&self.connections) {
+            watch.wake();
+        }
+    }
+
+    /// Returns once no connection is open.
+    pub(crate) async fn wait_until_empty(&self) {
+        loop {
+            let emptied = self.all_left.notified();
+            if lock(&self.connections).is_empty() {
+                return;
+            }
+            emptied.await;
+        }
+    }
+
+    /// Sweeps for ever.
+    pub(crate) async fn run(&self) {
+        loop {
+            while lock(&self.connections).is_empty() {
+                self.not_empty.notified().await;
+            }
+            tokio::time::sleep(self.tick).await;
+            self.sweep_once();
+        }
+    }
+
+    pub(crate) fn sweep_once(&self) {
+        let now = self.current_tick.load(Ordering::Relaxed).wrapping_add(1);
+        self.current_tick.store(now, Ordering::Relaxed);
+        let draining = self.draining.load(Ordering::Relaxed);
+        for (_, watch) in &*lock(&self.connections) {
+            let phase = watch.phase();
+            let mut limit = match watch.download_timeout_ticks.load(Ordering::Relaxed) {
+                granted if granted > 0 && phase == ConnectionPhase::Download => granted,
+                _ => self.timeout_ticks[phase as usize],
+            };
+            if draining && phase == ConnectionPhase::Idle {
+                limit = limit.min(DRAIN_TICKS);
+            }
+            let silent = now.wrapping_sub(watch.last_progress.load(Ordering::Relaxed)) > limit;
+            let has_body =
+                matches!(phase, ConnectionPhase::Upload | ConnectionPhase::Deciding | ConnectionPhase::Linger);
+            if silent || has_body && watch.is_below_min_rate() {
+                watch.end_phase(phase, EndReason::Timeout);
+            }
+        }
+    }
+}
+
+/// Nothing that runs under these locks can leave what they guard half-changed, so a panic elsewhere doesn't spoil it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

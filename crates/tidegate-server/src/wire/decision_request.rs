@@ -1,0 +1,448 @@
+//! What a caller of the decision API asks, as JSON or as a query string, read strictly.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use serde::Deserialize;
+use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
+use tidegate::core::MAX_COST;
+use tidegate::{PermitId, Query};
+
+/// The fields of a question. `header:NAME` stands for any header in a query string; in JSON they are an object.
+const FIELDS: [&str; 10] = ["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+/// The most headers that one question gives.
+const MAX_HEADERS: usize = 64;
+
+/// One question.
+#[derive(Debug, Default)]
+pub(crate) struct DecisionRequest<'a> {
+    pub(crate) action: Option<Cow<'a, str>>,
+    ip: Option<IpAddr>,
+    key: Option<Cow<'a, str>>,
+    platform: Option<Cow<'a, str>>,
+    cost: Option<u64>,
+    pub(crate) permit: Option<PermitId>,
+    method: Option<Cow<'a, str>>,
+    pub(crate) path: Option<Cow<'a, str>>,
+    host: Option<Cow<'a, str>>,
+    headers: Option<HeaderMap>,
+}
+
+/// What is wrong with a question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DecisionRequestError {
+    /// Which field, if it is one.
+    pub(crate) field: Option<String>,
+    pub(crate) message: String,
+    /// The nearest name that exists, where a name was wrong.
+    pub(crate) nearest: Option<&'static str>,
+}
+
+impl DecisionRequestError {
+    pub(crate) fn in_field(field: &str, message: impl Into<String>) -> Self {
+        Self { field: Some(field.to_owned()), message: message.into(), nearest: None }
+    }
+
+    fn unknown_field(field: &str) -> Self {
+        let field: String = field.chars().take(64).collect();
+        let nearest = nearest(&field, FIELDS.iter().copied());
+        let message = match nearest {
+            Some(name) => format!("unknown field `{field}`; did you mean `{name}`?"),
+            None => format!("unknown field `{field}`; the fields are {}", FIELDS.join(", ")),
+        };
+        Self { field: Some(field), message, nearest }
+    }
+}
+
+/// The most similar name, if any is similar.
+pub(crate) fn nearest<'n>(found: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    names
+        .map(|name| (strsim::damerau_levenshtein(&found.to_ascii_lowercase(), name), name))
+        .filter(|(distance, name)| *distance <= name.len().max(3) / 3)
+        .min()
+        .map(|(_, name)| name)
+}
+
+impl<'a> DecisionRequest<'a> {
+    pub(crate) fn query(&self) -> Query<'_> {
+        Query {
+            action: self.action.as_deref(),
+            ip: self.ip,
+            key: self.key.as_deref(),
+            platform: self.platform.as_deref(),
+            cost: self.cost,
+            method: self.method.as_deref(),
+            path: self.path.as_deref(),
+            host: self.host.as_deref(),
+            headers: self.headers.as_ref(),
+            from_log: false,
+        }
+    }
+
+    /// Reads a JSON object.
+    pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
+        // All at once is cheaper than string by string.
+        let Ok(text) = str::from_utf8(bytes) else {
+            return Err(DecisionRequestError {
+                field: None,
+                message: "the body isn't UTF-8".to_owned(),
+                nearest: None,
+            });
+        };
+        let mut reading = RequestVisitor::default();
+        let mut json = serde_json::Deserializer::from_str(text);
+        let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
+        match read {
+            Ok(()) => Ok(reading.request),
+            Err(error) => Err(reading.error.unwrap_or_else(|| match (error.classify(), reading.field) {
+                (serde_json::error::Category::Data, Some(field)) => DecisionRequestError {
+                    field: Some(field.to_owned()),
+                    message: format!("`{field}`: {error}"),
+                    nearest: None,
+                },
+                (serde_json::error::Category::Data, None) => DecisionRequestError {
+                    field: None,
+                    message: "the body is no JSON object".to_owned(),
+                    nearest: None,
+                },
+                _ => DecisionRequestError {
+                    field: None,
+                    message: format!("the body is no JSON: {error}"),
+                    nearest: None,
+                },
+            })),
+        }
+    }
+
+    /// Reads a query string.
+    pub(crate) fn from_query(query: &'a str) -> Result<Self, DecisionRequestError> {
+        let mut question = Self::default();
+        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let name = decode(name).ok_or_else(|| DecisionRequestError::unknown_field(name))?;
+            let value = decode(value).ok_or_else(|| DecisionRequestError::in_field(&name, "the value isn't UTF-8"))?;
+            question.set_text(&name, value)?;
+        }
+        Ok(question)
+    }
+
+    fn set_text(&mut self, name: &str, value: Cow<'a, str>) -> Result<(), DecisionRequestError> {
+        let slot = match name {
+            "action" => &mut self.action,
+            "key" => &mut self.key,
+            "platform" => &mut self.platform,
+            "method" => &mut self.method,
+            "path" => &mut self.path,
+            "host" => &mut self.host,
+            "ip" => return set_once(&mut self.ip, name, parse_ip(&value)?),
+            "permit" => return set_once(&mut self.permit, name, parse_permit(&value)?),
+            "cost" => {
+                let cost = value
+                    .parse()
+                    .ok()
+                    .filter(|cost| *cost <= MAX_COST)
+                    .ok_or_else(|| DecisionRequestError::in_field(name, COST_RULE))?;
+                return set_once(&mut self.cost, name, cost);
+            }
+            _ => {
+                let Some(header) = name.strip_prefix("header:") else {
+                    return Err(DecisionRequestError::unknown_field(name));
+                };
+                return self.set_header(header, &value);
+            }
+        };
+        set_once(slot, name, value)
+    }
+
+    fn set_header(&mut self, name: &str, value: &str) -> Result<(), DecisionRequestError> {
+        let field = || format!("header:{}", name.chars().take(64).collect::<String>());
+        let header = HeaderName::from_bytes(name.as_bytes())
+            .map_err(|_| DecisionRequestError::in_field(&field(), "this is no header's name"))?;
+        let value = HeaderValue::from_str(value)
+            .map_err(|_| DecisionRequestError::in_field(&field(), "a header's value has no control characters"))?;
+        let headers = self.headers.get_or_insert_default();
+        if headers.len() >= MAX_HEADERS {
+            return Err(DecisionRequestError::in_field(
+                "headers",
+                format!("there are more than {MAX_HEADERS} headers"),
+            ));
+        }
+        headers.append(header, value);
+        Ok(())
+    }
+}
+
+const COST_RULE: &str = "a cost is a whole number from 0 to 1099511627776 (2^40)";
+
+fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), DecisionRequestError> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(DecisionRequestError::in_field(name, format!("`{name}` is there twice"))),
+    }
+}
+
+fn parse_ip(text: &str) -> Result<IpAddr, DecisionRequestError> {
+    text.parse().map_err(|_| DecisionRequestError::in_field("ip", "an `ip` is an IPv4 or IPv6 address without a port"))
+}
+
+fn parse_permit(text: &str) -> Result<PermitId, DecisionRequestError> {
+    text.parse::<PermitId>().map_err(|error| DecisionRequestError::in_field("permit", error.to_string()))
+}
+
+/// Undoes `%41` and `+`; nothing is copied where there is nothing to undo.
+fn decode(text: &str) -> Option<Cow<'_, str>> {
+    if !text.bytes().any(|byte| matches!(byte, b'%' | b'+')) {
+        return Some(Cow::Borrowed(text));
+    }
+    let bytes = text.as_bytes();
+    let mut decoded = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while let Some(byte) = bytes.get(at) {
+        let escape = bytes.get(at + 1..at + 3).filter(|_| *byte == b'%');
+        let value = escape.and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
+        match (byte, value) {
+            (_, Some(value)) => {
+                decoded.push(value);
+                at += 2;
+            }
+            (b'+', _) => decoded.push(b' '),
+            _ => decoded.push(*byte),
+        }
+        at += 1;
+    }
+    String::from_utf8(decoded).ok().map(Cow::Owned)
+}
+
+/// Where reading a JSON question stands, so that an error can name its field.
+#[derive(Default)]
+struct RequestVisitor<'a> {
+    request: DecisionRequest<'a>,
+    field: Option<&'static str>,
+    error: Option<DecisionRequestError>,
+}
+
+impl<'de> DeserializeSeed<'de> for &mut RequestVisitor<'de> {
+    type Value = ();
+    fn deserialize<D: de::Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(TextField(name)) = map.next_key::<TextField<'de>>()? {
+            let question = &mut self.request;
+            let (field, slot) = match &*name {
+                "action" => ("action", Some(&mut question.action)),
+                "key" => ("key", Some(&mut question.key)),
+                "platform" => ("platform", Some(&mut question.platform)),
+                "method" => ("method", Some(&mut question.method)),
+                "path" => ("path", Some(&mut question.path)),
+                "host" => ("host", Some(&mut question.host)),
+                "ip" => ("ip", None),
+                "cost" => ("cost", None),
+                "permit" => ("permit", None),
+                "headers" => ("headers", None),
+                _ => {
+                    self.error = Some(DecisionRequestError::unknown_field(&name));
+                    return Err(de::Error::custom("unknown field"));
+                }
+            };
+            self.field = Some(field);
+            let set = match (slot, field) {
+                (Some(slot), _) => match map.next_value::<Option<TextField<'de>>>()? {
+                    Some(TextField(text)) => set_once(slot, field, text),
+                    None => Ok(()),
+                },
+                (None, "cost") => match map.next_value::<Option<CostField>>()? {
+                    Some(CostField(cost)) => set_once(&mut question.cost, field, cost),
+                    None => Ok(()),
+                },
+                (None, "headers") => match map.next_value::<Option<HeadersField>>()? {
+                    Some(headers) => headers.add_to(question),
+                    None => Ok(()),
+                },
+                (None, _) => match map.next_value::<Option<TextField<'de>>>()? {
+                    Some(TextField(text)) => question.set_text(field, text),
+                    None => Ok(()),
+                },
+            };
+            if let Err(wrong) = set {
+                self.error = Some(wrong);
+                return Err(de::Error::custom("wrong value"));
+            }
+            self.field = None;
+        }
+        Ok(())
+    }
+}
+
+/// A string, borrowed where it has no escapes.
+struct TextField<'a>(Cow<'a, str>);
+
+impl<'de> Deserialize<'de> for TextField<'de> {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextVisitor;
+        impl<'de> Visitor<'de> for TextVisitor {
+            type Value = TextField<'de>;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<TextField<'de>, E> {
+                Ok(TextField(Cow::Borrowed(text)))
+            }
+            fn visit_str<E>(self, text: &str) -> Result<TextField<'de>, E> {
+                Ok(TextField(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(TextVisitor)
+    }
+}
+
+struct CostField(u64);
+
+impl<'de> Deserialize<'de> for CostField {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct CostVisitor;
+        impl Visitor<'_> for CostVisitor {
+            type Value = CostField;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(COST_RULE)
+            }
+            fn visit_u64<E: de::Error>(self, cost: u64) -> Result<CostField, E> {
+                if cost <= MAX_COST {
+                    Ok(CostField(cost))
+                } else {
+                    Err(E::invalid_value(de::Unexpected::Unsigned(cost), &self))
+                }
+            }
+        }
+        deserializer.deserialize_u64(CostVisitor)
+    }
+}
+
+/// `{"name": "value", …}`, with `null` for a header that isn't there.
+#[derive(Default)]
+struct HeadersField(Vec<(String, String)>);
+
+impl HeadersField {
+    fn add_to(self, question: &mut DecisionRequest<'_>) -> Result<(), DecisionRequestError> {
+        question.headers.get_or_insert_default();
+        self.0.iter().try_for_each(|(name, value)| question.set_header(name, value))
+    }
+}
+
+impl<'de> Deserialize<'de> for HeadersField {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct HeadersVisitor;
+        impl<'de> Visitor<'de> for HeadersVisitor {
+            type Value = HeadersField;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of header names and their values")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HeadersField, A::Error> {
+                let mut headers = HeadersField::default();
+                while let Some((name, value)) = map.next_entry::<String, Option<String>>()? {
+                    headers.0.extend(value.map(|value| (name, value)));
+                    if headers.0.len() > MAX_HEADERS {
+                        break;
+                    }
+                }
+                // What ends before the object does is no JSON, and would be told so.
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                Ok(headers)
+            }
+        }
+        deserializer.deserialize_map(HeadersVisitor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wrong(json: &str) -> (Option<String>, String) {
+        let wrong = DecisionRequest::from_json(json.as_bytes()).unwrap_err();
+        (wrong.field, wrong.message)
+    }
+
+    #[test]
+    fn a_whole_question() {
+        let json = br#"{"action":"login","ip":"203.0.113.7","key":"a\nb","platform":null,"cost":3,
+            "headers":{"X-Tenant":"t1","x-none":null},"method":"POST","path":"/login?x=1","host":"h"}"#;
+        let question = DecisionRequest::from_json(json).unwrap();
+        let query = question.query();
+        assert_eq!(query.action, Some("login"));
+        assert_eq!(query.ip, Some("203.0.113.7".parse().unwrap()));
+        assert_eq!(query.key, Some("a\nb"));
+        assert_eq!((query.platform, query.cost), (None, Some(3)));
+        assert_eq!(query.headers.unwrap()["x-tenant"], "t1");
+        let question =
+            DecisionRequest::from_query("action=log%69n&ip=::1&key=a+b%26&cost=3&header:x-tenant=t%201").unwrap();
+        let query = question.query();
+        assert_eq!((query.action, query.key, query.cost), (Some("login"), Some("a b&"), Some(3)));
+        assert_eq!(query.headers.unwrap()["x-tenant"], "t 1");
+    }
+
+    #[test]
+    fn too_many_headers_are_told_as_such_in_json_and_in_a_query() {
+        let told = "there are more than 64 headers";
+        for count in [MAX_HEADERS, MAX_HEADERS + 1, MAX_HEADERS + 2, 300] {
+            let members: Vec<String> = (0..count).map(|number| format!(r#""x-{number}":"v""#)).collect();
+            let json = format!(r#"{{"action":"login","headers":{{"none":null,{}}},"ip":"::1"}}"#, members.join(","));
+            let pairs: String = (0..count).map(|number| format!("&header:x-{number}=v")).collect();
+            let query = format!("action=login{pairs}");
+            for read in [DecisionRequest::from_json(json.as_bytes()), DecisionRequest::from_query(&query)] {
+                match read {
+                    Ok(question) => assert!(count <= MAX_HEADERS && question.headers.unwrap().len() == count),
+                    Err(wrong) => {
+                        assert!(count > MAX_HEADERS, "{wrong:?}");
+                        assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), told));
+                    }
+                }
+            }
+        }
+        let broken = format!(r#"{{"headers":{{{}"a":"b",}}}}"#, r#""x":"v","#.repeat(MAX_HEADERS + 1));
+        assert!(wrong(&broken).1.contains("no JSON"), "what is broken stays so");
+    }
+
+    #[test]
+    fn a_wrong_field_is_named() {
+        for (json, field, says) in [
+            (r#"{"acton":"login"}"#, Some("acton"), "did you mean `action`?"),
+            (r#"{"zzzzzz":1}"#, Some("zzzzzz"), "the fields are action, ip"),
+            (r#"{"action":5}"#, Some("action"), "expected a string"),
+            (r#"{"ip":"1.2.3.4:80"}"#, Some("ip"), "without a port"),
+            (r#"{"ip":["1.2.3.4"]}"#, Some("ip"), "expected a string"),
+            (r#"{"cost":-1}"#, Some("cost"), "whole number"),
+            (r#"{"cost":1.5}"#, Some("cost"), "whole number"),
+            (r#"{"cost":"1"}"#, Some("cost"), "whole number"),
+            (r#"{"cost":1099511627777}"#, Some("cost"), "whole number"),
+            (r#"{"key":"a","key":"b"}"#, Some("key"), "twice"),
+            (r#"{"permit":"xyz"}"#, Some("permit"), "hexadecimal"),
+            (r#"{"headers":{"a b":"c"}}"#, Some("header:a b"), "no header's name"),
+            (r#"{"headers":{"a":"b\nc"}}"#, Some("header:a"), "control characters"),
+            (r#"{"headers":[]}"#, Some("headers"), "an object of header names"),
+            ("[]", None, "no JSON object"),
+            ("", None, "no JSON"),
+            (r#"{"action":"login""#, None, "no JSON"),
+            (r#"{"action":"login"}x"#, None, "no JSON"),
+        ] {
+            let (found, message) = wrong(json);
+            assert_eq!(found.as_deref(), field, "{json}: {message}");
+            assert!(message.contains(says), "{json}: {message}");
+        }
+        assert!(DecisionRequest::from_json(b"{\"key\":\"\xff\"}").unwrap_err().message.contains("UTF-8"));
+        for (query, field) in [("acton=login", "acton"), ("cost=x", "cost"), ("key=%ff", "key"), ("ip=1&ip=2", "ip")] {
+            assert_eq!(DecisionRequest::from_query(query).unwrap_err().field.as_deref(), Some(field));
+        }
+    }
+}

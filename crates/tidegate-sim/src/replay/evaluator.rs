@@ -1,0 +1,364 @@
+//! A policy and its memory store, on a log's own clock.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use http::header::HeaderMap;
+use tidegate_core::decision::{decide, move_to_shared_keys};
+use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
+use tidegate_policy::{
+    ActionId, Forwarding, KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, canonical_ip,
+};
+use tidegate_store::{Immediate, Memory};
+
+use super::client::{ClientNetwork, ClientStats, KeyRefusals, key_label};
+use super::meter::Meter;
+use super::request::LoggedRequest;
+use super::timeline::Timeline;
+use super::top_k::TopK;
+use crate::simulation::UndecidableError;
+
+/// The most clients that are told apart: 35 MB in a table of 2^20 slots.
+const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
+/// How many calls are counted together.
+const MAX_PENDING_UPDATES: usize = 128;
+/// The most refused keys that are told apart, for limits that don't count by the client alone: a MB, their words included.
+const MAX_REFUSED_KEYS: usize = 4096;
+
+/// Requests and refusals of an action, or of none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RequestCounts {
+    /// Requests that were decided about.
+    pub requests: u64,
+    /// Those that were refused.
+    pub refused: u64,
+}
+
+/// What a limit refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LimitRefusals {
+    /// Because it was full.
+    pub by_limit: u64,
+    /// Because its block lived.
+    pub by_block: u64,
+    /// What it would have refused in shadow.
+    pub in_shadow: u64,
+}
+
+pub(super) struct PolicyEvaluator {
+    pub(super) name: String,
+    pub(super) plan: Arc<Plan>,
+    forwarding: Forwarding,
+    store: Memory,
+    seed: KeySeed,
+    holder: u64,
+    /// Room for the requests that are decided about together; it is written in place, since it is too large to move about.
+    requests: Box<[PreparedRequest]>,
+    /// How many of them are prepared.
+    prepared: usize,
+    pub(super) meter: Meter,
+    pub(super) total: RequestCounts,
+    pub(super) refused_by_deny_list: u64,
+    pub(super) shadow_refusals: u64,
+    pub(super) undecided: u64,
+    pub(super) first_undecided: Option<UndecidableError>,
+    /// By action, and last those that match none.
+    pub(super) actions: Vec<RequestCounts>,
+    pub(super) limits: Vec<LimitRefusals>,
+    pub(super) clients: TopK<ClientNetwork, ClientStats>,
+    /// What the clients met of late, and isn't counted yet.
+    pending_updates: Vec<ClientUpdate>,
+    pub(super) refused_keys: TopK<(LimitId, u64), KeyRefusals>,
+    pub(super) timeline: Timeline,
+    /// Whether any request told its host.
+    pub(super) has_seen_host: bool,
+}
+
+/// What a client met.
+#[derive(Clone, Copy, Debug)]
+struct ClientUpdate {
+    client: ClientNetwork,
+    allowed: bool,
+    limit: Option<LimitId>,
+    at: Time,
+}
+
+/// A request on its way to be decided about.
+#[derive(Debug)]
+struct PreparedRequest {
+    actions: MatchedActions,
+    client: Option<IpAddr>,
+    /// What a list has decided already.
+    list_decision: Result<Option<Decision>, UndecidableError>,
+    /// What the store is asked otherwise.
+    batch: Batch,
+}
+
+/// What was decided about a request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RequestDecision {
+    pub(super) actions: MatchedActions,
+    pub(super) client: Option<ClientNetwork>,
+    pub(super) decision: Decision,
+}
+
+impl PolicyEvaluator {
+    pub(super) fn new(name: String, policy: &Policy) -> Self {
+        let plan = Arc::clone(policy.plan());
+        let (actions, limits) = (plan.actions().len(), plan.limits().len());
+        let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
+        Self {
+            name,
+            forwarding: policy.inbound().forwarding.clone(),
+            store: Memory::reproducible(Arc::new(plan.limits().clone()), max_bytes),
+            // The same log gives the same report.
+            seed: KeySeed::new([0x7d; 16]),
+            holder: 0,
+            requests: (0..super::BATCH_LINES).map(|_| PreparedRequest::default()).collect(),
+            prepared: 0,
+            meter: Meter::new(&plan),
+            total: RequestCounts::default(),
+            refused_by_deny_list: 0,
+            shadow_refusals: 0,
+            undecided: 0,
+            first_undecided: None,
+            actions: vec![RequestCounts::default(); actions + 1],
+            limits: vec![LimitRefusals::default(); limits],
+            clients: TopK::new(MAX_CLIENTS),
+            pending_updates: Vec::with_capacity(MAX_PENDING_UPDATES),
+            refused_keys: TopK::new(MAX_REFUSED_KEYS),
+            timeline: Timeline::default(),
+            has_seen_host: false,
+            plan,
+        }
+    }
+
+    /// The headers that it looks at.
+    pub(super) fn headers(&self) -> impl Iterator<Item = http::HeaderName> + '_ {
+        let parts = self.plan.limits().iter().flat_map(|(id, _)| self.plan.key_parts(id));
+        let counted = parts.filter_map(|part| match part {
+            KeyPart::Header(name) => Some(name.clone()),
+            KeyPart::Cookie(_) => Some(http::header::COOKIE),
+            _ => None,
+        });
+        let hops = (!self.forwarding.trusted.is_empty())
+            .then(|| http::HeaderName::from_static(self.forwarding.header.as_str()));
+        counted.chain(hops)
+    }
+
+    /// Forgets the requests that were decided about, before others are prepared.
+    pub(super) fn clear_batch(&mut self) {
+        self.prepared = 0;
+    }
+
+    /// Prepares the decision about a request at `now`, one of at most [`MAX_PENDING_USES`](super::MAX_PENDING_USES), and has what it needs of memory on its way.
+    #[inline]
+    pub(super) fn prepare(&mut self, request: &LoggedRequest<'_>, headers: &HeaderMap, now: Time) {
+        self.holder += 1;
+        let client = request.peer.map(|peer| self.client(peer, headers));
+        let query = request_query(request, client, headers);
+        self.has_seen_host |= query.host.is_some();
+        let turn = &mut self.requests[self.prepared];
+        self.prepared += 1;
+        turn.client = client;
+        turn.batch = Batch::new(self.holder);
+        turn.list_decision = turn.resolve(&self.plan, &query, &self.seed, now);
+        if matches!(turn.list_decision, Ok(None)) {
+            self.store.fetch(&turn.batch);
+        }
+    }
+
+    /// Once all are prepared: has what those need that has come to many calls.
+    pub(super) fn prefetch_states(&self) {
+        for turn in &self.requests[..self.prepared] {
+            self.store.fetch_states(&turn.batch);
+        }
+    }
+
+    /// Decides about a request as a gate does whose clock shows `now`, and counts what comes of it. `None` if the policy
+    /// can't decide. It is the one that was prepared at this place.
+    #[inline]
+    pub(super) fn evaluate(
+        &mut self,
+        index: usize,
+        request: &LoggedRequest<'_>,
+        headers: &HeaderMap,
+        now: Time,
+    ) -> Option<RequestDecision> {
+        let turn = &mut self.requests[index];
+        let (actions, client) = (turn.actions, turn.client);
+        let decision = match std::mem::replace(&mut turn.list_decision, Ok(None)) {
+            Ok(Some(decision)) => decision,
+            Ok(None) => self.decide(index, &request_query(request, client, headers), now),
+            Err(error) => {
+                self.undecided += 1;
+                self.first_undecided.get_or_insert(error);
+                return None;
+            }
+        };
+        let judged = RequestDecision { actions, client: client.map(ClientNetwork::from), decision };
+        self.record(&judged, now);
+        Some(judged)
+    }
+
+    fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        if self.forwarding.trusted.is_empty() { canonical_ip(peer) } else { self.forwarding.client_ip(peer, headers) }
+    }
+
+    #[inline]
+    fn decide(&mut self, index: usize, query: &Query<'_>, now: Time) -> Decision {
+        let plan = &*self.plan;
+        let batch = &mut self.requests[index].batch;
+        let outcomes = loop {
+            let outcomes = self.store.apply_now(batch, now);
+            if !move_to_shared_keys(batch, &outcomes, |limit, share| {
+                plan.shared_key(limit, share, query.ip, &self.seed)
+            }) {
+                break outcomes;
+            }
+        };
+        self.meter.record(batch, plan.limits(), &outcomes, &self.store);
+        let decision = decide(batch, plan.limits(), &outcomes);
+        if decision.permit.is_some() {
+            // How long the call took isn't known, so it takes no time.
+            for op in batch.ops_mut() {
+                op.verb = Verb::Release;
+            }
+            self.store.apply_now(batch, now);
+        }
+        if let Some(limit) = decision.bound_by
+            && !decision.allowed
+        {
+            let parts = plan.key_parts(limit);
+            if parts != [KeyPart::ClientIp]
+                && let Some(op) = batch.ops().iter().find(|op| op.limit == limit)
+            {
+                let hash = op.key.lo();
+                let new = || KeyRefusals { label: key_label(plan, parts, query, hash), refused: 0 };
+                self.refused_keys.entry((limit, hash), new).refused += 1;
+            }
+        }
+        decision
+    }
+
+    #[inline]
+    fn record(&mut self, judged: &RequestDecision, now: Time) {
+        let RequestDecision { actions, client, decision } = judged;
+        let unmatched = self.actions.len() - 1;
+        let interval = self.timeline.interval_at(now);
+        if let Some(client) = *client {
+            if self.pending_updates.len() == MAX_PENDING_UPDATES {
+                flush_updates(&mut self.clients, &mut self.pending_updates);
+            }
+            self.pending_updates.push(ClientUpdate {
+                client,
+                allowed: decision.allowed,
+                limit: decision.bound_by,
+                at: now,
+            });
+        }
+        // A request that meets several counts for each.
+        let unnamed = actions.first().is_none().then_some(unmatched);
+        for action in unnamed.into_iter().chain(actions.iter().map(ActionId::index)) {
+            self.actions[action].requests += 1;
+            if !decision.allowed {
+                self.actions[action].refused += 1;
+            }
+        }
+        self.total.requests += 1;
+        if decision.allowed {
+            interval.admitted += 1;
+            if decision.shadow {
+                self.shadow_refusals += 1;
+                if let Some(limit) = decision.bound_by {
+                    self.limits[limit.index()].in_shadow += 1;
+                }
+            }
+            return;
+        }
+        self.total.refused += 1;
+        let refusals = decision.bound_by.map(|limit| &mut self.limits[limit.index()]);
+        match (refusals, decision.reason) {
+            (Some(refusals), Reason::Penalty) => {
+                refusals.by_block += 1;
+                interval.refused_by_block += 1;
+            }
+            (Some(refusals), _) => {
+                refusals.by_limit += 1;
+                interval.refused_by_limit += 1;
+            }
+            (None, _) => {
+                self.refused_by_deny_list += 1;
+                interval.refused_by_deny_list += 1;
+            }
+        }
+    }
+
+    /// Counts what is only noted.
+    pub(super) fn flush(&mut self) {
+        flush_updates(&mut self.clients, &mut self.pending_updates);
+        self.meter.flush();
+    }
+
+    /// What the store had to let go although it still counted: decisions that a gate with more memory might have made
+    /// otherwise.
+    pub(super) fn losses(&self) -> u64 {
+        let losses = self.store.stats().losses;
+        losses.evicted() + losses.shared
+    }
+}
+
+impl Default for PreparedRequest {
+    fn default() -> Self {
+        Self { actions: MatchedActions::NONE, client: None, list_decision: Ok(None), batch: Batch::new(0) }
+    }
+}
+
+impl PreparedRequest {
+    /// Finds the actions, and what a list says or the store is to be asked.
+    #[inline]
+    fn resolve(
+        &mut self,
+        plan: &Plan,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        now: Time,
+    ) -> Result<Option<Decision>, UndecidableError> {
+        self.actions = match query.action {
+            Some(name) => plan.find_action(name)?.into(),
+            None => plan.matching_actions(query).map_err(KeyError::from)?,
+        };
+        if let Some(decision) = plan.decide_by_list(query.ip, || now) {
+            return Ok(Some(decision));
+        }
+        plan.fill(&mut self.batch, self.actions, query, seed, Verb::Take)?;
+        Ok(None)
+    }
+}
+
+/// What a request asks of the policy.
+fn request_query<'q>(request: &'q LoggedRequest<'_>, client: Option<IpAddr>, headers: &'q HeaderMap) -> Query<'q> {
+    Query {
+        action: request.action.as_deref(),
+        ip: client,
+        key: request.user.as_deref(),
+        method: Some(&request.method),
+        path: Some(&request.path),
+        host: request.host.as_deref(),
+        headers: Some(headers),
+        from_log: true,
+        ..Query::default()
+    }
+}
+
+/// Counts what clients met, one after the other: what is far off in memory is then waited for together.
+fn flush_updates(clients: &mut TopK<ClientNetwork, ClientStats>, met: &mut Vec<ClientUpdate>) {
+    for ClientUpdate { client, allowed, limit, at } in met.drain(..) {
+        let fate = clients.entry(client, ClientStats::default);
+        if allowed {
+            fate.admitted = fate.admitted.saturating_add(1);
+        } else {
+            fate.record_refusal(limit, at);
+        }
+    }
+}

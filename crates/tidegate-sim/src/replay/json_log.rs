@@ -1,0 +1,580 @@
+//! Logs of one JSON object a line: Caddy's, nginx' with `escape=json`, Envoy's, and others by the names of their fields.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fmt;
+
+use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+use super::request::{
+    HeaderCollector, LineError, LoggedRequest, ParsedLine, is_method, parse_address, parse_request_line, split_target,
+};
+use super::timestamp;
+
+/// How deep fields are looked for: `request.headers.Host` is three deep.
+const MAX_DEPTH: usize = 8;
+/// The longest name of a field, with those around it, that can be one of ours.
+const MAX_NAME: usize = 256;
+
+/// What a field tells.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum FieldRole {
+    /// When the request was.
+    Time,
+    /// The address that it came from.
+    Ip,
+    /// Its method.
+    Method,
+    /// Its path, with or without the query string.
+    Path,
+    /// Its query string, where the path comes without.
+    Query,
+    /// Method, path and version as one: `GET / HTTP/1.1`.
+    RequestLine,
+    /// Its host.
+    Host,
+    /// Who the server takes the caller for: the key part `key`.
+    User,
+    /// The action's name, for a service that asks the decision API.
+    Action,
+    /// A header.
+    Header(String),
+    /// An object with a header in each field.
+    Headers,
+}
+
+/// The usual names, the likeliest first: of two that a line has, the first one counts. `a.b` is `b` within `a`. Where
+/// a server tells both the peer and the client that it took it for, the peer comes first, because the policy says
+/// itself whose word counts.
+const DEFAULT_NAMES: &[(FieldRole, &[&str])] = &[
+    (
+        FieldRole::Time,
+        &[
+            "ts",
+            "time",
+            "time_iso8601",
+            "msec",
+            "start_time",
+            "@timestamp",
+            "timestamp",
+            "time_local",
+            "datetime",
+            "date",
+        ],
+    ),
+    (
+        FieldRole::Ip,
+        &[
+            "request.remote_ip",
+            "remote_addr",
+            "remote_ip",
+            "downstream_direct_remote_address_without_port",
+            "downstream_direct_remote_address",
+            "downstream_remote_address_without_port",
+            "downstream_remote_address",
+            "request.remote_addr",
+            "request.client_ip",
+            "client_ip",
+            "clientip",
+            "client",
+            "ip",
+            "ClientAddr",
+            "ClientHost",
+        ],
+    ),
+    (FieldRole::Method, &["request.method", "request_method", "method", "verb", "http_method", "RequestMethod"]),
+    (FieldRole::Path, &["request.uri", "request_uri", "uri", "path", "url", "RequestPath"]),
+    (FieldRole::Query, &["query_string", "args"]),
+    (FieldRole::RequestLine, &["request", "request_line"]),
+    (FieldRole::Host, &["request.host", "http_host", "host", "authority", "server_name", "vhost", "RequestHost"]),
+    (FieldRole::User, &["user_id", "remote_user", "user", "ClientUsername"]),
+    (FieldRole::Action, &["action"]),
+    (FieldRole::Headers, &["request.headers", "request_headers", "headers"]),
+];
+/// Names of headers that aren't told as `http_NAME`.
+const DEFAULT_HEADER_NAMES: &[(&str, &str)] = &[
+    ("user_agent", "user-agent"),
+    ("user-agent", "user-agent"),
+    ("referer", "referer"),
+    ("referrer", "referer"),
+    ("x_forwarded_for", "x-forwarded-for"),
+    ("xff", "x-forwarded-for"),
+    ("cookie", "cookie"),
+];
+/// How nginx' variables of headers begin.
+const HEADER_VARIABLE_PREFIX: &str = "http_";
+
+/// Which field tells what.
+#[derive(Clone, Debug)]
+pub struct FieldNames {
+    by_name: HashMap<String, (FieldRole, usize)>,
+    /// Names of objects that hold fields of ours.
+    parents: HashMap<String, ()>,
+}
+
+/// A field's name that can't be understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} names no field: expected ROLE=NAME, where ROLE is time, ip, method, path, query, request, host, user, action, \
+     headers or header:NAME"
+)]
+pub struct FieldNameError(String);
+
+impl Default for FieldNames {
+    fn default() -> Self {
+        let mut names = Self { by_name: HashMap::new(), parents: HashMap::new() };
+        for (role, usual) in DEFAULT_NAMES {
+            for (rank, name) in usual.iter().enumerate() {
+                // A name of one's own ranks before all the usual ones.
+                names.insert(name, role.clone(), rank + 1);
+            }
+        }
+        for (name, header) in DEFAULT_HEADER_NAMES {
+            names.insert(name, FieldRole::Header((*header).to_owned()), 1);
+        }
+        names
+    }
+}
+
+impl FieldNames {
+    /// Adds a name as `ROLE=NAME`, which counts before the usual ones.
+    ///
+    /// # Errors
+    /// It has another form.
+    pub fn add(&mut self, text: &str) -> Result<(), FieldNameError> {
+        let wrong = || FieldNameError(text.chars().take(128).collect());
+        let (role, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or_else(wrong)?;
+        let role = match role {
+            "time" => FieldRole::Time,
+            "ip" => FieldRole::Ip,
+            "method" => FieldRole::Method,
+            "path" => FieldRole::Path,
+            "query" => FieldRole::Query,
+            "request" => FieldRole::RequestLine,
+            "host" => FieldRole::Host,
+            "user" => FieldRole::User,
+            "action" => FieldRole::Action,
+            "headers" => FieldRole::Headers,
+            other => match other.strip_prefix("header:") {
+                Some(header) if !header.is_empty() => FieldRole::Header(header.to_ascii_lowercase()),
+                _ => return Err(wrong()),
+            },
+        };
+        self.insert(name, role, 0);
+        Ok(())
+    }
+
+    fn insert(&mut self, name: &str, role: FieldRole, rank: usize) {
+        for (dot, _) in name.match_indices('.') {
+            self.parents.insert(name[..dot].to_owned(), ());
+        }
+        self.by_name.insert(name.to_owned(), (role, rank));
+    }
+}
+
+/// What a line's fields tell, each with the rank of the name that told it.
+#[derive(Default)]
+struct FieldValues<'l> {
+    slots: [Option<(usize, FieldValue<'l>)>; 9],
+}
+
+enum FieldValue<'l> {
+    Text(Cow<'l, str>),
+    Float(f64),
+    Integer(i128),
+}
+
+impl<'l> FieldValues<'l> {
+    fn set(&mut self, slot: usize, rank: usize, value: FieldValue<'l>) {
+        // `-` is what servers write for nothing.
+        let is_nothing = matches!(&value, FieldValue::Text(text) if matches!(&**text, "" | "-"));
+        let slot = &mut self.slots[slot];
+        if !is_nothing && slot.as_ref().is_none_or(|(other, _)| rank < *other) {
+            *slot = Some((rank, value));
+        }
+    }
+
+    fn text(&mut self, role: &FieldRole) -> Option<Cow<'l, str>> {
+        match self.slots[slot_index(role)?].take()?.1 {
+            FieldValue::Text(text) => Some(text),
+            FieldValue::Float(number) => Some(Cow::Owned(number.to_string())),
+            FieldValue::Integer(number) => Some(Cow::Owned(number.to_string())),
+        }
+    }
+}
+
+/// Where a role's value is kept.
+fn slot_index(role: &FieldRole) -> Option<usize> {
+    match role {
+        FieldRole::Time => Some(0),
+        FieldRole::Ip => Some(1),
+        FieldRole::Method => Some(2),
+        FieldRole::Path => Some(3),
+        FieldRole::Query => Some(4),
+        FieldRole::RequestLine => Some(5),
+        FieldRole::Host => Some(6),
+        FieldRole::User => Some(7),
+        FieldRole::Action => Some(8),
+        FieldRole::Header(_) | FieldRole::Headers => None,
+    }
+}
+
+pub(super) fn parse_line<'l>(
+    line: &'l [u8],
+    names: &FieldNames,
+    headers: &mut HeaderCollector,
+) -> Result<ParsedLine<'l>, LineError> {
+    let text = str::from_utf8(line).map_err(|_| LineError::InvalidUtf8)?;
+    let mut found = FieldValues::default();
+    let mut json = serde_json::Deserializer::from_str(text);
+    let mut path = String::new();
+    let walk = FieldVisitor { names, path: &mut path, depth: 0, values: &mut found, headers, header_name_start: None };
+    walk.deserialize(&mut json).and_then(|()| json.end()).map_err(|_| LineError::InvalidJson)?;
+    build_request(found)
+}
+
+fn build_request<'l>(mut found: FieldValues<'l>) -> Result<ParsedLine<'l>, LineError> {
+    let at = match found.slots[0].take() {
+        Some((_, FieldValue::Text(text))) => timestamp::parse_text(&text),
+        Some((_, FieldValue::Float(number))) => timestamp::from_epoch_number(number),
+        Some((_, FieldValue::Integer(number))) => timestamp::from_epoch_number(number as f64),
+        None => None,
+    };
+    let at = at.ok_or(LineError::InvalidTime)?;
+    let line = found.text(&FieldRole::RequestLine);
+    let line = line.as_ref().and_then(parse_request_line);
+    let (mut method, mut target) = (found.text(&FieldRole::Method), found.text(&FieldRole::Path));
+    if let Some((first, second)) = line {
+        method = method.or(Some(first));
+        target = target.or(Some(second));
+    }
+    let (Some(method), Some(target)) = (method, target) else { return Ok(ParsedLine::NotARequest) };
+    if !is_method(&method) {
+        return Ok(ParsedLine::NotARequest);
+    }
+    let peer =
+        found.text(&FieldRole::Ip).map(|text| parse_address(&text).ok_or(LineError::InvalidAddress)).transpose()?;
+    let (mut path, named) = split_target(target);
+    if let Some(query) = found.text(&FieldRole::Query)
+        && !path.contains('?')
+    {
+        path = Cow::Owned(format!("{path}?{}", query.strip_prefix('?').unwrap_or(&query)));
+    }
+    Ok(ParsedLine::Request(LoggedRequest {
+        time: at,
+        peer,
+        method,
+        path,
+        host: found.text(&FieldRole::Host).or(named.map(Cow::Owned)),
+        user: found.text(&FieldRole::User),
+        action: found.text(&FieldRole::Action),
+    }))
+}
+
+/// Goes through a value and takes out what is looked for.
+struct FieldVisitor<'w, 'l> {
+    names: &'w FieldNames,
+    /// The name of the value, with those around it.
+    path: &'w mut String,
+    depth: usize,
+    values: &'w mut FieldValues<'l>,
+    headers: &'w mut HeaderCollector,
+    /// Where in the path the name of a header begins, if it is one.
+    header_name_start: Option<usize>,
+}
+
+impl<'l> FieldVisitor<'_, 'l> {
+    fn visit_value(&mut self, value: FieldValue<'l>) {
+        if let Some(at) = self.header_name_start {
+            return offer_header(self.headers, self.path.get(at..).unwrap_or_default(), &value);
+        }
+        match self.names.by_name.get(self.path.as_str()) {
+            Some((FieldRole::Header(name), _)) => offer_header(self.headers, name, &value),
+            Some((role, rank)) => {
+                if let Some(slot) = slot_index(role) {
+                    self.values.set(slot, *rank, value);
+                }
+            }
+            None => {
+                if let Some(name) = self.path.strip_prefix(HEADER_VARIABLE_PREFIX)
+                    && !self.headers.wants_none()
+                {
+                    offer_header(self.headers, &name.replace('_', "-"), &value);
+                }
+            }
+        }
+    }
+}
+
+fn offer_header(headers: &mut HeaderCollector, name: &str, value: &FieldValue<'_>) {
+    match value {
+        FieldValue::Text(text) => headers.add_if_wanted(name, text.as_bytes()),
+        FieldValue::Float(number) => headers.add_if_wanted(name, number.to_string().as_bytes()),
+        FieldValue::Integer(number) => headers.add_if_wanted(name, number.to_string().as_bytes()),
+    }
+}
+
+impl<'l> DeserializeSeed<'l> for FieldVisitor<'_, 'l> {
+    type Value = ();
+    fn deserialize<D: de::Deserializer<'l>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'l> Visitor<'l> for FieldVisitor<'_, 'l> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_borrowed_str<E: de::Error>(mut self, text: &'l str) -> Result<(), E> {
+        self.visit_value(FieldValue::Text(Cow::Borrowed(text)));
+        Ok(())
+    }
+
+    fn visit_str<E: de::Error>(mut self, text: &str) -> Result<(), E> {
+        self.visit_value(FieldValue::Text(Cow::Owned(text.to_owned())));
+        Ok(())
+    }
+
+    fn visit_f64<E: de::Error>(mut self, number: f64) -> Result<(), E> {
+        self.visit_value(FieldValue::Float(number));
+        Ok(())
+    }
+
+    fn visit_u64<E: de::Error>(mut self, number: u64) -> Result<(), E> {
+        self.visit_value(FieldValue::Integer(number.into()));
+        Ok(())
+    }
+
+    fn visit_i64<E: de::Error>(mut self, number: i64) -> Result<(), E> {
+        self.visit_value(FieldValue::Integer(number.into()));
+        Ok(())
+    }
+
+    fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'l>>(self, mut list: A) -> Result<(), A::Error> {
+        let Self { names, path, depth, values: found, headers, header_name_start: header_at } = self;
+        if depth >= MAX_DEPTH {
+            while list.next_element::<IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
+        loop {
+            let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
+            if list
+                .next_element_seed(FieldVisitor {
+                    names,
+                    path,
+                    depth: depth + 1,
+                    values: found,
+                    headers,
+                    header_name_start: header_at,
+                })?
+                .is_none()
+            {
+                return Ok(());
+            }
+        }
+    }
+
+    fn visit_map<A: MapAccess<'l>>(self, mut map: A) -> Result<(), A::Error> {
+        let Self { names, path, depth, values: found, headers, header_name_start: outer_header_name_start } = self;
+        let is_headers = matches!(names.by_name.get(path.as_str()), Some((FieldRole::Headers, _)));
+        let outer_length = path.len();
+        let header_at = is_headers.then_some(outer_length + 1);
+        let known = depth == 0 || is_headers || names.parents.contains_key(path.as_str());
+        if outer_header_name_start.is_some() || !known || depth >= MAX_DEPTH {
+            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
+        loop {
+            path.truncate(outer_length);
+            if map.next_key_seed(FieldPathSeed(&mut *path))?.is_none() {
+                path.truncate(outer_length);
+                return Ok(());
+            }
+            if path.len() > MAX_NAME {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
+            map.next_value_seed(FieldVisitor {
+                names,
+                path,
+                depth: depth + 1,
+                values: found,
+                headers,
+                header_name_start: header_at,
+            })?;
+        }
+    }
+}
+
+/// Adds a field's name to those around it.
+struct FieldPathSeed<'n>(&'n mut String);
+
+impl<'l> DeserializeSeed<'l> for FieldPathSeed<'_> {
+    type Value = ();
+    fn deserialize<D: de::Deserializer<'l>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for FieldPathSeed<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a name")
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<(), E> {
+        if !self.0.is_empty() {
+            self.0.push('.');
+        }
+        self.0.push_str(name);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderName;
+    use proptest::prelude::*;
+    use tidegate_core::Time;
+
+    use super::*;
+
+    const CADDY: &str = r#"{"level":"info","ts":1700000000.25,"logger":"http.log.access.log0","msg":"handled request","request":{"remote_ip":"203.0.113.7","remote_port":"52318","client_ip":"198.51.100.1","proto":"HTTP/2.0","method":"POST","host":"example.com","uri":"/login?x=\"1\"","headers":{"User-Agent":["curl/8.5"],"X-Forwarded-For":["198.51.100.1"],"X-Api-Key":["k1","k2"]},"tls":{"resumed":false,"version":772}},"bytes_read":0,"user_id":"ann","duration":0.001,"size":12,"status":200,"resp_headers":{"Server":["Caddy"],"X-Api-Key":["no"]}}"#;
+    const NGINX: &str = r#"{"time_iso8601":"2023-11-14T22:13:20+00:00","msec":"1700000000.250","remote_addr":"203.0.113.7","remote_user":"","request":"POST /login?x=1 HTTP/1.1","status":"200","http_host":"example.com","http_x_api_key":"k1","http_user_agent":"-"}"#;
+    const ENVOY: &str = r#"{"start_time":"2023-11-14T22:13:20.250Z","method":"POST","path":"/login?x=1","protocol":"HTTP/2","response_code":200,"downstream_remote_address":"203.0.113.7:52318","authority":"example.com","x_forwarded_for":null,"user_agent":"curl/8.5","duration":3}"#;
+
+    fn wanted() -> HeaderCollector {
+        HeaderCollector::for_names(["x-api-key", "user-agent"].map(HeaderName::from_static).to_vec())
+    }
+
+    fn expected(micros: u64) -> LoggedRequest<'static> {
+        LoggedRequest {
+            time: Time::from_micros(micros),
+            peer: Some("203.0.113.7".parse().unwrap()),
+            method: "POST".into(),
+            path: "/login?x=1".into(),
+            host: Some("example.com".into()),
+            user: None,
+            action: None,
+        }
+    }
+
+    #[test]
+    fn servers_fields_are_found_by_themselves() {
+        let caddy = LoggedRequest {
+            path: "/login?x=\"1\"".into(),
+            user: Some("ann".into()),
+            ..expected(1_700_000_000_250_000)
+        };
+        for (line, request, found) in [
+            (CADDY, caddy, vec![("user-agent", "curl/8.5"), ("x-api-key", "k1"), ("x-api-key", "k2")]),
+            // `time_iso8601` comes before `msec`, which is the same to the millisecond.
+            (NGINX, expected(1_700_000_000_000_000), vec![("x-api-key", "k1")]),
+            (ENVOY, expected(1_700_000_000_250_000), vec![("user-agent", "curl/8.5")]),
+        ] {
+            let mut headers = wanted();
+            assert_eq!(
+                parse_line(line.as_bytes(), &FieldNames::default(), &mut headers),
+                Ok(ParsedLine::Request(request))
+            );
+            let mut named: Vec<(&str, &str)> =
+                headers.values.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+            named.sort_unstable();
+            assert_eq!(named, found);
+        }
+    }
+
+    #[test]
+    fn names_of_ones_own_come_first() {
+        let mut names = FieldNames::default();
+        for name in ["time=msec", "ip=who.where", "user=who.name", "action=call", "header:X-Api-Key=key"] {
+            names.add(name).unwrap();
+        }
+        let line =
+            NGINX.replace("\"status\"", r#""who":{"where":"::1","name":"bob"},"call":"otp","key":"k9","status""#);
+        let request = LoggedRequest {
+            peer: Some("::1".parse().unwrap()),
+            user: Some("bob".into()),
+            action: Some("otp".into()),
+            ..expected(1_700_000_000_250_000)
+        };
+        let mut headers = wanted();
+        assert_eq!(parse_line(line.as_bytes(), &names, &mut headers), Ok(ParsedLine::Request(request)));
+        assert!(headers.values.get_all("x-api-key").iter().any(|value| value == "k9"));
+        for wrong in ["", "time", "time=", "=x", "header:=x", "tim=x"] {
+            assert!(names.add(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    /// A header's name may hold dots, and ids more digits than a double has.
+    #[test]
+    fn nobody_becomes_another_by_what_a_line_holds() {
+        let line = CADDY.replace("\"X-Api-Key\":[\"k1\"", "\"a.X-Api-Key\":[\"k1\"");
+        let mut headers = wanted();
+        parse_line(line.as_bytes(), &FieldNames::default(), &mut headers).unwrap();
+        assert!(!headers.values.contains_key("x-api-key"));
+        for id in ["175928847299117063", "175928847299117064", "-5", "18446744073709551615"] {
+            let line = CADDY.replace("\"ann\"", id);
+            let Ok(ParsedLine::Request(request)) = parse_line(line.as_bytes(), &FieldNames::default(), &mut wanted())
+            else {
+                panic!()
+            };
+            assert_eq!(request.user.as_deref(), Some(id));
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_and_what_is_broken() {
+        let read = |line: &str| {
+            parse_line(line.as_bytes(), &FieldNames::default(), &mut HeaderCollector::default())
+                .map(|said| said == ParsedLine::NotARequest)
+        };
+        for (line, said) in [
+            (r#"{"ts":1700000000,"msg":"shutting down"}"#, Ok(true)),
+            (r#"{"ts":1700000000,"request":"\u0016\u0003"}"#, Ok(true)),
+            (r#"{"ts":1700000000,"method":"G T","path":"/"}"#, Ok(true)),
+            (r#"{"ts":1700000000,"method":"GET","path":"/"}"#, Ok(false)),
+            (r#"{"method":"GET","path":"/"}"#, Err(LineError::InvalidTime)),
+            (r#"{"ts":"soon","method":"GET","path":"/"}"#, Err(LineError::InvalidTime)),
+            (r#"{"ts":1700000000,"method":"GET","path":"/","ip":"host"}"#, Err(LineError::InvalidAddress)),
+            (r#"{"ts":1700000000,"method":"GET","path":"/""#, Err(LineError::InvalidJson)),
+            (r#"{"ts":1700000000}}"#, Err(LineError::InvalidJson)),
+        ] {
+            assert_eq!(read(line), said, "{line}");
+        }
+        let deep = format!("{}1{}", r#"{"request":"#.repeat(60), "}".repeat(60));
+        assert_eq!(read(&deep), Err(LineError::InvalidTime));
+    }
+
+    proptest! {
+        #[test]
+        fn any_cut_and_change_is_read_without_panic(
+            which in 0_usize..3, cut in 0_usize..900, place in 0_usize..900, byte in any::<u8>(),
+        ) {
+            let mut line = [CADDY, NGINX, ENVOY][which].as_bytes().to_vec();
+            if let Some(there) = line.get_mut(place) {
+                *there = byte;
+            }
+            line.truncate(cut);
+            let _ = parse_line(&line, &FieldNames::default(), &mut wanted());
+        }
+
+        #[test]
+        fn any_json_is_read_without_panic(text in "[\\[\\]{}:,\"a-c0-9.e-]{0,80}") {
+            let _ = parse_line(text.as_bytes(), &FieldNames::default(), &mut wanted());
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The heaviest of more keys than there is room for.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+use foldhash::fast::RandomState;
+
+/// What an entry weighs, by which the light ones are let go.
+pub(super) trait Weight {
+    fn weight(&self) -> u64;
+}
+
+/// A table of at most so many entries. A newcomer to a full one has the lighter half let go first, so no key that weighs
+/// much is lost, and none weighs more than [`TopK::max_undercount`] too little (the bound of lossy counting: G. Manku and
+/// R. Motwani, "Approximate Frequency Counts over Data Streams", VLDB 2002).
+#[derive(Clone, Debug)]
+pub(super) struct TopK<K, V> {
+    entries: HashMap<K, V, RandomState>,
+    capacity: usize,
+    evicted: u64,
+    max_undercount: u64,
+}
+
+impl<K: Eq + Hash + Copy + Ord, V: Weight> TopK<K, V> {
+    pub(super) fn new(most: usize) -> Self {
+        Self { entries: HashMap::default(), capacity: most.max(2), evicted: 0, max_undercount: 0 }
+    }
+
+    /// The entry of a key, new if there is none.
+    #[inline]
+    pub(super) fn entry(&mut self, key: K, new: impl FnOnce() -> V) -> &mut V {
+        if self.entries.len() >= self.capacity && !self.entries.contains_key(&key) {
+            self.evict_lighter_half();
+        }
+        self.entries.entry(key).or_insert_with(new)
+    }
+
+    #[cold]
+    fn evict_lighter_half(&mut self) {
+        let mut weights: Vec<u64> = self.entries.values().map(Weight::weight).collect();
+        let middle = weights.len() / 2;
+        let (_, median, _) = weights.select_nth_unstable(middle);
+        let median = *median;
+        let before = self.entries.len();
+        self.entries.retain(|_, value| value.weight() > median);
+        self.evicted += (before - self.entries.len()) as u64;
+        self.max_undercount += median;
+    }
+
+    /// The first `count` of those that have a rank, the highest first; equal ones in the order of their keys.
+    pub(super) fn top<R: Ord>(&self, count: usize, rank: impl Fn(&V) -> Option<R>) -> Vec<(K, &V)> {
+        self.top_by_key(count, |_, value| rank(value))
+    }
+
+    /// [`TopK::top`] by the keys, too.
+    pub(super) fn top_by_key<R: Ord>(&self, count: usize, rank: impl Fn(&K, &V) -> Option<R>) -> Vec<(K, &V)> {
+        let mut ranked: Vec<(R, K, &V)> =
+            self.entries.iter().filter_map(|(key, value)| Some((rank(key, value)?, *key, value))).collect();
+        let order = |one: &(R, K, &V), other: &(R, K, &V)| other.0.cmp(&one.0).then(one.1.cmp(&other.1));
+        if ranked.len() > count && count > 0 {
+            ranked.select_nth_unstable_by(count - 1, order);
+        }
+        ranked.truncate(count);
+        ranked.sort_unstable_by(order);
+        ranked.into_iter().map(|(_, key, value)| (key, value)).collect()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(super) fn values(&self) -> impl Iterator<Item = &V> {
+        self.entries.values()
+    }
+
+    /// How often an entry was let go.
+    pub(super) fn evicted(&self) -> u64 {
+        self.evicted
+    }
+
+    /// The most by which an entry weighs too little, because it was let go before.
+    pub(super) fn max_undercount(&self) -> u64 {
+        self.max_undercount
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    impl Weight for u64 {
+        fn weight(&self) -> u64 {
+            *self
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn it_stays_within_its_bound_and_knows_how_wrong_it_is(
+            keys in prop::collection::vec((0_u32..6).prop_flat_map(|bits| 0_u32..1 << bits), 0..2000), most in 2_usize..20,
+        ) {
+            let (mut table, mut exact) = (TopK::new(most), HashMap::<u32, u64>::new());
+            for key in keys {
+                *table.entry(key, || 0) += 1;
+                *exact.entry(key).or_default() += 1;
+                prop_assert!(table.len() <= most);
+            }
+            for (key, weight) in &exact {
+                let found = table.entries.get(key).copied().unwrap_or(0);
+                prop_assert!(found <= *weight && found + table.max_undercount() >= *weight, "{} {} {}", key, found, weight);
+            }
+            if exact.len() <= most {
+                prop_assert_eq!((table.evicted(), table.max_undercount()), (0, 0));
+            }
+        }
+    }
+
+    #[test]
+    fn the_top_is_sorted_and_ties_go_by_key() {
+        let mut table = TopK::new(100);
+        for (key, weight) in [(5, 1), (4, 7), (3, 7), (2, 9), (1, 0)] {
+            *table.entry(key, || 0) += weight;
+        }
+        let top = |count| {
+            table.top(count, |weight| (*weight > 0).then_some(*weight)).iter().map(|(key, _)| *key).collect::<Vec<_>>()
+        };
+        assert_eq!(top(3), [2, 3, 4]);
+        assert_eq!(top(9), [2, 3, 4, 5]);
+        assert_eq!(top(0), [0; 0]);
+    }
+}

@@ -1,0 +1,120 @@
+//! What a run comes down to.
+
+use crate::stats::RunStats;
+
+/// What a run comes down to; of several repetitions, the means.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RunSummary {
+    /// Calls that began.
+    pub offered: f64,
+    /// Calls that succeeded.
+    pub succeeded: f64,
+    /// Calls that failed.
+    pub failed: f64,
+    /// Calls whose last request was refused.
+    pub refused: f64,
+    /// Calls that their own side declined to send.
+    pub declined: f64,
+    /// Attempts that were sent.
+    pub attempts: f64,
+    /// Requests that were refused for a limit or a full queue: wasted.
+    pub throttled: f64,
+    /// The share of ended calls that succeeded, from 0 to 1.
+    pub success_share: f64,
+    /// Attempts for each call: how much the load is amplified.
+    pub attempts_per_call: f64,
+    /// Calls that succeeded each second, over the stretch that is measured.
+    pub goodput: f64,
+    /// The mean delay of calls that succeeded, in seconds; `None` if none did. Of several repetitions, the mean of those in
+    /// which any did, and likewise the next two.
+    pub mean_delay: Option<f64>,
+    /// The delay that half of them didn't exceed, in seconds.
+    pub p50_delay: Option<f64>,
+    /// The delay that 99 % of them didn't exceed, in seconds.
+    pub p99_delay: Option<f64>,
+    /// When the last call ended, in seconds.
+    pub elapsed: f64,
+    /// The most requests that came to the service within 100 ms.
+    pub busiest: f64,
+    /// The share of calls that succeeded before the first disturbance; `None` if nothing disturbs.
+    pub success_share_before: Option<f64>,
+    /// The share of calls that succeeded after the last disturbance and the time for recovering from it.
+    pub success_share_after: Option<f64>,
+}
+
+impl RunSummary {
+    pub(crate) fn from_stats(tally: &RunStats) -> Self {
+        let total = tally.total();
+        let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        let secs = |span: tidegate_core::Span| span.as_micros() as f64 / 1e6;
+        let recovery = tally.recovery_shares();
+        Self {
+            offered: total.offered as f64,
+            succeeded: total.succeeded as f64,
+            failed: total.failed as f64,
+            refused: total.refused as f64,
+            declined: total.declined as f64,
+            attempts: total.attempts as f64,
+            throttled: total.throttled as f64,
+            success_share: share(total.succeeded, total.succeeded + total.failed + total.refused + total.declined),
+            attempts_per_call: share(total.attempts, total.offered),
+            goodput: tally.goodput(),
+            mean_delay: tally.mean_delay().map(secs),
+            p50_delay: tally.delay_quantile(0.5).map(secs),
+            p99_delay: tally.delay_quantile(0.99).map(secs),
+            elapsed: secs(tally.last_ended_at()),
+            busiest: tally.busiest() as f64,
+            success_share_before: recovery.map(|(before, _)| before),
+            success_share_after: recovery.map(|(_, after)| after),
+        }
+    }
+
+    pub(crate) fn mean_of(results: &[Self]) -> Self {
+        let mean = |of: fn(&Self) -> f64| results.iter().map(of).sum::<f64>() / results.len().max(1) as f64;
+        let known = |of: fn(&Self) -> Option<f64>| {
+            let known: Vec<f64> = results.iter().filter_map(of).collect();
+            (!known.is_empty()).then(|| known.iter().sum::<f64>() / known.len() as f64)
+        };
+        Self {
+            offered: mean(|numbers| numbers.offered),
+            succeeded: mean(|numbers| numbers.succeeded),
+            failed: mean(|numbers| numbers.failed),
+            refused: mean(|numbers| numbers.refused),
+            declined: mean(|numbers| numbers.declined),
+            attempts: mean(|numbers| numbers.attempts),
+            throttled: mean(|numbers| numbers.throttled),
+            success_share: mean(|numbers| numbers.success_share),
+            attempts_per_call: mean(|numbers| numbers.attempts_per_call),
+            goodput: mean(|numbers| numbers.goodput),
+            mean_delay: known(|numbers| numbers.mean_delay),
+            p50_delay: known(|numbers| numbers.p50_delay),
+            p99_delay: known(|numbers| numbers.p99_delay),
+            elapsed: mean(|numbers| numbers.elapsed),
+            busiest: mean(|numbers| numbers.busiest),
+            success_share_before: known(|numbers| numbers.success_share_before),
+            success_share_after: known(|numbers| numbers.success_share_after),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repetitions_without_a_success_have_no_delay() {
+        let of = |succeeded, delay| RunSummary {
+            succeeded,
+            mean_delay: delay,
+            p50_delay: delay,
+            p99_delay: delay,
+            ..RunSummary::default()
+        };
+        let found = RunSummary::mean_of(&[of(10.0, Some(3.0)), of(0.0, None), of(20.0, Some(5.0))]);
+        assert_eq!(
+            (found.succeeded, found.mean_delay, found.p50_delay, found.p99_delay),
+            (10.0, Some(4.0), Some(4.0), Some(4.0))
+        );
+        assert_eq!(RunSummary::mean_of(&[of(0.0, None)]).p99_delay, None);
+    }
+}

@@ -1,0 +1,89 @@
+//! What happens in a world, and what it is about.
+
+use tidegate_core::retry::Reach;
+use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
+
+use super::plain_client::RetryState;
+use crate::service::{JobId, RequestKind, ServiceReply};
+
+/// Names a call. Once it is over its name means nothing any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CallId {
+    pub(super) index: usize,
+    pub(super) sequence: u64,
+}
+
+/// A call under way.
+#[derive(Debug)]
+pub(super) struct CallState {
+    pub(super) sequence: u64,
+    pub(super) node: usize,
+    pub(super) started_at: Time,
+    pub(super) attempt: u32,
+    /// How long the attempt's reply is waited for; nothing if none is.
+    pub(super) reply_timeout: Span,
+    /// A time-out earlier than this says nothing of the service.
+    pub(super) conclusive_after: Span,
+    /// Under which the service has the attempt.
+    pub(super) job: Option<JobId>,
+    pub(super) client_call: ClientCall,
+}
+
+#[derive(Debug)]
+pub(super) enum ClientCall {
+    Plain(RetryState),
+    /// Where the machine holds it.
+    Tidegate(usize),
+}
+
+/// A request on its way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SimRequest {
+    pub(super) call: CallId,
+    pub(super) attempt: u32,
+    pub(super) node: usize,
+}
+
+#[derive(Debug)]
+pub(super) enum SimEvent {
+    /// A client makes a call.
+    ClientCalls(usize),
+    RequestArrives(SimRequest, RequestKind),
+    JobFinishes(JobId),
+    ReplyArrives(SimRequest, ServiceReply),
+    AttemptTimesOut(SimRequest),
+    CallResumes(CallId),
+    /// The gate renews the permits that are held.
+    GateRenewsPermits,
+    /// A machine's timer rings, if it is still set for this moment.
+    ClientWakes(usize, Time),
+    StoreRequestArrives(Box<SharedStoreRequest>),
+    StoreReplyArrives(Box<SharedStoreRequest>, Option<Box<Outcomes>>),
+    StoreNotificationArrives(Box<Batch>),
+}
+
+/// What a shared store is asked.
+#[derive(Debug)]
+pub(super) struct SharedStoreRequest {
+    pub(super) node: usize,
+    pub(super) waiting_call: (usize, Ticket),
+    pub(super) batch: Box<Batch>,
+}
+
+/// How an attempt ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AttemptResult {
+    pub(super) class: Class,
+    pub(super) reach: Reach,
+    pub(super) retry_after: Option<Span>,
+}
+
+pub(super) fn attempt_result(answer: ServiceReply) -> AttemptResult {
+    let (class, reach, retry_after) = match answer {
+        ServiceReply::Done | ServiceReply::Row { .. } => (Class::Success, Reach::Answered, None),
+        ServiceReply::Conflict | ServiceReply::Failed => (Class::Transient, Reach::Answered, None),
+        ServiceReply::Throttled { retry_after } => (Class::Throttled, Reach::Answered, retry_after),
+        ServiceReply::ConnectionRefused => (Class::Transient, Reach::Unsent, None),
+    };
+    AttemptResult { class, reach, retry_after }
+}

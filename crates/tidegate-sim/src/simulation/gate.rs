@@ -1,0 +1,129 @@
+//! The inbound gate before the service: the policy's plan, a store, and the judgement of both.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+
+use tidegate_core::decision::decide;
+use tidegate_core::{Batch, Span, Time, Verb};
+use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Query};
+use tidegate_store::{Immediate, Memory, Store};
+
+use crate::setup::LoadSpec;
+
+/// The action of calls that don't say one, if the policy has it.
+const DEFAULT_ACTION: &str = "default";
+
+/// The name under which the policy knows a client.
+pub(crate) fn client_name(load: &LoadSpec, number: u32) -> String {
+    format!("{}-{number}", load.name)
+}
+
+/// The query of a call; `name` is its client's.
+pub(crate) fn client_query<'q>(load: &'q LoadSpec, name: &'q str, node: usize) -> Query<'q> {
+    let ip = Ipv4Addr::from_bits((10 << 24) | (node as u32 & 0x00ff_ffff));
+    Query { action: load.action.as_deref(), ip: Some(ip.into()), key: Some(name), ..Query::default() }
+}
+
+/// Whether the plan can decide about a load's calls, and by which action.
+pub(crate) fn load_action(plan: &Plan, load: &LoadSpec, seed: &KeySeed) -> Result<Option<ActionId>, UndecidableError> {
+    let action = match load.action.as_deref() {
+        Some(name) => Some(plan.find_action(name)?),
+        None => plan.find_action(DEFAULT_ACTION).ok(),
+    };
+    plan.ops(action, &client_query(load, &client_name(load, 0), 0), seed, Verb::Peek, 0)?;
+    Ok(action)
+}
+
+/// Why the plan can't decide about a call; a running gate answers it with 503.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum UndecidableError {
+    #[error(transparent)]
+    Action(#[from] tidegate_policy::UnknownActionError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
+}
+
+#[derive(Debug)]
+pub(super) struct SimGate<'s> {
+    plan: &'s Plan,
+    store: Memory,
+    seed: KeySeed,
+    loads: &'s [LoadSpec],
+    /// The action of each load.
+    actions: Vec<Option<ActionId>>,
+    /// Who holds permits of calls in flight, by load and node.
+    permit_holders: BTreeMap<u64, (usize, usize)>,
+    /// Whether the next renewal is entered.
+    pub(super) is_renewal_scheduled: bool,
+}
+
+/// Whose call it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CallIdentity<'c> {
+    pub(super) load: usize,
+    pub(super) name: &'c str,
+    pub(super) node: usize,
+    /// Under which its permit is held.
+    pub(super) holder: u64,
+}
+
+impl<'s> SimGate<'s> {
+    pub(super) fn new(plan: &'s Plan, loads: &'s [LoadSpec], seed: KeySeed) -> Self {
+        let store = Memory::reproducible(std::sync::Arc::new(plan.limits().clone()), Memory::MAX_BYTES);
+        let actions = loads.iter().map(|load| load_action(plan, load, &seed).ok().flatten()).collect();
+        Self { plan, store, seed, loads, actions, permit_holders: BTreeMap::new(), is_renewal_scheduled: false }
+    }
+
+    /// Decides about a call and counts it.
+    ///
+    /// # Errors
+    /// It is refused, and may come back after this.
+    pub(super) fn check(&mut self, caller: CallIdentity<'_>, now: Time) -> Result<(), Option<Span>> {
+        let query = client_query(&self.loads[caller.load], caller.name, caller.node);
+        let decision = match self.plan.decide_by_list(query.ip, || now) {
+            Some(decision) => decision,
+            None => {
+                let Some(batch) = self.build_batch(caller, Verb::Take) else { return Ok(()) };
+                decide(&batch, self.plan.limits(), &self.store.apply_now(&batch, now))
+            }
+        };
+        if !decision.allowed {
+            return Err(decision.retry_after);
+        }
+        if self.build_batch(caller, Verb::Release).is_some_and(|batch| !batch.ops().is_empty()) {
+            self.permit_holders.insert(caller.holder, (caller.load, caller.node));
+        }
+        Ok(())
+    }
+
+    /// A call has ended: what it holds is given back.
+    pub(super) fn release(&mut self, caller: CallIdentity<'_>, now: Time) {
+        if self.permit_holders.remove(&caller.holder).is_some() {
+            self.apply_verb(caller, Verb::Release, now);
+        }
+    }
+
+    /// Whether anybody holds a permit, which has to be renewed then.
+    pub(super) fn has_permits(&self) -> bool {
+        !self.permit_holders.is_empty()
+    }
+
+    /// Renews all permits that are held, of nodes with these names.
+    pub(super) fn renew<'n>(&self, name: impl Fn(usize) -> &'n str, now: Time) {
+        for (&holder, &(load, node)) in &self.permit_holders {
+            self.apply_verb(CallIdentity { load, name: name(node), node, holder }, Verb::Renew, now);
+        }
+    }
+
+    fn apply_verb(&self, caller: CallIdentity<'_>, verb: Verb, now: Time) {
+        if let Some(batch) = self.build_batch(caller, verb) {
+            self.store.tell(&batch, now);
+        }
+    }
+
+    /// `None` where the plan can't say, which reading the scenario has ruled out.
+    fn build_batch(&self, caller: CallIdentity<'_>, verb: Verb) -> Option<Batch> {
+        let query = client_query(&self.loads[caller.load], caller.name, caller.node);
+        self.plan.ops(self.actions[caller.load], &query, &self.seed, verb, caller.holder).ok()
+    }
+}

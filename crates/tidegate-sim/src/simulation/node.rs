@@ -1,0 +1,102 @@
+//! One client: when it calls, what it remembers, and by which clock.
+
+use rand::RngExt;
+use rand_distr::Exp1;
+use tidegate_core::{Span, Time};
+
+use super::gate;
+use super::plain_client::PlainClient;
+use super::tidegate_client::TidegateClient;
+use crate::clock::NodeClock;
+use crate::profile::Profile;
+use crate::random::{RngStreams, SimRng};
+use crate::setup::{Arrivals, LoadSpec, Setup};
+
+#[derive(Debug)]
+pub(super) struct SimNode<'s> {
+    /// Its load's place in the setup.
+    pub(super) load: usize,
+    /// What the inbound policy knows it by.
+    pub(super) name: String,
+    pub(super) clock: NodeClock,
+    pub(super) client: ClientState<'s>,
+    pub(super) network_rng: SimRng,
+    /// When its machine's timer rings.
+    pub(super) timer_fires_at: Time,
+    serial: bool,
+    arrivals_rng: SimRng,
+    /// How many calls it has made.
+    calls_made: u32,
+}
+
+/// How it goes about its calls.
+#[derive(Debug)]
+pub(super) enum ClientState<'s> {
+    None,
+    Plain(PlainClient<'s>),
+    Tidegate(Box<TidegateClient<'s>>),
+}
+
+impl SimNode<'_> {
+    pub(super) fn new(index: usize, load: &LoadSpec, number: u32, began: Time, streams: &mut RngStreams) -> Self {
+        let mut arrivals_rng = streams.next_rng();
+        let drift = load.drift * arrivals_rng.random::<f64>();
+        Self {
+            load: index,
+            name: gate::client_name(load, number),
+            clock: NodeClock::new(began, drift, &load.clock_steps),
+            client: ClientState::None,
+            network_rng: streams.next_rng(),
+            timer_fires_at: Time::NEVER,
+            serial: matches!(load.arrivals, Arrivals::Serial { .. }),
+            arrivals_rng,
+            calls_made: 0,
+        }
+    }
+
+    /// Whether it calls again only when its last call has ended.
+    pub(super) fn is_serial(&self) -> bool {
+        self.serial
+    }
+
+    /// When it makes its next call, before `end`.
+    pub(super) fn next_call_at(&mut self, setup: &Setup, now: Time, end: Time) -> Option<Time> {
+        let rng = &mut self.arrivals_rng;
+        let began = setup.starts_at;
+        let at = match &setup.loads[self.load].arrivals {
+            Arrivals::Poisson(rate) => next_poisson_arrival(rate, began, now, end, rng)?,
+            Arrivals::Even(rate) => next_even_arrival(rate, began, now)?,
+            Arrivals::Trace { times, each } => began + *times.get((self.calls_made / each) as usize)?,
+            Arrivals::Serial { calls, think } => {
+                if calls.is_some_and(|calls| self.calls_made >= calls) {
+                    return None;
+                }
+                now + think.sample(rng)
+            }
+        };
+        self.calls_made = self.calls_made.saturating_add(1);
+        (at < end).then_some(at)
+    }
+}
+
+/// The next of random arrivals, thinned out where the rate is below its largest (Lewis and Shedler, 1979).
+fn next_poisson_arrival(rate: &Profile, began: Time, now: Time, end: Time, rng: &mut SimRng) -> Option<Time> {
+    let most = rate.max();
+    let mut at = now;
+    while most > 0.0 && at < end {
+        let gap = rng.sample::<f64, _>(Exp1) / most * 1e6;
+        // At least a microsecond, so that it comes to an end.
+        at = at + Span::from_micros((gap.round() as u64).max(1));
+        if rng.random::<f64>() * most < rate.value_at(at.since(began)) {
+            return Some(at);
+        }
+    }
+    None
+}
+
+/// The next of even arrivals: each comes when the rate has come to one more.
+fn next_even_arrival(rate: &Profile, began: Time, now: Time) -> Option<Time> {
+    let at = began + rate.integral_reaches_at(1.0, now.since(began))?;
+    // At least a microsecond, so that it comes to an end.
+    Some(at.max(now + Span::from_micros(1)))
+}

@@ -1,0 +1,255 @@
+//! A client that is the production machine: the same calls, desk and store as in [`tidegate`'s driver], carried on by
+//! events instead of tasks.
+//!
+//! [`tidegate`'s driver]: https://docs.rs/tidegate
+
+use std::sync::Arc;
+
+use slab::Slab;
+use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
+use tidegate_core::{Batch, Class, Lane, Limits, Outcomes, Span, Ticket, Time, Turn};
+use tidegate_policy::KeySeed;
+use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
+use tidegate_store::{Immediate, Memory, Store};
+
+use super::event::CallId;
+use crate::random::SimRng;
+use crate::stats::CallOutcome;
+
+/// All calls of one client to the provider. Its calls are bounded by what its lanes let wait and what is in flight.
+#[derive(Debug)]
+pub(super) struct TidegateClient<'s> {
+    provider: &'s ProviderConfig,
+    limits: Arc<Limits>,
+    rules: Rules,
+    state: Desk,
+    /// Answers in place; `None` where the store is asked by messages.
+    store: Option<Arc<Memory>>,
+    calls: Slab<ActiveCall>,
+    /// Where a queued call is held, by its ticket's index.
+    slot_by_ticket: Vec<Option<usize>>,
+    pub(super) wake_at: Time,
+    rng: SimRng,
+}
+
+#[derive(Debug)]
+struct ActiveCall {
+    call: Call,
+    id: CallId,
+}
+
+/// What the world is to do for a client.
+#[derive(Debug)]
+pub(super) enum Effect {
+    /// Send a request, and wait for its reply for so long; to be given up earlier than that would be its caller's doing.
+    Send { id: CallId, reply_timeout: Span, conclusive_after: Span },
+    /// Go on at this moment of the client's clock.
+    Resume { id: CallId, at: Time },
+    /// It is over.
+    Finish { id: CallId, outcome: CallOutcome },
+    /// Ask the shared store.
+    AskStore { slot: usize, ticket: Ticket, batch: Box<Batch> },
+    /// Tell the shared store.
+    NotifyStore { batch: Box<Batch> },
+}
+
+impl<'s> TidegateClient<'s> {
+    pub(super) fn new(
+        plan: &'s OutboundConfig,
+        provider: &'s ProviderConfig,
+        store: Option<Arc<Memory>>,
+        seed: &KeySeed,
+        rng: SimRng,
+    ) -> Self {
+        let rules = provider.rules(seed);
+        let desk = provider.new_state(&rules);
+        let (calls, places) = (Slab::new(), Vec::new());
+        let limits = Arc::clone(plan.limits());
+        Self { provider, limits, rules, state: desk, store, calls, slot_by_ticket: places, wake_at: Time::NEVER, rng }
+    }
+
+    /// How many calls wait for their turn.
+    pub(super) fn waiting_calls(&self) -> u32 {
+        Lane::ALL.iter().map(|lane| self.state.lanes.waiting(*lane) as u32).sum()
+    }
+
+    /// A call begins; where it is held.
+    pub(super) fn begin(&mut self, id: CallId, lane: Lane, now: Time, effects: &mut Vec<Effect>) -> usize {
+        let lane = if self.provider.sequential { Lane::User } else { lane };
+        let call = Call::new(&self.rules, lane, 1, None, now);
+        let slot = self.calls.insert(ActiveCall { call, id });
+        self.enqueue(slot, now, effects);
+        slot
+    }
+
+    /// A call enters the queue, at first or again.
+    pub(super) fn enqueue(&mut self, slot: usize, now: Time, effects: &mut Vec<Effect>) {
+        self.pause_outside_hours(now);
+        let step = self.calls[slot].call.start(&mut self.state, now);
+        if let Some(ticket) = self.calls[slot].call.ticket() {
+            if self.slot_by_ticket.len() <= ticket.index() {
+                self.slot_by_ticket.resize(ticket.index() + 1, None);
+            }
+            self.slot_by_ticket[ticket.index()] = Some(slot);
+        }
+        self.run_steps(step, slot, now, effects);
+        self.poll_lanes(now, effects);
+    }
+
+    /// An attempt has ended.
+    pub(super) fn handle_reply(&mut self, slot: usize, reply: &Reply, now: Time, effects: &mut Vec<Effect>) {
+        self.pause_outside_hours(now);
+        let step = self.calls[slot].call.replied(&self.rules, &mut self.state, reply, now, &mut self.rng);
+        self.send_notification(now, effects);
+        let id = self.calls[slot].id;
+        match step {
+            Step::Sleep(at) => effects.push(Effect::Resume { id, at }),
+            Step::Finish(Err(failure)) => self.finish_call(slot, outcome_of_failure(&failure, reply.class), effects),
+            Step::Renew { .. } | Step::Queue | Step::Ask | Step::Send { .. } | Step::Finish(Ok(())) => {
+                let end = if reply.class == Class::Success { CallOutcome::Succeeded } else { CallOutcome::Failed };
+                self.finish_call(slot, end, effects);
+            }
+        }
+        self.poll_lanes(now, effects);
+    }
+
+    /// It is the moment that [`TidegateClient::wake_at`] said.
+    pub(super) fn handle_timer(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        self.pause_outside_hours(now);
+        self.poll_lanes(now, effects);
+    }
+
+    /// The shared store has answered; `None` if it couldn't be reached.
+    pub(super) fn handle_store_reply(
+        &mut self,
+        (slot, ticket): (usize, Ticket),
+        batch: &Batch,
+        outcomes: Option<&Outcomes>,
+        now: Time,
+        effects: &mut Vec<Effect>,
+    ) {
+        self.pause_outside_hours(now);
+        let is_still_asking = self.calls.get(slot).is_some_and(|held| held.call.ticket() == Some(ticket));
+        match (is_still_asking, outcomes) {
+            (true, Some(outcomes)) => {
+                let held = &mut self.calls[slot];
+                let step = held.call.decided(&self.rules, &self.limits, &mut self.state, outcomes, now, &mut self.rng);
+                self.run_steps(step, slot, now, effects);
+            }
+            (true, None) => {
+                self.calls[slot].call.undecided(&mut self.state);
+                self.finish_call(slot, CallOutcome::Failed, effects);
+            }
+            (false, Some(outcomes)) => {
+                let refund = Call::unwanted(&self.rules, batch, outcomes);
+                effects.extend(refund.map(|batch| Effect::NotifyStore { batch: Box::new(batch) }));
+                self.state.lanes.poke();
+            }
+            (false, None) => {}
+        }
+        self.poll_lanes(now, effects);
+    }
+
+    fn pause_outside_hours(&mut self, now: Time) {
+        if let Some(hours) = &self.provider.hours {
+            self.state.lanes.pause(Lane::Background, hours.next_within(now));
+        }
+    }
+
+    /// Carries on whom the lanes name, until they say to sleep.
+    fn poll_lanes(&mut self, now: Time, effects: &mut Vec<Effect>) {
+        loop {
+            let (ticket, expired) = match self.state.lanes.poll(now) {
+                Turn::Sleep(at) => {
+                    self.wake_at = at;
+                    return;
+                }
+                Turn::Ask(ticket) => (ticket, false),
+                Turn::Expired(ticket) => (ticket, true),
+            };
+            let slot = self.slot_by_ticket.get(ticket.index()).copied().flatten();
+            let Some(place) =
+                slot.filter(|place| self.calls.get(*place).is_some_and(|held| held.call.ticket() == Some(ticket)))
+            else {
+                self.state.lanes.cancel(ticket);
+                continue;
+            };
+            let call = &mut self.calls[place].call;
+            let step = match expired {
+                true => call.expired(&mut self.state),
+                false => call.turn(&self.rules, &mut self.state, now, &mut self.rng),
+            };
+            self.run_steps(step, place, now, effects);
+        }
+    }
+
+    /// Follows a step as far as it leads without waiting.
+    fn run_steps(&mut self, mut step: Step, slot: usize, now: Time, effects: &mut Vec<Effect>) {
+        loop {
+            self.send_notification(now, effects);
+            let held = &mut self.calls[slot];
+            match step {
+                Step::Ask => match &self.store {
+                    Some(store) => {
+                        let outcomes = store.apply_now(self.state.orders.ask(), now);
+                        step = held.call.decided(
+                            &self.rules,
+                            &self.limits,
+                            &mut self.state,
+                            &outcomes,
+                            now,
+                            &mut self.rng,
+                        );
+                    }
+                    None => {
+                        let batch = Box::new(self.state.orders.ask().clone());
+                        let asking = held.call.ticket();
+                        effects.extend(asking.map(|ticket| Effect::AskStore { slot, ticket, batch }));
+                        return;
+                    }
+                },
+                Step::Send { .. } => {
+                    let attempt = Span::from_duration(self.provider.attempt_timeout);
+                    let usual = self.rules.lane_rules[held.call.lane() as usize].timeout.min(attempt);
+                    let patience = attempt.min(held.call.deadline().since(now));
+                    let conclusive_after = Span::from_micros(usual.as_micros() / 2);
+                    return effects.push(Effect::Send { id: held.id, reply_timeout: patience, conclusive_after });
+                }
+                Step::Finish(Err(failure)) => {
+                    return self.finish_call(slot, outcome_of_failure(&failure, Class::Cancelled), effects);
+                }
+                Step::Queue | Step::Renew { .. } | Step::Sleep(_) | Step::Finish(Ok(())) => return,
+            }
+        }
+    }
+
+    fn send_notification(&self, now: Time, effects: &mut Vec<Effect>) {
+        let Some(batch) = self.state.orders.tell() else { return };
+        match &self.store {
+            Some(store) => store.tell(batch, now),
+            None => effects.push(Effect::NotifyStore { batch: Box::new(batch.clone()) }),
+        }
+    }
+
+    fn finish_call(&mut self, slot: usize, end: CallOutcome, effects: &mut Vec<Effect>) {
+        if let Some(held) = self.calls.try_remove(slot) {
+            effects.push(Effect::Finish { id: held.id, outcome: end });
+        }
+    }
+}
+
+/// How a call has ended that failed for this reason, after a last reply of this class.
+fn outcome_of_failure(failure: &Failure, last: Class) -> CallOutcome {
+    match failure {
+        Failure::DeadlineExceeded => CallOutcome::Failed,
+        Failure::GaveUp(_) if last == Class::Throttled => CallOutcome::Refused,
+        Failure::GaveUp(_) => CallOutcome::Failed,
+        Failure::Unavailable(_)
+        | Failure::RateLimited { .. }
+        | Failure::QuotaSpent { .. }
+        | Failure::Cooling { .. }
+        | Failure::Resting { .. }
+        | Failure::Paced { .. }
+        | Failure::QueueFull(_) => CallOutcome::Declined,
+    }
+}

@@ -1,0 +1,112 @@
+//! An HTTP client of one connection that speaks in exact bytes.
+
+use std::io::{self, ErrorKind, Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::time::Duration;
+
+/// How long an answer may take.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A keep-alive client of one connection.
+#[derive(Debug)]
+pub struct HttpClient(TcpStream);
+
+/// What came back.
+#[derive(Clone, Debug)]
+pub struct HttpResponse {
+    /// Its status.
+    pub status: u16,
+    /// Whether it is the connection's last.
+    pub closes_connection: bool,
+    /// Its head in small letters.
+    pub head: String,
+    /// Its body as it is on the wire.
+    pub body: String,
+}
+
+impl HttpResponse {
+    /// A header's value, in small letters; the first if there are several.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.head
+            .lines()
+            .find_map(|line| line.split_once(": ").filter(|(found, _)| *found == name))
+            .map(|(_, value)| value)
+    }
+}
+
+impl HttpClient {
+    /// Connects on loopback; `None` if nobody listens.
+    ///
+    /// # Panics
+    /// If the connection can't be set up for waiting.
+    pub fn connect(port: u16) -> Option<Self> {
+        let stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).ok()?;
+        stream.set_nodelay(true).expect("a connection without delay");
+        stream.set_read_timeout(Some(READ_TIMEOUT)).expect("a connection with a time-out");
+        Some(Self(stream))
+    }
+
+    /// Sends these bytes.
+    ///
+    /// # Panics
+    /// If the connection is over.
+    pub fn send(&mut self, bytes: impl AsRef<[u8]>) {
+        self.0.write_all(bytes.as_ref()).expect("a connection that wasn't said to be over takes a request");
+    }
+
+    /// Sends a request and reads its answer.
+    ///
+    /// # Panics
+    /// If there is none in time.
+    pub fn request(&mut self, request: impl AsRef<[u8]>) -> HttpResponse {
+        self.send(request);
+        self.read_response()
+    }
+
+    /// The first question on a connection. `None` if nobody had taken the connection yet: the system makes connections
+    /// on a listener's behalf up to the moment when it closes, and resets those that it hadn't handed over.
+    ///
+    /// # Panics
+    /// If there is no answer in time.
+    pub fn try_first_request(&mut self, request: &str) -> Option<HttpResponse> {
+        let reset = |error: io::Error| matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
+        if self.0.write_all(request.as_bytes()).is_err_and(reset) || self.0.peek(&mut [0]).is_err_and(reset) {
+            return None;
+        }
+        Some(self.read_response())
+    }
+
+    /// The next answer.
+    ///
+    /// # Panics
+    /// If there is none in time.
+    pub fn read_response(&mut self) -> HttpResponse {
+        let mut bytes = Vec::new();
+        let mut buffer = [0; 16 << 10];
+        loop {
+            let text = String::from_utf8_lossy(&bytes);
+            if let Some((head, body)) = text.split_once("\r\n\r\n") {
+                let head = head.to_ascii_lowercase();
+                let chunked = head.contains("transfer-encoding: chunked");
+                let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+                if (chunked && body.ends_with("0\r\n\r\n")) || (!chunked && body.len() >= length.unwrap_or(0)) {
+                    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
+                    return HttpResponse {
+                        status,
+                        closes_connection: head.contains("connection: close"),
+                        body: body.to_owned(),
+                        head,
+                    };
+                }
+            }
+            let count = self.0.read(&mut buffer).expect("an answer in time");
+            assert!(count > 0, "the connection ended without the answer: {text}");
+            bytes.extend_from_slice(&buffer[..count]);
+        }
+    }
+}
+
+/// A GET without anything.
+pub fn get_request(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+}

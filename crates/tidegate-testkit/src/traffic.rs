@@ -1,0 +1,432 @@
+//! Random plans and random traffic on them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tidegate_core::pacer::{MAX_SHARED_STEP, PacerGrowth, PacerMode};
+use tidegate_core::quota::FixedPeriods;
+use tidegate_core::{
+    Batch, Concurrency, Cooldown, CountMode, Key, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, Op,
+    Outcomes, PacerSpec, Penalty, PenaltyMode, PenaltySpec, Quota, Rate, SharedPacerRules, Span, Time, Verb, Window,
+};
+
+use crate::random::RandomSource;
+
+/// How many calls are remembered that may still be heard of.
+const MAX_TRACKED_CALLS: usize = 8;
+
+/// A random plan, a few keys, and a clock that goes on by steps that find the edges: to the very moment a wait was
+/// told for and the microsecond before it, past windows, leases and forgiveness.
+#[derive(Clone, Debug)]
+pub struct TrafficGenerator {
+    random: RandomSource,
+    limits: Arc<Limits>,
+    keys: Vec<Key>,
+    now: Time,
+    reported_times: Vec<Time>,
+    contents: PlanContents,
+    /// How far ahead calls are counted, if they are.
+    lead: Span,
+    /// What was asked last.
+    last_batch: Batch,
+    tracked_calls: Vec<TrackedCall>,
+}
+
+/// A call that was admitted.
+#[derive(Clone, Debug)]
+struct TrackedCall {
+    ops: Vec<Op>,
+    holder: u64,
+    charged_at: Time,
+    counted_at: Time,
+    /// The generation of each operation's cool-down.
+    generations: Vec<u32>,
+}
+
+/// What a random plan may hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlanContents {
+    /// Everything.
+    #[default]
+    All,
+    /// Nothing in shadow and nothing that counts refused calls.
+    Simple,
+    /// No time but the store's own: limits that last long enough for a few hundred batches.
+    RealTime,
+}
+
+impl TrafficGenerator {
+    /// A plan of 1 to 5 limits and 1 to 4 keys.
+    pub fn new(mut random: RandomSource, wanted: PlanContents) -> Self {
+        let count = random.between(1, 5);
+        let lead = match random.below(4) {
+            0..=1 => Span::ZERO,
+            2 => Span::from_micros(random.below(20_000)),
+            _ => Span::from_millis(random.pick(&[500, 60_000])),
+        };
+        let limits = (0..count).map(|_| random_limit(&mut random, wanted, lead)).collect();
+        // Different ones, also where a tape gives nothing but zeros.
+        let keys =
+            (0..random.between(1, 4)).map(|key| Key::new(key, random.next_u64() ^ ((key << 61) | key))).collect();
+        let now = Time::from_micros(1_700_000_000_000_000 + random.below(86_400_000_000));
+        let limits = Arc::new(Limits::new(limits).expect("invariant: at most 5 limits"));
+        let (told, under_way) = (Vec::new(), Vec::new());
+        Self {
+            random,
+            limits,
+            keys,
+            now,
+            reported_times: told,
+            contents: wanted,
+            lead,
+            last_batch: Batch::new(0),
+            tracked_calls: under_way,
+        }
+    }
+
+    /// The plan.
+    pub fn limits(&self) -> &Arc<Limits> {
+        &self.limits
+    }
+
+    /// The clock.
+    pub fn now(&self) -> Time {
+        self.now
+    }
+
+    /// The choices that are still to come.
+    pub fn random(&mut self) -> &mut RandomSource {
+        &mut self.random
+    }
+
+    /// Moves the clock on, or leaves it where it is.
+    pub fn advance_clock(&mut self) -> Time {
+        let span = |random: &mut RandomSource, most: u64| Span::from_micros(random.below(most));
+        let to = match self.random.below(20) {
+            0..=5 => self.now,
+            6..=7 => self.now + Span::from_micros(1),
+            8..=10 => self.now + span(&mut self.random, 5_000),
+            11..=12 => self.now + span(&mut self.random, 500_000),
+            13 => self.now + span(&mut self.random, 20_000_000),
+            14 => self.now + span(&mut self.random, 7_200_000_000),
+            _ if self.reported_times.is_empty() => self.now,
+            15 => self.random.pick(&self.reported_times) - Span::from_micros(1),
+            _ => self.random.pick(&self.reported_times),
+        };
+        self.now = self.now.max(to);
+        self.now
+    }
+
+    /// A `Take` of 1 to 4 limits, news of a call that was admitted, or now and then something else.
+    pub fn next_batch(&mut self) -> Batch {
+        self.last_batch = if !self.tracked_calls.is_empty() && self.random.chance(25) {
+            self.follow_up_batch()
+        } else {
+            self.random_batch()
+        };
+        self.last_batch.clone()
+    }
+
+    fn random_batch(&mut self) -> Batch {
+        let mut pairs = self.limit_key_pairs();
+        let most = self.random.between(1, 4) as usize;
+        let kind = self.random.below(100);
+        let mut batch = Batch::new(self.random.between(1, 5)).with_lead(self.random_lead());
+        if !self.lead.is_zero() && self.random.chance(10) {
+            batch = batch.with_counted_at(self.now + Span::from_micros(self.random.below(5_000_000)));
+        }
+        if kind >= 84 {
+            let at = [self.now - Span::from_micros(self.random.below(20_000_000)), self.now, Time::NEVER, Time::ZERO];
+            batch = batch.with_charged_at(self.random.pick(&at));
+        }
+        while batch.ops().len() < most && !pairs.is_empty() {
+            let (limit, key) = pairs.swap_remove(self.random.below(pairs.len() as u64) as usize);
+            let verb = match kind {
+                0..70 => Verb::Take,
+                70..78 => Verb::Peek,
+                78..84 => self.random.pick(&[Verb::Take, Verb::Peek]),
+                84..87 => Verb::Refund,
+                87..90 => Verb::Release,
+                90..92 => Verb::Renew,
+                92..94 => Verb::Reset,
+                _ => self.random_verb(),
+            };
+            let (verb, cost) = match verb {
+                _ if self.is_pace(limit) && self.random.chance(70) => self.random_pace_verb(),
+                _ if self.is_cooldown(limit) || matches!(verb, Verb::RestorePenalty { .. }) => {
+                    (verb, self.random_wait_micros())
+                }
+                _ => (verb, self.random_cost(limit)),
+            };
+            let verb = self.predictable_verb(limit, verb);
+            batch.push(Op::new(limit, verb, key, cost)).expect("invariant: at most 4 operations");
+        }
+        batch
+    }
+
+    /// What becomes of a call: how it ended, what it cost, or that it was never sent. It may be heard of again.
+    fn follow_up_batch(&mut self) -> Batch {
+        // Mostly of the latest, while it still counts ahead.
+        let last = self.tracked_calls.len() - 1;
+        let place = if self.random.chance(60) { last } else { self.random.below(last as u64) as usize };
+        let call = if self.random.chance(70) {
+            self.tracked_calls.swap_remove(place)
+        } else {
+            self.tracked_calls[place].clone()
+        };
+        let verb = self.random.pick(&[Verb::Settle, Verb::Settle, Verb::Refund, Verb::Debit, Verb::Release]);
+        let known = !self.lead.is_zero() && (verb == Verb::Settle || self.random.chance(60));
+        let mut batch = Batch::new(call.holder).with_counted_at(if known { call.counted_at } else { Time::ZERO });
+        batch = batch.with_charged_at(if self.random.chance(90) { call.charged_at } else { Time::ZERO });
+        for (op, generation) in call.ops.iter().zip(call.generations) {
+            let (verb, cost) = match (self.is_cooldown(op.limit), self.random.below(8)) {
+                (true, 0..=3) => (Verb::Throttle { generation }, self.random_wait_micros()),
+                (true, 4..=6) => (Verb::Success { generation }, 0),
+                (true, _) => (Verb::Disable, self.random_wait_micros()),
+                (false, _) if self.is_pace(op.limit) => self.random_pace_verb(),
+                (false, 0) => match self.random_verb() {
+                    verb @ Verb::RestorePenalty { .. } => (verb, self.random_wait_micros()),
+                    verb => (verb, self.random_cost(op.limit)),
+                },
+                (false, _) => (verb, op.cost),
+            };
+            let verb = self.predictable_verb(op.limit, verb);
+            batch.push(Op::new(op.limit, verb, op.key, cost)).expect("invariant: as many as were asked");
+        }
+        batch
+    }
+
+    /// The verb, unless the model couldn't know what came of it.
+    fn predictable_verb(&self, limit: LimitId, verb: Verb) -> Verb {
+        let merges =
+            |limit: &Limit| matches!(limit.kind(), LimitKind::Window(window) if !window.max_lateness().is_zero());
+        let unknown = self.limits.get(limit).is_some_and(|limit| limit.penalty().is_some() && merges(limit));
+        if unknown && verb == Verb::Debit { Verb::Settle } else { verb }
+    }
+
+    fn random_verb(&mut self) -> Verb {
+        let generation = if self.random.chance(90) { self.random.below(4) as u32 } else { u32::MAX };
+        let penalise =
+            Verb::RestorePenalty { strikes: self.random.below(5) as u8, parole: self.random.below(3) as u32 };
+        self.random.pick(&[
+            Verb::Take,
+            Verb::Peek,
+            Verb::Refund,
+            Verb::Release,
+            Verb::Renew,
+            Verb::Reset,
+            Verb::Debit,
+            Verb::Settle,
+            Verb::Throttle { generation },
+            Verb::Success { generation },
+            Verb::Disable,
+            Verb::Pace { failed: true, draw: generation },
+            penalise,
+        ])
+    }
+
+    /// News of a call for a pace, whose jitter finds the ends of its range.
+    fn random_pace_verb(&mut self) -> (Verb, u64) {
+        let draw = match self.random.below(8) {
+            0 => self.random.pick(&[0, 1, 1 << 31, u32::MAX - 1, u32::MAX]),
+            _ => self.random.next_u64() as u32,
+        };
+        match self.random.below(16) {
+            0..=6 => (Verb::Pace { failed: true, draw }, 0),
+            7..=14 => (Verb::Pace { failed: false, draw }, 0),
+            _ => (Verb::Debit, self.random.below(1 << 40)),
+        }
+    }
+
+    /// Mostly as all calls have it.
+    fn random_lead(&mut self) -> Span {
+        match self.random.below(20) {
+            0..=16 => self.lead,
+            17 => self.lead.times(2),
+            18 => Span::from_micros(self.random.below(1_000)),
+            _ => Span::ZERO,
+        }
+    }
+
+    /// How long a provider asks to be left alone; seldom for good.
+    fn random_wait_micros(&mut self) -> u64 {
+        match self.random.below(40) {
+            0..=15 => 0,
+            16..=30 => self.random.below(100_000),
+            31..=38 => self.random.below(20_000_000),
+            _ => self.random.pick(&[7_200_000_000, MAX_COST, u64::MAX]),
+        }
+    }
+
+    fn is_cooldown(&self, limit: LimitId) -> bool {
+        self.limits.get(limit).is_some_and(|limit| matches!(limit.kind(), LimitKind::Cooldown(_)))
+    }
+
+    fn is_pace(&self, limit: LimitId) -> bool {
+        self.limits.get(limit).is_some_and(|limit| matches!(limit.kind(), LimitKind::Pace(_)))
+    }
+
+    /// A `Take` of one to four limits, each with the cost of an ordinary call.
+    pub fn take_batch(&mut self) -> Batch {
+        let mut pairs = self.limit_key_pairs();
+        let mut batch = Batch::new(self.random.next_u64());
+        for _ in 0..self.random.between(1, 4) {
+            if pairs.is_empty() {
+                break;
+            }
+            let (limit, key) = pairs.swap_remove(self.random.below(pairs.len() as u64) as usize);
+            let cost = self.random_cost(limit);
+            batch.push(Op::new(limit, Verb::Take, key, cost)).expect("invariant: at most 4 operations");
+        }
+        self.last_batch = batch.clone();
+        batch
+    }
+
+    /// Remembers what was told, so that time can go there, and who was let through, so that there may be news of them.
+    pub fn record_outcomes(&mut self, outcomes: &Outcomes) {
+        if self.reported_times.len() > 8 {
+            self.reported_times.clear();
+        }
+        for outcome in outcomes.list() {
+            for moment in [outcome.retry_at, outcome.reset_at, outcome.block_until] {
+                if moment > outcomes.now() && !moment.is_never() {
+                    self.reported_times.push(moment);
+                }
+            }
+        }
+        let ops = self.last_batch.ops();
+        let takes = !ops.is_empty() && ops.iter().all(|op| op.verb == Verb::Take) && ops.len() == outcomes.list().len();
+        if takes && !outcomes.refuses() {
+            if self.tracked_calls.len() == MAX_TRACKED_CALLS {
+                self.tracked_calls.remove(0);
+            }
+            self.tracked_calls.push(TrackedCall {
+                ops: ops.to_vec(),
+                holder: self.last_batch.holder(),
+                charged_at: outcomes.now(),
+                counted_at: outcomes.now() + self.last_batch.context().lead,
+                generations: outcomes.list().iter().map(|outcome| outcome.generation).collect(),
+            });
+        }
+    }
+
+    fn limit_key_pairs(&mut self) -> Vec<(LimitId, Key)> {
+        let keys = &self.keys;
+        let known = self.limits.iter().flat_map(|(limit, _)| keys.iter().map(move |&key| (limit, key)));
+        let mut pairs: Vec<_> = known.collect();
+        if self.contents == PlanContents::All && self.random.chance(1) {
+            let unknown = LimitId::from_index(self.limits.len()).expect("invariant: a plan of at most 5");
+            pairs.push((unknown, keys[0]));
+        }
+        pairs
+    }
+
+    fn random_cost(&mut self, limit: LimitId) -> u64 {
+        let capacity = self.limits.get(limit).map_or(1, |limit| limit.kind().capacity().min(MAX_COST));
+        match self.random.below(40) {
+            0..=24 => 1,
+            25..=29 => self.random.between(1, 3),
+            30..=35 => self.random.between(1, capacity.max(1)),
+            36 => 0,
+            37 => capacity,
+            38 => capacity + 1,
+            _ => self.random.pick(&[MAX_COST, u64::MAX, 2]),
+        }
+    }
+}
+
+fn random_limit(random: &mut RandomSource, wanted: PlanContents, lead: Span) -> Limit {
+    let long = wanted == PlanContents::RealTime;
+    let length = |random: &mut RandomSource| {
+        let millis = if long { [3_600_000; 3] } else { [10, 1_000, 60_000] };
+        Span::from_millis(random.between(1, 3) * random.pick(&millis))
+    };
+    let period = length(random);
+    let kind = match random.below(11) {
+        0..=2 => {
+            let (limit, entries) = (random.below(8), random.pick(&[64, 8, 1]));
+            random_window(random, limit, period, entries, lead)
+        }
+        3..=4 => {
+            let (limit, entries) = (random.between(5, 200), random.pick(&[4, 1, 16, 64]));
+            random_window(random, limit, period, entries, lead)
+        }
+        5 => Rate::new(random.between(1, 50), period, random.between(1, 8)).map(LimitKind::Rate),
+        6 => Quota::new(random.below(20), Arc::new(FixedPeriods(period))).map(LimitKind::Quota),
+        7 => Concurrency::new(random.below(5), period).map(LimitKind::Concurrency),
+        8 => Ok(LimitKind::Pace(random_pacer(random, period))),
+        _ => {
+            let base = Span::from_micros(period.as_micros() / random.pick(&[1, 10, 1_000]));
+            let (cap, stagger) = (base.times(random.pick(&[1, 3, 8])), length(random));
+            Ok(LimitKind::Cooldown(Cooldown {
+                base,
+                cap,
+                stagger: random.pick(&[stagger, Span::ZERO, Span::from_millis(1)]),
+            }))
+        }
+    };
+    let mut limit = Limit::new(kind.expect("invariant: within every range"));
+    if random.chance(60) {
+        limit = limit.with_penalty(random_penalty(random, period));
+    }
+    if wanted != PlanContents::Simple {
+        if random.chance(20) {
+            limit = limit.with_count_mode(CountMode::All);
+        }
+        limit = limit.with_shadow(random.chance(20));
+    }
+    limit
+}
+
+/// Steps that come to the longest wait within a few, and to none again.
+fn random_pacer(random: &mut RandomSource, period: Span) -> SharedPacerRules {
+    let initial = Duration::from_nanos({
+        let most = random.pick(&[1, 1_000, period.as_micros() * 1_000]);
+        random.between(1, most)
+    });
+    let most = (MAX_SHARED_STEP / 20).max(initial);
+    let growth = match random.below(4) {
+        0 => PacerGrowth::Linear,
+        1 => PacerGrowth::default(),
+        _ => PacerGrowth::Exponential { up: random.between(1_001, 20_000) as u32, down: random.between(1, 999) as u16 },
+    };
+    let spec = PacerSpec {
+        initial,
+        max: random.pick(&[initial, initial * 7, initial * 1_000, most]).min(most),
+        growth,
+        randomization: random.pick(&[300, 0, 1, 999, 1_000]),
+        max_randomization: Duration::from_nanos(random.pick(&[1 << 40, 0, 1_000, u64::MAX])),
+        successes: random.pick(&[1, 2, 3, u32::MAX]),
+        mode: random.pick(&[PacerMode::Steady, PacerMode::Classic]),
+    };
+    SharedPacerRules::new(spec).expect("invariant: within every range")
+}
+
+/// A window, in a plan whose calls are counted ahead one that expects it. Those that keep every moment keep them then
+/// even where calls cost more than they were taken for: merged, they couldn't be told apart.
+fn random_window(
+    random: &mut RandomSource,
+    limit: u64,
+    period: Span,
+    entries: u32,
+    lead: Span,
+) -> Result<LimitKind, LimitError> {
+    if lead.is_zero() {
+        return Window::new(limit, period, entries).map(LimitKind::Window);
+    }
+    let entries = if limit <= u64::from(entries) { 4_096 } else { entries };
+    let lead = random.pick(&[lead, lead.times(2), Span::ZERO]);
+    Window::new(limit, period, entries).map(|window| LimitKind::Window(window.with_lead(lead)))
+}
+
+fn random_penalty(random: &mut RandomSource, period: Span) -> Penalty {
+    let base = Span::from_millis(random.pick(&[1, 2, 50, 1_000, 2_000]));
+    let spec = PenaltySpec {
+        base,
+        factor: random.pick(&[2, 1, 3, 10]),
+        cap: base.times(random.pick(&[1, 2, 7, 64, 1_800])),
+        forgive_after: random.chance(50).then(|| Span::from_millis(random.pick(&[1, 100, 5_000]))),
+        mode: random.pick(&[PenaltyMode::Parole, PenaltyMode::Parole, PenaltyMode::Strict]),
+    };
+    Penalty::new(spec, period).expect("invariant: within every range")
+}

@@ -1,0 +1,160 @@
+//! Waking to the tenth of a millisecond.
+//!
+//! Tokio's timers count whole milliseconds and round up, which would leave a tenth of a rate of 100 a second unused. So
+//! the last stretch of a wait is left to a thread of its own, which the kernel wakes more exactly. It sleeps while
+//! nobody waits.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
+use std::future::poll_fn;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Poll, Waker};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The stretch that tokio's timers are too coarse for: their millisecond, and the rounding up to it.
+const PRECISE_PART: Duration = Duration::from_millis(2);
+
+/// Waits for so long, within a tokio runtime whose timers are enabled.
+#[expect(clippy::disallowed_methods, reason = "this is the clock")]
+pub(crate) async fn sleep(wait: Duration) {
+    let until = Instant::now() + wait;
+    if let Some(most) = wait.checked_sub(PRECISE_PART) {
+        tokio::time::sleep(most).await;
+    }
+    let Some(alarm) = PreciseTimer::get() else { return tokio::time::sleep_until(until.into()).await };
+    let mut registered: Option<Arc<TimerWaker>> = None;
+    poll_fn(|context| {
+        if let Some(bell) = &registered {
+            return bell.poll(context.waker());
+        }
+        if Instant::now() >= until {
+            return Poll::Ready(());
+        }
+        registered = Some(alarm.register(until, context.waker().clone()));
+        Poll::Pending
+    })
+    .await;
+}
+
+/// The thread's list. Nothing stays on it for longer than the last stretch.
+struct PreciseTimer {
+    entries: Mutex<BinaryHeap<Reverse<TimerEntry>>>,
+    first_changed: Condvar,
+}
+
+struct TimerEntry {
+    at: Instant,
+    waker: Arc<TimerWaker>,
+}
+
+/// Who is to be woken; nobody once it has rung.
+struct TimerWaker(Mutex<Option<Waker>>);
+
+impl TimerWaker {
+    fn poll(&self, waker: &Waker) -> Poll<()> {
+        match &mut *lock(&self.0) {
+            Some(own) => {
+                own.clone_from(waker);
+                Poll::Pending
+            }
+            None => Poll::Ready(()),
+        }
+    }
+}
+
+impl PreciseTimer {
+    /// The process' own; `None` if it can have no more threads.
+    fn get() -> Option<&'static Self> {
+        static TIMER: OnceLock<Option<&'static PreciseTimer>> = OnceLock::new();
+        *TIMER.get_or_init(|| {
+            let alarm: &'static Self =
+                Box::leak(Box::new(Self { entries: Mutex::default(), first_changed: Condvar::new() }));
+            thread::Builder::new().name("tidegate-alarm".to_owned()).spawn(|| alarm.run()).ok().map(|_| alarm)
+        })
+    }
+
+    fn register(&self, at: Instant, waker: Waker) -> Arc<TimerWaker> {
+        let bell = Arc::new(TimerWaker(Mutex::new(Some(waker))));
+        let mut bells = lock(&self.entries);
+        let is_first = bells.peek().is_none_or(|Reverse(first)| at < first.at);
+        bells.push(Reverse(TimerEntry { at, waker: Arc::clone(&bell) }));
+        drop(bells);
+        if is_first {
+            self.first_changed.notify_one();
+        }
+        bell
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "this is the clock")]
+    fn run(&self) {
+        let mut bells = lock(&self.entries);
+        loop {
+            let now = Instant::now();
+            bells = match bells.peek().map(|Reverse(first)| first.at.saturating_duration_since(now)) {
+                None => self.first_changed.wait(bells).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => {
+                    let due = bells.pop();
+                    drop(bells);
+                    if let Some(waker) = due.and_then(|Reverse(due)| lock(&due.waker.0).take()) {
+                        waker.wake();
+                    }
+                    lock(&self.entries)
+                }
+                Some(wait) => self.first_changed.wait_timeout(bells, wait).unwrap_or_else(PoisonError::into_inner).0,
+            };
+        }
+    }
+}
+
+/// A panic can only have come from a waker, which is called without a lock.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl PartialEq for TimerEntry {
+    fn eq(&self, other: &Self) -> bool {
+        self.at == other.at
+    }
+}
+
+impl Eq for TimerEntry {}
+
+impl PartialOrd for TimerEntry {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for TimerEntry {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.at.cmp(&other.at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    #[expect(clippy::disallowed_methods, reason = "it is the clock that is tested")]
+    async fn nobody_is_woken_early_and_nobody_is_forgotten() {
+        let mut sleepers = tokio::task::JoinSet::new();
+        for number in 0..200_u64 {
+            sleepers.spawn(async move {
+                let (began, wait) = (Instant::now(), Duration::from_micros(number * 137 % 9_000));
+                let given_up = tokio::time::timeout(Duration::from_micros(number % 7 * 500), sleep(wait)).await;
+                if given_up.is_err() {
+                    sleep(wait.saturating_sub(began.elapsed())).await;
+                }
+                assert!(began.elapsed() >= wait, "{wait:?}");
+            });
+        }
+        while let Some(slept) = sleepers.join_next().await {
+            slept.unwrap();
+        }
+        let alarm = PreciseTimer::get().unwrap();
+        tokio::time::sleep(PRECISE_PART * 2).await;
+        assert!(lock(&alarm.entries).is_empty(), "nothing stays");
+    }
+}

@@ -1,0 +1,68 @@
+//! A check that has to be waited for.
+
+use std::net::IpAddr;
+
+use tidegate_core::decision::decide;
+use tidegate_core::{Batch, Clock, Decision};
+use tidegate_store::Store;
+
+use crate::{CheckError, Gate};
+
+/// A check that was begun.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "boxing what waits would cost those stores an allocation that have to be waited for"
+)]
+pub enum Check<S: Store, C: Clock> {
+    /// The store answered in place.
+    Decided(Decision),
+    /// It has to be waited for.
+    Pending(PendingCheck<S, C>),
+}
+
+/// A check whose answer is on its way. A store in this process has carried it out already; one beyond it is asked once
+/// somebody waits, and then may count the call although nobody waits any more. Permits that nobody hears of go back.
+#[must_use = "nothing is decided before somebody waits for it"]
+pub struct PendingCheck<S: Store, C: Clock> {
+    request: ReleaseGuard<S, C>,
+    /// The caller's address, by which keys are shared where the store has no room.
+    ip: Option<IpAddr>,
+    answer: S::Later,
+}
+
+impl<S: Store, C: Clock> PendingCheck<S, C> {
+    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, ip: Option<IpAddr>, answer: S::Later) -> Self {
+        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, answer }
+    }
+
+    /// Waits for the decision.
+    ///
+    /// # Errors
+    /// The store broke.
+    pub async fn decision(self) -> Result<Decision, CheckError> {
+        let Self { request: mut asked, ip, answer } = self;
+        let mut outcomes = answer.await?;
+        while asked.gate.move_to_shared_keys(&mut asked.batch, &outcomes, ip) {
+            outcomes = asked.gate.apply(&asked.batch).await?;
+        }
+        asked.is_answered = true;
+        Ok(decide(&asked.batch, asked.gate.plan().limits(), &outcomes))
+    }
+}
+
+/// What the store was asked, and may grant although the answer is lost or nobody waits for it.
+struct ReleaseGuard<S: Store, C: Clock> {
+    gate: Gate<S, C>,
+    batch: Batch,
+    is_answered: bool,
+}
+
+impl<S: Store, C: Clock> Drop for ReleaseGuard<S, C> {
+    fn drop(&mut self) {
+        if !self.is_answered
+            && let Some(release) = self.batch.to_release(self.gate.plan().limits())
+        {
+            self.gate.submit(&release);
+        }
+    }
+}
