@@ -78,7 +78,7 @@ pub enum Verb {
         /// The largest cost that may pass a full limit once, where the block leaves a parole.
         parole: u32,
     },
-    /// Tells a pace of a call, and is told how long to wait ([`Step::of`](crate::pacer::PaceStep::from_outcome)).
+    /// Tells a pace of a call, and is told how long to wait ([`PaceStep::from_outcome`](crate::pacer::PaceStep::from_outcome)).
     Pace {
         /// Whether the call failed; else it succeeded.
         failed: bool,

@@ -210,7 +210,7 @@ impl Limit {
         self.count_mode
     }
 
-    /// How far ahead of the present it counts what is taken, of what a batch asks for ([`Batch::ahead`](crate::Batch::with_lead)).
+    /// How far ahead of the present it counts what is taken, of what a batch asks for ([`Batch::with_lead`](crate::Batch::with_lead)).
     /// A window does as far as it expects; a rate only where slices are taken of it, for what is spent until a lease ends
     /// counts as spent then.
     pub fn lead(&self, requested: Span) -> Span {

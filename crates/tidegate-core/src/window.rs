@@ -44,7 +44,7 @@ impl Window {
         Ok(Self { limit, window, entries, cell_width: cell, lead: Span::ZERO })
     }
 
-    /// Lets calls be counted up to `lead` ahead of the present ([`Batch::ahead`](crate::Batch::with_lead)). An entry further
+    /// Lets calls be counted up to `lead` ahead of the present ([`Batch::with_lead`](crate::Batch::with_lead)). An entry further
     /// ahead can only come from a clock that has since stepped back.
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {

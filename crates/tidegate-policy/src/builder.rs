@@ -226,7 +226,7 @@ impl LimitSpec {
     }
 
     /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
-    /// [`Missing`](crate::OnMissing).
+    /// [`OnMissing`](crate::OnMissing).
     pub fn missing(self, word: &str) -> Self {
         self.with_entry("missing", toml_string(word))
     }
@@ -289,7 +289,7 @@ impl ActionSpec {
     }
 
     /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
-    /// [`Missing`](crate::OnMissing).
+    /// [`OnMissing`](crate::OnMissing).
     pub fn missing(self, word: &str) -> Self {
         self.map_limit(|limit| limit.missing(word))
     }

@@ -13,7 +13,7 @@ use http::HeaderMap;
 pub struct Query<'a> {
     /// The action by name, when the caller says it; see [`Plan::find_action`](crate::Plan::find_action).
     pub action: Option<&'a str>,
-    /// The client's address, as [`Forwarding::client`](crate::Forwarding::client_ip) found it.
+    /// The client's address, as [`Forwarding::client_ip`](crate::Forwarding::client_ip) found it.
     pub ip: Option<IpAddr>,
     /// Whatever identifies the caller: an account, an API key, a tenant.
     pub key: Option<&'a str>,
@@ -28,7 +28,7 @@ pub struct Query<'a> {
     /// The request's host, with or without a port.
     pub host: Option<&'a str>,
     /// The request's headers. When they are given, what becomes of a request without a header, cookie, query or host part
-    /// is for the limit's [`Missing`](crate::OnMissing) to say; without them it is a missing part.
+    /// is for the limit's [`OnMissing`](crate::OnMissing) to say; without them it is a missing part.
     pub headers: Option<&'a HeaderMap>,
     /// True if all this is what a log tells of a request. A header, cookie or host that it doesn't tell may have been
     /// there, so such requests are never counted by address instead.

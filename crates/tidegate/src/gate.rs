@@ -335,7 +335,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(done)
     }
 
-    /// [`share`](tidegate_core::decision::move_to_shared_keys) with the keys of the plan.
+    /// [`move_to_shared_keys`](tidegate_core::decision::move_to_shared_keys) with the keys of the plan.
     #[inline]
     pub(crate) fn move_to_shared_keys(&self, batch: &mut Batch, outcomes: &Outcomes, ip: Option<IpAddr>) -> bool {
         move_to_shared_keys(batch, outcomes, |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed))

@@ -25,7 +25,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Responsive back-off for workers that call a service which throttles: after each call they tell how it went, and wait
 /// for as long as the service seems to need. Clones share the pace.
 ///
-/// The rules are [`core::Pacer`](tidegate_core::LocalPacer)'s. Each pacer draws from a random sequence of its own, which no
+/// The rules are [`tidegate_core::LocalPacer`]'s. Each pacer draws from a random sequence of its own, which no
 /// other has, in this process or any other.
 ///
 /// ```

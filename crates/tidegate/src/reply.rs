@@ -284,7 +284,7 @@ impl Replies {
         response
     }
 
-    /// A decision as the JSON that its [`Report`](crate::DecisionReport) serialises to, written in one go.
+    /// A decision as the JSON that its [`DecisionReport`](crate::DecisionReport) serialises to, written in one go.
     pub fn report(&self, decision: &Decision) -> Bytes {
         let seconds = |span: Span| span.as_secs_ceil();
         let named = decision.bound_by.and_then(|id| self.limits.get(id.index()));

@@ -219,7 +219,7 @@ impl Stores {
     ///
     /// # Errors
     /// Settings that are out of their range, or longer than what every store counts exactly (a failure at the longest wait
-    /// must come to no more than 26 days: [`SharedPacer::new`](tidegate_core::SharedPacerRules::new)); others than a pacer of this
+    /// must come to no more than 26 days: [`SharedPacerRules::new`](tidegate_core::SharedPacerRules::new)); others than a pacer of this
     /// name has in this process; and what else [`OpenError`] says.
     #[cfg(feature = "outbound")]
     pub fn pacer<C: Clock + Clone>(&self, spec: PacerSpec, name: &str, clock: C) -> Result<Pacer<C>, OpenError> {

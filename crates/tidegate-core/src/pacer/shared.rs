@@ -25,7 +25,7 @@ impl SharedPacerRules {
     /// The rules of this pacer.
     ///
     /// # Errors
-    /// As [`Pacer::new`](crate::LocalPacer::new), and a step up from the longest wait that comes to more than
+    /// As [`LocalPacer::new`](crate::LocalPacer::new), and a step up from the longest wait that comes to more than
     /// [`MAX_SHARED_STEP`].
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         let rules = PacerRules::new(spec)?;
