@@ -104,7 +104,10 @@ pub(crate) fn format_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> 
 pub(crate) fn check(file: &Path, env: EnvOverrides<'_>) -> CliOutcome {
     match load(Some(file), env) {
         Err(outcome) => outcome,
-        Ok(LoadedPolicy { policy, source_name: from }) => print(&format!("{from}: good\n\n{}", describe(&policy))),
+        Ok(LoadedPolicy { policy, source_name: from }) => {
+            let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
+            print(&format!("{from}: good\n{notes}\n{}", describe(&policy)))
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use tidegate_sim::replay::{FieldNames, Findings, LogReplay};
+use tidegate_replay::{FieldNames, Findings, LogReplay};
 
 use crate::CliOutcome;
 use crate::policy::{self, EnvOverrides, LoadedPolicy as PolicyRead, display_name, format_of, print, print_error};

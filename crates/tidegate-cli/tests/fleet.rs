@@ -27,7 +27,7 @@ limit = \"100 per 1s\"
 
 [inbound.action.day]
 key = [\"key\"]
-limit = \"1000 per day\"
+limit = \"1000 per calendar day\"
 
 [inbound.action.careful]
 key = [\"key\"]

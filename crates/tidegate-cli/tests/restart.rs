@@ -48,7 +48,7 @@ fn command(upstream: u16, snapshot: &Path, scratch: &ScratchDir) -> (Command, u1
     // A year doesn't end while a test runs, or hardly ever.
     let policy = format!(
         "[outbound]\nsnapshot = \"{}\"\n[outbound.provider.omdb]\npreset = \"omdb-free\"\ncache = \"off\"\n\
-         base_url = \"http://127.0.0.1:{upstream}\"\ncredentials = \"env:OMDB_KEY\"\ncredential_limit = \"40 per year\"\n",
+         base_url = \"http://127.0.0.1:{upstream}\"\ncredentials = \"env:OMDB_KEY\"\ncredential_limit = \"40 per calendar year\"\n",
         snapshot.display()
     );
     let (port, admin) = (free_port(), free_port());

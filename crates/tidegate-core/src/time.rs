@@ -130,6 +130,11 @@ impl Span {
         self.0.div_ceil(1_000_000)
     }
 
+    /// The span in seconds, with fractions.
+    pub const fn as_secs_f64(self) -> f64 {
+        self.as_micros() as f64 / 1e6
+    }
+
     /// The span as a [`Duration`].
     pub const fn as_duration(self) -> Duration {
         Duration::from_micros(self.0)

@@ -426,7 +426,7 @@ mod tests {
             .global(LimitSpec::new("1000 per 1h").penalty("2s", "1h").count_all())
             .action(
                 "login",
-                ActionSpec::new(["5 per 60s", "100 per day"])
+                ActionSpec::new(["5 per 60s", "100 per calendar day"])
                     .penalty_options(PenaltyOptions::new("3s", "30m").factor(3).strict().forgive_after("2h"))
                     .key(["client_ip", "platform"])
                     .method(["POST", "PUT"])

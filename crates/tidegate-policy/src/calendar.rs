@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use jiff::civil::Weekday;
 use jiff::tz::{TimeZone, TimeZoneDatabase};
 use jiff::{SignedDuration, Span as Calendrical, Timestamp, ToSpan as _, Zoned};
-use tidegate_core::{Calendar, Period, Time};
+use tidegate_core::{Calendar, Period, Span, Time};
 
 use crate::nearest::nearest;
 
@@ -37,6 +37,16 @@ impl PeriodUnit {
             Self::Week => "week",
             Self::Month => "month",
             Self::Year => "year",
+        }
+    }
+
+    /// The nominal length, which clock changes leave aside; `None` for months and years, which differ in length.
+    pub fn fixed_length(self) -> Option<Span> {
+        match self {
+            Self::Hour => Some(Span::from_secs(3_600)),
+            Self::Day => Some(Span::from_secs(86_400)),
+            Self::Week => Some(Span::from_secs(604_800)),
+            Self::Month | Self::Year => None,
         }
     }
 }

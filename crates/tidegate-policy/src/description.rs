@@ -48,13 +48,14 @@ pub(crate) fn describe_bound(quantity: &Quantity) -> String {
         Quantity::Quota { limit, unit, zone } => {
             let zone = zone.as_deref().unwrap_or("UTC");
             let end = match unit {
-                PeriodUnit::Hour => "the next full hour",
+                PeriodUnit::Hour => "each full hour",
                 PeriodUnit::Day => "midnight",
-                PeriodUnit::Week => "Monday, midnight,",
-                PeriodUnit::Month => "the first of the next month",
+                PeriodUnit::Week => "midnight before Monday",
+                PeriodUnit::Month => "the first of the month",
                 PeriodUnit::Year => "New Year",
             };
-            format!("{limit} per {}, until {end} in {zone}", unit.as_str())
+            let twice = limit.saturating_mul(2);
+            format!("{limit} per calendar {} in {zone}: up to {twice} around {end}", unit.as_str())
         }
         Quantity::InFlight { limit } => format!("at most {limit} at the same time"),
         Quantity::Unlimited => "unlimited".to_owned(),
@@ -118,15 +119,7 @@ pub(crate) fn rate_limit_policy(name: &str, quantity: &Quantity) -> Option<RateL
             let fit = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
             (fit(quota), Some(fit(secs)), None)
         }
-        Quantity::Quota { limit, unit, .. } => {
-            let window = match unit {
-                PeriodUnit::Hour => Some(3_600),
-                PeriodUnit::Day => Some(86_400),
-                PeriodUnit::Week => Some(604_800),
-                PeriodUnit::Month | PeriodUnit::Year => None,
-            };
-            (*limit, window, None)
-        }
+        Quantity::Quota { limit, unit, .. } => (*limit, unit.fixed_length().map(Span::as_secs_ceil), None),
         Quantity::InFlight { limit } => (*limit, None, Some("concurrent-requests")),
         Quantity::Unlimited => return None,
     };
@@ -231,8 +224,11 @@ mod tests {
             ("10/s burst 20", "10 per second, bursts of 20: at most 620 in any 60 s"),
             ("100/h", "100 per hour, evenly spaced: at most 101 in any 1 h"),
             ("7/10s burst 7", "7 per 10 s, bursts of 7: at most 49 in any 60 s"),
-            ("1000 per day in America/Los_Angeles", "1000 per day, until midnight in America/Los_Angeles"),
-            ("9 per month", "9 per month, until the first of the next month in UTC"),
+            (
+                "1000 per day in America/Los_Angeles",
+                "1000 per calendar day in America/Los_Angeles: up to 2000 around midnight",
+            ),
+            ("9 per calendar month", "9 per calendar month in UTC: up to 18 around the first of the month"),
             ("8 in flight", "at most 8 at the same time"),
             ("0 per 60s", "refuses every call"),
             ("unlimited", "unlimited"),
@@ -270,8 +266,8 @@ mod tests {
             ("10/s burst 15", 20, Some(2)),
             ("1/m burst 3", 3, Some(180)),
             ("5 per 500ms", 5, Some(1)),
-            ("1000 per day", 1000, Some(86_400)),
-            ("1000 per month", 1000, None),
+            ("1000 per calendar day", 1000, Some(86_400)),
+            ("1000 per calendar month", 1000, None),
             ("8 in flight", 8, None),
         ] {
             let item = rate_limit_policy("x", &quantity.parse().unwrap()).unwrap();

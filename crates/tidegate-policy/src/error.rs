@@ -36,12 +36,54 @@ pub enum ErrorLocation {
     },
 }
 
+impl ErrorLocation {
+    fn new(texts: &SourceTexts, at: TextRange) -> Self {
+        let text = texts.get(at);
+        let start = at.start();
+        let column = text.body[text.line_start(start)..start].chars().count() + 1;
+        let name = text.name.clone();
+        match text.kind {
+            SourceKind::File => Self::File { name, line: text.line(start), column },
+            SourceKind::Variable => Self::Variable { name, column },
+        }
+    }
+}
+
 impl fmt::Display for ErrorLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File { name, line, column } => write!(f, "{}:{line}:{column}", printable(name)),
             Self::Variable { name, .. } => write!(f, "environment variable {}", printable(name)),
         }
+    }
+}
+
+/// A remark on a valid policy: a text that is read differently from what its author may expect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    location: ErrorLocation,
+    message: String,
+}
+
+impl Note {
+    pub(crate) fn new(texts: &SourceTexts, at: TextRange, message: &str) -> Self {
+        Self { location: ErrorLocation::new(texts, at), message: printable(message).into_owned() }
+    }
+
+    /// The place in the policy.
+    pub fn location(&self) -> &ErrorLocation {
+        &self.location
+    }
+
+    /// The remark itself.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "note: {}: {}", self.location, self.message)
     }
 }
 
@@ -98,8 +140,6 @@ impl Error {
         let text = texts.get(at);
         let (start, end) = (at.start(), at.end());
         let begins = text.line_start(start);
-        let column = text.body[begins..start].chars().count() + 1;
-        let line_number = text.line(start);
         let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
         let line = text.body[begins..ends].trim_end_matches('\r');
         let prefix = match text.kind {
@@ -111,14 +151,13 @@ impl Error {
         let hidden = hidden.map(|at| (at - begins).min(line.len())).into_iter().chain(own).min();
         let start = (start - begins).min(line.len());
         let end = end.saturating_sub(begins).clamp(start, line.len());
-        let (place, number) = match text.kind {
-            SourceKind::File => {
-                (ErrorLocation::File { name: text.name.clone(), line: line_number, column }, line_number.to_string())
-            }
-            SourceKind::Variable => (ErrorLocation::Variable { name: text.name.clone(), column }, String::new()),
+        let location = ErrorLocation::new(texts, at);
+        let number = match location {
+            ErrorLocation::File { line, .. } => line.to_string(),
+            ErrorLocation::Variable { .. } => String::new(),
         };
         Self(Box::new(ErrorDetails {
-            location: place,
+            location,
             message: printable(&message).into_owned(),
             expected: printable(&expected).into_owned(),
             help: Vec::new(),

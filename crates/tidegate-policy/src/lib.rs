@@ -66,7 +66,7 @@ mod units;
 
 pub use address::{AddressLists, ListStatus, Networks, canonical_ip};
 pub use builder::{ActionSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
-pub use error::{Error, ErrorLocation, Errors};
+pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
 pub use hints::Hints;
 pub use host::{is_host, is_same_host};
@@ -78,7 +78,7 @@ pub use matched_actions::{MAX_ACTIONS, MatchedActions, PathError};
 pub use matcher::Matcher;
 pub use outbound::OutboundConfig;
 pub use path::{AmbiguousPaths, PathQuirks};
-pub use plan::{Action, ActionId, LimitInfo, LimitScope, Plan, RateLimitPolicyItem, UnknownActionError};
+pub use plan::{Action, ActionId, LimitInfo, LimitScope, Plan, QueryError, RateLimitPolicyItem, UnknownActionError};
 pub use policy::{Policy, PolicySources};
 pub use preset::Preset;
 pub use printable::{printable, printable_json, printable_lines};

@@ -201,6 +201,17 @@ pub struct UnknownActionError {
     pub nearest: Option<String>,
 }
 
+/// The reason why a plan can't decide about a query: a running gate answers 400 or 503.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum QueryError {
+    /// The plan has no action of this name.
+    #[error(transparent)]
+    UnknownAction(#[from] UnknownActionError),
+    /// The query lacks a part that a limit counts by, or has it wrong.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+}
+
 /// A validated policy as the machine runs it: immutable, cheap to share, and free of clocks and state.
 pub struct Plan {
     pub(crate) limits: Limits,

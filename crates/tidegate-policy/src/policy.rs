@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::builder::PolicyBuilder;
 use crate::environment::EnvVars;
 use crate::error::Errors;
+use crate::error::Note;
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
 use crate::sections::{AdminConfig, ApiConfig, InboundConfig, LogConfig};
@@ -69,6 +70,7 @@ pub struct Policy {
     pub(crate) log: LogConfig,
     pub(crate) plan: Arc<Plan>,
     pub(crate) outbound: Option<OutboundConfig>,
+    pub(crate) notes: Vec<Note>,
 }
 
 impl Policy {
@@ -121,6 +123,12 @@ impl Policy {
     /// `[outbound]`, if the policy has one.
     pub fn outbound(&self) -> Option<&OutboundConfig> {
         self.outbound.as_ref()
+    }
+
+    /// Remarks on texts that are valid, but may be read differently from what their author expects. `tidegate check`
+    /// prints them.
+    pub fn notes(&self) -> &[Note] {
+        &self.notes
     }
 
     /// What the machine runs for calls that come in.

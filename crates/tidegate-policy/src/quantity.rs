@@ -15,20 +15,21 @@ use crate::units::{Cursor, format_duration, read_duration};
 const WINDOW_ENTRIES: u32 = 64;
 
 const NUMBER: &str = "a whole number, as in \"5 per 60s\"";
-const FORMS: &str = "\"5 per 60s\", \"10/s burst 20\", \"1000 per day\", \"8 in flight\" or \"unlimited\"";
+const FORMS: &str = "\"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\", \"8 in flight\" or \"unlimited\"";
 
 /// How much of what is allowed.
 ///
 /// | written | means |
 /// | --- | --- |
-/// | `5 per 60s`, `5/60s` | strict window: no trailing 60 s ever holds more than 5 |
+/// | `5 per 60s`, `5/60s`, `5 per minute` | strict window: no trailing 60 s ever holds more than 5 |
 /// | `10/s`, `10/s burst 20`, `10 per 1s burst 20` | rate: smooth, with up to 20 at once (1 if unsaid) |
-/// | `1000 per day in America/Los_Angeles` | quota: counted by calendar `hour`, `day`, `week` (from Monday), `month` or `year`; UTC if no zone |
+/// | `1000 per calendar day`, `1000 per day in America/Los_Angeles` | quota: counted by calendar `hour`, `day`, `week` (from Monday), `month` or `year`; UTC if no zone |
 /// | `8 in flight` | at most 8 calls at the same time |
 /// | `unlimited` | no limit |
 ///
-/// So a bare unit after a slash is a rate, a length of time is a window (`per second` and `per minute` too), and
-/// `burst` always makes a rate. Numbers go up to 2^40 and may have `_` between digits. A quantity prints in the
+/// A bare unit after a slash is a rate. A length of time is a window, be it `60s` or one `second`, `minute`, `hour`,
+/// `day` or `week`. `calendar` or a time zone makes a quota, and `burst` a rate. `per month` and `per year` alone are
+/// errors: months and years differ in length. Numbers go up to 2^40 and may have `_` between digits. A quantity prints in the
 /// shortest of these forms, which reads back as the same quantity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Quantity {
@@ -170,10 +171,10 @@ impl fmt::Display for Quantity {
                     None => write!(f, "{count}/{} burst {burst}", format_duration(*per)),
                 }
             }
-            Self::Quota { limit, unit, zone } => {
-                write!(f, "{limit} per {}", unit.as_str())?;
-                zone.as_ref().map_or(Ok(()), |zone| write!(f, " in {zone}"))
-            }
+            Self::Quota { limit, unit, zone } => match zone {
+                Some(zone) => write!(f, "{limit} per {} in {zone}", unit.as_str()),
+                None => write!(f, "{limit} per calendar {}", unit.as_str()),
+            },
             Self::InFlight { limit } => write!(f, "{limit} in flight"),
             Self::Unlimited => f.write_str("unlimited"),
         }
@@ -210,7 +211,7 @@ impl FromStr for Quantity {
                 "found more than one limit in one string",
                 "one limit",
             )
-            .help("write a list, [\"10/s\", \"1000 per day\"]: all of its limits must agree"));
+            .help("write a list, [\"10/s\", \"1000 per calendar day\"]: all of its limits must agree"));
         }
         cursor.expect_end("nothing more after the quantity")?;
         match quantity.to_limit_kind() {
@@ -333,7 +334,7 @@ fn parse_rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, 
                 "a rate per s, m or h, as in \"10/s burst 20\"",
             )
             .help(format!(
-                "write \"{count} per {calendar}\" for a quota that resets with the calendar, or \"{count} per {window}\" \
+                "write \"{count} per calendar {calendar}\" for a quota that resets with the calendar, or \"{count} per {window}\" \
                  for any trailing {window}"
             )));
         }
@@ -349,47 +350,83 @@ fn parse_rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, 
     Ok(Quantity::Rate { count, per, burst: parse_burst(cursor)?.unwrap_or(1) })
 }
 
-/// After `per`, a word: a calendar period, or one second or minute.
+/// After `per`, a word: a length of time, or a calendar period, which `calendar` or a time zone tells.
 fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
-    const WORDS: [&str; 7] = ["second", "minute", "hour", "day", "week", "month", "year"];
-    let word = cursor.word();
-    let fixed = match word.text {
-        "second" => Some(1),
-        "minute" => Some(60),
-        _ => None,
-    };
-    if let Some(secs) = fixed {
-        let per = Span::from_secs(secs);
-        return Ok(match parse_burst(cursor)? {
-            Some(burst) => Quantity::Rate { count: limit, per, burst },
-            None => Quantity::Window { limit, window: per },
-        });
+    const CALENDAR_PERIODS: &str = "a calendar period: hour, day, week, month or year";
+    const WORDS: [&str; 8] = ["second", "minute", "hour", "day", "week", "month", "year", "calendar"];
+    let mut word = cursor.word();
+    let says_calendar = word.text == "calendar";
+    if says_calendar {
+        cursor.skip_space();
+        let (here, found) = cursor.describe_next();
+        word = cursor.word();
+        if !PeriodUnit::ALL.iter().any(|unit| unit.as_str() == word.text) {
+            let error = QuantityError::new(here, format!("found {found} after `calendar`"), CALENDAR_PERIODS);
+            return Err(error.did_you_mean(nearest(word.text, PeriodUnit::ALL.map(PeriodUnit::as_str))));
+        }
     }
-    let Some(unit) = PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == word.text) else {
-        let expected = "a length of time (60s, 1h) or a calendar period: hour, day, week, month or year";
-        let error = QuantityError::new(word.range, format!("unknown period `{}`", word.text), expected);
-        return Err(match word.text {
-            "s" | "m" | "h" | "d" | "w" => {
-                error.help(format!("did you mean \"{limit} per 1{0}\", any trailing 1{0}?", word.text))
-            }
-            other => error.did_you_mean(nearest(other, WORDS)),
-        });
+    let unit = PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == word.text);
+    let span = match (word.text, unit) {
+        ("second", _) => Some(Span::from_secs(1)),
+        ("minute", _) => Some(Span::from_secs(60)),
+        (_, Some(unit)) => unit.fixed_length(),
+        _ => {
+            let expected = "a length of time (60s, 1h, day) or a calendar period (\"calendar month\")";
+            let error = QuantityError::new(word.range, format!("unknown period `{}`", word.text), expected);
+            return Err(match word.text {
+                "s" | "m" | "h" | "d" | "w" => {
+                    error.help(format!("did you mean \"{limit} per 1{0}\", any trailing 1{0}?", word.text))
+                }
+                other => error.did_you_mean(nearest(other, WORDS)),
+            });
+        }
     };
     let mark = cursor.position;
     cursor.skip_space();
     let next = cursor.word();
-    match next.text {
-        "in" => {
-            let zone = parse_zone_name(cursor)?;
-            Ok(Quantity::Quota { limit, unit, zone })
+    match (next.text, unit, span) {
+        ("in", Some(unit), _) => Ok(Quantity::Quota { limit, unit, zone: parse_zone_name(cursor)? }),
+        ("in", None, _) => {
+            let message = format!("a time zone after `{}`, which is not a calendar period", word.text);
+            Err(QuantityError::new(next.range, message, CALENDAR_PERIODS))
         }
-        "burst" => Err(QuantityError::new(next.range, "a calendar quota has no burst", "a quota or a rate")
-            .help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\""))),
-        _ => {
+        ("burst", ..) if says_calendar => {
+            Err(QuantityError::new(next.range, "a calendar quota has no burst", "a quota or a rate")
+                .help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\"")))
+        }
+        (_, Some(unit), _) if says_calendar => {
             cursor.position = mark;
             Ok(Quantity::Quota { limit, unit, zone: None })
         }
+        (.., Some(span)) => {
+            cursor.position = mark;
+            Ok(match parse_burst(cursor)? {
+                Some(burst) => Quantity::Rate { count: limit, per: span, burst },
+                None => Quantity::Window { limit, window: span },
+            })
+        }
+        (.., None) => {
+            let days = if word.text == "month" { "30d" } else { "365d" };
+            Err(QuantityError::new(
+                word.range,
+                format!("`per {}` could mean two things", word.text),
+                format!("`per calendar {}`, a time zone, or a length of time", word.text),
+            )
+            .help(format!(
+                "write \"{limit} per calendar {}\" for a quota that resets with the calendar, or \"{limit} per {days}\" \
+                 for any trailing {days}",
+                word.text
+            )))
+        }
     }
+}
+
+/// The unit of a window that is written as one word, such as the day of `1000 per day`, if that unit is also a calendar
+/// period.
+pub(crate) fn ambiguous_unit(quantity: &Quantity, text: &str) -> Option<PeriodUnit> {
+    let Quantity::Window { .. } = quantity else { return None };
+    let last = text.split_whitespace().next_back()?;
+    PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == last)
 }
 
 /// The rest of a text as the name of a time zone; `None` for UTC.
@@ -458,14 +495,24 @@ mod tests {
             ("600/min burst 5", rate(600, 60, 5), "600/m burst 5"),
             ("5/60s burst 1", rate(5, 60, 1), "5/m"),
             ("7/10s burst 1", rate(7, 10, 1), "7/10s burst 1"),
-            ("1000 per day", quota(1000, PeriodUnit::Day, None), "1000 per day"),
-            ("1000 per day in UTC", quota(1000, PeriodUnit::Day, None), "1000 per day"),
+            ("1000 per day", window(1000, 86_400), "1000 per 1d"),
+            ("5 per hour", window(5, 3600), "5 per 1h"),
+            ("5 per week", window(5, 604_800), "5 per 7d"),
+            ("100 per day burst 5", rate(100, 86_400, 5), "100/1d burst 5"),
+            ("1000 per calendar day", quota(1000, PeriodUnit::Day, None), "1000 per calendar day"),
+            ("1000 per calendar day in UTC", quota(1000, PeriodUnit::Day, None), "1000 per calendar day"),
+            (
+                "1000 per  calendar  hour in Asia/Kolkata",
+                quota(1000, PeriodUnit::Hour, Some("Asia/Kolkata")),
+                "1000 per hour in Asia/Kolkata",
+            ),
+            ("1000 per day in UTC", quota(1000, PeriodUnit::Day, None), "1000 per calendar day"),
             (
                 "1000 per day in america/los_angeles",
                 quota(1000, PeriodUnit::Day, Some("America/Los_Angeles")),
                 "1000 per day in America/Los_Angeles",
             ),
-            ("3 per month", quota(3, PeriodUnit::Month, None), "3 per month"),
+            ("3 per calendar month", quota(3, PeriodUnit::Month, None), "3 per calendar month"),
             ("8 in flight", Quantity::InFlight { limit: 8 }, "8 in flight"),
             ("8 in-flight", Quantity::InFlight { limit: 8 }, "8 in flight"),
             ("unlimited", Quantity::Unlimited, "unlimited"),
@@ -505,7 +552,7 @@ mod tests {
                 "1000/day",
                 5..8,
                 "`/day` could mean two things",
-                "write \"1000 per day\" for a quota that resets with the calendar, or \"1000 per 24h\" for any trailing 24h",
+                "write \"1000 per calendar day\" for a quota that resets with the calendar, or \"1000 per 24h\" for any trailing 24h",
             ),
             ("10/sceond", 3..9, "unknown unit `sceond` after `/`", "did you mean `second`?"),
             ("10/s bursts 20", 5..11, "found `bursts`", ""),
@@ -513,12 +560,27 @@ mod tests {
             ("10/s burst 0", 11..12, "a burst of 0, which lets nothing pass", ""),
             ("0/s", 0..3, "a rate of 0", ""),
             (
-                "1000 per day burst 5",
-                13..18,
+                "1000 per calendar day burst 5",
+                22..27,
                 "a calendar quota has no burst",
                 "drop the burst, or write a rate: \"1000/h burst 20\"",
             ),
             ("1000 per day in", 15..15, "the time zone is missing", ""),
+            (
+                "3 per month",
+                6..11,
+                "`per month` could mean two things",
+                "write \"3 per calendar month\" for a quota that resets with the calendar, or \"3 per 30d\" for any trailing 30d",
+            ),
+            (
+                "3 per year burst 2",
+                6..10,
+                "`per year` could mean two things",
+                "write \"3 per calendar year\" for a quota that resets with the calendar, or \"3 per 365d\" for any trailing 365d",
+            ),
+            ("3 per calendar dya", 15..18, "found `dya` after `calendar`", "did you mean `day`?"),
+            ("3 per calendar", 14..14, "found nothing after `calendar`", ""),
+            ("3 per minute in UTC", 13..15, "a time zone after `minute`, which is not a calendar period", ""),
             (
                 "1000 per day in Europe/Pariss",
                 16..29,
@@ -543,7 +605,7 @@ mod tests {
                 "5 per 60s, 100 per day",
                 9..10,
                 "found more than one limit in one string",
-                "write a list, [\"10/s\", \"1000 per day\"]: all of its limits must agree",
+                "write a list, [\"10/s\", \"1000 per calendar day\"]: all of its limits must agree",
             ),
             ("5 per 60s please", 10..16, "found `please`", ""),
         ] {

@@ -147,7 +147,7 @@ fn time_unit(word: &TextWord<'_>, number: Range<usize>, number_text: &str) -> Re
     Err(match word.text {
         "ns" | "nsec" | "nanos" => error.help("the smallest unit is us (a millionth of a second)"),
         "M" | "mo" | "month" | "months" | "y" | "yr" | "year" | "years" => error.help(
-            "months and years differ in length: give days (\"30d\"), or a calendar quota (\"1000 per month\") where a \
+            "months and years differ in length: give days (\"30d\"), or a calendar quota (\"1000 per calendar month\") where a \
              limit is wanted",
         ),
         other => {

@@ -85,7 +85,7 @@ fn every_kind_of_setting_can_be_overridden() {
             ("TIDEGATE__API__DENY_STATUS", "403"),
             ("TIDEGATE__ADMIN__LISTEN", "off"),
             ("TIDEGATE__log__Level", "debug"),
-            ("TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT", "10 per 60s, 100 per day"),
+            ("TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT", "10 per 60s, 100 per calendar day"),
             ("TIDEGATE__INBOUND__ACTION__OTP_REQUEST__BAN", "5m"),
             ("TIDEGATE__INBOUND__ACTION__OTP_REQUEST__MATCH", "{ path = \"/otp\" }"),
             ("TIDEGATE__INBOUND__GLOBAL__PENALTY__BASE", "5s"),
@@ -107,7 +107,7 @@ fn every_kind_of_setting_can_be_overridden() {
     for expected in [
         "global, by client_ip: at most 1000 in any 1 h; over that, blocks of 5 s, 10 s … 1 h",
         "login.1, by client_ip: at most 10 in any 60 s",
-        "login.2, by client_ip: 100 per day, until midnight in UTC",
+        "login.2, by client_ip: 100 per calendar day in UTC: up to 200 around midnight",
         "otp-request: any method /otp",
         "at most 3 in any 120 s; over that, blocked for 5 min",
         "never limited: 10.1.0.0/16",

@@ -310,7 +310,7 @@ fn names_and_fallback() {
             "export",
             ActionSpec::limits([
                 LimitSpec::new("1 per 1s").name("burst"),
-                LimitSpec::new(["5 per 60s", "9 per day"]).name("long"),
+                LimitSpec::new(["5 per 60s", "9 per calendar day"]).name("long"),
             ]),
         )
         .build()

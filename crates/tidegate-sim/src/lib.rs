@@ -6,8 +6,6 @@
 //! [`tidegate_core::call`] and the gate before a service by [`tidegate_core::decision`], the code that runs in production;
 //! only the clock, the wire and the other side are made up.
 //!
-//! A [`replay::LogReplay`] has a policy judge the requests of a real access log on the log's own clock.
-//!
 //! The same scenario and the same seed give the same bytes, on every machine of one platform: logarithms and exponentials are
 //! the platform's, and may differ in their last digit.
 #![forbid(unsafe_code)]
@@ -19,7 +17,6 @@ mod limiter;
 pub mod profile;
 mod random;
 mod read;
-pub mod replay;
 pub mod report;
 mod scenario;
 mod service;

@@ -136,7 +136,7 @@ mod tests {
     fn a_quota_ends_with_its_period() {
         let hour = 3_600_000;
         assert_eq!(
-            admitted("2 per day", [0, hour, 2 * hour, 24 * hour, 25 * hour, 26 * hour]),
+            admitted("2 per calendar day", [0, hour, 2 * hour, 24 * hour, 25 * hour, 26 * hour]),
             [0, hour, 24 * hour, 25 * hour]
         );
     }

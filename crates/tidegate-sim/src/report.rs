@@ -1,16 +1,14 @@
 //! What came of a scenario, in numbers, words and pictures.
 
-mod chart;
 mod html;
 mod json;
 mod picture;
-mod replay;
 mod summary;
 mod table;
-mod theme;
 
-pub use picture::PictureError;
 pub use summary::RunSummary;
+pub use tidegate_report::svg::PictureError;
+use tidegate_report::svg::svg_to_png;
 
 use crate::setup::Setup;
 use crate::stats::RunStats;
@@ -125,13 +123,18 @@ impl Report {
     /// # Errors
     /// They couldn't be drawn, or are too large.
     pub fn png(&self) -> Result<Vec<u8>, PictureError> {
-        picture::report_png(self)
+        svg_to_png(&self.svg()?)
     }
 
     /// The run of this case under this strategy, by their titles.
     pub fn run(&self, case: &str, strategy: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.case == case && run.strategy == strategy)
     }
+}
+
+/// The runs of each case.
+fn runs_by_case(report: &Report) -> Vec<&[Run]> {
+    report.runs.chunk_by(|one, other| one.case == other.case).collect()
 }
 
 #[cfg(test)]

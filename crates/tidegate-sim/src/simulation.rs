@@ -24,8 +24,8 @@ use crate::service::{ArrivalOutcome, FinishedJob, JobId, RequestKind, ServiceRep
 use crate::setup::{ClientSpec, Setup, TimeRange};
 use crate::stats::{CallOutcome, RunStats};
 use event::{AttemptResult, CallId, CallState, ClientCall, SharedStoreRequest, SimEvent, SimRequest, attempt_result};
+pub(crate) use gate::load_action;
 use gate::{CallIdentity, SimGate};
-pub(crate) use gate::{UndecidableError, load_action};
 use node::{ClientState, SimNode};
 use plain_client::{PlainClient, RetryState};
 use tidegate_client::{Effect, TidegateClient};

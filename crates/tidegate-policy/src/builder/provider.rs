@@ -70,7 +70,7 @@ mod tests {
                     .auth("query:key")
                     .credentials("file:/run/key")
                     .limit(["10/s", "8 in flight"])
-                    .credential_limit("1000 per day")
+                    .credential_limit("1000 per calendar day")
                     .set("retry.max_attempts", 5)
                     .set("sequential", false)
                     .set("budget.ratio", 0.1)

@@ -27,7 +27,7 @@ use crate::document::{
     SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, TomlValue, parse_file,
 };
 use crate::environment::{EnvVars, apply_variables};
-use crate::error::{Error, Errors};
+use crate::error::{Error, Errors, Note};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::policy::Policy;
@@ -44,6 +44,7 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Er
     let mut reader = DocumentReader {
         texts: &texts,
         errors,
+        notes: Vec::new(),
         section_name: NAME_PLACEHOLDER.to_owned(),
         presets,
         on_outage: OnOutage::Local,
@@ -61,6 +62,7 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Er
 pub struct DocumentReader<'t> {
     texts: &'t SourceTexts,
     errors: Vec<Error>,
+    notes: Vec<Note>,
     /// The action or provider that is being read, for telling.
     section_name: String,
     /// The ready-made providers, by name.
@@ -80,6 +82,7 @@ impl<'t> DocumentReader<'t> {
         Self {
             texts: &document.texts,
             errors: Vec::new(),
+            notes: Vec::new(),
             section_name: NAME_PLACEHOLDER.to_owned(),
             presets: document.presets.clone(),
             on_outage: OnOutage::Local,
@@ -148,7 +151,13 @@ impl DocumentReader<'_> {
             log: log?,
             plan: Arc::new(plan),
             outbound: outbound?,
+            notes: std::mem::take(&mut self.notes),
         })
+    }
+
+    /// Adds a remark on a text that is valid.
+    fn note(&mut self, at: TextRange, message: &str) {
+        self.notes.push(Note::new(self.texts, at, message));
     }
 
     fn push_error(&mut self, error: Error) {

@@ -82,7 +82,7 @@ impl DocumentReader<'_> {
             let at = table.table("throttled_when").and_then(|table| table.get("spends_quota"));
             let at = at.map_or(section.name_at, |entry| entry.key_at);
             let message = "`spends_quota` is true, but no limit of the provider is a quota";
-            self.report(at, message, "a calendar quota beside it, such as limit = \"1000 per day\"");
+            self.report(at, message, "a calendar quota beside it, such as limit = \"1000 per calendar day\"");
             return None;
         }
         let (connect_timeout, attempt_timeout, hedge_after) = timeouts?;

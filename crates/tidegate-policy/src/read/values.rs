@@ -8,11 +8,12 @@ use ipnet::IpNet;
 use tidegate_core::Span;
 
 use super::{DocumentReader, join_names};
+use crate::description::describe_bound;
 use crate::document::{TextRange, TomlNode, TomlValue};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::outbound::PointerAlternatives;
-use crate::quantity::{Quantity, QuantityError};
+use crate::quantity::{Quantity, QuantityError, ambiguous_unit};
 use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
 
@@ -284,7 +285,7 @@ impl DocumentReader<'_> {
     /// A list of quantities.
     pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(Quantity, TextRange)>> {
         const FORMS: &str =
-            "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per day\" or \"8 in flight\"";
+            "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\" or \"8 in flight\"";
         if let TomlValue::Integer(Some(number)) = node.value {
             let message = format!("`{key}` is only the number {number}");
             let error = Error::new(self.texts, node.at, message, FORMS);
@@ -300,7 +301,18 @@ impl DocumentReader<'_> {
         let quantities: Vec<Option<(Quantity, TextRange)>> = words
             .into_iter()
             .map(|(text, item)| match text.parse() {
-                Ok(quantity) => Some((quantity, item.at)),
+                Ok(quantity) => {
+                    if let Some(unit) = ambiguous_unit(&quantity, text) {
+                        let (limit, unit) = (quantity.capacity().unwrap_or_default(), unit.as_str());
+                        let message = format!(
+                            "\"{text}\" is a window: {}; for a quota that resets with the calendar, write \"{limit} \
+                             per calendar {unit}\"",
+                            describe_bound(&quantity)
+                        );
+                        self.note(item.at, &message);
+                    }
+                    Some((quantity, item.at))
+                }
                 Err(error) => {
                     self.report_in_string(item, text, key, &error);
                     None

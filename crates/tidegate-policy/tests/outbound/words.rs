@@ -10,7 +10,7 @@ fn words_show_true_bounds_and_no_secret() {
         "  10 per second, bursts of 20: at most 620 in any 60 s (all calls)\n",
         "  at most 50 in any 10 s (all calls)\n",
         "  at most 30000 in any 60 s, by what calls cost (all calls)\n",
-        "  1000 per day, until midnight in America/Los_Angeles (each credential)\n",
+        "  1000 per calendar day in America/Los_Angeles: up to 2000 around midnight (each credential)\n",
         "  1 per second, evenly spaced: at most 61 in any 60 s (background calls)\n",
         "  at most 8 at the same time (all calls)\n",
         "  as many at the same time as it bears, 2 to 30, at first 3\n",

@@ -115,7 +115,7 @@ async fn dialects_problems_and_lists() {
 #[tokio::test]
 async fn rate_limit_fields_are_structured() {
     let upstream = Echo::start("HTTP/1.1 200 OK\r\nratelimit: \"inner\";r=1;t=2\r\ncontent-length: 0\r\n\r\n").await;
-    let file = "[inbound.action.\"a.b-c_d\"]\nmatch = { path = \"/\" }\nlimit = [\"5 per 60s\", \"1000 per day\", \"8 in flight\"]\n";
+    let file = "[inbound.action.\"a.b-c_d\"]\nmatch = { path = \"/\" }\nlimit = [\"5 per 60s\", \"1000 per calendar day\", \"8 in flight\"]\n";
     let gate = start(upstream.address, file).await;
     let answer = once(gate.inbound, get("/")).await;
     let mut fields = 0;

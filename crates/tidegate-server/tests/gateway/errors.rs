@@ -69,7 +69,7 @@ async fn all_credentials_cooling() {
 #[tokio::test]
 async fn a_spent_quota() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
-    let gateway = standing(&api.policy("limit = \"1 per day\"\n"));
+    let gateway = standing(&api.policy("limit = \"1 per calendar day\"\n"));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
     let body = "{\"error\":\"QuotaSpentError\",\"message\":\"api: the quota `api` is spent\",\
         \"provider\":\"api\",\"limit\":\"api\",\

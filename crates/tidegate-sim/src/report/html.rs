@@ -1,19 +1,11 @@
 //! A report as one page that needs no network.
 
-use super::Report;
-use super::picture::{Heading, PictureError, escape_xml, report_svg};
-use super::table::{COLUMNS, load_lines};
+use tidegate_report::page::html_page;
+use tidegate_report::svg::{PictureError, escape_xml};
 
-const STYLE: &str = "\
-:root{color-scheme:light dark;--ground:#fff;--text:#1f2328;--muted:#59636e;--line:#e4e7eb}\
-@media (prefers-color-scheme:dark){:root{--ground:#14171c;--text:#e6e9ee;--muted:#a3adb8;--line:#2b3139}}\
-body{margin:0 auto;padding:24px 16px;max-width:1200px;background:var(--ground);color:var(--text);\
-font:15px/1.5 system-ui,sans-serif}\
-h1{font-size:24px;margin:0}h2{font-size:16px;margin:0 0 6px}p{color:var(--muted);margin:4px 0 16px}\
-div{overflow-x:auto}table{border-collapse:collapse;width:100%;margin-bottom:24px;font-variant-numeric:tabular-nums}\
-th,td{padding:4px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}\
-th{color:var(--muted);font-weight:500}th:first-child,td:first-child{text-align:left}\
-svg{display:block;width:100%;height:auto}";
+use super::picture::{Heading, report_svg};
+use super::table::{COLUMNS, load_lines};
+use super::{Report, runs_by_case};
 
 pub(super) fn to_html(report: &Report) -> Result<String, PictureError> {
     let title = escape_xml(&report.title);
@@ -23,7 +15,7 @@ pub(super) fn to_html(report: &Report) -> Result<String, PictureError> {
         .map(|column| format!("<th scope=\"col\" title=\"{}\">{}</th>", escape_xml(column.meaning), column.title))
         .collect();
     let mut tables = String::new();
-    for runs in report.runs.chunk_by(|one, other| one.case == other.case) {
+    for runs in runs_by_case(report) {
         let case = runs.first().map_or("", |run| run.case.as_str());
         let case = if case.is_empty() { "strategy" } else { case };
         tables.push_str(&format!(
@@ -44,13 +36,4 @@ pub(super) fn to_html(report: &Report) -> Result<String, PictureError> {
     let picture = report_svg(report, Heading::Omitted)?;
     let foot = format!("seed {}; pictures show the first trial", report.seed);
     Ok(html_page(&title, &format!("<p>{about}</p>{tables}{picture}<p>{foot}</p>")))
-}
-
-/// A page of this title, which is escaped already, as its body is.
-pub(super) fn html_page(title: &str, body: &str) -> String {
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
-         content=\"width=device-width\"><title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>\
-         {body}</body></html>\n"
-    )
 }

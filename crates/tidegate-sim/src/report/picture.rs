@@ -1,24 +1,15 @@
 //! A report as pictures: an SVG for light and dark, and a PNG of it.
 
-use std::sync::LazyLock;
-
-use plotters::backend::SVGBackend;
-use plotters::drawing::IntoDrawingArea;
 use plotters::element::Text;
-use plotters::style::{FontStyle, register_font};
-use resvg::tiny_skia::{Pixmap, Transform};
-use resvg::usvg;
-
-use super::chart::{
-    self, Area, AxisUnit, ChartConfig, ChartLine, DrawError, SeriesMark, THIN_LINE, axis_max, text_style,
+use tidegate_report::chart::{
+    self, Area, AxisUnit, ChartConfig, ChartLine, Mark, SeriesMark, THIN_LINE, axis_max, text_style,
 };
-use super::theme::{BACKGROUND, BLUE, Colour, GREEN, GREY, MUTED, ORANGE, SERIES, TEXT, VERMILLION, style_sheet};
-use super::{Report, Run};
+use tidegate_report::svg::{PictureError, WIDTH, render_svg};
+use tidegate_report::theme::{BLUE, Colour, GREEN, GREY, MUTED, ORANGE, SERIES, TEXT, VERMILLION};
+
+use super::{Report, Run, runs_by_case};
 use crate::stats::{CallOutcome, TimeBucket};
 
-/// A free font, by which text is measured and, in a PNG, drawn; see `fonts/README.md`.
-const FONT: &[u8] = include_bytes!("../../fonts/Roboto-subset.ttf");
-pub(super) const WIDTH: i32 = 1200;
 const HEADER_HEIGHT: i32 = 78;
 const CASE_NAME_HEIGHT: i32 = 30;
 const CASE_LEGEND_HEIGHT: i32 = 40;
@@ -28,28 +19,6 @@ const STRATEGY_HEIGHT: i32 = 250;
 const MAX_LINE_POINTS: usize = 64;
 /// The most calls in one chart of delays.
 const MAX_CALL_MARKS: usize = 1200;
-/// The most pixels of a PNG, some 256 MB.
-const MAX_PIXELS: u64 = 1 << 26;
-
-/// Why a picture couldn't be drawn.
-#[derive(Debug, thiserror::Error)]
-pub enum PictureError {
-    /// The chart couldn't be laid out.
-    #[error("the picture couldn't be drawn: {0}")]
-    Drawing(String),
-    /// It has too many cases and strategies for one PNG.
-    #[error("the picture is too large for a PNG; write it as .svg or .html")]
-    TooLarge,
-}
-
-impl From<DrawError> for PictureError {
-    fn from(error: DrawError) -> Self {
-        Self::Drawing(error.to_string())
-    }
-}
-
-/// Whether the font is there for measuring text. It always is: a test draws with it.
-static FONT_REGISTERED: LazyLock<bool> = LazyLock::new(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok());
 
 /// Whether a picture says itself what it shows, or stands where that is said already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,50 +54,6 @@ pub(super) fn report_svg(report: &Report, heading: Heading) -> Result<String, Pi
     render_svg(&report.title, height, draw)
 }
 
-/// An SVG of this title and height that follows the reader's preference for light or dark.
-pub(super) fn render_svg(
-    title: &str,
-    height: i32,
-    draw: impl FnOnce(&Area<'_>) -> Result<(), PictureError>,
-) -> Result<String, PictureError> {
-    if !*FONT_REGISTERED {
-        return Err(PictureError::Drawing("its font can't be read".to_owned()));
-    }
-    let mut drawn = String::new();
-    {
-        let root = SVGBackend::with_string(&mut drawn, (WIDTH as u32, height as u32)).into_drawing_area();
-        root.fill(&BACKGROUND.light)?;
-        draw(&root)?;
-        root.present()?;
-    }
-    let (open, rest) = drawn.split_once('>').unwrap_or((&drawn, ""));
-    let title = escape_xml(title);
-    Ok(format!("{open} role=\"img\"><title>{title}</title><style>{}</style>{rest}", style_sheet()))
-}
-
-/// The same, in light colours, as a PNG of twice as many pixels each way.
-pub(super) fn report_png(report: &Report) -> Result<Vec<u8>, PictureError> {
-    let drawing = |error: &dyn std::fmt::Display| PictureError::Drawing(error.to_string());
-    let mut options = usvg::Options::default();
-    options.fontdb_mut().load_font_data(FONT.to_vec());
-    options.fontdb_mut().set_sans_serif_family("Roboto");
-    let tree =
-        usvg::Tree::from_str(&report_svg(report, Heading::Included)?, &options).map_err(|error| drawing(&error))?;
-    let size = tree.size().to_int_size();
-    let pixels = |scale: u64| u64::from(size.width()) * u64::from(size.height()) * scale * scale;
-    let scale = [2_u8, 1].into_iter().find(|scale| pixels(u64::from(*scale)) <= MAX_PIXELS);
-    let scale = scale.ok_or(PictureError::TooLarge)?;
-    let scaled = |length: u32| length * u32::from(scale);
-    let mut pixmap = Pixmap::new(scaled(size.width()), scaled(size.height())).ok_or(PictureError::TooLarge)?;
-    resvg::render(&tree, Transform::from_scale(f32::from(scale), f32::from(scale)), &mut pixmap.as_mut());
-    pixmap.encode_png().map_err(|error| drawing(&error))
-}
-
-/// The runs of each case.
-fn runs_by_case(report: &Report) -> Vec<&[Run]> {
-    report.runs.chunk_by(|one, other| one.case == other.case).collect()
-}
-
 fn draw_case(root: &Area<'_>, runs: &[Run], top: &mut i32) -> Result<(), PictureError> {
     chart::draw_rule(root, *top, WIDTH)?;
     let name = runs.first().map_or("", |run| run.case.as_str());
@@ -152,7 +77,7 @@ fn draw_case(root: &Area<'_>, runs: &[Run], top: &mut i32) -> Result<(), Picture
 
 /// All strategies over each other: what succeeds, what waits, what is amplified.
 fn draw_overview(area: &Area<'_>, runs: &[Run]) -> Result<(), PictureError> {
-    let longest = runs.iter().map(|run| secs(run.first_trial.last_ended_at())).fold(1e-3, f64::max);
+    let longest = runs.iter().map(|run| run.first_trial.last_ended_at().as_secs_f64()).fold(1e-3, f64::max);
     let unit = AxisUnit::for_seconds(longest);
     let series = |of: &dyn Fn(&TimeBucket, f64) -> f64| -> Vec<ChartLine> {
         let line =
@@ -192,7 +117,7 @@ fn draw_overview(area: &Area<'_>, runs: &[Run]) -> Result<(), PictureError> {
 
 /// One strategy: what its calls and requests come to, and how long each call takes.
 fn draw_strategy(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
-    let longest = secs(run.first_trial.last_ended_at()).max(1e-3);
+    let longest = run.first_trial.last_ended_at().as_secs_f64().max(1e-3);
     let unit = AxisUnit::for_seconds(longest);
     let time = (longest / unit.seconds, format!("time ({})", unit.name));
     let half = WIDTH / 2;
@@ -220,8 +145,8 @@ fn draw_strategy(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
 
     let kept = run.first_trial.samples();
     let sparse = kept.len().div_ceil(MAX_CALL_MARKS).max(1);
-    let shown: Vec<_> = kept.iter().step_by(sparse).copied().collect();
-    let slowest = shown.iter().map(|point| secs(point.delay)).fold(1e-3, f64::max);
+    let shown: Vec<_> = kept.iter().step_by(sparse).collect();
+    let slowest = shown.iter().map(|call| call.delay.as_secs_f64()).fold(1e-3, f64::max);
     let delays = AxisUnit::for_seconds(slowest);
     let legend = [
         ("succeeded", GREEN, SeriesMark::Dot),
@@ -237,11 +162,18 @@ fn draw_strategy(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
         legend: &legend,
     };
     let part = area.clone().shrink((half, 0), (half as u32, STRATEGY_HEIGHT as u32));
-    chart::draw_calls(&part, &frame, &shown, (unit, delays), |point| match point.outcome {
-        CallOutcome::Succeeded => (GREEN, SeriesMark::Dot),
-        CallOutcome::Failed => (VERMILLION, SeriesMark::Cross),
-        CallOutcome::Refused | CallOutcome::Declined => (ORANGE, SeriesMark::Cross),
-    })?;
+    let marks: Vec<Mark> = shown
+        .iter()
+        .map(|call| {
+            let at = (call.ended_at.as_secs_f64() / unit.seconds, call.delay.as_secs_f64() / delays.seconds);
+            match call.outcome {
+                CallOutcome::Succeeded => (at, GREEN, SeriesMark::Dot),
+                CallOutcome::Failed => (at, VERMILLION, SeriesMark::Cross),
+                CallOutcome::Refused | CallOutcome::Declined => (at, ORANGE, SeriesMark::Cross),
+            }
+        })
+        .collect();
+    chart::draw_marks(&part, &frame, &marks)?;
     Ok(())
 }
 
@@ -259,7 +191,7 @@ fn amplification_line(run: &Run, colour: Colour, unit: AxisUnit) -> ChartLine {
 /// A number of each bucket, at the bucket's middle; `of` is told its width in seconds.
 fn line_points(run: &Run, unit: AxisUnit, mut of: impl FnMut(&TimeBucket, f64) -> f64) -> Vec<(f64, f64)> {
     let (buckets, width) = run.first_trial.merged_buckets(MAX_LINE_POINTS);
-    let (width, end) = (secs(width), secs(run.first_trial.last_ended_at()));
+    let (width, end) = (width.as_secs_f64(), run.first_trial.last_ended_at().as_secs_f64());
     let place = |(index, bucket): (usize, &TimeBucket)| {
         let from = index as f64 * width;
         let length = (end - from).min(width);
@@ -268,22 +200,4 @@ fn line_points(run: &Run, unit: AxisUnit, mut of: impl FnMut(&TimeBucket, f64) -
             .then(|| ((from + length / 2.0) / unit.seconds, of(bucket, length.max(1e-6))))
     };
     buckets.iter().enumerate().filter_map(place).collect()
-}
-
-fn secs(span: tidegate_core::Span) -> f64 {
-    span.as_micros() as f64 / 1e6
-}
-
-/// Text for XML.
-pub(super) fn escape_xml(text: &str) -> String {
-    text.chars().fold(String::with_capacity(text.len()), |mut escaped, letter| {
-        match letter {
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '&' => escaped.push_str("&amp;"),
-            '"' => escaped.push_str("&quot;"),
-            other => escaped.push(other),
-        }
-        escaped
-    })
 }

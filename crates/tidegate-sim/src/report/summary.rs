@@ -46,7 +46,6 @@ impl RunSummary {
     pub(crate) fn from_stats(tally: &RunStats) -> Self {
         let total = tally.total();
         let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
-        let secs = |span: tidegate_core::Span| span.as_micros() as f64 / 1e6;
         let recovery = tally.recovery_shares();
         Self {
             offered: total.offered as f64,
@@ -59,10 +58,10 @@ impl RunSummary {
             success_share: share(total.succeeded, total.succeeded + total.failed + total.refused + total.declined),
             attempts_per_call: share(total.attempts, total.offered),
             goodput: tally.goodput(),
-            mean_delay: tally.mean_delay().map(secs),
-            p50_delay: tally.delay_quantile(0.5).map(secs),
-            p99_delay: tally.delay_quantile(0.99).map(secs),
-            elapsed: secs(tally.last_ended_at()),
+            mean_delay: tally.mean_delay().map(tidegate_core::Span::as_secs_f64),
+            p50_delay: tally.delay_quantile(0.5).map(tidegate_core::Span::as_secs_f64),
+            p99_delay: tally.delay_quantile(0.99).map(tidegate_core::Span::as_secs_f64),
+            elapsed: tally.last_ended_at().as_secs_f64(),
             busiest: tally.busiest() as f64,
             success_share_before: recovery.map(|(before, _)| before),
             success_share_after: recovery.map(|(_, after)| after),

@@ -3,8 +3,9 @@
 use std::borrow::Cow;
 
 use tidegate_policy::{printable, printable_lines};
+use tidegate_report::table::{align_rows, format_count};
 
-use super::{Report, Run};
+use super::{Report, Run, runs_by_case};
 use crate::stats::LoadCounts;
 
 /// One column: its head, and what stands in it.
@@ -73,31 +74,23 @@ pub(super) fn text_table(report: &Report) -> String {
         text.push_str(&printable_lines(line));
         text.push('\n');
     }
-    let rows: Vec<[String; COLUMNS.len()]> =
-        report.runs.iter().map(|run| std::array::from_fn(|index| COLUMNS[index].cell(run))).collect();
-    let widths: [usize; COLUMNS.len()] = std::array::from_fn(|index| {
-        let cells = rows.iter().map(|row| row[index].chars().count());
-        cells.chain([COLUMNS[index].title.len()]).max().unwrap_or(0)
-    });
-    let names = report.runs.iter().flat_map(|run| [first_column_title(run), printable(&run.strategy)]);
-    let names = names.map(|name| name.chars().count()).max().unwrap_or(0);
-    let mut case = None;
-    for (run, row) in report.runs.iter().zip(&rows) {
-        if case != Some(&run.case) {
-            case = Some(&run.case);
-            text.push_str(&format!("\n{:names$}", first_column_title(run)));
-            for (column, width) in COLUMNS.iter().zip(widths) {
-                text.push_str(&format!("  {:>width$}", column.title));
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    for runs in runs_by_case(report) {
+        let titles = COLUMNS.iter().map(|column| column.title.to_owned());
+        rows.push(runs.first().map(first_column_title).into_iter().map(Cow::into_owned).chain(titles).collect());
+        rows.extend(runs.iter().map(|run| {
+            let cells = COLUMNS.iter().map(|column| column.cell(run));
+            std::iter::once(printable(&run.strategy).into_owned()).chain(cells).collect()
+        }));
+    }
+    let mut lines = align_rows(&rows, 1).into_iter();
+    for runs in runs_by_case(report) {
+        text.push_str(&format!("\n{}\n", lines.next().unwrap_or_default()));
+        for run in runs {
+            text.push_str(&format!("{}\n", lines.next().unwrap_or_default()));
+            for line in load_lines(run) {
+                text.push_str(&format!("  {line}\n"));
             }
-            text.push('\n');
-        }
-        text.push_str(&format!("{:names$}", printable(&run.strategy)));
-        for (cell, width) in row.iter().zip(widths) {
-            text.push_str(&format!("  {cell:>width$}"));
-        }
-        text.push('\n');
-        for line in load_lines(run) {
-            text.push_str(&format!("  {line}\n"));
         }
     }
     let trials = report.runs.iter().map(|run| run.trials).max().unwrap_or(1);
@@ -126,19 +119,6 @@ pub(super) fn load_lines(run: &Run) -> Vec<String> {
         )
     };
     seen.map(line).collect()
-}
-
-/// A whole number, in groups of three; of a mean, the nearest.
-pub(super) fn format_count(number: f64) -> String {
-    let digits = format!("{number:.0}");
-    let mut grouped = String::with_capacity(digits.len() * 2);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            grouped.push(',');
-        }
-        grouped.push(digit);
-    }
-    grouped
 }
 
 /// A time in seconds, for people; a dash where there is none.

@@ -5,7 +5,7 @@ use std::net::Ipv4Addr;
 
 use tidegate_core::decision::decide;
 use tidegate_core::{Batch, Span, Time, Verb};
-use tidegate_policy::{ActionId, KeyError, KeySeed, Plan, Query};
+use tidegate_policy::{ActionId, KeySeed, Plan, Query, QueryError};
 use tidegate_store::{Immediate, Memory, Store};
 
 use crate::setup::LoadSpec;
@@ -25,22 +25,13 @@ pub(crate) fn client_query<'q>(load: &'q LoadSpec, name: &'q str, node: usize) -
 }
 
 /// Whether the plan can decide about a load's calls, and by which action.
-pub(crate) fn load_action(plan: &Plan, load: &LoadSpec, seed: &KeySeed) -> Result<Option<ActionId>, UndecidableError> {
+pub(crate) fn load_action(plan: &Plan, load: &LoadSpec, seed: &KeySeed) -> Result<Option<ActionId>, QueryError> {
     let action = match load.action.as_deref() {
         Some(name) => Some(plan.find_action(name)?),
         None => plan.find_action(DEFAULT_ACTION).ok(),
     };
     plan.ops(action, &client_query(load, &client_name(load, 0), 0), seed, Verb::Peek, 0)?;
     Ok(action)
-}
-
-/// Why the plan can't decide about a call; a running gate answers it with 503.
-#[derive(Clone, Debug, thiserror::Error)]
-pub(crate) enum UndecidableError {
-    #[error(transparent)]
-    Action(#[from] tidegate_policy::UnknownActionError),
-    #[error(transparent)]
-    Key(#[from] KeyError),
 }
 
 #[derive(Debug)]

@@ -191,7 +191,7 @@ async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
 /// A call may begin in one period of a quota and end in the next.
 #[tokio::test(start_paused = true)]
 async fn what_yesterday_was_charged_is_not_given_back_today() {
-    let (api, log) = (provider("cost_limit = \"100 per day\"\ncost = { reserve = 1 }"), Log::default());
+    let (api, log) = (provider("cost_limit = \"100 per calendar day\"\ncost = { reserve = 1 }"), Log::default());
     let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(1)) };
     let answers = || Answers::of(&api, &[GOOD], &log, 0);
     let slow = api.call(costing(60), &mut answers()).await.unwrap();
@@ -305,7 +305,7 @@ async fn what_is_granted_to_a_call_that_has_gone_is_given_back() {
 #[tokio::test(start_paused = true)]
 async fn what_never_left_costs_nothing() {
     let (api, log) =
-        (provider("limit = \"1 per day\"\nretry = { max_attempts = 1 }\nbreaker = \"off\""), Log::default());
+        (provider("limit = \"1 per calendar day\"\nretry = { max_attempts = 1 }\nbreaker = \"off\""), Log::default());
     for _ in 0..10 {
         let failed = api.call(CallOptions::default(), &mut Answers::of(&api, &[UNSENT], &log, 0)).await.unwrap_err();
         assert!(matches!(failed.why, Why::RetriesExhausted { .. }), "{failed}");
@@ -355,7 +355,7 @@ async fn a_cost_may_yet_find_room() {
     assert!(matches!(refused.why, Why::RateLimited { .. }) && earliest == Some(50), "{refused} {earliest:?}");
     drop(third);
 
-    let (api, log) = (provider("cost = { reserve = 1 }\ncost_limit = \"100 per day\""), Log::default());
+    let (api, log) = (provider("cost = { reserve = 1 }\ncost_limit = \"100 per calendar day\""), Log::default());
     let refused = api.call(costing(101), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
     assert!(matches!(refused.why, Why::QuotaSpent { resets_at: None, .. }), "{refused}");
     assert_eq!(refused.retry_after(), None);

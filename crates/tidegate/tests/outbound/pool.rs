@@ -92,7 +92,7 @@ async fn where_all_cool_down_beyond_the_deadline_nothing_is_sent_and_the_first_m
 
 #[tokio::test(start_paused = true)]
 async fn quotas_that_are_spent_are_told_with_their_reset() {
-    let settings = "credential_limit = \"1 per day\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]";
+    let settings = "credential_limit = \"1 per calendar day\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]";
     let (api, log) = (provider(settings), Log::default());
     for credential in 0..2 {
         assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), credential);

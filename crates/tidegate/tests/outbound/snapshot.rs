@@ -300,7 +300,7 @@ async fn what_a_policy_leaves_out_for_a_while_is_still_spent_when_it_comes_back(
     let process = host.start(now);
     assert_eq!(process.exhaust().await.0, 1_000);
     process.stop();
-    let other = Host { policy: policy("limit = \"10 per day\""), folder: host.folder };
+    let other = Host { policy: policy("limit = \"10 per calendar day\""), folder: host.folder };
     let process = other.start(now + HOUR);
     process.spend(10).await;
     process.stop();
@@ -314,7 +314,7 @@ async fn a_quota_of_all_credentials_stays_spent_when_they_are_exchanged_and_one_
     for (limit, left) in [("limit", 0), ("credential_limit", 1_000)] {
         let with = |names: &str| {
             policy(&format!(
-                "auth = \"bearer\"\ncredentials = [{names}]\n{limit} = \"1000 per day\"\nadaptive = \"off\""
+                "auth = \"bearer\"\ncredentials = [{names}]\n{limit} = \"1000 per calendar day\"\nadaptive = \"off\""
             ))
         };
         let host = Host::new(with("\"env:A\""));

@@ -116,7 +116,7 @@ async fn a_full_limit_sends_none_and_costs_no_budget() {
     for (limit, settings) in [
         ("1 per 60s", ""),
         ("1/m", ""),
-        ("1 per day", ""),
+        ("1 per calendar day", ""),
         ("1 in flight", ""),
         ("1000/s", "sequential = true"),
         ("1000/s", "credential_limit = \"1 per 60s\"\ncredentials = [\"env:A\"]\nauth = \"bearer\""),

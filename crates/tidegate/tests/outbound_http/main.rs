@@ -158,7 +158,7 @@ async fn a_body_that_says_the_limit_is_reached_closes_the_day() {
         1 => answer(200, &[], reached),
         _ => status(200),
     });
-    let settings = "auth = \"query:apikey\"\ncredentials = [\"env:A\"]\ncredential_limit = \"1000 per day\"\n\
+    let settings = "auth = \"query:apikey\"\ncredentials = [\"env:A\"]\ncredential_limit = \"1000 per calendar day\"\n\
         throttled_when = { contains = { \"/Response\" = \"False\", \"/Error\" = \"limit reached\" }, spends_quota = true }";
     let service = layer(settings).layer(api.clone());
     let good = ask(&service, get("/?t=Heat&apikey=mine")).await.unwrap();

@@ -7,7 +7,7 @@ use http::header::HeaderMap;
 use tidegate_core::decision::{decide, move_to_shared_keys};
 use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
 use tidegate_policy::{
-    ActionId, Forwarding, KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, canonical_ip,
+    ActionId, Forwarding, KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, QueryError, canonical_ip,
 };
 use tidegate_store::{Immediate, Memory};
 
@@ -16,7 +16,6 @@ use super::meter::Meter;
 use super::request::LoggedRequest;
 use super::timeline::Timeline;
 use super::top_k::TopK;
-use crate::simulation::UndecidableError;
 
 /// The most clients that are told apart: 35 MB in a table of 2^20 slots.
 const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
@@ -61,7 +60,7 @@ pub(super) struct PolicyEvaluator {
     pub(super) refused_by_deny_list: u64,
     pub(super) shadow_refusals: u64,
     pub(super) undecided: u64,
-    pub(super) first_undecided: Option<UndecidableError>,
+    pub(super) first_undecided: Option<QueryError>,
     /// By action, and last those that match none.
     pub(super) actions: Vec<RequestCounts>,
     pub(super) limits: Vec<LimitRefusals>,
@@ -89,7 +88,7 @@ struct PreparedRequest {
     actions: MatchedActions,
     client: Option<IpAddr>,
     /// What a list has decided already.
-    list_decision: Result<Option<Decision>, UndecidableError>,
+    list_decision: Result<Option<Decision>, QueryError>,
     /// What the store is asked otherwise.
     batch: Batch,
 }
@@ -323,7 +322,7 @@ impl PreparedRequest {
         query: &Query<'_>,
         seed: &KeySeed,
         now: Time,
-    ) -> Result<Option<Decision>, UndecidableError> {
+    ) -> Result<Option<Decision>, QueryError> {
         self.actions = match query.action {
             Some(name) => plan.find_action(name)?.into(),
             None => plan.matching_actions(query).map_err(KeyError::from)?,

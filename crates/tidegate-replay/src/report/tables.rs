@@ -3,12 +3,12 @@
 use tidegate_core::Time;
 use tidegate_policy::printable;
 
-use crate::replay::{
+use crate::{
     ClientFindings, ClientNetwork, Findings, IntervalCounts, PolicyFindings, REFUSED_SHARES, RequestCounts, Timeline,
     format_time,
 };
-use crate::report::picture::escape_xml;
-use crate::report::table::format_count as count_of;
+use tidegate_report::svg::escape_xml;
+use tidegate_report::table::{align_rows, format_count};
 
 /// How many intervals the list of the worst shows.
 const MAX_WORST_INTERVALS: usize = 5;
@@ -37,27 +37,10 @@ impl FindingsTable {
     }
 
     pub(super) fn to_text(&self) -> String {
-        let mut text = format!("{}\n", self.title);
-        let all = || std::iter::once(&self.headers).filter(|heads| !heads.is_empty()).chain(&self.rows);
-        let columns = all().map(Vec::len).max().unwrap_or(0);
-        let width =
-            |column: usize| all().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
-        let widths: Vec<usize> = (0..columns).map(width).collect();
-        for row in all() {
-            let mut line = String::from(" ");
-            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                line.push(' ');
-                line.push_str(&if column < self.text_columns {
-                    format!("{cell:width$}")
-                } else {
-                    format!("{cell:>width$}")
-                });
-                line.push(' ');
-            }
-            text.push_str(line.trim_end());
-            text.push('\n');
-        }
-        text
+        let heads = Some(&self.headers).filter(|heads| !heads.is_empty());
+        let rows: Vec<Vec<String>> = heads.into_iter().chain(&self.rows).cloned().collect();
+        let lines: String = align_rows(&rows, self.text_columns).iter().map(|line| format!("  {line}\n")).collect();
+        format!("{}\n{lines}", self.title)
     }
 
     pub(super) fn to_html(&self) -> String {
@@ -330,7 +313,7 @@ fn action_name(action: Option<&String>) -> String {
 }
 
 pub(super) fn format_number(number: u64) -> String {
-    count_of(number as f64)
+    format_count(number as f64)
 }
 
 fn format_plural(number: u64, what: &str) -> String {

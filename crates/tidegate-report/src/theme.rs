@@ -9,8 +9,9 @@ use plotters::style::RGBColor;
 
 /// A colour, on white and on a dark ground.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Colour {
-    pub(super) light: RGBColor,
+pub struct Colour {
+    /// On white.
+    pub light: RGBColor,
     dark: RGBColor,
 }
 
@@ -21,29 +22,42 @@ const fn colour(light: u32, dark: u32) -> Colour {
     Colour { light: rgb(light), dark: rgb(dark) }
 }
 
-pub(super) const BACKGROUND: Colour = colour(0xff_ffff, 0x14_171c);
-pub(super) const TEXT: Colour = colour(0x1f_2328, 0xe6_e9ee);
-pub(super) const MUTED: Colour = colour(0x59_636e, 0xa3_adb8);
-pub(super) const GRID: Colour = colour(0xe4_e7eb, 0x2b_3139);
-pub(super) const AXIS: Colour = colour(0x8c_959f, 0x6b_7580);
+/// The page.
+pub const BACKGROUND: Colour = colour(0xff_ffff, 0x14_171c);
+/// Titles.
+pub const TEXT: Colour = colour(0x1f_2328, 0xe6_e9ee);
+/// Other words.
+pub const MUTED: Colour = colour(0x59_636e, 0xa3_adb8);
+/// Lines behind a chart.
+pub const GRID: Colour = colour(0xe4_e7eb, 0x2b_3139);
+/// A chart's axes.
+pub const AXIS: Colour = colour(0x8c_959f, 0x6b_7580);
 
-pub(super) const BLUE: Colour = colour(0x00_72b2, 0x3f_9fdd);
-pub(super) const VERMILLION: Colour = colour(0xd5_5e00, 0xf2_7a22);
-pub(super) const GREEN: Colour = colour(0x00_9e73, 0x1c_c094);
-pub(super) const ORANGE: Colour = colour(0xe6_9f00, 0xf0_b429);
-pub(super) const PURPLE: Colour = colour(0xcc_79a7, 0xdf_93bd);
-pub(super) const SKY: Colour = colour(0x56_b4e9, 0x7c_c8f2);
-pub(super) const GREY: Colour = colour(0x7a_7a7a, 0xb4_b4b4);
-pub(super) const INK: Colour = colour(0x33_3b45, 0xf4_f6f8);
+/// A series in blue.
+pub const BLUE: Colour = colour(0x00_72b2, 0x3f_9fdd);
+/// A series in vermillion.
+pub const VERMILLION: Colour = colour(0xd5_5e00, 0xf2_7a22);
+/// A series in green.
+pub const GREEN: Colour = colour(0x00_9e73, 0x1c_c094);
+/// A series in orange.
+pub const ORANGE: Colour = colour(0xe6_9f00, 0xf0_b429);
+/// A series in purple.
+pub const PURPLE: Colour = colour(0xcc_79a7, 0xdf_93bd);
+/// A series in sky.
+pub const SKY: Colour = colour(0x56_b4e9, 0x7c_c8f2);
+/// A series in grey.
+pub const GREY: Colour = colour(0x7a_7a7a, 0xb4_b4b4);
+/// A series in ink.
+pub const INK: Colour = colour(0x33_3b45, 0xf4_f6f8);
 
 const ALL: [Colour; 13] =
     [BACKGROUND, TEXT, MUTED, GRID, AXIS, BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, INK];
 
 /// Colours for strategies that are drawn over each other, in order; further ones begin anew.
-pub(super) const SERIES: [Colour; 8] = [VERMILLION, BLUE, ORANGE, GREEN, PURPLE, SKY, GREY, INK];
+pub const SERIES: [Colour; 8] = [VERMILLION, BLUE, ORANGE, GREEN, PURPLE, SKY, GREY, INK];
 
 /// The style sheet that makes a picture dark where the reader prefers that.
-pub(super) fn style_sheet() -> String {
+pub fn style_sheet() -> String {
     let hex = |colour: RGBColor| format!("#{:02X}{:02X}{:02X}", colour.0, colour.1, colour.2);
     let rules: String = ALL
         .iter()

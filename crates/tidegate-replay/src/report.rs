@@ -4,9 +4,9 @@ mod json;
 mod picture;
 mod tables;
 
-use super::html::html_page;
-use super::picture::{PictureError, escape_xml};
-use crate::replay::Findings;
+use crate::Findings;
+use tidegate_report::page::html_page;
+use tidegate_report::svg::{PictureError, escape_xml};
 
 impl Findings {
     /// Tables for a terminal.

@@ -11,24 +11,27 @@ use plotters::series::LineSeries;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, FontDesc, FontFamily, FontStyle, ShapeStyle, TextStyle};
 
-use super::theme::{AXIS, Colour, GRID, MUTED, TEXT};
-use crate::stats::CallSample;
+use crate::theme::{AXIS, Colour, GRID, MUTED, TEXT};
 
-pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-pub(super) type DrawError = DrawingAreaErrorKind<<SVGBackend<'static> as plotters::backend::DrawingBackend>::ErrorType>;
+/// A part of a picture to draw in.
+pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+/// The reason why a chart cannot be drawn.
+pub type DrawError = DrawingAreaErrorKind<<SVGBackend<'static> as plotters::backend::DrawingBackend>::ErrorType>;
 type DrawResult = Result<(), DrawError>;
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// A unit of an axis: its name, and how much of what is drawn it is.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct AxisUnit {
-    pub(super) name: &'static str,
-    pub(super) seconds: f64,
+pub struct AxisUnit {
+    /// The name on the axis.
+    pub name: &'static str,
+    /// The length of one unit in seconds.
+    pub seconds: f64,
 }
 
 impl AxisUnit {
     /// The unit in which the longest of some times, in seconds, is a number that people like to read.
-    pub(super) fn for_seconds(longest: f64) -> Self {
+    pub fn for_seconds(longest: f64) -> Self {
         let units = [(7200.0 * 24.0, "d", 86_400.0), (7200.0, "h", 3600.0), (300.0, "min", 60.0), (1.0, "s", 1.0)];
         let found = units.into_iter().find(|(least, ..)| longest >= *least);
         found.map_or(Self { name: "ms", seconds: 1e-3 }, |(_, name, size)| Self { name, seconds: size })
@@ -37,41 +40,54 @@ impl AxisUnit {
 
 /// What stands around a chart.
 #[derive(Clone, Debug)]
-pub(super) struct ChartConfig<'a> {
-    pub(super) title: &'a str,
-    pub(super) x_axis: (f64, String),
-    pub(super) y_axis: (f64, String),
-    pub(super) legend: &'a [(&'a str, Colour, SeriesMark)],
+pub struct ChartConfig<'a> {
+    /// The line above.
+    pub title: &'a str,
+    /// The end of the horizontal axis, and its label.
+    pub x_axis: (f64, String),
+    /// The end of the vertical axis, and its label.
+    pub y_axis: (f64, String),
+    /// The series: name, colour and form.
+    pub legend: &'a [(&'a str, Colour, SeriesMark)],
 }
 
 /// How a legend shows a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SeriesMark {
+pub enum SeriesMark {
+    /// A stroke.
     Line,
+    /// A filled circle.
     Dot,
+    /// Two crossing strokes.
     Cross,
 }
 
 /// A line of a chart.
 #[derive(Clone, Debug)]
-pub(super) struct ChartLine {
-    pub(super) colour: Colour,
-    pub(super) points: Vec<(f64, f64)>,
+pub struct ChartLine {
+    /// The colour of the line.
+    pub colour: Colour,
+    /// The points that it connects, in units of the axes.
+    pub points: Vec<(f64, f64)>,
     /// In pixels.
-    pub(super) width: u32,
+    pub width: u32,
 }
 
 /// How wide most lines are.
-pub(super) const THIN_LINE: u32 = 2;
+pub const THIN_LINE: u32 = 2;
 /// How wide one is that is to be seen on both sides of another on top of it.
-pub(super) const WIDE_LINE: u32 = 6;
+pub const WIDE_LINE: u32 = 6;
 
-pub(super) fn text_style(size: i32, colour: Colour) -> TextStyle<'static> {
+/// Text of this size in pixels.
+pub fn text_style(size: i32, colour: Colour) -> TextStyle<'static> {
     FontDesc::new(FontFamily::SansSerif, f64::from(size), FontStyle::Normal).color(&colour.light)
 }
 
 /// Lines over each other.
-pub(super) fn draw_lines(area: &Area<'_>, frame: &ChartConfig<'_>, lines: &[ChartLine]) -> DrawResult {
+///
+/// # Errors
+/// The chart cannot be laid out.
+pub fn draw_lines(area: &Area<'_>, frame: &ChartConfig<'_>, lines: &[ChartLine]) -> DrawResult {
     let mut chart = build_chart(area, frame)?;
     for line in lines {
         let style = ShapeStyle { color: line.colour.light.to_rgba(), filled: false, stroke_width: line.width };
@@ -80,23 +96,18 @@ pub(super) fn draw_lines(area: &Area<'_>, frame: &ChartConfig<'_>, lines: &[Char
     Ok(())
 }
 
-/// A dot or a cross for each call.
-pub(super) fn draw_calls(
-    area: &Area<'_>,
-    frame: &ChartConfig<'_>,
-    points: &[CallSample],
-    units: (AxisUnit, AxisUnit),
-    mark: impl Fn(&CallSample) -> (Colour, SeriesMark),
-) -> DrawResult {
+/// A mark in a chart: its place, colour and form.
+pub type Mark = ((f64, f64), Colour, SeriesMark);
+
+/// Dots and crosses.
+///
+/// # Errors
+/// The chart cannot be laid out.
+pub fn draw_marks(area: &Area<'_>, frame: &ChartConfig<'_>, marks: &[Mark]) -> DrawResult {
     let mut chart = build_chart(area, frame)?;
-    let place = |point: &CallSample| {
-        let secs = |span: tidegate_core::Span| span.as_micros() as f64 / 1e6;
-        (secs(point.ended_at) / units.0.seconds, secs(point.delay) / units.1.seconds)
-    };
-    let (dots, crosses): (Vec<&CallSample>, Vec<&CallSample>) =
-        points.iter().partition(|point| mark(point).1 == SeriesMark::Dot);
-    chart.draw_series(dots.iter().map(|point| Circle::new(place(point), 2, mark(point).0.light.mix(0.75).filled())))?;
-    chart.draw_series(crosses.iter().map(|point| Cross::new(place(point), 2, mark(point).0.light.stroke_width(1))))?;
+    let (dots, crosses): (Vec<&Mark>, Vec<&Mark>) = marks.iter().partition(|mark| mark.2 == SeriesMark::Dot);
+    chart.draw_series(dots.iter().map(|(at, colour, _)| Circle::new(*at, 2, colour.light.mix(0.75).filled())))?;
+    chart.draw_series(crosses.iter().map(|(at, colour, _)| Cross::new(*at, 2, colour.light.stroke_width(1))))?;
     Ok(())
 }
 
@@ -131,11 +142,10 @@ fn build_chart<'a, 'b>(area: &'a Area<'b>, frame: &ChartConfig<'_>) -> Result<Ch
 }
 
 /// Names of series beside their marks, in one line.
-pub(super) fn draw_legend(
-    area: &Area<'_>,
-    (mut x, y): (i32, i32),
-    entries: &[(&str, Colour, SeriesMark)],
-) -> DrawResult {
+///
+/// # Errors
+/// The chart cannot be laid out.
+pub fn draw_legend(area: &Area<'_>, (mut x, y): (i32, i32), entries: &[(&str, Colour, SeriesMark)]) -> DrawResult {
     let style = text_style(12, MUTED).pos(Pos::new(HPos::Left, VPos::Center));
     let middle = y + 6;
     for (name, colour, mark) in entries {
@@ -154,7 +164,10 @@ pub(super) fn draw_legend(
 }
 
 /// A rule across the page.
-pub(super) fn draw_rule(area: &Area<'_>, y: i32, width: i32) -> DrawResult {
+///
+/// # Errors
+/// The chart cannot be laid out.
+pub fn draw_rule(area: &Area<'_>, y: i32, width: i32) -> DrawResult {
     area.draw(&Rectangle::new([(12, y), (width - 12, y + 1)], GRID.light.filled()))
 }
 
@@ -170,6 +183,6 @@ fn format_axis_value(value: f64, most: f64) -> String {
 }
 
 /// A little above the largest of some numbers, so that lines keep off the frame; `least` at the least.
-pub(super) fn axis_max(numbers: impl IntoIterator<Item = f64>, least: f64) -> f64 {
+pub fn axis_max(numbers: impl IntoIterator<Item = f64>, least: f64) -> f64 {
     numbers.into_iter().fold(least, f64::max) * 1.08
 }

@@ -333,7 +333,7 @@ mod tests {
     }
 
     fn calls(seed: u64, keys: u64, count: usize) -> Vec<(u64, u64)> {
-        let mut random = crate::random::SimRng::seed_from_u64(seed);
+        let mut random = rand_xoshiro::Xoshiro256PlusPlus::seed_from_u64(seed);
         let mut second = 0;
         (0..count)
             .map(|_| {
@@ -394,7 +394,7 @@ mod tests {
         let calls: Vec<(u64, u64)> = [0, 0, 0, 1, 2, 10, 10].into_iter().map(|second| (1, second)).collect();
         let peaks = measured(LimitKind::Rate(rate), &calls, 10).peaks(LimitId::FIRST).unwrap();
         assert_eq!((peaks.highest(), peaks.refused_share(2), peaks.refused_share(3)), (3, 1.0, 0.0));
-        let quota: Quantity = "2 per hour".parse().unwrap();
+        let quota: Quantity = "2 per calendar hour".parse().unwrap();
         let calls: Vec<(u64, u64)> = [0, 1, 7200, 7201, 7202].into_iter().map(|second| (1, second)).collect();
         let peaks = measured(quota.to_limit_kind().unwrap().unwrap(), &calls, 10).peaks(LimitId::FIRST).unwrap();
         assert_eq!(peaks.highest(), 3);

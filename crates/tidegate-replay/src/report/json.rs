@@ -1,11 +1,9 @@
 //! Findings as JSON.
 
 use serde_json::{Value, json};
-use tidegate_core::{Span, Time};
+use tidegate_core::Time;
 
-use crate::replay::{
-    ClientFindings, ClientNetwork, Findings, LimitFindings, PolicyFindings, RequestCounts, format_time,
-};
+use crate::{ClientFindings, ClientNetwork, Findings, LimitFindings, PolicyFindings, RequestCounts, format_time};
 
 /// Below this share of clients a limit's curve begins.
 const CURVE_MAX_SHARE: f64 = 0.05;
@@ -24,7 +22,7 @@ pub(super) fn findings_json(findings: &Findings) -> String {
         "broken": input.broken,
         "first_broken": broken,
         "late": input.late,
-        "latest_by": secs(input.max_lateness),
+        "latest_by": input.max_lateness.as_secs_f64(),
         "too_late": input.too_late,
         "turns": input.clock_resets,
         "from": input.first_time.map(format_time),
@@ -106,7 +104,7 @@ fn policy_json(policy: &PolicyFindings) -> Value {
         "largest_never_refused": clients(&policy.largest_never_refused),
         "timeline": {
             "from": format_time(timeline.start()),
-            "interval": secs(timeline.width()),
+            "interval": timeline.width().as_secs_f64(),
             "columns": ["admitted", "by_limit", "by_block", "by_list"],
             "intervals": intervals,
         },
@@ -136,8 +134,4 @@ fn limit_json(limit: &LimitFindings) -> Value {
         "values": values,
         "curve": limit.peaks.as_ref().map(|peaks| peaks.curve(CURVE_MAX_SHARE)),
     })
-}
-
-fn secs(span: Span) -> f64 {
-    span.as_micros() as f64 / 1e6
 }

@@ -1,12 +1,14 @@
 //! Findings as pictures: what happened when, and whom each limit's value refuses.
 
-use tidegate_core::{Span, Time};
+use tidegate_core::Time;
 
 use super::tables::format_number;
-use crate::replay::{Findings, IntervalCounts, LimitFindings, PolicyFindings, Timeline, format_time};
-use crate::report::chart::{self, Area, AxisUnit, ChartConfig, ChartLine, SeriesMark, THIN_LINE, WIDE_LINE, axis_max};
-use crate::report::picture::{PictureError, WIDTH, render_svg};
-use crate::report::theme::{BLUE, Colour, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION};
+use crate::{Findings, IntervalCounts, LimitFindings, PolicyFindings, Timeline, format_time};
+use tidegate_report::chart::{
+    self, Area, AxisUnit, ChartConfig, ChartLine, SeriesMark, THIN_LINE, WIDE_LINE, axis_max,
+};
+use tidegate_report::svg::{PictureError, WIDTH, render_svg};
+use tidegate_report::theme::{BLUE, Colour, GREEN, GREY, INK, ORANGE, PURPLE, VERMILLION};
 
 const TIMELINE_HEIGHT: i32 = 300;
 const LIMIT_HEIGHT: i32 = 260;
@@ -84,11 +86,11 @@ impl TimeAxis {
     fn covering<'t>(timelines: impl Iterator<Item = &'t Timeline> + Clone, newest: Option<Time>) -> Self {
         let begins = timelines.clone().map(Timeline::start).min().unwrap_or_default();
         let ends = |timeline: &Timeline| {
-            secs(timeline.start().since(begins)) + width_seconds(timeline) * interval_count(timeline)
+            timeline.start().since(begins).as_secs_f64() + width_seconds(timeline) * interval_count(timeline)
         };
         let whole = timelines.map(ends).fold(1.0, f64::max);
         // Logs tell seconds, and the last one is over with its last request.
-        let told = newest.map(|newest| secs(newest.since(begins)) + 1.0);
+        let told = newest.map(|newest| newest.since(begins).as_secs_f64() + 1.0);
         let longest = told.map_or(whole, |told| told.min(whole));
         Self { start: begins, seconds: longest, unit: AxisUnit::for_seconds(longest) }
     }
@@ -96,7 +98,7 @@ impl TimeAxis {
     /// How many requests a second there were of a kind: in steps, each of which lasts as long as what it counts.
     fn rate_steps(&self, timeline: &Timeline, of: impl Fn(&IntervalCounts) -> u64) -> Vec<(f64, f64)> {
         let each = timeline.intervals().len().div_ceil(MAX_LINE_POINTS).max(1);
-        let (width, first) = (width_seconds(timeline), secs(timeline.start().since(self.start)));
+        let (width, first) = (width_seconds(timeline), timeline.start().since(self.start).as_secs_f64());
         let steps = timeline.intervals().chunks(each).enumerate().flat_map(|(place, some)| {
             let number: u64 = some.iter().map(&of).sum();
             let from = first + (place * each) as f64 * width;
@@ -126,12 +128,8 @@ impl TimeAxis {
     }
 }
 
-fn secs(span: Span) -> f64 {
-    span.as_micros() as f64 / 1e6
-}
-
 fn width_seconds(timeline: &Timeline) -> f64 {
-    secs(timeline.width())
+    timeline.width().as_secs_f64()
 }
 
 fn interval_count(timeline: &Timeline) -> f64 {

@@ -18,6 +18,7 @@
 //! | intervals | 600 | they are put together |
 //!
 //! A second policy to compare with has tables of its own.
+#![forbid(unsafe_code)]
 
 mod client;
 mod common_log;
@@ -26,6 +27,7 @@ mod findings;
 mod json_log;
 mod lines;
 mod meter;
+mod report;
 mod request;
 mod timeline;
 mod timestamp;
