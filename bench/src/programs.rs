@@ -52,7 +52,7 @@ pub fn tidegate_program() -> Result<PathBuf, ProgramError> {
     static BUILT: OnceLock<Result<Vec<PathBuf>, ProgramError>> = OnceLock::new();
     let built = BUILT.get_or_init(|| {
         let manifest = manifest_folder().join("../Cargo.toml");
-        build(&manifest, &["--package", "tidegate-cli", "--bins"])
+        build(&manifest, &["--package", "tidegate-cli", "--features", "full", "--bins"])
     });
     find_program("tidegate", built.as_ref().map_err(Clone::clone)?)
 }

@@ -13,9 +13,11 @@
 
 mod api_client;
 mod policy;
+#[cfg(feature = "simulate")]
 mod replay;
 mod retry;
 mod serve;
+#[cfg(feature = "simulate")]
 mod simulate;
 
 use std::path::PathBuf;
@@ -78,6 +80,7 @@ enum Command {
     /// Make a running gate forget a caller under an action's own limits.
     Reset(CallArgs),
     /// Run a scenario: the production machines in a simulated world, on a virtual clock.
+    #[cfg(feature = "simulate")]
     #[command(after_help = simulate::help())]
     Simulate {
         /// The scenario: a file, `-` for standard input, or the name of one that comes with Tidegate.
@@ -97,13 +100,28 @@ enum Command {
         list: bool,
     },
     /// Say what a policy would have done to the requests of access logs, on the logs' own clock.
+    #[cfg(feature = "simulate")]
     #[command(after_help = replay::HELP)]
     Replay(replay::ReplayArgs),
+    /// Run a scenario. Not in this build: it needs the feature `simulate`.
+    #[cfg(not(feature = "simulate"))]
+    Simulate(MissingCommand),
+    /// Say what a policy would have done to access logs. Not in this build: it needs the feature `simulate`.
+    #[cfg(not(feature = "simulate"))]
+    Replay(MissingCommand),
     /// Run a command until it succeeds, with waits that grow in between.
     #[command(after_help = retry::HELP)]
     Retry(retry::RetryArgs),
     /// Print every environment variable with its default, as a .env file.
     Env,
+}
+
+/// The words of a command that this build lacks.
+#[cfg(not(feature = "simulate"))]
+#[derive(Debug, Args)]
+struct MissingCommand {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+    _words: Vec<std::ffi::OsString>,
 }
 
 /// A call, as the decision API describes it.
@@ -194,10 +212,21 @@ fn main() -> ExitCode {
         Command::Explain(question) => api_client::explain(&question),
         Command::Status(question) => api_client::status(&question),
         Command::Reset(question) => api_client::reset(&question),
+        #[cfg(not(feature = "simulate"))]
+        Command::Simulate(_) | Command::Replay(_) => {
+            policy::print_error(
+                "error: this program was built without the feature `simulate`, which has the commands simulate and replay; \
+                 build it with --features simulate\n",
+            );
+            CliOutcome::InvalidInput
+        }
+        #[cfg(feature = "simulate")]
         Command::Simulate { list: true, .. } => simulate::list(),
+        #[cfg(feature = "simulate")]
         Command::Simulate { scenario, seed, out, check, list: _ } => {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
         }
+        #[cfg(feature = "simulate")]
         Command::Replay(arguments) => replay::run(&arguments),
         Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => policy::env(),

@@ -95,6 +95,7 @@ pub(crate) fn print_usage(error: &clap::Error) {
 }
 
 /// The form that a file's ending asks for.
+#[cfg(feature = "simulate")]
 pub(crate) fn format_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
     let ending = file.extension()?;
     forms.iter().find(|(known, _)| ending.eq_ignore_ascii_case(known)).map(|(_, form)| *form)

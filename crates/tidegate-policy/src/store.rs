@@ -109,6 +109,18 @@ pub enum StoreEngine {
     MongoDb,
 }
 
+impl StoreEngine {
+    /// The Cargo feature that a program needs for it.
+    pub fn feature(self) -> &'static str {
+        match self {
+            Self::Redis | Self::RedisCluster => "redis",
+            Self::MySql => "mysql",
+            Self::Postgres => "postgres",
+            Self::MongoDb => "mongodb",
+        }
+    }
+}
+
 /// The schemes of URLs, and what they mean.
 pub(crate) const URL_SCHEMES: [(&str, StoreEngine); 11] = [
     ("redis", StoreEngine::Redis),

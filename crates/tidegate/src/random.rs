@@ -1,18 +1,19 @@
-//! What must be hard to guess, and never the same in two processes.
-
-use std::hash::{BuildHasher, RandomState};
+//! Numbers that are hard to guess and differ between processes.
 
 use tidegate_policy::KeySeed;
 
+/// A number from the operating system's generator.
 pub(crate) fn random_u64() -> u64 {
-    // The standard library keys its hasher from the operating system's randomness.
-    RandomState::new().hash_one(0)
+    u64::from_ne_bytes(random_bytes())
 }
 
-pub(crate) fn random_bytes() -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&random_u64().to_le_bytes());
-    bytes[8..].copy_from_slice(&random_u64().to_le_bytes());
+/// Bytes from the operating system's generator.
+///
+/// # Panics
+/// The operating system has none to give, as in a sandbox without the system call.
+pub(crate) fn random_bytes<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).expect("invariant: the operating system has a random number generator");
     bytes
 }
 

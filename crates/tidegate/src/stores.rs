@@ -60,7 +60,9 @@ impl std::fmt::Debug for Stores {
 #[non_exhaustive]
 pub enum OpenError {
     /// This program was built without what the store needs.
-    #[error("store.url is {url}, but this program was built without the feature `{feature}`")]
+    #[error(
+        "store.url is {url}, but this program was built without the feature `{feature}`; build it with --features {feature}"
+    )]
     NotBuilt {
         /// The URL, without its secrets.
         url: String,
@@ -165,8 +167,8 @@ impl Stores {
                 seed
             }
             #[cfg(feature = "remote")]
-            (None, StoreUrl::Server(..)) => {
-                let remote = stores.connect_server(Arc::default())?;
+            (None, StoreUrl::Server(engine, url)) => {
+                let remote = stores.connect_server(*engine, url.expose(), Arc::default())?;
                 let url = stores.settings.url.to_string();
                 let answer = tokio::time::timeout(SEED_TIMEOUT, remote.seed(random_bytes())).await;
                 let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_TIMEOUT)));
@@ -253,8 +255,8 @@ impl Stores {
     fn open_store(&self, limits: &Limits, clock: impl Clock) -> Result<AnyStore, OpenError> {
         match &self.settings.url {
             #[cfg(feature = "remote")]
-            StoreUrl::Server(..) => {
-                let remote = self.connect_server(Arc::new(fleet_limits(limits)?))?;
+            StoreUrl::Server(engine, url) => {
+                let remote = self.connect_server(*engine, url.expose(), Arc::new(fleet_limits(limits)?))?;
                 let mut options = FleetOptions::new(self.node);
                 options.seed = self.stored_seed;
                 options.timeout = self.settings.timeout;
@@ -271,7 +273,7 @@ impl Stores {
             #[cfg(not(feature = "file"))]
             StoreUrl::File(_) => Err(self.not_built("file")),
             #[cfg(not(feature = "remote"))]
-            StoreUrl::Server(..) => Err(self.not_built("remote")),
+            StoreUrl::Server(engine, _) => Err(self.not_built(engine.feature())),
             _ => Ok(AnyStore::Memory(self.memory(Arc::new(limits.clone())))),
         }
     }
@@ -282,11 +284,12 @@ impl Stores {
         not(any(feature = "mongodb", feature = "mysql", feature = "postgres", feature = "redis")),
         expect(unused_variables, reason = "there is no server to be reached")
     )]
-    fn connect_server(&self, limits: Arc<Limits>) -> Result<Box<dyn Remote>, OpenError> {
-        let StoreUrl::Server(engine, url) = &self.settings.url else {
-            return Err(self.not_built("remote"));
-        };
-        let url = url.expose();
+    fn connect_server(
+        &self,
+        engine: StoreEngine,
+        url: &str,
+        limits: Arc<Limits>,
+    ) -> Result<Box<dyn Remote>, OpenError> {
         let wrong = |why: String| OpenError::Url { url: self.settings.url.to_string(), why };
         #[cfg(any(feature = "mysql", feature = "postgres", feature = "mongodb"))]
         let rows = || {
@@ -303,28 +306,23 @@ impl Stores {
                 let redis = tidegate_store::Redis::new(options, limits).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(redis))
             }
-            #[cfg(not(feature = "redis"))]
-            StoreEngine::Redis | StoreEngine::RedisCluster => Err(self.not_built("redis")),
             #[cfg(feature = "mysql")]
             StoreEngine::MySql => {
                 let store = tidegate_store::MySql::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
-            #[cfg(not(feature = "mysql"))]
-            StoreEngine::MySql => Err(self.not_built("mysql")),
             #[cfg(feature = "postgres")]
             StoreEngine::Postgres => {
                 let store = tidegate_store::Postgres::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
-            #[cfg(not(feature = "postgres"))]
-            StoreEngine::Postgres => Err(self.not_built("postgres")),
             #[cfg(feature = "mongodb")]
             StoreEngine::MongoDb => {
                 let store = tidegate_store::MongoDb::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
-            _ => Err(self.not_built("mongodb")),
+            #[allow(unreachable_patterns, reason = "a build with all of them misses none")]
+            engine => Err(self.not_built(engine.feature())),
         }
     }
 
