@@ -151,7 +151,7 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
         };
         let actions = gate.actions(&query).unwrap();
         let decision = gate.check_now(&query).unwrap();
-        drop(gate.hold_permit(actions, &query, &decision).unwrap());
+        drop(gate.hold_permit(&query, &decision).unwrap());
         if decision.allowed {
             continue;
         }

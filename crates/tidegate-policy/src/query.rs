@@ -4,6 +4,8 @@ use std::net::IpAddr;
 
 use http::HeaderMap;
 
+use crate::matched_actions::MatchedActions;
+
 /// What is known of one call: the names under which it is counted, and what an action's match looks at.
 ///
 /// A proxy fills `ip`, `method`, `path`, `host` and `headers` from the request; the decision API fills `action`, `ip`,
@@ -13,6 +15,8 @@ use http::HeaderMap;
 pub struct Query<'a> {
     /// The action by name, when the caller says it; see [`Plan::find_action`](crate::Plan::find_action).
     pub action: Option<&'a str>,
+    /// The actions, if they are known already: `action`, `method`, `path` and `host` don't choose them then.
+    pub actions: Option<MatchedActions>,
     /// The client's address, as [`Forwarding::client_ip`](crate::Forwarding::client_ip) found it.
     pub ip: Option<IpAddr>,
     /// Whatever identifies the caller: an account, an API key, a tenant.

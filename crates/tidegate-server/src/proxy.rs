@@ -130,7 +130,8 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
                 return visit.ready_response(visit.refuse_request(request, trouble));
             }
         };
-        match visit.proxy.gate.begin_check(actions, &query) {
+        let query = Query { actions: Some(actions), ..query };
+        match visit.proxy.gate.begin_check(&query) {
             Err(error) => {
                 let trouble = visit.check_error_response(&query, &error);
                 visit.ready_response(visit.refuse_request(request, trouble))
@@ -252,10 +253,9 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         }
         let hold = match decision.permit {
             None => None,
-            Some(_) => proxy
-                .gate
-                .hold_permit(actions, query, &decision)
-                .map_err(|error| self.check_error_response(query, &error))?,
+            Some(_) => {
+                proxy.gate.hold_permit(query, &decision).map_err(|error| self.check_error_response(query, &error))?
+            }
         };
         Ok(AdmittedRequest { actions, decision, permit: hold.map(|hold| proxy.permit_renewer.add(hold)) })
     }

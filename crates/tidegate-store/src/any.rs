@@ -10,7 +10,7 @@ use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 use crate::FileStore;
 #[cfg(feature = "remote")]
 use crate::Fleet;
-use crate::{Answer, Losses, Memory, Store, StoreError, Votes};
+use crate::{Answer, Immediate as _, Losses, Memory, Store, StoreError, Votes};
 
 type Counting = Pin<Box<dyn Future<Output = Option<Votes>> + Send>>;
 
@@ -44,7 +44,7 @@ impl Store for AnyStore {
     #[inline]
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
         match self {
-            Self::Memory(memory) => Answer::Ready(crate::Immediate::apply_now(memory, batch, now)),
+            Self::Memory(memory) => Answer::Ready(memory.apply_now(batch, now)),
             #[cfg(feature = "file")]
             Self::File(file) => file.apply(batch, now),
             #[cfg(feature = "remote")]

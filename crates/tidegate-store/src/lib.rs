@@ -30,7 +30,9 @@ mod remote;
 mod rows;
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 pub use any::AnyStore;
 #[cfg(feature = "file")]
@@ -143,10 +145,28 @@ impl Losses {
     }
 }
 
-/// A store whose answers never have to be waited for.
-pub trait Immediate: Store {
+/// A store that answers in place, always.
+pub trait Immediate: Store<Later = Never> {
     /// Carries out a batch at `now`, atomically and in place.
-    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes;
+    #[inline]
+    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
+        let Answer::Ready(outcomes) = self.apply(batch, now);
+        outcomes
+    }
+}
+
+impl<S: Store<Later = Never>> Immediate for S {}
+
+/// The future of a store that answers in place. It has no value.
+#[derive(Clone, Copy, Debug)]
+pub enum Never {}
+
+impl Future for Never {
+    type Output = Result<Outcomes, StoreError>;
+
+    fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
+        match *self {}
+    }
 }
 
 /// A store's answer: at hand, or to be waited for.

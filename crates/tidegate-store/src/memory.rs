@@ -14,13 +14,12 @@ mod shard;
 mod shards;
 mod table;
 
-use std::future::Ready;
 use std::sync::Arc;
 
 use tidegate_core::batch::{Op, Outcome};
-use tidegate_core::{Batch, Clock, KeyState, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Clock, KeyState, Limits, Time};
 
-use crate::{Answer, Immediate, Losses, Store, StoreError};
+use crate::{Answer, Immediate as _, Losses, Never, Store};
 #[cfg(feature = "file")]
 pub(crate) use noted::{Changed, Noted};
 use shards::Unnoted;
@@ -119,14 +118,14 @@ impl Memory {
 }
 
 impl Store for Memory {
-    type Later = Ready<Result<Outcomes, StoreError>>;
+    type Later = Never;
 
     fn limits(&self) -> &Arc<Limits> {
         self.0.limits()
     }
 
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        Answer::Ready(self.apply_now(batch, now))
+        Answer::Ready(self.0.apply(batch, now, &mut Change::default()))
     }
 
     fn tell(&self, batch: &Batch, now: Time) {
@@ -135,12 +134,6 @@ impl Store for Memory {
 
     fn tend(&self, now: Time) -> Losses {
         self.0.tend(now)
-    }
-}
-
-impl Immediate for Memory {
-    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
-        self.0.apply(batch, now, &mut Change::default())
     }
 }
 

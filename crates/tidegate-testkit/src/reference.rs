@@ -1,12 +1,11 @@
 //! A store to hold others against: one map behind one lock, whole states, and core's own [`batch::execute`].
 
 use std::collections::BTreeMap;
-use std::future::Ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::state::Usage;
-use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Outcomes, Time, Verb, batch};
-use tidegate_store::{Answer, Immediate, Store, StoreError};
+use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
+use tidegate_store::{Answer, Immediate as _, Never, Store};
 
 /// States in a sorted map, one batch at a time. It grows with the keys it sees, and forgets a state that is idle when
 /// a batch touches it.
@@ -107,23 +106,13 @@ fn state_text(limit: &Limit, state: &KeyState, now: Time) -> String {
 }
 
 impl Store for ReferenceStore {
-    type Later = Ready<Result<Outcomes, StoreError>>;
+    type Later = Never;
 
     fn limits(&self) -> &Arc<Limits> {
         &self.limits
     }
 
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        Answer::Ready(self.apply_now(batch, now))
-    }
-
-    fn tell(&self, batch: &Batch, now: Time) {
-        self.apply_now(batch, now);
-    }
-}
-
-impl Immediate for ReferenceStore {
-    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
         let mut states = self.states();
         let loaded = batch.ops().iter().map(|op| states.get(&(op.limit, op.key)).cloned().unwrap_or_default());
         let mut cells: Vec<KeyState> = loaded.collect();
@@ -137,6 +126,10 @@ impl Immediate for ReferenceStore {
                 states.insert((op.limit, op.key), state);
             }
         }
-        outcomes
+        Answer::Ready(outcomes)
+    }
+
+    fn tell(&self, batch: &Batch, now: Time) {
+        self.apply_now(batch, now);
     }
 }

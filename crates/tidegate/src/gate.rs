@@ -119,9 +119,10 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// It names one that the plan doesn't have, or its path can't be decided about.
     pub fn actions(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
-        match query.action {
-            Some(name) => Ok(self.0.plan.find_action(name)?.into()),
-            None => match self.0.plan.matching_actions(query) {
+        match (query.actions, query.action) {
+            (Some(actions), _) => Ok(actions),
+            (None, Some(name)) => Ok(self.0.plan.find_action(name)?.into()),
+            (None, None) => match self.0.plan.matching_actions(query) {
                 Err(_) if self.decide_by_list(query).is_some() => Ok(MatchedActions::NONE),
                 found => Ok(found.map_err(KeyError::from)?),
             },
@@ -133,32 +134,16 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// The query is not one that the plan can decide about, or the store broke.
     pub async fn check(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.check_action(self.actions(query)?, query).await
+        self.decide(query, Verb::Take).await
     }
 
-    /// [`Gate::check`] for an action that is already known, or several.
-    ///
-    /// # Errors
-    /// As [`Gate::check`].
-    pub async fn check_action(
-        &self,
-        actions: impl Into<MatchedActions>,
-        query: &Query<'_>,
-    ) -> Result<Decision, CheckError> {
-        self.decide(actions.into(), query, Verb::Take).await
-    }
-
-    /// Begins a [`Gate::check_action`]: decides in place where the store can, without building a future.
+    /// Begins a [`Gate::check`]: decides in place where the store can, without building a future.
     ///
     /// # Errors
     /// As [`Gate::check`].
     #[inline]
-    pub fn begin_check(
-        &self,
-        actions: impl Into<MatchedActions>,
-        query: &Query<'_>,
-    ) -> Result<Check<S, C>, CheckError> {
-        self.begin_check_with(actions.into(), query, Verb::Take)
+    pub fn begin_check(&self, query: &Query<'_>) -> Result<Check<S, C>, CheckError> {
+        self.begin(query, Verb::Take)
     }
 
     /// What a check would answer. Changes nothing.
@@ -166,7 +151,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn status(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.decide(self.actions(query)?, query, Verb::Peek).await
+        self.decide(query, Verb::Peek).await
     }
 
     /// Every limit that a check would ask, with what is used, when it is free and what blocks it. Changes nothing.
@@ -176,7 +161,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
         let actions = self.actions(query)?;
         let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
-        let outcomes = self.apply_with_shared_keys(query, &mut batch).await?;
+        let answer = self.0.store.apply(&batch, self.0.clock.now());
+        let outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
         let decision = self.decide_by_list(query).unwrap_or_else(|| decide(&batch, self.0.plan.limits(), &outcomes));
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
@@ -234,14 +220,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
     ///
     /// # Errors
     /// As [`Gate::check`].
-    pub fn hold_permit(
-        &self,
-        actions: impl Into<MatchedActions>,
-        query: &Query<'_>,
-        decision: &Decision,
-    ) -> Result<Option<PermitGuard<S, C>>, CheckError> {
+    pub fn hold_permit(&self, query: &Query<'_>, decision: &Decision) -> Result<Option<PermitGuard<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
-        let own = self.batch(actions.into(), query, Verb::Renew, permit)?;
+        let own = self.batch(self.actions(query)?, query, Verb::Renew, permit)?;
         let shared =
             if decision.share_level == ShareLevel::Own { Vec::new() } else { self.shared_batches(&own, query.ip) };
         Ok(Some(PermitGuard::new(self.clone(), own, shared)))
@@ -281,44 +262,50 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     #[inline]
-    fn begin_check_with(
-        &self,
-        actions: MatchedActions,
-        query: &Query<'_>,
-        verb: Verb,
-    ) -> Result<Check<S, C>, CheckError> {
+    fn begin(&self, query: &Query<'_>, verb: Verb) -> Result<Check<S, C>, CheckError> {
+        let actions = self.actions(query)?;
         if let Some(decision) = self.decide_by_list(query) {
             return Ok(Check::Decided(decision));
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
         self.fill(&mut batch, actions, query, verb)?;
-        loop {
-            match self.0.store.apply(&batch, self.0.clock.now()) {
-                Answer::Ready(outcomes) => {
-                    if !self.move_to_shared_keys(&mut batch, &outcomes, query.ip) {
-                        return Ok(Check::Decided(decide(&batch, self.0.plan.limits(), &outcomes)));
-                    }
-                }
-                Answer::Later(answer) => {
-                    return Ok(Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)));
-                }
-            }
-        }
+        let answer = self.0.store.apply(&batch, self.0.clock.now());
+        Ok(match self.ask_again(&mut batch, query.ip, answer) {
+            Answer::Ready(outcomes) => Check::Decided(decide(&batch, self.0.plan.limits(), &outcomes)),
+            Answer::Later(answer) => Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)),
+        })
     }
 
-    async fn decide(&self, actions: MatchedActions, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
-        match self.begin_check_with(actions, query, verb)? {
+    async fn decide(&self, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
+        match self.begin(query, verb)? {
             Check::Decided(decision) => Ok(decision),
-            Check::Pending(deciding) => deciding.decision().await,
+            Check::Pending(pending) => pending.decision().await,
         }
     }
 
-    /// Asks the store, again under shared keys where it has no room for the caller's own.
-    async fn apply_with_shared_keys(&self, query: &Query<'_>, batch: &mut Batch) -> Result<Outcomes, StoreError> {
+    /// Asks the store again under shared keys, while it answers in place and has no room for some keys.
+    #[inline]
+    fn ask_again(&self, batch: &mut Batch, ip: Option<IpAddr>, mut answer: Answer<S::Later>) -> Answer<S::Later> {
+        let shared = |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed);
+        while let Answer::Ready(outcomes) = &answer
+            && move_to_shared_keys(batch, outcomes, shared)
+        {
+            answer = self.0.store.apply(batch, self.0.clock.now());
+        }
+        answer
+    }
+
+    /// The outcomes of a batch whose first answer is this, under shared keys where the store has no room for others.
+    pub(crate) async fn outcomes(
+        &self,
+        batch: &mut Batch,
+        ip: Option<IpAddr>,
+        mut answer: Answer<S::Later>,
+    ) -> Result<Outcomes, StoreError> {
         loop {
-            let outcomes = self.apply(batch).await?;
-            if !self.move_to_shared_keys(batch, &outcomes, query.ip) {
-                return Ok(outcomes);
+            match self.ask_again(batch, ip, answer) {
+                Answer::Ready(outcomes) => return Ok(outcomes),
+                Answer::Later(later) => answer = Answer::Ready(later.await?),
             }
         }
     }
@@ -333,12 +320,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
             }
         }
         Ok(done)
-    }
-
-    /// [`move_to_shared_keys`](tidegate_core::decision::move_to_shared_keys) with the keys of the plan.
-    #[inline]
-    pub(crate) fn move_to_shared_keys(&self, batch: &mut Batch, outcomes: &Outcomes, ip: Option<IpAddr>) -> bool {
-        move_to_shared_keys(batch, outcomes, |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed))
     }
 
     /// A batch that gives back or renews permits, under each of the keys that they may have been taken under where the store had
@@ -384,29 +365,8 @@ impl<S: Immediate, C: Clock> Gate<S, C> {
     /// # Errors
     /// The query is not one that the plan can decide about.
     pub fn check_now(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
-        self.check_action_now(self.actions(query)?, query)
-    }
-
-    /// [`Gate::check_now`] for an action that is already known, or several.
-    ///
-    /// # Errors
-    /// As [`Gate::check_now`].
-    pub fn check_action_now(
-        &self,
-        actions: impl Into<MatchedActions>,
-        query: &Query<'_>,
-    ) -> Result<Decision, CheckError> {
-        if let Some(decision) = self.decide_by_list(query) {
-            return Ok(decision);
-        }
-        let mut batch = Batch::new(self.0.holder_ids.next());
-        self.fill(&mut batch, actions.into(), query, Verb::Take)?;
-        loop {
-            let outcomes = self.0.store.apply_now(&batch, self.0.clock.now());
-            if !self.move_to_shared_keys(&mut batch, &outcomes, query.ip) {
-                return Ok(decide(&batch, self.0.plan.limits(), &outcomes));
-            }
-        }
+        let Check::Decided(decision) = self.begin(query, Verb::Take)?;
+        Ok(decision)
     }
 }
 

@@ -222,7 +222,8 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
     async fn admit(&self, parts: &Parts) -> Result<AdmittedCall, Response<Bytes>> {
         let peer = (self.peer)(&parts.extensions);
         let host = host_of(parts).map_err(|error| check_error_response(&error.into(), &parts.headers))?;
-        let query = Query {
+        let mut query = Query {
+            actions: self.action.map(Into::into),
             ip: peer.map(|peer| self.forwarding.client_ip(peer, &parts.headers)),
             method: Some(parts.method.as_str()),
             path: Some(parts.uri.path_and_query().map_or("/", |path| path.as_str())),
@@ -230,13 +231,9 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
             headers: Some(&parts.headers),
             ..Query::default()
         };
-        let actions = self.action.map_or_else(|| self.gate.actions(&query), |action| Ok(action.into()));
-        let actions = actions.map_err(|error| check_error_response(&error, &parts.headers))?;
-        let decision = self
-            .gate
-            .check_action(actions, &query)
-            .await
-            .map_err(|error| check_error_response(&error, &parts.headers))?;
+        let actions = self.gate.actions(&query).map_err(|error| check_error_response(&error, &parts.headers))?;
+        query.actions = Some(actions);
+        let decision = self.gate.check(&query).await.map_err(|error| check_error_response(&error, &parts.headers))?;
         if !decision.allowed {
             return Err(match grpc_type(&parts.headers) {
                 Some(kind) => grpc_refusal(&decision, kind),
@@ -247,10 +244,8 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
             let limit = decision.bound_by.map_or("", |id| self.gate.plan().limit_info(id).name());
             tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
         }
-        let hold = self
-            .gate
-            .hold_permit(actions, &query, &decision)
-            .map_err(|error| check_error_response(&error, &parts.headers))?;
+        let hold =
+            self.gate.hold_permit(&query, &decision).map_err(|error| check_error_response(&error, &parts.headers))?;
         Ok(AdmittedCall { actions, decision, permit: hold.map(RenewedPermit::start_renewal) })
     }
 }

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use tidegate_core::decision::decide;
 use tidegate_core::{Batch, Clock, Decision};
-use tidegate_store::Store;
+use tidegate_store::{Answer, Store};
 
 use crate::{CheckError, Gate};
 
@@ -27,7 +27,7 @@ pub struct PendingCheck<S: Store, C: Clock> {
     request: ReleaseGuard<S, C>,
     /// The caller's address, by which keys are shared where the store has no room.
     ip: Option<IpAddr>,
-    answer: S::Later,
+    pub(crate) answer: S::Later,
 }
 
 impl<S: Store, C: Clock> PendingCheck<S, C> {
@@ -40,13 +40,11 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
     /// # Errors
     /// The store broke.
     pub async fn decision(self) -> Result<Decision, CheckError> {
-        let Self { request: mut asked, ip, answer } = self;
-        let mut outcomes = answer.await?;
-        while asked.gate.move_to_shared_keys(&mut asked.batch, &outcomes, ip) {
-            outcomes = asked.gate.apply(&asked.batch).await?;
-        }
-        asked.is_answered = true;
-        Ok(decide(&asked.batch, asked.gate.plan().limits(), &outcomes))
+        let Self { mut request, ip, answer } = self;
+        let ReleaseGuard { gate, batch, is_answered } = &mut request;
+        let outcomes = gate.outcomes(batch, ip, Answer::Later(answer)).await?;
+        *is_answered = true;
+        Ok(decide(batch, gate.plan().limits(), &outcomes))
     }
 }
 

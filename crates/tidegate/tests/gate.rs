@@ -9,7 +9,7 @@ use tidegate::clock::ManualClock;
 use tidegate::core::batch::{BatchStates, OpContext, execute};
 use tidegate::core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
 use tidegate::policy::{KeySeed, Policy, PolicySources};
-use tidegate::store::{Answer, Immediate, StoreError};
+use tidegate::store::{Answer, Never, StoreError};
 use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Memory, Query, Reason, Span, Store, Time};
 
 fn policy(toml: &str) -> Policy {
@@ -223,11 +223,10 @@ fn lists_come_first_and_shadow_lets_pass() {
 fn permits_are_held_and_given_back() {
     let (gate, clock) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");
     let export = call("export", "203.0.113.7");
-    let action = gate.actions(&export).unwrap();
     let first = gate.check_now(&export).unwrap();
     let second = gate.check_now(&export).unwrap();
     assert!(!gate.check_now(&export).unwrap().allowed);
-    let hold = gate.hold_permit(action, &export, &first).unwrap().expect("a permit");
+    let hold = gate.hold_permit(&export, &first).unwrap().expect("a permit");
     clock.advance(Span::from_secs(20));
     hold.renew();
     clock.advance(Span::from_secs(20));
@@ -317,26 +316,46 @@ struct Cramped {
     asked: Mutex<Vec<Batch>>,
 }
 
-impl Store for Cramped {
-    type Later = Ready<Result<Outcomes, StoreError>>;
+impl Cramped {
+    fn execute(&self, batch: &Batch, now: Time) -> Outcomes {
+        self.asked.lock().unwrap().push(batch.clone());
+        let full = batch.ops().iter().position(|op| op.share_level < self.fits).or(self.hopeless.then_some(0));
+        execute(batch, &self.limits, &mut Full(full), now)
+    }
+}
+
+/// It answers in place.
+struct InPlace(Arc<Cramped>);
+
+impl Store for InPlace {
+    type Later = Never;
 
     fn limits(&self) -> &Arc<Limits> {
-        &self.limits
+        &self.0.limits
     }
 
     fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        Answer::Later(ready(Ok(self.apply_now(batch, now))))
+        Answer::Ready(self.0.execute(batch, now))
     }
 
     fn tell(&self, _batch: &Batch, _now: Time) {}
 }
 
-impl Immediate for Cramped {
-    fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
-        self.asked.lock().unwrap().push(batch.clone());
-        let full = batch.ops().iter().position(|op| op.share_level < self.fits).or(self.hopeless.then_some(0));
-        execute(batch, &self.limits, &mut Full(full), now)
+/// It has to be waited for.
+struct Delayed(Arc<Cramped>);
+
+impl Store for Delayed {
+    type Later = Ready<Result<Outcomes, StoreError>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        &self.0.limits
     }
+
+    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+        Answer::Later(ready(Ok(self.0.execute(batch, now))))
+    }
+
+    fn tell(&self, _batch: &Batch, _now: Time) {}
 }
 
 /// The cells of a batch whose operation at this place finds no room; the others find nothing used.
@@ -360,18 +379,21 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
     );
     let plan = policy.plan();
     let limits = Arc::new(plan.limits().clone());
-    let store = |fits, hopeless| Cramped { limits: Arc::clone(&limits), fits, hopeless, asked: Mutex::default() };
+    let store =
+        |fits, hopeless| Arc::new(Cramped { limits: Arc::clone(&limits), fits, hopeless, asked: Mutex::default() });
     let seed = KeySeed::new([7; 16]);
     let query = call("a", "203.0.113.7");
     let shares = [ShareLevel::SmallNetwork, ShareLevel::LargeNetwork, ShareLevel::All];
     for (wider, hopeless) in [(1, false), (2, false), (3, false), (3, true)] {
         let store = store(shares[wider - 1], hopeless);
-        let gate = Gate::from_parts(Arc::clone(plan), store, ManualClock::default(), seed.clone());
+        let clock = ManualClock::default();
+        let now = Gate::from_parts(Arc::clone(plan), InPlace(Arc::clone(&store)), clock.clone(), seed.clone());
+        let later = Gate::from_parts(Arc::clone(plan), Delayed(Arc::clone(&store)), clock, seed.clone());
         let ways: [&dyn Fn() -> Result<Decision, CheckError>; 3] =
-            [&|| gate.check_now(&query), &|| block_on(gate.check(&query)), &|| block_on(gate.status(&query))];
+            [&|| now.check_now(&query), &|| block_on(later.check(&query)), &|| block_on(later.status(&query))];
         for ask in ways {
             assert_eq!(ask().unwrap().allowed, !hopeless);
-            let asked = std::mem::take(&mut *gate.store().asked.lock().unwrap());
+            let asked = std::mem::take(&mut *store.asked.lock().unwrap());
             assert_eq!(asked.len(), 1 + 4 * wider, "four keys are shared, one after the other");
             for (times, batch) in asked.iter().enumerate() {
                 assert_eq!(batch.holder(), asked[0].holder(), "it stays the same question");
@@ -391,21 +413,23 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
 fn values_that_come_to_share_a_key_are_charged_to_it_once() {
     let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
     let plan = policy.plan();
-    let store = Cramped {
+    let store = Arc::new(Cramped {
         limits: Arc::new(plan.limits().clone()),
         fits: ShareLevel::All,
         hopeless: false,
         asked: Mutex::default(),
-    };
-    let gate = Gate::from_parts(Arc::clone(plan), store, ManualClock::default(), KeySeed::new([7; 16]));
+    });
+    let (clock, seed) = (ManualClock::default(), KeySeed::new([7; 16]));
+    let now = Gate::from_parts(Arc::clone(plan), InPlace(Arc::clone(&store)), clock.clone(), seed.clone());
+    let later = Gate::from_parts(Arc::clone(plan), Delayed(Arc::clone(&store)), clock, seed);
     let mut headers = http::HeaderMap::new();
     headers.insert("cookie", http::HeaderValue::from_static("sid=1; sid=2; sid=3"));
     let query = Query { headers: Some(&headers), ..call("a", "203.0.113.7") };
     let ways: [&dyn Fn() -> Result<Decision, CheckError>; 2] =
-        [&|| gate.check_now(&query), &|| block_on(gate.status(&query))];
+        [&|| now.check_now(&query), &|| block_on(later.status(&query))];
     for ask in ways {
         assert!(ask().unwrap().allowed);
-        let asked = std::mem::take(&mut *gate.store().asked.lock().unwrap());
+        let asked = std::mem::take(&mut *store.asked.lock().unwrap());
         let sizes: Vec<usize> = asked.iter().map(|batch| batch.ops().len()).collect();
         assert_eq!(sizes, [3, 3, 2, 1]);
     }

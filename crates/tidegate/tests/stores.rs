@@ -91,9 +91,8 @@ async fn permits_are_held_for_all_and_come_back() {
     let (_, [one, two]) = nodes();
     sleep(Duration::from_millis(1)).await;
     let query = ask("slots", "k");
-    let action = one.actions(&query).unwrap();
     let held = one.check(&query).await.unwrap();
-    let hold = one.hold_permit(action, &query, &held).unwrap();
+    let hold = one.hold_permit(&query, &held).unwrap();
     assert!(hold.is_some() && !two.check(&query).await.unwrap().allowed);
     drop(hold);
     sleep(Duration::from_millis(5)).await;
@@ -106,8 +105,7 @@ async fn what_waits_is_begun_and_what_does_not_is_decided() {
     sleep(Duration::from_millis(1)).await;
     let begin = |key| {
         let query = ask("login", key);
-        let action = one.actions(&query).unwrap();
-        one.begin_check(action, &query).unwrap()
+        one.begin_check(&query).unwrap()
     };
     let Check::Pending(deciding) = begin("a") else { panic!("a store far away has to be waited for") };
     assert!(deciding.decision().await.unwrap().allowed);
@@ -221,13 +219,12 @@ async fn permits_whose_answer_was_lost_come_back() {
     let (store, [one, two]) = nodes();
     sleep(Duration::from_secs(3)).await;
     let query = ask("pairs", "k");
-    let action = one.actions(&query).unwrap();
     store.set_behaviour(RemoteBehaviour::LostReply);
     let (first, second) = tokio::join!(one.check(&query), one.check(&query));
     let (admitted, refused): (Vec<_>, Vec<_>) =
         [first.unwrap(), second.unwrap()].into_iter().partition(|decision| decision.allowed);
     assert_eq!((admitted.len(), refused.len()), (1, 1), "its share is one of two");
-    let hold = one.hold_permit(action, &query, &admitted[0]).unwrap();
+    let hold = one.hold_permit(&query, &admitted[0]).unwrap();
     store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert!(two.check(&query).await.unwrap().allowed && !two.check(&query).await.unwrap().allowed);

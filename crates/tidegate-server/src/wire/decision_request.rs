@@ -77,7 +77,7 @@ impl<'a> DecisionRequest<'a> {
             path: self.path.as_deref(),
             host: self.host.as_deref(),
             headers: self.headers.as_ref(),
-            from_log: false,
+            ..Query::default()
         }
     }
 

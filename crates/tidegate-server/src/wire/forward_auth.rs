@@ -103,7 +103,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         let why = UncountableError::SimilarHeader(lookalike.to_string());
         return reject(api, (&why).into(), &query, &why.to_string());
     }
-    let decision = match api.gate.check_action(actions, &query).await {
+    let decision = match api.gate.check(&Query { actions: Some(actions), ..query }).await {
         Ok(decision) => decision,
         Err(error) => return error_response(&error),
     };

@@ -386,7 +386,10 @@ fn check<S: Store, C: Clock>(
         return Err(unexpected_permit("/v1/check"));
     }
     let query = question.query();
-    let started = api.gate.actions(&query).and_then(|actions| Ok((actions, api.gate.begin_check(actions, &query)?)));
+    let started = api.gate.actions(&query).and_then(|actions| {
+        let query = Query { actions: Some(actions), ..query };
+        Ok((actions, api.gate.begin_check(&query)?))
+    });
     Ok(match started {
         Ok((actions, Check::Decided(decision))) => {
             CheckResponse::Ready(decision_response(api, actions, &query, &decision))

@@ -245,7 +245,7 @@ impl Store for Remote {
                 fails.fetch_sub(1, Ordering::Relaxed);
                 return Err(StoreError::Failed("away".to_owned()));
             }
-            let Answer::Ready(outcomes) = memory.apply(&batch, clock.now()) else { unreachable!() };
+            let Answer::Ready(outcomes) = memory.apply(&batch, clock.now());
             Ok(outcomes)
         }))
     }
