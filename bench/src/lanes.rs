@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 use std::hint::black_box;
 use std::time::Instant;
 use tidegate::core::lanes::MAX_WAITING;
-use tidegate::core::{Lane, LaneSpec, Lanes, LanesSpec, Ticket, Turn};
+use tidegate::core::{Lane, LaneSpec, Lanes, LanesSpec, QueueStep, Ticket};
 use tidegate::{Span, Time};
 
 /// Calls that wait.
@@ -113,9 +113,9 @@ impl LanesUnderLoad {
         let mut woken = Vec::with_capacity(batch);
         let wake = nanos_per_operation(batch, || {
             for _ in 0..batch {
-                let Turn::Ask(ticket) = self.lanes.poll(NOW) else { panic!("somebody waits") };
-                let lane = self.lanes.granted(ticket, NOW).expect("it waits");
-                self.lanes.ended(lane);
+                let QueueStep::AskStore(ticket) = self.lanes.poll(NOW) else { panic!("somebody waits") };
+                let lane = self.lanes.grant(ticket, NOW).expect("it waits");
+                self.lanes.record_end(lane);
                 woken.push(ticket);
             }
         });

@@ -8,8 +8,8 @@ use rand::{RngExt as _, SeedableRng as _};
 use std::fmt::Write as _;
 use std::hint;
 use std::time::Instant;
-use tidegate_sim::Scenario;
 use tidegate_replay::{FieldNames, LogReplay};
+use tidegate_sim::Scenario;
 
 /// A thousand clients that call every two seconds a service which fails now and then, for an hour.
 const HOUR_SCENARIO: &str = r#"

@@ -11,11 +11,11 @@ use std::convert::Infallible;
 use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
 use tidegate::core::breaker::ExclusiveAccess;
-use tidegate::core::call::Reply;
-use tidegate::core::retry::Reach;
+use tidegate::core::call::AttemptReport;
+use tidegate::core::retry::Delivery;
 use tidegate::core::{Breaker, BreakerSpec, Class, SharedBreaker};
 use tidegate::outbound::layers::BreakerLayer;
-use tidegate::outbound::{Attempt, CallOptions, Ended, Outbound, Provider, Upstream};
+use tidegate::outbound::{Attempt, AttemptOutcome, CallOptions, Outbound, Provider, Upstream};
 use tidegate::{Clock, SystemClock, Time};
 use tokio::runtime::{Builder, Runtime};
 use tower::Layer;
@@ -140,7 +140,7 @@ struct TidegateCalls {
 impl TidegateCalls {
     fn call(&self) -> bool {
         let done = spin_until_ready(self.provider.call(CallOptions::default(), &mut ImmediateUpstream));
-        done.is_ok_and(|done| done.happened.attempts == 1)
+        done.is_ok_and(|done| done.stats.attempts == 1)
     }
 }
 
@@ -150,10 +150,10 @@ struct ImmediateUpstream;
 impl Upstream for ImmediateUpstream {
     type Reply = ();
 
-    async fn send(&mut self, attempt: Attempt) -> Ended<()> {
+    async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<()> {
         black_box(attempt);
-        let reply = Reply { repeatable: true, ..Reply::of(Class::Success, Reach::Answered) };
-        Ended { value: (), reply }
+        let reply = AttemptReport { is_repeatable: true, ..AttemptReport::new(Class::Success, Delivery::Answered) };
+        AttemptOutcome { value: (), report: reply }
     }
 }
 

@@ -14,8 +14,8 @@ use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use regex::bytes::Regex;
 use tidegate::SystemClock;
-use tidegate::core::retry::Tries;
-use tidegate::core::{Attempt, Backoff, Class, Clock as _, GiveUp, Jitter, Retry, Span, Time};
+use tidegate::core::retry::RetryTracker;
+use tidegate::core::{Backoff, Class, Clock as _, FailedAttempt, Jitter, NoRetryReason, Retry, Span, Time};
 use tidegate_policy::parse_duration;
 
 use crate::policy::{print_error, print_usage};
@@ -165,7 +165,7 @@ impl<'a> RetryRunner<'a> {
     fn run(&mut self) -> u8 {
         let began = self.clock.now();
         let deadline = self.arguments.deadline.map_or(Time::NEVER, |deadline| began + deadline);
-        let (mut tries, mut rng) = (Tries::new(deadline), rand::rng());
+        let (mut tries, mut rng) = (RetryTracker::new(deadline), rand::rng());
         loop {
             if tries.attempts() == 1 && self.launcher.input.is_used_up() {
                 self.print_status(
@@ -185,16 +185,16 @@ impl<'a> RetryRunner<'a> {
             if class == Class::Success || end.stopped_by.is_some() {
                 return status;
             }
-            let attempt = Attempt {
+            let attempt = FailedAttempt {
                 class,
-                repeatable: true,
-                unreplayable: None,
-                stop: false,
+                is_repeatable: true,
+                unreplayable_reason: None,
+                asks_not_to_retry: false,
                 retry_after: seen.retry_after,
-                other_credential: false,
+                has_other_credential: false,
             };
             let now = self.clock.now();
-            let next = tries.after(&self.retry, &attempt, None, now, &mut rng);
+            let next = tries.next_attempt_at(&self.retry, &attempt, None, now, &mut rng);
             let of =
                 format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
@@ -270,13 +270,13 @@ fn describe_end(end: &CommandExit, class: Class) -> String {
     }
 }
 
-fn describe_give_up(why: GiveUp) -> String {
+fn describe_give_up(why: NoRetryReason) -> String {
     match why {
-        GiveUp::Final => "it would fail again".to_owned(),
-        GiveUp::RetryAfterTooLong { retry_after } => {
+        NoRetryReason::Final => "it would fail again".to_owned(),
+        NoRetryReason::RetryAfterTooLong { retry_after } => {
             format!("it asks for a wait of {}, which is too long", rounded_up(retry_after))
         }
-        GiveUp::Deadline { .. } => "the next would start after the deadline".to_owned(),
+        NoRetryReason::Deadline { .. } => "the next would start after the deadline".to_owned(),
         _ => "that was the last".to_owned(),
     }
 }

@@ -27,7 +27,7 @@
 use core::fmt;
 
 use crate::time::MAX_CLOCK_LAG;
-use crate::{Rest, Span, Time};
+use crate::{RemainingAmount, Span, Time};
 
 /// Rates are counted in millionths of a call a second.
 const PER_SECOND: u64 = 1_000_000_000_000;
@@ -223,7 +223,7 @@ impl AdaptiveRate {
     }
 
     /// A call that was sent at `sent_at` was taken by the service; `rest` is what its reply says is left.
-    pub fn succeeded(&mut self, sent_at: Time, rest: Option<Rest>, now: Time) {
+    pub fn succeeded(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
         self.credit = (self.credit + CREDIT_PER_SUCCESS).min(MAX_CREDIT);
         self.update_advertised(rest, now);
         if sent_at < self.monitor.started_at {
@@ -238,7 +238,7 @@ impl AdaptiveRate {
     }
 
     /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left.
-    pub fn throttled(&mut self, sent_at: Time, rest: Option<Rest>, now: Time) {
+    pub fn throttled(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
         self.credit = (self.credit - CREDIT_PER_THROTTLE).max(MIN_CREDIT);
         self.update_advertised(rest, now);
         if sent_at < self.monitor.started_at {
@@ -343,21 +343,21 @@ impl AdaptiveRate {
             MonitorInterval::starting_at(now, ((PER_MILLE / excess.max(SMALL_STEP)) as u32).max(MIN_SUCCESSES));
     }
 
-    fn update_advertised(&mut self, rest: Option<Rest>, now: Time) {
-        let Some(rest) = rest.filter(|rest| rest.until > now && !rest.until.is_never()) else { return };
-        if rest.left > 0 && rest.until.since(now) < MIN_TIME_TO_RESET {
+    fn update_advertised(&mut self, rest: Option<RemainingAmount>, now: Time) {
+        let Some(rest) = rest.filter(|rest| rest.resets_at > now && !rest.resets_at.is_never()) else { return };
+        if rest.amount > 0 && rest.resets_at.since(now) < MIN_TIME_TO_RESET {
             return;
         }
         // Replies that were under way when the last was told to wait know less than it does.
-        if self.advertised.is_some_and(|told| told.rate == 0 && told.until > now && rest.left > 0) {
+        if self.advertised.is_some_and(|told| told.rate == 0 && told.until > now && rest.amount > 0) {
             return;
         }
         let rate =
-            u128::from(rest.left) * u128::from(PER_SECOND) / u128::from(rest.until.since(now).as_micros().max(1));
+            u128::from(rest.amount) * u128::from(PER_SECOND) / u128::from(rest.resets_at.since(now).as_micros().max(1));
         // As long as anything is left, it is tried as often as a service that throttles everything.
-        let least = if rest.left > 0 { self.slowest } else { 0 };
+        let least = if rest.amount > 0 { self.slowest } else { 0 };
         let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(least, self.fastest);
-        self.advertised = Some(AdvertisedRate { received_at: now, until: rest.until, rate });
+        self.advertised = Some(AdvertisedRate { received_at: now, until: rest.resets_at, rate });
     }
 }
 

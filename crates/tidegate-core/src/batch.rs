@@ -369,14 +369,14 @@ pub struct Outcome {
 impl Outcome {
     /// The outcome of a look at `now` where no penalty has a say.
     #[inline]
-    pub fn from_status(look: LimitStatus, now: Time) -> Self {
+    pub fn from_status(status: LimitStatus, now: Time) -> Self {
         Self {
-            verdict: if look.retry_at <= now { Verdict::Admitted } else { Verdict::Refused },
-            limit: look.limit,
-            used: look.used,
-            remaining: look.remaining,
-            retry_at: look.retry_at,
-            reset_at: look.reset_at,
+            verdict: if status.retry_at <= now { Verdict::Admitted } else { Verdict::Refused },
+            limit: status.limit,
+            used: status.used,
+            remaining: status.remaining,
+            retry_at: status.retry_at,
+            reset_at: status.reset_at,
             block: Span::ZERO,
             block_until: Time::ZERO,
             strikes: 0,
@@ -504,13 +504,13 @@ fn is_always_charged(limit: &Limit, outcome: &Outcome) -> bool {
 /// in a shorter form may answer from that.
 pub trait BatchStates {
     /// [`KeyState::evaluate`], or for a `Peek` [`KeyState::peek`], which changes nothing.
-    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome;
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome;
     /// [`KeyState::charge`].
-    fn charge(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome);
+    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome);
     /// [`KeyState::strike`].
-    fn strike(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome);
+    fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome);
     /// Runs `change` on the whole state, if there is one, or on a new one if there has to be one.
-    fn modify(&mut self, index: usize, ask: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState));
+    fn modify(&mut self, index: usize, context: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState));
     /// Forgets the state.
     fn reset(&mut self, index: usize, op: &Op);
 }
@@ -524,8 +524,8 @@ pub trait BatchStates {
 /// - A limit that counts all calls is charged whenever it has room itself, which a parole is not.
 /// - Where the store has no room for a key, nothing changes at all: the batch is to be asked again under another key.
 #[inline]
-pub fn execute(batch: &Batch, limits: &Limits, cells: &mut (impl BatchStates + ?Sized), now: Time) -> Outcomes {
-    execute_part(batch, limits, cells, now, RefusalSummary::default())
+pub fn execute(batch: &Batch, limits: &Limits, states: &mut (impl BatchStates + ?Sized), now: Time) -> Outcomes {
+    execute_part(batch, limits, states, now, RefusalSummary::default())
 }
 
 /// [`execute`] for a part of a batch: what stands against the call elsewhere counts as if it stood here.
@@ -533,19 +533,19 @@ pub fn execute(batch: &Batch, limits: &Limits, cells: &mut (impl BatchStates + ?
 pub fn execute_part(
     batch: &Batch,
     limits: &Limits,
-    cells: &mut (impl BatchStates + ?Sized),
+    states: &mut (impl BatchStates + ?Sized),
     now: Time,
     other_parts: RefusalSummary,
 ) -> Outcomes {
     let now = clamp_now(now);
     let mut outcomes = Outcomes { now, list: ArrayVec::new() };
-    let (mut enforced, mut including_shadow) = evaluate_ops(batch, limits, cells, now, &mut outcomes.list);
+    let (mut enforced, mut including_shadow) = evaluate_ops(batch, limits, states, now, &mut outcomes.list);
     enforced.refused |= other_parts.enforced_refused;
     enforced.blocked |= other_parts.enforced_blocked;
     including_shadow.refused |= other_parts.any_refused;
     including_shadow.blocked |= other_parts.any_blocked;
     if !including_shadow.no_room {
-        apply_ops(batch, limits, cells, now, &mut outcomes.list, (enforced, including_shadow));
+        apply_ops(batch, limits, states, now, &mut outcomes.list, (enforced, including_shadow));
     }
     outcomes
 }
@@ -555,17 +555,17 @@ pub fn execute_part(
 fn evaluate_ops(
     batch: &Batch,
     limits: &Limits,
-    cells: &mut (impl BatchStates + ?Sized),
+    states: &mut (impl BatchStates + ?Sized),
     now: Time,
     outcomes: &mut ArrayVec<Outcome, MAX_OPS>,
 ) -> (VerdictFlags, VerdictFlags) {
-    let (mut enforced, mut watched) = (VerdictFlags::default(), VerdictFlags::default());
+    let (mut enforced, mut including_shadow) = (VerdictFlags::default(), VerdictFlags::default());
     for (index, op) in batch.ops.iter().enumerate() {
         let outcome = match limits.get(op.limit) {
             Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
-                let outcome = cells.evaluate(index, &OpContext { op, limit, batch: batch.context, now });
+                let outcome = states.evaluate(index, &OpContext { op, limit, batch: batch.context, now });
                 if op.verb == Verb::Take {
-                    watched.add(outcome.verdict);
+                    including_shadow.add(outcome.verdict);
                     if !limit.is_shadow() {
                         enforced.add(outcome.verdict);
                     }
@@ -576,7 +576,7 @@ fn evaluate_ops(
         };
         outcomes.push(outcome);
     }
-    (enforced, watched)
+    (enforced, including_shadow)
 }
 
 /// The second half: charges, strikes, and what is told.
@@ -584,32 +584,34 @@ fn evaluate_ops(
 fn apply_ops(
     batch: &Batch,
     limits: &Limits,
-    cells: &mut (impl BatchStates + ?Sized),
+    states: &mut (impl BatchStates + ?Sized),
     now: Time,
     outcomes: &mut [Outcome],
-    (enforced, watched): (VerdictFlags, VerdictFlags),
+    (enforced, including_shadow): (VerdictFlags, VerdictFlags),
 ) {
     for (index, (op, outcome)) in batch.ops.iter().zip(outcomes).enumerate() {
         let Some(limit) = limits.get(op.limit) else { continue };
-        let ask = OpContext { op, limit, batch: batch.context, now };
-        let tally = if limit.is_shadow() { watched } else { enforced };
+        let context = OpContext { op, limit, batch: batch.context, now };
+        let flags = if limit.is_shadow() { including_shadow } else { enforced };
         match op.verb {
             Verb::Peek => {}
             Verb::Take if outcome.verdict.refuses() => {
-                if !tally.blocked {
-                    cells.strike(index, &ask, outcome);
+                if !flags.blocked {
+                    states.strike(index, &context, outcome);
                 }
             }
             Verb::Take => {
-                if !tally.refused || is_always_charged(limit, outcome) {
-                    cells.charge(index, &ask, outcome);
+                if !flags.refused || is_always_charged(limit, outcome) {
+                    states.charge(index, &context, outcome);
                 }
             }
-            Verb::Reset => cells.reset(index, op),
+            Verb::Reset => states.reset(index, op),
             _ => {
                 // What isn't remembered can be given back, but not be held.
                 let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
-                cells.modify(index, &ask, op.verb.creates_state(limit), &mut |state| done = state.apply(&ask, outcome));
+                states.modify(index, &context, op.verb.creates_state(limit), &mut |state| {
+                    done = state.apply(&context, outcome)
+                });
                 outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
             }
         }
@@ -629,14 +631,15 @@ pub fn execute_take(
     op: &Op,
     limit: &Limit,
     holder: u64,
-    cells: &mut (impl BatchStates + ?Sized),
+    states: &mut (impl BatchStates + ?Sized),
     now: Time,
 ) -> Outcome {
-    let ask = OpContext { op, limit, batch: BatchContext { holder, ..BatchContext::default() }, now: clamp_now(now) };
-    let mut outcome = cells.evaluate(0, &ask);
+    let context =
+        OpContext { op, limit, batch: BatchContext { holder, ..BatchContext::default() }, now: clamp_now(now) };
+    let mut outcome = states.evaluate(0, &context);
     match outcome.verdict {
-        Verdict::Admitted | Verdict::Parole => cells.charge(0, &ask, &mut outcome),
-        Verdict::Refused => cells.strike(0, &ask, &mut outcome),
+        Verdict::Admitted | Verdict::Parole => states.charge(0, &context, &mut outcome),
+        Verdict::Refused => states.strike(0, &context, &mut outcome),
         Verdict::Blocked | Verdict::NoRoom => {}
     }
     outcome
@@ -644,19 +647,19 @@ pub fn execute_take(
 
 /// Whole states, one for each operation, as cells: for stores that load a batch's rows and write them back.
 impl BatchStates for [KeyState] {
-    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
-        match ask.op.verb {
-            Verb::Peek => self[index].peek(ask),
-            _ => self[index].evaluate(ask),
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
+        match context.op.verb {
+            Verb::Peek => self[index].peek(context),
+            _ => self[index].evaluate(context),
         }
     }
 
-    fn charge(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
-        self[index].charge(ask, outcome);
+    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        self[index].charge(context, outcome);
     }
 
-    fn strike(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
-        self[index].strike(ask, outcome);
+    fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        self[index].strike(context, outcome);
     }
 
     fn modify(&mut self, index: usize, _: &OpContext<'_>, _: bool, change: &mut dyn FnMut(&mut KeyState)) {

@@ -299,14 +299,14 @@ impl Breaker {
 
     fn should_open(&self) -> bool {
         let spec = &self.spec;
-        let too_often = |count: u64, calls: u64, rate: u16| {
+        let reaches_rate = |count: u64, calls: u64, rate: u16| {
             u128::from(count) * u128::from(PER_MILLE) >= u128::from(calls) * u128::from(rate)
         };
         spec.failures.is_some_and(|most| self.failures >= most)
             || self.call_window.as_ref().map(CallWindow::totals).is_some_and(|sum| {
                 sum.calls >= u64::from(spec.min_calls)
-                    && (spec.failure_rate.is_some_and(|rate| too_often(sum.failures, sum.calls, rate))
-                        || spec.slow_calls.is_some_and(|slow| too_often(sum.slow, sum.calls, slow.rate)))
+                    && (spec.failure_rate.is_some_and(|rate| reaches_rate(sum.failures, sum.calls, rate))
+                        || spec.slow_calls.is_some_and(|slow| reaches_rate(sum.slow, sum.calls, slow.rate)))
             })
     }
 
@@ -339,7 +339,7 @@ impl Breaker {
     /// Brings the phase to `now`: ends what is over, and brings back ends that only a clock which has since stepped
     /// back can have put so far ahead.
     fn refresh(&mut self, now: Time) {
-        let bring_back = |end: &mut Time, length| {
+        let clamp_end = |end: &mut Time, length| {
             if is_impossible_end(*end, length, now) {
                 *end = now + length;
             }
@@ -347,20 +347,20 @@ impl Breaker {
         match &mut self.phase {
             BreakerPhase::Closed => {}
             BreakerPhase::Ramping { ends, .. } => {
-                bring_back(ends, self.spec.ramp_length());
+                clamp_end(ends, self.spec.ramp_length());
                 if now >= *ends {
                     self.phase = BreakerPhase::Closed;
                     self.open_backoff = BackoffState::default();
                 }
             }
             BreakerPhase::Open { until, length } => {
-                bring_back(until, *length);
+                clamp_end(until, *length);
                 if now >= *until {
                     self.phase = BreakerPhase::HalfOpen { successes: 0, probes: Vec::new() };
                 }
             }
             BreakerPhase::HalfOpen { probes, .. } => probes.retain_mut(|probe| {
-                bring_back(&mut probe.expires, self.spec.probe_lease);
+                clamp_end(&mut probe.expires, self.spec.probe_lease);
                 probe.expires > now
             }),
         }

@@ -11,10 +11,10 @@ use crate::{Backoff, Span, Time};
 
 /// How long a gate that has opened is remembered at least: longer than calls are in flight, so that a late reply is
 /// still known to be of an older generation.
-const REMEMBERED: Span = Span::from_secs(3600);
+const MIN_RETENTION: Span = Span::from_secs(3600);
 
 /// For how many staggers callers are released one by one at the most, once one of them has succeeded.
-const RELEASED: u64 = 100;
+const MAX_RELEASE_SLOTS: u64 = 100;
 
 /// How long a credential cools down when it is throttled. Any values make sense: spans of zero don't close or don't
 /// stagger, and a cap below the base is what every closing lasts.
@@ -36,84 +36,86 @@ impl Default for Cooldown {
 
 /// What is remembered of a credential. The default is one that never was throttled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Gate {
+pub struct CooldownGate {
     /// When the gate opens or opened; the epoch once it has been shown that it may stay open.
-    pub until: Time,
+    pub opens_at: Time,
     /// The last moment that counts: when the gate was closed or, if that is later, when it last let a caller through.
-    pub last: Time,
+    pub last_event_at: Time,
     /// Closings so far. A call carries the number that it was let through with.
     pub generation: u32,
     /// Closings since the last success.
-    pub step: u8,
+    pub closings_in_row: u8,
 }
 
 impl Cooldown {
     /// The n-th closing, n counted from 1: `min(base · 2^(n−1), cap)`.
-    pub fn wait(&self, step: u8) -> Span {
+    pub fn closing_length(&self, step: u8) -> Span {
         Backoff::exponential(self.base, self.cap).base_wait(u32::from(step))
     }
 
     /// Brings the gate to `now`: forgets what has been idle for long, and lets a closing that was made by a clock which
     /// has since stepped back start over, so that it lasts its own length and no longer.
-    pub fn settle(&self, gate: &mut Gate, now: Time) {
-        if gate.last > now + MAX_CLOCK_LAG {
-            if gate.until > Time::ZERO && !gate.until.is_never() {
-                gate.until = now + gate.until.since(gate.last);
+    pub fn refresh(&self, gate: &mut CooldownGate, now: Time) {
+        if gate.last_event_at > now + MAX_CLOCK_LAG {
+            if gate.opens_at > Time::ZERO && !gate.opens_at.is_never() {
+                gate.opens_at = now + gate.opens_at.since(gate.last_event_at);
             }
-            gate.last = now;
+            gate.last_event_at = now;
         }
         if self.idle_at(gate) <= now {
-            *gate = Gate::default();
-        } else if self.is_proven(gate, now) {
-            gate.until = Time::ZERO;
+            *gate = CooldownGate::default();
+        } else if self.can_stay_open(gate, now) {
+            gate.opens_at = Time::ZERO;
         }
     }
 
     /// How long a gate is remembered after the last moment that counts: an hour, or the cap if that is longer.
-    pub fn remembered(&self) -> Span {
-        self.cap.max(REMEMBERED)
+    pub fn retention(&self) -> Span {
+        self.cap.max(MIN_RETENTION)
     }
 
     /// For how long callers are released one by one at the most, once one of them has succeeded.
-    pub fn released_for(&self) -> Span {
-        self.stagger.times(RELEASED)
+    pub fn max_release_time(&self) -> Span {
+        self.stagger.times(MAX_RELEASE_SLOTS)
     }
 
     /// Whether a success has shown that the credential is good, and those who waited for it are gone.
-    fn is_proven(&self, gate: &Gate, now: Time) -> bool {
-        let unwanted = gate.last + self.stagger.times(2) <= now;
-        gate.step == 0 && gate.last >= gate.until && (unwanted || gate.until + self.released_for() <= now)
+    fn can_stay_open(&self, gate: &CooldownGate, now: Time) -> bool {
+        let is_idle = gate.last_event_at + self.stagger.times(2) <= now;
+        gate.closings_in_row == 0
+            && gate.last_event_at >= gate.opens_at
+            && (is_idle || gate.opens_at + self.max_release_time() <= now)
     }
 
     /// When the gate lets a caller through: `now` if it does, [`Time::NEVER`] if it was closed for good. Of several
     /// callers that were told the same moment it lets one through and tells the others the next.
-    pub fn look(&self, mut gate: Gate, now: Time) -> Time {
-        self.settle(&mut gate, now);
-        let free_at = if gate.until == Time::ZERO {
+    pub fn free_at(&self, mut gate: CooldownGate, now: Time) -> Time {
+        self.refresh(&mut gate, now);
+        let free_at = if gate.opens_at == Time::ZERO {
             now
-        } else if gate.last < gate.until {
-            gate.until
-        } else if gate.step == 0 {
-            (gate.last + self.stagger).min(gate.until + self.released_for())
+        } else if gate.last_event_at < gate.opens_at {
+            gate.opens_at
+        } else if gate.closings_in_row == 0 {
+            (gate.last_event_at + self.stagger).min(gate.opens_at + self.max_release_time())
         } else {
-            gate.last + self.stagger
+            gate.last_event_at + self.stagger
         };
         free_at.max(now)
     }
 
-    /// Whether a moment that [`Cooldown::look`] told at `now` is the end of a closing. Nothing brings that forward, while
+    /// Whether a moment that [`Cooldown::free_at`] told at `now` is the end of a closing. Nothing brings that forward, while
     /// callers that are released after one may become free to go sooner than one by one. Of a closing that ends within
     /// the time of a slot it says no.
     pub fn is_closing(&self, free_at: Time, now: Time) -> bool {
         free_at > now + MAX_CLOCK_LAG + self.stagger
     }
 
-    /// Lets a caller through that [`Cooldown::look`] has just found free at `now`, and returns the generation to judge
+    /// Lets a caller through that [`Cooldown::free_at`] has just found free at `now`, and returns the generation to judge
     /// its reply by.
-    pub fn charge(&self, gate: &mut Gate, now: Time) -> u32 {
-        self.settle(gate, now);
-        if gate.until > Time::ZERO {
-            gate.last = now;
+    pub fn charge(&self, gate: &mut CooldownGate, now: Time) -> u32 {
+        self.refresh(gate, now);
+        if gate.opens_at > Time::ZERO {
+            gate.last_event_at = now;
         }
         gate.generation
     }
@@ -123,50 +125,50 @@ impl Cooldown {
     /// A call of an older generation takes no step: it was under way when the gate closed. If its `retry_after` reaches
     /// further, the gate stays closed until then. A generation that is ahead of the gate's tells that the gate was
     /// forgotten meanwhile, and counts as the present one. No closing is ever shortened.
-    pub fn throttled(&self, gate: &mut Gate, generation: u32, retry_after: Option<Span>, now: Time) {
-        self.settle(gate, now);
+    pub fn record_throttle(&self, gate: &mut CooldownGate, generation: u32, retry_after: Option<Span>, now: Time) {
+        self.refresh(gate, now);
         let mut wait = retry_after.unwrap_or(Span::ZERO);
         if generation >= gate.generation {
             gate.generation = generation.saturating_add(1);
-            gate.step = gate.step.saturating_add(1);
-            wait = wait.max(self.wait(gate.step));
+            gate.closings_in_row = gate.closings_in_row.saturating_add(1);
+            wait = wait.max(self.closing_length(gate.closings_in_row));
         }
-        close(gate, now + wait, now);
+        close_until(gate, now + wait, now);
     }
 
     /// Takes note of a success of a call of `generation`: the next closing is a first one again, and an open gate stays
     /// open once those who waited for it are gone. A call that was let through before the last closing changes nothing,
     /// and neither does one that the gate doesn't remember.
-    pub fn succeeded(&self, gate: &mut Gate, generation: u32, now: Time) {
-        self.settle(gate, now);
+    pub fn record_success(&self, gate: &mut CooldownGate, generation: u32, now: Time) {
+        self.refresh(gate, now);
         if generation == gate.generation {
-            gate.step = 0;
+            gate.closings_in_row = 0;
         }
     }
 
     /// Closes the gate until `until` for a credential that the provider doesn't accept (401, 403); with
     /// [`Time::NEVER`] for good. It takes no step. A credential that was mended starts with a new gate.
-    pub fn disable(&self, gate: &mut Gate, until: Time, now: Time) {
-        self.settle(gate, now);
+    pub fn disable(&self, gate: &mut CooldownGate, until: Time, now: Time) {
+        self.refresh(gate, now);
         gate.generation = gate.generation.saturating_add(1);
-        close(gate, until, now);
+        close_until(gate, until, now);
     }
 
     /// When nothing of the gate is remembered any more: an hour, or the cap if that is longer, after the last moment
     /// that counts. A credential so long unused starts from the base again.
-    pub fn idle_at(&self, gate: &Gate) -> Time {
-        if *gate == Gate::default() {
+    pub fn idle_at(&self, gate: &CooldownGate) -> Time {
+        if *gate == CooldownGate::default() {
             return Time::ZERO;
         }
-        gate.until.max(gate.last) + self.remembered()
+        gate.opens_at.max(gate.last_event_at) + self.retention()
     }
 }
 
 /// Closes the gate until a moment that lies ahead of both the present and its last closing.
-fn close(gate: &mut Gate, until: Time, now: Time) {
-    if until > gate.until.max(now) {
-        gate.until = until;
-        gate.last = now;
+fn close_until(gate: &mut CooldownGate, until: Time, now: Time) {
+    if until > gate.opens_at.max(now) {
+        gate.opens_at = until;
+        gate.last_event_at = now;
     }
 }
 
@@ -183,90 +185,90 @@ mod tests {
         Time::from_secs(1_700_000_000) + Span::from_millis(millis)
     }
 
-    fn throttled(now: Time) -> Gate {
-        let mut gate = Gate::default();
+    fn throttled(now: Time) -> CooldownGate {
+        let mut gate = CooldownGate::default();
         let generation = COOLDOWN.charge(&mut gate, now);
-        COOLDOWN.throttled(&mut gate, generation, None, now);
+        COOLDOWN.record_throttle(&mut gate, generation, None, now);
         gate
     }
 
     #[test]
     fn five_failures_cool_down_ever_longer_up_to_the_cap() {
-        let (mut gate, mut now, mut waits) = (Gate::default(), at(0), Vec::new());
+        let (mut gate, mut now, mut waits) = (CooldownGate::default(), at(0), Vec::new());
         for _ in 0..5 {
             let generation = COOLDOWN.charge(&mut gate, now);
-            COOLDOWN.throttled(&mut gate, generation, None, now);
-            let free_at = COOLDOWN.look(gate, now);
+            COOLDOWN.record_throttle(&mut gate, generation, None, now);
+            let free_at = COOLDOWN.free_at(gate, now);
             waits.push(free_at.since(now).as_micros() / 1_000_000);
             now = free_at;
         }
         assert_eq!(waits, [1, 2, 4, 8, 8]);
         let generation = COOLDOWN.charge(&mut gate, now);
-        COOLDOWN.succeeded(&mut gate, generation, now);
+        COOLDOWN.record_success(&mut gate, generation, now);
         let generation = COOLDOWN.charge(&mut gate, now);
-        COOLDOWN.throttled(&mut gate, generation, None, now);
-        assert_eq!(COOLDOWN.look(gate, now), now + Span::from_secs(1), "a success starts over");
+        COOLDOWN.record_throttle(&mut gate, generation, None, now);
+        assert_eq!(COOLDOWN.free_at(gate, now), now + Span::from_secs(1), "a success starts over");
     }
 
     #[test]
     fn steps_never_overflow() {
-        let mut gate = Gate { generation: u32::MAX - 3, ..Gate::default() };
+        let mut gate = CooldownGate { generation: u32::MAX - 3, ..CooldownGate::default() };
         let mut now = at(0);
         for _ in 0..1_000 {
             let generation = COOLDOWN.charge(&mut gate, now);
-            COOLDOWN.throttled(&mut gate, generation, None, now);
-            assert!(gate.until > now, "closed by every throttled reply of its own generation");
-            now = COOLDOWN.look(gate, now);
+            COOLDOWN.record_throttle(&mut gate, generation, None, now);
+            assert!(gate.opens_at > now, "closed by every throttled reply of its own generation");
+            now = COOLDOWN.free_at(gate, now);
         }
-        assert_eq!(COOLDOWN.wait(u8::MAX), Span::from_secs(8));
+        assert_eq!(COOLDOWN.closing_length(u8::MAX), Span::from_secs(8));
         let widest = Cooldown { base: Span::MAX, cap: Span::MAX, stagger: Span::MAX };
         let last = Time::NEVER - Span::from_micros(1);
-        widest.throttled(&mut gate, u32::MAX, Some(Span::MAX), last);
-        assert_eq!((widest.look(gate, last), widest.idle_at(&gate)), (Time::NEVER, Time::NEVER));
+        widest.record_throttle(&mut gate, u32::MAX, Some(Span::MAX), last);
+        assert_eq!((widest.free_at(gate, last), widest.idle_at(&gate)), (Time::NEVER, Time::NEVER));
     }
 
     #[test]
     fn out_until_its_exact_moment() {
         let gate = throttled(at(0));
-        assert_eq!(COOLDOWN.look(gate, at(0)), at(1_000));
-        assert_eq!(COOLDOWN.look(gate, at(900)), at(1_000));
-        assert_eq!(COOLDOWN.look(gate, at(1_000) - Span::from_micros(1)), at(1_000));
-        assert_eq!(COOLDOWN.look(gate, at(1_000)), at(1_000));
-        assert_eq!(COOLDOWN.look(gate, at(1_500)), at(1_500));
+        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(900)), at(1_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(1_000) - Span::from_micros(1)), at(1_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(1_000)), at(1_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(1_500)), at(1_500));
     }
 
     #[test]
     fn a_good_credential_is_nothing_to_remember() {
-        let mut gate = Gate::default();
+        let mut gate = CooldownGate::default();
         for _ in 0..3 {
-            assert_eq!(COOLDOWN.look(gate, at(0)), at(0));
+            assert_eq!(COOLDOWN.free_at(gate, at(0)), at(0));
             let generation = COOLDOWN.charge(&mut gate, at(0));
-            COOLDOWN.succeeded(&mut gate, generation, at(0));
+            COOLDOWN.record_success(&mut gate, generation, at(0));
         }
-        assert_eq!(gate, Gate::default());
+        assert_eq!(gate, CooldownGate::default());
     }
 
     #[test]
     fn a_base_of_zero_closes_only_as_asked() {
         let cooldown = Cooldown { base: Span::ZERO, ..COOLDOWN };
-        let mut gate = Gate::default();
-        cooldown.throttled(&mut gate, 0, None, at(0));
-        cooldown.throttled(&mut gate, 1, Some(Span::ZERO), at(0));
-        assert_eq!((cooldown.look(gate, at(0)), gate.generation), (at(0), 2));
-        cooldown.throttled(&mut gate, 2, Some(Span::from_secs(1)), at(0));
-        assert_eq!(cooldown.look(gate, at(0)), at(1_000));
+        let mut gate = CooldownGate::default();
+        cooldown.record_throttle(&mut gate, 0, None, at(0));
+        cooldown.record_throttle(&mut gate, 1, Some(Span::ZERO), at(0));
+        assert_eq!((cooldown.free_at(gate, at(0)), gate.generation), (at(0), 2));
+        cooldown.record_throttle(&mut gate, 2, Some(Span::from_secs(1)), at(0));
+        assert_eq!(cooldown.free_at(gate, at(0)), at(1_000));
     }
 
     #[test]
     fn thirty_workers_are_released_one_stagger_apart() {
-        let mut gate = Gate::default();
+        let mut gate = CooldownGate::default();
         let generation = COOLDOWN.charge(&mut gate, at(0));
-        COOLDOWN.throttled(&mut gate, generation, Some(Span::from_secs(600)), at(0));
-        let mut waiting: Vec<Time> = (0..30).map(|worker| COOLDOWN.look(gate, at(worker * 1_000))).collect();
+        COOLDOWN.record_throttle(&mut gate, generation, Some(Span::from_secs(600)), at(0));
+        let mut waiting: Vec<Time> = (0..30).map(|worker| COOLDOWN.free_at(gate, at(worker * 1_000))).collect();
         let mut released = Vec::new();
         while let Some(now) = waiting.pop() {
             // Who is told a moment comes back exactly then, and asks again if another was faster.
-            let free_at = COOLDOWN.look(gate, now);
+            let free_at = COOLDOWN.free_at(gate, now);
             if free_at == now {
                 COOLDOWN.charge(&mut gate, now);
                 released.push(now);
@@ -278,28 +280,28 @@ mod tests {
         let expected: Vec<Time> = (0..30).map(|slot| at(600_000 + slot * 200)).collect();
         assert_eq!(released, expected);
         // One of them succeeds: those who wait go one by one all the same, until nobody wants a moment, or for long enough.
-        COOLDOWN.succeeded(&mut gate, 1, at(605_850));
-        assert_eq!(COOLDOWN.look(gate, at(605_850)), at(606_000));
+        COOLDOWN.record_success(&mut gate, 1, at(605_850));
+        assert_eq!(COOLDOWN.free_at(gate, at(605_850)), at(606_000));
         let mut unwanted = gate;
         for _ in 0..3 {
-            assert_eq!(COOLDOWN.look(unwanted, at(606_200)), at(606_200));
+            assert_eq!(COOLDOWN.free_at(unwanted, at(606_200)), at(606_200));
             COOLDOWN.charge(&mut unwanted, at(606_200));
         }
         for slot in 30..100 {
-            assert_eq!(COOLDOWN.look(gate, at(600_000 + slot * 200 - 1)), at(600_000 + slot * 200));
+            assert_eq!(COOLDOWN.free_at(gate, at(600_000 + slot * 200 - 1)), at(600_000 + slot * 200));
             COOLDOWN.charge(&mut gate, at(600_000 + slot * 200));
         }
         for _ in 0..3 {
-            assert_eq!(COOLDOWN.look(gate, at(620_000)), at(620_000));
+            assert_eq!(COOLDOWN.free_at(gate, at(620_000)), at(620_000));
             COOLDOWN.charge(&mut gate, at(620_000));
         }
         // Without a success they would go on.
-        let mut gate = Gate::default();
-        COOLDOWN.throttled(&mut gate, 0, None, at(0));
+        let mut gate = CooldownGate::default();
+        COOLDOWN.record_throttle(&mut gate, 0, None, at(0));
         for slot in 5..500 {
-            assert_eq!(COOLDOWN.look(gate, at(slot * 200)), at(slot * 200));
+            assert_eq!(COOLDOWN.free_at(gate, at(slot * 200)), at(slot * 200));
             COOLDOWN.charge(&mut gate, at(slot * 200));
-            assert_eq!(COOLDOWN.look(gate, at(slot * 200)), at((slot + 1) * 200));
+            assert_eq!(COOLDOWN.free_at(gate, at(slot * 200)), at((slot + 1) * 200));
         }
     }
 
@@ -307,60 +309,65 @@ mod tests {
     fn after_a_success_no_slot_is_told_beyond_the_end_of_the_release() {
         let (until, end) = (at(1_000), at(21_000));
         for since in [0, 100, 150] {
-            let gate = Gate { until, last: until + Span::from_millis(19_800 + since), generation: 1, step: 0 };
-            assert_eq!(COOLDOWN.look(gate, gate.last), end, "{since} ms after the last slot");
-            assert_eq!(COOLDOWN.look(gate, end - Span::from_micros(1)), end);
-            assert_eq!(COOLDOWN.look(gate, end), end);
-            let unproven = Gate { step: 1, ..gate };
-            assert_eq!(COOLDOWN.look(unproven, end), gate.last + COOLDOWN.stagger, "no success yet");
+            let gate = CooldownGate {
+                opens_at: until,
+                last_event_at: until + Span::from_millis(19_800 + since),
+                generation: 1,
+                closings_in_row: 0,
+            };
+            assert_eq!(COOLDOWN.free_at(gate, gate.last_event_at), end, "{since} ms after the last slot");
+            assert_eq!(COOLDOWN.free_at(gate, end - Span::from_micros(1)), end);
+            assert_eq!(COOLDOWN.free_at(gate, end), end);
+            let unproven = CooldownGate { closings_in_row: 1, ..gate };
+            assert_eq!(COOLDOWN.free_at(unproven, end), gate.last_event_at + COOLDOWN.stagger, "no success yet");
         }
     }
 
     #[test]
     fn ten_throttled_together_are_one_step() {
-        let mut gate = Gate::default();
+        let mut gate = CooldownGate::default();
         let leases: Vec<u32> = (0..10).map(|_| COOLDOWN.charge(&mut gate, at(0))).collect();
         for (late, lease) in leases.into_iter().enumerate() {
-            COOLDOWN.throttled(&mut gate, lease, Some(Span::from_millis(500)), at(late as u64 * 10));
+            COOLDOWN.record_throttle(&mut gate, lease, Some(Span::from_millis(500)), at(late as u64 * 10));
         }
-        assert_eq!((gate.step, gate.generation), (1, 1));
-        assert_eq!(COOLDOWN.look(gate, at(100)), at(1_000));
+        assert_eq!((gate.closings_in_row, gate.generation), (1, 1));
+        assert_eq!(COOLDOWN.free_at(gate, at(100)), at(1_000));
     }
 
     #[test]
     fn an_older_generation_may_lengthen_and_nothing_else() {
-        let mut gate = Gate::default();
+        let mut gate = CooldownGate::default();
         let old = COOLDOWN.charge(&mut gate, at(0));
-        COOLDOWN.throttled(&mut gate, old, None, at(0));
-        COOLDOWN.succeeded(&mut gate, old, at(10));
-        assert_eq!((gate.step, COOLDOWN.look(gate, at(10))), (1, at(1_000)), "sent before the closing");
-        COOLDOWN.throttled(&mut gate, old, Some(Span::from_millis(100)), at(20));
-        assert_eq!(COOLDOWN.look(gate, at(20)), at(1_000), "never shortened");
-        COOLDOWN.throttled(&mut gate, old, Some(Span::from_secs(5)), at(20));
-        assert_eq!((gate.step, gate.generation, COOLDOWN.look(gate, at(20))), (1, 1, at(5_020)));
+        COOLDOWN.record_throttle(&mut gate, old, None, at(0));
+        COOLDOWN.record_success(&mut gate, old, at(10));
+        assert_eq!((gate.closings_in_row, COOLDOWN.free_at(gate, at(10))), (1, at(1_000)), "sent before the closing");
+        COOLDOWN.record_throttle(&mut gate, old, Some(Span::from_millis(100)), at(20));
+        assert_eq!(COOLDOWN.free_at(gate, at(20)), at(1_000), "never shortened");
+        COOLDOWN.record_throttle(&mut gate, old, Some(Span::from_secs(5)), at(20));
+        assert_eq!((gate.closings_in_row, gate.generation, COOLDOWN.free_at(gate, at(20))), (1, 1, at(5_020)));
         // The present generation's success starts over; a straggler closes the gate again, without a step, and no
         // success opens it before its time. Who is released then is staggered all the same.
         let generation = COOLDOWN.charge(&mut gate, at(5_020));
-        COOLDOWN.throttled(&mut gate, old, Some(Span::from_secs(3)), at(6_000));
-        COOLDOWN.succeeded(&mut gate, generation, at(6_100));
-        assert_eq!((gate.step, COOLDOWN.look(gate, at(6_100))), (0, at(9_000)));
+        COOLDOWN.record_throttle(&mut gate, old, Some(Span::from_secs(3)), at(6_000));
+        COOLDOWN.record_success(&mut gate, generation, at(6_100));
+        assert_eq!((gate.closings_in_row, COOLDOWN.free_at(gate, at(6_100))), (0, at(9_000)));
         COOLDOWN.charge(&mut gate, at(9_000));
-        assert_eq!(COOLDOWN.look(gate, at(9_000)), at(9_200));
-        COOLDOWN.succeeded(&mut gate, old, at(9_000));
-        assert_eq!(COOLDOWN.look(gate, at(9_000)), at(9_200), "an old success proves nothing");
-        COOLDOWN.succeeded(&mut gate, generation, at(9_100));
-        COOLDOWN.throttled(&mut gate, old, None, at(9_200));
-        assert_eq!((gate.step, COOLDOWN.look(gate, at(9_200))), (0, at(9_200)), "still known to be old");
+        assert_eq!(COOLDOWN.free_at(gate, at(9_000)), at(9_200));
+        COOLDOWN.record_success(&mut gate, old, at(9_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(9_000)), at(9_200), "an old success proves nothing");
+        COOLDOWN.record_success(&mut gate, generation, at(9_100));
+        COOLDOWN.record_throttle(&mut gate, old, None, at(9_200));
+        assert_eq!((gate.closings_in_row, COOLDOWN.free_at(gate, at(9_200))), (0, at(9_200)), "still known to be old");
     }
 
     #[test]
     fn what_the_provider_asks_for_may_exceed_the_cap() {
-        let mut gate = Gate::default();
-        COOLDOWN.throttled(&mut gate, 0, Some(Span::from_secs(60)), at(0));
-        assert_eq!(COOLDOWN.look(gate, at(0)), at(60_000));
-        let mut gate = Gate::default();
-        COOLDOWN.throttled(&mut gate, 0, Some(Span::from_millis(1)), at(0));
-        assert_eq!(COOLDOWN.look(gate, at(0)), at(1_000), "a shorter one doesn't count");
+        let mut gate = CooldownGate::default();
+        COOLDOWN.record_throttle(&mut gate, 0, Some(Span::from_secs(60)), at(0));
+        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(60_000));
+        let mut gate = CooldownGate::default();
+        COOLDOWN.record_throttle(&mut gate, 0, Some(Span::from_millis(1)), at(0));
+        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1_000), "a shorter one doesn't count");
     }
 
     #[test]
@@ -368,28 +375,28 @@ mod tests {
         let mut gate = throttled(at(0));
         let generation = gate.generation;
         COOLDOWN.disable(&mut gate, Time::NEVER, at(10));
-        COOLDOWN.throttled(&mut gate, generation, Some(Span::from_secs(5)), at(20));
-        COOLDOWN.succeeded(&mut gate, generation, at(30));
+        COOLDOWN.record_throttle(&mut gate, generation, Some(Span::from_secs(5)), at(20));
+        COOLDOWN.record_success(&mut gate, generation, at(30));
         for now in [at(0) - YEAR, at(40), at(0) + YEAR.times(50)] {
-            COOLDOWN.settle(&mut gate, now);
-            assert_eq!(COOLDOWN.look(gate, now), Time::NEVER, "{now:?}");
+            COOLDOWN.refresh(&mut gate, now);
+            assert_eq!(COOLDOWN.free_at(gate, now), Time::NEVER, "{now:?}");
         }
     }
 
     #[test]
     fn disabled_for_a_while_is_a_closing_without_a_step() {
-        let mut gate = Gate::default();
+        let mut gate = CooldownGate::default();
         let old = COOLDOWN.charge(&mut gate, at(0));
         COOLDOWN.disable(&mut gate, at(3_000), at(0));
-        COOLDOWN.throttled(&mut gate, old, None, at(0));
-        assert_eq!((COOLDOWN.look(gate, at(0)), gate.step), (at(3_000), 0));
+        COOLDOWN.record_throttle(&mut gate, old, None, at(0));
+        assert_eq!((COOLDOWN.free_at(gate, at(0)), gate.closings_in_row), (at(3_000), 0));
         COOLDOWN.charge(&mut gate, at(3_000));
-        COOLDOWN.succeeded(&mut gate, old, at(3_000));
-        assert_eq!(COOLDOWN.look(gate, at(3_000)), at(3_200), "an old success proves nothing");
+        COOLDOWN.record_success(&mut gate, old, at(3_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(3_000)), at(3_200), "an old success proves nothing");
         // What a clock that was a year ahead closed doesn't hide it.
         let mut gate = throttled(at(0) + YEAR);
         COOLDOWN.disable(&mut gate, at(10_000), at(0));
-        assert_eq!(COOLDOWN.look(gate, at(0)), at(10_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(10_000));
     }
 
     #[test]
@@ -397,49 +404,49 @@ mod tests {
         let mut gate = throttled(at(0));
         let lease = COOLDOWN.charge(&mut gate, at(1_000));
         let idle_at = COOLDOWN.idle_at(&gate);
-        assert_eq!(idle_at, at(1_000) + REMEMBERED);
+        assert_eq!(idle_at, at(1_000) + MIN_RETENTION);
         let mut young = gate;
-        COOLDOWN.throttled(&mut young, lease, None, idle_at - Span::from_micros(1));
-        assert_eq!((young.step, young.generation), (2, 2));
+        COOLDOWN.record_throttle(&mut young, lease, None, idle_at - Span::from_micros(1));
+        assert_eq!((young.closings_in_row, young.generation), (2, 2));
         // A store may drop the entry now. A reply to a call that was let through before closes the gate all the same.
-        for gate in [gate, Gate::default()] {
+        for gate in [gate, CooldownGate::default()] {
             let mut closed = gate;
-            COOLDOWN.throttled(&mut closed, lease, None, idle_at);
-            assert_eq!((closed.step, closed.generation), (1, 2));
-            assert_eq!(COOLDOWN.look(closed, idle_at), idle_at + Span::from_secs(1));
+            COOLDOWN.record_throttle(&mut closed, lease, None, idle_at);
+            assert_eq!((closed.closings_in_row, closed.generation), (1, 2));
+            assert_eq!(COOLDOWN.free_at(closed, idle_at), idle_at + Span::from_secs(1));
             let mut used = gate;
-            assert_eq!((COOLDOWN.charge(&mut used, idle_at), used), (0, Gate::default()));
+            assert_eq!((COOLDOWN.charge(&mut used, idle_at), used), (0, CooldownGate::default()));
             // Its success is no proof for a gate that was closed since.
-            COOLDOWN.throttled(&mut used, 0, None, idle_at);
-            COOLDOWN.succeeded(&mut used, 7, idle_at);
-            assert_eq!(used.step, 1);
+            COOLDOWN.record_throttle(&mut used, 0, None, idle_at);
+            COOLDOWN.record_success(&mut used, 7, idle_at);
+            assert_eq!(used.closings_in_row, 1);
         }
         let slow = Cooldown { cap: Span::from_secs(7_200), ..COOLDOWN };
         assert_eq!(slow.idle_at(&gate), at(1_000) + slow.cap);
-        assert_eq!(COOLDOWN.idle_at(&Gate::default()), Time::ZERO);
+        assert_eq!(COOLDOWN.idle_at(&CooldownGate::default()), Time::ZERO);
     }
 
     #[test]
     fn a_step_back_neither_locks_out_nor_opens_early() {
         for ahead in [Span::from_millis(101), Span::from_secs(10), YEAR] {
-            let mut gate = Gate::default();
-            COOLDOWN.throttled(&mut gate, 0, Some(Span::from_secs(600)), at(0) + ahead);
-            assert_eq!(COOLDOWN.look(gate, at(0)), at(600_000), "its own length from the present, {ahead} ahead");
-            COOLDOWN.settle(&mut gate, at(0));
-            assert_eq!(COOLDOWN.look(gate, at(599_999)), at(600_000));
-            assert_eq!(COOLDOWN.look(gate, at(600_000)), at(600_000));
+            let mut gate = CooldownGate::default();
+            COOLDOWN.record_throttle(&mut gate, 0, Some(Span::from_secs(600)), at(0) + ahead);
+            assert_eq!(COOLDOWN.free_at(gate, at(0)), at(600_000), "its own length from the present, {ahead} ahead");
+            COOLDOWN.refresh(&mut gate, at(0));
+            assert_eq!(COOLDOWN.free_at(gate, at(599_999)), at(600_000));
+            assert_eq!(COOLDOWN.free_at(gate, at(600_000)), at(600_000));
 
-            let released = Gate { last: at(1_000) + ahead, ..throttled(at(0)) };
-            assert_eq!(COOLDOWN.look(released, at(1_000)), at(1_200), "one stagger, {ahead} ahead");
+            let released = CooldownGate { last_event_at: at(1_000) + ahead, ..throttled(at(0)) };
+            assert_eq!(COOLDOWN.free_at(released, at(1_000)), at(1_200), "one stagger, {ahead} ahead");
             let mut proven = released;
-            COOLDOWN.succeeded(&mut proven, 1, at(500));
-            assert_eq!(COOLDOWN.look(proven, at(900)), at(900), "a success counts, {ahead} ahead");
-            assert_eq!((proven.step, COOLDOWN.look(proven, at(500))), (0, at(700)), "{ahead} ahead");
-            let proven = Gate { until: Time::ZERO, ..released };
-            assert_eq!(COOLDOWN.look(proven, at(500)), at(500), "and stays one, {ahead} ahead");
+            COOLDOWN.record_success(&mut proven, 1, at(500));
+            assert_eq!(COOLDOWN.free_at(proven, at(900)), at(900), "a success counts, {ahead} ahead");
+            assert_eq!((proven.closings_in_row, COOLDOWN.free_at(proven, at(500))), (0, at(700)), "{ahead} ahead");
+            let proven = CooldownGate { opens_at: Time::ZERO, ..released };
+            assert_eq!(COOLDOWN.free_at(proven, at(500)), at(500), "and stays one, {ahead} ahead");
         }
         // Overtaken between reading the clock and reaching the gate: the closing stands as it is.
         let gate = throttled(at(50));
-        assert_eq!(COOLDOWN.look(gate, at(0)), at(1_050));
+        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1_050));
     }
 }

@@ -13,12 +13,12 @@ const ABSENT: u32 = u32::MAX;
 #[derive(Clone, Debug)]
 pub(crate) struct IndexHeap<K> {
     entries: Vec<(K, u32)>,
-    places: Vec<u32>,
+    positions: Vec<u32>,
 }
 
 impl<K> Default for IndexHeap<K> {
     fn default() -> Self {
-        Self { entries: Vec::new(), places: Vec::new() }
+        Self { entries: Vec::new(), positions: Vec::new() }
     }
 }
 
@@ -45,14 +45,14 @@ impl<K: Copy + Ord> IndexHeap<K> {
 
     /// The key of an index, if it is in.
     pub(crate) fn key(&self, index: u32) -> Option<K> {
-        self.place(index).map(|place| self.entries[place].0)
+        self.position(index).map(|place| self.entries[place].0)
     }
 
     /// Puts an index in, or gives it another key.
     pub(crate) fn set(&mut self, index: u32, key: K) {
-        let place = self.place(index).unwrap_or_else(|| {
-            if self.places.len() <= index as usize {
-                self.places.resize(index as usize + 1, ABSENT);
+        let place = self.position(index).unwrap_or_else(|| {
+            if self.positions.len() <= index as usize {
+                self.positions.resize(index as usize + 1, ABSENT);
             }
             self.entries.push((key, index));
             self.entries.len() - 1
@@ -62,8 +62,8 @@ impl<K: Copy + Ord> IndexHeap<K> {
 
     /// Takes an index out; false if it isn't in.
     pub(crate) fn remove(&mut self, index: u32) -> bool {
-        let Some(place) = self.place(index) else { return false };
-        self.places[index as usize] = ABSENT;
+        let Some(place) = self.position(index) else { return false };
+        self.positions[index as usize] = ABSENT;
         match self.entries.pop() {
             Some(last) if place < self.entries.len() => self.sift(place, last),
             _ => {}
@@ -71,8 +71,8 @@ impl<K: Copy + Ord> IndexHeap<K> {
         true
     }
 
-    fn place(&self, index: u32) -> Option<usize> {
-        self.places.get(index as usize).filter(|&&place| place != ABSENT).map(|&place| place as usize)
+    fn position(&self, index: u32) -> Option<usize> {
+        self.positions.get(index as usize).filter(|&&place| place != ABSENT).map(|&place| place as usize)
     }
 
     /// Lets an entry find its place from one that is free, up or down.
@@ -82,24 +82,24 @@ impl<K: Copy + Ord> IndexHeap<K> {
             if self.entries[parent] <= entry {
                 break;
             }
-            self.put(place, self.entries[parent]);
+            self.write_entry(place, self.entries[parent]);
             place = parent;
         }
         loop {
             let children = place * ARITY + 1..self.entries.len().min(place * ARITY + 1 + ARITY);
-            let Some(least) = children.min_by_key(|&child| self.entries[child]) else { break };
-            if self.entries[least] >= entry {
+            let Some(smallest_child) = children.min_by_key(|&child| self.entries[child]) else { break };
+            if self.entries[smallest_child] >= entry {
                 break;
             }
-            self.put(place, self.entries[least]);
-            place = least;
+            self.write_entry(place, self.entries[smallest_child]);
+            place = smallest_child;
         }
-        self.put(place, entry);
+        self.write_entry(place, entry);
     }
 
-    fn put(&mut self, place: usize, entry: (K, u32)) {
+    fn write_entry(&mut self, place: usize, entry: (K, u32)) {
         self.entries[place] = entry;
-        self.places[entry.1 as usize] = place as u32;
+        self.positions[entry.1 as usize] = place as u32;
     }
 }
 

@@ -19,7 +19,7 @@ use core::cmp::Reverse;
 use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{LimitId, MAX_COST, Span, Time};
-pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFull};
+pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFullError};
 
 /// Credit is counted in thousandths of a unit of cost.
 const PERMILLE: u64 = 1000;
@@ -42,12 +42,12 @@ impl Ticket {
 
 /// What a driver is to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Turn {
+pub enum QueueStep {
     /// Fail this call: its deadline has passed, and it has left the queue.
     Expired(Ticket),
-    /// Ask the store for this call, and tell the answer: [`Lanes::granted`], [`Lanes::not_until`],
-    /// [`Lanes::spent_until`], or [`Lanes::cancel`] if it gave none or refused for good. Nobody else is named before.
-    Ask(Ticket),
+    /// Ask the store for this call, and tell the answer: [`Lanes::grant`], [`Lanes::refuse_until`],
+    /// [`Lanes::refuse_spent_until`], or [`Lanes::cancel`] if it gave none or refused for good. Nobody else is named before.
+    AskStore(Ticket),
     /// Nothing before this moment, unless a call arrives, ends, leaves or is answered meanwhile. [`Time::NEVER`] if
     /// nothing is bound to time.
     Sleep(Time),
@@ -55,7 +55,7 @@ pub enum Turn {
 
 /// Whom a refusal concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
+pub enum RefusalScope {
     /// The call's lane: a limit of the lane's own is among those that refuse. The other lanes go on.
     Lane,
     /// Everybody: only limits that all lanes share refuse. The call keeps its turn.
@@ -64,7 +64,7 @@ pub enum Scope {
 
 /// A queued call.
 #[derive(Clone, Copy, Debug)]
-struct Call {
+struct QueuedCall {
     /// The number of its arrival, by which it stands in its lane.
     arrival: u64,
     cost: u64,
@@ -74,37 +74,38 @@ struct Call {
 
 /// What the store told a call, as far as it concerns those that come after it.
 #[derive(Clone, Copy, Debug)]
-struct Told {
-    at: Time,
+struct StoreRefusal {
+    refused_at: Time,
     until: Time,
     lane: Lane,
     cost: u64,
     /// The limit that is spent until then, if it can't have room before.
-    spent: Option<LimitId>,
+    spent_limit: Option<LimitId>,
 }
 
-impl Told {
-    const NOTHING: Self = Self { at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0, spent: None };
+impl StoreRefusal {
+    const NONE: Self =
+        Self { refused_at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0, spent_limit: None };
 
     /// Whether asking for such a call is no use yet. A more urgent one may have reserves, a cheaper one may fit; and
     /// what was told by a clock that has since stepped back is worth asking again.
-    fn holds(&self, lane: Lane, cost: u64, now: Time) -> bool {
-        now < self.until && self.at <= now + MAX_CLOCK_LAG && lane <= self.lane && cost >= self.cost
+    fn applies_to(&self, lane: Lane, cost: u64, now: Time) -> bool {
+        now < self.until && self.refused_at <= now + MAX_CLOCK_LAG && lane <= self.lane && cost >= self.cost
     }
 }
 
 /// One lane.
 #[derive(Clone, Debug)]
-struct Queue {
+struct LaneQueue {
     spec: LaneSpec,
     order: IndexHeap<u64>,
     in_flight: u32,
     /// What the floor has earned the lane since it began to wait and it hasn't spent, in thousandths of cost.
     credit: u64,
     /// When the lane will have had to do without a grant for a whole window.
-    due_at: Time,
+    overdue_at: Time,
     paused_until: Time,
-    told: Told,
+    refusal: StoreRefusal,
 }
 
 /// The queued calls of one provider in one process, and how many calls are in flight.
@@ -116,28 +117,28 @@ pub struct Lanes {
     max_in_flight: u32,
     floor: u64,
     window: Span,
-    queues: [Queue; 3],
-    calls: Vec<Call>,
-    free: Vec<u32>,
+    queues: [LaneQueue; 3],
+    calls: Vec<QueuedCall>,
+    free_slots: Vec<u32>,
     deadlines: IndexHeap<Time>,
-    arrivals: u64,
+    next_arrival: u64,
     asking: Option<Ticket>,
     /// Whether something has changed since the call that asks was named, so that a refusal may be out of date.
-    poked: bool,
-    told: Told,
+    refusals_outdated: bool,
+    refusal: StoreRefusal,
 }
 
 impl Lanes {
     /// Empty lanes. Numbers above their bounds count as the bounds.
     pub fn new(spec: LanesSpec) -> Self {
-        let queue = |spec: LaneSpec| Queue {
+        let queue = |spec: LaneSpec| LaneQueue {
             spec: LaneSpec { max_waiting: spec.max_waiting.min(MAX_WAITING), ..spec },
             order: IndexHeap::default(),
             in_flight: 0,
             credit: 0,
-            due_at: Time::ZERO,
+            overdue_at: Time::ZERO,
             paused_until: Time::ZERO,
-            told: Told::NOTHING,
+            refusal: StoreRefusal::NONE,
         };
         Self {
             max_in_flight: spec.max_in_flight,
@@ -145,12 +146,12 @@ impl Lanes {
             window: spec.window,
             queues: spec.lanes.map(queue),
             calls: Vec::new(),
-            free: Vec::new(),
+            free_slots: Vec::new(),
             deadlines: IndexHeap::default(),
-            arrivals: 0,
+            next_arrival: 0,
             asking: None,
-            poked: false,
-            told: Told::NOTHING,
+            refusals_outdated: false,
+            refusal: StoreRefusal::NONE,
         }
     }
 
@@ -168,17 +169,17 @@ impl Lanes {
     /// deadline, expired.
     ///
     /// # Errors
-    /// [`QueueFull`] if as many wait as may.
+    /// [`QueueFullError`] if as many wait as may.
     #[inline]
-    pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFull> {
-        self.room(lane)?;
-        let arrival = self.arrivals;
-        self.arrivals += 1;
-        let call = Call { arrival, cost: cost.min(MAX_COST), generation: 0, lane };
-        let index = match self.free.pop() {
+    pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
+        self.check_room(lane)?;
+        let arrival = self.next_arrival;
+        self.next_arrival += 1;
+        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane };
+        let index = match self.free_slots.pop() {
             Some(index) => {
-                let slot = &mut self.calls[index as usize];
-                *slot = Call { generation: slot.generation, ..call };
+                let entry = &mut self.calls[index as usize];
+                *entry = QueuedCall { generation: entry.generation, ..call };
                 index
             }
             None => {
@@ -187,7 +188,7 @@ impl Lanes {
             }
         };
         self.deadlines.set(index, deadline);
-        self.join(lane, index, now);
+        self.insert(lane, index, now);
         Ok(self.ticket(index))
     }
 
@@ -195,114 +196,114 @@ impl Lanes {
     /// that has left, or is as urgent already, stays as it is.
     ///
     /// # Errors
-    /// [`QueueFull`] if as many wait there as may; the call keeps its place.
-    pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFull> {
+    /// [`QueueFullError`] if as many wait there as may; the call keeps its place.
+    pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
         let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
-        self.room(lane)?;
+        self.check_room(lane)?;
         self.queue_mut(from).order.remove(ticket.index);
         self.calls[ticket.index()].lane = lane;
-        self.join(lane, ticket.index, now);
+        self.insert(lane, ticket.index, now);
         // What it is about to be told, it is told as a call of its old lane.
-        self.poked |= self.asking == Some(ticket);
+        self.refusals_outdated |= self.asking == Some(ticket);
         Ok(true)
     }
 
     /// Takes a call out of the queue; false if it has left before. An answer to it that is under way will find the
     /// ticket stale.
     pub fn cancel(&mut self, ticket: Ticket) -> bool {
-        self.leave(ticket).is_some()
+        self.remove(ticket).is_some()
     }
 
     /// What to do next. To be called again until it says to sleep.
-    pub fn poll(&mut self, now: Time) -> Turn {
-        let Some((deadline, index)) = self.deadlines.first() else { return Turn::Sleep(Time::NEVER) };
+    pub fn poll(&mut self, now: Time) -> QueueStep {
+        let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
         if deadline <= now {
             let ticket = self.ticket(index);
-            self.leave(ticket);
-            return Turn::Expired(ticket);
+            self.remove(ticket);
+            return QueueStep::Expired(ticket);
         }
         for queue in &mut self.queues {
             // Further off only if the clock has stepped back.
-            queue.due_at = queue.due_at.min(now + self.window);
+            queue.overdue_at = queue.overdue_at.min(now + self.window);
         }
         let mut wake_at = deadline;
-        if self.asking.is_none() && self.all_in_flight() < u64::from(self.max_in_flight) {
-            if let Some((lane, index, cost)) = self.next(now) {
-                if !self.told.holds(lane, cost, now) {
+        if self.asking.is_none() && self.total_in_flight() < u64::from(self.max_in_flight) {
+            if let Some((lane, index, cost)) = self.next_call(now) {
+                if !self.refusal.applies_to(lane, cost, now) {
                     let ticket = self.ticket(index);
-                    (self.asking, self.poked) = (Some(ticket), false);
-                    return Turn::Ask(ticket);
+                    (self.asking, self.refusals_outdated) = (Some(ticket), false);
+                    return QueueStep::AskStore(ticket);
                 }
-                wake_at = wake_at.min(self.told.until);
+                wake_at = wake_at.min(self.refusal.until);
             }
             for lane in Lane::ALL {
-                let changes = self.ready_at(lane, now).map(|ready_at| [ready_at, self.queue(lane).due_at]);
+                let changes = self.ready_at(lane, now).map(|ready_at| [ready_at, self.queue(lane).overdue_at]);
                 let next = changes.into_iter().flatten().filter(|&change| change > now).min();
                 wake_at = wake_at.min(next.unwrap_or(Time::NEVER));
             }
         }
-        Turn::Sleep(wake_at)
+        QueueStep::Sleep(wake_at)
     }
 
     /// The store has granted a call: it leaves the queue and counts as in flight for the lane returned, until
-    /// [`Lanes::ended`]. `None` if it had left before: what the store charged is to be given back.
-    pub fn granted(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
-        let call = self.leave(ticket)?;
+    /// [`Lanes::record_end`]. `None` if it had left before: what the store charged is to be given back.
+    pub fn grant(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
+        let call = self.remove(ticket)?;
         // A call that costs nothing takes a turn all the same.
-        let share = call.cost.max(1);
+        let charged = call.cost.max(1);
         for lane in Lane::ALL {
             if !self.deadlines.is_empty() && self.is_ready(lane, now) {
-                let earned = share * self.floor;
+                let earned = charged * self.floor;
                 let queue = self.queue_mut(lane);
                 queue.credit = queue.credit.saturating_add(earned);
             }
         }
         let due_at = now + self.window;
         let queue = self.queue_mut(call.lane);
-        queue.credit = queue.credit.saturating_sub(share * PERMILLE);
-        queue.due_at = due_at;
+        queue.credit = queue.credit.saturating_sub(charged * PERMILLE);
+        queue.overdue_at = due_at;
         queue.in_flight = queue.in_flight.saturating_add(1);
         Some(call.lane)
     }
 
     /// The store has refused a call until a moment. It keeps its place, and no call that would meet the same refusal is
-    /// named before that moment, unless [`Lanes::poke`] says that it is worth it.
+    /// named before that moment, unless [`Lanes::clear_refusals`] says that it is worth it.
     ///
     /// A call that is refused for good has to be cancelled instead, or those behind it would wait with it.
-    pub fn not_until(&mut self, ticket: Ticket, until: Time, scope: Scope, now: Time) {
-        self.refused(ticket, until, None, scope, now);
+    pub fn refuse_until(&mut self, ticket: Ticket, until: Time, scope: RefusalScope, now: Time) {
+        self.handle_refusal(ticket, until, None, scope, now);
     }
 
-    /// [`Lanes::not_until`] where the limit that refuses can't have room before that moment, as a quota whose calls are
-    /// never cheaper than they were taken for can't before its period ends. So [`Lanes::spent`] may say it to others.
-    pub fn spent_until(&mut self, ticket: Ticket, limit: LimitId, until: Time, scope: Scope, now: Time) {
-        self.refused(ticket, until, Some(limit), scope, now);
+    /// [`Lanes::refuse_until`] where the limit that refuses can't have room before that moment, as a quota whose calls are
+    /// never cheaper than they were taken for can't before its period ends. So [`Lanes::spent_limit`] may say it to others.
+    pub fn refuse_spent_until(&mut self, ticket: Ticket, limit: LimitId, until: Time, scope: RefusalScope, now: Time) {
+        self.handle_refusal(ticket, until, Some(limit), scope, now);
     }
 
     /// Which limit is known to have no room for a call of this lane and cost that arrives now, and until when. It needn't
     /// queue if its deadline comes first.
     ///
-    /// Only what [`Lanes::spent_until`] told counts. Other moments may come earlier: a window's slots come free with a
+    /// Only what [`Lanes::refuse_spent_until`] told counts. Other moments may come earlier: a window's slots come free with a
     /// reply ([`Verb::Settle`](crate::Verb::Settle)), permits are released and costs refunded, and a call that waits may
-    /// yet be granted. A [`Lanes::poke`] ends this hold as it ends every other.
-    pub fn spent(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
-        let told = [self.told, self.queue(lane).told];
-        let holds = told.iter().filter(|told| told.holds(lane, cost, now));
-        holds.filter_map(|told| Some((told.spent?, told.until))).max_by_key(|&(_, until)| until)
+    /// yet be granted. A [`Lanes::clear_refusals`] ends this hold as it ends every other.
+    pub fn spent_limit(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
+        let refusals = [self.refusal, self.queue(lane).refusal];
+        let applicable = refusals.iter().filter(|told| told.applies_to(lane, cost, now));
+        applicable.filter_map(|told| Some((told.spent_limit?, told.until))).max_by_key(|&(_, until)| until)
     }
 
     /// What was told may be better now: a permit or a cost was given back, or a limit was reset. Also makes a refusal
     /// of the call that is asking at this moment count for nothing.
-    pub fn poke(&mut self) {
-        self.told = Told::NOTHING;
+    pub fn clear_refusals(&mut self) {
+        self.refusal = StoreRefusal::NONE;
         for queue in &mut self.queues {
-            queue.told = Told::NOTHING;
+            queue.refusal = StoreRefusal::NONE;
         }
-        self.poked = true;
+        self.refusals_outdated = true;
     }
 
     /// A call that was granted for this lane is no longer in flight.
-    pub fn ended(&mut self, lane: Lane) {
+    pub fn record_end(&mut self, lane: Lane) {
         let queue = self.queue_mut(lane);
         queue.in_flight = queue.in_flight.saturating_sub(1);
     }
@@ -322,46 +323,53 @@ impl Lanes {
         self.queue(lane).paused_until
     }
 
-    fn refused(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: Scope, now: Time) {
+    fn handle_refusal(
+        &mut self,
+        ticket: Ticket,
+        until: Time,
+        spent_limit: Option<LimitId>,
+        scope: RefusalScope,
+        now: Time,
+    ) {
         if self.asking != Some(ticket) {
             return;
         }
         self.asking = None;
-        if !self.poked {
-            let Call { lane, cost, .. } = self.calls[ticket.index()];
-            let told = Told { at: now, until, lane, cost, spent };
+        if !self.refusals_outdated {
+            let QueuedCall { lane, cost, .. } = self.calls[ticket.index()];
+            let refusal = StoreRefusal { refused_at: now, until, lane, cost, spent_limit };
             match scope {
-                Scope::Lane => self.queue_mut(lane).told = told,
-                Scope::Provider => self.told = told,
+                RefusalScope::Lane => self.queue_mut(lane).refusal = refusal,
+                RefusalScope::Provider => self.refusal = refusal,
             }
         }
     }
 
     /// The call that goes next if there is capacity: its lane, slot and cost.
-    fn next(&self, now: Time) -> Option<(Lane, u32, u64)> {
+    fn next_call(&self, now: Time) -> Option<(Lane, u32, u64)> {
         // Who waits alone needn't be chosen.
         if let (1, Some((_, index))) = (self.deadlines.len(), self.deadlines.first()) {
-            let Call { lane, cost, .. } = self.calls[index as usize];
+            let QueuedCall { lane, cost, .. } = self.calls[index as usize];
             return self.is_ready(lane, now).then_some((lane, index, cost));
         }
         let ready: ArrayVec<Lane, 3> = Lane::ALL.into_iter().filter(|&lane| self.is_ready(lane, now)).collect();
         // Of two that are owed, the lower: its floor is a share of all that is granted, the other's floor included.
-        let owed = ready.iter().copied().find(|&lane| self.is_owed(lane));
+        let with_credit = ready.iter().copied().find(|&lane| self.has_credit_for_next(lane));
         let overdue = || {
-            let due = ready.iter().map(|&lane| (self.queue(lane).due_at, Reverse(lane)));
-            due.filter(|&(due_at, _)| due_at <= now).min().map(|(_, Reverse(lane))| lane)
+            let due_times = ready.iter().map(|&lane| (self.queue(lane).overdue_at, Reverse(lane)));
+            due_times.filter(|&(due_at, _)| due_at <= now).min().map(|(_, Reverse(lane))| lane)
         };
-        let lane = owed.or_else(overdue).or(ready.last().copied())?;
-        let (index, cost) = self.first(lane)?;
+        let lane = with_credit.or_else(overdue).or(ready.last().copied())?;
+        let (index, cost) = self.first_call(lane)?;
         Some((lane, index, cost))
     }
 
     /// From when on nothing of its own holds the lane back; `None` if that isn't a matter of time.
     fn ready_at(&self, lane: Lane, now: Time) -> Option<Time> {
         let queue = self.queue(lane);
-        let (_, cost) = self.first(lane).filter(|_| queue.in_flight < queue.spec.max_in_flight)?;
-        let told_until = if queue.told.holds(lane, cost, now) { queue.told.until } else { Time::ZERO };
-        Some(queue.paused_until.max(told_until))
+        let (_, cost) = self.first_call(lane).filter(|_| queue.in_flight < queue.spec.max_in_flight)?;
+        let refused_until = if queue.refusal.applies_to(lane, cost, now) { queue.refusal.until } else { Time::ZERO };
+        Some(queue.paused_until.max(refused_until))
     }
 
     fn is_ready(&self, lane: Lane, now: Time) -> bool {
@@ -369,45 +377,45 @@ impl Lanes {
     }
 
     /// Whether the lane's credit pays for its first call.
-    fn is_owed(&self, lane: Lane) -> bool {
-        self.first(lane).is_some_and(|(_, cost)| self.queue(lane).credit >= cost.max(1) * PERMILLE)
+    fn has_credit_for_next(&self, lane: Lane) -> bool {
+        self.first_call(lane).is_some_and(|(_, cost)| self.queue(lane).credit >= cost.max(1) * PERMILLE)
     }
 
     /// The slot and cost of a lane's first call.
-    fn first(&self, lane: Lane) -> Option<(u32, u64)> {
+    fn first_call(&self, lane: Lane) -> Option<(u32, u64)> {
         self.queue(lane).order.first().map(|(_, index)| (index, self.calls[index as usize].cost))
     }
 
-    fn all_in_flight(&self) -> u64 {
+    fn total_in_flight(&self) -> u64 {
         self.queues.iter().map(|queue| u64::from(queue.in_flight)).sum()
     }
 
-    fn room(&self, lane: Lane) -> Result<(), QueueFull> {
+    fn check_room(&self, lane: Lane) -> Result<(), QueueFullError> {
         let room = self.waiting(lane) < self.queue(lane).spec.max_waiting as usize;
-        if room { Ok(()) } else { Err(QueueFull { lane }) }
+        if room { Ok(()) } else { Err(QueueFullError { lane }) }
     }
 
     /// Puts a call in its place in a lane, which begins to wait if it was empty: without credit, and its window counts
     /// from the last grant, if that isn't longer ago, or a lane that is often empty would miss the moment at which its
     /// last slot comes free again.
-    fn join(&mut self, lane: Lane, index: u32, now: Time) {
+    fn insert(&mut self, lane: Lane, index: u32, now: Time) {
         let (arrival, due_at) = (self.calls[index as usize].arrival, now + self.window);
         let queue = self.queue_mut(lane);
         if queue.order.is_empty() {
             queue.credit = 0;
-            if queue.due_at <= now {
-                queue.due_at = due_at;
+            if queue.overdue_at <= now {
+                queue.overdue_at = due_at;
             }
         }
         queue.order.set(index, arrival);
     }
 
-    fn leave(&mut self, ticket: Ticket) -> Option<Call> {
+    fn remove(&mut self, ticket: Ticket) -> Option<QueuedCall> {
         let call = *self.call(ticket)?;
         self.calls[ticket.index()].generation = ticket.generation.wrapping_add(1);
         self.queue_mut(call.lane).order.remove(ticket.index);
         self.deadlines.remove(ticket.index);
-        self.free.push(ticket.index);
+        self.free_slots.push(ticket.index);
         if self.asking == Some(ticket) {
             self.asking = None;
         }
@@ -415,7 +423,7 @@ impl Lanes {
     }
 
     /// The call that a ticket names, if it still waits: the generation of a slot moves on when its call leaves.
-    fn call(&self, ticket: Ticket) -> Option<&Call> {
+    fn call(&self, ticket: Ticket) -> Option<&QueuedCall> {
         self.calls.get(ticket.index()).filter(|call| call.generation == ticket.generation)
     }
 
@@ -423,11 +431,11 @@ impl Lanes {
         Ticket { index, generation: self.calls[index as usize].generation }
     }
 
-    fn queue(&self, lane: Lane) -> &Queue {
+    fn queue(&self, lane: Lane) -> &LaneQueue {
         &self.queues[lane as usize]
     }
 
-    fn queue_mut(&mut self, lane: Lane) -> &mut Queue {
+    fn queue_mut(&mut self, lane: Lane) -> &mut LaneQueue {
         &mut self.queues[lane as usize]
     }
 }

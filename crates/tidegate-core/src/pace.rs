@@ -5,7 +5,7 @@ use core::time::Duration;
 use rand_core::Rng;
 
 use crate::time::MAX_CLOCK_LAG;
-use crate::{AdaptiveRate, Class, LocalPacer, Rest, Span, Time};
+use crate::{AdaptiveRate, Class, LocalPacer, RemainingAmount, Span, Time};
 
 /// What keeps calls to a provider apart beyond its limits: it is asked before a call is sent and told of each end.
 ///
@@ -69,8 +69,8 @@ impl Pace {
 
     /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, which a responsive pace
     /// doesn't go by. That a reply asks to be left alone for a while is the business of the gate
-    /// ([`Pool`](crate::Pool)): it may be about one of several credentials, and a pace is all calls'.
-    pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<Rest>, now: Time, rng: &mut impl Rng) {
+    /// ([`CredentialPool`](crate::CredentialPool)): it may be about one of several credentials, and a pace is all calls'.
+    pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<RemainingAmount>, now: Time, rng: &mut impl Rng) {
         match (self, class) {
             (Self::Responsive(spaced), Class::Throttled) if spaced.is_current_call(sent_at, now) => {
                 spaced.raised_at = now;

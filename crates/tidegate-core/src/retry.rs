@@ -2,7 +2,7 @@
 //!
 //! A retry must be worth it (the class), harmless (the request may be repeated), possible (its body can be sent again)
 //! and in time (the deadline, the server's `Retry-After`), and an outage must not be amplified by it (the
-//! [`Budget`]). [`Tries`] asks all of that in one place, once an attempt.
+//! [`Budget`]). [`RetryTracker`] asks all of that in one place, once an attempt.
 
 use rand_core::Rng;
 
@@ -39,7 +39,7 @@ impl Class {
     /// | any other 5xx | transient |
     ///
     /// A number outside 100 to 599 is no status code and counts as 5xx (RFC 9110 §15).
-    pub const fn of_status(status: u16) -> Self {
+    pub const fn from_status(status: u16) -> Self {
         match status {
             100..=399 => Self::Success,
             401 | 403 => Self::Auth,
@@ -70,7 +70,7 @@ impl Class {
 
 /// How an attempt failed that got no whole reply. Always [`Class::Transient`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Fault {
+pub enum TransportFault {
     /// The provider never took the request: its name didn't resolve, the connection was refused, timed out or failed
     /// its TLS handshake, or the stream was refused unprocessed (HTTP/2 `REFUSED_STREAM`, `GOAWAY`; RFC 9113 §8.7).
     Unsent,
@@ -79,10 +79,10 @@ pub enum Fault {
     /// There was no reply in time.
     TimedOut,
     /// The reply couldn't be understood, or broke off.
-    Garbled,
+    InvalidReply,
 }
 
-impl Fault {
+impl TransportFault {
     /// What the fault means.
     pub const fn class(self) -> Class {
         Class::Transient
@@ -94,18 +94,18 @@ impl Fault {
     }
 
     /// How far the request came.
-    pub const fn reach(self) -> Reach {
+    pub const fn delivery(self) -> Delivery {
         match self {
-            Self::Unsent => Reach::Unsent,
-            Self::Reset | Self::TimedOut => Reach::Unknown,
-            Self::Garbled => Reach::Answered,
+            Self::Unsent => Delivery::Unsent,
+            Self::Reset | Self::TimedOut => Delivery::Unknown,
+            Self::InvalidReply => Delivery::Answered,
         }
     }
 }
 
 /// How far a request came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
+pub enum Delivery {
     /// Nothing of it was sent: what it was charged goes back.
     Unsent,
     /// It may still be on its way, and be counted as late as was assumed.
@@ -116,13 +116,13 @@ pub enum Reach {
 
 /// Whether a request may be sent again without doing its work twice: its method is idempotent (RFC 9110 §9.2.2), it
 /// carries an idempotency key that the provider honours, or nothing of it was sent.
-pub fn is_repeatable(method: &str, has_key: bool, was_sent: bool) -> bool {
-    has_key || !was_sent || matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE" | "PUT" | "DELETE")
+pub fn is_repeatable(method: &str, has_idempotency_key: bool, was_sent: bool) -> bool {
+    has_idempotency_key || !was_sent || matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE" | "PUT" | "DELETE")
 }
 
 /// Why a request that might be repeated can't be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Unreplayable {
+pub enum UnreplayableReason {
     /// Its body was larger than what is kept for another attempt.
     BodyTooLarge,
     /// Its body is a stream that can be read once.
@@ -131,19 +131,19 @@ pub enum Unreplayable {
 
 /// How an attempt ended, as far as another depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Attempt {
+pub struct FailedAttempt {
     /// What the reply or fault means.
     pub class: Class,
     /// Whether the request may be sent again without doing its work twice: see [`is_repeatable`].
-    pub repeatable: bool,
+    pub is_repeatable: bool,
     /// Why the request can't be sent again, if it can't.
-    pub unreplayable: Option<Unreplayable>,
+    pub unreplayable_reason: Option<UnreplayableReason>,
     /// Whether the server asks not to be sent it again, whatever it means.
-    pub stop: bool,
+    pub asks_not_to_retry: bool,
     /// How long the server asks to be left alone. Zero is as good as `None`.
     pub retry_after: Option<Span>,
     /// Whether another credential could be used at once.
-    pub other_credential: bool,
+    pub has_other_credential: bool,
 }
 
 /// When calls are tried again. At most `max_attempts + max_token_retries` requests are sent for one call.
@@ -172,13 +172,13 @@ impl Default for Retry {
 
 /// Why a call that failed isn't tried again, in the order in which the reasons are looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GiveUp {
+pub enum NoRetryReason {
     /// The class says that another attempt would fare no better, or the server asks for none.
     Final,
     /// The request may have been carried out and must not be twice.
     NotIdempotent,
     /// The request can't be sent again.
-    Unreplayable(Unreplayable),
+    Unreplayable(UnreplayableReason),
     /// That was the last attempt.
     Exhausted {
         /// How many there were; token retries aren't counted.
@@ -200,17 +200,17 @@ pub enum GiveUp {
 
 /// The tries of one call: counts them, and decides after each whether and when there is another.
 #[derive(Clone, Copy, Debug)]
-pub struct Tries {
+pub struct RetryTracker {
     deadline: Time,
     attempts: u32,
     token_retries: u32,
-    waits: BackoffState,
+    backoff: BackoffState,
 }
 
-impl Tries {
+impl RetryTracker {
     /// The tries of a call that must be over by `deadline` ([`Time::NEVER`] for none).
     pub fn new(deadline: Time) -> Self {
-        Self { deadline, attempts: 0, token_retries: 0, waits: BackoffState::default() }
+        Self { deadline, attempts: 0, token_retries: 0, backoff: BackoffState::default() }
     }
 
     /// Attempts that have ended, token retries not counted.
@@ -231,51 +231,56 @@ impl Tries {
     ///
     /// # Errors
     /// Why the call fails now; there is no wait after the last failure.
-    pub fn after(
+    pub fn next_attempt_at(
         &mut self,
         retry: &Retry,
-        attempt: &Attempt,
+        attempt: &FailedAttempt,
         budget: Option<&Budget>,
         now: Time,
         rng: &mut impl Rng,
-    ) -> Result<Time, GiveUp> {
-        let switches = attempt.class == Class::Throttled
-            && attempt.other_credential
+    ) -> Result<Time, NoRetryReason> {
+        let switches_credential = attempt.class == Class::Throttled
+            && attempt.has_other_credential
             && self.token_retries < retry.max_token_retries;
-        if !switches {
+        if !switches_credential {
             self.attempts = self.attempts.saturating_add(1);
         }
-        if attempt.stop || !attempt.class.is_retryable() {
-            return Err(GiveUp::Final);
+        if attempt.asks_not_to_retry || !attempt.class.is_retryable() {
+            return Err(NoRetryReason::Final);
         }
-        if !attempt.repeatable {
-            return Err(GiveUp::NotIdempotent);
+        if !attempt.is_repeatable {
+            return Err(NoRetryReason::NotIdempotent);
         }
-        if let Some(reason) = attempt.unreplayable {
-            return Err(GiveUp::Unreplayable(reason));
+        if let Some(reason) = attempt.unreplayable_reason {
+            return Err(NoRetryReason::Unreplayable(reason));
         }
-        let wait = if switches { Span::ZERO } else { self.wait(retry, attempt.retry_after, rng)? };
+        let wait = if switches_credential { Span::ZERO } else { self.next_wait(retry, attempt.retry_after, rng)? };
         let at = now + wait;
         if at >= self.deadline {
-            return Err(GiveUp::Deadline { earliest: at });
+            return Err(NoRetryReason::Deadline { earliest: at });
         }
-        if switches {
+        if switches_credential {
             self.token_retries += 1;
         } else if attempt.class == Class::Transient && budget.is_some_and(|budget| !budget.take()) {
-            return Err(GiveUp::BudgetSpent);
+            return Err(NoRetryReason::BudgetSpent);
         }
         Ok(at)
     }
 
-    fn wait(&mut self, retry: &Retry, retry_after: Option<Span>, rng: &mut impl Rng) -> Result<Span, GiveUp> {
+    fn next_wait(
+        &mut self,
+        retry: &Retry,
+        retry_after: Option<Span>,
+        rng: &mut impl Rng,
+    ) -> Result<Span, NoRetryReason> {
         if self.attempts >= retry.max_attempts {
-            return Err(GiveUp::Exhausted { attempts: self.attempts });
+            return Err(NoRetryReason::Exhausted { attempts: self.attempts });
         }
-        let floor = retry_after.unwrap_or(Span::ZERO);
-        if floor > retry.max_retry_after {
-            return Err(GiveUp::RetryAfterTooLong { retry_after: floor });
+        let min_wait = retry_after.unwrap_or(Span::ZERO);
+        if min_wait > retry.max_retry_after {
+            return Err(NoRetryReason::RetryAfterTooLong { retry_after: min_wait });
         }
-        Ok(self.waits.next(&retry.backoff, rng).max(floor))
+        Ok(self.backoff.next(&retry.backoff, rng).max(min_wait))
     }
 }
 
@@ -289,15 +294,15 @@ mod tests {
     use std::vec::Vec;
 
     const NOW: Time = Time::from_secs(1_000_000);
-    const FAILED: Attempt = Attempt {
+    const FAILED: FailedAttempt = FailedAttempt {
         class: Class::Transient,
-        repeatable: true,
-        unreplayable: None,
-        stop: false,
+        is_repeatable: true,
+        unreplayable_reason: None,
+        asks_not_to_retry: false,
         retry_after: None,
-        other_credential: false,
+        has_other_credential: false,
     };
-    const THROTTLED: Attempt = Attempt { class: Class::Throttled, ..FAILED };
+    const THROTTLED: FailedAttempt = FailedAttempt { class: Class::Throttled, ..FAILED };
 
     /// Draws the largest number every time.
     struct Highest;
@@ -322,11 +327,11 @@ mod tests {
     }
 
     /// The waits of a call whose every attempt ends like this, in milliseconds, and why it gave up.
-    fn waits(retry: Retry, attempt: Attempt, deadline: Time, rng: &mut impl Rng) -> (Vec<u64>, GiveUp) {
-        let mut tries = Tries::new(deadline);
+    fn waits(retry: Retry, attempt: FailedAttempt, deadline: Time, rng: &mut impl Rng) -> (Vec<u64>, NoRetryReason) {
+        let mut tries = RetryTracker::new(deadline);
         let (mut now, mut waits) = (NOW, Vec::new());
         loop {
-            match tries.after(&retry, &attempt, None, now, rng) {
+            match tries.next_attempt_at(&retry, &attempt, None, now, rng) {
                 Ok(at) => {
                     waits.push(at.since(now).as_micros() / 1_000);
                     now = at;
@@ -350,10 +355,10 @@ mod tests {
                     _ => Class::Transient,
                 },
             };
-            assert_eq!(Class::of_status(status), class, "{status}");
+            assert_eq!(Class::from_status(status), class, "{status}");
         }
         for status in [500, 502, 503, 504, 520, 524, 529, 599] {
-            assert_eq!(Class::of_status(status), Class::Transient, "{status}");
+            assert_eq!(Class::from_status(status), Class::Transient, "{status}");
         }
     }
 
@@ -361,32 +366,36 @@ mod tests {
     fn throttles_back_off_up_to_the_cap() {
         for retry_after in [None, Some(Span::ZERO)] {
             let (waits, why) =
-                waits(policy(7, 1_000, 30), Attempt { retry_after, ..THROTTLED }, Time::NEVER, &mut Highest);
+                waits(policy(7, 1_000, 30), FailedAttempt { retry_after, ..THROTTLED }, Time::NEVER, &mut Highest);
             assert_eq!(waits, [1_000, 2_000, 4_000, 8_000, 16_000, 30_000]);
-            assert_eq!(why, GiveUp::Exhausted { attempts: 7 });
+            assert_eq!(why, NoRetryReason::Exhausted { attempts: 7 });
         }
     }
 
     #[test]
     fn retry_after_is_a_floor() {
-        let attempt = Attempt { retry_after: Some(Span::from_secs(7)), ..THROTTLED };
+        let attempt = FailedAttempt { retry_after: Some(Span::from_secs(7)), ..THROTTLED };
         let (waited, _) = waits(policy(7, 1_000, 30), attempt, Time::NEVER, &mut Highest);
         assert_eq!(waited, [7_000, 7_000, 7_000, 8_000, 16_000, 30_000]);
-        let (waited, _) =
-            waits(policy(2, 1_000, 30), Attempt { class: Class::Transient, ..attempt }, Time::NEVER, &mut Highest);
+        let (waited, _) = waits(
+            policy(2, 1_000, 30),
+            FailedAttempt { class: Class::Transient, ..attempt },
+            Time::NEVER,
+            &mut Highest,
+        );
         assert_eq!(waited, [7_000]);
     }
 
     #[test]
     fn a_day_of_retry_after_fails_at_once_with_the_value() {
         let day = Span::from_secs(86_400);
-        let attempt = Attempt { retry_after: Some(day), ..THROTTLED };
+        let attempt = FailedAttempt { retry_after: Some(day), ..THROTTLED };
         let deadline = NOW + Span::from_secs(60);
         let (waited, why) = waits(Retry::default(), attempt, deadline, &mut Highest);
-        assert_eq!((waited.len(), why), (0, GiveUp::RetryAfterTooLong { retry_after: day }));
+        assert_eq!((waited.len(), why), (0, NoRetryReason::RetryAfterTooLong { retry_after: day }));
         let patient = Retry { max_retry_after: day, ..Retry::default() };
         let (waited, why) = waits(patient, attempt, deadline, &mut Highest);
-        assert_eq!((waited.len(), why), (0, GiveUp::Deadline { earliest: NOW + day }));
+        assert_eq!((waited.len(), why), (0, NoRetryReason::Deadline { earliest: NOW + day }));
         let (waited, _) = waits(patient, attempt, Time::NEVER, &mut Highest);
         assert_eq!(waited, [86_400_000, 86_400_000], "exactly the longest that is waited for");
     }
@@ -394,10 +403,10 @@ mod tests {
     #[test]
     fn three_attempts_sleep_twice() {
         let (waited, why) = waits(policy(3, 500, 8), FAILED, Time::NEVER, &mut Highest);
-        assert_eq!((waited, why), ([500, 1_000].to_vec(), GiveUp::Exhausted { attempts: 3 }));
+        assert_eq!((waited, why), ([500, 1_000].to_vec(), NoRetryReason::Exhausted { attempts: 3 }));
         for max_attempts in [0, 1] {
             let (waited, why) = waits(policy(max_attempts, 500, 8), FAILED, Time::NEVER, &mut Highest);
-            assert_eq!((waited.len(), why), (0, GiveUp::Exhausted { attempts: 1 }));
+            assert_eq!((waited.len(), why), (0, NoRetryReason::Exhausted { attempts: 1 }));
         }
     }
 
@@ -405,7 +414,7 @@ mod tests {
     fn no_attempt_starts_at_the_deadline_or_later() {
         let half = Span::from_millis(500);
         let (waited, why) = waits(policy(3, 500, 8), FAILED, NOW + half, &mut Highest);
-        assert_eq!((waited.len(), why), (0, GiveUp::Deadline { earliest: NOW + half }));
+        assert_eq!((waited.len(), why), (0, NoRetryReason::Deadline { earliest: NOW + half }));
         let (waited, _) = waits(policy(3, 500, 8), FAILED, NOW + half + Span::from_micros(1), &mut Highest);
         assert_eq!(waited, [500]);
     }
@@ -413,39 +422,45 @@ mod tests {
     #[test]
     fn only_what_may_be_repeated_is() {
         let sends = |method, has_key, was_sent| {
-            let attempt = Attempt { repeatable: is_repeatable(method, has_key, was_sent), ..FAILED };
+            let attempt = FailedAttempt { is_repeatable: is_repeatable(method, has_key, was_sent), ..FAILED };
             let (waits, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
             (waits.len() + 1, why)
         };
         for method in ["POST", "PATCH", "CONNECT", "get", ""] {
-            assert_eq!(sends(method, false, true), (1, GiveUp::NotIdempotent), "{method}");
-            assert_eq!(sends(method, true, true), (3, GiveUp::Exhausted { attempts: 3 }), "{method} with a key");
-            assert_eq!(sends(method, false, Fault::Unsent.was_sent()).0, 3, "{method} on a refused connection");
-            assert_eq!(sends(method, false, Fault::Reset.was_sent()).0, 1, "{method} on a reset connection");
+            assert_eq!(sends(method, false, true), (1, NoRetryReason::NotIdempotent), "{method}");
+            assert_eq!(sends(method, true, true), (3, NoRetryReason::Exhausted { attempts: 3 }), "{method} with a key");
+            assert_eq!(
+                sends(method, false, TransportFault::Unsent.was_sent()).0,
+                3,
+                "{method} on a refused connection"
+            );
+            assert_eq!(sends(method, false, TransportFault::Reset.was_sent()).0, 1, "{method} on a reset connection");
         }
         for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
             assert_eq!(sends(method, false, true).0, 3, "{method}");
         }
-        for fault in [Fault::Unsent, Fault::Reset, Fault::TimedOut, Fault::Garbled] {
-            assert_eq!((fault.class(), fault.was_sent()), (Class::Transient, fault != Fault::Unsent));
+        for fault in
+            [TransportFault::Unsent, TransportFault::Reset, TransportFault::TimedOut, TransportFault::InvalidReply]
+        {
+            assert_eq!((fault.class(), fault.was_sent()), (Class::Transient, fault != TransportFault::Unsent));
         }
     }
 
     #[test]
     fn what_is_final_or_unreplayable_says_so() {
         for class in [Class::Success, Class::Permanent, Class::Auth, Class::Cancelled] {
-            let (waited, why) = waits(Retry::default(), Attempt { class, ..FAILED }, Time::NEVER, &mut Highest);
-            assert_eq!((waited.len(), why), (0, GiveUp::Final), "{class:?}");
+            let (waited, why) = waits(Retry::default(), FailedAttempt { class, ..FAILED }, Time::NEVER, &mut Highest);
+            assert_eq!((waited.len(), why), (0, NoRetryReason::Final), "{class:?}");
         }
-        for attempt in [FAILED, THROTTLED, Attempt { repeatable: false, ..FAILED }] {
-            let attempt = Attempt { stop: true, other_credential: true, ..attempt };
+        for attempt in [FAILED, THROTTLED, FailedAttempt { is_repeatable: false, ..FAILED }] {
+            let attempt = FailedAttempt { asks_not_to_retry: true, has_other_credential: true, ..attempt };
             let (waited, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
-            assert_eq!((waited.len(), why), (0, GiveUp::Final), "the server asks for none: {attempt:?}");
+            assert_eq!((waited.len(), why), (0, NoRetryReason::Final), "the server asks for none: {attempt:?}");
         }
-        for reason in [Unreplayable::BodyTooLarge, Unreplayable::OneShotBody] {
-            let attempt = Attempt { unreplayable: Some(reason), ..FAILED };
+        for reason in [UnreplayableReason::BodyTooLarge, UnreplayableReason::OneShotBody] {
+            let attempt = FailedAttempt { unreplayable_reason: Some(reason), ..FAILED };
             let (waited, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
-            assert_eq!((waited.len(), why), (0, GiveUp::Unreplayable(reason)));
+            assert_eq!((waited.len(), why), (0, NoRetryReason::Unreplayable(reason)));
         }
     }
 
@@ -474,22 +489,25 @@ mod tests {
 
     #[test]
     fn another_credential_goes_at_once_and_is_no_attempt() {
-        let free = Attempt { other_credential: true, retry_after: Some(Span::from_secs(7)), ..THROTTLED };
+        let free = FailedAttempt { has_other_credential: true, retry_after: Some(Span::from_secs(7)), ..THROTTLED };
         let (waited, why) = waits(policy(3, 500, 8), free, Time::NEVER, &mut Highest);
         assert_eq!(waited, [0, 0, 0, 0, 0, 7_000, 7_000]);
-        assert_eq!(why, GiveUp::Exhausted { attempts: 3 });
+        assert_eq!(why, NoRetryReason::Exhausted { attempts: 3 });
 
-        let (retry, mut tries) = (policy(3, 500, 8), Tries::new(NOW + Span::from_secs(60)));
-        assert_eq!(tries.after(&retry, &free, None, NOW, &mut Highest), Ok(NOW));
+        let (retry, mut tries) = (policy(3, 500, 8), RetryTracker::new(NOW + Span::from_secs(60)));
+        assert_eq!(tries.next_attempt_at(&retry, &free, None, NOW, &mut Highest), Ok(NOW));
         assert_eq!((tries.attempts(), tries.token_retries()), (0, 1));
-        let post = Attempt { repeatable: false, ..free };
-        assert_eq!(tries.after(&retry, &post, None, NOW, &mut Highest), Err(GiveUp::NotIdempotent));
+        let post = FailedAttempt { is_repeatable: false, ..free };
+        assert_eq!(tries.next_attempt_at(&retry, &post, None, NOW, &mut Highest), Err(NoRetryReason::NotIdempotent));
         let late = NOW + Span::from_secs(60);
-        assert_eq!(tries.after(&retry, &free, None, late, &mut Highest), Err(GiveUp::Deadline { earliest: late }));
-        assert_eq!(tries.token_retries(), 1, "neither was sent");
-        let failed = Attempt { other_credential: true, ..FAILED };
         assert_eq!(
-            tries.after(&retry, &failed, None, NOW, &mut Highest),
+            tries.next_attempt_at(&retry, &free, None, late, &mut Highest),
+            Err(NoRetryReason::Deadline { earliest: late })
+        );
+        assert_eq!(tries.token_retries(), 1, "neither was sent");
+        let failed = FailedAttempt { has_other_credential: true, ..FAILED };
+        assert_eq!(
+            tries.next_attempt_at(&retry, &failed, None, NOW, &mut Highest),
             Ok(NOW + Span::from_millis(500)),
             "another credential mends no outage"
         );
@@ -499,15 +517,20 @@ mod tests {
     #[test]
     fn only_transient_retries_that_will_be_sent_spend_the_budget() {
         let budget = Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 1 });
-        let after = |attempt: Attempt, deadline| {
-            Tries::new(deadline).after(&policy(3, 500, 8), &attempt, Some(&budget), NOW, &mut Highest).err()
+        let after = |attempt: FailedAttempt, deadline| {
+            RetryTracker::new(deadline)
+                .next_attempt_at(&policy(3, 500, 8), &attempt, Some(&budget), NOW, &mut Highest)
+                .err()
         };
         assert_eq!(after(THROTTLED, Time::NEVER), None);
-        assert_eq!(after(Attempt { repeatable: false, ..FAILED }, Time::NEVER), Some(GiveUp::NotIdempotent));
-        assert!(matches!(after(FAILED, NOW), Some(GiveUp::Deadline { .. })));
+        assert_eq!(
+            after(FailedAttempt { is_repeatable: false, ..FAILED }, Time::NEVER),
+            Some(NoRetryReason::NotIdempotent)
+        );
+        assert!(matches!(after(FAILED, NOW), Some(NoRetryReason::Deadline { .. })));
         assert_eq!(budget.remaining(), 1);
         assert_eq!(after(FAILED, Time::NEVER), None);
-        assert_eq!(after(FAILED, Time::NEVER), Some(GiveUp::BudgetSpent));
+        assert_eq!(after(FAILED, Time::NEVER), Some(NoRetryReason::BudgetSpent));
         assert_eq!(after(THROTTLED, Time::NEVER), None);
     }
 }

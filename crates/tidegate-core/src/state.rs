@@ -2,7 +2,7 @@
 
 use crate::batch::{BatchContext, OpContext, Outcome, Verdict};
 use crate::concurrency::Permits;
-use crate::cooldown::Gate;
+use crate::cooldown::CooldownGate;
 use crate::pacer::PacerState;
 use crate::penalty::PenaltyRecord;
 use crate::quota::QuotaUsage;
@@ -40,7 +40,7 @@ pub enum Usage {
     /// Of permits.
     Concurrency(Permits),
     /// A cool-down's gate.
-    Cooldown(Gate),
+    Cooldown(CooldownGate),
     /// What a pacer stands at.
     Pace(PacerState),
 }
@@ -138,8 +138,8 @@ impl KeyState {
             },
             LimitKind::Cooldown(cooldown) => {
                 let Usage::Cooldown(gate) = &mut self.usage else { return cooldown_status(now, now) };
-                cooldown.settle(gate, now);
-                cooldown_status(cooldown.look(*gate, now), now)
+                cooldown.refresh(gate, now);
+                cooldown_status(cooldown.free_at(*gate, now), now)
             }
             LimitKind::Pace(pacer) => {
                 let Usage::Pace(tempo) = &mut self.usage else { return pacer.status(&PacerState::default(), now) };
@@ -156,7 +156,7 @@ impl KeyState {
     usage!(quota_usage, Quota, QuotaUsage);
     usage!(window_log, Window, WindowLog);
     usage!(permits, Concurrency, Permits);
-    usage!(cooldown_gate, Cooldown, Gate);
+    usage!(cooldown_gate, Cooldown, CooldownGate);
     usage!(pacer_state, Pace, PacerState);
 
     /// What a call meets, its penalty included.
@@ -323,10 +323,10 @@ impl KeyState {
             }
             (LimitKind::Cooldown(cooldown), Verb::Throttle { generation }) => {
                 let retry_after = (op.cost > 0).then(|| Span::from_micros(op.cost));
-                cooldown.throttled(self.cooldown_gate(), generation, retry_after, now);
+                cooldown.record_throttle(self.cooldown_gate(), generation, retry_after, now);
             }
             (LimitKind::Cooldown(cooldown), Verb::Success { generation }) => {
-                cooldown.succeeded(self.cooldown_gate(), generation, now);
+                cooldown.record_success(self.cooldown_gate(), generation, now);
             }
             (LimitKind::Cooldown(cooldown), Verb::Disable) => {
                 let until = if op.cost == 0 { Time::NEVER } else { now + Span::from_micros(op.cost) };

@@ -7,7 +7,7 @@
 use alloc::vec::Vec;
 
 use crate::concurrency::{PermitLease, Permits};
-use crate::cooldown::Gate;
+use crate::cooldown::CooldownGate;
 use crate::pacer::PacerState;
 use crate::penalty::PenaltyRecord;
 use crate::quota::{Period, QuotaUsage};
@@ -66,10 +66,10 @@ impl KeyState {
             }
             Usage::Cooldown(gate) => {
                 bytes.push(VERSION | COOLDOWN);
-                write_time(bytes, gate.until);
-                write_time(bytes, gate.last);
+                write_time(bytes, gate.opens_at);
+                write_time(bytes, gate.last_event_at);
                 write_number(bytes, u64::from(gate.generation));
-                bytes.push(gate.step);
+                bytes.push(gate.closings_in_row);
             }
             Usage::Pace(tempo) => {
                 bytes.push(VERSION | PACE);
@@ -100,11 +100,11 @@ impl KeyState {
                 Usage::Quota(QuotaUsage { period, used: input.number()? })
             }
             CONCURRENCY => Usage::Concurrency(input.permits()?),
-            COOLDOWN => Usage::Cooldown(Gate {
-                until: input.time()?,
-                last: input.time()?,
+            COOLDOWN => Usage::Cooldown(CooldownGate {
+                opens_at: input.time()?,
+                last_event_at: input.time()?,
                 generation: u32::try_from(input.number()?).ok()?,
-                step: input.byte()?,
+                closings_in_row: input.byte()?,
             }),
             _ => Usage::Pace(PacerState {
                 interval: input.number()?,

@@ -49,7 +49,7 @@ fn five_failures_open_it_for_five_minutes() {
     let mut breaker = new(BreakerSpec::default());
     for failures in 0..5 {
         assert_eq!((breaker.state(test_time(0)), breaker.failures()), (BreakerState::Closed, failures));
-        call(&mut breaker, Class::of_status(503), test_time(0));
+        call(&mut breaker, Class::from_status(503), test_time(0));
     }
     let told = BreakerRefusal { state: BreakerState::Open, failures: 5, reset_in: secs(240) };
     assert_eq!(breaker.peek(test_time(60_000)), Err(told));

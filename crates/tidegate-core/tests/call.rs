@@ -7,12 +7,15 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, Measure, Reply, Rules, Step};
-use tidegate_core::lanes::{LaneSpec, Turn};
-use tidegate_core::retry::{GiveUp, Reach, Retry};
+use tidegate_core::call::{
+    AttemptReport, Call, CallFailure, CallProgress, CallRules, LaneRules, Measure, NextStep, ProviderLimit,
+    ProviderState,
+};
+use tidegate_core::lanes::{LaneSpec, QueueStep};
+use tidegate_core::retry::{Delivery, NoRetryReason, Retry};
 use tidegate_core::{
-    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Growth, Jitter, Key, Lane, LanesSpec, Limit,
-    LimitId, LimitKind, Limits, Pool, Rate, Span, Time, Window,
+    Backoff, Balance, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, CredentialPool, Growth, Jitter, Key, Lane,
+    LanesSpec, Limit, LimitId, LimitKind, Limits, Rate, Span, Time, Window,
 };
 use tidegate_testkit::fixtures::TestLimiter as Store;
 use tidegate_testkit::random::case_count;
@@ -42,17 +45,17 @@ enum Happening {
 
 /// One rules, its desk, its store and its calls.
 struct World {
-    rules: Rules,
+    rules: CallRules,
     limits: Arc<Limits>,
     store: Store,
-    desk: Desk,
+    desk: ProviderState,
     calls: Vec<Call>,
     tickets: BTreeMap<usize, usize>,
     happenings: BinaryHeap<Reverse<(Time, u64, Happening)>>,
     count: u64,
     answers: BTreeMap<usize, (Class, Option<Span>)>,
     sent: Vec<(Time, usize)>,
-    finished: BTreeMap<usize, Result<(), Failure>>,
+    finished: BTreeMap<usize, Result<(), CallFailure>>,
     /// Those of them that `more` hasn't been called for.
     over: Vec<usize>,
     service: Service,
@@ -73,26 +76,26 @@ impl World {
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(30)).with_jitter(Jitter::None);
         let retry = Retry { max_attempts: 7, backoff, max_retry_after: Span::from_secs(3600), ..Retry::default() };
         let key = |number: u64| Key::new(1, number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let rules = Rules {
-            ceilings: [Ceiling { limit: LimitId::FIRST, measure: Measure::Calls, settles }].into(),
-            lane_ceilings: Default::default(),
-            credential_ceilings: Box::default(),
-            credential_in_flight: u32::MAX,
+        let rules = CallRules {
+            provider_limits: [ProviderLimit { limit: LimitId::FIRST, measure: Measure::Calls, settles }].into(),
+            lane_limits: Default::default(),
+            credential_limits: Box::default(),
+            max_in_flight_per_credential: u32::MAX,
             cooldown: LimitId::from_index(1).unwrap(),
             key: key(1),
             credential_keys: (0..credentials as u64).map(|number| key(2 + number)).collect(),
-            renews: false,
-            learns: false,
+            can_renew_login: false,
+            tracks_remaining: false,
             lead: LEAD,
             jitter: Span::ZERO,
             lanes,
             lane_rules: [LaneRules { timeout: Span::from_secs(86_400), retry }; 3],
             budget: BudgetSpec::default(),
         };
-        let pool = Pool::new(Balance::RoundRobin, credentials).unwrap();
+        let pool = CredentialPool::new(Balance::RoundRobin, credentials).unwrap();
         let breaker = Breaker::new(BreakerSpec::default()).unwrap();
         Self {
-            desk: Desk::new(&rules, pool, breaker, None),
+            desk: ProviderState::new(&rules, pool, breaker, None),
             rules,
             store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
@@ -121,28 +124,39 @@ impl World {
     fn call(&mut self, lane: Lane) -> usize {
         let id = self.calls.len();
         self.calls.push(Call::new(&self.rules, lane, 1, None, self.now));
-        let next = self.calls[id].start(&mut self.desk, self.now);
-        self.step(id, next);
+        self.start(id);
         id
     }
 
-    fn step(&mut self, id: usize, mut next: Step) {
+    fn tell(&mut self) {
+        if let Some(batch) = self.desk.store_requests.updates() {
+            self.store.decide(batch, self.now);
+        }
+    }
+
+    fn start(&mut self, id: usize) {
+        let progress = match self.calls[id].start(&mut self.desk, self.now) {
+            Ok(()) => CallProgress::Wait,
+            Err(failure) => CallProgress::Fail(failure),
+        };
+        self.advance(id, progress);
+    }
+
+    fn advance(&mut self, id: usize, mut progress: CallProgress) {
         loop {
-            if let Some(batch) = self.desk.orders.tell() {
-                self.store.decide(batch, self.now);
-            }
+            self.tell();
             let (call, now) = (&mut self.calls[id], self.now);
-            match next {
-                Step::Queue => {
+            match progress {
+                CallProgress::Wait => {
                     self.tickets.insert(call.ticket().unwrap().index(), id);
                     return;
                 }
-                Step::Ask => {
-                    let (_, outcomes) = self.store.decide(self.desk.orders.ask(), now);
+                CallProgress::AskStore => {
+                    let (_, outcomes) = self.store.decide(self.desk.store_requests.reservation(), now);
                     let World { rules, limits, desk, rng, .. } = self;
-                    next = self.calls[id].decided(rules, limits, desk, &outcomes, now, rng);
+                    progress = self.calls[id].handle_outcomes(rules, limits, desk, &outcomes, now, rng);
                 }
-                Step::Send { .. } => {
+                CallProgress::Send { .. } => {
                     self.sent.push((now, id));
                     if self.leavers.is_some_and(|leavers| id.is_multiple_of(leavers)) {
                         self.at(now + Span::from_millis(1), Happening::Leaves(id));
@@ -150,32 +164,32 @@ impl World {
                     let (there, _) = (self.transit)(&mut self.rng);
                     return self.at(now + there, Happening::Arrives(id));
                 }
-                Step::Sleep(at) => return self.at(at, Happening::Starts(id)),
-                Step::Renew { .. } => unreachable!("no credential here renews"),
-                Step::Finish(result) => {
-                    self.finished.insert(id, result);
-                    self.over.push(id);
-                    return;
-                }
+                CallProgress::Fail(failure) => return self.finish(id, Err(failure)),
             }
         }
+    }
+
+    fn finish(&mut self, id: usize, result: Result<(), CallFailure>) {
+        self.tell();
+        self.finished.insert(id, result);
+        self.over.push(id);
     }
 
     /// Lets those go whose turn it is.
     fn drive(&mut self) {
         loop {
             match self.desk.lanes.poll(self.now) {
-                Turn::Ask(ticket) => {
+                QueueStep::AskStore(ticket) => {
                     let id = self.tickets[&ticket.index()];
-                    let next = self.calls[id].turn(&self.rules, &mut self.desk, self.now, &mut self.rng);
-                    self.step(id, next);
+                    let progress = self.calls[id].handle_turn(&self.rules, &mut self.desk, self.now, &mut self.rng);
+                    self.advance(id, progress);
                 }
-                Turn::Expired(ticket) => {
+                QueueStep::Expired(ticket) => {
                     let id = self.tickets[&ticket.index()];
-                    let next = self.calls[id].expired(&mut self.desk);
-                    self.step(id, next);
+                    let failure = self.calls[id].handle_expiry(&mut self.desk);
+                    self.finish(id, Err(failure));
                 }
-                Turn::Sleep(at) => {
+                QueueStep::Sleep(at) => {
                     let is_set = self.now < self.wakes_at && self.wakes_at <= at;
                     if !at.is_never() && !is_set {
                         self.wakes_at = at;
@@ -205,18 +219,28 @@ impl World {
                 Happening::Replies(id) if self.finished.contains_key(&id) => {}
                 Happening::Replies(id) => {
                     let (class, retry_after) = self.answers[&id];
-                    let reply = Reply { repeatable: true, retry_after, ..Reply::of(class, Reach::Answered) };
-                    let next = self.calls[id].replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
-                    self.step(id, next);
+                    let reply = AttemptReport {
+                        is_repeatable: true,
+                        retry_after,
+                        ..AttemptReport::new(class, Delivery::Answered)
+                    };
+                    let next =
+                        self.calls[id].handle_reply(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
+                    match next {
+                        NextStep::Done => self.finish(id, Ok(())),
+                        NextStep::Failed(failure) => self.finish(id, Err(failure)),
+                        NextStep::RetryAt(at) => {
+                            self.tell();
+                            self.at(at, Happening::Starts(id));
+                        }
+                        NextStep::RenewLogin { .. } => unreachable!("no credential here renews"),
+                    }
                 }
-                Happening::Starts(id) => {
-                    let next = self.calls[id].start(&mut self.desk, self.now);
-                    self.step(id, next);
-                }
+                Happening::Starts(id) => self.start(id),
                 Happening::Leaves(id) => {
                     let (rules, desk) = (&self.rules, &mut self.desk);
-                    self.calls[id].abandoned(rules, desk, Reach::Unknown, self.now, &mut self.rng);
-                    self.step(id, Step::Finish(Ok(())));
+                    self.calls[id].cancel(rules, desk, Delivery::Unknown, self.now, &mut self.rng);
+                    self.finish(id, Ok(()));
                 }
                 Happening::Comes => {
                     self.call(Lane::User);
@@ -394,12 +418,16 @@ fn what_cannot_succeed_in_time_fails_at_once() {
     world.call(Lane::User);
     world.run(ms(10), |_, _| {});
     let long = Span::from_secs(86_400);
-    assert_eq!(world.finished[&0], Err(Failure::GaveUp(GiveUp::RetryAfterTooLong { retry_after: long })));
+    assert_eq!(
+        world.finished[&0],
+        Err(CallFailure::NotRetried(NoRetryReason::RetryAfterTooLong { retry_after: long }))
+    );
     world.calls.push(Call::new(&world.rules, Lane::User, 1, Some(ms(30_000)), world.now));
-    let next = world.calls[1].start(&mut world.desk, world.now);
-    world.step(1, next);
+    world.start(1);
     world.run(ms(20), |_, _| {});
-    assert!(matches!(world.finished[&1], Err(Failure::Cooling { earliest }) if earliest >= ms(86_400_000)));
+    assert!(
+        matches!(world.finished[&1], Err(CallFailure::CredentialsCooling { earliest }) if earliest >= ms(86_400_000))
+    );
     assert_eq!(world.sent.len(), 1);
 }
 
@@ -426,7 +454,7 @@ fn an_outage_opens_the_breaker_for_those_who_wait() {
         world.call(Lane::User);
     }
     world.run(ms(60_000), |_, _| {});
-    let refused = world.finished.values().filter(|result| matches!(result, Err(Failure::Unavailable(_)))).count();
+    let refused = world.finished.values().filter(|result| matches!(result, Err(CallFailure::Unavailable(_)))).count();
     assert_eq!(world.finished.len(), 20);
     assert!(refused > 0 && world.sent.len() < 40, "{refused} {}", world.sent.len());
     let state = world.desk.breaker.peek(world.now).unwrap_err();
@@ -442,8 +470,8 @@ fn who_goes_away_leaves_nothing_behind() {
     world.run(ms(0), |_, _| {});
     for id in 5..15 {
         let (call, desk) = (&mut world.calls[id], &mut world.desk);
-        call.abandoned(&world.rules, desk, Reach::Unknown, world.now, &mut world.rng);
-        assert!(world.desk.orders.tell().is_none());
+        call.cancel(&world.rules, desk, Delivery::Unknown, world.now, &mut world.rng);
+        assert!(world.desk.store_requests.updates().is_none());
     }
     assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
     world.run(ms(60_000), |_, _| {});
@@ -482,8 +510,8 @@ fn what_was_not_sent_is_not_counted() {
     world.drive();
     assert_eq!(world.sent.len(), 1);
     let (rules, desk) = (&world.rules, &mut world.desk);
-    world.calls[first].abandoned(rules, desk, Reach::Unsent, world.now, &mut world.rng);
-    world.step(first, Step::Finish(Ok(())));
+    world.calls[first].cancel(rules, desk, Delivery::Unsent, world.now, &mut world.rng);
+    world.finish(first, Ok(()));
     world.call(Lane::User);
     world.drive();
     assert_eq!(world.sent.len(), 2);
@@ -499,8 +527,8 @@ fn only_an_exact_window_is_told_of_a_reply() {
         world.drive();
         assert_eq!(world.sent.len(), 1);
         let World { rules, desk, calls, now, rng, .. } = &mut world;
-        calls[call].replied(rules, desk, &Reply::of(Class::Success, Reach::Answered), *now, rng);
-        assert_eq!(desk.orders.tell().is_some(), told);
+        calls[call].handle_reply(rules, desk, &AttemptReport::new(Class::Success, Delivery::Answered), *now, rng);
+        assert_eq!(desk.store_requests.updates().is_some(), told);
     }
 }
 
@@ -508,19 +536,19 @@ fn only_an_exact_window_is_told_of_a_reply() {
 #[test]
 fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
-    let ceiling = Ceiling { limit: LimitId::FIRST, measure: Measure::Calls, settles: true };
-    world.rules.ceilings = Box::default();
-    world.rules.lane_ceilings[Lane::Webhook as usize] = [ceiling].into();
+    let ceiling = ProviderLimit { limit: LimitId::FIRST, measure: Measure::Calls, settles: true };
+    world.rules.provider_limits = Box::default();
+    world.rules.lane_limits[Lane::Webhook as usize] = [ceiling].into();
     world.call(Lane::Background);
-    let Turn::Ask(_) = world.desk.lanes.poll(world.now) else { panic!("it is its turn") };
+    let QueueStep::AskStore(_) = world.desk.lanes.poll(world.now) else { panic!("it is its turn") };
     let World { rules, limits, desk, calls, store, now, rng, .. } = &mut world;
-    assert_eq!(calls[0].turn(rules, desk, *now, rng), Step::Ask);
-    let (_, outcomes) = store.decide(desk.orders.ask(), *now);
+    assert_eq!(calls[0].handle_turn(rules, desk, *now, rng), CallProgress::AskStore);
+    let (_, outcomes) = store.decide(desk.store_requests.reservation(), *now);
     calls[0].raise(Lane::Webhook, desk, *now);
-    let sent = calls[0].decided(rules, limits, desk, &outcomes, *now, rng);
-    assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
-    calls[0].abandoned(rules, desk, Reach::Unsent, *now, rng);
-    let given_back = desk.orders.tell().map_or(0, |batch| batch.ops().len());
+    let sent = calls[0].handle_outcomes(rules, limits, desk, &outcomes, *now, rng);
+    assert!(matches!(sent, CallProgress::Send { .. }), "{sent:?}");
+    calls[0].cancel(rules, desk, Delivery::Unsent, *now, rng);
+    let given_back = desk.store_requests.updates().map_or(0, |batch| batch.ops().len());
     assert_eq!(given_back, 0, "a background call has no limit here");
 }
 
@@ -530,8 +558,8 @@ fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
     world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
     world.call(Lane::User);
     world.run(ms(0), |_, _| {});
-    world.calls[0].abandoned(&world.rules, &mut world.desk, Reach::Unknown, world.now, &mut world.rng);
-    if let Some(batch) = world.desk.orders.tell() {
+    world.calls[0].cancel(&world.rules, &mut world.desk, Delivery::Unknown, world.now, &mut world.rng);
+    if let Some(batch) = world.desk.store_requests.updates() {
         world.store.decide(batch, world.now);
     }
     world.call(Lane::User);
@@ -547,8 +575,8 @@ fn a_rate_is_used_again_when_its_provider_comes_back() {
     world.rules.jitter = Span::from_micros(150);
     let open = Backoff { growth: Growth::Constant, ..Backoff::exponential(Span::from_secs(2), Span::from_secs(2)) };
     let breaker = BreakerSpec { open: open.with_jitter(Jitter::None), ..BreakerSpec::default() };
-    let pool = Pool::new(Balance::RoundRobin, 1).unwrap();
-    world.desk = Desk::new(&world.rules, pool, Breaker::new(breaker).unwrap(), None);
+    let pool = CredentialPool::new(Balance::RoundRobin, 1).unwrap();
+    world.desk = ProviderState::new(&world.rules, pool, Breaker::new(breaker).unwrap(), None);
     world.transit = Box::new(|_| (Span::from_millis(10), Span::from_millis(10)));
     world.service =
         Box::new(
@@ -561,7 +589,7 @@ fn a_rate_is_used_again_when_its_provider_comes_back() {
     }
     world.run(ms(100_000), |world, id| {
         let after = match world.finished[&id] {
-            Err(Failure::Unavailable(refusal)) => refusal.reset_in.max(Span::from_secs(1)),
+            Err(CallFailure::Unavailable(refusal)) => refusal.reset_in.max(Span::from_secs(1)),
             Err(_) => Span::from_secs(1),
             Ok(()) => Span::ZERO,
         };

@@ -1,6 +1,6 @@
 //! The throttle gate: agreement with a naive model, and bad clocks.
 
-use tidegate_core::cooldown::{Cooldown, Gate};
+use tidegate_core::cooldown::{Cooldown, CooldownGate};
 use tidegate_core::{Span, Time};
 use tidegate_testkit::clock::{ClockFault, readings};
 use tidegate_testkit::fixtures::test_time;
@@ -94,14 +94,14 @@ impl Naive {
 fn histories_agree_with_the_model() {
     property::check(case_count(2_000, 40_000), 400, |mut random| {
         let cooldown = any_cooldown(&mut random);
-        let (mut gate, mut naive, mut now) = (Gate::default(), Naive::default(), test_time(0));
+        let (mut gate, mut naive, mut now) = (CooldownGate::default(), Naive::default(), test_time(0));
         // Calls under way: their generation, and which event let them through.
         let mut calls: Vec<(u32, usize)> = Vec::new();
         while !random.is_exhausted() {
             naive.look_around(cooldown.stagger, now);
             let free_at = naive.free_at(cooldown.stagger, now);
-            if cooldown.look(gate, now) != free_at {
-                return Err(format!("{:?}, expected {free_at:?} at {now:?} of {gate:?}", cooldown.look(gate, now)));
+            if cooldown.free_at(gate, now) != free_at {
+                return Err(format!("{:?}, expected {free_at:?} at {now:?} of {gate:?}", cooldown.free_at(gate, now)));
             }
             match random.below(8) {
                 0..=2 if free_at == now => {
@@ -111,7 +111,7 @@ fn histories_agree_with_the_model() {
                 3..=4 if !calls.is_empty() => {
                     let (generation, through) = calls.swap_remove(random.below(calls.len() as u64) as usize);
                     let wish = any_wish(&mut random);
-                    cooldown.throttled(&mut gate, generation, wish, now);
+                    cooldown.record_throttle(&mut gate, generation, wish, now);
                     let asked = wish.unwrap_or(Span::ZERO);
                     if naive.is_current(through) {
                         let doubled = cooldown.base.times(1 << naive.steps().min(30)).min(cooldown.cap);
@@ -122,7 +122,7 @@ fn histories_agree_with_the_model() {
                 }
                 5 if !calls.is_empty() => {
                     let (generation, through) = calls.swap_remove(random.below(calls.len() as u64) as usize);
-                    cooldown.succeeded(&mut gate, generation, now);
+                    cooldown.record_success(&mut gate, generation, now);
                     if naive.is_current(through) {
                         naive.events.push(Event::Success);
                     }
@@ -145,11 +145,11 @@ fn bad_clocks_neither_lock_out_nor_open_early() {
         let trouble = random.pick(&ClockFault::ALL);
         let loses_time = matches!(trouble, ClockFault::None | ClockFault::StepsBack);
         let mut random = RandomSource::from_seed(random.next_u64());
-        let mut gate = Gate::default();
+        let mut gate = CooldownGate::default();
         let (mut opens, mut longest) = (test_time(0), cooldown.stagger);
         for reading in readings(trouble, test_time(0), Span::from_secs(2), 300, &mut random) {
             let now = reading.shown_time;
-            let free_at = cooldown.look(gate, now);
+            let free_at = cooldown.free_at(gate, now);
             if free_at.since(now) > longest + OVERTAKEN {
                 return Err(format!("told to wait {} in {trouble:?}: {gate:?}", free_at.since(now)));
             }
@@ -162,11 +162,11 @@ fn bad_clocks_neither_lock_out_nor_open_early() {
             let generation = cooldown.charge(&mut gate, now);
             if random.chance(60) {
                 let wish = any_wish(&mut random);
-                cooldown.throttled(&mut gate, generation, wish, now);
-                let length = cooldown.wait(gate.step).max(wish.unwrap_or(Span::ZERO));
+                cooldown.record_throttle(&mut gate, generation, wish, now);
+                let length = cooldown.closing_length(gate.closings_in_row).max(wish.unwrap_or(Span::ZERO));
                 (opens, longest) = (reading.true_time + length, longest.max(length));
             } else {
-                cooldown.succeeded(&mut gate, generation, now);
+                cooldown.record_success(&mut gate, generation, now);
             }
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tidegate_core::batch::execute;
 use tidegate_core::concurrency::Permits;
-use tidegate_core::cooldown::Gate;
+use tidegate_core::cooldown::CooldownGate;
 use tidegate_core::pacer::{PacerGrowth, PacerMode, PacerState};
 use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::quota::{FixedPeriods, Period, QuotaUsage};
@@ -158,7 +158,12 @@ fn any_state_is_survived() {
             4 => {
                 let [until, last] = [time(&mut random), time(&mut random)];
                 let [generation, step] = [any_number(&mut random) as u32, any_number(&mut random) as u32];
-                Usage::Cooldown(Gate { until, last, generation, step: step as u8 })
+                Usage::Cooldown(CooldownGate {
+                    opens_at: until,
+                    last_event_at: last,
+                    generation,
+                    closings_in_row: step as u8,
+                })
             }
             5 => Usage::Pace(PacerState {
                 interval: any_number(&mut random),

@@ -5,13 +5,16 @@ use std::sync::Arc;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Reply, Rules, Step};
-use tidegate_core::lanes::Turn;
+use tidegate_core::call::{
+    AttemptReport, Call, CallFailure, CallProgress, CallRules, LaneRules, MAX_LEAD, Measure, NextStep, ProviderLimit,
+    ProviderState,
+};
+use tidegate_core::lanes::QueueStep;
 use tidegate_core::quota::FixedPeriods;
-use tidegate_core::retry::Reach;
+use tidegate_core::retry::Delivery;
 use tidegate_core::{
-    Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key, Lane, LanesSpec, Limit, LimitId, LimitKind,
-    Limits, Op, Outcomes, Pool, Quota, Retry, Span, Time, Verb, Window,
+    Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, CredentialPool, Key, Lane, LanesSpec, Limit,
+    LimitId, LimitKind, Limits, Op, Outcomes, Quota, Retry, Span, Time, Verb, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 
@@ -28,10 +31,10 @@ enum Of {
 
 /// A provider with one limit and a cool-down.
 struct Provider {
-    rules: Rules,
+    rules: CallRules,
     limits: Arc<Limits>,
     store: Store,
-    desk: Desk,
+    desk: ProviderState,
     rng: SmallRng,
 }
 
@@ -40,17 +43,17 @@ impl Provider {
         let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
         let settles = kind.settles();
         let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(LimitKind::Cooldown(cooldown))]).unwrap());
-        let ceilings = || [Ceiling { limit: LimitId::FIRST, measure, settles }].into();
-        let mut rules = Rules {
-            ceilings: Box::default(),
-            lane_ceilings: Default::default(),
-            credential_ceilings: Box::default(),
-            credential_in_flight: u32::MAX,
+        let ceilings = || [ProviderLimit { limit: LimitId::FIRST, measure, settles }].into();
+        let mut rules = CallRules {
+            provider_limits: Box::default(),
+            lane_limits: Default::default(),
+            credential_limits: Box::default(),
+            max_in_flight_per_credential: u32::MAX,
             cooldown: limit_id(1),
             key: SHARED,
             credential_keys: (2..2 + credentials).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
-            renews: false,
-            learns: false,
+            can_renew_login: false,
+            tracks_remaining: false,
             lead: Span::from_millis(500),
             jitter: Span::ZERO,
             lanes: LanesSpec::default(),
@@ -58,14 +61,14 @@ impl Provider {
             budget: BudgetSpec::default(),
         };
         match of {
-            Of::All => rules.ceilings = ceilings(),
-            Of::Background => rules.lane_ceilings[Lane::Background as usize] = ceilings(),
-            Of::Credential => rules.credential_ceilings = ceilings(),
+            Of::All => rules.provider_limits = ceilings(),
+            Of::Background => rules.lane_limits[Lane::Background as usize] = ceilings(),
+            Of::Credential => rules.credential_limits = ceilings(),
         }
-        let pool = Pool::new(Balance::RoundRobin, credentials as usize).unwrap();
+        let pool = CredentialPool::new(Balance::RoundRobin, credentials as usize).unwrap();
         let breaker = Breaker::new(BreakerSpec::default()).unwrap();
         Self {
-            desk: Desk::new(&rules, pool, breaker, None),
+            desk: ProviderState::new(&rules, pool, breaker, None),
             rules,
             store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
@@ -74,19 +77,18 @@ impl Provider {
     }
 
     /// A call that arrives, and what it is told: `None` if it queues.
-    fn arrive(&mut self, lane: Lane, cost: u64, timeout: Span, now: Time) -> (Call, Option<Failure>) {
+    fn arrive(&mut self, lane: Lane, cost: u64, timeout: Span, now: Time) -> (Call, Option<CallFailure>) {
         let mut call = Call::new(&self.rules, lane, cost, Some(now + timeout), now);
         match call.start(&mut self.desk, now) {
-            Step::Queue => (call, None),
-            Step::Finish(Err(failure)) => (call, Some(failure)),
-            other => panic!("{other:?}"),
+            Ok(()) => (call, None),
+            Err(failure) => (call, Some(failure)),
         }
     }
 
     /// What a call of a user would meet, that goes away at once if it queues.
-    fn meets(&mut self, cost: u64, timeout: Span, now: Time) -> Option<Failure> {
+    fn meets(&mut self, cost: u64, timeout: Span, now: Time) -> Option<CallFailure> {
         let (mut call, failure) = self.arrive(Lane::User, cost, timeout, now);
-        call.abandoned(&self.rules, &mut self.desk, Reach::Unknown, now, &mut self.rng);
+        call.cancel(&self.rules, &mut self.desk, Delivery::Unknown, now, &mut self.rng);
         failure
     }
 
@@ -95,27 +97,27 @@ impl Provider {
     }
 
     /// The lanes' next call has its turn, up to its next step but for asking.
-    fn turn(&mut self, call: &mut Call, now: Time) -> Step {
-        let Turn::Ask(ticket) = self.desk.lanes.poll(now) else { panic!("nobody's turn") };
+    fn turn(&mut self, call: &mut Call, now: Time) -> CallProgress {
+        let QueueStep::AskStore(ticket) = self.desk.lanes.poll(now) else { panic!("nobody's turn") };
         assert_eq!(call.ticket(), Some(ticket));
-        let mut next = call.turn(&self.rules, &mut self.desk, now, &mut self.rng);
-        while next == Step::Ask {
-            let outcomes = self.ask(self.desk.orders.ask(), now);
+        let mut next = call.handle_turn(&self.rules, &mut self.desk, now, &mut self.rng);
+        while next == CallProgress::AskStore {
+            let outcomes = self.ask(self.desk.store_requests.reservation(), now);
             let Self { rules, limits, desk, rng, .. } = self;
-            next = call.decided(rules, limits, desk, &outcomes, now, rng);
+            next = call.handle_outcomes(rules, limits, desk, &outcomes, now, rng);
         }
         next
     }
 
     /// A call goes through, and is answered like this at once.
-    fn call(&mut self, cost: u64, class: Class, retry_after: Option<Span>, now: Time) -> Step {
+    fn call(&mut self, cost: u64, class: Class, retry_after: Option<Span>, now: Time) -> NextStep {
         let (mut call, failure) = self.arrive(Lane::User, cost, DAY, now);
         assert_eq!(failure, None);
         let sent = self.turn(&mut call, now);
-        assert!(matches!(sent, Step::Send { .. }), "{sent:?}");
-        let reply = Reply { retry_after, ..Reply::of(class, Reach::Answered) };
-        let step = call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
-        if let Some(batch) = self.desk.orders.tell() {
+        assert!(matches!(sent, CallProgress::Send { .. }), "{sent:?}");
+        let reply = AttemptReport { retry_after, ..AttemptReport::new(class, Delivery::Answered) };
+        let step = call.handle_reply(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
+        if let Some(batch) = self.desk.store_requests.updates() {
             self.ask(batch, now);
         }
         step
@@ -125,7 +127,7 @@ impl Provider {
     fn patient(&mut self, lane: Lane, cost: u64, now: Time) -> Call {
         let (mut call, failure) = self.arrive(lane, cost, DAY.times(9), now);
         assert_eq!(failure, None);
-        assert!(matches!(self.turn(&mut call, now), Step::Queue));
+        assert!(matches!(self.turn(&mut call, now), CallProgress::Wait));
         call
     }
 }
@@ -147,14 +149,14 @@ fn a_spent_quota_is_told_to_who_arrives_and_not_after_its_period() {
     assert_eq!(provider.meets(1, DAY.times(2), test_time(1)), None, "nobody has been told yet");
     let _head = provider.patient(Lane::User, 1, test_time(1));
     let resets_at = midnight(test_time(0));
-    let spent = Some(Failure::QuotaSpent { limit: limit_id(0), resets_at });
+    let spent = Some(CallFailure::QuotaSpent { limit: limit_id(0), resets_at });
     assert_eq!(provider.meets(1, resets_at.since(test_time(2)), test_time(2)), spent, "its deadline is midnight");
     assert_eq!(provider.meets(1, resets_at.since(test_time(2)) + Span::from_micros(1), test_time(2)), None);
     assert_eq!(provider.desk.lanes.waiting(Lane::User), 1, "who can't succeed doesn't queue");
     // The head is told just that at its turn.
     let (mut next, failure) = provider.arrive(Lane::Webhook, 1, Span::from_secs(10), test_time(3));
     assert_eq!(failure, None, "a more urgent one may have reserves");
-    assert!(matches!(provider.turn(&mut next, test_time(3)), Step::Finish(Err(failure)) if Some(failure) == spent));
+    assert!(matches!(provider.turn(&mut next, test_time(3)), CallProgress::Fail(failure) if Some(failure) == spent));
     assert_eq!(provider.meets(1, Span::from_secs(10), resets_at), None);
 }
 
@@ -170,11 +172,11 @@ fn what_is_given_back_lets_calls_in_again() {
     let mut reset = Batch::new(0);
     reset.push(Op::new(limit_id(0), Verb::Reset, SHARED, 1)).unwrap();
     provider.ask(&reset, test_time(3));
-    provider.desk.lanes.poke();
+    provider.desk.lanes.clear_refusals();
     let (mut late, failure) = provider.arrive(Lane::User, 1, Span::from_secs(9), test_time(3));
     assert_eq!(failure, None);
-    assert!(matches!(provider.turn(&mut head, test_time(3)), Step::Send { .. }));
-    assert!(matches!(provider.turn(&mut late, test_time(3)), Step::Send { .. }));
+    assert!(matches!(provider.turn(&mut head, test_time(3)), CallProgress::Send { .. }));
+    assert!(matches!(provider.turn(&mut late, test_time(3)), CallProgress::Send { .. }));
 }
 
 #[test]
@@ -182,13 +184,13 @@ fn a_lanes_own_quota_holds_that_lane_alone() {
     let mut provider = Provider::new(quota(0), Of::Background, Measure::Calls, 1);
     // For good, so its turn tells it, and nobody is held.
     let (mut call, _) = provider.arrive(Lane::Background, 1, DAY, test_time(0));
-    assert!(matches!(provider.turn(&mut call, test_time(0)), Step::Finish(Err(Failure::QuotaSpent { .. }))));
+    assert!(matches!(provider.turn(&mut call, test_time(0)), CallProgress::Fail(CallFailure::QuotaSpent { .. })));
     let mut provider = Provider::new(quota(1), Of::Background, Measure::Calls, 1);
     let (mut first, _) = provider.arrive(Lane::Background, 1, DAY, test_time(0));
-    assert!(matches!(provider.turn(&mut first, test_time(0)), Step::Send { .. }));
+    assert!(matches!(provider.turn(&mut first, test_time(0)), CallProgress::Send { .. }));
     let _waits = provider.patient(Lane::Background, 1, test_time(1));
     let (_, failure) = provider.arrive(Lane::Background, 1, Span::from_secs(60), test_time(2));
-    assert_eq!(failure, Some(Failure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(0)) }));
+    assert_eq!(failure, Some(CallFailure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(0)) }));
     assert_eq!(provider.meets(1, Span::from_secs(60), test_time(2)), None);
 }
 
@@ -200,7 +202,7 @@ fn what_may_come_earlier_holds_nobody_off() {
     for (kind, measure) in [(LimitKind::Window(window), Measure::Calls), (quota(5), Measure::Cost)] {
         let mut provider = Provider::new(kind, Of::All, measure, 1);
         let (mut first, _) = provider.arrive(Lane::User, 5, DAY, test_time(0));
-        assert!(matches!(provider.turn(&mut first, test_time(0)), Step::Send { .. }));
+        assert!(matches!(provider.turn(&mut first, test_time(0)), CallProgress::Send { .. }));
         let _head = provider.patient(Lane::User, 5, test_time(0));
         assert_eq!(provider.meets(5, Span::from_secs(60), test_time(1)), None);
     }
@@ -211,7 +213,7 @@ fn a_closing_that_was_asked_for_is_told_to_who_arrives() {
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
     let asked = Some(Span::from_secs(600));
     provider.call(1, Class::Throttled, asked, test_time(0));
-    let cooling = Some(Failure::Cooling { earliest: test_time(600_000) });
+    let cooling = Some(CallFailure::CredentialsCooling { earliest: test_time(600_000) });
     assert_eq!(provider.meets(1, Span::from_secs(600), test_time(0)), cooling);
     assert_eq!(provider.meets(1, Span::from_secs(600), test_time(1)), None, "it opens before the deadline");
     assert_eq!(provider.meets(1, Span::from_secs(1), test_time(599_000)), cooling);
@@ -223,7 +225,7 @@ fn a_closing_that_was_asked_for_is_told_to_who_arrives() {
     provider.call(1, Class::Throttled, Some(Span::from_secs(300)), test_time(1));
     assert_eq!(
         provider.meets(1, Span::from_secs(1), test_time(2)),
-        Some(Failure::Cooling { earliest: test_time(300_001) })
+        Some(CallFailure::CredentialsCooling { earliest: test_time(300_001) })
     );
 }
 
@@ -241,14 +243,14 @@ fn a_closing_that_the_store_knows_of_is_told_to_who_arrives() {
     let _head = provider.patient(Lane::User, 1, test_time(0));
     assert_eq!(
         provider.meets(1, Span::from_secs(10), test_time(1)),
-        Some(Failure::Cooling { earliest: test_time(30_000) })
+        Some(CallFailure::CredentialsCooling { earliest: test_time(30_000) })
     );
 
     // A slot after the closing goes with a success, so who can't wait for it queues all the same.
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
     throttle(&provider, 0, Span::from_secs(30), test_time(0));
     let (mut first, _) = provider.arrive(Lane::User, 1, DAY, test_time(30_000));
-    assert!(matches!(provider.turn(&mut first, test_time(30_000)), Step::Send { .. }));
+    assert!(matches!(provider.turn(&mut first, test_time(30_000)), CallProgress::Send { .. }));
     let _head = provider.patient(Lane::User, 1, test_time(30_000));
     assert_eq!(provider.meets(1, Span::from_millis(50), test_time(30_000)), None);
 }
@@ -259,7 +261,7 @@ fn a_spent_quota_of_each_credential_is_told_with_its_reset() {
     for _ in 0..2 {
         provider.call(1, Class::Success, None, test_time(0));
     }
-    let spent = Failure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(0)) };
+    let spent = CallFailure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(0)) };
     let _head = provider.patient(Lane::User, 1, test_time(1));
     assert_eq!(provider.meets(1, Span::from_secs(10), test_time(2)), Some(spent));
 }
@@ -275,8 +277,8 @@ fn a_credentials_closing_lengthens_no_wait_for_a_shared_limit() {
     elsewhere.push(Op::new(limit_id(1), Verb::Throttle { generation: 0 }, key, 600_000_000)).unwrap();
     provider.ask(&elsewhere, test_time(0));
     let mut call = provider.patient(Lane::User, 1, test_time(0));
-    assert_eq!(provider.desk.lanes.poll(test_time(0)), Turn::Sleep(test_time(1_000)));
-    assert!(matches!(provider.turn(&mut call, test_time(1_000)), Step::Send { credential: 1 }));
+    assert_eq!(provider.desk.lanes.poll(test_time(0)), QueueStep::Sleep(test_time(1_000)));
+    assert!(matches!(provider.turn(&mut call, test_time(1_000)), CallProgress::Send { credential: 1 }));
 }
 
 /// A provider of two credentials that take one call each, and the calls that they have.
@@ -285,7 +287,7 @@ fn busy() -> (Provider, [Call; 2]) {
     provider.desk.pool = provider.desk.pool.clone().with_max_in_flight(1);
     let sent = [0, 1].map(|credential| {
         let (mut call, _) = provider.arrive(Lane::User, 1, DAY, test_time(0));
-        assert_eq!(provider.turn(&mut call, test_time(0)), Step::Send { credential });
+        assert_eq!(provider.turn(&mut call, test_time(0)), CallProgress::Send { credential });
         call
     });
     (provider, sent)
@@ -293,9 +295,9 @@ fn busy() -> (Provider, [Call; 2]) {
 
 impl Provider {
     fn reply(&mut self, call: &mut Call, class: Class, retry_after: Option<Span>, now: Time) {
-        let reply = Reply { retry_after, ..Reply::of(class, Reach::Answered) };
-        call.replied(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
-        if let Some(batch) = self.desk.orders.tell() {
+        let reply = AttemptReport { retry_after, ..AttemptReport::new(class, Delivery::Answered) };
+        call.handle_reply(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
+        if let Some(batch) = self.desk.store_requests.updates() {
             self.ask(batch, now);
         }
     }
@@ -307,29 +309,29 @@ fn where_all_credentials_are_busy_the_first_call_that_ends_lets_the_next_go() {
     let (mut provider, [mut first, _second]) = busy();
     let (mut short, failure) = provider.arrive(Lane::User, 1, Span::from_secs(1), test_time(1));
     assert_eq!(failure, None);
-    assert_eq!(provider.turn(&mut short, test_time(1)), Step::Queue);
+    assert_eq!(provider.turn(&mut short, test_time(1)), CallProgress::Wait);
     let (mut long, failure) = provider.arrive(Lane::Background, 1, DAY, test_time(2));
     assert_eq!(
         (failure, provider.desk.lanes.poll(test_time(2))),
-        (None, Turn::Sleep(test_time(1_001))),
+        (None, QueueStep::Sleep(test_time(1_001))),
         "nobody asks in vain"
     );
-    assert_eq!(provider.desk.lanes.poll(test_time(1_001)), Turn::Expired(short.ticket().unwrap()));
-    assert_eq!(short.expired(&mut provider.desk), Step::Finish(Err(Failure::DeadlineExceeded)));
+    assert_eq!(provider.desk.lanes.poll(test_time(1_001)), QueueStep::Expired(short.ticket().unwrap()));
+    assert_eq!(short.handle_expiry(&mut provider.desk), CallFailure::DeadlineExceeded);
     provider.reply(&mut first, Class::Success, None, test_time(2_000));
-    assert_eq!(provider.turn(&mut long, test_time(2_000)), Step::Send { credential: 0 });
+    assert_eq!(provider.turn(&mut long, test_time(2_000)), CallProgress::Send { credential: 0 });
 }
 
 #[test]
 fn a_second_request_goes_with_a_credential_that_is_free_or_not_at_all() {
     let (mut provider, [mut first, second]) = busy();
-    let mut hedge = second.hedge(&provider.desk).unwrap();
-    assert_eq!(hedge.start(&mut provider.desk, test_time(1)), Step::Queue);
-    assert!(matches!(provider.turn(&mut hedge, test_time(1)), Step::Finish(Err(_))));
+    let mut hedge = second.new_hedge(&provider.desk).unwrap();
+    assert_eq!(hedge.start(&mut provider.desk, test_time(1)), Ok(()));
+    assert!(matches!(provider.turn(&mut hedge, test_time(1)), CallProgress::Fail(_)));
     provider.reply(&mut first, Class::Success, None, test_time(2));
-    let mut hedge = second.hedge(&provider.desk).unwrap();
-    assert_eq!(hedge.start(&mut provider.desk, test_time(2)), Step::Queue);
-    assert_eq!(provider.turn(&mut hedge, test_time(2)), Step::Send { credential: 0 });
+    let mut hedge = second.new_hedge(&provider.desk).unwrap();
+    assert_eq!(hedge.start(&mut provider.desk, test_time(2)), Ok(()));
+    assert_eq!(provider.turn(&mut hedge, test_time(2)), CallProgress::Send { credential: 0 });
     assert_eq!([0, 1].map(|credential| provider.desk.pool.in_flight(credential)), [1, 1]);
 }
 
@@ -341,24 +343,24 @@ fn who_waits_for_a_closing_and_for_a_call_to_end_goes_with_what_comes_first() {
         provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), test_time(0));
         let (mut call, failure) = provider.arrive(Lane::User, 1, timeout, test_time(0));
         assert_eq!(failure, None, "a call may end before the deadline");
-        assert_eq!(provider.turn(&mut call, test_time(0)), Step::Queue);
+        assert_eq!(provider.turn(&mut call, test_time(0)), CallProgress::Wait);
         let deadline = if timeout == DAY { test_time(6_000) } else { test_time(5_000) };
-        assert_eq!(provider.desk.lanes.poll(test_time(0)), Turn::Sleep(deadline));
+        assert_eq!(provider.desk.lanes.poll(test_time(0)), QueueStep::Sleep(deadline));
         if ends_at < 6_000 {
             provider.reply(&mut second, Class::Success, None, test_time(ends_at));
-            assert_eq!(provider.turn(&mut call, test_time(ends_at)), Step::Send { credential: 1 });
+            assert_eq!(provider.turn(&mut call, test_time(ends_at)), CallProgress::Send { credential: 1 });
         } else {
-            assert_eq!(provider.turn(&mut call, test_time(6_000)), Step::Send { credential: 0 });
+            assert_eq!(provider.turn(&mut call, test_time(6_000)), CallProgress::Send { credential: 0 });
         }
     }
     // Once the busy one cools down too, the wait has a known end again.
     let (mut provider, [mut first, mut second]) = busy();
     provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), test_time(0));
     let (mut call, _) = provider.arrive(Lane::User, 1, Span::from_secs(5), test_time(0));
-    assert_eq!(provider.turn(&mut call, test_time(0)), Step::Queue);
+    assert_eq!(provider.turn(&mut call, test_time(0)), CallProgress::Wait);
     provider.reply(&mut second, Class::Throttled, Some(Span::from_secs(7)), test_time(1));
     assert_eq!(
         provider.turn(&mut call, test_time(1)),
-        Step::Finish(Err(Failure::Cooling { earliest: test_time(6_000) }))
+        CallProgress::Fail(CallFailure::CredentialsCooling { earliest: test_time(6_000) })
     );
 }

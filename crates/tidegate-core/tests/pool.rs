@@ -2,7 +2,7 @@
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use tidegate_core::{Balance, Pool, Span, Time};
+use tidegate_core::{Balance, CredentialPool, Span, Time};
 use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
 use tidegate_testkit::random::{RandomSource, case_count};
@@ -37,7 +37,7 @@ fn notes_agree_with_the_model() {
         let balance = random.pick(&[Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed]);
         let size = random.between(1, 9) as usize;
         let most = random.pick(&[u32::MAX, 1, 3]);
-        let mut pool = Pool::new(balance, size).map_err(|error| error.to_string())?.with_max_in_flight(most);
+        let mut pool = CredentialPool::new(balance, size).map_err(|error| error.to_string())?.with_max_in_flight(most);
         let mut rng = SmallRng::seed_from_u64(random.next_u64());
         let mut credentials = vec![Credential::default(); size];
         let (mut last, mut uses, mut now) = (None, 0, test_time(0));
@@ -51,33 +51,33 @@ fn notes_agree_with_the_model() {
             }
             let cooling = credentials.iter().filter(|credential| credential.not_before > now);
             let earliest = cooling.map(|credential| credential.not_before).min().unwrap_or(Time::NEVER);
-            if pool.earliest() != earliest {
-                return Err(format!("earliest {:?}, expected {earliest:?}: {credentials:?}", pool.earliest()));
+            if pool.next_rejoin_at() != earliest {
+                return Err(format!("earliest {:?}, expected {earliest:?}: {credentials:?}", pool.next_rejoin_at()));
             }
             let busy =
                 credentials.iter().any(|credential| credential.not_before <= now && credential.in_flight >= most);
-            if pool.is_busy() != busy {
-                return Err(format!("busy {}, expected {busy}: {credentials:?}", pool.is_busy()));
+            if pool.has_busy() != busy {
+                return Err(format!("busy {}, expected {busy}: {credentials:?}", pool.has_busy()));
             }
             match (random.below(8), named) {
                 (0..=3, Some(named)) => {
-                    pool.used(named);
+                    pool.record_use(named);
                     uses += 1;
                     (credentials[named].used, last) = (uses, Some(named));
                     credentials[named].in_flight += 1;
                 }
                 (4, Some(named)) => {
-                    pool.not_before(named, until, now);
+                    pool.set_cooling_until(named, until, now);
                     credentials[named].not_before = until.max(credentials[named].not_before);
                 }
                 (5, _) => {
-                    pool.not_before(any, until, now);
+                    pool.set_cooling_until(any, until, now);
                     credentials[any].not_before = until.max(credentials[any].not_before);
                 }
                 (6, _) if credentials[any].in_flight > 0 => {
                     credentials[any].in_flight -= 1;
                     let waited_for = named.is_none() && credentials[any].not_before <= now;
-                    if pool.ended(any) != waited_for {
+                    if pool.record_end(any) != waited_for {
                         return Err(format!("{any} was waited for: expected {waited_for}: {credentials:?}"));
                     }
                 }
@@ -96,14 +96,14 @@ fn a_large_pool_is_used_evenly() {
     for balance in [Balance::RoundRobin, Balance::LeastRecentlyUsed] {
         let mut random = RandomSource::from_seed(2);
         let mut rng = SmallRng::seed_from_u64(2);
-        let mut pool = Pool::new(balance, 1_000).expect("a pool");
+        let mut pool = CredentialPool::new(balance, 1_000).expect("a pool");
         let mut uses = [0_u32; 1_000];
         for millis in 0..100_000 {
             if random.chance(5) {
-                pool.not_before(random.below(1_000) as usize, test_time(millis + 20), test_time(millis));
+                pool.set_cooling_until(random.below(1_000) as usize, test_time(millis + 20), test_time(millis));
             }
             let named = pool.next(test_time(millis), &mut rng).expect("a thousand aren't all cooling");
-            pool.used(named);
+            pool.record_use(named);
             uses[named] += 1;
         }
         let (least, most) = (uses.iter().min(), uses.iter().max());

@@ -6,7 +6,7 @@ use std::time::UNIX_EPOCH;
 use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
 use sfv::{BareItem, Dictionary, List, ListEntry, Parser};
 use tidegate_core::call::Measure;
-use tidegate_core::{Rest, Rests, Span, Time};
+use tidegate_core::{Remaining, RemainingAmount, Span, Time};
 
 use crate::units::parse_duration;
 
@@ -102,7 +102,7 @@ pub struct Hints {
     pub exhausted: bool,
     /// What is left, of the allowance of calls and of that of cost that has least left: `RateLimit`, `X-RateLimit-Remaining` and those
     /// that OpenAI and Anthropic count requests and tokens by, where they tell their resets.
-    pub remaining: Rests,
+    pub remaining: Remaining,
     /// Whether the server asks not to be tried again: `grpc-retry-pushback-ms` is no whole number from 0 up.
     pub asks_not_to_retry: bool,
 }
@@ -152,12 +152,16 @@ impl Hints {
 
     fn update_remaining(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
         let number = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
-        let told = Rest { left: number(left), limit: limit.map(number).filter(|limit| *limit > 0), until };
+        let told = RemainingAmount {
+            amount: number(left),
+            limit: limit.map(number).filter(|limit| *limit > 0),
+            resets_at: until,
+        };
         let known = match measure {
             Measure::Calls => &mut self.remaining.calls,
             Measure::Cost => &mut self.remaining.cost,
         };
-        if known.is_none_or(|known| (told.left, Reverse(told.until)) < (known.left, Reverse(known.until))) {
+        if known.is_none_or(|known| (told.amount, Reverse(told.resets_at)) < (known.amount, Reverse(known.resets_at))) {
             *known = Some(told);
         }
     }
@@ -449,7 +453,8 @@ mod tests {
     #[test]
     fn the_drafts_of_ratelimit() {
         let secs = |secs| Some(NOW + Span::from_secs(secs));
-        let rest = |left, secs| Some(Rest { left, limit: None, until: NOW + Span::from_secs(secs) });
+        let rest =
+            |left, secs| Some(RemainingAmount { amount: left, limit: None, resets_at: NOW + Span::from_secs(secs) });
         for (line, exhausted, spent_until, resets_at, calls) in [
             (r#""default";r=0;t=30"#, true, secs(30), None, rest(0, 30)),
             (r#""burst";r=4;t=1, "daily";r=0;t=600"#, true, secs(600), None, rest(0, 600)),
@@ -467,7 +472,7 @@ mod tests {
             (r#""default";r=0;t=99999999999999999999"#, false, None, None, None),
             (r#""default;r=0;t=30"#, false, None, None, None),
         ] {
-            let rests = Rests { calls, cost: None };
+            let rests = Remaining { calls, cost: None };
             let expected = Hints { spent_until, resets_at, exhausted, remaining: rests, ..Hints::default() };
             assert_eq!(read(&[("ratelimit", line)]), expected, "{line}");
         }

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue, StatusCode};
-use tidegate_core::call::{Ceiling, Desk, Measure, Rules};
+use tidegate_core::call::{CallRules, Measure, ProviderLimit, ProviderState};
 use tidegate_core::{
-    AdaptiveLimit, AdaptiveLimitSpec, AdaptiveRate, AdaptiveRateSpec, Balance, Breaker, BreakerSpec, LimitId,
-    LimitKind, Limits, LocalPacer, MAX_COST, PacerSpec, Pool, Time,
+    AdaptiveLimit, AdaptiveLimitSpec, AdaptiveRate, AdaptiveRateSpec, Balance, Breaker, BreakerSpec, CredentialPool,
+    LimitId, LimitKind, Limits, LocalPacer, MAX_COST, PacerSpec, Time,
 };
 
 use crate::key::KeySeed;
@@ -163,12 +163,12 @@ pub struct ProviderConfig {
     /// How the pace is found. Default as the limits say.
     pub pace: PaceConfig,
     /// Everything that the machine needs, but for the keys, which depend on the seed: [`ProviderConfig::rules`] fills them in.
-    pub(crate) rules_without_keys: Rules,
+    pub(crate) rules_without_keys: CallRules,
 }
 
 impl ProviderConfig {
     /// The rules that the machine runs, with the keys that this seed makes.
-    pub fn rules(&self, seed: &KeySeed) -> Rules {
+    pub fn rules(&self, seed: &KeySeed) -> CallRules {
         let mut rules = self.rules_without_keys.clone();
         rules.key = seed.provider_key(&self.name);
         rules.credential_keys =
@@ -180,17 +180,17 @@ impl ProviderConfig {
     ///
     /// # Panics
     /// If the rules are another provider's, or something was written by hand that reading a policy refuses.
-    pub fn new_state(&self, rules: &Rules) -> Desk {
-        let pool = Pool::new(self.balance, rules.credential_keys.len());
+    pub fn new_state(&self, rules: &CallRules) -> ProviderState {
+        let pool = CredentialPool::new(self.balance, rules.credential_keys.len());
         let pool = pool.expect("invariant: reading the policy bounds the credentials");
         let breaker = self.breaker.clone().map_or_else(Breaker::disabled, |spec| {
             Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
         });
         let inflight =
             self.adaptive_limit.map(|spec| AdaptiveLimit::new(spec).expect("invariant: reading the policy checks it"));
-        let mut desk = Desk::new(rules, pool, breaker, inflight);
+        let mut desk = ProviderState::new(rules, pool, breaker, inflight);
         desk.pace = self.pace.build();
-        desk.orders.set_affinity(rules.key.lo().max(1));
+        desk.store_requests.set_affinity(rules.key.lo().max(1));
         desk
     }
 
@@ -212,9 +212,9 @@ impl ProviderConfig {
         ends.min()
     }
 
-    fn ceilings(&self) -> impl Iterator<Item = &Ceiling> {
-        let of_lanes = self.rules_without_keys.lane_ceilings.iter().flatten();
-        self.rules_without_keys.ceilings.iter().chain(&self.rules_without_keys.credential_ceilings).chain(of_lanes)
+    fn ceilings(&self) -> impl Iterator<Item = &ProviderLimit> {
+        let of_lanes = self.rules_without_keys.lane_limits.iter().flatten();
+        self.rules_without_keys.provider_limits.iter().chain(&self.rules_without_keys.credential_limits).chain(of_lanes)
     }
 }
 

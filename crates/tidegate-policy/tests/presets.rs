@@ -1,7 +1,7 @@
 //! Ready-made providers: what each official ceiling lets through, and what our own defaults leave of it.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_core::call::{Measure, Rules};
+use tidegate_core::call::{CallRules, Measure};
 use tidegate_core::{Batch, Lane, Op, Span, Time, Verb};
 use tidegate_policy::outbound::{OutboundConfig, PRESETS};
 use tidegate_policy::{KeySeed, Policy, PolicySources};
@@ -24,7 +24,7 @@ fn load(preset: &str, more: &str) -> Result<OutboundConfig, String> {
 
 /// A provider, and a store that counts for it.
 struct Counter {
-    rules: Rules,
+    rules: CallRules,
     desk: TestLimiter,
 }
 
@@ -38,8 +38,8 @@ impl Counter {
     /// When a call that is refused may come again; `None` if it is admitted.
     fn take(&self, lane: Lane, cost: u64, now: Time) -> Option<Time> {
         let rules = &self.rules;
-        let shared = rules.ceilings.iter().chain(&rules.lane_ceilings[lane as usize]);
-        let own = rules.credential_ceilings.iter().map(|ceiling| (ceiling, rules.credential_keys[0]));
+        let shared = rules.provider_limits.iter().chain(&rules.lane_limits[lane as usize]);
+        let own = rules.credential_limits.iter().map(|ceiling| (ceiling, rules.credential_keys[0]));
         let mut batch = Batch::new(0);
         for (ceiling, key) in shared.map(|ceiling| (ceiling, rules.key)).chain(own) {
             let cost = if ceiling.measure == Measure::Cost { cost } else { 1 };
@@ -144,7 +144,7 @@ fn the_local_rate_and_its_burst_bind() {
 fn limits_of_language_models_are_what_their_replies_say() {
     for preset in ["openai", "anthropic"] {
         let counter = Counter::new(preset, "");
-        assert!(counter.rules.learns && counter.rules.ceilings.is_empty(), "{preset}");
+        assert!(counter.rules.tracks_remaining && counter.rules.provider_limits.is_empty(), "{preset}");
     }
 }
 

@@ -150,7 +150,7 @@ impl PolicyEvaluator {
         self.prepared = 0;
     }
 
-    /// Prepares the decision about a request at `now`, one of at most [`MAX_PENDING_USES`](super::MAX_PENDING_USES), and has what it needs of memory on its way.
+    /// Prepares the decision about a request at `now`, one of at most [`BATCH_LINES`](super::BATCH_LINES), and has what it needs of memory on its way.
     #[inline]
     pub(super) fn prepare(&mut self, request: &LoggedRequest<'_>, headers: &HeaderMap, now: Time) {
         self.holder += 1;

@@ -125,7 +125,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         if let Some(providers) = self.providers {
             let conferring = providers.clone();
             housekeeping.spawn(async move { housekeeping::run_vote_exchange(&conferring).await });
-            housekeeping.spawn(async move { housekeeping::run_store_maintenance(|| providers.tend()).await });
+            housekeeping.spawn(async move { housekeeping::run_store_maintenance(|| providers.maintain()).await });
         }
         if let Some(snapshot) = &self.snapshot {
             let snapshot = Arc::clone(snapshot);

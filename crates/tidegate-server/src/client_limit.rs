@@ -1,9 +1,10 @@
 //! The number of connections of each client address.
 
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv6Addr};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
@@ -11,7 +12,7 @@ use tidegate_policy::{Networks, canonical_ip};
 use tokio::net::TcpStream;
 
 use crate::local_response;
-use crate::watchdog::{Watchdog, lock};
+use crate::watchdog::Watchdog;
 
 /// The least time between two log lines about clients that were turned away.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -50,7 +51,7 @@ impl ClientLimit {
             return Ok(None);
         }
         let client = self.client_of(ip);
-        let mut list = lock(&self.state);
+        let mut list = self.state.lock();
         let count = list.counts.entry(client).or_insert(0);
         if *count >= self.max_connections {
             return Err(TooManyConnectionsError);
@@ -72,7 +73,7 @@ impl ClientLimit {
         let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
         let _ = socket.send(&words);
         let _ = socket.shutdown(std::net::Shutdown::Write);
-        let mut list = lock(&self.state);
+        let mut list = self.state.lock();
         if list.last_logged.is_some_and(|told| !sweep.has_elapsed(told, LOG_INTERVAL)) {
             list.suppressed += 1;
             return;
@@ -105,7 +106,7 @@ pub(crate) struct ClientSlot {
 
 impl Drop for ClientSlot {
     fn drop(&mut self) {
-        let mut list = lock(&self.limit.state);
+        let mut list = self.limit.state.lock();
         if let Some(count) = list.counts.get_mut(&self.client) {
             *count -= 1;
             if *count == 0 {
@@ -141,7 +142,7 @@ mod tests {
             drop(first);
             assert!(clients.acquire(ip(same)).is_ok());
             drop(second);
-            assert!(lock(&clients.state).counts.is_empty(), "no address is kept past its connections");
+            assert!(clients.state.lock().counts.is_empty(), "no address is kept past its connections");
         }
     }
 

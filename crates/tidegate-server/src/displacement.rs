@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason, Watchdog, lock};
+use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason, Watchdog};
 
 /// The number of candidates that one look over all connections finds, so that not every new connection costs a look.
 const MAX_CANDIDATES: usize = 32;
@@ -73,7 +73,7 @@ fn candidate_kind(watch: &ConnectionWatch) -> Option<(CandidateKind, ConnectionP
 
 fn oldest_candidates(sweep: &Watchdog) -> Vec<Candidate> {
     let now = sweep.current_tick.load(Ordering::Relaxed);
-    let open = lock(&sweep.connections);
+    let open = sweep.connections.lock();
     let mut found: Vec<_> = open
         .iter()
         .filter_map(|(index, watch)| {

@@ -24,8 +24,8 @@ use hyper::service::Service;
 use tidegate::core::{Clock, Time};
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    self, CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
-    ReplayBody, Why, take_wishes,
+    self, CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundLayer,
+    OutboundService, Provider, ReplayBody, take_call_options,
 };
 use tidegate::store::Store;
 use tidegate_policy::Secret;
@@ -83,22 +83,29 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let connector = ProviderConnector::new().map_err(GatewayError::Roots)?;
         let (mut mounts, mut upstreams) = (HashMap::new(), Vec::new());
         for provider in outbound.providers() {
-            let plan = provider.plan();
+            let plan = provider.config();
             let Some(base) = &plan.base_url else { continue };
             let to_error = |source| GatewayError::Credential { provider: plan.name.clone(), source };
-            let layer = OutboundLayer::with(provider.clone(), env)
+            let layer = OutboundLayer::with_env(provider.clone(), env)
                 .map_err(to_error)?
-                .mounted(&plan.name)
-                .faults(provider_client::fault_of);
+                .mount_path(&plan.name)
+                .fault_classifier(provider_client::fault_of);
             let connections = connector.client(plan, base);
             if let ProviderClient::Plain(upstream) = &connections {
                 upstreams.push(Arc::clone(upstream));
             }
             mounts.insert(plan.name.clone(), layer.layer(connections));
         }
-        let hosts = &outbound.plan().hosts;
+        let hosts = &outbound.config().hosts;
         let access = Access::new(ListenerKind::Gateway, listens, hosts, token, Arc::clone(&refusals));
-        Ok(Self { mounts, upstreams, cache: Cache::of(outbound), access, refusals, outbound: outbound.clone() })
+        Ok(Self {
+            mounts,
+            upstreams,
+            cache: Cache::for_outbound(outbound),
+            access,
+            refusals,
+            outbound: outbound.clone(),
+        })
     }
 
     /// What serves a connection's requests.
@@ -150,7 +157,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.context));
         ResponseFuture::Pending(Box::pin(async move {
             let watch = &client.watch;
-            let plan = mount.provider().plan();
+            let plan = mount.provider().config();
             let call = async {
                 match plan.cache {
                     None => mount.send(options, request).await.map(|response| relay_response(response, watch, plan)),
@@ -210,13 +217,13 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             .map_err(|_| error(StatusCode::BAD_REQUEST, "the path has a character that a URL can't have"))?;
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
-        let options = take_wishes(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
+        let options = take_call_options(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
         let hop = hop_headers::strip_request(headers, &[]);
         remove_all(headers, |name| {
             name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
         });
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
-        let over_tls = mount.provider().plan().base_url.as_ref().is_some_and(BaseUrl::is_https);
+        let over_tls = mount.provider().config().base_url.as_ref().is_some_and(BaseUrl::is_https);
         hop_headers::add_provider_headers(request.headers_mut(), &hop, chunked, over_tls);
         Ok((mount, options))
     }
@@ -234,17 +241,17 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         }
         let (why, happened) = match failed {
             OutboundError::Call(call) => {
-                let trouble = call.value.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
-                (call.why.to_string() + &trouble.unwrap_or_default(), Some(call.happened))
+                let trouble = call.last_reply.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
+                (call.kind.to_string() + &trouble.unwrap_or_default(), Some(call.stats))
             }
             failed => (error_chain(failed), None),
         };
-        let failed = FailedCall { provider: &provider.plan().name, why: &why, stats: happened };
+        let failed = FailedCall { provider: &provider.config().name, why: &why, stats: happened };
         self.refusals.log_failed_call(provider.clock().now(), &failed);
     }
 
     fn unknown_provider_response(&self, name: &str) -> Response<ResponseBody> {
-        let plan = self.outbound.plan();
+        let plan = self.outbound.config();
         let message = match plan.find(name) {
             Ok(_) => format!("the provider {name} has no base_url, so only Rust programs call it"),
             Err(_) if name.is_empty() => {
@@ -269,9 +276,9 @@ where
     let (mut parts, body) = response.into_parts();
     hop_headers::strip_response(&mut parts.headers);
     parts.version = Version::HTTP_11;
-    let happened = parts.extensions.get::<Happened>().copied();
+    let happened = parts.extensions.get::<CallStats>().copied();
     let status = parts.extensions.get::<CacheStatus>().copied();
-    let why = parts.extensions.get::<Why>().map(ToString::to_string);
+    let why = parts.extensions.get::<CallErrorKind>().map(ToString::to_string);
     // The HTTP machinery keeps the provider's reason phrase there, which may repeat the credential.
     parts.extensions.clear();
     set_tidegate_headers(&mut parts.headers, plan, happened, status);
@@ -282,7 +289,7 @@ where
 }
 
 /// Says what happened on the way; which credential was shown only where there are any.
-fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<Happened>, cache: Option<CacheStatus>) {
+fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<CallStats>, cache: Option<CacheStatus>) {
     remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
@@ -316,8 +323,8 @@ fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
 fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody> {
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
     let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
-    let mut problem = call.problem();
-    if let Some(trouble) = &call.value {
+    let mut problem = call.to_body();
+    if let Some(trouble) = &call.last_reply {
         problem.message += ": ";
         problem.message += &error_chain(trouble);
     }
@@ -326,7 +333,7 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     if let Some(wait) = call.retry_after() {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
     }
-    set_tidegate_headers(response.headers_mut(), plan, Some(call.happened), None);
+    set_tidegate_headers(response.headers_mut(), plan, Some(call.stats), None);
     response
 }
 

@@ -34,7 +34,7 @@ pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
 pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
     loop {
         tokio::time::sleep(MAINTENANCE_INTERVAL).await;
-        providers.confer().await;
+        providers.run_vote_exchange().await;
     }
 }
 

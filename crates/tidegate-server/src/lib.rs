@@ -287,7 +287,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let snapshot = match &self.outbound {
             None => None,
             Some(outbound) => {
-                outbound.plan().snapshot.as_ref().map(|path| Snapshot::restore(outbound, path)).transpose()?
+                outbound.config().snapshot.as_ref().map(|path| Snapshot::restore(outbound, path)).transpose()?
             }
         };
         let outbound = match &self.outbound {
@@ -295,7 +295,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             Some(outbound) => self.gateway(
                 outbound,
                 &refusals,
-                ListenerConfig { forwards: true, ..internal_config(outbound.plan().connections) },
+                ListenerConfig { forwards: true, ..internal_config(outbound.config().connections) },
             )?,
         };
         let settings = self.policy.inbound();
@@ -360,7 +360,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         refusals: &Arc<RefusalLog>,
         bounds: ListenerConfig,
     ) -> Result<Option<OpenListener<GatewayState<S, C>>>, ServeError> {
-        let plan = outbound.plan();
+        let plan = outbound.config();
         let token = self.resolve_token("outbound", plan.listen, plan.token.as_ref())?;
         let Some(address) = plan.listen else { return Ok(None) };
         let gateway = GatewayState::new(outbound, address, token, Arc::clone(refusals), &self.env).map_err(

@@ -1,10 +1,10 @@
 //! What the gate writes down, and how it keeps hostile clients from writing in it.
 
+use parking_lot::Mutex;
 use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::slice;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate::Span;
@@ -14,8 +14,6 @@ use tidegate_policy::sections;
 use tidegate_policy::{LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
-
-use crate::watchdog::lock;
 
 /// Begins to write log lines to standard error, as the policy's `[log]` says; `RUST_LOG`-like `filter` beats its
 /// level.
@@ -199,7 +197,7 @@ impl LogThrottle {
             return None;
         }
         let line = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
-        let outcome = execute_take(&line, &self.limit, 0, slice::from_mut(&mut *lock(&self.state)), now);
+        let outcome = execute_take(&line, &self.limit, 0, slice::from_mut(&mut *self.state.lock()), now);
         if outcome.verdict != Verdict::Admitted {
             self.closed_until_micros.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
             self.suppressed.fetch_add(1, Ordering::Relaxed);
@@ -246,7 +244,7 @@ mod tests {
             tracing::dispatcher::with_default(&dispatch, || {
                 tracing::warn!(error = "\u{1b}[2J\u{202e}nwod\u{9b}1m", "{}", "a store\u{2066} is down\u{7f}");
             });
-            let text = String::from_utf8(lock(&lines).clone()).unwrap();
+            let text = String::from_utf8(lines.lock().clone()).unwrap();
             assert!(text.ends_with('\n') && text.contains(shown), "{text:?}");
             let steers = |letter: char| {
                 letter.is_control() || matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -259,7 +257,7 @@ mod tests {
 
     impl io::Write for Shared {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            lock(&self.0).extend_from_slice(bytes);
+            self.0.lock().extend_from_slice(bytes);
             Ok(bytes.len())
         }
         fn flush(&mut self) -> io::Result<()> {

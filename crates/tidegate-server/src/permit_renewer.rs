@@ -1,6 +1,7 @@
 //! Permits of requests in flight: renewed while they run, given back when they end.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use slab::Slab;
@@ -8,8 +9,6 @@ use tidegate::PermitGuard;
 use tidegate::core::Clock;
 use tidegate::store::Store;
 use tokio::sync::Notify;
-
-use crate::watchdog::lock;
 
 /// Something held for as long as it lives, if it is renewed in time.
 trait Renewable: Send {
@@ -38,7 +37,7 @@ impl PermitRenewer {
         self: &Arc<Self>,
         guard: PermitGuard<S, C>,
     ) -> PermitHandle {
-        let mut held = lock(&self.permits);
+        let mut held = self.permits.lock();
         let index = held.insert(Box::new(guard));
         if held.len() == 1 {
             self.not_empty.notify_one();
@@ -49,11 +48,11 @@ impl PermitRenewer {
     /// Renews for ever. A permit is renewed for the first time at most ten seconds after it was taken.
     pub(crate) async fn run(&self) {
         loop {
-            while lock(&self.permits).is_empty() {
+            while self.permits.lock().is_empty() {
                 self.not_empty.notified().await;
             }
             tokio::time::sleep(RENEW_INTERVAL).await;
-            for (_, hold) in &*lock(&self.permits) {
+            for (_, hold) in &*self.permits.lock() {
                 hold.renew();
             }
         }
@@ -68,7 +67,7 @@ pub(crate) struct PermitHandle {
 
 impl Drop for PermitHandle {
     fn drop(&mut self) {
-        let hold = lock(&self.renewer.permits).try_remove(self.index);
+        let hold = self.renewer.permits.lock().try_remove(self.index);
         drop(hold);
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use tidegate::core::Time;
-use tidegate::outbound::Happened;
+use tidegate::outbound::CallStats;
 use tidegate::{Decision, MatchedActions, Plan, Query};
 
 use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};
@@ -33,7 +33,7 @@ pub(crate) struct FailedCall<'a> {
     pub(crate) provider: &'a str,
     /// The reason with its causes. It never tells a credential, nor what was asked for.
     pub(crate) why: &'a str,
-    pub(crate) stats: Option<Happened>,
+    pub(crate) stats: Option<CallStats>,
 }
 
 impl RefusalLog {

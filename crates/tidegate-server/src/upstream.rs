@@ -4,10 +4,11 @@
 //! is being made, and hands every response back through a task of its own. To one server by one protocol, a stack of
 //! idle connections under one lock does; the newest is used first, and the oldest leave before the server closes them.
 
+use parking_lot::Mutex;
 use std::error::Error;
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -24,7 +25,6 @@ use tokio::sync::Notify;
 use tower_service::Service as _;
 
 use crate::body::{BoxError, is_last};
-use crate::watchdog::lock;
 
 /// In how many steps an idle connection ages.
 const AGE_STEPS: u32 = 4;
@@ -154,7 +154,7 @@ impl<B> UpstreamClient<B> {
     }
 
     fn take_idle(&self) -> Option<SendRequest<B>> {
-        let mut idle = lock(&self.idle);
+        let mut idle = self.idle.lock();
         while let Some((_, sender)) = idle.stack.pop() {
             if sender.is_ready() {
                 return Some(sender);
@@ -164,7 +164,7 @@ impl<B> UpstreamClient<B> {
     }
 
     fn put_idle(&self, sender: SendRequest<B>) {
-        let mut idle = lock(&self.idle);
+        let mut idle = self.idle.lock();
         if idle.stack.len() < self.config.max_idle {
             let age = idle.current_age;
             idle.stack.push((age, sender));
@@ -177,11 +177,11 @@ impl<B> UpstreamClient<B> {
     /// Lets go of connections that nobody wanted for a while; runs for ever.
     pub(crate) async fn run_idle_cleanup(&self) {
         loop {
-            while lock(&self.idle).stack.is_empty() {
+            while self.idle.lock().stack.is_empty() {
                 self.not_empty.notified().await;
             }
             tokio::time::sleep(self.config.idle_timeout / AGE_STEPS).await;
-            let mut idle = lock(&self.idle);
+            let mut idle = self.idle.lock();
             idle.current_age = idle.current_age.wrapping_add(1);
             let age = idle.current_age;
             idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());

@@ -5,8 +5,9 @@
 //! So a request costs no timer, a timeout is never early and at most one tick (an eighth of the shortest timeout, at
 //! most a second) late, and an idle process has nothing to do.
 
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -409,11 +410,11 @@ impl ConnectionWatch {
 
     /// Who is woken when the connection is overdue or the server drains.
     pub(crate) fn register(&self, waker: &Waker) {
-        *lock(&self.waker) = Some(waker.clone());
+        *self.waker.lock() = Some(waker.clone());
     }
 
     fn wake(&self) {
-        if let Some(waker) = &*lock(&self.waker) {
+        if let Some(waker) = &*self.waker.lock() {
             waker.wake_by_ref();
         }
     }
@@ -443,7 +444,7 @@ impl ConnectionWatch {
     /// Leaves the rest of a refused request's body to the connection, which reads it away.
     pub(crate) fn leave_body(&self, body: Incoming) {
         self.start_linger(true);
-        *lock(&self.unread_body) = Some(body);
+        *self.unread_body.lock() = Some(body);
         self.has_unread_body.store(true, Ordering::Release);
     }
 
@@ -453,7 +454,7 @@ impl ConnectionWatch {
             return None;
         }
         self.has_unread_body.store(false, Ordering::Relaxed);
-        lock(&self.unread_body).take()
+        self.unread_body.lock().take()
     }
 }
 
@@ -478,7 +479,7 @@ pub(crate) struct ConnectionEntry {
 impl Drop for ConnectionEntry {
     fn drop(&mut self) {
         let left = {
-            let mut open = lock(&self.watchdog.connections);
+            let mut open = self.watchdog.connections.lock();
             if let Some(watch) = open.try_remove(self.index) {
                 watch.finish_head();
             }
@@ -566,7 +567,7 @@ impl Watchdog {
             unread_body: Mutex::new(None),
         });
         let (index, first) = {
-            let mut open = lock(&self.connections);
+            let mut open = self.connections.lock();
             let first = open.is_empty();
             (open.insert(Arc::clone(&watch)), first)
         };
@@ -589,7 +590,7 @@ impl Watchdog {
     /// Gives up the oldest unfinished heads until the others are within their bound.
     #[cold]
     fn end_oldest_heads(&self) {
-        let open = lock(&self.connections);
+        let open = self.connections.lock();
         while self.head_bytes.load(Ordering::Relaxed) > MAX_HEAD_BYTES {
             let counted =
                 open.iter().rev().map(|(_, watch)| watch).filter(|watch| watch.head_bytes.load(Ordering::Relaxed) > 0);
@@ -604,7 +605,7 @@ impl Watchdog {
 
     /// How many connections are open.
     pub(crate) fn len(&self) -> usize {
-        lock(&self.connections).len()
+        self.connections.lock().len()
     }
 
     /// Forgets who has left so far.
@@ -625,7 +626,7 @@ impl Watchdog {
     /// Ends every connection that is still open.
     pub(crate) fn abort(&self) {
         self.aborting.store(true, Ordering::Relaxed);
-        for (_, watch) in &*lock(&self.connections) {
+        for (_, watch) in &*self.connections.lock() {
             watch.wake();
         }
     }
@@ -634,7 +635,7 @@ impl Watchdog {
     pub(crate) async fn wait_until_empty(&self) {
         loop {
             let emptied = self.all_left.notified();
-            if lock(&self.connections).is_empty() {
+            if self.connections.lock().is_empty() {
                 return;
             }
             emptied.await;
@@ -644,7 +645,7 @@ impl Watchdog {
     /// Sweeps for ever.
     pub(crate) async fn run(&self) {
         loop {
-            while lock(&self.connections).is_empty() {
+            while self.connections.lock().is_empty() {
                 self.not_empty.notified().await;
             }
             tokio::time::sleep(self.tick).await;
@@ -656,7 +657,7 @@ impl Watchdog {
         let now = self.current_tick.load(Ordering::Relaxed).wrapping_add(1);
         self.current_tick.store(now, Ordering::Relaxed);
         let draining = self.draining.load(Ordering::Relaxed);
-        for (_, watch) in &*lock(&self.connections) {
+        for (_, watch) in &*self.connections.lock() {
             let phase = watch.phase();
             let mut limit = match watch.download_timeout_ticks.load(Ordering::Relaxed) {
                 granted if granted > 0 && phase == ConnectionPhase::Download => granted,
@@ -673,11 +674,6 @@ impl Watchdog {
             }
         }
     }
-}
-
-/// Nothing that runs under these locks can leave what they guard half-changed, so a panic elsewhere doesn't spoil it.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use rand::RngExt;
 use slab::Slab;
-use tidegate_core::call::Reply;
+use tidegate_core::call::AttemptReport;
 use tidegate_core::concurrency::Concurrency;
-use tidegate_core::retry::Reach;
+use tidegate_core::retry::Delivery;
 use tidegate_core::{Class, Span, Time};
 use tidegate_policy::KeySeed;
 use tidegate_store::{Immediate, Memory, Store};
@@ -452,7 +452,7 @@ impl<'s> Simulation<'s> {
             self.schedule_job_end(next);
         }
         let class = if patience < enough { Class::Cancelled } else { Class::Transient };
-        self.handle_attempt_end(request.call, AttemptResult { class, reach: Reach::Unknown, retry_after: None });
+        self.handle_attempt_end(request.call, AttemptResult { class, reach: Delivery::Unknown, retry_after: None });
     }
 
     /// An attempt has ended.
@@ -465,7 +465,11 @@ impl<'s> Simulation<'s> {
             ClientCall::Tidegate(place) => {
                 let (place, reply) = (
                     *place,
-                    Reply { repeatable: true, retry_after: ended.retry_after, ..Reply::of(ended.class, ended.reach) },
+                    AttemptReport {
+                        is_repeatable: true,
+                        retry_after: ended.retry_after,
+                        ..AttemptReport::new(ended.class, ended.reach)
+                    },
                 );
                 self.with_tidegate_client(node, |hall, now, effects| hall.handle_reply(place, &reply, now, effects));
             }

@@ -15,6 +15,7 @@ mod file;
 pub mod files;
 #[cfg(feature = "remote")]
 mod fleet;
+pub mod lock;
 mod memory;
 #[cfg(feature = "mongodb")]
 mod mongodb;

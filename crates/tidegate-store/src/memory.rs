@@ -7,7 +7,6 @@
 //! are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to [share](tidegate_core::ShareLevel), and no more
 //! are blocked.
 
-mod lock;
 #[cfg(feature = "file")]
 mod noted;
 mod shard;

@@ -1,7 +1,8 @@
 //! A store to hold others against: one map behind one lock, whole states, and core's own [`batch::execute`].
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
@@ -59,7 +60,7 @@ impl ReferenceStore {
     }
 
     fn states(&self) -> MutexGuard<'_, BTreeMap<(LimitId, Key), KeyState>> {
-        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+        self.states.lock()
     }
 }
 
@@ -88,7 +89,7 @@ fn state_text(limit: &Limit, state: &KeyState, now: Time) -> String {
         }
         (LimitKind::Cooldown(cooldown), Usage::Cooldown(gate)) => {
             let mut gate = *gate;
-            cooldown.settle(&mut gate, now);
+            cooldown.refresh(&mut gate, now);
             format!("{gate:?}")
         }
         (LimitKind::Pace(pacer), Usage::Pace(tempo)) => {

@@ -1,8 +1,9 @@
 //! A remote store that misbehaves when told to, for what stands in front of stores.
 
+use parking_lot::Mutex;
 use std::future::pending;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tidegate_core::{Batch, Clock, Limits, Outcomes, Time, Verb};
@@ -72,16 +73,16 @@ impl FlakyRemote {
 
     /// Behaves like this from now on.
     pub fn set_behaviour(&self, mood: RemoteBehaviour) {
-        *self.0.behaviour.lock().unwrap_or_else(PoisonError::into_inner) = mood;
+        *self.0.behaviour.lock() = mood;
     }
 
     /// Loses the secret that keys are hashed under.
     pub fn forget_seed(&self) {
-        *self.0.seed.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.0.seed.lock() = None;
     }
 
     fn behaviour(&self) -> RemoteBehaviour {
-        *self.0.behaviour.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.0.behaviour.lock()
     }
 
     fn apply(&self, batch: &Batch) -> Outcomes {
@@ -129,7 +130,7 @@ impl Remote for FlakyRemote {
     fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]> {
         let store = self.clone();
         Box::pin(async move {
-            let mut seed = store.0.seed.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut seed = store.0.seed.lock();
             Ok(*seed.get_or_insert(proposal))
         })
     }

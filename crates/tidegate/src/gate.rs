@@ -222,10 +222,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// As [`Gate::check`].
     pub fn hold_permit(&self, query: &Query<'_>, decision: &Decision) -> Result<Option<PermitGuard<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
-        let own = self.batch(self.actions(query)?, query, Verb::Renew, permit)?;
-        let shared =
-            if decision.share_level == ShareLevel::Own { Vec::new() } else { self.shared_batches(&own, query.ip) };
-        Ok(Some(PermitGuard::new(self.clone(), own, shared)))
+        let own_batch = self.batch(self.actions(query)?, query, Verb::Renew, permit)?;
+        let shared = if decision.share_level == ShareLevel::Own {
+            Vec::new()
+        } else {
+            self.shared_batches(&own_batch, query.ip)
+        };
+        Ok(Some(PermitGuard::new(self.clone(), own_batch, shared)))
     }
 
     /// A decision in the form that people and programs read; see [`DecisionReport`].
@@ -325,19 +328,20 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// A batch that gives back or renews permits, under each of the keys that they may have been taken under where the store had
     /// no room for the caller's own.
     #[cold]
-    fn shared_batches(&self, own: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
+    fn shared_batches(&self, own_batch: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
         let in_flight =
             |limit| matches!(self.0.plan.limits().get(limit).map(Limit::kind), Some(LimitKind::Concurrency(_)));
-        let under = |share| {
-            let mut batch = own.with_ops(own.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
-                let (found, key) = self.0.plan.shared_key(op.limit, share, ip, &self.0.seed);
-                // Only what the caller's own key has lost is taken again.
-                (found == share).then_some(Op { key, share_level: share, cost: 0, ..*op })
-            }));
+        let batch_for_level = |share| {
+            let mut batch =
+                own_batch.with_ops(own_batch.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
+                    let (found, key) = self.0.plan.shared_key(op.limit, share, ip, &self.0.seed);
+                    // Only what the caller's own key has lost is taken again.
+                    (found == share).then_some(Op { key, share_level: share, cost: 0, ..*op })
+                }));
             batch.dedup();
             batch
         };
-        let all = [ShareLevel::SmallNetwork, ShareLevel::LargeNetwork, ShareLevel::All].map(under);
+        let all = [ShareLevel::SmallNetwork, ShareLevel::LargeNetwork, ShareLevel::All].map(batch_for_level);
         all.into_iter().filter(|batch| !batch.ops().is_empty()).collect()
     }
 

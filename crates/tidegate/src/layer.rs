@@ -109,15 +109,15 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
 
     fn modify(self, change: impl FnOnce(&mut GateLayerInner<S, C>)) -> Self {
         let old = &self.0;
-        let mut guard = GateLayerInner {
+        let mut inner = GateLayerInner {
             gate: old.gate.clone(),
             replies: old.replies.clone(),
             forwarding: old.forwarding.clone(),
             action: old.action,
             peer: Arc::clone(&old.peer),
         };
-        change(&mut guard);
-        Self(Arc::new(guard))
+        change(&mut inner);
+        Self(Arc::new(inner))
     }
 }
 
@@ -179,18 +179,18 @@ where
         // The service that was made ready must be the one that is called.
         let fresh = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, fresh);
-        let guard = Arc::clone(&self.layer);
+        let layer = Arc::clone(&self.layer);
         Box::pin(async move {
             let (mut parts, body) = request.into_parts();
-            guard.normalise_path(&mut parts);
-            let admitted = match guard.admit(&parts).await {
+            layer.normalise_path(&mut parts);
+            let admitted = match layer.admit(&parts).await {
                 Ok(admitted) => admitted,
                 Err(refusal) => return Ok(refusal.map(GateBody::refused)),
             };
             parts.extensions.insert(admitted.decision);
             let response = inner.call(Request::from_parts(parts, body)).await?;
             let (mut parts, body) = response.into_parts();
-            guard.replies.annotate(admitted.actions, &admitted.decision, &mut parts.headers);
+            layer.replies.annotate(admitted.actions, &admitted.decision, &mut parts.headers);
             Ok(Response::from_parts(
                 parts,
                 GateBody { inner: GateBodyInner::Forwarded { body }, permit: admitted.permit },
@@ -244,25 +244,25 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
             let limit = decision.bound_by.map_or("", |id| self.gate.plan().limit_info(id).name());
             tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
         }
-        let hold =
+        let guard =
             self.gate.hold_permit(&query, &decision).map_err(|error| check_error_response(&error, &parts.headers))?;
-        Ok(AdmittedCall { actions, decision, permit: hold.map(RenewedPermit::start_renewal) })
+        Ok(AdmittedCall { actions, decision, permit: guard.map(RenewedPermit::start_renewal) })
     }
 }
 
 /// The host that a request names, in its target, in `Host`, or in both alike.
 fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
-    let mut named = parts.uri.authority().map(Authority::as_str);
+    let mut host_name = parts.uri.authority().map(Authority::as_str);
     for host in parts.headers.get_all(HOST) {
         let host = host.to_str().map_err(|_| UncountableError::InvalidHost)?;
-        if named.is_some_and(|named| !is_same_host(named.as_bytes(), host.as_bytes())) {
+        if host_name.is_some_and(|named| !is_same_host(named.as_bytes(), host.as_bytes())) {
             return Err(UncountableError::InvalidHost.into());
         }
-        named = Some(host);
+        host_name = Some(host);
     }
-    match named.filter(|named| !is_host(named.as_bytes())) {
+    match host_name.filter(|named| !is_host(named.as_bytes())) {
         Some(_) => Err(UncountableError::InvalidHost.into()),
-        None => Ok(named),
+        None => Ok(host_name),
     }
 }
 
@@ -330,17 +330,17 @@ struct RenewedPermit {
 }
 
 impl RenewedPermit {
-    fn start_renewal<S: Store, C: Clock>(hold: PermitGuard<S, C>) -> Self {
-        let hold = Arc::new(hold);
-        let held = Arc::downgrade(&hold);
-        let renewing = tokio::spawn(async move {
+    fn start_renewal<S: Store, C: Clock>(guard: PermitGuard<S, C>) -> Self {
+        let hold = Arc::new(guard);
+        let weak_guard = Arc::downgrade(&hold);
+        let task = tokio::spawn(async move {
             loop {
-                tokio::time::sleep(PermitGuard::<S, C>::RENEW_EVERY.as_duration()).await;
-                let Some(hold) = held.upgrade() else { return };
+                tokio::time::sleep(PermitGuard::<S, C>::RENEW_INTERVAL.as_duration()).await;
+                let Some(hold) = weak_guard.upgrade() else { return };
                 hold.renew();
             }
         });
-        Self { _guard: hold, renewal_task: renewing.abort_handle() }
+        Self { _guard: hold, renewal_task: task.abort_handle() }
     }
 }
 

@@ -134,19 +134,19 @@ impl<C: Clock> Limiter<C> {
     /// Takes the turn of a call that weighs `cost`.
     #[inline]
     pub fn check_cost(&self, cost: u64) -> LimiterDecision {
-        let about = self.rate.can_take_between(MAX_NOW_SPREAD).then(|| self.clock.now_bounds());
+        let bounds = self.rate.can_take_between(MAX_NOW_SPREAD).then(|| self.clock.now_bounds());
         let mut before = self.arrival_bits.0.load(Ordering::Relaxed);
         loop {
             let arrival = ArrivalTime::from_bits(before);
-            let after = match about.and_then(|about| self.rate.take_between(arrival, cost, about)) {
+            let after = match bounds.and_then(|about| self.rate.take_between(arrival, cost, about)) {
                 Some(after) => after,
                 None => {
                     let now = self.clock.now();
-                    let settled = self.rate.refresh(arrival, now);
-                    let retry_at = self.rate.retry_at(settled, cost, now);
+                    let refreshed = self.rate.refresh(arrival, now);
+                    let retry_at = self.rate.retry_at(refreshed, cost, now);
                     if retry_at <= now {
-                        self.rate.charge(settled, cost, now)
-                    } else if settled == arrival || self.replace(before, settled) {
+                        self.rate.charge(refreshed, cost, now)
+                    } else if refreshed == arrival || self.replace(before, refreshed) {
                         return LimiterDecision::from_retry_at(retry_at, now);
                     } else {
                         before = self.arrival_bits.0.load(Ordering::Relaxed);

@@ -8,30 +8,30 @@
 //!
 //! It has to be polled within a tokio runtime whose timers are enabled.
 
-mod answer;
+mod attempt_classifier;
 pub mod cache;
+mod call_headers;
 mod causes;
 mod cost;
 mod credential;
+mod dispatcher;
 mod error;
-mod events;
 mod exchange;
-mod floor;
 mod hedge;
-mod judge;
 #[cfg(feature = "tower")]
 pub mod layers;
-mod location;
 mod login;
 #[cfg(feature = "reqwest")]
 mod middleware;
 mod path;
-mod patience;
+mod progress_timeout;
 mod replay;
+mod reply_body;
+mod reply_headers;
 mod service;
 mod snapshot;
+mod sse;
 mod target;
-mod wish;
 
 use std::fmt;
 use std::future::Future;
@@ -39,38 +39,40 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::Duration;
 
-pub use answer::OutboundBody;
+pub use attempt_classifier::{AttemptClassifier, fault_of};
+pub use call_headers::{
+    CallHeaderError, IDEMPOTENCY_KEY, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT, has_idempotency_key, take_call_options,
+};
 pub use causes::causes;
 pub use credential::{CredentialError, Credentials};
-pub use error::{CallError, Problem, Why};
-pub use exchange::{BoxError, Trouble};
-use floor::{After, Broken, Entered, Hall, Place, Verdict};
-pub use judge::{Judge, fault_of};
-pub use login::{LoginError, Logins, Token};
+use dispatcher::{CallSlot, DispatchResult, ProviderInner, StartOutcome};
+pub use error::{CallError, CallErrorBody, CallErrorKind};
+pub use exchange::{BoxError, SendError};
+pub use login::{LoginError, LoginToken, Logins};
 #[cfg(feature = "reqwest")]
 pub use middleware::OutboundMiddleware;
-pub use replay::{Replay, ReplayBody, ReplayError};
+pub use replay::{ReplayBody, ReplayBuffer, ReplayError};
+pub use reply_body::OutboundBody;
 pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use target::{Target, TargetError};
-use tidegate_core::call::{Call, Desk, Remainder, Reply};
+use tidegate_core::call::{AttemptReport, Call, InFlight, NextStep, ProviderState};
 use tidegate_core::{Class, Clock, Lane, Span, Time};
 use tidegate_policy::outbound::{self, UnknownProviderError};
 use tidegate_policy::{KeySeed, Policy};
 use tidegate_store::{Losses, Memory, Store};
-pub use wish::{IDEMPOTENCY_KEY, PRIORITY, TIMEOUT, WishError, has_idempotency_key, take_wishes};
 
 use crate::SystemClock;
 use crate::random::random_seed;
 
 /// The providers of a policy. Cheap to clone; clones are the same.
-pub struct Outbound<S = Memory, C = SystemClock>(Arc<Parts<S, C>>);
+pub struct Outbound<S = Memory, C = SystemClock>(Arc<OutboundInner<S, C>>);
 
-struct Parts<S, C> {
-    plan: Arc<outbound::OutboundConfig>,
+struct OutboundInner<S, C> {
+    config: Arc<outbound::OutboundConfig>,
     providers: Vec<Provider<S, C>>,
-    store: Arc<S>,
-    shared: Option<Arc<S>>,
+    local_store: Arc<S>,
+    shared_store: Option<Arc<S>>,
     clock: C,
 }
 
@@ -96,34 +98,40 @@ impl Outbound {
 impl<C: Clock + Clone> Outbound<Memory, C> {
     /// The providers of this policy, with state in memory and a clock of your own.
     pub fn in_memory(policy: &Policy, clock: C) -> Option<Self> {
-        let plan = policy.outbound()?;
+        let config = policy.outbound()?;
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
-        let store = Memory::new(Arc::clone(plan.limits()), max_bytes);
-        Some(Self::with(plan.clone(), store, clock, &random_seed()))
+        let store = Memory::new(Arc::clone(config.limits()), max_bytes);
+        Some(Self::with_store(config.clone(), store, clock, &random_seed()))
     }
 }
 
 impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     /// Providers of these parts. `seed` is random where the store is this process' own, and the same for every node
     /// where it is shared; the store's limits must be the plan's.
-    pub fn with(plan: outbound::OutboundConfig, store: S, clock: C, seed: &KeySeed) -> Self {
-        Self::with_stores(plan, store, None, clock, seed)
+    pub fn with_store(config: outbound::OutboundConfig, store: S, clock: C, seed: &KeySeed) -> Self {
+        Self::with_stores(config, store, None, clock, seed)
     }
 
-    /// [`Outbound::with`] and a second store, for the providers that the plan says are shared.
-    pub fn with_stores(plan: outbound::OutboundConfig, own: S, shared: Option<S>, clock: C, seed: &KeySeed) -> Self {
-        let (plan, store, shared) = (Arc::new(plan), Arc::new(own), shared.map(Arc::new));
+    /// [`Outbound::with_store`] and a second store, for the providers that the plan says are shared.
+    pub fn with_stores(
+        config: outbound::OutboundConfig,
+        local_store: S,
+        shared: Option<S>,
+        clock: C,
+        seed: &KeySeed,
+    ) -> Self {
+        let (config, store, shared) = (Arc::new(config), Arc::new(local_store), shared.map(Arc::new));
         let provider = |index: usize| {
-            let store = shared.as_ref().filter(|_| plan.providers()[index].shared).unwrap_or(&store);
-            Provider::new(Arc::clone(&plan), index, seed, Arc::clone(store), clock.clone())
+            let store = shared.as_ref().filter(|_| config.providers()[index].shared).unwrap_or(&store);
+            Provider::new(Arc::clone(&config), index, seed, Arc::clone(store), clock.clone())
         };
-        let providers = (0..plan.providers().len()).map(provider).collect();
-        Self(Arc::new(Parts { plan, providers, store, shared, clock }))
+        let providers = (0..config.providers().len()).map(provider).collect();
+        Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock }))
     }
 
     /// What they are called by.
-    pub fn plan(&self) -> &outbound::OutboundConfig {
-        &self.0.plan
+    pub fn config(&self) -> &outbound::OutboundConfig {
+        &self.0.config
     }
 
     /// Every provider, in file order.
@@ -136,29 +144,29 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     /// # Errors
     /// There is none; the nearest name is told.
     pub fn provider(&self, name: &str) -> Result<&Provider<S, C>, UnknownProviderError> {
-        let plan = self.0.plan.find(name)?;
-        let found = self.0.providers.iter().find(|provider| provider.plan().name == plan.name);
+        let config = self.0.config.find(name)?;
+        let found = self.0.providers.iter().find(|provider| provider.config().name == config.name);
         Ok(found.expect("invariant: there is a provider for each of the plan's"))
     }
 
     /// Tells other nodes which providers' breakers are open here, where the policy says that they are shared, and opens
     /// those that are open in more than half of the nodes. To be called about once a second by whoever runs for long.
-    pub async fn confer(&self) {
-        for provider in self.providers().iter().filter(|provider| provider.plan().shared) {
-            provider.0.confer().await;
+    pub async fn run_vote_exchange(&self) {
+        for provider in self.providers().iter().filter(|provider| provider.config().shared) {
+            provider.0.run_vote_exchange().await;
         }
     }
 
     /// The store's housekeeping, to be called about once a second by whoever runs for long.
-    pub fn tend(&self) -> Losses {
+    pub fn maintain(&self) -> Losses {
         let now = self.0.clock.now();
-        let own = self.0.store.tend(now);
-        self.0.shared.as_ref().map_or(own, |shared| own.and(shared.tend(now)))
+        let local_losses = self.0.local_store.tend(now);
+        self.0.shared_store.as_ref().map_or(local_losses, |shared| local_losses.and(shared.tend(now)))
     }
 }
 
 /// Somebody else's API as it is called. Cheap to clone; clones share limits, queue, breaker, budget and credentials.
-pub struct Provider<S = Memory, C = SystemClock>(Arc<Hall<S, C>>);
+pub struct Provider<S = Memory, C = SystemClock>(Arc<ProviderInner<S, C>>);
 
 impl<S, C> Clone for Provider<S, C> {
     fn clone(&self) -> Self {
@@ -168,7 +176,7 @@ impl<S, C> Clone for Provider<S, C> {
 
 impl<S, C> fmt::Debug for Provider<S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Provider").field("name", &self.0.plan().name).finish_non_exhaustive()
+        f.debug_struct("Provider").field("name", &self.0.config().name).finish_non_exhaustive()
     }
 }
 
@@ -197,20 +205,20 @@ pub trait Upstream: Send {
     type Reply: Send;
 
     /// Sends one request, and tells what came of it by the attempt's deadline.
-    fn send(&mut self, attempt: Attempt) -> impl Future<Output = Ended<Self::Reply>> + Send;
+    fn send(&mut self, attempt: Attempt) -> impl Future<Output = AttemptOutcome<Self::Reply>> + Send;
 
     /// Another that sends the same request beside this one, where that does no harm and `hedge_after` asks for it. Never
     /// by default.
-    fn twin(&self) -> Option<Self>
+    fn clone_for_hedge(&self) -> Option<Self>
     where
         Self: Sized,
     {
         None
     }
 
-    /// Whether a [`twin`](Self::twin) could send now, beside a request that has had no reply for `hedge_after`: that one was
+    /// Whether a [`clone_for_hedge`](Self::clone_for_hedge) could send now, beside a request that has had no reply for `hedge_after`: that one was
     /// sent indeed, and the whole request is at hand.
-    fn is_due(&self) -> bool {
+    fn can_hedge(&self) -> bool {
         true
     }
 
@@ -218,7 +226,7 @@ pub trait Upstream: Send {
     ///
     /// # Errors
     /// What became of the login: [`Class::Auth`] leaves the credential out for a while if there is another.
-    fn renew(&mut self, _credential: usize) -> impl Future<Output = Result<(), Class>> + Send {
+    fn renew_login(&mut self, _credential: usize) -> impl Future<Output = Result<(), Class>> + Send {
         std::future::ready(Err(Class::Auth))
     }
 }
@@ -234,21 +242,21 @@ pub struct Attempt {
     pub time_left: Duration,
     /// Half of what an attempt is granted otherwise. That a provider doesn't answer, or take more of the request, for less
     /// than this says nothing of it, and is to be told as [`Class::Cancelled`].
-    pub enough: Duration,
+    pub conclusive_after: Duration,
 }
 
 /// How a request ended.
 #[derive(Clone, Debug)]
-pub struct Ended<T> {
+pub struct AttemptOutcome<T> {
     /// What the call returns if this is its last request.
     pub value: T,
     /// What it means.
-    pub reply: Reply,
+    pub report: AttemptReport,
 }
 
 /// What happened on the way to a call's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Happened {
+pub struct CallStats {
     /// How many requests were sent, those beside others included.
     pub attempts: u32,
     /// For how long it waited for its turn and between attempts.
@@ -259,74 +267,80 @@ pub struct Happened {
 }
 
 /// A call that has its reply.
-pub struct Done<T, S: Store = Memory, C: Clock = SystemClock> {
+pub struct CompletedCall<T, S: Store = Memory, C: Clock = SystemClock> {
     /// The reply to its last request.
     pub value: T,
     /// How it came about.
-    pub happened: Happened,
+    pub stats: CallStats,
     /// To be kept until the reply has been read to its end.
-    pub tail: Tail<S, C>,
+    pub in_flight_guard: InFlightGuard<S, C>,
 }
 
 /// A call that has failed, and the end of the reply that comes with its error, if one does.
-struct Failed<T, S: Store, C: Clock> {
+struct CallErrorWithGuard<T, S: Store, C: Clock> {
     error: CallError<T>,
-    tail: Option<Tail<S, C>>,
+    in_flight_guard: Option<InFlightGuard<S, C>>,
 }
 
-impl<T, S: Store, C: Clock> From<CallError<T>> for Failed<T, S, C> {
+impl<T, S: Store, C: Clock> From<CallError<T>> for CallErrorWithGuard<T, S, C> {
     fn from(error: CallError<T>) -> Self {
-        Self { error, tail: None }
+        Self { error, in_flight_guard: None }
     }
 }
 
-impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for Done<T, S, C> {
+impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for CompletedCall<T, S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Done").field("value", &self.value).field("happened", &self.happened).finish_non_exhaustive()
+        f.debug_struct("Done").field("value", &self.value).field("happened", &self.stats).finish_non_exhaustive()
     }
 }
 
 /// The end of a call whose reply is still being read; dropping it says that it has been, or that nobody reads on.
 #[must_use = "dropping it ends the call"]
-pub struct Tail<S: Store = Memory, C: Clock = SystemClock> {
-    hall: Option<Arc<Hall<S, C>>>,
-    remainder: Remainder,
+pub struct InFlightGuard<S: Store = Memory, C: Clock = SystemClock> {
+    provider: Option<Arc<ProviderInner<S, C>>>,
+    in_flight: InFlight,
 }
 
-impl<S: Store, C: Clock> Tail<S, C> {
+impl<S: Store, C: Clock> InFlightGuard<S, C> {
     /// Tells what it cost, where a limit counts more than calls and the reply says so.
-    pub fn cost_was(mut self, cost: u64) {
-        if let Some(hall) = self.hall.take() {
-            hall.ended(&mut self.remainder, Some(cost));
+    pub fn correct_cost(mut self, cost: u64) {
+        if let Some(provider) = self.provider.take() {
+            provider.end_in_flight(&mut self.in_flight, Some(cost));
         }
     }
 }
 
-impl<S: Store, C: Clock> fmt::Debug for Tail<S, C> {
+impl<S: Store, C: Clock> fmt::Debug for InFlightGuard<S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tail").field("in_flight", &self.remainder.is_in_flight()).finish_non_exhaustive()
+        f.debug_struct("Tail").field("in_flight", &self.in_flight.is_in_flight()).finish_non_exhaustive()
     }
 }
 
-impl<S: Store, C: Clock> Drop for Tail<S, C> {
+impl<S: Store, C: Clock> Drop for InFlightGuard<S, C> {
     fn drop(&mut self) {
-        if let Some(hall) = self.hall.take().filter(|_| self.remainder.is_in_flight()) {
-            hall.ended(&mut self.remainder, None);
+        if let Some(provider) = self.provider.take().filter(|_| self.in_flight.is_in_flight()) {
+            provider.end_in_flight(&mut self.in_flight, None);
         }
     }
 }
 
 impl<S: Store, C: Clock> Provider<S, C> {
-    fn new(whole: Arc<outbound::OutboundConfig>, index: usize, seed: &KeySeed, store: Arc<S>, clock: C) -> Self {
-        let plan = &whole.providers()[index];
-        let rules = plan.rules(seed);
-        let desk = plan.new_state(&rules);
-        Self(Arc::new(Hall::new(whole, index, rules, desk, store, clock)))
+    fn new(
+        outbound_config: Arc<outbound::OutboundConfig>,
+        index: usize,
+        seed: &KeySeed,
+        store: Arc<S>,
+        clock: C,
+    ) -> Self {
+        let config = &outbound_config.providers()[index];
+        let rules = config.rules(seed);
+        let state = config.new_state(&rules);
+        Self(Arc::new(ProviderInner::new(outbound_config, index, rules, state, store, clock)))
     }
 
     /// What the policy says of it.
-    pub fn plan(&self) -> &outbound::ProviderConfig {
-        self.0.plan()
+    pub fn config(&self) -> &outbound::ProviderConfig {
+        self.0.config()
     }
 
     /// What it tells the time by.
@@ -335,8 +349,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
     }
 
     /// Looks at its queue, breaker, budget and credentials as they stand now.
-    pub fn look<T>(&self, look: impl FnOnce(&Desk, Time) -> T) -> T {
-        self.0.look(look)
+    pub fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
+        self.0.inspect(look)
     }
 
     /// Makes a call: waits for its turn, sends, and tries again as the provider's rules say.
@@ -350,59 +364,61 @@ impl<S: Store, C: Clock> Provider<S, C> {
         &self,
         options: CallOptions,
         upstream: &mut U,
-    ) -> Result<Done<U::Reply, S, C>, CallError<U::Reply>> {
-        self.drive(options, upstream).await.map_err(|failed| failed.error)
+    ) -> Result<CompletedCall<U::Reply, S, C>, CallError<U::Reply>> {
+        self.call_with_guard(options, upstream).await.map_err(|failed| failed.error)
     }
 
     /// [`call`](Self::call), but a reply that comes with the error is in flight until it has been read.
-    async fn drive<U: Upstream>(
+    async fn call_with_guard<U: Upstream>(
         &self,
         options: CallOptions,
         upstream: &mut U,
-    ) -> Result<Done<U::Reply, S, C>, Failed<U::Reply, S, C>> {
+    ) -> Result<CompletedCall<U::Reply, S, C>, CallErrorWithGuard<U::Reply, S, C>> {
         let CallOptions { lane, cost, timeout, urgency } = options;
-        let lane = if self.plan().sequential { Lane::User } else { lane };
-        let began_at = self.0.clock.now();
-        let deadline = timeout.map(|timeout| began_at + Span::from_duration(timeout));
-        let call = Call::new(&self.0.rules, lane, cost, deadline, began_at);
+        let lane = if self.config().sequential { Lane::User } else { lane };
+        let started_at = self.0.clock.now();
+        let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
+        let call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
         let urgency = urgency.as_ref();
-        let mut live = Live { hall: &self.0, place: Place::Held(call) };
-        let mut happened = Happened { attempts: 0, waited: Span::ZERO, credential: 0 };
-        let mut waits_since = began_at;
+        let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
+        let mut stats = CallStats { attempts: 0, waited: Span::ZERO, credential: 0 };
+        let mut waiting_since = started_at;
         loop {
-            let (verdict, now) = live.turn(urgency, Some(began_at).filter(|_| happened.attempts == 0)).await;
-            happened.waited = happened.waited + now.since(waits_since);
-            let credential = verdict.map_err(|broken| self.error(broken, None, happened))?;
-            happened.attempts += 1;
-            happened.credential = credential;
-            let attempt = self.attempt_of(live.place.call(), credential, happened, now);
-            let ended = match self.plan().hedge_after {
+            let (result, now) =
+                call_guard.wait_for_turn(urgency, Some(started_at).filter(|_| stats.attempts == 0)).await;
+            stats.waited = stats.waited + now.since(waiting_since);
+            let credential = result.map_err(|why| self.call_error(why, None, stats))?;
+            stats.attempts += 1;
+            stats.credential = credential;
+            let attempt = self.new_attempt(call_guard.slot.call(), credential, stats, now);
+            let outcome = match self.config().hedge_after {
                 None => upstream.send(attempt).await,
                 // Two requests take more room than one, which calls without a hedge would pay for too.
-                Some(after) => Box::pin(self.race(upstream, after, attempt, &mut live, &mut happened)).await,
+                Some(after) => Box::pin(self.send_hedged(upstream, after, attempt, &mut call_guard, &mut stats)).await,
             };
-            let (after, now) = self.0.replied(live.place.call(), &ended.reply);
-            waits_since = now;
-            match after {
-                After::Done => return Ok(live.done(ended, happened)),
-                After::Failed(failure) => {
-                    let Done { value, tail, .. } = live.done(ended, happened);
-                    let error = self.error(Broken::Failed(failure), Some(value), happened);
-                    return Err(Failed { error, tail: Some(tail) });
+            let (next_step, now) = self.0.handle_reply(call_guard.slot.call(), &outcome.report);
+            waiting_since = now;
+            match next_step {
+                NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
+                NextStep::Failed(failure) => {
+                    let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
+                    let error =
+                        self.call_error(CallErrorKind::new(&self.0.outbound_config, failure), Some(value), stats);
+                    return Err(CallErrorWithGuard { error, in_flight_guard: Some(in_flight_guard) });
                 }
-                After::Again(at) => {
+                NextStep::RetryAt(at) => {
                     // A reply that nobody will read holds its connection no longer.
-                    drop(ended);
+                    drop(outcome);
                     if at > now {
                         tokio::time::sleep(at.since(now).as_duration()).await;
                     }
                 }
-                After::Renew => {
-                    if let Err(class) = Box::pin(upstream.renew(happened.credential)).await {
+                NextStep::RenewLogin { credential } => {
+                    if let Err(class) = Box::pin(upstream.renew_login(credential)).await {
                         if class == Class::Auth {
-                            self.0.not_renewed(live.place.call(), happened.credential);
+                            self.0.handle_renewal_failure(call_guard.slot.call(), credential);
                         }
-                        return Ok(live.done(ended, happened));
+                        return Ok(call_guard.complete(outcome, stats));
                     }
                 }
             }
@@ -414,76 +430,85 @@ impl<S: Store, C: Clock> Provider<S, C> {
         self.0.rules.lane_rules[lane as usize].timeout.as_duration()
     }
 
-    fn attempt_of(&self, call: &Call, credential: usize, happened: Happened, now: Time) -> Attempt {
+    fn new_attempt(&self, call: &Call, credential: usize, stats: CallStats, now: Time) -> Attempt {
         let time_left = call.deadline().since(now).as_duration();
-        let enough = self.timeout(call.lane()).min(self.plan().attempt_timeout) / 2;
-        Attempt { credential, number: happened.attempts, time_left, enough }
+        let conclusive_after = self.timeout(call.lane()).min(self.config().attempt_timeout) / 2;
+        Attempt { credential, number: stats.attempts, time_left, conclusive_after }
     }
 
     /// Makes a call that is under way as urgent as this, if it still waits.
     pub fn raise(&self, urgency: &Urgency, lane: Lane) {
-        if urgency.at_least(lane) && !self.plan().sequential {
+        if urgency.raise_to(lane) && !self.config().sequential {
             self.0.raise(urgency);
         }
     }
 
-    fn error<T>(&self, broken: Broken, value: Option<T>, happened: Happened) -> CallError<T> {
-        CallError::new(&self.0.whole, &self.plan().name, broken, value, happened, self.0.clock.now())
+    fn call_error<T>(&self, why: CallErrorKind, value: Option<T>, stats: CallStats) -> CallError<T> {
+        CallError {
+            provider: self.config().name.clone(),
+            kind: why,
+            last_reply: value,
+            stats,
+            failed_at: self.0.clock.now(),
+        }
     }
 }
 
 /// A call under way: gives back what it holds when it is dropped.
-struct Live<'a, S: Store, C: Clock> {
-    hall: &'a Arc<Hall<S, C>>,
-    place: Place,
+struct CallGuard<'a, S: Store, C: Clock> {
+    provider: &'a Arc<ProviderInner<S, C>>,
+    slot: CallSlot,
 }
 
-impl<S: Store, C: Clock> Live<'_, S, C> {
+impl<S: Store, C: Clock> CallGuard<'_, S, C> {
     /// Waits until the call may be sent, or is over.
-    async fn turn(&mut self, urgency: Option<&Urgency>, began_at: Option<Time>) -> (Verdict, Time) {
-        match self.hall.start(&mut self.place, urgency, began_at) {
-            Entered::Decided(verdict, now) => (verdict, now),
-            Entered::Parked(place) => {
-                let (call, verdict, now) = self.hall.verdict(place).await;
-                self.place = Place::Held(call);
-                (verdict, now)
+    async fn wait_for_turn(&mut self, urgency: Option<&Urgency>, started_at: Option<Time>) -> (DispatchResult, Time) {
+        match self.provider.start(&mut self.slot, urgency, started_at) {
+            StartOutcome::Decided(verdict, now) => (verdict, now),
+            StartOutcome::Waiting(place) => {
+                let (call, result, now) = self.provider.wait_for_result(place).await;
+                self.slot = CallSlot::Owned(call);
+                (result, now)
             }
         }
     }
 
-    fn done<T>(&mut self, ended: Ended<T>, happened: Happened) -> Done<T, S, C> {
-        let remainder = self.place.call().remainder(happened.credential);
-        self.place = Place::Gone;
-        let tail = Tail { hall: Some(Arc::clone(self.hall)), remainder };
-        Done { value: ended.value, happened, tail }
+    fn complete<T>(&mut self, outcome: AttemptOutcome<T>, stats: CallStats) -> CompletedCall<T, S, C> {
+        let in_flight = self.slot.call().take_in_flight(stats.credential);
+        self.slot = CallSlot::Finished;
+        let in_flight_guard = InFlightGuard { provider: Some(Arc::clone(self.provider)), in_flight };
+        CompletedCall { value: outcome.value, stats, in_flight_guard }
     }
 }
 
-impl<S: Store, C: Clock> Drop for Live<'_, S, C> {
+impl<S: Store, C: Clock> Drop for CallGuard<'_, S, C> {
     fn drop(&mut self) {
-        match &mut self.place {
-            Place::Held(call) => self.hall.abandoned(call),
-            Place::Parked(place) => self.hall.forsaken(*place),
-            Place::Gone => {}
+        match &mut self.slot {
+            CallSlot::Owned(call) => self.provider.cancel(call),
+            CallSlot::Waiting(place) => self.provider.cancel_waiting(*place),
+            CallSlot::Finished => {}
         }
     }
 }
 
 /// By which a call can be made more urgent while it waits: for when somebody joins who can't wait as long.
 #[derive(Clone, Debug)]
-pub struct Urgency(Arc<Joined>);
+pub struct Urgency(Arc<UrgencyInner>);
 
 #[derive(Debug)]
-struct Joined {
+struct UrgencyInner {
     lane: AtomicU8,
     /// One more than the place where its call is parked; 0 if it isn't. Written under the floor's lock.
-    place: AtomicUsize,
+    waiting_index_plus_1: AtomicUsize,
 }
 
 impl Default for Urgency {
     /// As urgent as its call says.
     fn default() -> Self {
-        Self(Arc::new(Joined { lane: AtomicU8::new(Lane::Background as u8), place: AtomicUsize::new(0) }))
+        Self(Arc::new(UrgencyInner {
+            lane: AtomicU8::new(Lane::Background as u8),
+            waiting_index_plus_1: AtomicUsize::new(0),
+        }))
     }
 }
 
@@ -493,19 +518,19 @@ impl Urgency {
     }
 
     /// Whether that is more than it was.
-    fn at_least(&self, lane: Lane) -> bool {
+    fn raise_to(&self, lane: Lane) -> bool {
         self.0.lane.fetch_max(lane as u8, Ordering::Relaxed) < lane as u8
     }
 
-    fn parked(&self, place: usize) {
-        self.0.place.store(place + 1, Ordering::Relaxed);
+    fn set_waiting_index(&self, index: usize) {
+        self.0.waiting_index_plus_1.store(index + 1, Ordering::Relaxed);
     }
 
-    fn unparked(&self) {
-        self.0.place.store(0, Ordering::Relaxed);
+    fn clear_waiting_index(&self) {
+        self.0.waiting_index_plus_1.store(0, Ordering::Relaxed);
     }
 
-    fn place(&self) -> Option<usize> {
-        self.0.place.load(Ordering::Relaxed).checked_sub(1)
+    fn waiting_index(&self) -> Option<usize> {
+        self.0.waiting_index_plus_1.load(Ordering::Relaxed).checked_sub(1)
     }
 }

@@ -2,8 +2,9 @@
 
 mod shared;
 
+use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rand::SeedableRng;
@@ -17,7 +18,7 @@ use crate::clock::precise_timer;
 use crate::random::random_u64;
 use crate::{OpenError, Stores, SystemClock};
 pub(crate) use shared::SharedPace;
-use shared::{PaceWorker, RENEW_EVERY};
+use shared::{PaceWorker, RENEW_INTERVAL};
 
 /// How often a clock is looked at that isn't the machine's: it may be set at any time, and tells nobody.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -148,13 +149,13 @@ impl<C: Clock> Pacer<C> {
     where
         C: Clone,
     {
-        let together = SharedPace::open(spec, name, seed, clock.clone(), open)?;
-        Ok(Self::from_shared(Arc::new(together), clock))
+        let shared_pace = SharedPace::open(spec, name, seed, clock.clone(), open)?;
+        Ok(Self::from_shared(Arc::new(shared_pace), clock))
     }
 
     /// Another worker at a pace.
-    pub(crate) fn from_shared(together: Arc<SharedPace>, clock: C) -> Self {
-        Self { backend: PaceBackend::Shared(PaceWorker::new(together)), clock }
+    pub(crate) fn from_shared(shared_pace: Arc<SharedPace>, clock: C) -> Self {
+        Self { backend: PaceBackend::Shared(PaceWorker::new(shared_pace)), clock }
     }
 
     /// A call has failed: lengthens the wait, and waits, within a tokio runtime whose timers are enabled.
@@ -182,7 +183,7 @@ impl<C: Clock> Pacer<C> {
     /// calls of all workers, as this process last knew it.
     pub fn interval(&self) -> Duration {
         match &self.backend {
-            PaceBackend::Local(state) => lock(state).pacer.interval(),
+            PaceBackend::Local(state) => state.lock().pacer.interval(),
             PaceBackend::Shared(worker) => worker.interval(),
         }
     }
@@ -198,7 +199,7 @@ impl<C: Clock> Pacer<C> {
     /// What it has done since it was made, for all who share it in this process.
     pub fn metrics(&self) -> PacerMetrics {
         match &self.backend {
-            PaceBackend::Local(state) => lock(state).pacer.metrics(),
+            PaceBackend::Local(state) => state.lock().pacer.metrics(),
             PaceBackend::Shared(worker) => worker.metrics(),
         }
     }
@@ -208,10 +209,10 @@ impl<C: Clock> Pacer<C> {
             PaceBackend::Local(state) => self.sleep(report_local(state, failed)).await,
             PaceBackend::Shared(worker) => {
                 let mut wait = worker.report_call(failed).await;
-                while wait > RENEW_EVERY {
-                    self.sleep(RENEW_EVERY).await;
+                while wait > RENEW_INTERVAL {
+                    self.sleep(RENEW_INTERVAL).await;
                     worker.renew();
-                    wait -= RENEW_EVERY;
+                    wait -= RENEW_INTERVAL;
                 }
                 self.sleep(wait).await;
             }
@@ -223,10 +224,10 @@ impl<C: Clock> Pacer<C> {
             PaceBackend::Local(state) => self.block(report_local(state, failed)),
             PaceBackend::Shared(worker) => {
                 let mut wait = worker.report_call_blocking(failed);
-                while wait > RENEW_EVERY {
-                    self.block(RENEW_EVERY);
+                while wait > RENEW_INTERVAL {
+                    self.block(RENEW_INTERVAL);
                     worker.renew();
-                    wait -= RENEW_EVERY;
+                    wait -= RENEW_INTERVAL;
                 }
                 self.block(wait);
             }
@@ -263,13 +264,8 @@ impl<C: Clock> Pacer<C> {
 }
 
 fn report_local(state: &Mutex<LocalPace>, failed: bool) -> Duration {
-    let LocalPace { pacer, rng } = &mut *lock(state);
+    let LocalPace { pacer, rng } = &mut *state.lock();
     if failed { pacer.failed(rng) } else { pacer.succeeded(rng).unwrap_or_default() }
-}
-
-fn lock(state: &Mutex<LocalPace>) -> MutexGuard<'_, LocalPace> {
-    // Nothing under it panics half-way.
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<C> fmt::Debug for Pacer<C> {

@@ -20,7 +20,7 @@ pub struct PermitGuard<S: Store, C: Clock> {
 
 impl<S: Store, C: Clock> PermitGuard<S, C> {
     /// How often to renew: 10 s, a third of the lease.
-    pub const RENEW_EVERY: Span = Concurrency::RENEW_INTERVAL;
+    pub const RENEW_INTERVAL: Span = Concurrency::RENEW_INTERVAL;
 
     pub(crate) fn new(gate: Gate<S, C>, own: Batch, shared: Vec<Batch>) -> Self {
         Self { gate, own_keys: own, shared_keys: shared }

@@ -26,8 +26,8 @@ pub(crate) use shared::SharedRng;
 
 #[cfg(all(feature = "outbound", feature = "tower"))]
 mod shared {
+    use parking_lot::Mutex;
     use std::convert::Infallible;
-    use std::sync::{Mutex, PoisonError};
 
     use rand::rngs::SmallRng;
     use rand::{SeedableRng, TryRng};
@@ -46,7 +46,7 @@ mod shared {
 
     impl SharedRng {
         fn with<T>(&self, draw: impl FnOnce(&mut SmallRng) -> Result<T, Infallible>) -> Result<T, Infallible> {
-            draw(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+            draw(&mut self.0.lock())
         }
     }
 

@@ -95,10 +95,10 @@ struct LimitTexts {
 impl Replies {
     /// Prepares the replies of a plan.
     pub fn new(plan: &Plan, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
-        let fixed = |own: &[LimitId]| {
+        let action_headers = |own: &[LimitId]| {
             // A limit that only watches is nobody's to obey.
             let enforced = own.iter().chain(plan.global()).filter(|id| !is_shadow(plan, **id));
-            let items = enforced.map(|id| policy_item(plan.limit_info(*id).rate_limit_policy(), dialect));
+            let items = enforced.map(|id| format_policy_item(plan.limit_info(*id).rate_limit_policy(), dialect));
             let text = items.collect::<Vec<_>>().join(", ");
             let policy = match dialect {
                 HeaderDialect::None => None,
@@ -135,8 +135,8 @@ impl Replies {
             };
             let (capacity, source) = (limit.kind().capacity(), plan.limit_info(id).scope().as_str());
             let bound_by = JsonString(plan.limit_info(id).name()).to_string();
-            let before = format!(r#"{{"allowed":true,"limit":{capacity},"remaining":"#);
-            let behind = format!(
+            let prefix = format!(r#"{{"allowed":true,"limit":{capacity},"remaining":"#);
+            let suffix = format!(
                 r#","retry_after":null,"blocked":false,"backoff_seconds":null,"next_allowed_at":null,"bound_by":{bound_by},"reason":"ok","source":"{source}"}}"#
             );
             LimitTexts {
@@ -147,15 +147,15 @@ impl Replies {
                 action: plan.limit_info(id).action(),
                 capacity,
                 shadow: limit.is_shadow(),
-                plain_report: (before.into(), behind.into()),
+                plain_report: (prefix.into(), suffix.into()),
             }
         });
         Self {
             dialect,
             x_ratelimit,
             limits: limits.collect(),
-            actions: plan.actions().map(|(_, action)| fixed(action.limits())).collect(),
-            unmatched: fixed(&[]),
+            actions: plan.actions().map(|(_, action)| action_headers(action.limits())).collect(),
+            unmatched: action_headers(&[]),
         }
     }
 
@@ -173,15 +173,15 @@ impl Replies {
             if let Some(policy) = &self.action_headers(actions.into(), id).policy_header {
                 headers.append(RATELIMIT_POLICY, policy.clone());
             }
-            if let Some(state) = self.state(id, limit, remaining, reset(decision)) {
+            if let Some(state) = self.state(id, limit, remaining, reset_seconds(decision)) {
                 headers.append(RATELIMIT, state);
             }
         }
         if self.x_ratelimit {
-            headers.insert(X_RATELIMIT_LIMIT, number(limit));
-            headers.insert(X_RATELIMIT_REMAINING, number(remaining));
-            if let Some(seconds) = reset(decision) {
-                headers.insert(X_RATELIMIT_RESET, number(seconds));
+            headers.insert(X_RATELIMIT_LIMIT, number_header(limit));
+            headers.insert(X_RATELIMIT_REMAINING, number_header(remaining));
+            if let Some(seconds) = reset_seconds(decision) {
+                headers.insert(X_RATELIMIT_RESET, number_header(seconds));
             }
         }
     }
@@ -197,11 +197,11 @@ impl Replies {
     }
 
     fn state(&self, id: LimitId, limit: u64, remaining: u64, reset: Option<u64>) -> Option<HeaderValue> {
-        let named = self.limits.get(id.index())?;
+        let texts = self.limits.get(id.index())?;
         let mut text = SmallBuffer::<STATE_BYTES>::new();
         let reset_key = match self.dialect {
             HeaderDialect::Draft10 => {
-                text.put(&named.state_prefix);
+                text.put(&texts.state_prefix);
                 ";t="
             }
             _ => {
@@ -245,7 +245,7 @@ impl Replies {
                 let mut headers = HeaderMap::with_capacity(8);
                 headers.insert(CONTENT_TYPE, if problem { PROBLEM_JSON } else { JSON });
                 if let Some(wait) = decision.retry_after {
-                    headers.insert(RETRY_AFTER, number(wait.as_secs_ceil()));
+                    headers.insert(RETRY_AFTER, number_header(wait.as_secs_ceil()));
                 }
                 self.annotate(actions, decision, &mut headers);
                 headers
@@ -270,26 +270,26 @@ impl Replies {
         if wants_problem(request) {
             return self.refusal(actions, decision, request);
         }
-        let telling = RefusalKey::of(actions, decision);
-        if let Some((told, response)) = &last.0
-            && *told == telling
+        let key = RefusalKey::new(actions, decision);
+        if let Some((cached_key, response)) = &last.0
+            && *cached_key == key
         {
-            let mut again = Response::new(response.body().clone());
-            *again.status_mut() = response.status();
-            *again.headers_mut() = response.headers().clone();
-            return again;
+            let mut copy = Response::new(response.body().clone());
+            *copy.status_mut() = response.status();
+            *copy.headers_mut() = response.headers().clone();
+            return copy;
         }
         let response = self.refusal(actions, decision, request);
-        last.0 = Some((telling, response.clone()));
+        last.0 = Some((key, response.clone()));
         response
     }
 
     /// A decision as the JSON that its [`DecisionReport`](crate::DecisionReport) serialises to, written in one go.
     pub fn report(&self, decision: &Decision) -> Bytes {
         let seconds = |span: Span| span.as_secs_ceil();
-        let named = decision.bound_by.and_then(|id| self.limits.get(id.index()));
+        let texts = decision.bound_by.and_then(|id| self.limits.get(id.index()));
         let mut text = SmallBuffer::<REPORT_BYTES>::new();
-        if let (Some(named), Some(remaining)) = (named, decision.remaining)
+        if let (Some(named), Some(remaining)) = (texts, decision.remaining)
             && decision.allowed
             && decision.reason == Reason::Ok
             && decision.limit == Some(named.capacity)
@@ -317,15 +317,15 @@ impl Replies {
         match decision.next_allowed_at {
             Some(at) => {
                 text.put(r#","next_allowed_at":""#);
-                text.put(Timestamp::of(at).0);
+                text.put(Timestamp::from_time(at).0);
                 text.put(r#"","bound_by":"#);
             }
             None => text.put(r#","next_allowed_at":null,"bound_by":"#),
         }
-        text.put(named.map_or("null", |named| &*named.bound_by_json));
+        text.put(texts.map_or("null", |named| &*named.bound_by_json));
         text.put(r#","reason":""#);
         text.put(reason_name(decision.reason));
-        match named {
+        match texts {
             Some(named) => {
                 text.put(r#"","source":""#);
                 text.put(named.source);
@@ -365,19 +365,19 @@ impl Replies {
     /// that lacks one of them.
     fn filled_template(&self, actions: MatchedActions, decision: &Decision) -> Option<HeaderMap> {
         let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
-        let reset = reset(decision)?;
-        let fixed = self.action_headers(actions, id);
+        let reset = reset_seconds(decision)?;
+        let templates = self.action_headers(actions, id);
         let mut headers =
-            if decision.allowed { fixed.admission_template.clone() } else { fixed.refusal_template.clone() };
+            if decision.allowed { templates.admission_template.clone() } else { templates.refusal_template.clone() };
         for (name, value) in &mut headers {
             if *name == RETRY_AFTER || *name == X_RATELIMIT_RESET {
-                *value = number(reset);
+                *value = number_header(reset);
             } else if *name == RATELIMIT {
                 *value = self.state(id, limit, remaining, Some(reset))?;
             } else if *name == X_RATELIMIT_LIMIT {
-                *value = number(limit);
+                *value = number_header(limit);
             } else if *name == X_RATELIMIT_REMAINING {
-                *value = number(remaining);
+                *value = number_header(remaining);
             }
         }
         Some(headers)
@@ -401,9 +401,9 @@ impl Replies {
                 text.put(r#"","title":""#);
                 text.put(PROBLEM_TITLE);
                 text.put(r#"","status":429"#);
-                if let Some(named) = decision.bound_by.and_then(|id| self.limits.get(id.index())) {
+                if let Some(texts) = decision.bound_by.and_then(|id| self.limits.get(id.index())) {
                     text.put(r#","violated-policies":["#);
-                    text.put(&*named.name_json);
+                    text.put(&*texts.name_json);
                     text.put("]");
                 }
                 put_times(&mut text, decision);
@@ -420,7 +420,7 @@ fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
     match decision.next_allowed_at {
         Some(at) => {
             text.put(r#","next_allowed_at":""#);
-            text.put(Timestamp::of(at).0);
+            text.put(Timestamp::from_time(at).0);
             text.put("\"}");
         }
         None => text.put(r#","next_allowed_at":null}"#),
@@ -444,7 +444,7 @@ struct RefusalKey {
 }
 
 impl RefusalKey {
-    fn of(actions: MatchedActions, decision: &Decision) -> Self {
+    fn new(actions: MatchedActions, decision: &Decision) -> Self {
         Self {
             actions,
             bound_by: decision.bound_by,
@@ -488,21 +488,22 @@ fn is_zero_weight(parameter: &[u8]) -> bool {
 
 /// A moment as decisions write it, in UTC and rounded up to the second: `2026-11-21 12:01:45Z`.
 pub fn timestamp(at: Time) -> impl fmt::Display {
-    Timestamp::of(at)
+    Timestamp::from_time(at)
 }
 
 /// A header of one number. `HeaderValue::from` would allocate twice.
-pub fn number(number: u64) -> HeaderValue {
-    HeaderValue::from_bytes(DecimalDigits::of(number).as_bytes()).expect("invariant: digits are valid in a header")
+pub fn number_header(number: u64) -> HeaderValue {
+    HeaderValue::from_bytes(DecimalDigits::from_number(number).as_bytes())
+        .expect("invariant: digits are valid in a header")
 }
 
 /// When the limit that bound the decision has more to give, in seconds rounded up.
-fn reset(decision: &Decision) -> Option<u64> {
+fn reset_seconds(decision: &Decision) -> Option<u64> {
     let span = if decision.allowed { Some(decision.reset_after) } else { decision.retry_after };
     span.map(|span| span.as_secs_ceil())
 }
 
-fn policy_item(item: &RateLimitPolicyItem, dialect: HeaderDialect) -> String {
+fn format_policy_item(item: &RateLimitPolicyItem, dialect: HeaderDialect) -> String {
     let mut text = match dialect {
         HeaderDialect::Draft7 => item.quota.to_string(),
         _ => format!("{};q={}", QuotedString(&item.name), item.quota),

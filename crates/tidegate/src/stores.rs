@@ -1,10 +1,11 @@
 //! Opens the stores that a policy names.
 
+use parking_lot::Mutex;
 #[cfg(feature = "outbound")]
 use std::collections::HashMap;
 use std::sync::Arc;
 #[cfg(feature = "outbound")]
-use std::sync::{Mutex, PoisonError, Weak};
+use std::sync::Weak;
 
 use tidegate_core::{Clock, LimitError, Limits};
 #[cfg(feature = "outbound")]
@@ -34,7 +35,7 @@ const SEED_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 /// The stores of a policy: in memory, in a file, or on a server that several nodes share. From one of these a gate and
 /// providers are made that share what they can.
 pub struct Stores {
-    settings: StoreSettings,
+    config: StoreSettings,
     seed: KeySeed,
     /// What the store keeps of it.
     #[cfg(feature = "remote")]
@@ -51,7 +52,7 @@ pub struct Stores {
 
 impl std::fmt::Debug for Stores {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Stores").field("settings", &self.settings).finish_non_exhaustive()
+        f.debug_struct("Stores").field("settings", &self.config).finish_non_exhaustive()
     }
 }
 
@@ -137,7 +138,7 @@ impl Stores {
             }
         };
         let mut stores = Self {
-            settings,
+            config: settings,
             seed: KeySeed::new(random_bytes()),
             #[cfg(feature = "remote")]
             stored_seed: None,
@@ -147,19 +148,19 @@ impl Stores {
             pacers: Mutex::default(),
             node: random_u64(),
         };
-        stores.seed = match (configured, &stores.settings.url) {
+        stores.seed = match (configured, &stores.config.url) {
             #[cfg(feature = "file")]
-            (said, StoreUrl::File(path)) => {
-                let flush = match stores.settings.sync {
+            (configured_seed, StoreUrl::File(path)) => {
+                let flush = match stores.config.sync {
                     SyncMode::Always => Flush::Always,
                     SyncMode::Within(span) => Flush::Within(span),
                 };
-                let on_full = match stores.settings.on_full {
+                let on_full = match stores.config.on_full {
                     OnFull::Continue => tidegate_store::OnFull::Continue,
                     OnFull::Deny => tidegate_store::OnFull::Deny,
                 };
                 let journal = Journal::open_with(path, flush, on_full)?;
-                let seed = match said {
+                let seed = match configured_seed {
                     Some(seed) => seed,
                     None => KeySeed::new(journal.seed(random_bytes())?),
                 };
@@ -169,12 +170,12 @@ impl Stores {
             #[cfg(feature = "remote")]
             (None, StoreUrl::Server(engine, url)) => {
                 let remote = stores.connect_server(*engine, url.expose(), Arc::default())?;
-                let url = stores.settings.url.to_string();
+                let url = stores.config.url.to_string();
                 let answer = tokio::time::timeout(SEED_TIMEOUT, remote.seed(random_bytes())).await;
                 let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_TIMEOUT)));
-                let kept = answer.map_err(|source| OpenError::Unreachable { url, source })?;
-                stores.stored_seed = Some(kept);
-                KeySeed::new(kept)
+                let stored_seed = answer.map_err(|source| OpenError::Unreachable { url, source })?;
+                stores.stored_seed = Some(stored_seed);
+                KeySeed::new(stored_seed)
             }
             (Some(seed), _) => seed,
             _ => stores.seed,
@@ -204,15 +205,15 @@ impl Stores {
         clock: C,
     ) -> Result<Option<Outbound<AnyStore, C>>, OpenError> {
         let Some(plan) = policy.outbound() else { return Ok(None) };
-        let own = match &self.settings.url {
+        let local_store = match &self.config.url {
             StoreUrl::File(_) => self.open_store(plan.limits(), clock.clone())?,
             _ => AnyStore::Memory(self.memory(Arc::clone(plan.limits()))),
         };
         // What isn't on a server is this process' own, and `own` already.
-        let is_shared = matches!(self.settings.url, StoreUrl::Server(..))
-            && plan.providers().iter().any(|provider| provider.shared);
+        let is_shared =
+            matches!(self.config.url, StoreUrl::Server(..)) && plan.providers().iter().any(|provider| provider.shared);
         let shared = if is_shared { Some(self.open_store(plan.limits(), clock.clone())?) } else { None };
-        Ok(Some(Outbound::with_stores(plan.clone(), own, shared, clock, &self.seed)))
+        Ok(Some(Outbound::with_stores(plan.clone(), local_store, shared, clock, &self.seed)))
     }
 
     /// A worker at the pace that is kept in these stores under this name ([`Pacer`]): in memory, for all who open it by
@@ -225,7 +226,7 @@ impl Stores {
     /// name has in this process; and what else [`OpenError`] says.
     #[cfg(feature = "outbound")]
     pub fn pacer<C: Clock + Clone>(&self, spec: PacerSpec, name: &str, clock: C) -> Result<Pacer<C>, OpenError> {
-        let mut pacers = self.pacers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pacers = self.pacers.lock();
         pacers.retain(|_, pace| pace.strong_count() > 0);
         if let Some(pace) = pacers.get(name).and_then(Weak::upgrade) {
             if !pace.has_spec(spec)? {
@@ -244,7 +245,7 @@ impl Stores {
     }
 
     fn max_bytes(&self) -> usize {
-        usize::try_from(self.settings.max_bytes).unwrap_or(usize::MAX)
+        usize::try_from(self.config.max_bytes).unwrap_or(usize::MAX)
     }
 
     /// The store that the policy names, for these limits.
@@ -253,14 +254,14 @@ impl Stores {
         expect(unused_variables, reason = "nothing here needs the time")
     )]
     fn open_store(&self, limits: &Limits, clock: impl Clock) -> Result<AnyStore, OpenError> {
-        match &self.settings.url {
+        match &self.config.url {
             #[cfg(feature = "remote")]
             StoreUrl::Server(engine, url) => {
                 let remote = self.connect_server(*engine, url.expose(), Arc::new(fleet_limits(limits)?))?;
                 let mut options = FleetOptions::new(self.node);
                 options.seed = self.stored_seed;
-                options.timeout = self.settings.timeout;
-                options.nodes = self.settings.nodes;
+                options.timeout = self.config.timeout;
+                options.nodes = self.config.nodes;
                 options.max_bytes = self.max_bytes();
                 Ok(AnyStore::Fleet(Fleet::start(remote, clock, options)))
             }
@@ -271,9 +272,9 @@ impl Stores {
                 Ok(AnyStore::File(store))
             }
             #[cfg(not(feature = "file"))]
-            StoreUrl::File(_) => Err(self.not_built("file")),
+            StoreUrl::File(_) => Err(self.missing_feature("file")),
             #[cfg(not(feature = "remote"))]
-            StoreUrl::Server(engine, _) => Err(self.not_built(engine.feature())),
+            StoreUrl::Server(engine, _) => Err(self.missing_feature(engine.feature())),
             _ => Ok(AnyStore::Memory(self.memory(Arc::new(limits.clone())))),
         }
     }
@@ -290,44 +291,47 @@ impl Stores {
         url: &str,
         limits: Arc<Limits>,
     ) -> Result<Box<dyn Remote>, OpenError> {
-        let wrong = |why: String| OpenError::Url { url: self.settings.url.to_string(), why };
+        let wrong = |why: String| OpenError::Url { url: self.config.url.to_string(), why };
         #[cfg(any(feature = "mysql", feature = "postgres", feature = "mongodb"))]
-        let rows = || {
+        let rows_options = || {
             let mut options = tidegate_store::RowsOptions::new(url);
-            options.prefix = format!("{}_", self.settings.prefix);
+            options.prefix = format!("{}_", self.config.prefix);
             options
         };
         match engine {
             #[cfg(feature = "redis")]
             StoreEngine::Redis | StoreEngine::RedisCluster => {
                 let mut options = tidegate_store::RedisOptions::new(url);
-                options.prefix = format!("{}:", self.settings.prefix);
-                options.reserve = self.settings.cluster == tidegate_policy::store::ClusterMode::Reserve;
+                options.prefix = format!("{}:", self.config.prefix);
+                options.reserve = self.config.cluster == tidegate_policy::store::ClusterMode::Reserve;
                 let redis = tidegate_store::Redis::new(options, limits).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(redis))
             }
             #[cfg(feature = "mysql")]
             StoreEngine::MySql => {
-                let store = tidegate_store::MySql::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
+                let store =
+                    tidegate_store::MySql::new(limits, &rows_options()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
             #[cfg(feature = "postgres")]
             StoreEngine::Postgres => {
-                let store = tidegate_store::Postgres::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
+                let store =
+                    tidegate_store::Postgres::new(limits, &rows_options()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
             #[cfg(feature = "mongodb")]
             StoreEngine::MongoDb => {
-                let store = tidegate_store::MongoDb::new(limits, &rows()).map_err(|error| wrong(error.to_string()))?;
+                let store =
+                    tidegate_store::MongoDb::new(limits, &rows_options()).map_err(|error| wrong(error.to_string()))?;
                 Ok(Box::new(store))
             }
             #[allow(unreachable_patterns, reason = "a build with all of them misses none")]
-            engine => Err(self.not_built(engine.feature())),
+            engine => Err(self.missing_feature(engine.feature())),
         }
     }
 
     #[allow(dead_code, reason = "nothing is missing where all features are there")]
-    fn not_built(&self, feature: &'static str) -> OpenError {
-        OpenError::NotBuilt { url: self.settings.url.to_string(), feature }
+    fn missing_feature(&self, feature: &'static str) -> OpenError {
+        OpenError::NotBuilt { url: self.config.url.to_string(), feature }
     }
 }

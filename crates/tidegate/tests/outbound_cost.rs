@@ -16,7 +16,9 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
-use tidegate::outbound::{CallOptions, Outbound, OutboundBody, OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
+use tidegate::outbound::{
+    CallErrorKind, CallOptions, Outbound, OutboundBody, OutboundError, OutboundLayer, ReplayBody, SendError,
+};
 use tidegate::policy::{Policy, PolicySources};
 use tower::util::BoxCloneService;
 use tower::{Layer as _, ServiceExt as _};
@@ -104,7 +106,7 @@ async fn assert_left(service: &Through, left: u64) {
         request.extensions_mut().insert(CallOptions { cost, timeout, ..CallOptions::default() });
         match service.clone().oneshot(request).await {
             Ok(_) => false,
-            Err(OutboundError::Call(error)) if matches!(error.why, Why::RateLimited { .. }) => true,
+            Err(OutboundError::Call(error)) if matches!(error.kind, CallErrorKind::RateLimited { .. }) => true,
             Err(error) => panic!("{error}"),
         }
     };
@@ -153,7 +155,7 @@ async fn a_body_that_breaks_off_before_its_turn_costs_nothing() {
     let broken = iter([Ok(Frame::data(Bytes::from_static(b"{"))), Err(io::Error::other("the caller is gone"))]);
     let error = service.clone().oneshot(post(&[JSON], BodyExt::boxed_unsync(StreamBody::new(broken)))).await;
     let error = error.map(|_| ()).unwrap_err();
-    assert!(matches!(error, OutboundError::Trouble(Trouble::Body)), "{error:?}");
+    assert!(matches!(error, OutboundError::Send(SendError::BrokenBody)), "{error:?}");
     assert_eq!((error.status(), api.count()), (400, 0));
     assert_left(&service, 1000).await;
 }
@@ -165,7 +167,7 @@ async fn a_body_that_does_not_come_takes_no_longer_than_its_call() {
     let clock = TokioClock::default();
     let began_at = tidegate::Clock::now(&clock);
     let error = service.clone().oneshot(post(&[JSON], unending("{"))).await.map(|_| ()).unwrap_err();
-    assert!(matches!(error, OutboundError::Trouble(Trouble::Stalled)), "{error:?}");
+    assert!(matches!(error, OutboundError::Send(SendError::BodyTimeout)), "{error:?}");
     assert_eq!(tidegate::Clock::now(&clock).since(began_at).as_secs_ceil(), 7);
     assert_eq!((error.status(), api.count()), (408, 0));
     assert_left(&service, 1000).await;

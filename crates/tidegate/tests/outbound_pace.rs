@@ -61,7 +61,7 @@ async fn adaptive_finds_a_real_servers_rate() {
     );
     let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, clock.clone()).unwrap();
-    let layer = OutboundLayer::with(outbound.provider("api").unwrap().clone(), |_| None::<String>).unwrap();
+    let layer = OutboundLayer::with_env(outbound.provider("api").unwrap().clone(), |_| None::<String>).unwrap();
     let service = layer.layer(Client::builder(TokioExecutor::new()).build_http());
     let began = clock.now();
     let from = began + Span::from_secs(warm_up);

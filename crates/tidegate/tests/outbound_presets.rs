@@ -12,7 +12,7 @@ use http_body_util::{BodyExt, Full};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{
-    CallOptions, Happened, Outbound, OutboundBody, OutboundError, OutboundLayer, Provider, ReplayBody, Why,
+    CallErrorKind, CallOptions, CallStats, Outbound, OutboundBody, OutboundError, OutboundLayer, Provider, ReplayBody,
 };
 use tidegate::policy::{Policy, PolicySources};
 use tower::util::BoxCloneService;
@@ -36,7 +36,7 @@ impl Ready {
             Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
         let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
         let provider = outbound.provider("api").unwrap().clone();
-        let layer = OutboundLayer::with(provider.clone(), |_| Some("key".to_owned())).unwrap();
+        let layer = OutboundLayer::with_env(provider.clone(), |_| Some("key".to_owned())).unwrap();
         let count = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&count);
         let service = tower::service_fn(move |request: Request<ReplayBody<Full<Bytes>>>| {
@@ -66,7 +66,7 @@ impl Ready {
         request.extensions_mut().insert(CallOptions { cost, timeout, ..CallOptions::default() });
         match self.ask(request).await {
             Ok(_) => true,
-            Err(OutboundError::Call(error)) if matches!(error.why, Why::RateLimited { .. }) => false,
+            Err(OutboundError::Call(error)) if matches!(error.kind, CallErrorKind::RateLimited { .. }) => false,
             Err(error) => panic!("{error}"),
         }
     }
@@ -152,7 +152,10 @@ async fn omdb_spends_the_day_whatever_status_says_so() {
         let api = Ready::made(&format!("preset = \"omdb-free\"\n{KEY}"), move |_| reached);
         let spent = api.ask(get()).await.unwrap();
         assert_eq!(spent.status(), status);
-        assert!(matches!(spent.extensions().get::<Why>(), Some(Why::RetryAfterTooLong { .. })), "{spent:?}");
+        assert!(
+            matches!(spent.extensions().get::<CallErrorKind>(), Some(CallErrorKind::RetryAfterTooLong { .. })),
+            "{spent:?}"
+        );
         api.ask(get()).await.unwrap_err();
         assert_eq!(api.count(), 1, "nothing more is sent today");
     }
@@ -178,10 +181,10 @@ async fn musicbrainz_throttles_with_a_503_that_is_no_outage() {
         match reply {
             Ok(reply) if reply.status().is_success() => {
                 assert!(fine, "five failures in a row open the breaker");
-                assert_eq!(reply.extensions().get::<Happened>().unwrap().attempts, 7);
+                assert_eq!(reply.extensions().get::<CallStats>().unwrap().attempts, 7);
             }
             other => assert!(!fine, "{other:?}"),
         }
-        assert_eq!(api.provider.look(|desk, now| desk.breaker.peek(now).is_ok()), fine, "{body}");
+        assert_eq!(api.provider.inspect(|desk, now| desk.breaker.peek(now).is_ok()), fine, "{body}");
     }
 }

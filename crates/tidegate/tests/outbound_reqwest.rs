@@ -18,10 +18,10 @@ use http_body_util::{BodyExt, StreamBody};
 use reqwest::redirect::Policy as Redirects;
 use reqwest_middleware::{ClientBuilder, ClientWithMiddleware, Error, Middleware, Next};
 use tidegate::clock::SystemClock;
-use tidegate::core::retry::Unreplayable;
+use tidegate::core::retry::UnreplayableReason;
 use tidegate::core::{Clock as _, Lane};
 use tidegate::outbound::{
-    CallOptions, CredentialError, Happened, Outbound, OutboundError, OutboundMiddleware, Trouble, Why,
+    CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundMiddleware, SendError,
 };
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Span, Time};
@@ -104,7 +104,7 @@ fn outbound(text: &str) -> Outbound {
 
 fn middleware(outbound: &Outbound) -> OutboundMiddleware {
     let env = |name: &str| Some(format!("{PLANTED}-{}", name.to_lowercase()));
-    OutboundMiddleware::with(outbound.providers().iter().cloned(), env).unwrap()
+    OutboundMiddleware::with_env(outbound.providers().iter().cloned(), env).unwrap()
 }
 
 fn builder(outbound: &Outbound) -> ClientBuilder {
@@ -116,12 +116,12 @@ fn client(outbound: &Outbound) -> ClientWithMiddleware {
     builder(outbound).build()
 }
 
-fn happened(reply: &reqwest::Response) -> Happened {
-    *reply.extensions().get::<Happened>().unwrap()
+fn happened(reply: &reqwest::Response) -> CallStats {
+    *reply.extensions().get::<CallStats>().unwrap()
 }
 
-fn why(reply: &reqwest::Response) -> Why {
-    reply.extensions().get::<Why>().unwrap().clone()
+fn why(reply: &reqwest::Response) -> CallErrorKind {
+    reply.extensions().get::<CallErrorKind>().unwrap().clone()
 }
 
 fn outbound_error(error: &Error) -> &OutboundError {
@@ -150,7 +150,7 @@ async fn requests_below_a_base_url_are_calls_and_others_pass() {
     ] {
         let reply = client.get(server.url(path)).send().await.unwrap();
         let is_call = authorization.is_some() || api_key.is_some();
-        assert_eq!(reply.extensions().get::<Happened>().map(|happened| happened.attempts), is_call.then_some(1));
+        assert_eq!(reply.extensions().get::<CallStats>().map(|happened| happened.attempts), is_call.then_some(1));
         assert_eq!(reply.url().as_str(), server.url(path));
         assert!(reply.remote_addr().is_some());
         assert_eq!(reply.text().await.unwrap(), path);
@@ -165,7 +165,7 @@ async fn requests_below_a_base_url_are_calls_and_others_pass() {
 #[test]
 fn a_credential_that_is_missing_is_told_at_the_start() {
     let outbound = outbound(&format!("[outbound.provider.api]\nbase_url = \"http://127.0.0.1:1\"\n{BEARER}"));
-    let missing = OutboundMiddleware::with(outbound.providers().iter().cloned(), |_| None).unwrap_err();
+    let missing = OutboundMiddleware::with_env(outbound.providers().iter().cloned(), |_| None).unwrap_err();
     assert!(matches!(missing, CredentialError::Missing(_)), "{missing}");
 }
 
@@ -220,7 +220,7 @@ async fn a_failure_is_tried_again_with_the_same_body_where_that_is_harmless() {
         let reply = request.send().await.unwrap();
         assert_eq!(happened(&reply).attempts, sends, "{method} {key:?}");
         if sends == 1 {
-            assert!(matches!(why(&reply), Why::NotIdempotent));
+            assert!(matches!(why(&reply), CallErrorKind::NotIdempotent));
             assert_eq!(reply.text().await.unwrap(), "down", "the last reply is passed on");
         } else {
             assert_eq!(reply.text().await.unwrap(), "up");
@@ -246,10 +246,10 @@ async fn an_upload_is_sent_whole_or_not_again() {
     let outbound = server.outbound(&format!("replay = \"8KiB\"\nbreaker = \"off\"\n{BEARER}"));
     let client = client(&outbound);
     let reply = client.put(server.url("/v1/x")).body(upload(64)).send().await.unwrap();
-    assert!(matches!(why(&reply), Why::Unreplayable(Unreplayable::BodyTooLarge)), "{:?}", why(&reply));
+    assert!(matches!(why(&reply), CallErrorKind::Unreplayable(UnreplayableReason::BodyTooLarge)), "{:?}", why(&reply));
     assert_eq!(server.told(|arrived| arrived.body.len()), [64 << 10], "once, and whole");
     let reply = client.put(server.url("/v1/x")).body(upload(4)).send().await.unwrap();
-    assert!(matches!(why(&reply), Why::RetriesExhausted { attempts: 3 }), "{:?}", why(&reply));
+    assert!(matches!(why(&reply), CallErrorKind::RetriesExhausted { attempts: 3 }), "{:?}", why(&reply));
     assert_eq!(server.told(|arrived| arrived.body.len())[1..], [4 << 10; 3], "what was kept is sent again");
 }
 
@@ -290,8 +290,8 @@ async fn no_error_tells_the_credential() {
         let client = client(&outbound);
         let error = client.get(format!("http://{address}{path}")).send().await.unwrap_err();
         let OutboundError::Call(failed) = outbound_error(&error) else { panic!("{error:?}") };
-        assert!(matches!(failed.why, Why::RetriesExhausted { attempts: 2 }), "{error:?}");
-        assert!(matches!(failed.value, Some(Trouble::Client(_))), "told, but for its URL: {error:?}");
+        assert!(matches!(failed.kind, CallErrorKind::RetriesExhausted { attempts: 2 }), "{error:?}");
+        assert!(matches!(failed.last_reply, Some(SendError::Inner(_))), "told, but for its URL: {error:?}");
         let told = format!("{} {client:?} {:?}", in_full(&error), middleware(&outbound));
         assert!(!told.contains(PLANTED), "{told}");
     }
@@ -341,7 +341,7 @@ async fn a_client_that_follows_redirects_is_refused() {
     let following = ClientBuilder::new(following).with(middleware(&outbound)).build();
     for _ in 0..2 {
         let error = following.get(server.url("/v1/x")).send().await.unwrap_err();
-        assert!(matches!(outbound_error(&error), OutboundError::Trouble(Trouble::Followed)), "{error:?}");
+        assert!(matches!(outbound_error(&error), OutboundError::Send(SendError::FollowedRedirect)), "{error:?}");
     }
     assert_eq!((server.count(), elsewhere.count()), (2, 1), "it was found out once, and not tried again");
     assert_eq!(following.get(elsewhere.url("/x")).send().await.unwrap().status(), StatusCode::OK, "no call");
@@ -351,7 +351,7 @@ async fn a_client_that_follows_redirects_is_refused() {
         .with(middleware(&to_itself.outbound(HEADER)))
         .build();
     let error = following.get(to_itself.url("/v1/x")).send().await.unwrap_err();
-    assert!(matches!(outbound_error(&error), OutboundError::Trouble(Trouble::Followed)), "{error:?}");
+    assert!(matches!(outbound_error(&error), OutboundError::Send(SendError::FollowedRedirect)), "{error:?}");
 }
 
 #[tokio::test]
@@ -361,7 +361,7 @@ async fn a_call_is_in_flight_until_its_body_has_been_read() {
     let client = client(&outbound);
     let options = CallOptions { lane: Lane::Webhook, ..CallOptions::default() };
     let ask = || client.get(server.url("/v1/x")).with_extension(options.clone()).send();
-    let in_flight = || outbound.providers()[0].look(|desk, _| desk.lanes.in_flight(Lane::Webhook));
+    let in_flight = || outbound.providers()[0].inspect(|desk, _| desk.lanes.in_flight(Lane::Webhook));
     let (read, dropped) = (ask().await.unwrap(), ask().await.unwrap());
     assert_eq!(in_flight(), 2);
     assert_eq!(read.content_length(), Some(4));
@@ -380,7 +380,7 @@ async fn a_requests_own_time_out_is_the_calls() {
     );
     let client = client(&outbound(&text));
     let reply = client.get(server.url("/v1/x")).timeout(Duration::from_secs(2)).send().await.unwrap();
-    assert!(matches!(why(&reply), Why::NoTimeLeft { .. }), "{:?}", why(&reply));
+    assert!(matches!(why(&reply), CallErrorKind::NoTimeLeft { .. }), "{:?}", why(&reply));
     assert_eq!(server.count(), 1);
 }
 

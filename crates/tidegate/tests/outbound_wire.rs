@@ -18,8 +18,8 @@ use http_body_util::{BodyExt, Full, StreamBody};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tidegate::clock::SystemClock;
-use tidegate::core::retry::Unreplayable;
-use tidegate::outbound::{Happened, Outbound, OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
+use tidegate::core::retry::UnreplayableReason;
+use tidegate::outbound::{CallErrorKind, CallStats, Outbound, OutboundError, OutboundLayer, ReplayBody, SendError};
 use tidegate::policy::{Policy, PolicySources};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
@@ -59,7 +59,7 @@ fn layer(address: SocketAddr) -> OutboundLayer {
     );
     let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, SystemClock::new()).unwrap();
-    OutboundLayer::with(outbound.provider("api").unwrap().clone(), |_| Some("token".to_owned())).unwrap()
+    OutboundLayer::with_env(outbound.provider("api").unwrap().clone(), |_| Some("token".to_owned())).unwrap()
 }
 
 fn client<B>() -> Client<hyper_util::client::legacy::connect::HttpConnector, ReplayBody<B>>
@@ -79,7 +79,7 @@ async fn what_is_sent_again_is_the_same_request() {
         Request::put("/item").header("host", "127.0.0.1:8081").body(Full::new(Bytes::from_static(b"content")));
     let response = service.oneshot(request.unwrap()).await.unwrap();
     assert_eq!(response.status(), StatusCode::OK);
-    assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, 3);
+    assert_eq!(response.extensions().get::<CallStats>().unwrap().attempts, 3);
     let seen = seen.lock().unwrap();
     assert_eq!(seen.len(), 3);
     for (headers, length) in &*seen {
@@ -98,8 +98,11 @@ async fn nobody_listens() {
     let request = Request::post("/item").body(Full::new(Bytes::from_static(b"content"))).unwrap();
     let error = service.oneshot(request).await.unwrap_err();
     let OutboundError::Call(error) = error else { panic!("{error}") };
-    assert!(matches!((&error.why, &error.value), (Why::RetriesExhausted { attempts: 3 }, Some(Trouble::Client(_)))));
-    assert_eq!(error.happened.attempts, 3, "nothing was sent, so that even a POST may be repeated");
+    assert!(matches!(
+        (&error.kind, &error.last_reply),
+        (CallErrorKind::RetriesExhausted { attempts: 3 }, Some(SendError::Inner(_)))
+    ));
+    assert_eq!(error.stats.attempts, 3, "nothing was sent, so that even a POST may be repeated");
 }
 
 #[tokio::test]
@@ -114,7 +117,7 @@ async fn a_callers_body_that_breaks_off_is_no_failure_of_the_provider() {
     for _ in 0..6 {
         let request = Request::put("/item").body(upload(true)).unwrap();
         let error = service.clone().oneshot(request).await.unwrap_err();
-        assert!(matches!(error, OutboundError::Trouble(Trouble::Body)), "{error:?}");
+        assert!(matches!(error, OutboundError::Send(SendError::BrokenBody)), "{error:?}");
         assert_eq!(error.status(), 400);
     }
     assert!(seen.lock().unwrap().is_empty(), "none arrived as a whole");
@@ -160,8 +163,8 @@ async fn an_upload_of_a_gibibyte_is_sent_once_in_bounded_memory() {
     }));
     let response = service.oneshot(Request::put("/item").body(StreamBody::new(upload)).unwrap()).await.unwrap();
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
-    let why = response.extensions().get::<Why>().unwrap();
-    assert!(matches!(why, Why::Unreplayable(Unreplayable::BodyTooLarge)), "{why:?}");
+    let why = response.extensions().get::<CallErrorKind>().unwrap();
+    assert!(matches!(why, CallErrorKind::Unreplayable(UnreplayableReason::BodyTooLarge)), "{why:?}");
     let lengths: Vec<u64> = seen.lock().unwrap().iter().map(|(_, length)| *length).collect();
     assert_eq!(lengths, [1 << 30], "once, and whole");
     assert_eq!(MADE.load(Ordering::Relaxed), 1 << 30);
@@ -234,8 +237,10 @@ async fn what_an_http_2_provider_refuses_unprocessed_is_sent_again_whatever_the_
         let answered = service.oneshot(request).await;
         assert_eq!((answered.is_ok(), seen.load(Ordering::Relaxed)), (sends == 2, sends), "{case}: {answered:?}");
         match answered {
-            Ok(response) => assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, 2, "{case}"),
-            Err(OutboundError::Call(error)) => assert!(matches!(error.why, Why::NotIdempotent), "{case}: {error:?}"),
+            Ok(response) => assert_eq!(response.extensions().get::<CallStats>().unwrap().attempts, 2, "{case}"),
+            Err(OutboundError::Call(error)) => {
+                assert!(matches!(error.kind, CallErrorKind::NotIdempotent), "{case}: {error:?}")
+            }
             Err(error) => panic!("{case}: {error:?}"),
         }
     }

@@ -1,7 +1,7 @@
 //! A command's output: passed on as it comes, while patterns are looked for.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::io::{Read, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use regex::bytes::Regex;
 use tidegate::core::{Clock, Span, Time};
@@ -116,7 +116,7 @@ impl<C: Clock> OutputForwarder<C> {
 
     fn state(&self) -> MutexGuard<'_, OutputState> {
         // Nothing under it panics half-way.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -43,13 +43,13 @@ impl CallWindow {
 
     pub(super) fn record(&mut self, failed: bool, slow: bool, now: Time) {
         self.advance(now);
-        for tally in [&mut self.counts[self.head], &mut self.totals] {
-            tally.calls += 1;
+        for counts in [&mut self.counts[self.head], &mut self.totals] {
+            counts.calls += 1;
             if failed {
-                tally.failures += 1;
+                counts.failures += 1;
             }
             if slow {
-                tally.slow += 1;
+                counts.slow += 1;
             }
         }
     }
@@ -63,15 +63,15 @@ impl CallWindow {
         let present = now.as_micros() / self.tenth.as_micros();
         for _ in self.current_tenth..present.min(self.current_tenth.saturating_add(TENTHS as u64)) {
             self.head = (self.head + 1) % TENTHS;
-            let gone = core::mem::take(&mut self.counts[self.head]);
-            self.totals.calls -= gone.calls;
-            self.totals.failures -= gone.failures;
-            self.totals.slow -= gone.slow;
+            let expired = core::mem::take(&mut self.counts[self.head]);
+            self.totals.calls -= expired.calls;
+            self.totals.failures -= expired.failures;
+            self.totals.slow -= expired.slow;
         }
         // After a clock has stepped back what was counted goes on ageing from there; a call that was merely overtaken
         // counts in the newest tenth.
-        let overtaken = Time::ZERO + self.tenth.times(self.current_tenth) <= now + MAX_CLOCK_LAG;
-        if present > self.current_tenth || !overtaken {
+        let is_clock_lag = Time::ZERO + self.tenth.times(self.current_tenth) <= now + MAX_CLOCK_LAG;
+        if present > self.current_tenth || !is_clock_lag {
             self.current_tenth = present;
         }
     }

@@ -21,7 +21,7 @@ pub enum Measure {
 
 /// A limit of a provider.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ceiling {
+pub struct ProviderLimit {
     /// Which.
     pub limit: LimitId,
     /// What it counts.
@@ -44,15 +44,15 @@ pub struct LaneRules {
 /// Together, the limits of a call, its lane's, its credential's and the cool-down must fit into one batch
 /// ([`MAX_OPS`](crate::MAX_OPS)).
 #[derive(Clone, Debug)]
-pub struct Rules {
+pub struct CallRules {
     /// The limits of all its calls.
-    pub ceilings: Box<[Ceiling]>,
+    pub provider_limits: Box<[ProviderLimit]>,
     /// The limits of a lane's own, in the order of [`Lane::ALL`](crate::Lane::ALL).
-    pub lane_ceilings: [Box<[Ceiling]>; 3],
+    pub lane_limits: [Box<[ProviderLimit]>; 3],
     /// The limits of each credential.
-    pub credential_ceilings: Box<[Ceiling]>,
+    pub credential_limits: Box<[ProviderLimit]>,
     /// How many calls each credential may have in flight. Default `u32::MAX`, which is no bound.
-    pub credential_in_flight: u32,
+    pub max_in_flight_per_credential: u32,
     /// The cool-down of each credential.
     pub cooldown: LimitId,
     /// What the provider's limits count by.
@@ -60,10 +60,10 @@ pub struct Rules {
     /// What each credential's limits and its cool-down count by. A provider without credentials has one, anonymous.
     pub credential_keys: Box<[Key]>,
     /// Whether credentials are named by a login that can be repeated.
-    pub renews: bool,
+    pub can_renew_login: bool,
     /// Whether calls keep to what replies say is left of each credential's limits
-    /// ([`Reply::rests`](super::Reply::rests)). The first of a credential goes alone then.
-    pub learns: bool,
+    /// ([`AttemptReport::remaining`](super::AttemptReport::remaining)). The first of a credential goes alone then.
+    pub tracks_remaining: bool,
     /// How far ahead of its start a call is counted by windows, until its reply tells better: the longest that a
     /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
     pub lead: Span,
@@ -79,11 +79,11 @@ pub struct Rules {
     pub budget: BudgetSpec,
 }
 
-impl Rules {
+impl CallRules {
     /// What a limit counts, if it is one of the provider's.
     pub(super) fn measure(&self, limit: LimitId) -> Option<Measure> {
-        let lanes = self.lane_ceilings.iter().flatten();
-        let mut ceilings = self.ceilings.iter().chain(lanes).chain(&self.credential_ceilings);
-        ceilings.find(|ceiling| ceiling.limit == limit).map(|ceiling| ceiling.measure)
+        let lane_limits = self.lane_limits.iter().flatten();
+        let mut all_limits = self.provider_limits.iter().chain(lane_limits).chain(&self.credential_limits);
+        all_limits.find(|ceiling| ceiling.limit == limit).map(|ceiling| ceiling.measure)
     }
 }

@@ -1,55 +1,55 @@
 //! What a driver and a call tell each other.
 
-use crate::allowance::Rests;
 use crate::breaker::BreakerRefusal;
-use crate::lanes::QueueFull;
-use crate::retry::{GiveUp, Reach, Unreplayable};
+use crate::lanes::QueueFullError;
+use crate::remaining::Remaining;
+use crate::retry::{Delivery, NoRetryReason, UnreplayableReason};
 use crate::{Class, LimitId, Span, Time};
 
 /// How an attempt ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reply {
+pub struct AttemptReport {
     /// What it means.
     pub class: Class,
     /// Whether the request may be sent again: see [`is_repeatable`](crate::retry::is_repeatable).
-    pub repeatable: bool,
+    pub is_repeatable: bool,
     /// Why it can't be sent again, if it can't.
-    pub unreplayable: Option<Unreplayable>,
+    pub unreplayable_reason: Option<UnreplayableReason>,
     /// Whether the provider asks not to be sent it again, whatever it means.
-    pub stop: bool,
+    pub asks_not_to_retry: bool,
     /// How long the provider asks to be left alone.
     pub retry_after: Option<Span>,
     /// Until when the provider says that the credential has nothing left.
     pub spent_until: Option<Time>,
     /// What the provider says is left of the credential's limits.
-    pub rests: Rests,
+    pub remaining: Remaining,
     /// How far the request came.
-    pub reach: Reach,
+    pub delivery: Delivery,
     /// Whether its body is still to come: if the reply is the call's last, the call stays among those in flight until
-    /// [`Remainder::ended`](super::Remainder::ended).
-    pub streams: bool,
+    /// [`InFlight::end`](super::InFlight::end).
+    pub is_streaming: bool,
 }
 
-impl Reply {
+impl AttemptReport {
     /// The end of an attempt of which nothing else is known, and which isn't to be repeated.
-    pub const fn of(class: Class, reach: Reach) -> Self {
+    pub const fn new(class: Class, reach: Delivery) -> Self {
         Self {
             class,
-            repeatable: false,
-            unreplayable: None,
-            stop: false,
+            is_repeatable: false,
+            unreplayable_reason: None,
+            asks_not_to_retry: false,
             retry_after: None,
             spent_until: None,
-            rests: Rests { calls: None, cost: None },
-            reach,
-            streams: false,
+            remaining: Remaining { calls: None, cost: None },
+            delivery: reach,
+            is_streaming: false,
         }
     }
 }
 
 /// Why a call failed that got no reply, or whose last reply is not to be had in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Failure {
+pub enum CallFailure {
     /// The breaker is open.
     Unavailable(BreakerRefusal),
     /// A limit has no room before the deadline.
@@ -67,12 +67,12 @@ pub enum Failure {
         resets_at: Time,
     },
     /// No credential is good before the deadline.
-    Cooling {
+    CredentialsCooling {
         /// When the first is; [`Time::NEVER`] if none comes back by itself.
         earliest: Time,
     },
     /// The call's lane rests, as background does outside its hours, beyond the deadline.
-    Resting {
+    LanePaused {
         /// When the lane goes on.
         until: Time,
     },
@@ -82,32 +82,46 @@ pub enum Failure {
         earliest: Time,
     },
     /// The call's lane is full.
-    QueueFull(QueueFull),
+    QueueFull(QueueFullError),
     /// The deadline passed while the call was waiting for its turn, or for a reply that it left hardly any time for.
     DeadlineExceeded,
     /// The last reply or fault stands: there is no other attempt, for this reason.
-    GaveUp(GiveUp),
+    NotRetried(NoRetryReason),
 }
 
-/// What a driver is to do, after it has told the store what the desk's [`Orders`](super::Orders) say.
+/// A call's progress after its turn or a store's answer, once the driver has told the store what
+/// [`StoreRequests::updates`](super::StoreRequests::updates) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Wait until the desk's lanes name the call's ticket, for [`Call::turn`](super::Call::turn) or [`Call::expired`](super::Call::expired).
-    Queue,
-    /// Ask the store what the [`Orders`](super::Orders) say, for [`Call::decided`](super::Call::decided).
-    Ask,
-    /// Send the request with this credential, for [`Call::replied`](super::Call::replied).
+pub enum CallProgress {
+    /// It waits. The lanes name its ticket again, for [`Call::handle_turn`](super::Call::handle_turn) or
+    /// [`Call::handle_expiry`](super::Call::handle_expiry).
+    Wait,
+    /// The store is to be asked what [`StoreRequests::reservation`](super::StoreRequests::reservation) says, for
+    /// [`Call::handle_outcomes`](super::Call::handle_outcomes).
+    AskStore,
+    /// The request is to be sent with this credential, for [`Call::handle_reply`](super::Call::handle_reply).
     Send {
         /// Its place in the provider's list.
         credential: usize,
     },
-    /// Log this credential in anew, for [`Call::start`](super::Call::start). If that fails, the reply that asked for it is the call's.
-    Renew {
+    /// It is over without a reply.
+    Fail(CallFailure),
+}
+
+/// The next step of a call whose attempt has ended, once the driver has told the store what
+/// [`StoreRequests::updates`](super::StoreRequests::updates) says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextStep {
+    /// None: the reply is the call's.
+    Done,
+    /// None: there is no other attempt, for this reason.
+    Failed(CallFailure),
+    /// Another attempt from this moment on, by [`Call::start`](super::Call::start).
+    RetryAt(Time),
+    /// A new login with this credential, then [`Call::start`](super::Call::start). If the login fails, the reply that
+    /// asked for it is the call's.
+    RenewLogin {
         /// Its place in the provider's list.
         credential: usize,
     },
-    /// Wait until this moment, for [`Call::start`](super::Call::start).
-    Sleep(Time),
-    /// It is over: the last reply is the call's, or there is a reason why it has none.
-    Finish(Result<(), Failure>),
 }

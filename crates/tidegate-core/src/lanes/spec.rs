@@ -77,15 +77,15 @@ impl Default for LanesSpec {
 
 /// A lane has as many calls waiting as it may.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QueueFull {
+pub struct QueueFullError {
     /// Which lane.
     pub lane: Lane,
 }
 
-impl fmt::Display for QueueFull {
+impl fmt::Display for QueueFullError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the queue of the {} lane is full", self.lane.name())
     }
 }
 
-impl core::error::Error for QueueFull {}
+impl core::error::Error for QueueFullError {}

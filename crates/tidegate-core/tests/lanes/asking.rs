@@ -8,14 +8,14 @@ fn one_asks_until_it_is_answered_or_gone() {
     let tickets: Vec<Ticket> = (0..3).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
     let webhook = enqueue(&mut lanes, Lane::Webhook, test_time(0));
-    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(Time::NEVER));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
     // Who asks is cancelled; the answer to it comes later, and changes nothing.
     assert!(lanes.cancel(tickets[0]));
     assert_eq!(ask(&mut lanes, test_time(0)), webhook);
-    lanes.not_until(tickets[0], test_time(9_000), Scope::Provider, test_time(0));
-    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(Time::NEVER));
-    assert_eq!(lanes.granted(tickets[0], test_time(0)), None);
-    assert_eq!(lanes.granted(webhook, test_time(0)), Some(Lane::Webhook));
+    lanes.refuse_until(tickets[0], test_time(9_000), RefusalScope::Provider, test_time(0));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
+    assert_eq!(lanes.grant(tickets[0], test_time(0)), None);
+    assert_eq!(lanes.grant(webhook, test_time(0)), Some(Lane::Webhook));
     assert_eq!(drain(&mut lanes, test_time(0)), tickets[1..]);
     assert_eq!((lanes.in_flight(Lane::Webhook), lanes.in_flight(Lane::User)), (1, 0));
 }
@@ -26,13 +26,13 @@ fn a_refusal_holds_for_all_that_would_meet_it_and_no_longer() {
     let costs = [10, 10, 50, 9];
     let tickets = costs.map(|cost| lanes.enqueue(Lane::User, cost, Time::NEVER, test_time(0)).unwrap());
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
-    lanes.not_until(tickets[0], test_time(100), Scope::Provider, test_time(0));
-    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(test_time(100)));
+    lanes.refuse_until(tickets[0], test_time(100), RefusalScope::Provider, test_time(0));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(100)));
     for ticket in &tickets[..2] {
         lanes.cancel(*ticket);
-        assert_eq!(lanes.poll(test_time(1)), Turn::Sleep(test_time(100)), "as dear, or dearer");
+        assert_eq!(lanes.poll(test_time(1)), QueueStep::Sleep(test_time(100)), "as dear, or dearer");
     }
-    assert_eq!(lanes.poll(test_time(100) - MICRO), Turn::Sleep(test_time(100)));
+    assert_eq!(lanes.poll(test_time(100) - MICRO), QueueStep::Sleep(test_time(100)));
     let mut later = lanes.clone();
     assert_eq!(ask(&mut later, test_time(100)), tickets[2], "at its exact moment");
     lanes.cancel(tickets[2]);
@@ -44,19 +44,19 @@ fn a_poke_asks_again() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let user = enqueue(&mut lanes, Lane::User, test_time(0));
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
-    for scope in [Scope::Provider, Scope::Lane] {
+    for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         assert_eq!(ask(&mut lanes, test_time(0)), user);
-        lanes.not_until(user, test_time(100), scope, test_time(0));
-        lanes.poke();
+        lanes.refuse_until(user, test_time(100), scope, test_time(0));
+        lanes.clear_refusals();
     }
     // Also if it comes between the question and the answer.
-    for scope in [Scope::Provider, Scope::Lane] {
+    for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         assert_eq!(ask(&mut lanes, test_time(0)), user);
-        lanes.poke();
-        lanes.not_until(user, test_time(100), scope, test_time(0));
+        lanes.clear_refusals();
+        lanes.refuse_until(user, test_time(100), scope, test_time(0));
     }
     assert_eq!(ask(&mut lanes, test_time(0)), user);
-    lanes.not_until(user, test_time(100), Scope::Lane, test_time(0));
+    lanes.refuse_until(user, test_time(100), RefusalScope::Lane, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background, "an old poke is used up");
 }
 
@@ -65,8 +65,8 @@ fn a_lanes_own_ceiling_holds_nobody_else_back() {
     let mut lanes = Lanes::new(LanesSpec { floor: MAX_FLOOR, ..LanesSpec::default() });
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background);
-    lanes.not_until(background, test_time(30_000), Scope::Lane, test_time(0));
-    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(test_time(30_000)));
+    lanes.refuse_until(background, test_time(30_000), RefusalScope::Lane, test_time(0));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(30_000)));
     let users: Vec<Ticket> = (0..50).map(|_| enqueue(&mut lanes, Lane::User, test_time(1))).collect();
     assert_eq!(drain(&mut lanes, test_time(1)), users, "and what is held back by its own earns no floor");
     let users: Vec<Ticket> = (0..2).map(|_| enqueue(&mut lanes, Lane::User, test_time(30_000))).collect();
@@ -80,21 +80,24 @@ fn a_raised_calls_refusal_was_its_old_lanes() {
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), raised);
     lanes.raise(raised, Lane::User, test_time(0)).unwrap();
-    lanes.not_until(raised, test_time(100), Scope::Lane, test_time(0));
+    lanes.refuse_until(raised, test_time(100), RefusalScope::Lane, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), raised, "a user's call has no such ceiling");
-    lanes.granted(raised, test_time(0));
+    lanes.grant(raised, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background);
 }
 
 #[test]
 fn a_clock_that_steps_back_holds_nobody_back() {
     let year = Span::from_secs(365 * 86_400);
-    for scope in [Scope::Provider, Scope::Lane] {
+    for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         let mut lanes = Lanes::new(LanesSpec::default());
         let user = enqueue(&mut lanes, Lane::User, test_time(0) + year);
         assert_eq!(ask(&mut lanes, test_time(0) + year), user);
-        lanes.not_until(user, test_time(1_000) + year, scope, test_time(0) + year);
-        assert!(matches!(lanes.poll(test_time(0) + year - Span::from_millis(100)), Turn::Sleep(_)), "only overtaken");
+        lanes.refuse_until(user, test_time(1_000) + year, scope, test_time(0) + year);
+        assert!(
+            matches!(lanes.poll(test_time(0) + year - Span::from_millis(100)), QueueStep::Sleep(_)),
+            "only overtaken"
+        );
         assert_eq!(ask(&mut lanes, test_time(0)), user);
     }
     // The window that the background has to wait for counts from the present.
@@ -103,7 +106,7 @@ fn a_clock_that_steps_back_holds_nobody_back() {
     for user in 0..=60 {
         enqueue(&mut lanes, Lane::User, test_time(user * 1_000));
         let granted = ask(&mut lanes, test_time(user * 1_000));
-        lanes.granted(granted, test_time(user * 1_000));
+        lanes.grant(granted, test_time(user * 1_000));
         assert_eq!(granted == background, user == 60);
     }
 }

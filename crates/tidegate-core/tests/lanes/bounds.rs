@@ -8,12 +8,12 @@ fn a_full_lane_refuses_and_the_others_take() {
     for lane in Lane::ALL {
         let first = enqueue(&mut lanes, lane, test_time(0));
         enqueue(&mut lanes, lane, test_time(0));
-        assert_eq!(lanes.enqueue(lane, 1, Time::NEVER, test_time(0)), Err(QueueFull { lane }));
+        assert_eq!(lanes.enqueue(lane, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane }));
         assert!(lanes.cancel(first));
         enqueue(&mut lanes, lane, test_time(0));
         assert_eq!(lanes.waiting(lane), 2);
     }
-    assert_eq!(QueueFull { lane: Lane::Background }.to_string(), "the queue of the background lane is full");
+    assert_eq!(QueueFullError { lane: Lane::Background }.to_string(), "the queue of the background lane is full");
 }
 
 #[test]
@@ -30,23 +30,23 @@ fn a_call_leaves_at_its_deadline() {
     assert_eq!(drain(&mut lanes, test_time(0)), [in_flight]);
     let running = enqueue(&mut lanes, Lane::User, test_time(0));
     let asked = ask(&mut lanes, test_time(0));
-    assert_eq!((asked, lanes.granted(asked, test_time(0))), (running, Some(Lane::User)));
+    assert_eq!((asked, lanes.grant(asked, test_time(0))), (running, Some(Lane::User)));
     // Everybody waits for the one in flight; deadlines pass all the same, whatever the lane and order of arrival.
     let deadlines = [(Lane::User, 70), (Lane::Webhook, 50), (Lane::Background, 60), (Lane::User, 50)];
     let tickets = deadlines.map(|(lane, millis)| lanes.enqueue(lane, 1, test_time(millis), test_time(0)).unwrap());
-    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(test_time(50)));
-    assert_eq!(lanes.poll(test_time(50) - MICRO), Turn::Sleep(test_time(50)));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(50)));
+    assert_eq!(lanes.poll(test_time(50) - MICRO), QueueStep::Sleep(test_time(50)));
     let expired = HashSet::from([lanes.poll(test_time(50)), lanes.poll(test_time(50))]);
-    assert_eq!(expired, HashSet::from([tickets[1], tickets[3]].map(Turn::Expired)));
-    assert_eq!(lanes.poll(test_time(50)), Turn::Sleep(test_time(60)));
+    assert_eq!(expired, HashSet::from([tickets[1], tickets[3]].map(QueueStep::Expired)));
+    assert_eq!(lanes.poll(test_time(50)), QueueStep::Sleep(test_time(60)));
     assert!(!lanes.cancel(tickets[1]));
-    lanes.ended(Lane::User);
+    lanes.record_end(Lane::User);
     // Also the one that asks: what it is granted then is to be given back.
     assert_eq!(ask(&mut lanes, test_time(55)), tickets[0]);
-    assert_eq!(lanes.poll(test_time(99)), Turn::Expired(tickets[2]));
-    assert_eq!(lanes.poll(test_time(99)), Turn::Expired(tickets[0]));
-    assert_eq!(lanes.granted(tickets[0], test_time(99)), None);
-    assert_eq!(lanes.poll(test_time(99)), Turn::Sleep(Time::NEVER));
+    assert_eq!(lanes.poll(test_time(99)), QueueStep::Expired(tickets[2]));
+    assert_eq!(lanes.poll(test_time(99)), QueueStep::Expired(tickets[0]));
+    assert_eq!(lanes.grant(tickets[0], test_time(99)), None);
+    assert_eq!(lanes.poll(test_time(99)), QueueStep::Sleep(Time::NEVER));
 }
 
 #[test]
@@ -59,8 +59,8 @@ fn calls_in_flight_are_capped_by_lane_and_in_all() {
     }
     let start = |lanes: &mut Lanes| -> Vec<Lane> {
         let mut started = Vec::new();
-        while let Turn::Ask(ticket) = lanes.poll(test_time(0)) {
-            started.extend(lanes.granted(ticket, test_time(0)));
+        while let QueueStep::AskStore(ticket) = lanes.poll(test_time(0)) {
+            started.extend(lanes.grant(ticket, test_time(0)));
         }
         started
     };
@@ -69,20 +69,20 @@ fn calls_in_flight_are_capped_by_lane_and_in_all() {
         enqueue(&mut lanes, Lane::User, test_time(0));
     }
     assert_eq!(start(&mut lanes), [Lane::User], "the background's cap holds nobody else back");
-    lanes.ended(Lane::Background);
+    lanes.record_end(Lane::Background);
     assert_eq!(start(&mut lanes), [Lane::User]);
     lanes.set_max_in_flight(6);
     assert_eq!(start(&mut lanes), [Lane::User; 3]);
     lanes.set_max_in_flight(5);
-    lanes.ended(Lane::User);
+    lanes.record_end(Lane::User);
     assert_eq!(start(&mut lanes), []);
     assert_eq!((lanes.in_flight(Lane::Background), lanes.in_flight(Lane::User)), (1, 4));
     lanes.set_max_in_flight(0);
     for lane in [Lane::Background, Lane::User, Lane::User, Lane::User, Lane::User] {
-        lanes.ended(lane);
+        lanes.record_end(lane);
     }
     assert_eq!(start(&mut lanes), []);
-    lanes.ended(Lane::User);
+    lanes.record_end(Lane::User);
     lanes.set_max_in_flight(1);
     assert_eq!(start(&mut lanes), [Lane::User], "one end too many gives nobody a second place");
 }
@@ -92,10 +92,10 @@ fn a_paused_lane_waits_alone() {
     let mut lanes = Lanes::new(LanesSpec::default());
     lanes.pause(Lane::Background, test_time(5_000));
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
-    assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(test_time(5_000)));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(5_000)));
     let user = enqueue(&mut lanes, Lane::User, test_time(0));
     assert_eq!(drain(&mut lanes, test_time(0)), [user]);
-    assert_eq!(lanes.poll(test_time(5_000) - MICRO), Turn::Sleep(test_time(5_000)));
+    assert_eq!(lanes.poll(test_time(5_000) - MICRO), QueueStep::Sleep(test_time(5_000)));
     let mut resumed = lanes.clone();
     assert_eq!(ask(&mut lanes, test_time(5_000)), background);
     resumed.pause(Lane::Background, test_time(0));

@@ -46,12 +46,12 @@ impl Provider {
     fn run(&mut self, until: Time) {
         loop {
             match self.lanes.poll(self.now) {
-                Turn::Ask(ticket) => self.ask(ticket),
-                Turn::Expired(ticket) => {
+                QueueStep::AskStore(ticket) => self.ask(ticket),
+                QueueStep::Expired(ticket) => {
                     self.costs.remove(&ticket).expect("a call that waits");
                 }
-                Turn::Sleep(wake_at) if wake_at < until => self.now = wake_at,
-                Turn::Sleep(_) => break,
+                QueueStep::Sleep(wake_at) if wake_at < until => self.now = wake_at,
+                QueueStep::Sleep(_) => break,
             }
         }
         self.now = until;
@@ -62,13 +62,13 @@ impl Provider {
         let decision = self.desk.take(1, cost, self.now);
         if decision.allowed {
             self.costs.remove(&ticket);
-            assert_eq!(self.lanes.granted(ticket, self.now), Some(lane));
-            self.lanes.ended(lane);
+            assert_eq!(self.lanes.grant(ticket, self.now), Some(lane));
+            self.lanes.record_end(lane);
             let since = std::mem::replace(&mut self.waits_since[lane as usize], self.now);
             self.granted.push(Grant { at: self.now, lane, cost, waited: self.now.since(since) });
         } else {
             let wait = decision.retry_after.expect("a cost below the limit");
-            self.lanes.not_until(ticket, self.now + wait, Scope::Provider, self.now);
+            self.lanes.refuse_until(ticket, self.now + wait, RefusalScope::Provider, self.now);
         }
     }
 

@@ -11,8 +11,8 @@ use std::collections::{HashMap, HashSet};
 
 use tidegate_core::lanes::{MAX_FLOOR, MAX_WAITING};
 use tidegate_core::{
-    Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, LimitKind, MAX_COST, QueueFull, Rate, Scope, Span, Ticket, Time,
-    Turn,
+    Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, LimitKind, MAX_COST, QueueFullError, QueueStep, Rate,
+    RefusalScope, Span, Ticket, Time,
 };
 use tidegate_testkit::fixtures::{TestLimiter, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
@@ -31,7 +31,7 @@ fn enqueue(lanes: &mut Lanes, lane: Lane, now: Time) -> Ticket {
 
 fn ask(lanes: &mut Lanes, now: Time) -> Ticket {
     match lanes.poll(now) {
-        Turn::Ask(ticket) => ticket,
+        QueueStep::AskStore(ticket) => ticket,
         other => panic!("nobody is to ask: {other:?}"),
     }
 }
@@ -39,9 +39,9 @@ fn ask(lanes: &mut Lanes, now: Time) -> Ticket {
 /// Grants whoever asks at `now` until nobody does: the order of the calls.
 fn drain(lanes: &mut Lanes, now: Time) -> Vec<Ticket> {
     let mut order = Vec::new();
-    while let Turn::Ask(ticket) = lanes.poll(now) {
-        let lane = lanes.granted(ticket, now).expect("a call that waits");
-        lanes.ended(lane);
+    while let QueueStep::AskStore(ticket) = lanes.poll(now) {
+        let lane = lanes.grant(ticket, now).expect("a call that waits");
+        lanes.record_end(lane);
         order.push(ticket);
     }
     order

@@ -13,7 +13,7 @@ struct Call {
 
 #[derive(Clone, Copy, Debug)]
 struct Told {
-    scope: Scope,
+    scope: RefusalScope,
     until: Time,
     spent: Option<LimitId>,
     call: Call,
@@ -75,11 +75,11 @@ impl Naive {
         Some(self.calls.remove(place))
     }
 
-    fn held_back(&self, call: Call, by: Scope, now: Time) -> bool {
+    fn held_back(&self, call: Call, by: RefusalScope, now: Time) -> bool {
         self.told.iter().any(|told| {
             let applies = match by {
-                Scope::Lane => told.call.lane == call.lane,
-                Scope::Provider => told.call.lane >= call.lane,
+                RefusalScope::Lane => told.call.lane == call.lane,
+                RefusalScope::Provider => told.call.lane >= call.lane,
             };
             told.scope == by && applies && call.cost >= told.call.cost && told.until > now
         })
@@ -91,7 +91,7 @@ impl Naive {
             let lane = call.lane as usize;
             self.in_flight[lane] < self.spec.lanes[lane].max_in_flight
                 && self.paused[lane] <= now
-                && !self.held_back(call, Scope::Lane, now)
+                && !self.held_back(call, RefusalScope::Lane, now)
         });
         ready.collect()
     }
@@ -113,7 +113,7 @@ impl Naive {
                 (2, Time::ZERO, 2 - lane)
             }
         });
-        ready.first().filter(|&&call| !self.held_back(call, Scope::Provider, now)).map(|call| call.ticket)
+        ready.first().filter(|&&call| !self.held_back(call, RefusalScope::Provider, now)).map(|call| call.ticket)
     }
 
     fn next_deadline(&self) -> Option<Time> {
@@ -148,7 +148,7 @@ impl Naive {
         latest
     }
 
-    fn not_until(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: Scope) {
+    fn not_until(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: RefusalScope) {
         if self.asking != Some(ticket) {
             return;
         }
@@ -156,7 +156,7 @@ impl Naive {
         let call = *self.calls.iter().find(|call| call.ticket == ticket).expect("a call that asks waits");
         if !self.poked {
             // The latest word of a kind counts.
-            self.told.retain(|told| told.scope != scope || scope == Scope::Lane && told.call.lane != call.lane);
+            self.told.retain(|told| told.scope != scope || scope == RefusalScope::Lane && told.call.lane != call.lane);
             self.told.push(Told { scope, until, spent, call });
         }
     }
@@ -212,7 +212,7 @@ impl Pair {
                 self.raise(ticket, lane)?;
             }
             14 => {
-                self.lanes.poke();
+                self.lanes.clear_refusals();
                 self.naive.told.clear();
                 self.naive.poked = true;
             }
@@ -227,7 +227,7 @@ impl Pair {
                 self.naive.spec.max_in_flight = most;
             }
             17 => {
-                self.lanes.ended(lane);
+                self.lanes.record_end(lane);
                 self.naive.in_flight[lane as usize] = self.naive.in_flight[lane as usize].saturating_sub(1);
             }
             _ => self.now = now + Span::from_micros(random.below(200_000)),
@@ -266,7 +266,7 @@ impl Pair {
         let place = self.naive.calls.iter().position(|call| call.ticket == ticket && call.lane < lane);
         let expected = match place {
             None => Ok(false),
-            Some(_) if self.naive.full(lane) => Err(QueueFull { lane }),
+            Some(_) if self.naive.full(lane) => Err(QueueFullError { lane }),
             Some(place) => {
                 self.naive.join(lane, self.now);
                 self.naive.calls[place].lane = lane;
@@ -284,16 +284,16 @@ impl Pair {
         // Only who asks is ever granted anything; an answer that comes too late finds its ticket stale.
         let stale = !self.naive.calls.iter().any(|call| call.ticket == ticket);
         if random.chance(60) && (asking.is_some() || stale) {
-            return same("granted", self.lanes.granted(ticket, self.now), self.naive.granted(ticket, self.now));
+            return same("granted", self.lanes.grant(ticket, self.now), self.naive.granted(ticket, self.now));
         }
         let until = self.now + Span::from_micros(random.below(400_000));
-        let scope = random.pick(&[Scope::Provider, Scope::Lane]);
+        let scope = random.pick(&[RefusalScope::Provider, RefusalScope::Lane]);
         // Limits of a lane and of all, so that it shows which was told.
-        let limit = limit_id(if scope == Scope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
+        let limit = limit_id(if scope == RefusalScope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
         let spent = random.chance(40).then_some(limit);
         match spent {
-            Some(limit) => self.lanes.spent_until(ticket, limit, until, scope, self.now),
-            None => self.lanes.not_until(ticket, until, scope, self.now),
+            Some(limit) => self.lanes.refuse_spent_until(ticket, limit, until, scope, self.now),
+            None => self.lanes.refuse_until(ticket, until, scope, self.now),
         }
         self.naive.not_until(ticket, until, spent, scope);
         Ok(())
@@ -303,17 +303,17 @@ impl Pair {
     fn settle(&mut self, random: &mut RandomSource) -> Result<(), String> {
         let sleep_until = loop {
             match self.lanes.poll(self.now) {
-                Turn::Expired(ticket) => {
+                QueueStep::Expired(ticket) => {
                     let earliest = self.naive.next_deadline().filter(|&deadline| deadline <= self.now);
                     let call = self.naive.leave(ticket).ok_or("expired a call that doesn't wait")?;
                     same("expired", Some(call.deadline), earliest)?;
                 }
-                Turn::Ask(ticket) => {
+                QueueStep::AskStore(ticket) => {
                     same("deadline", None, self.naive.next_deadline().filter(|&deadline| deadline <= self.now))?;
                     same("ask", Some(ticket), self.naive.to_ask(self.now))?;
                     (self.naive.asking, self.naive.poked) = (Some(ticket), false);
                 }
-                Turn::Sleep(until) => break until,
+                QueueStep::Sleep(until) => break until,
             }
         };
         let acts = |moment: Time| {
@@ -333,7 +333,7 @@ impl Pair {
         for lane in Lane::ALL {
             for cost in [0, 1, 2, 999, u64::MAX] {
                 let (found, expected) =
-                    (self.lanes.spent(lane, cost, self.now), self.naive.spent(lane, cost, self.now));
+                    (self.lanes.spent_limit(lane, cost, self.now), self.naive.spent(lane, cost, self.now));
                 same("until when it is spent", found.map(|told| told.1), expected.map(|told| told.1))?;
                 let both =
                     self.naive.told.iter().filter(|told| Some(told.until) == expected.map(|told| told.1)).count();

@@ -21,16 +21,16 @@ fn a_webhook_goes_before_five_background_calls() {
     // Even while the background's first waits for the provider.
     let first = ask(&mut lanes, test_time(0));
     assert_eq!(first, background[0]);
-    lanes.not_until(first, test_time(900), Scope::Provider, test_time(0));
-    let Turn::Sleep(wake_at) = lanes.poll(test_time(1)) else { panic!("the first was told to wait") };
+    lanes.refuse_until(first, test_time(900), RefusalScope::Provider, test_time(0));
+    let QueueStep::Sleep(wake_at) = lanes.poll(test_time(1)) else { panic!("the first was told to wait") };
     assert_eq!(wake_at, test_time(900));
     let user = enqueue(&mut lanes, Lane::User, test_time(2));
     let webhook = enqueue(&mut lanes, Lane::Webhook, test_time(2));
     assert_eq!(ask(&mut lanes, test_time(2)), webhook);
-    assert_eq!(lanes.granted(webhook, test_time(2)), Some(Lane::Webhook));
+    assert_eq!(lanes.grant(webhook, test_time(2)), Some(Lane::Webhook));
     assert_eq!(ask(&mut lanes, test_time(2)), user);
-    lanes.granted(user, test_time(2));
-    assert_eq!(lanes.poll(test_time(2)), Turn::Sleep(test_time(900)));
+    lanes.grant(user, test_time(2));
+    assert_eq!(lanes.poll(test_time(2)), QueueStep::Sleep(test_time(900)));
     assert_eq!(drain(&mut lanes, test_time(900)), background);
 }
 
@@ -44,7 +44,7 @@ fn a_raised_call_stands_by_its_arrival() {
     assert_eq!(lanes.raise(early, Lane::Background, test_time(0)), Ok(false), "never down");
     assert_eq!(lanes.raise(raised, Lane::User, test_time(0)), Ok(true));
     assert_eq!(lanes.raise(raised, Lane::User, test_time(0)), Ok(false));
-    assert_eq!(lanes.raise(late, Lane::User, test_time(0)), Err(QueueFull { lane: Lane::User }));
+    assert_eq!(lanes.raise(late, Lane::User, test_time(0)), Err(QueueFullError { lane: Lane::User }));
     assert_eq!((lanes.waiting(Lane::Background), lanes.waiting(Lane::User)), (1, 3));
     assert_eq!(drain(&mut lanes, test_time(0)), [raised, early, last, late]);
     assert_eq!(lanes.raise(raised, Lane::Webhook, test_time(0)), Ok(false), "it has left");
@@ -56,9 +56,9 @@ fn one_call_at_a_time_is_one_of_one_lane() {
     let tickets: Vec<Ticket> = (0..10).map(|_| enqueue(&mut lanes, Lane::default(), test_time(0))).collect();
     for ticket in tickets {
         assert_eq!(ask(&mut lanes, test_time(0)), ticket);
-        let lane = lanes.granted(ticket, test_time(0)).unwrap();
-        assert_eq!(lanes.poll(test_time(0)), Turn::Sleep(Time::NEVER), "while it is in flight nobody asks");
-        lanes.ended(lane);
+        let lane = lanes.grant(ticket, test_time(0)).unwrap();
+        assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER), "while it is in flight nobody asks");
+        lanes.record_end(lane);
     }
 }
 
@@ -66,16 +66,16 @@ fn one_call_at_a_time_is_one_of_one_lane() {
 fn half_of_twenty_thousand_cancelled() {
     let mut lanes = Lanes::new(waiting(20_000));
     let tickets: Vec<Ticket> = (0..20_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
-    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFull { lane: Lane::User }));
+    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane: Lane::User }));
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
-    lanes.not_until(tickets[0], test_time(500), Scope::Provider, test_time(0));
+    lanes.refuse_until(tickets[0], test_time(500), RefusalScope::Provider, test_time(0));
     let (gone, mut left): (Vec<_>, Vec<_>) = tickets.iter().enumerate().partition(|(place, _)| place % 2 == 0);
     for &(_, &ticket) in &gone {
         assert!(lanes.cancel(ticket) && !lanes.cancel(ticket));
     }
     assert_eq!(
         lanes.poll(test_time(1)),
-        Turn::Sleep(test_time(500)),
+        QueueStep::Sleep(test_time(500)),
         "the survivors cost as much as who was told to wait"
     );
     assert_eq!(lanes.waiting(Lane::User), 10_000);
@@ -83,7 +83,7 @@ fn half_of_twenty_thousand_cancelled() {
     assert!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(1)).is_err());
     assert!(late.iter().all(|ticket| ticket.index() < 20_000), "slots are used again");
     for (_, &stale) in gone {
-        assert!(!lanes.cancel(stale) && lanes.granted(stale, test_time(1)).is_none(), "a stale ticket does nothing");
+        assert!(!lanes.cancel(stale) && lanes.grant(stale, test_time(1)).is_none(), "a stale ticket does nothing");
         assert_eq!(lanes.raise(stale, Lane::Webhook, test_time(1)), Ok(false));
     }
     left.extend(late.iter().enumerate());

@@ -6,14 +6,17 @@ use std::sync::Arc;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::breaker::BreakerState;
-use tidegate_core::call::{Call, Ceiling, Desk, Failure, LaneRules, MAX_LEAD, Measure, Remainder, Reply, Rules, Step};
-use tidegate_core::lanes::{LaneSpec, Turn};
+use tidegate_core::call::{
+    AttemptReport, Call, CallFailure, CallProgress, CallRules, InFlight, LaneRules, MAX_LEAD, Measure, NextStep,
+    ProviderLimit, ProviderState,
+};
+use tidegate_core::lanes::{LaneSpec, QueueStep};
 use tidegate_core::quota::FixedPeriods;
-use tidegate_core::retry::Reach;
+use tidegate_core::retry::Delivery;
 use tidegate_core::{
-    AdaptiveLimit, AdaptiveLimitSpec, Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, Key,
-    Lane, LanesSpec, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcomes, Pool, Quota, Retry, Span, Ticket,
-    Time, Verb, Window,
+    AdaptiveLimit, AdaptiveLimitSpec, Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown,
+    CredentialPool, Key, Lane, LanesSpec, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcomes, Quota, Retry,
+    Span, Ticket, Time, Verb, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 use tidegate_testkit::random::RandomSource;
@@ -32,7 +35,7 @@ pub(crate) enum Stage {
     /// The store was asked, and what it answered is still on its way.
     Asking(Ticket, Box<(Batch, Outcomes)>),
     Sent(usize),
-    Streaming(usize, Remainder),
+    Streaming(usize, InFlight),
     Renewing,
     /// Until its retry, which came out of the budget or not.
     Sleeping(Time, bool),
@@ -53,10 +56,10 @@ pub(crate) struct Known {
 
 /// A provider, its driver, and a plain count of everything.
 pub(crate) struct World {
-    rules: Rules,
+    rules: CallRules,
     limits: Arc<Limits>,
     store: Store,
-    pub(crate) desk: Desk,
+    pub(crate) desk: ProviderState,
     rng: SmallRng,
     pub(crate) now: Time,
     pub(crate) calls: BTreeMap<usize, Known>,
@@ -73,7 +76,7 @@ pub(crate) struct World {
     charged: (u64, u64),
     /// The budget in thousandths of a retry.
     budget: u64,
-    pub(crate) finished: Vec<(usize, Result<(), Failure>)>,
+    pub(crate) finished: Vec<(usize, Result<(), CallFailure>)>,
 }
 
 impl World {
@@ -94,21 +97,21 @@ impl World {
             LimitKind::Cooldown(cooldown),
         ];
         let limits = Arc::new(Limits::new(kinds.map(Limit::new).into()).unwrap());
-        let ceiling = |place, measure| Ceiling { limit: limit_id(place), measure, settles: place == PACE };
+        let ceiling = |place, measure| ProviderLimit { limit: limit_id(place), measure, settles: place == PACE };
         let backoff = Backoff::exponential(Span::from_millis(20), Span::from_millis(200));
         let retry = Retry { max_attempts: 4, backoff, ..Retry::default() };
-        let rules = Rules {
-            ceilings: [(PACE, Measure::Calls), (CALLS, Measure::Calls), (COSTS, Measure::Cost)]
+        let rules = CallRules {
+            provider_limits: [(PACE, Measure::Calls), (CALLS, Measure::Calls), (COSTS, Measure::Cost)]
                 .map(|(place, measure)| ceiling(place, measure))
                 .into(),
-            lane_ceilings: Default::default(),
-            credential_ceilings: Box::default(),
-            credential_in_flight,
+            lane_limits: Default::default(),
+            credential_limits: Box::default(),
+            max_in_flight_per_credential: credential_in_flight,
             cooldown: limit_id(COOLDOWN),
             key: SHARED,
             credential_keys: (2..5).map(|key| Key::new(key, SHARED.lo().wrapping_mul(key))).collect(),
-            renews,
-            learns: false,
+            can_renew_login: renews,
+            tracks_remaining: false,
             lead: Span::from_millis(30),
             jitter: Span::ZERO,
             lanes: LanesSpec {
@@ -126,9 +129,9 @@ impl World {
             ..BreakerSpec::default()
         };
         let inflight = inflight.then(|| AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap());
-        let pool = Pool::new(Balance::LeastRecentlyUsed, 3).unwrap();
+        let pool = CredentialPool::new(Balance::LeastRecentlyUsed, 3).unwrap();
         Self {
-            desk: Desk::new(&rules, pool, Breaker::new(breaker).unwrap(), inflight),
+            desk: ProviderState::new(&rules, pool, Breaker::new(breaker).unwrap(), inflight),
             budget: u64::from(rules.budget.min) * 1_000,
             rules,
             store: Store::with_shared_limits(Arc::clone(&limits)),
@@ -179,7 +182,7 @@ impl World {
     /// Sends a second request beside one that is under way, if that may go at once.
     fn hedge(&mut self, first: usize) {
         let known = &self.calls[&first];
-        let Some(call) = known.call.hedge(&self.desk) else { return };
+        let Some(call) = known.call.new_hedge(&self.desk) else { return };
         self.budget -= 1_000;
         let (lane, cost, beside) = (known.lane, known.cost, Some(first));
         let id = self.arrived;
@@ -187,7 +190,7 @@ impl World {
         self.start(id, Known { call, lane, cost, stage: Stage::Renewing, retries: true, tried: true, beside });
         self.pump();
         if let Some(known) = self.calls.get_mut(&id)
-            && known.call.passed_over(&mut self.desk)
+            && known.call.cancel_queued_hedge(&mut self.desk)
         {
             self.take(id);
             self.earn(1_000);
@@ -195,33 +198,36 @@ impl World {
     }
 
     /// One of two requests has failed; which of the two calls goes on with the other is no matter.
-    fn beaten(&mut self, mut hedge: Known, reply: &Reply, swaps: bool) {
+    fn beaten(&mut self, mut hedge: Known, reply: &AttemptReport, swaps: bool) {
         let first = hedge.beside.and_then(|id| self.calls.get_mut(&id));
         if let Some(first) = first.filter(|first| swaps && matches!(first.stage, Stage::Sent(_))) {
-            first.call.change_places(&mut hedge.call);
+            first.call.swap_request(&mut hedge.call);
             std::mem::swap(&mut first.stage, &mut hedge.stage);
         }
-        hedge.call.beaten(&self.rules, &mut self.desk, reply, self.now, &mut self.rng);
-        self.tell(self.desk.orders.tell());
+        hedge.call.hedge_lost(&self.rules, &mut self.desk, reply, self.now, &mut self.rng);
+        self.tell(self.desk.store_requests.updates());
     }
 
     /// Enters the queue, at first or again.
     fn start(&mut self, id: usize, mut known: Known) {
-        let next = known.call.start(&mut self.desk, self.now);
-        self.step(id, known, next);
+        let progress = match known.call.start(&mut self.desk, self.now) {
+            Ok(()) => CallProgress::Wait,
+            Err(failure) => CallProgress::Fail(failure),
+        };
+        self.advance(id, known, progress);
     }
 
-    /// What a step makes of a call.
-    fn step(&mut self, id: usize, mut known: Known, next: Step) {
-        self.tell(self.desk.orders.tell());
-        known.stage = match next {
-            Step::Queue => Stage::Queued(known.call.ticket().expect("a call that queues")),
-            Step::Ask => {
-                let batch = self.desk.orders.ask().clone();
+    /// Follows what its turn, or the store's answer, makes of a call.
+    fn advance(&mut self, id: usize, mut known: Known, progress: CallProgress) {
+        self.tell(self.desk.store_requests.updates());
+        known.stage = match progress {
+            CallProgress::Wait => Stage::Queued(known.call.ticket().expect("a call that queues")),
+            CallProgress::AskStore => {
+                let batch = self.desk.store_requests.reservation().clone();
                 let outcomes = self.store.decide(&batch, self.now).1;
                 Stage::Asking(known.call.ticket().expect("a call that asks"), Box::new((batch, outcomes)))
             }
-            Step::Send { credential } => {
+            CallProgress::Send { credential } => {
                 if !std::mem::replace(&mut known.tried, true) {
                     self.sent.push(id);
                     self.earn(200);
@@ -231,18 +237,29 @@ impl World {
                 self.charged.1 += known.cost;
                 Stage::Sent(credential)
             }
-            Step::Renew { .. } => Stage::Renewing,
-            Step::Sleep(until) => Stage::Sleeping(until, false),
-            Step::Finish(result) => {
-                self.finished.push((id, result));
-                // What failed before its retry was sent, gives it back.
-                if known.retries {
-                    self.earn(1_000);
-                }
-                return;
-            }
+            CallProgress::Fail(failure) => return self.finish(id, &known, Err(failure)),
         };
         self.keep(id, known);
+    }
+
+    /// Follows what a reply makes of a call.
+    fn go_on(&mut self, id: usize, mut known: Known, next: NextStep) {
+        self.tell(self.desk.store_requests.updates());
+        known.stage = match next {
+            NextStep::RenewLogin { .. } => Stage::Renewing,
+            NextStep::RetryAt(until) => Stage::Sleeping(until, false),
+            NextStep::Done => return self.finish(id, &known, Ok(())),
+            NextStep::Failed(failure) => return self.finish(id, &known, Err(failure)),
+        };
+        self.keep(id, known);
+    }
+
+    fn finish(&mut self, id: usize, known: &Known, result: Result<(), CallFailure>) {
+        self.finished.push((id, result));
+        // What failed before its retry was sent, gives it back.
+        if known.retries {
+            self.earn(1_000);
+        }
     }
 
     fn earn(&mut self, thousandths: u64) {
@@ -254,19 +271,19 @@ impl World {
     pub(crate) fn pump(&mut self) -> Time {
         loop {
             let (ticket, expired) = match self.desk.lanes.poll(self.now) {
-                Turn::Ask(ticket) => (ticket, false),
-                Turn::Expired(ticket) => (ticket, true),
-                Turn::Sleep(until) => return until,
+                QueueStep::AskStore(ticket) => (ticket, false),
+                QueueStep::Expired(ticket) => (ticket, true),
+                QueueStep::Sleep(until) => return until,
             };
             let id = self.places[&ticket.index()];
             let mut known = self.take(id);
-            let next = if expired {
+            let progress = if expired {
                 self.orphan(&mut known);
-                known.call.expired(&mut self.desk)
+                CallProgress::Fail(known.call.handle_expiry(&mut self.desk))
             } else {
-                known.call.turn(&self.rules, &mut self.desk, self.now, &mut self.rng)
+                known.call.handle_turn(&self.rules, &mut self.desk, self.now, &mut self.rng)
             };
-            self.step(id, known, next);
+            self.advance(id, known, progress);
         }
     }
 
@@ -282,21 +299,21 @@ impl World {
         if broken {
             // The question was lost with its answer: as an orphan, what it was charged goes back.
             self.orphan(&mut known);
-            known.call.undecided(&mut self.desk);
-            self.desk.orders = tidegate_core::call::Orders::default();
-            return self.step(id, known, Step::Finish(Err(Failure::DeadlineExceeded)));
+            known.call.handle_store_error(&mut self.desk);
+            self.desk.store_requests = tidegate_core::call::StoreRequests::default();
+            return self.advance(id, known, CallProgress::Fail(CallFailure::DeadlineExceeded));
         }
         let Stage::Asking(_, answer) = &known.stage else { panic!("nothing was asked") };
         let (_, outcomes) = &**answer;
         let Self { rules, limits, desk, now, rng, .. } = self;
-        let next = known.call.decided(rules, limits, desk, outcomes, *now, rng);
-        self.step(id, known, next);
+        let progress = known.call.handle_outcomes(rules, limits, desk, outcomes, *now, rng);
+        self.advance(id, known, progress);
     }
 
     pub(crate) fn answer_orphan(&mut self, place: usize) {
         let (batch, outcomes) = &self.orphans.swap_remove(place);
-        self.tell(Call::unwanted(&self.rules, batch, outcomes).as_ref());
-        self.desk.lanes.poke();
+        self.tell(Call::refund_after_cancel(&self.rules, batch, outcomes).as_ref());
+        self.desk.lanes.clear_refusals();
     }
 
     pub(crate) fn reply(
@@ -309,31 +326,36 @@ impl World {
     ) {
         let mut known = self.take(id);
         let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
-        let reply = Reply { repeatable: true, retry_after, streams, ..Reply::of(class, Reach::Answered) };
+        let reply = AttemptReport {
+            is_repeatable: true,
+            retry_after,
+            is_streaming: streams,
+            ..AttemptReport::new(class, Delivery::Answered)
+        };
         if known.beside.is_some() {
             return self.beaten(known, &reply, streams);
         }
-        let next = known.call.replied(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
-        let goes_on = !matches!(next, Step::Finish(_));
-        let from_budget = class == Class::Transient && matches!(next, Step::Sleep(_));
+        let next = known.call.handle_reply(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
+        let goes_on = !matches!(next, NextStep::Done | NextStep::Failed(_));
+        let from_budget = class == Class::Transient && matches!(next, NextStep::RetryAt(_));
         if from_budget {
             self.budget -= 1_000;
         }
         if !goes_on {
-            let remainder = known.call.remainder(credential);
+            let remainder = known.call.take_in_flight(credential);
             if let Some(cost) = cost {
-                self.tell(self.desk.orders.tell());
-                remainder.cost_was(&self.rules, &mut self.desk, cost);
+                self.tell(self.desk.store_requests.updates());
+                remainder.correct_cost(&self.rules, &mut self.desk, cost);
                 self.charged.1 = self.charged.1 + cost - known.cost;
             }
             assert_eq!(remainder.is_in_flight(), streams);
             if streams {
-                self.tell(self.desk.orders.tell());
+                self.tell(self.desk.store_requests.updates());
                 known.stage = Stage::Streaming(credential, remainder);
                 return self.keep(id, known);
             }
         }
-        self.step(id, known, next);
+        self.go_on(id, known, next);
         if let Some(Known { stage: Stage::Sleeping(_, budgeted), .. }) = self.calls.get_mut(&id) {
             *budgeted = from_budget;
         }
@@ -341,7 +363,7 @@ impl World {
 
     fn end(&mut self, id: usize) {
         let Stage::Streaming(_, mut remainder) = self.take(id).stage else { panic!("no reply is being read") };
-        remainder.ended(&mut self.desk);
+        remainder.end(&mut self.desk);
         self.finished.push((id, Ok(())));
     }
 
@@ -365,12 +387,12 @@ impl World {
     pub(crate) fn abandon(&mut self, id: usize) {
         let mut known = self.take(id);
         if let Stage::Streaming(_, remainder) = &mut known.stage {
-            remainder.ended(&mut self.desk);
+            remainder.end(&mut self.desk);
         }
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
         self.orphan(&mut known);
-        known.call.abandoned(&self.rules, &mut self.desk, Reach::Unknown, self.now, &mut self.rng);
-        self.tell(self.desk.orders.tell());
+        known.call.cancel(&self.rules, &mut self.desk, Delivery::Unknown, self.now, &mut self.rng);
+        self.tell(self.desk.store_requests.updates());
         if retries {
             self.earn(1_000);
         }
@@ -412,7 +434,7 @@ impl World {
             let sent = |known: &&Known| matches!(known.stage, Stage::Sent(with) | Stage::Streaming(with, _) if with == credential);
             let in_flight = self.calls.values().filter(sent).count() as u32;
             same("in flight with a credential", self.desk.pool.in_flight(credential), in_flight)?;
-            same("more than its permits", in_flight > self.rules.credential_in_flight, false)?;
+            same("more than its permits", in_flight > self.rules.max_in_flight_per_credential, false)?;
         }
         same("left of the budget", self.desk.budget.remaining(), self.budget / 1_000)?;
         let asked = self.calls.values().filter_map(|known| match &known.stage {
@@ -518,8 +540,8 @@ impl World {
             self.answer_orphan(0);
         }
         self.check()?;
-        same("somebody's turn", self.desk.lanes.poll(self.now), Turn::Sleep(Time::NEVER))?;
-        same("refused by nobody", self.desk.lanes.spent(Lane::Background, u64::MAX, self.now), None)?;
+        same("somebody's turn", self.desk.lanes.poll(self.now), QueueStep::Sleep(Time::NEVER))?;
+        same("refused by nobody", self.desk.lanes.spent_limit(Lane::Background, u64::MAX, self.now), None)?;
         self.now = self.now + MAX_LEAD + WINDOW;
         let mut pace = Batch::new(0);
         pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();

@@ -10,7 +10,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::pacer::PacerMode;
 use tidegate_core::{
-    AdaptiveRate, AdaptiveRateError, AdaptiveRateSpec, Class, LocalPacer, Pace, PacerSpec, Rest, Span, Time,
+    AdaptiveRate, AdaptiveRateError, AdaptiveRateSpec, Class, LocalPacer, Pace, PacerSpec, RemainingAmount, Span, Time,
 };
 use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::random::case_count;
@@ -144,17 +144,21 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
     let mut left = 600_u64;
     let sent = drive(&mut adaptive, test_time(0), test_time(60_000), |adaptive, sent_at, now| {
         left = left.checked_sub(1).expect("never more than there is");
-        adaptive.succeeded(sent_at, Some(Rest { left, limit: Some(600), until: test_time(60_000) }), now);
+        adaptive.succeeded(
+            sent_at,
+            Some(RemainingAmount { amount: left, limit: Some(600), resets_at: test_time(60_000) }),
+            now,
+        );
     });
     assert!(sent >= 590, "{sent} of 600 in a minute");
     adaptive.throttled(
         test_time(59_999),
-        Some(Rest { left: 0, limit: None, until: test_time(70_000) }),
+        Some(RemainingAmount { amount: 0, limit: None, resets_at: test_time(70_000) }),
         test_time(60_000),
     );
     adaptive.succeeded(
         test_time(59_998),
-        Some(Rest { left: 5, limit: None, until: test_time(70_000) }),
+        Some(RemainingAmount { amount: 5, limit: None, resets_at: test_time(70_000) }),
         test_time(60_001),
     );
     assert_eq!(adaptive.next_at(test_time(60_001)), test_time(70_000));
@@ -164,7 +168,7 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
         adaptive.sent(test_time(0));
         adaptive.throttled(test_time(0), None, test_time(10));
     }
-    let rest = Some(Rest { left: 60_000, limit: None, until: test_time(60_000) });
+    let rest = Some(RemainingAmount { amount: 60_000, limit: None, resets_at: test_time(60_000) });
     drive(&mut promised, test_time(500), test_time(10_000), |adaptive, sent_at, now| {
         adaptive.succeeded(sent_at, rest, now)
     });
@@ -178,7 +182,7 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
 fn little_that_is_left_for_long_is_spent_at_the_slowest_rate() {
     let mut adaptive = fresh();
     adaptive.sent(test_time(0));
-    let rest = Rest { left: 999, limit: Some(1_000), until: test_time(30 * 86_400_000) };
+    let rest = RemainingAmount { amount: 999, limit: Some(1_000), resets_at: test_time(30 * 86_400_000) };
     adaptive.succeeded(test_time(0), Some(rest), test_time(10));
     // Rates are whole millionths.
     let (slowest, waits) = (AdaptiveRateSpec::default().slowest, adaptive.next_at(test_time(10)).since(test_time(0)));

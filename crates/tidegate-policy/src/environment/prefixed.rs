@@ -1,7 +1,7 @@
 //! Variables with a prefix of one's own, for people who configure a program by them. They are laid over every provider,
 //! before the variables that name one.
 
-use tidegate_core::pool::MAX_CREDENTIALS;
+use tidegate_core::credential_pool::MAX_CREDENTIALS;
 
 use super::{add_source, parse_as, trimmed_range};
 use crate::document::{SourceTexts, TextRange, TomlTable, TomlValue};

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use tidegate_core::call::Ceiling;
+use tidegate_core::call::ProviderLimit;
 use tidegate_core::{AdaptiveRateSpec, Backoff, Balance, BreakerSpec, Growth, Jitter, Lane, LaneSpec, Span, pacer};
 
 use super::{Auth, BaseUrl, CacheRules, CostRules, OutboundConfig, PaceConfig, ProviderConfig};
@@ -38,13 +38,14 @@ impl OutboundConfig {
 
     fn limit_lines(&self, provider: &ProviderConfig) -> Vec<String> {
         let rules = &provider.rules_without_keys;
-        let line = |ceiling: &Ceiling, whose: &str| format!("{} ({whose})", self.limit_info(ceiling.limit).description);
-        let mut lines: Vec<String> = rules.ceilings.iter().map(|ceiling| line(ceiling, "all calls")).collect();
-        lines.extend(rules.credential_ceilings.iter().map(|ceiling| line(ceiling, "each credential")));
-        for (lane, ceilings) in Lane::ALL.iter().zip(&rules.lane_ceilings) {
+        let line =
+            |ceiling: &ProviderLimit, whose: &str| format!("{} ({whose})", self.limit_info(ceiling.limit).description);
+        let mut lines: Vec<String> = rules.provider_limits.iter().map(|ceiling| line(ceiling, "all calls")).collect();
+        lines.extend(rules.credential_limits.iter().map(|ceiling| line(ceiling, "each credential")));
+        for (lane, ceilings) in Lane::ALL.iter().zip(&rules.lane_limits) {
             lines.extend(ceilings.iter().map(|ceiling| line(ceiling, &format!("{} calls", lane.name()))));
         }
-        if rules.learns {
+        if rules.tracks_remaining {
             lines.push("what replies say is left (each credential), the first call alone".to_owned());
         }
         // No store knows of these, whoever shares the rest.
@@ -54,8 +55,11 @@ impl OutboundConfig {
             u32::MAX => {}
             most => lines.push(format!("at most {most} at the same time (all calls{place})")),
         }
-        if rules.credential_in_flight != u32::MAX {
-            lines.push(format!("at most {} at the same time (each credential{place})", rules.credential_in_flight));
+        if rules.max_in_flight_per_credential != u32::MAX {
+            lines.push(format!(
+                "at most {} at the same time (each credential{place})",
+                rules.max_in_flight_per_credential
+            ));
         }
         if lines.is_empty() && provider.pace == PaceConfig::Limits {
             lines.push("unlimited".to_owned());

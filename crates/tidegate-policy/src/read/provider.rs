@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
-use tidegate_core::call::{MAX_LEAD, Rules};
-use tidegate_core::pool::MAX_CREDENTIALS;
+use tidegate_core::call::{CallRules, MAX_LEAD};
+use tidegate_core::credential_pool::MAX_CREDENTIALS;
 use tidegate_core::{Balance, Lane, Span};
 
 use super::provider_limits::OutboundLimitCollector;
@@ -108,7 +108,7 @@ impl DocumentReader<'_> {
             hours,
             cost: cost?,
             pace: pace?,
-            rules_without_keys: Rules { lead: lead?.min(rules.lead), learns: learns?, ..rules },
+            rules_without_keys: CallRules { lead: lead?.min(rules.lead), tracks_remaining: learns?, ..rules },
         })
     }
 

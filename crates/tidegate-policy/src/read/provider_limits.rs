@@ -1,6 +1,6 @@
 //! A provider's limits, and the rules that the machine runs by them.
 
-use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
+use tidegate_core::call::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
 use tidegate_core::{
     Cooldown, Key, Lane, LanesSpec, Limit, LimitError, LimitId, LimitKind, MAX_OPS, Sharing, Span, Window,
 };
@@ -26,7 +26,7 @@ const MIN_STAGGER: Span = Span::from_millis(1);
 /// A provider that counts by a rate counts arrivals. Of two calls that start one spacing apart, the second arrives
 /// sooner than that after the first if it is quicker on its way, and is refused by a provider that allows no burst. The
 /// share costs as much of the rate; it covers what a connection that is open already usually varies by. What the last call
-/// took longer is observed and added, as `Rules::jitter` says.
+/// took longer is observed and added, as `CallRules::jitter` says.
 const TRANSIT_JITTER: (u64, Span) = (15, Span::from_millis(20));
 
 /// A limit as it is written.
@@ -54,8 +54,8 @@ impl OutboundLimitCollector {
     }
 
     /// Whether calls under these rules are counted by a calendar.
-    pub(super) fn has_quota(&self, rules: &Rules) -> bool {
-        let ceilings = rules.ceilings.iter().chain(&rules.credential_ceilings);
+    pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
+        let ceilings = rules.provider_limits.iter().chain(&rules.credential_limits);
         ceilings.into_iter().any(|ceiling| matches!(self.limits[ceiling.limit.index()].kind(), LimitKind::Quota(_)))
     }
 }
@@ -70,7 +70,7 @@ impl DocumentReader<'_> {
         renews: bool,
         sequential: bool,
         cost: Option<&Option<CostRules>>,
-    ) -> Option<(Rules, Option<HoursOfDay>)> {
+    ) -> Option<(CallRules, Option<HoursOfDay>)> {
         let table = &section.table;
         let provider_limits = self.parse_limits_at(section, "limit", Measure::Calls);
         let own_cost = self.parse_limits_at(section, "cost_limit", Measure::Cost);
@@ -152,16 +152,16 @@ impl DocumentReader<'_> {
             lane_rules = [lane_rules[Lane::User as usize]; 3];
         }
         let lanes = LanesSpec { lanes: specs.try_into().ok()?, max_in_flight, window, ..LanesSpec::default() };
-        let rules = Rules {
-            ceilings: ceilings.into(),
-            lane_ceilings: lane_ceilings.try_into().ok()?,
-            credential_ceilings: credential_ceilings.into(),
-            credential_in_flight,
+        let rules = CallRules {
+            provider_limits: ceilings.into(),
+            lane_limits: lane_ceilings.try_into().ok()?,
+            credential_limits: credential_ceilings.into(),
+            max_in_flight_per_credential: credential_in_flight,
             cooldown,
             key: Key::default(),
             credential_keys: Box::default(),
-            renews,
-            learns: false,
+            can_renew_login: renews,
+            tracks_remaining: false,
             lead: if has_windows { MAX_LEAD } else { Span::ZERO },
             jitter,
             lanes,
@@ -234,7 +234,7 @@ impl DocumentReader<'_> {
         name: &str,
         written: Vec<ParsedLimit>,
         per_credential: bool,
-    ) -> Option<Vec<Ceiling>> {
+    ) -> Option<Vec<ProviderLimit>> {
         let counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
         let several = written.iter().filter(|written| counted(&written.quantity)).count() > 1;
         let mut ceilings = Vec::new();
@@ -257,7 +257,7 @@ impl DocumentReader<'_> {
                 self.report_too_many_limits(at);
                 return None;
             };
-            ceilings.push(Ceiling { limit, measure, settles });
+            ceilings.push(ProviderLimit { limit, measure, settles });
         }
         Some(ceilings)
     }
@@ -269,9 +269,9 @@ impl DocumentReader<'_> {
     fn check_batch_size(
         &mut self,
         section: &ProviderSection<'_>,
-        ceilings: &[Ceiling],
-        of_credential: &[Ceiling],
-        of_lanes: &[Box<[Ceiling]>],
+        ceilings: &[ProviderLimit],
+        of_credential: &[ProviderLimit],
+        of_lanes: &[Box<[ProviderLimit]>],
     ) -> Option<()> {
         let most = of_lanes.iter().map(|ceilings| ceilings.len()).max().unwrap_or(0);
         let operations = ceilings.len() + of_credential.len() + most + 1;

@@ -6,7 +6,7 @@ mod words;
 use std::path::Path;
 use std::time::Duration;
 
-use tidegate_core::call::{Ceiling, LaneRules, MAX_LEAD, Measure, Rules};
+use tidegate_core::call::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
 use tidegate_core::pacer::{PacerGrowth, PacerMode};
 use tidegate_core::{
     AdaptiveLimitSpec, AdaptiveRateSpec, Balance, BreakerSpec, BudgetSpec, Jitter, Lane, LanesSpec, LimitKind,
@@ -20,11 +20,11 @@ fn outbound(text: &str) -> OutboundConfig {
     policy.outbound().unwrap().clone()
 }
 
-fn rules(provider: &ProviderConfig) -> Rules {
+fn rules(provider: &ProviderConfig) -> CallRules {
     provider.rules(&KeySeed::new([7; 16]))
 }
 
-fn names(outbound: &OutboundConfig, ceilings: &[Ceiling]) -> Vec<String> {
+fn names(outbound: &OutboundConfig, ceilings: &[ProviderLimit]) -> Vec<String> {
     ceilings.iter().map(|ceiling| outbound.limit_info(ceiling.limit).name.clone()).collect()
 }
 
@@ -35,7 +35,7 @@ fn only_windows_that_keep_each_call_are_told_of_replies() {
     let text = format!("[outbound.provider.api]\nbase_url = \"http://localhost\"\nlimit = {limits}\n");
     let outbound = outbound(&text);
     let rules = rules(outbound.find("api").unwrap());
-    let settles: Vec<bool> = rules.ceilings.iter().map(|ceiling| ceiling.settles).collect();
+    let settles: Vec<bool> = rules.provider_limits.iter().map(|ceiling| ceiling.settles).collect();
     assert_eq!(settles, [true, false, false, false]);
 }
 
@@ -50,15 +50,15 @@ fn a_preset_and_credentials_are_enough() {
     assert_eq!(provider.credentials.iter().map(ToString::to_string).collect::<Vec<_>>(), ["env:TMDB_A", "file:/run/b"]);
     assert_eq!(provider.cache.unwrap().ttl, Some(Duration::from_secs(86_400)));
     let rules = rules(provider);
-    assert_eq!(names(&outbound, &rules.credential_ceilings), ["tmdb.credential"]);
-    assert_eq!(names(&outbound, &rules.lane_ceilings[Lane::Background as usize]), ["tmdb.background"]);
+    assert_eq!(names(&outbound, &rules.credential_limits), ["tmdb.credential"]);
+    assert_eq!(names(&outbound, &rules.lane_limits[Lane::Background as usize]), ["tmdb.background"]);
     let per_credential = |limit| outbound.limit_info(limit).per_credential;
-    assert!(per_credential(rules.credential_ceilings[0].limit) && per_credential(rules.cooldown));
-    assert!(!per_credential(rules.lane_ceilings[Lane::Background as usize][0].limit));
-    assert!(rules.ceilings.is_empty() && rules.lane_ceilings[1].is_empty() && rules.lane_ceilings[2].is_empty());
+    assert!(per_credential(rules.credential_limits[0].limit) && per_credential(rules.cooldown));
+    assert!(!per_credential(rules.lane_limits[Lane::Background as usize][0].limit));
+    assert!(rules.provider_limits.is_empty() && rules.lane_limits[1].is_empty() && rules.lane_limits[2].is_empty());
     assert_eq!(rules.credential_keys.len(), 2);
-    assert_eq!(outbound.limit_info(rules.credential_ceilings[0].limit).description, "at most 40 in any 10 s");
-    let LimitKind::Window(window) = outbound.limits().get(rules.credential_ceilings[0].limit).unwrap().kind() else {
+    assert_eq!(outbound.limit_info(rules.credential_limits[0].limit).description, "at most 40 in any 10 s");
+    let LimitKind::Window(window) = outbound.limits().get(rules.credential_limits[0].limit).unwrap().kind() else {
         panic!("no window")
     };
     assert_eq!((window.entries(), window.lead()), (40, MAX_LEAD));
@@ -246,14 +246,14 @@ fn every_key_reaches_the_machine() {
     let own = outbound.find("own").unwrap();
     let rules = rules(own);
     let secs = Span::from_secs;
-    assert_eq!(names(&outbound, &rules.ceilings), ["own.1", "own.2", "own.cost"]);
-    assert_eq!(names(&outbound, &rules.credential_ceilings), ["own.credential", "own.credential.cost"]);
-    let measures: Vec<Measure> = rules.ceilings.iter().map(|ceiling| ceiling.measure).collect();
+    assert_eq!(names(&outbound, &rules.provider_limits), ["own.1", "own.2", "own.cost"]);
+    assert_eq!(names(&outbound, &rules.credential_limits), ["own.credential", "own.credential.cost"]);
+    let measures: Vec<Measure> = rules.provider_limits.iter().map(|ceiling| ceiling.measure).collect();
     assert_eq!(measures, [Measure::Calls, Measure::Calls, Measure::Cost]);
-    for (lane, name) in rules.lane_ceilings.iter().zip(["own.background", "own.user", "own.webhook"]) {
+    for (lane, name) in rules.lane_limits.iter().zip(["own.background", "own.user", "own.webhook"]) {
         assert_eq!(names(&outbound, lane), [name]);
     }
-    assert_eq!((rules.lead, rules.renews, rules.credential_keys.len()), (secs(1), true, 3));
+    assert_eq!((rules.lead, rules.can_renew_login, rules.credential_keys.len()), (secs(1), true, 3));
     assert_eq!(rules.jitter, Span::from_micros(1_500), "1.5 % of 100 ms");
     assert_eq!((rules.lanes.max_in_flight, rules.lanes.window), (8, secs(10)));
     let lanes = rules.lanes.lanes.map(|lane| (lane.max_in_flight, lane.max_waiting));
@@ -332,7 +332,7 @@ fn nothing_said_is_the_default() {
     assert_eq!(rules.lane_rules[Lane::User as usize].retry, Retry::default());
     assert_eq!(rules.lanes, LanesSpec::default());
     assert_eq!(rules.budget, BudgetSpec::default());
-    assert_eq!((rules.ceilings.len(), rules.credential_keys.len()), (0, 1));
+    assert_eq!((rules.provider_limits.len(), rules.credential_keys.len()), (0, 1));
     assert_eq!(outbound.limit_info(rules.cooldown).name, "x.cooldown");
     assert!(outbound.find("nobody").unwrap_err().nearest.is_none());
 }
@@ -350,7 +350,7 @@ fn words_turn_things_off() {
     let y = outbound.find("y").unwrap();
     assert!(y.cache.is_none() && y.credentials.is_empty());
     assert_eq!(y.breaker.as_ref().unwrap().failures, None);
-    assert!(rules(y).ceilings.is_empty() && rules(y).lane_ceilings.iter().all(|lane| lane.is_empty()));
+    assert!(rules(y).provider_limits.is_empty() && rules(y).lane_limits.iter().all(|lane| lane.is_empty()));
 }
 
 #[test]
@@ -362,7 +362,7 @@ fn a_section_overrides_its_preset_key_by_key() {
     );
     let x = outbound.find("x").unwrap();
     let rules = rules(x);
-    assert_eq!(names(&outbound, &rules.lane_ceilings[0]), ["x.background"]);
+    assert_eq!(names(&outbound, &rules.lane_limits[0]), ["x.background"]);
     assert_eq!(rules.lanes.lanes[0].max_in_flight, 1);
     let backoff = rules.lane_rules[0].retry.backoff;
     assert_eq!((backoff.base, backoff.cap), (Span::from_secs(1), Span::from_secs(5)));
@@ -407,8 +407,8 @@ fn a_call_meets_as_many_limits_as_a_batch_holds() {
 fn the_limit_of_an_only_credential_is_the_providers() {
     let outbound = outbound("[outbound.provider.x]\npreset = \"omdb-free\"\ncredentials = \"env:A\"\n");
     let rules = rules(outbound.find("x").unwrap());
-    assert!(rules.credential_ceilings.is_empty());
-    assert_eq!(names(&outbound, &rules.ceilings), ["x.credential"]);
+    assert!(rules.credential_limits.is_empty());
+    assert_eq!(names(&outbound, &rules.provider_limits), ["x.credential"]);
 }
 
 #[test]
@@ -417,8 +417,8 @@ fn calls_in_flight_are_counted_for_all_and_for_each_credential() {
         let text = format!("[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\n{settings}");
         let rules = rules(outbound(&text).find("x").unwrap());
         // They are no limits of the store.
-        assert!(rules.ceilings.is_empty() && rules.credential_ceilings.is_empty());
-        (rules.lanes.max_in_flight, rules.credential_in_flight)
+        assert!(rules.provider_limits.is_empty() && rules.credential_limits.is_empty());
+        (rules.lanes.max_in_flight, rules.max_in_flight_per_credential)
     };
     let (one, two) = ("credentials = \"env:A\"\n", "credentials = [\"env:A\", \"env:B\"]\n");
     for (settings, all_and_each) in [
@@ -479,7 +479,7 @@ fn a_preset_can_be_made_sequential() {
     let outbound = outbound("[outbound.provider.x]\npreset = \"tmdb\"\nauth = \"none\"\nsequential = true\n");
     let rules = rules(outbound.find("x").unwrap());
     assert_eq!(rules.lanes.max_in_flight, 1);
-    assert!(rules.lane_ceilings.iter().all(|lane| lane.is_empty()));
+    assert!(rules.lane_limits.iter().all(|lane| lane.is_empty()));
 }
 
 #[test]
@@ -505,7 +505,7 @@ fn the_environment_beats_section_and_preset() {
     assert_eq!(provider.cache.unwrap().ttl, Some(Duration::from_secs(3600)));
     let rules = rules(provider);
     assert_eq!((rules.lanes.max_in_flight, rules.budget.ratio), (9, 300));
-    assert_eq!(outbound.limit_info(rules.lane_ceilings[0][0].limit).description, "at most 3 in any 10 s");
+    assert_eq!(outbound.limit_info(rules.lane_limits[0][0].limit).description, "at most 3 in any 10 s");
     let backoff = rules.lane_rules[0].retry.backoff;
     assert_eq!((backoff.base, backoff.cap), (Span::from_secs(2), Span::from_secs(9)));
 }

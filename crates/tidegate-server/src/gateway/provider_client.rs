@@ -17,7 +17,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use rustls::ClientConfig;
-use tidegate::core::retry::Fault;
+use tidegate::core::retry::TransportFault;
 use tidegate::outbound;
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig};
 use tower_service::Service;
@@ -119,11 +119,11 @@ where
 }
 
 /// What an error of the connections means: without one the request wasn't sent.
-pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> Fault {
+pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFault {
     let unsent = match (error.downcast_ref(), error.downcast_ref::<hyper_util::client::legacy::Error>()) {
         (Some(UpstreamError::Connect(_) | UpstreamError::ConnectTimeout | UpstreamError::Unsent(_)), _) => true,
         (_, Some(error)) => error.is_connect(),
         _ => false,
     };
-    if unsent { Fault::Unsent } else { outbound::fault_of(error) }
+    if unsent { TransportFault::Unsent } else { outbound::fault_of(error) }
 }

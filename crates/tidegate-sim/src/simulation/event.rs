@@ -1,6 +1,6 @@
 //! What happens in a world, and what it is about.
 
-use tidegate_core::retry::Reach;
+use tidegate_core::retry::Delivery;
 use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
 
 use super::plain_client::RetryState;
@@ -74,16 +74,16 @@ pub(super) struct SharedStoreRequest {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AttemptResult {
     pub(super) class: Class,
-    pub(super) reach: Reach,
+    pub(super) reach: Delivery,
     pub(super) retry_after: Option<Span>,
 }
 
 pub(super) fn attempt_result(answer: ServiceReply) -> AttemptResult {
     let (class, reach, retry_after) = match answer {
-        ServiceReply::Done | ServiceReply::Row { .. } => (Class::Success, Reach::Answered, None),
-        ServiceReply::Conflict | ServiceReply::Failed => (Class::Transient, Reach::Answered, None),
-        ServiceReply::Throttled { retry_after } => (Class::Throttled, Reach::Answered, retry_after),
-        ServiceReply::ConnectionRefused => (Class::Transient, Reach::Unsent, None),
+        ServiceReply::Done | ServiceReply::Row { .. } => (Class::Success, Delivery::Answered, None),
+        ServiceReply::Conflict | ServiceReply::Failed => (Class::Transient, Delivery::Answered, None),
+        ServiceReply::Throttled { retry_after } => (Class::Throttled, Delivery::Answered, retry_after),
+        ServiceReply::ConnectionRefused => (Class::Transient, Delivery::Unsent, None),
     };
     AttemptResult { class, reach, retry_after }
 }

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use slab::Slab;
-use tidegate_core::call::{Call, Desk, Failure, Reply, Rules, Step};
-use tidegate_core::{Batch, Class, Lane, Limits, Outcomes, Span, Ticket, Time, Turn};
+use tidegate_core::call::{AttemptReport, Call, CallFailure, CallProgress, CallRules, NextStep, ProviderState};
+use tidegate_core::{Batch, Class, Lane, Limits, Outcomes, QueueStep, Span, Ticket, Time};
 use tidegate_policy::KeySeed;
 use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
 use tidegate_store::{Immediate, Memory, Store};
@@ -21,8 +21,8 @@ use crate::stats::CallOutcome;
 pub(super) struct TidegateClient<'s> {
     provider: &'s ProviderConfig,
     limits: Arc<Limits>,
-    rules: Rules,
-    state: Desk,
+    rules: CallRules,
+    state: ProviderState,
     /// Answers in place; `None` where the store is asked by messages.
     store: Option<Arc<Memory>>,
     calls: Slab<ActiveCall>,
@@ -85,27 +85,31 @@ impl<'s> TidegateClient<'s> {
     /// A call enters the queue, at first or again.
     pub(super) fn enqueue(&mut self, slot: usize, now: Time, effects: &mut Vec<Effect>) {
         self.pause_outside_hours(now);
-        let step = self.calls[slot].call.start(&mut self.state, now);
-        if let Some(ticket) = self.calls[slot].call.ticket() {
+        let call = &mut self.calls[slot].call;
+        let progress = match call.start(&mut self.state, now) {
+            Ok(()) => CallProgress::Wait,
+            Err(failure) => CallProgress::Fail(failure),
+        };
+        if let Some(ticket) = call.ticket() {
             if self.slot_by_ticket.len() <= ticket.index() {
                 self.slot_by_ticket.resize(ticket.index() + 1, None);
             }
             self.slot_by_ticket[ticket.index()] = Some(slot);
         }
-        self.run_steps(step, slot, now, effects);
+        self.advance(progress, slot, now, effects);
         self.poll_lanes(now, effects);
     }
 
     /// An attempt has ended.
-    pub(super) fn handle_reply(&mut self, slot: usize, reply: &Reply, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn handle_reply(&mut self, slot: usize, reply: &AttemptReport, now: Time, effects: &mut Vec<Effect>) {
         self.pause_outside_hours(now);
-        let step = self.calls[slot].call.replied(&self.rules, &mut self.state, reply, now, &mut self.rng);
+        let next = self.calls[slot].call.handle_reply(&self.rules, &mut self.state, reply, now, &mut self.rng);
         self.send_notification(now, effects);
         let id = self.calls[slot].id;
-        match step {
-            Step::Sleep(at) => effects.push(Effect::Resume { id, at }),
-            Step::Finish(Err(failure)) => self.finish_call(slot, outcome_of_failure(&failure, reply.class), effects),
-            Step::Renew { .. } | Step::Queue | Step::Ask | Step::Send { .. } | Step::Finish(Ok(())) => {
+        match next {
+            NextStep::RetryAt(at) => effects.push(Effect::Resume { id, at }),
+            NextStep::Failed(failure) => self.finish_call(slot, outcome_of_failure(&failure, reply.class), effects),
+            NextStep::RenewLogin { .. } | NextStep::Done => {
                 let end = if reply.class == Class::Success { CallOutcome::Succeeded } else { CallOutcome::Failed };
                 self.finish_call(slot, end, effects);
             }
@@ -133,17 +137,18 @@ impl<'s> TidegateClient<'s> {
         match (is_still_asking, outcomes) {
             (true, Some(outcomes)) => {
                 let held = &mut self.calls[slot];
-                let step = held.call.decided(&self.rules, &self.limits, &mut self.state, outcomes, now, &mut self.rng);
-                self.run_steps(step, slot, now, effects);
+                let progress =
+                    held.call.handle_outcomes(&self.rules, &self.limits, &mut self.state, outcomes, now, &mut self.rng);
+                self.advance(progress, slot, now, effects);
             }
             (true, None) => {
-                self.calls[slot].call.undecided(&mut self.state);
+                self.calls[slot].call.handle_store_error(&mut self.state);
                 self.finish_call(slot, CallOutcome::Failed, effects);
             }
             (false, Some(outcomes)) => {
-                let refund = Call::unwanted(&self.rules, batch, outcomes);
+                let refund = Call::refund_after_cancel(&self.rules, batch, outcomes);
                 effects.extend(refund.map(|batch| Effect::NotifyStore { batch: Box::new(batch) }));
-                self.state.lanes.poke();
+                self.state.lanes.clear_refusals();
             }
             (false, None) => {}
         }
@@ -160,12 +165,12 @@ impl<'s> TidegateClient<'s> {
     fn poll_lanes(&mut self, now: Time, effects: &mut Vec<Effect>) {
         loop {
             let (ticket, expired) = match self.state.lanes.poll(now) {
-                Turn::Sleep(at) => {
+                QueueStep::Sleep(at) => {
                     self.wake_at = at;
                     return;
                 }
-                Turn::Ask(ticket) => (ticket, false),
-                Turn::Expired(ticket) => (ticket, true),
+                QueueStep::AskStore(ticket) => (ticket, false),
+                QueueStep::Expired(ticket) => (ticket, true),
             };
             let slot = self.slot_by_ticket.get(ticket.index()).copied().flatten();
             let Some(place) =
@@ -175,24 +180,24 @@ impl<'s> TidegateClient<'s> {
                 continue;
             };
             let call = &mut self.calls[place].call;
-            let step = match expired {
-                true => call.expired(&mut self.state),
-                false => call.turn(&self.rules, &mut self.state, now, &mut self.rng),
+            let progress = match expired {
+                true => CallProgress::Fail(call.handle_expiry(&mut self.state)),
+                false => call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng),
             };
-            self.run_steps(step, place, now, effects);
+            self.advance(progress, place, now, effects);
         }
     }
 
-    /// Follows a step as far as it leads without waiting.
-    fn run_steps(&mut self, mut step: Step, slot: usize, now: Time, effects: &mut Vec<Effect>) {
+    /// Follows a call as far as it gets without waiting.
+    fn advance(&mut self, mut progress: CallProgress, slot: usize, now: Time, effects: &mut Vec<Effect>) {
         loop {
             self.send_notification(now, effects);
             let held = &mut self.calls[slot];
-            match step {
-                Step::Ask => match &self.store {
+            match progress {
+                CallProgress::AskStore => match &self.store {
                     Some(store) => {
-                        let outcomes = store.apply_now(self.state.orders.ask(), now);
-                        step = held.call.decided(
+                        let outcomes = store.apply_now(self.state.store_requests.reservation(), now);
+                        progress = held.call.handle_outcomes(
                             &self.rules,
                             &self.limits,
                             &mut self.state,
@@ -202,29 +207,29 @@ impl<'s> TidegateClient<'s> {
                         );
                     }
                     None => {
-                        let batch = Box::new(self.state.orders.ask().clone());
+                        let batch = Box::new(self.state.store_requests.reservation().clone());
                         let asking = held.call.ticket();
                         effects.extend(asking.map(|ticket| Effect::AskStore { slot, ticket, batch }));
                         return;
                     }
                 },
-                Step::Send { .. } => {
+                CallProgress::Send { .. } => {
                     let attempt = Span::from_duration(self.provider.attempt_timeout);
                     let usual = self.rules.lane_rules[held.call.lane() as usize].timeout.min(attempt);
                     let patience = attempt.min(held.call.deadline().since(now));
                     let conclusive_after = Span::from_micros(usual.as_micros() / 2);
                     return effects.push(Effect::Send { id: held.id, reply_timeout: patience, conclusive_after });
                 }
-                Step::Finish(Err(failure)) => {
+                CallProgress::Fail(failure) => {
                     return self.finish_call(slot, outcome_of_failure(&failure, Class::Cancelled), effects);
                 }
-                Step::Queue | Step::Renew { .. } | Step::Sleep(_) | Step::Finish(Ok(())) => return,
+                CallProgress::Wait => return,
             }
         }
     }
 
     fn send_notification(&self, now: Time, effects: &mut Vec<Effect>) {
-        let Some(batch) = self.state.orders.tell() else { return };
+        let Some(batch) = self.state.store_requests.updates() else { return };
         match &self.store {
             Some(store) => store.tell(batch, now),
             None => effects.push(Effect::NotifyStore { batch: Box::new(batch.clone()) }),
@@ -239,17 +244,17 @@ impl<'s> TidegateClient<'s> {
 }
 
 /// How a call has ended that failed for this reason, after a last reply of this class.
-fn outcome_of_failure(failure: &Failure, last: Class) -> CallOutcome {
+fn outcome_of_failure(failure: &CallFailure, last: Class) -> CallOutcome {
     match failure {
-        Failure::DeadlineExceeded => CallOutcome::Failed,
-        Failure::GaveUp(_) if last == Class::Throttled => CallOutcome::Refused,
-        Failure::GaveUp(_) => CallOutcome::Failed,
-        Failure::Unavailable(_)
-        | Failure::RateLimited { .. }
-        | Failure::QuotaSpent { .. }
-        | Failure::Cooling { .. }
-        | Failure::Resting { .. }
-        | Failure::Paced { .. }
-        | Failure::QueueFull(_) => CallOutcome::Declined,
+        CallFailure::DeadlineExceeded => CallOutcome::Failed,
+        CallFailure::NotRetried(_) if last == Class::Throttled => CallOutcome::Refused,
+        CallFailure::NotRetried(_) => CallOutcome::Failed,
+        CallFailure::Unavailable(_)
+        | CallFailure::RateLimited { .. }
+        | CallFailure::QuotaSpent { .. }
+        | CallFailure::CredentialsCooling { .. }
+        | CallFailure::LanePaused { .. }
+        | CallFailure::Paced { .. }
+        | CallFailure::QueueFull(_) => CallOutcome::Declined,
     }
 }

@@ -1,7 +1,7 @@
 //! What calls the writer, and how far it is behind.
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tidegate_core::{Span, Time};
@@ -26,7 +26,7 @@ pub(super) struct Calls {
 
 impl Bell {
     fn calls(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        self.calls.lock()
     }
 
     pub(super) fn ring(&self, call: impl FnOnce(&mut Calls)) {
@@ -40,12 +40,9 @@ impl Bell {
 
     /// Waits for a call, for `idle` at the most, and then for `delay` whether it is urgent.
     pub(super) fn wait(&self, idle: Duration, delay: Duration) -> Calls {
-        let quiet = |calls: &mut Calls| *calls == Calls::default();
-        let (calls, _) =
-            self.rung.wait_timeout_while(self.calls(), idle, quiet).unwrap_or_else(PoisonError::into_inner);
-        let patient = |calls: &mut Calls| calls.changed && !calls.urgent && !calls.closing;
-        let (mut calls, _) =
-            self.rung.wait_timeout_while(calls, delay, patient).unwrap_or_else(PoisonError::into_inner);
+        let mut calls = self.calls();
+        self.rung.wait_while_for(&mut calls, |calls| *calls == Calls::default(), idle);
+        self.rung.wait_while_for(&mut calls, |calls| calls.changed && !calls.urgent && !calls.closing, delay);
         let heard = *calls;
         *calls = Calls { closing: heard.closing, ..Calls::default() };
         heard

@@ -1,8 +1,9 @@
 //! The file behind one process's stores, and the thread that writes it.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -188,7 +189,7 @@ impl Journal {
         self.heard(now);
         let mut disk = self.shared.disk();
         let disk = &mut disk.0;
-        let mut plans = lock(&self.shared.plans);
+        let mut plans = self.shared.plans.lock();
         let (mut last, mut unread) = (None, 0_u64);
         for tag in plan.tags() {
             if last.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit(tag).is_some()) {
@@ -215,7 +216,7 @@ impl Journal {
     pub(super) fn dismiss(&self, plan: &Arc<Plan>) {
         // Told in the log already if it failed.
         let _ = self.shared.flush(0);
-        lock(&self.shared.plans).retain(|kept| !Arc::ptr_eq(kept, plan));
+        self.shared.plans.lock().retain(|kept| !Arc::ptr_eq(kept, plan));
     }
 
     pub(super) fn heard(&self, now: Time) {
@@ -272,11 +273,11 @@ impl Drop for Journal {
 
 impl Shared {
     fn disk(&self) -> MutexGuard<'_, (Disk, Scratch)> {
-        lock(&self.disk)
+        self.disk.lock()
     }
 
     fn health(&self) -> MutexGuard<'_, Health> {
-        lock(&self.health)
+        self.health.lock()
     }
 
     /// The writer's thread.
@@ -306,7 +307,7 @@ impl Shared {
         // after this line. One that sees it waits for the next.
         let writing = self.begun.fetch_add(1, Relaxed) + 1;
         self.lag.writing();
-        let plans = lock(&self.plans).clone();
+        let plans = self.plans.lock().clone();
         let now = Time::from_micros(self.heard.load(Relaxed));
         let resets: Vec<Reset> = plans.iter().map(|plan| plan.take_resets()).collect();
         let written = disk.write(|rows| {
@@ -378,8 +379,4 @@ fn fate(whose: Option<(u64, u64)>, idle_at: Time, plans: &[Arc<Plan>], has_room:
         None if is_kept => Fate::Stay,
         None => Fate::Go,
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,15 +1,15 @@
 //! What one plan has in the file, and its states in memory.
 
+use parking_lot::Mutex;
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb};
 
 use super::aside::{Kept, period};
 use super::disk::{Encoded, Rows, begin_value, row, set_aside};
-use super::journal::lock;
 use crate::memory::{Changed, Noted, Shards};
 
 /// Two to this power are a file store's shards, on every machine and whatever its size: which shard a key is in is part
@@ -105,11 +105,11 @@ impl Plan {
 
     /// The keys that were reset, to be forgotten by the next writing.
     pub(super) fn take_resets(&self) -> Reset {
-        std::mem::take(&mut lock(&self.reset))
+        std::mem::take(&mut self.reset.lock())
     }
 
     pub(super) fn keep_resets(&self, resets: impl IntoIterator<Item = (u64, u64)>) {
-        let mut reset = lock(&self.reset);
+        let mut reset = self.reset.lock();
         let room = MOST_RESETS.saturating_sub(reset.len());
         reset.extend(resets.into_iter().take(room));
     }

@@ -1,11 +1,12 @@
 //! A disk that fails.
 
+use parking_lot::Mutex;
 use std::fs::File;
 use std::io;
 use std::ops::Bound;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -134,7 +135,7 @@ struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend(bytes);
+        self.0.lock().extend(bytes);
         Ok(bytes.len())
     }
 
@@ -147,7 +148,7 @@ impl Log {
     /// The number of lines about a file that say this.
     fn lines(&self, path: &Path, what: &str) -> usize {
         let path = path.to_str().unwrap();
-        let text = self.0.lock().unwrap();
+        let text = self.0.lock();
         String::from_utf8_lossy(&text).lines().filter(|line| line.contains(path) && line.contains(what)).count()
     }
 }

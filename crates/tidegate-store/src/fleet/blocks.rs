@@ -6,9 +6,10 @@
 //! lost it. It is *doubted* then, as are all once the store is back from an outage, and ends only if the store says that the
 //! key was reset.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::batch::Outcome;
 use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
@@ -104,7 +105,7 @@ impl Blocks {
     }
 
     fn shard(&self, key: Key) -> MutexGuard<'_, Shard> {
-        lock(&self.shards[key.lo() as usize % SHARDS])
+        self.shards[key.lo() as usize % SHARDS].lock()
     }
 
     /// The answer to a batch that a known block refuses. While the store isn't there to be asked again, or is to be asked
@@ -209,7 +210,7 @@ impl Blocks {
     /// anyhow.
     pub(super) fn doubt(&self, is_there: impl Fn(u64, Key) -> bool) {
         for shard in &self.shards {
-            for ((_, key), block) in lock(shard).iter_mut() {
+            for ((_, key), block) in shard.lock().iter_mut() {
                 if block.standing == Standing::Told && is_there(block.affinity, *key) {
                     block.standing = Standing::Doubted;
                 }
@@ -221,7 +222,7 @@ impl Blocks {
     pub(super) fn doubted(&self) -> Vec<(LimitId, Key)> {
         let doubted =
             |(place, block): (&(LimitId, Key), &Block)| (block.standing == Standing::Doubted).then_some(*place);
-        self.shards.iter().flat_map(|shard| lock(shard).iter().filter_map(doubted).collect::<Vec<_>>()).collect()
+        self.shards.iter().flat_map(|shard| shard.lock().iter().filter_map(doubted).collect::<Vec<_>>()).collect()
     }
 
     pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
@@ -232,13 +233,9 @@ impl Blocks {
     /// Believes no answer any more: resets may have been missed. Each block is asked for again with the next call.
     pub(super) fn disbelieve(&self) {
         for shard in &self.shards {
-            lock(shard).values_mut().for_each(|block| block.until = block.sent);
+            shard.lock().values_mut().for_each(|block| block.until = block.sent);
         }
     }
-}
-
-fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
-    shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps a block, if there is room for it, or one that ends later.

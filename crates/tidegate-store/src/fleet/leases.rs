@@ -4,9 +4,10 @@
 //! lease's end ([`Batch::with_lead`]), so that no call counts before it is made. It is spent for as long as this node's clock
 //! has run since it was asked for; what is left then is given back. A crash loses a slice and never mints one.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::cmp::Ordering;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use foldhash::fast::RandomState;
@@ -96,7 +97,7 @@ impl Leases {
 
     fn shard(&self, places: &Places) -> MutexGuard<'_, Shard> {
         let first = places.first().map_or(0, |(_, key)| key.lo());
-        self.shards[first as usize % SHARDS].lock().unwrap_or_else(PoisonError::into_inner)
+        self.shards[first as usize % SHARDS].lock()
     }
 
     /// How large a slice is and how long it may be spent, for a batch whose limits all have leases and that asks for the
@@ -162,7 +163,7 @@ impl Leases {
             return;
         }
         for shard in &self.shards {
-            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shard = shard.lock();
             shard.retain(|places, what| {
                 let gone = places.contains(&(limit, key));
                 if let (true, What::Asked(asked)) = (gone, what) {
@@ -177,7 +178,7 @@ impl Leases {
     pub(super) fn sweep(&self, now: Time) -> Vec<Batch> {
         let mut back = Vec::new();
         for shard in &self.shards {
-            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shard = shard.lock();
             shard.retain(|places, what| match what {
                 What::Slice(slice) if !slice.told.holds(now) => {
                     back.extend(slice.give_back(places));

@@ -5,9 +5,10 @@
 //! gone, and the log isn't told of a single slow answer. What a node did alone stays in its mind when the link is up
 //! again: an outage that follows soon, or a store that stalls time and again, grants nobody a new share.
 
+use parking_lot::{Mutex, RwLock};
 use std::future::Future;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use tidegate_core::{Key, Outcomes};
@@ -48,19 +49,19 @@ impl Link {
     }
 
     pub(super) fn local(&self) -> Option<Arc<Local>> {
-        self.local.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.local.read().clone()
     }
 
     /// The same, made if there is none.
     pub(super) fn local_or(&self, make: impl FnOnce() -> Local) -> Arc<Local> {
         self.local().unwrap_or_else(|| {
-            let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+            let mut local = self.local.write();
             Arc::clone(local.get_or_insert_with(|| Arc::new(make())))
         })
     }
 
     pub(super) fn failed(&self) -> Option<Place> {
-        *self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.failed.lock()
     }
 
     /// Waits for an answer: at most so long, and no longer than others get theirs.
@@ -83,14 +84,14 @@ impl Link {
 
     /// An answer failed to come.
     pub(super) fn suspect(&self, make: impl FnOnce() -> Local, place: Place) {
-        let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+        let mut local = self.local.write();
         if self.is_up() {
             let new = make();
             // Of another number of nodes, a share is another; else what is there goes on counting.
             if local.as_ref().is_none_or(|local| local.nodes() != new.nodes()) {
                 *local = Some(Arc::new(new));
             }
-            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
+            *self.failed.lock() = Some(place);
             self.state.store(SUSPECT, Ordering::Release);
             self.fell.notify_waiters();
             self.poked.notify_one();
@@ -104,13 +105,13 @@ impl Link {
 
     /// The store answers. True if the link had been down.
     pub(super) fn rise(&self) -> bool {
-        let _local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+        let _local = self.local.write();
         self.state.swap(UP, Ordering::AcqRel) == DOWN
     }
 
     /// Lets go of what the node went on with, once none of it counts any more.
     pub(super) fn tidy(&self) {
-        let mut local = self.local.write().unwrap_or_else(PoisonError::into_inner);
+        let mut local = self.local.write();
         if self.is_up() && local.as_ref().is_some_and(|local| local.is_empty()) {
             *local = None;
         }

@@ -1,7 +1,8 @@
 //! A node's share of every limit, to go on with while the store can't be reached.
 
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
 use tidegate_core::state::Usage;
@@ -110,7 +111,7 @@ impl Local {
             self.memory.apply_now(&held(batch), now);
         }
         if batch.ops().iter().any(|op| op.verb == Verb::Release) {
-            let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut released = self.released.lock();
             if released.len() < RELEASED {
                 released.push(batch.clone());
             }
@@ -118,7 +119,7 @@ impl Local {
         let limits = self.memory.limits();
         let mut against = RefusalSummary::default();
         against.add_part(batch, limits, &outcomes);
-        let mut untold = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut untold = self.untold.lock();
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             let Some(limit) = limits.get(op.limit) else { continue };
             let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && against.is_charged(limit, outcome);
@@ -155,22 +156,22 @@ impl Local {
     /// Forgets a key that was reset elsewhere.
     pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
         self.memory.apply_now(&Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1)), now);
-        self.untold.lock().unwrap_or_else(PoisonError::into_inner).remove(&(limit, key));
+        self.untold.lock().remove(&(limit, key));
     }
 
     /// What the store has to be told. Whoever asks tells it.
     pub(super) fn take_untold(&self) -> HashMap<(LimitId, Key), Untold> {
-        std::mem::take(&mut *self.untold.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.untold.lock())
     }
 
     /// What is to be given back there.
     pub(super) fn take_released(&self) -> Vec<Batch> {
-        std::mem::take(&mut *self.released.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.released.lock())
     }
 
     /// The store wasn't told after all.
     pub(super) fn put_back(&self, place: (LimitId, Key), untold: Untold) {
-        let mut all = self.untold.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.untold.lock();
         let since = all.entry(place).or_insert(Untold { affinity: untold.affinity, ..Untold::default() });
         if !since.was_reset {
             since.charged = since.charged.saturating_add(untold.charged);
@@ -198,11 +199,11 @@ impl Local {
         let met = self.memory.apply_now(&peek, now);
         let state = self.memory.state(&peek.ops()[0]);
         let news = match state.as_ref().map(KeyState::usage) {
-            Some(Usage::Cooldown(gate)) if gate.until.is_never() => vec![batch(0, Verb::Disable, 0)],
+            Some(Usage::Cooldown(gate)) if gate.opens_at.is_never() => vec![batch(0, Verb::Disable, 0)],
             // Of no generation that the store knows, so that it closes there for as long as here, and takes no further
             // step.
-            Some(Usage::Cooldown(gate)) if gate.until > now => {
-                vec![batch(0, Verb::Throttle { generation: 0 }, gate.until.since(now).as_micros())]
+            Some(Usage::Cooldown(gate)) if gate.opens_at > now => {
+                vec![batch(0, Verb::Throttle { generation: 0 }, gate.opens_at.since(now).as_micros())]
             }
             Some(Usage::Pace(tempo)) if tempo.interval > 0 => vec![batch(0, Verb::Debit, tempo.interval)],
             Some(Usage::Concurrency(permits)) => {

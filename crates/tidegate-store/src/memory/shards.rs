@@ -1,16 +1,17 @@
 //! The shards of a memory store, and how a batch is carried out in them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute};
 use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
 
 use super::MemoryStats;
-use super::lock::{Lock, LockGuard};
 use super::shard::{self, About, Room, Shard};
 use super::table::{Outlook, Table};
 use crate::Losses;
+use crate::lock::{Lock, LockGuard};
 
 /// What is noted of entries that change, while their shard is locked.
 pub(crate) trait Notes: Default + Send + 'static {
@@ -131,7 +132,7 @@ impl<N: Notes> Shards<N> {
         let about = self.about();
         let mut stats = MemoryStats::default();
         // Held throughout, so that two who tend at once don't count the same losses.
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.told.lock();
         for shard in &self.shards {
             let shard = &mut shard.0.lock().shard;
             shard.sweep_share(now, &about);

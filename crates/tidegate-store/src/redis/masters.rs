@@ -2,8 +2,8 @@
 //!
 //! Questions are sent to the right master by the client, whatever is believed here.
 
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use redis::Value;
 
@@ -34,7 +34,7 @@ impl Masters {
     /// Learns from the answer to `CLUSTER SLOTS`; of what it can't read, nothing.
     pub(super) fn learn(&self, answer: &Value) {
         let Value::Array(ranges) = answer else { return };
-        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = self.names.lock();
         for range in ranges {
             let Some((first, last, name)) = read(range) else { continue };
             // Those who have left keep their numbers; who comes when there are none left shares one, always the same.

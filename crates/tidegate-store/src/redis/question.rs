@@ -6,7 +6,7 @@ use arrayvec::ArrayVec;
 use redis::Cmd;
 use tidegate_core::batch::{self, BatchContext, MAX_OPS};
 use tidegate_core::concurrency::{PermitLease, Permits};
-use tidegate_core::cooldown::Gate;
+use tidegate_core::cooldown::CooldownGate;
 use tidegate_core::pacer::{PacerGrowth, PacerMode, PacerState};
 use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::quota::{Period, QuotaUsage};
@@ -272,8 +272,8 @@ impl Question<'_> {
                 packed.span(cooldown.base);
                 packed.span(cooldown.cap);
                 packed.span(cooldown.stagger);
-                packed.span(cooldown.released_for());
-                packed.span(cooldown.remembered());
+                packed.span(cooldown.max_release_time());
+                packed.span(cooldown.retention());
                 packed.number(match op.verb {
                     Verb::Throttle { generation } | Verb::Success { generation } => u64::from(generation),
                     _ => 0,
@@ -343,11 +343,11 @@ impl Question<'_> {
                 Usage::Quota(QuotaUsage { period, used: input.number()? })
             }
             LimitKind::Concurrency(_) => Usage::Concurrency(input.permits(self.batch.holder())?),
-            LimitKind::Cooldown(_) => Usage::Cooldown(Gate {
-                until: input.time()?,
-                last: input.time()?,
+            LimitKind::Cooldown(_) => Usage::Cooldown(CooldownGate {
+                opens_at: input.time()?,
+                last_event_at: input.time()?,
                 generation: input.word()?,
-                step: u8::try_from(input.word()?).ok()?,
+                closings_in_row: u8::try_from(input.word()?).ok()?,
             }),
             LimitKind::Pace(_) => Usage::Pace(PacerState {
                 interval: input.number()?,

@@ -5,10 +5,11 @@
 //! same runtime; and while a few convoys are under way, waits until one of them has its answers, or briefly. Of a convoy,
 //! those who ask for the same, and differ by their keys alone, are one command.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::iter;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -92,7 +93,7 @@ struct Gathering {
 
 impl Together {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Connections to a SQL server that are kept for the next group.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sqlx::{ConnectOptions as _, Connection};
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -23,7 +23,7 @@ impl<C: Connection> Lines<C> {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<C>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        self.idle.lock()
     }
 
     /// A connection that nobody else uses, and whether it is new.

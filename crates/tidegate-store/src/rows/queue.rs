@@ -1,8 +1,9 @@
 //! Who waits for a store with rows, and which of them are carried out together.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use tidegate_core::backoff::{Backoff, BackoffState};
@@ -160,7 +161,7 @@ impl<D: Driver> Engine<D> {
 
 impl<D: Driver> Shared<D> {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     fn line_up(

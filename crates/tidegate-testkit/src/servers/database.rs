@@ -1,9 +1,9 @@
 //! A database whose data outlive its process: it can be stopped, killed, frozen, and started again.
 
+use parking_lot::Mutex;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 use std::thread::sleep;
 
 use super::{ChildProcess, MAX_POLLS, POLL_INTERVAL, ScratchDir, free_port};
@@ -62,12 +62,12 @@ impl DatabaseServer {
             ready
         });
         assert!(ready, "it isn't ready: {}", running.read_file("stderr"));
-        *self.process.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
+        *self.process.lock() = Some(running);
     }
 
     /// Asks it to end, and waits for that.
     pub fn stop(&self) {
-        drop(self.process.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.process.lock().take());
     }
 
     /// Ends it and its children with SIGKILL.
@@ -99,7 +99,7 @@ impl DatabaseServer {
     }
 
     fn send_signal(&self, name: &str) -> Vec<u32> {
-        let running = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let running = self.process.lock();
         let id = running.as_ref().expect("a database that runs").id();
         let mut process_ids = vec![id];
         // A parent that is gone takes its list of children with it.

@@ -4,10 +4,10 @@
 //! version, once, and kept under the build's own directory. It speaks the protocol but has no transactions, no replica
 //! sets and no journal, so it is asked for what a lone server does, and may lose its last second when it is killed.
 
+use parking_lot::Mutex;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
 
 use super::database::DatabaseServer;
 use super::{ScratchDir, find_program, print_line, skip_test};

@@ -4,10 +4,11 @@
 //! the last stretch of a wait is left to a thread of its own, which the kernel wakes more exactly. It sleeps while
 //! nobody waits.
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::future::poll_fn;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::task::{Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -22,16 +23,16 @@ pub(crate) async fn sleep(wait: Duration) {
     if let Some(most) = wait.checked_sub(PRECISE_PART) {
         tokio::time::sleep(most).await;
     }
-    let Some(alarm) = PreciseTimer::get() else { return tokio::time::sleep_until(until.into()).await };
+    let Some(timer) = PreciseTimer::get() else { return tokio::time::sleep_until(until.into()).await };
     let mut registered: Option<Arc<TimerWaker>> = None;
     poll_fn(|context| {
-        if let Some(bell) = &registered {
-            return bell.poll(context.waker());
+        if let Some(timer_waker) = &registered {
+            return timer_waker.poll(context.waker());
         }
         if Instant::now() >= until {
             return Poll::Ready(());
         }
-        registered = Some(alarm.register(until, context.waker().clone()));
+        registered = Some(timer.register(until, context.waker().clone()));
         Poll::Pending
     })
     .await;
@@ -53,9 +54,9 @@ struct TimerWaker(Mutex<Option<Waker>>);
 
 impl TimerWaker {
     fn poll(&self, waker: &Waker) -> Poll<()> {
-        match &mut *lock(&self.0) {
-            Some(own) => {
-                own.clone_from(waker);
+        match &mut *self.0.lock() {
+            Some(stored) => {
+                stored.clone_from(waker);
                 Poll::Pending
             }
             None => Poll::Ready(()),
@@ -68,48 +69,43 @@ impl PreciseTimer {
     fn get() -> Option<&'static Self> {
         static TIMER: OnceLock<Option<&'static PreciseTimer>> = OnceLock::new();
         *TIMER.get_or_init(|| {
-            let alarm: &'static Self =
+            let timer: &'static Self =
                 Box::leak(Box::new(Self { entries: Mutex::default(), first_changed: Condvar::new() }));
-            thread::Builder::new().name("tidegate-alarm".to_owned()).spawn(|| alarm.run()).ok().map(|_| alarm)
+            thread::Builder::new().name("tidegate-alarm".to_owned()).spawn(|| timer.run()).ok().map(|_| timer)
         })
     }
 
     fn register(&self, at: Instant, waker: Waker) -> Arc<TimerWaker> {
-        let bell = Arc::new(TimerWaker(Mutex::new(Some(waker))));
-        let mut bells = lock(&self.entries);
-        let is_first = bells.peek().is_none_or(|Reverse(first)| at < first.at);
-        bells.push(Reverse(TimerEntry { at, waker: Arc::clone(&bell) }));
-        drop(bells);
+        let timer_waker = Arc::new(TimerWaker(Mutex::new(Some(waker))));
+        let mut entries = self.entries.lock();
+        let is_first = entries.peek().is_none_or(|Reverse(first)| at < first.at);
+        entries.push(Reverse(TimerEntry { at, waker: Arc::clone(&timer_waker) }));
+        drop(entries);
         if is_first {
             self.first_changed.notify_one();
         }
-        bell
+        timer_waker
     }
 
     #[expect(clippy::disallowed_methods, reason = "this is the clock")]
     fn run(&self) {
-        let mut bells = lock(&self.entries);
+        let mut entries = self.entries.lock();
         loop {
             let now = Instant::now();
-            bells = match bells.peek().map(|Reverse(first)| first.at.saturating_duration_since(now)) {
-                None => self.first_changed.wait(bells).unwrap_or_else(PoisonError::into_inner),
+            match entries.peek().map(|Reverse(first)| first.at.saturating_duration_since(now)) {
+                None => self.first_changed.wait(&mut entries),
                 Some(Duration::ZERO) => {
-                    let due = bells.pop();
-                    drop(bells);
-                    if let Some(waker) = due.and_then(|Reverse(due)| lock(&due.waker.0).take()) {
-                        waker.wake();
-                    }
-                    lock(&self.entries)
+                    let due = entries.pop();
+                    MutexGuard::unlocked(&mut entries, || {
+                        if let Some(waker) = due.and_then(|Reverse(due)| due.waker.0.lock().take()) {
+                            waker.wake();
+                        }
+                    });
                 }
-                Some(wait) => self.first_changed.wait_timeout(bells, wait).unwrap_or_else(PoisonError::into_inner).0,
-            };
+                Some(wait) => drop(self.first_changed.wait_for(&mut entries, wait)),
+            }
         }
     }
-}
-
-/// A panic can only have come from a waker, which is called without a lock.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl PartialEq for TimerEntry {
@@ -155,6 +151,6 @@ mod tests {
         }
         let alarm = PreciseTimer::get().unwrap();
         tokio::time::sleep(PRECISE_PART * 2).await;
-        assert!(lock(&alarm.entries).is_empty(), "nothing stays");
+        assert!(alarm.entries.lock().is_empty(), "nothing stays");
     }
 }

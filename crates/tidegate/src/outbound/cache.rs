@@ -49,15 +49,15 @@
 //! They keep their own deadlines, and a more urgent one lifts the call that it waits for. When the caller who leads
 //! goes away or runs out of its own time, one of the others leads on.
 
-mod asked;
 mod body;
-mod entry;
-mod flight;
+mod cacheable_request;
+mod cached_reply;
 mod key;
 mod origin;
+mod request_directives;
+mod single_flight;
 #[cfg(test)]
 mod tests;
-mod visit;
 
 use std::fmt;
 use std::future::Future;
@@ -66,30 +66,30 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body::Body;
-use moka::future::Cache as Shelf;
+use moka::future::Cache as MokaCache;
 use tidegate_core::{Clock, Span};
 use tidegate_policy::outbound::CacheRules;
 
-use self::asked::Asked;
+use self::body::BufferCapacity;
 pub use self::body::CacheBody;
-use self::body::Room;
-use self::entry::Page;
-use self::flight::Flights;
-use self::key::{Key, Keys};
-pub use self::origin::{Fault, Origin};
-use self::visit::{Visit, Waited};
+use self::cacheable_request::{CacheableRequest, WaitOutcome};
+use self::cached_reply::CachedResource;
+use self::key::{CacheKey, CacheKeyFactory};
+pub use self::origin::{CacheCallError, Origin};
+use self::request_directives::RequestDirectives;
+use self::single_flight::SingleFlight;
 use super::{CallOptions, Outbound};
 use crate::SystemClock;
 
 /// The kept replies of all providers. Cheap to clone; clones are the same.
-pub struct Cache<C = SystemClock>(Arc<Kept<C>>);
+pub struct Cache<C = SystemClock>(Arc<CacheInner<C>>);
 
-struct Kept<C> {
-    shelf: Shelf<Key, Page>,
-    keys: Keys,
-    flights: Arc<Flights>,
+struct CacheInner<C> {
+    replies: MokaCache<CacheKey, CachedResource>,
+    key_factory: CacheKeyFactory,
+    single_flight: Arc<SingleFlight>,
     /// What bodies take while they are read: as much again as the replies that are kept.
-    room: Arc<Room>,
+    buffer_capacity: Arc<BufferCapacity>,
     clock: C,
 }
 
@@ -129,15 +129,18 @@ impl<C> Clone for Cache<C> {
 
 impl<C> fmt::Debug for Cache<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shelf = &self.0.shelf;
-        f.debug_struct("Cache").field("replies", &shelf.entry_count()).field("bytes", &shelf.weighted_size()).finish()
+        let replies = &self.0.replies;
+        f.debug_struct("Cache")
+            .field("replies", &replies.entry_count())
+            .field("bytes", &replies.weighted_size())
+            .finish()
     }
 }
 
 impl<C: Clock + Clone> Cache<C> {
     /// A cache for these providers, of the size that their policy says.
-    pub fn of<S: tidegate_store::Store>(outbound: &Outbound<S, C>) -> Self {
-        Self::new(outbound.plan().cache_bytes, outbound.0.clock.clone())
+    pub fn for_outbound<S: tidegate_store::Store>(outbound: &Outbound<S, C>) -> Self {
+        Self::new(outbound.config().cache_bytes, outbound.0.clock.clone())
     }
 }
 
@@ -147,24 +150,25 @@ impl<C: Clock> Cache<C> {
     ///
     /// Bodies that are just being read may take as many bytes again. Beyond that they are passed on unread.
     pub fn new(max_bytes: u64, clock: C) -> Self {
-        let weigher = |_: &Key, page: &Page| u32::try_from(page.weight()).unwrap_or(u32::MAX);
-        Self(Arc::new(Kept {
-            shelf: Shelf::builder().max_capacity(max_bytes).weigher(weigher).build(),
-            keys: Keys::new(),
-            flights: Arc::default(),
-            room: Room::new(max_bytes),
+        let weigher =
+            |_: &CacheKey, resource: &CachedResource| u32::try_from(resource.size_bytes()).unwrap_or(u32::MAX);
+        Self(Arc::new(CacheInner {
+            replies: MokaCache::builder().max_capacity(max_bytes).weigher(weigher).build(),
+            key_factory: CacheKeyFactory::new(),
+            single_flight: Arc::default(),
+            buffer_capacity: BufferCapacity::new(max_bytes),
             clock,
         }))
     }
 
     /// How many bytes the kept replies take.
-    pub fn bytes(&self) -> u64 {
-        self.0.shelf.weighted_size()
+    pub fn size_bytes(&self) -> u64 {
+        self.0.replies.weighted_size()
     }
 
     /// Answers a request to `origin`, by `send` where it takes a call. The [`CacheStatus`] is among the response's
     /// extensions. So are those of the reply that `send` brought, also where its 304 confirmed another, or another
-    /// stands in for it. A reply that has a [`Why`](super::Why) among them, being the last of a call that failed, isn't
+    /// stands in for it. A reply that has a [`CallErrorKind`](super::CallErrorKind) among them, being the last of a call that failed, isn't
     /// kept, whatever it looks like, and an old one stands in for it.
     ///
     /// `send` gets the options of the call that it is to make: with the time that is left, which is none if it ran out
@@ -186,49 +190,62 @@ impl<C: Clock> Cache<C> {
         P: Origin,
         Q: Body,
         B: Body<Data = Bytes>,
-        E: Fault,
+        E: CacheCallError,
         F: FnOnce(CallOptions, Request<Q>) -> R,
         R: Future<Output = Result<Response<B>, E>>,
     {
-        let kept = &*self.0;
+        let inner = &*self.0;
         let (parts, body) = request.into_parts();
-        let visits = origin.rules().copied().and_then(|rules| Some((rules, Asked::read(&parts, &body)?)));
-        let Some((rules, asked)) = visits else {
-            return kept.go_by(origin, options, Request::from_parts(parts, body), send).await;
+        let cacheable =
+            origin.rules().copied().and_then(|rules| Some((rules, RequestDirectives::read(&parts, &body)?)));
+        let Some((rules, directives)) = cacheable else {
+            return inner.bypass(origin, options, Request::from_parts(parts, body), send).await;
         };
-        if !rules.shared && origin.credentials() > 1 {
-            if asked.only_if_cached {
-                return Ok(not_cached());
+        if !rules.shared && origin.credential_count() > 1 {
+            if directives.only_if_cached {
+                return Ok(not_cached_response());
             }
-            return kept.go_by(origin, options, Request::from_parts(parts, body), send).await;
+            return inner.bypass(origin, options, Request::from_parts(parts, body), send).await;
         }
         // Boxed, as calls of which nothing is kept would take the room for it too.
-        let visiting = async move {
+        let answering = async move {
             let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
-            let deadline = kept.clock.now() + Span::from_duration(timeout);
-            let place = kept.keys.place(origin, &parts);
-            let page = kept.page(origin, &rules, place).await;
-            let key = kept.keys.request(page, &parts);
+            let deadline = inner.clock.now() + Span::from_duration(timeout);
+            let base_key = inner.key_factory.base_key(origin, &parts);
+            let resource_key = inner.resource_key(origin, &rules, base_key).await;
+            let key = inner.key_factory.request_key(resource_key, &parts);
             let headers = parts.headers.clone();
-            let visit = Visit { kept, origin, rules, asked, place, page, key, deadline, headers };
-            match visit.wait(&options).await {
-                Waited::Answered(reply) => Ok(reply),
-                Waited::Calls { found, seat } => visit.fetch(found, seat, options, (parts, body), send).await,
+            let cacheable_request = CacheableRequest {
+                cache: inner,
+                origin,
+                rules,
+                directives,
+                base_key,
+                resource_key,
+                request_key: key,
+                deadline,
+                headers,
+            };
+            match cacheable_request.wait_for_reply(&options).await {
+                WaitOutcome::Answered(reply) => Ok(reply),
+                WaitOutcome::NeedsCall { found, member: seat } => {
+                    cacheable_request.fetch(found, seat, options, (parts, body), send).await
+                }
             }
         };
-        Box::pin(visiting).await
+        Box::pin(answering).await
     }
 }
 
-impl<C: Clock> Kept<C> {
+impl<C: Clock> CacheInner<C> {
     /// The key of what is kept of a place, for calls as they would be sent now.
-    async fn page<P: Origin>(&self, origin: &P, rules: &CacheRules, place: Key) -> Key {
+    async fn resource_key<P: Origin>(&self, origin: &P, rules: &CacheRules, base_key: CacheKey) -> CacheKey {
         let secret = if rules.shared { None } else { origin.secret().await };
-        self.keys.page(place, secret.as_deref())
+        self.key_factory.resource_key(base_key, secret.as_deref())
     }
 
     /// Makes a call that caches have no part in, but for what it changes.
-    async fn go_by<P: Origin, Q, B: Body, E, R: Future<Output = Result<Response<B>, E>>>(
+    async fn bypass<P: Origin, Q, B: Body, E, R: Future<Output = Result<Response<B>, E>>>(
         &self,
         origin: &P,
         options: CallOptions,
@@ -236,26 +253,30 @@ impl<C: Clock> Kept<C> {
         send: impl FnOnce(CallOptions, Request<Q>) -> R,
     ) -> Result<Response<CacheBody<B>>, E> {
         let (parts, body) = request.into_parts();
-        let changed = match origin.rules().filter(|_| !parts.method.is_safe()) {
-            Some(rules) => Some(Box::pin(self.page(origin, rules, self.keys.place(origin, &parts))).await),
+        let changed_resource = match origin.rules().filter(|_| !parts.method.is_safe()) {
+            Some(rules) => {
+                Some(Box::pin(self.resource_key(origin, rules, self.key_factory.base_key(origin, &parts))).await)
+            }
             None => None,
         };
         let reply = send(options, Request::from_parts(parts, body)).await?;
-        if let Some(page) = changed.filter(|_| reply.status().is_success() || reply.status().is_redirection()) {
-            Box::pin(self.shelf.invalidate(&page)).await;
+        if let Some(resource_key) =
+            changed_resource.filter(|_| reply.status().is_success() || reply.status().is_redirection())
+        {
+            Box::pin(self.replies.invalidate(&resource_key)).await;
         }
-        Ok(marked(reply.map(CacheBody::passed), CacheStatus::Bypass))
+        Ok(with_status(reply.map(CacheBody::pass_through), CacheStatus::Bypass))
     }
 }
 
-fn marked<B>(mut reply: Response<B>, status: CacheStatus) -> Response<B> {
+fn with_status<B>(mut reply: Response<B>, status: CacheStatus) -> Response<B> {
     reply.extensions_mut().insert(status);
     reply
 }
 
 /// The answer to who wants no call where one is needed (RFC 9111 §5.2.1.7).
-fn not_cached<B: Body>() -> Response<CacheBody<B>> {
+fn not_cached_response<B: Body>() -> Response<CacheBody<B>> {
     let mut reply = Response::new(CacheBody::default());
     *reply.status_mut() = StatusCode::GATEWAY_TIMEOUT;
-    marked(reply, CacheStatus::Miss)
+    with_status(reply, CacheStatus::Miss)
 }

@@ -5,78 +5,81 @@ use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
 use serde_json::Value;
 use tidegate_policy::outbound::{CostRules, PointerAlternatives};
 
-use super::events::Events;
+use super::sse::SseReader;
 
 /// The longest reply that is read to find out what the call cost, in bytes, and the longest event of a reply that
 /// comes as a stream of events. Of a longer reply, what was reserved stands; a longer event says nothing.
-const MAX_PRICED: usize = 1 << 20;
+const MAX_PARSED_BYTES: usize = 1 << 20;
 
 /// What is reserved before the reply to a request whose body has this many bytes. `body` is all of it, where that is
 /// JSON and at hand.
-pub(super) fn expected(rules: &CostRules, bytes: u64, body: Option<&[u8]>) -> u64 {
+pub(super) fn expected_cost(rules: &CostRules, bytes: u64, body: Option<&[u8]>) -> u64 {
     let units = bytes.checked_div(rules.bytes_per_unit).unwrap_or(0);
     let json = body.and_then(|body| serde_json::from_slice(body).ok());
-    let asked = json.and_then(|json| first(&rules.request, &json)).unwrap_or(0);
-    rules.reserve.saturating_add(units).saturating_add(asked)
+    let requested = json.and_then(|json| first_number(&rules.request, &json)).unwrap_or(0);
+    rules.reserve.saturating_add(units).saturating_add(requested)
 }
 
 /// What is read along with a reply to find out what the call cost.
-pub(super) struct Price {
+pub(super) struct CostReader {
     pointers: Vec<PointerAlternatives>,
     /// What each of the pointers has led to.
-    found: Vec<Option<u64>>,
-    form: Form,
+    values: Vec<Option<u64>>,
+    format: ReplyFormat,
 }
 
 /// How a reply says it.
-enum Form {
+enum ReplyFormat {
     Json(BytesMut),
-    Events(Events),
+    Events(SseReader),
     /// It is too long to be read.
-    Unread,
+    TooLong,
 }
 
-impl Price {
+impl CostReader {
     /// What is read of a reply with these headers; nothing if they say that it can't be, or if there is nothing to find.
-    pub(super) fn of(rules: &CostRules, headers: &HeaderMap) -> Option<Self> {
+    pub(super) fn for_reply(rules: &CostRules, headers: &HeaderMap) -> Option<Self> {
         let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
         if rules.reply.is_empty() || is_encoded {
             return None;
         }
-        let form =
-            if is_event_stream(headers) { Form::Events(Events::new(MAX_PRICED)) } else { Form::Json(BytesMut::new()) };
-        Some(Self { pointers: rules.reply.clone(), found: vec![None; rules.reply.len()], form })
+        let format = if is_event_stream(headers) {
+            ReplyFormat::Events(SseReader::new(MAX_PARSED_BYTES))
+        } else {
+            ReplyFormat::Json(BytesMut::new())
+        };
+        Some(Self { pointers: rules.reply.clone(), values: vec![None; rules.reply.len()], format })
     }
 
     pub(super) fn read(&mut self, data: &[u8]) {
-        let Self { pointers, found, form } = self;
-        match form {
-            Form::Json(read) if read.len() + data.len() <= MAX_PRICED => read.extend_from_slice(data),
-            Form::Json(_) => *form = Form::Unread,
-            Form::Events(events) => events.read(data, |event| look(pointers, found, event)),
-            Form::Unread => {}
+        let Self { pointers, values, format } = self;
+        match format {
+            ReplyFormat::Json(read) if read.len() + data.len() <= MAX_PARSED_BYTES => read.extend_from_slice(data),
+            ReplyFormat::Json(_) => *format = ReplyFormat::TooLong,
+            ReplyFormat::Events(events) => events.read(data, |event| update_values(pointers, values, event)),
+            ReplyFormat::TooLong => {}
         }
     }
 
     /// The sum of the numbers that were found, at the reply's end.
-    pub(super) fn cost(mut self) -> Option<u64> {
-        if let Form::Json(read) = &self.form {
-            look(&self.pointers, &mut self.found, read);
+    pub(super) fn into_cost(mut self) -> Option<u64> {
+        if let ReplyFormat::Json(read) = &self.format {
+            update_values(&self.pointers, &mut self.values, read);
         }
-        self.found.into_iter().flatten().reduce(u64::saturating_add)
+        self.values.into_iter().flatten().reduce(u64::saturating_add)
     }
 }
 
 /// Notes what the pointers lead to in a document. What it doesn't say stays as it was.
-fn look(pointers: &[PointerAlternatives], found: &mut [Option<u64>], text: &[u8]) {
+fn update_values(pointers: &[PointerAlternatives], values: &mut [Option<u64>], text: &[u8]) {
     let Ok(json) = serde_json::from_slice(text) else { return };
-    for (pointers, found) in pointers.iter().zip(found) {
-        *found = first(pointers, &json).or(*found);
+    for (pointers, found) in pointers.iter().zip(values) {
+        *found = first_number(pointers, &json).or(*found);
     }
 }
 
 /// The first number that is there.
-fn first(pointers: &PointerAlternatives, json: &Value) -> Option<u64> {
+fn first_number(pointers: &PointerAlternatives, json: &Value) -> Option<u64> {
     pointers.iter().find_map(|pointer| json.pointer(pointer)?.as_u64())
 }
 
@@ -119,9 +122,9 @@ mod tests {
     }
 
     fn cost(kind: &'static str, chunks: &[&[u8]]) -> Option<u64> {
-        let mut price = Price::of(&rules(), &headers(kind)).unwrap();
+        let mut price = CostReader::for_reply(&rules(), &headers(kind)).unwrap();
         chunks.iter().for_each(|chunk| price.read(chunk));
-        price.cost()
+        price.into_cost()
     }
 
     #[test]
@@ -137,10 +140,10 @@ mod tests {
             (r#"{"max_tok"#, 0),
             ("", 0),
         ] {
-            assert_eq!(expected(&rules(), 40, Some(body.as_bytes())), asked.saturating_add(17), "{body}");
+            assert_eq!(expected_cost(&rules(), 40, Some(body.as_bytes())), asked.saturating_add(17), "{body}");
         }
-        assert_eq!(expected(&rules(), 43, None), 17);
-        assert_eq!(expected(&CostRules::new(7), 43, None), 7);
+        assert_eq!(expected_cost(&rules(), 43, None), 17);
+        assert_eq!(expected_cost(&CostRules::new(7), 43, None), 7);
     }
 
     #[test]
@@ -167,14 +170,14 @@ mod tests {
 
     #[test]
     fn what_is_too_long_or_encoded_says_nothing() {
-        let long = vec![b' '; MAX_PRICED];
+        let long = vec![b' '; MAX_PARSED_BYTES];
         assert_eq!(cost("application/json", &[&long, br#"{"usage":{"input_tokens":30}}"#]), None);
         let mut encoded = headers("application/json");
         encoded.insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
-        assert!(Price::of(&rules(), &encoded).is_none());
+        assert!(CostReader::for_reply(&rules(), &encoded).is_none());
         encoded.insert(CONTENT_ENCODING, HeaderValue::from_static("identity"));
-        assert!(Price::of(&rules(), &encoded).is_some());
-        assert!(Price::of(&CostRules::new(1), &headers("application/json")).is_none());
+        assert!(CostReader::for_reply(&rules(), &encoded).is_some());
+        assert!(CostReader::for_reply(&CostRules::new(1), &headers("application/json")).is_none());
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! The secrets of a provider's credentials, as they stand now.
 
+use parking_lot::{Mutex, RwLock};
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use tidegate_core::{Span, Time};
@@ -13,9 +14,9 @@ use tidegate_policy::{Secret, SecretError, SecretSource};
 use super::{Target, TargetError};
 
 /// How often a token file is looked at, while there are calls.
-const LOOKED_AT_EVERY: Span = Span::from_secs(1);
+const CHECK_INTERVAL: Span = Span::from_secs(1);
 /// How long the call that has it looked at waits for a slow file system, before it goes with what is known.
-const PATIENCE: Duration = Duration::from_millis(250);
+const CHECK_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The secrets of a provider's credentials, in the order of its list. Cheap to clone; clones are the same.
 ///
@@ -24,28 +25,28 @@ const PATIENCE: Duration = Duration::from_millis(250);
 /// gone, empty or holds what can't be sent leaves the secret as it was, with a warning in the log, and is tried again with
 /// every look.
 #[derive(Clone)]
-pub struct Credentials(Arc<[Arc<Slot>]>);
+pub struct Credentials(Arc<[Arc<CredentialSlot>]>);
 
-struct Slot {
+struct CredentialSlot {
     source: SecretSource,
     target: Option<Target>,
     secret: RwLock<Arc<Secret>>,
     /// In microseconds since the Unix epoch.
-    looked_at: AtomicU64,
-    seen: Mutex<Seen>,
+    checked_at: AtomicU64,
+    file_state: Mutex<TokenFileState>,
 }
 
 /// What is known of a token file.
-struct Seen {
+struct TokenFileState {
     /// As it was read.
-    read: Option<Stamp>,
+    read_stamp: Option<FileStamp>,
     /// As the log was told that it can't be used: once is enough.
-    warned: Option<Option<Stamp>>,
+    warned_stamp: Option<Option<FileStamp>>,
 }
 
 /// By what it shows that a file was changed.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Stamp {
+struct FileStamp {
     length: u64,
     modified: Option<SystemTime>,
 }
@@ -58,12 +59,12 @@ pub enum CredentialError {
     #[error(transparent)]
     Missing(#[from] SecretError),
     /// It can't be sent.
-    #[error("the token from {origin} can't be used: {why}")]
-    Unfit {
+    #[error("the token from {origin} can't be used: {reason}")]
+    Unusable {
         /// The variable or file, as the policy writes it.
         origin: String,
         /// Why not.
-        why: TargetError,
+        reason: TargetError,
     },
 }
 
@@ -72,21 +73,24 @@ impl Credentials {
     ///
     /// # Errors
     /// The first that can't be had, or can't be sent where the provider wants it.
-    pub fn of(provider: &ProviderConfig, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
-        let target = provider.login.is_none().then(|| Target::of(provider));
+    pub fn from_provider(
+        provider: &ProviderConfig,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, CredentialError> {
+        let target = provider.login.is_none().then(|| Target::from_provider(provider));
         Self::resolve(&provider.credentials, target.as_ref(), env)
     }
 
     /// Fetches secrets that must be fit for `target`, if there is one.
     ///
     /// # Errors
-    /// As [`of`](Self::of) has them.
+    /// As [`from_provider`](Self::from_provider) has them.
     pub fn resolve(
         sources: &[SecretSource],
         target: Option<&Target>,
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
-        let slot = |source: &SecretSource| Slot::resolve(source.clone(), target.cloned(), &env).map(Arc::new);
+        let slot = |source: &SecretSource| CredentialSlot::resolve(source.clone(), target.cloned(), &env).map(Arc::new);
         Ok(Self(sources.iter().map(slot).collect::<Result<_, _>>()?))
     }
 
@@ -104,10 +108,10 @@ impl Credentials {
     pub async fn current(&self, credential: usize, now: Time) -> Option<Arc<Secret>> {
         let slot = self.0.get(credential)?;
         if slot.is_due(now) {
-            let looking = Arc::clone(slot);
-            let look = tokio::task::spawn_blocking(move || looking.look());
+            let checked_slot = Arc::clone(slot);
+            let check_task = tokio::task::spawn_blocking(move || checked_slot.reload_if_changed());
             // Out of patience, the look goes on and serves later calls.
-            let _ = tokio::time::timeout(PATIENCE, look).await;
+            let _ = tokio::time::timeout(CHECK_TIMEOUT, check_task).await;
         }
         Some(slot.secret())
     }
@@ -119,53 +123,53 @@ impl fmt::Debug for Credentials {
     }
 }
 
-impl Slot {
+impl CredentialSlot {
     fn resolve(
         source: SecretSource,
         target: Option<Target>,
         env: impl FnOnce(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
         // Looked at before it is read, so that a change in between is found by the next look.
-        let read = path_of(&source).and_then(stamp);
-        let secret = fetch(&source, target.as_ref(), env)?;
+        let initial_stamp = file_path(&source).and_then(read_stamp);
+        let secret = fetch_secret(&source, target.as_ref(), env)?;
         Ok(Self {
             source,
             target,
             secret: RwLock::new(Arc::new(secret)),
-            looked_at: AtomicU64::new(0),
-            seen: Mutex::new(Seen { read, warned: None }),
+            checked_at: AtomicU64::new(0),
+            file_state: Mutex::new(TokenFileState { read_stamp: initial_stamp, warned_stamp: None }),
         })
     }
 
     fn secret(&self) -> Arc<Secret> {
-        Arc::clone(&self.secret.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.secret.read())
     }
 
     /// Whether it is time to look at the file; true for one caller only.
     fn is_due(&self, now: Time) -> bool {
-        if path_of(&self.source).is_none() {
+        if file_path(&self.source).is_none() {
             return false;
         }
-        let last = self.looked_at.load(Ordering::Relaxed);
+        let last = self.checked_at.load(Ordering::Relaxed);
         // A clock that stepped back must not leave the file unseen until it catches up.
-        let due = now.as_micros().abs_diff(last) >= LOOKED_AT_EVERY.as_micros();
-        due && self.looked_at.compare_exchange(last, now.as_micros(), Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        let due = now.as_micros().abs_diff(last) >= CHECK_INTERVAL.as_micros();
+        due && self.checked_at.compare_exchange(last, now.as_micros(), Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
-    fn look(&self) {
-        let Some(path) = path_of(&self.source) else { return };
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = stamp(path);
-        if seen.read == found {
+    fn reload_if_changed(&self) {
+        let Some(path) = file_path(&self.source) else { return };
+        let mut file_state = self.file_state.lock();
+        let current_stamp = read_stamp(path);
+        if file_state.read_stamp == current_stamp {
             return;
         }
-        match fetch(&self.source, self.target.as_ref(), |_| None) {
+        match fetch_secret(&self.source, self.target.as_ref(), |_| None) {
             Ok(secret) => {
-                *self.secret.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(secret);
-                *seen = Seen { read: found, warned: None };
+                *self.secret.write() = Arc::new(secret);
+                *file_state = TokenFileState { read_stamp: current_stamp, warned_stamp: None };
             }
             Err(error) => {
-                if seen.warned.replace(found) != Some(found) {
+                if file_state.warned_stamp.replace(current_stamp) != Some(current_stamp) {
                     tracing::warn!(%error, "a token file was changed, but the token stays as it was");
                 }
             }
@@ -173,28 +177,28 @@ impl Slot {
     }
 }
 
-fn fetch(
+fn fetch_secret(
     source: &SecretSource,
     target: Option<&Target>,
     env: impl FnOnce(&str) -> Option<String>,
 ) -> Result<Secret, CredentialError> {
     let secret = source.resolve(env)?;
     target
-        .map_or(Ok(()), |target| target.accepts(&secret))
-        .map_err(|why| CredentialError::Unfit { origin: source.to_string(), why })?;
+        .map_or(Ok(()), |target| target.check_credential(&secret))
+        .map_err(|why| CredentialError::Unusable { origin: source.to_string(), reason: why })?;
     Ok(secret)
 }
 
-fn path_of(source: &SecretSource) -> Option<&Path> {
+fn file_path(source: &SecretSource) -> Option<&Path> {
     match source {
         SecretSource::File(path) => Some(path),
         _ => None,
     }
 }
 
-fn stamp(path: &Path) -> Option<Stamp> {
+fn read_stamp(path: &Path) -> Option<FileStamp> {
     let metadata = std::fs::metadata(path).ok()?;
-    Some(Stamp { length: metadata.len(), modified: metadata.modified().ok() })
+    Some(FileStamp { length: metadata.len(), modified: metadata.modified().ok() })
 }
 
 #[cfg(test)]
@@ -261,7 +265,10 @@ mod tests {
         assert!(matches!(missing, CredentialError::Missing(SecretError::NotSet { .. })));
         let planted = "pl4nted\ns3cr3t";
         let unfit = Credentials::resolve(&env, Some(&bearer), |_| Some(planted.to_owned())).unwrap_err();
-        assert_eq!(unfit, CredentialError::Unfit { origin: "env:TOKEN".to_owned(), why: TargetError::UnfitCredential });
+        assert_eq!(
+            unfit,
+            CredentialError::Unusable { origin: "env:TOKEN".to_owned(), reason: TargetError::UnusableCredential }
+        );
         let good = Credentials::resolve(&env, Some(&bearer), |_| Some("pl4nted-s3cr3t".to_owned())).unwrap();
         for text in [format!("{unfit} {unfit:?}"), format!("{good:?}")] {
             assert!(!text.contains("s3cr3t"), "{text}");

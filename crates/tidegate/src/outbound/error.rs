@@ -4,14 +4,13 @@ use std::fmt;
 
 use serde::Serialize;
 use tidegate_core::breaker::BreakerState;
-use tidegate_core::call::Failure;
-use tidegate_core::retry::{GiveUp, Unreplayable};
+use tidegate_core::call::CallFailure;
+use tidegate_core::retry::{NoRetryReason, UnreplayableReason};
 use tidegate_core::{Lane, Span, Time};
 use tidegate_policy::outbound::OutboundConfig;
 use tidegate_store::StoreError;
 
-use super::Happened;
-use super::floor::Broken;
+use super::CallStats;
 use crate::reply::timestamp;
 
 /// A call without a good reply.
@@ -20,19 +19,19 @@ pub struct CallError<T = ()> {
     /// Whom it was for.
     pub provider: String,
     /// Why it failed.
-    pub why: Why,
+    pub kind: CallErrorKind,
     /// The last reply, if that is what failed it: to be passed on, as it says more than an error of ours could.
-    pub value: Option<T>,
+    pub last_reply: Option<T>,
     /// What happened until then.
-    pub happened: Happened,
+    pub stats: CallStats,
     /// When it failed.
-    pub at: Time,
+    pub failed_at: Time,
 }
 
 /// Why a call failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Why {
+pub enum CallErrorKind {
     /// The provider failed too often: its breaker is open, or all that may try it are under way.
     #[error("the circuit breaker is {}", state.name())]
     Unavailable {
@@ -73,7 +72,7 @@ pub enum Why {
     },
     /// The call's lane rests until after the deadline.
     #[error("background calls rest outside their hours")]
-    Resting {
+    LanePaused {
         /// When it goes on.
         until: Time,
     },
@@ -108,8 +107,8 @@ pub enum Why {
     #[error("the request isn't idempotent and has no idempotency key, so it isn't sent again")]
     NotIdempotent,
     /// The request can't be sent again.
-    #[error("the request can't be sent again: {}", unreplayable(.0))]
-    Unreplayable(Unreplayable),
+    #[error("the request can't be sent again: {}", unreplayable_text(.0))]
+    Unreplayable(UnreplayableReason),
     /// The provider fails too many calls for all of them to be tried again.
     #[error("the provider's retry budget is spent")]
     BudgetSpent,
@@ -121,14 +120,14 @@ pub enum Why {
     Store(#[from] StoreError),
 }
 
-fn unreplayable(why: &Unreplayable) -> &'static str {
-    match why {
-        Unreplayable::BodyTooLarge => "its body is larger than what is kept for another attempt",
-        Unreplayable::OneShotBody => "its body can be read only once",
+fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
+    match reason {
+        UnreplayableReason::BodyTooLarge => "its body is larger than what is kept for another attempt",
+        UnreplayableReason::OneShotBody => "its body can be read only once",
     }
 }
 
-impl Why {
+impl CallErrorKind {
     /// The status that tells it to whoever asked.
     fn status(&self) -> u16 {
         match self {
@@ -137,7 +136,7 @@ impl Why {
             | Self::QuotaSpent { .. }
             | Self::CredentialsCooling { .. }
             | Self::RetryAfterTooLong { .. } => 429,
-            Self::Unavailable { .. } | Self::Resting { .. } | Self::QueueFull { .. } | Self::Store(_) => 503,
+            Self::Unavailable { .. } | Self::LanePaused { .. } | Self::QueueFull { .. } | Self::Store(_) => 503,
             Self::DeadlineExceeded | Self::NoTimeLeft { .. } => 504,
             Self::RetriesExhausted { .. }
             | Self::NotIdempotent
@@ -147,13 +146,13 @@ impl Why {
         }
     }
 
-    fn error(&self) -> &'static str {
+    fn error_name(&self) -> &'static str {
         match self {
             Self::Unavailable { .. } => "ProviderUnavailableError",
             Self::RateLimited { .. } | Self::Paced { .. } => "RateLimitedError",
             Self::QuotaSpent { .. } => "QuotaSpentError",
             Self::CredentialsCooling { .. } => "CredentialsCoolingError",
-            Self::Resting { .. } => "OutsideHoursError",
+            Self::LanePaused { .. } => "OutsideHoursError",
             Self::QueueFull { .. } => "QueueFullError",
             Self::DeadlineExceeded | Self::NoTimeLeft { .. } => "DeadlineExceededError",
             Self::RetriesExhausted { .. } | Self::BudgetSpent => "RetriesExhaustedError",
@@ -166,75 +165,66 @@ impl Why {
     }
 }
 
-impl<T> CallError<T> {
-    pub(super) fn new(
-        plan: &OutboundConfig,
-        provider: &str,
-        broken: Broken,
-        value: Option<T>,
-        happened: Happened,
-        at: Time,
-    ) -> Self {
-        let name = |limit| plan.limit_info(limit).name.clone();
-        let moment = |at: Time| (!at.is_never()).then_some(at);
-        let why = match broken {
-            Broken::Store(error) => Why::Store(error),
-            Broken::Failed(failure) => match failure {
-                Failure::Unavailable(refusal) => {
-                    Why::Unavailable { state: refusal.state, failures: refusal.failures, reset_in: refusal.reset_in }
-                }
-                Failure::RateLimited { limit, earliest } => {
-                    Why::RateLimited { limit: name(limit), earliest: moment(earliest) }
-                }
-                Failure::QuotaSpent { limit, resets_at } => {
-                    Why::QuotaSpent { limit: name(limit), resets_at: moment(resets_at) }
-                }
-                Failure::Paced { earliest } => Why::Paced { earliest },
-                Failure::Cooling { earliest } => Why::CredentialsCooling { earliest: moment(earliest) },
-                Failure::Resting { until } => Why::Resting { until },
-                Failure::QueueFull(full) => Why::QueueFull { lane: full.lane },
-                Failure::DeadlineExceeded => Why::DeadlineExceeded,
-                Failure::GaveUp(give_up) => match give_up {
-                    GiveUp::Final => Why::Final,
-                    GiveUp::NotIdempotent => Why::NotIdempotent,
-                    GiveUp::Unreplayable(why) => Why::Unreplayable(why),
-                    GiveUp::Exhausted { attempts } => Why::RetriesExhausted { attempts },
-                    GiveUp::RetryAfterTooLong { retry_after } => Why::RetryAfterTooLong { retry_after },
-                    GiveUp::Deadline { earliest } => Why::NoTimeLeft { earliest },
-                    GiveUp::BudgetSpent => Why::BudgetSpent,
-                },
+impl CallErrorKind {
+    pub(super) fn new(config: &OutboundConfig, failure: CallFailure) -> Self {
+        let name = |limit| config.limit_info(limit).name.clone();
+        let known_time = |at: Time| (!at.is_never()).then_some(at);
+        match failure {
+            CallFailure::Unavailable(refusal) => {
+                Self::Unavailable { state: refusal.state, failures: refusal.failures, reset_in: refusal.reset_in }
+            }
+            CallFailure::RateLimited { limit, earliest } => {
+                Self::RateLimited { limit: name(limit), earliest: known_time(earliest) }
+            }
+            CallFailure::QuotaSpent { limit, resets_at } => {
+                Self::QuotaSpent { limit: name(limit), resets_at: known_time(resets_at) }
+            }
+            CallFailure::Paced { earliest } => Self::Paced { earliest },
+            CallFailure::CredentialsCooling { earliest } => Self::CredentialsCooling { earliest: known_time(earliest) },
+            CallFailure::LanePaused { until } => Self::LanePaused { until },
+            CallFailure::QueueFull(full) => Self::QueueFull { lane: full.lane },
+            CallFailure::DeadlineExceeded => Self::DeadlineExceeded,
+            CallFailure::NotRetried(reason) => match reason {
+                NoRetryReason::Final => Self::Final,
+                NoRetryReason::NotIdempotent => Self::NotIdempotent,
+                NoRetryReason::Unreplayable(why) => Self::Unreplayable(why),
+                NoRetryReason::Exhausted { attempts } => Self::RetriesExhausted { attempts },
+                NoRetryReason::RetryAfterTooLong { retry_after } => Self::RetryAfterTooLong { retry_after },
+                NoRetryReason::Deadline { earliest } => Self::NoTimeLeft { earliest },
+                NoRetryReason::BudgetSpent => Self::BudgetSpent,
             },
-        };
-        Self { provider: provider.to_owned(), why, value, happened, at }
+        }
     }
+}
 
+impl<T> CallError<T> {
     /// After how long another call has a chance, as far as that is known.
     pub fn retry_after(&self) -> Option<Span> {
-        let at = |moment: Time| Some(moment.since(self.at));
-        match self.why {
-            Why::Unavailable { reset_in, .. } => Some(reset_in),
-            Why::RateLimited { earliest: moment, .. }
-            | Why::QuotaSpent { resets_at: moment, .. }
-            | Why::CredentialsCooling { earliest: moment } => moment.and_then(at),
-            Why::Resting { until: moment } | Why::NoTimeLeft { earliest: moment } | Why::Paced { earliest: moment } => {
-                at(moment)
-            }
-            Why::RetryAfterTooLong { retry_after } => Some(retry_after),
+        let at = |moment: Time| Some(moment.since(self.failed_at));
+        match self.kind {
+            CallErrorKind::Unavailable { reset_in, .. } => Some(reset_in),
+            CallErrorKind::RateLimited { earliest: moment, .. }
+            | CallErrorKind::QuotaSpent { resets_at: moment, .. }
+            | CallErrorKind::CredentialsCooling { earliest: moment } => moment.and_then(at),
+            CallErrorKind::LanePaused { until: moment }
+            | CallErrorKind::NoTimeLeft { earliest: moment }
+            | CallErrorKind::Paced { earliest: moment } => at(moment),
+            CallErrorKind::RetryAfterTooLong { retry_after } => Some(retry_after),
             _ => None,
         }
     }
 
     /// The HTTP status that tells it: 429 for a limit, 502, 503 or 504 for a failure.
     pub fn status(&self) -> u16 {
-        self.why.status()
+        self.kind.status()
     }
 
     /// The error as JSON tells it.
-    pub fn problem(&self) -> Problem<'_> {
-        let (mut retry_after, mut attempts) = (self.retry_after(), Some(self.happened.attempts));
+    pub fn to_body(&self) -> CallErrorBody<'_> {
+        let (mut retry_after, mut attempts) = (self.retry_after(), Some(self.stats.attempts));
         let (mut state, mut failure_count, mut reset_in) = (None, None, None);
-        let message = match &self.why {
-            Why::Unavailable { state: found, failures, reset_in: span } => {
+        let message = match &self.kind {
+            CallErrorKind::Unavailable { state: found, failures, reset_in: span } => {
                 state = Some(found.name());
                 failure_count = Some(*failures);
                 reset_in = Some(span.as_micros().div_ceil(1000));
@@ -243,12 +233,12 @@ impl<T> CallError<T> {
             }
             why => format!("{}: {why}", self.provider),
         };
-        let limit = match &self.why {
-            Why::RateLimited { limit, .. } | Why::QuotaSpent { limit, .. } => Some(limit.as_str()),
+        let limit = match &self.kind {
+            CallErrorKind::RateLimited { limit, .. } | CallErrorKind::QuotaSpent { limit, .. } => Some(limit.as_str()),
             _ => None,
         };
-        Problem {
-            error: self.why.error(),
+        CallErrorBody {
+            error: self.kind.error_name(),
             message,
             provider: &self.provider,
             state,
@@ -256,7 +246,7 @@ impl<T> CallError<T> {
             reset_in,
             limit,
             retry_after: retry_after.map(Span::as_secs_ceil),
-            earliest: retry_after.map(|span| timestamp(self.at + span).to_string()),
+            earliest: retry_after.map(|span| timestamp(self.failed_at + span).to_string()),
             attempts,
         }
     }
@@ -264,7 +254,7 @@ impl<T> CallError<T> {
 
 impl<T> fmt::Display for CallError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the call to {} failed: {}", self.provider, self.why)
+        write!(f, "the call to {} failed: {}", self.provider, self.kind)
     }
 }
 
@@ -273,7 +263,7 @@ impl<T: fmt::Debug> std::error::Error for CallError<T> {}
 /// A call's failure as programs read it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Problem<'a> {
+pub struct CallErrorBody<'a> {
     /// What kind: `ProviderUnavailableError`, `RateLimitedError` …
     pub error: &'static str,
     /// What happened, in words.

@@ -11,63 +11,63 @@ use tidegate_core::{Class, Clock};
 use tidegate_store::Store;
 use tokio::time::timeout;
 
-use super::{Attempt, Ended, Happened, Live, Place, Provider, Upstream};
+use super::{Attempt, AttemptOutcome, CallGuard, CallSlot, CallStats, Provider, Upstream};
 
 impl<S: Store, C: Clock> Provider<S, C> {
     /// Sends a request that a call has had its turn for and, if it has no reply after this time and does no harm twice,
     /// another beside it. The call then holds the request whose end this is; the other has given back what it held.
-    pub(super) async fn race<U: Upstream>(
+    pub(super) async fn send_hedged<U: Upstream>(
         &self,
         upstream: &mut U,
         after: Duration,
         attempt: Attempt,
-        live: &mut Live<'_, S, C>,
-        happened: &mut Happened,
-    ) -> Ended<U::Reply> {
-        let Some(mut twin) = upstream.twin() else { return upstream.send(attempt).await };
-        let (ended, credential) = {
+        call_guard: &mut CallGuard<'_, S, C>,
+        stats: &mut CallStats,
+    ) -> AttemptOutcome<U::Reply> {
+        let Some(mut twin) = upstream.clone_for_hedge() else { return upstream.send(attempt).await };
+        let (outcome, credential) = {
             let mut first = pin!(upstream.send(attempt));
-            if let Ok(ended) = timeout(after, first.as_mut()).await {
-                return ended;
+            if let Ok(outcome) = timeout(after, first.as_mut()).await {
+                return outcome;
             }
-            let hedge = if twin.is_due() { self.0.hedge(live.place.call()) } else { None };
+            let hedge = if twin.can_hedge() { self.0.new_hedge(call_guard.slot.call()) } else { None };
             let Some(hedge) = hedge else { return first.await };
-            let mut beside = Live { hall: &self.0, place: Place::Held(hedge) };
-            let (verdict, now) = match select(first.as_mut(), pin!(beside.turn(None, None))).await {
+            let mut hedge_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(hedge) };
+            let (result, now) = match select(first.as_mut(), pin!(hedge_guard.wait_for_turn(None, None))).await {
                 Either::Left((ended, _)) => return ended,
                 Either::Right((turn, _)) => turn,
             };
-            let Ok(credential) = verdict else { return first.await };
-            happened.attempts += 1;
-            let attempt = self.attempt_of(beside.place.call(), credential, *happened, now);
+            let Ok(credential) = result else { return first.await };
+            stats.attempts += 1;
+            let attempt = self.new_attempt(hedge_guard.slot.call(), credential, *stats, now);
             let mut second = pin!(twin.send(attempt));
-            let ended = match select(first.as_mut(), second.as_mut()).await {
-                Either::Left((ended, _)) if decides(&ended) => return ended,
+            let outcome = match select(first.as_mut(), second.as_mut()).await {
+                Either::Left((ended, _)) if is_decisive(&ended) => return ended,
                 Either::Left((failed, _)) => {
-                    live.place.call().change_places(beside.place.call());
-                    self.0.beaten(beside.place.call(), &failed.reply);
+                    call_guard.slot.call().swap_request(hedge_guard.slot.call());
+                    self.0.hedge_lost(hedge_guard.slot.call(), &failed.report);
                     drop(failed);
                     second.await
                 }
-                Either::Right((ended, _)) if decides(&ended) => {
-                    live.place.call().change_places(beside.place.call());
+                Either::Right((ended, _)) if is_decisive(&ended) => {
+                    call_guard.slot.call().swap_request(hedge_guard.slot.call());
                     ended
                 }
                 Either::Right((failed, _)) => {
-                    self.0.beaten(beside.place.call(), &failed.reply);
+                    self.0.hedge_lost(hedge_guard.slot.call(), &failed.report);
                     drop(failed);
                     return first.await;
                 }
             };
-            (ended, credential)
+            (outcome, credential)
         };
         *upstream = twin;
-        happened.credential = credential;
-        ended
+        stats.credential = credential;
+        outcome
     }
 }
 
 /// Whether the other request needn't be waited for: it could fare no better.
-fn decides<T>(ended: &Ended<T>) -> bool {
-    matches!(ended.reply.class, Class::Success | Class::Permanent)
+fn is_decisive<T>(outcome: &AttemptOutcome<T>) -> bool {
+    matches!(outcome.report.class, Class::Success | Class::Permanent)
 }

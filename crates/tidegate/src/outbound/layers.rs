@@ -41,7 +41,7 @@ mod repeat;
 mod retry;
 
 pub use breaker::{BreakerFuture, BreakerLayer, BreakerService, CircuitError};
-pub use classifier::{Behind, ByStatus, Classified, Classifier};
-pub use limit::{LimitLayer, LimitService, MAX_WAITING, NoTurn, TurnError};
-pub use repeat::{Clones, Idempotent, Repeat};
+pub use classifier::{Classification, Classifier, InnerClassifier, StatusClassifier};
+pub use limit::{DEFAULT_MAX_WAITING, LimitLayer, LimitService, LimitServiceError, WaitRefusal};
+pub use repeat::{RepeatAll, RepeatIdempotent, RepeatPolicy};
 pub use retry::{RetryLayer, RetryService};

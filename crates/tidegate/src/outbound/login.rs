@@ -1,7 +1,7 @@
 //! Tokens that a login gives: one login at a time for each credential.
 
-mod desk;
 mod error;
+mod token_slot;
 
 use std::fmt;
 use std::future::Future;
@@ -11,15 +11,15 @@ use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Uri};
 use serde_json::Value;
-use tidegate_core::retry::{Class, Fault};
+use tidegate_core::retry::{Class, TransportFault};
 use tidegate_core::{Span, Time};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Login, ProviderConfig};
 
-pub use self::desk::Token;
-use self::desk::{Desk, Given};
 pub use self::error::LoginError;
-use super::judge::Said;
+pub use self::token_slot::LoginToken;
+use self::token_slot::{NewToken, TokenSlot};
+use super::attempt_classifier::HeadClassification;
 use super::{CredentialError, Credentials, Target, TargetError};
 
 /// The longest reply to a login that is read, in bytes.
@@ -33,14 +33,14 @@ const MAX_TOKEN: usize = 16 << 10;
 /// first call that needs it logs in anew while the others go on with it. Without a good token, all calls wait for one
 /// login, and all share its failure.
 #[derive(Clone)]
-pub struct Logins(Arc<Shared>);
+pub struct Logins(Arc<LoginsInner>);
 
-struct Shared {
+struct LoginsInner {
     login: Login,
     request: Request<()>,
     target: Target,
     secrets: Credentials,
-    desks: Box<[Desk]>,
+    token_slots: Box<[TokenSlot]>,
 }
 
 impl Logins {
@@ -48,18 +48,18 @@ impl Logins {
     ///
     /// # Errors
     /// A secret of the body can't be had, or the login's path can't be put behind the base URL.
-    pub fn of(
+    pub fn from_provider(
         provider: &ProviderConfig,
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<Self>, CredentialError> {
         let Some(login) = provider.login.clone() else { return Ok(None) };
-        Self::new(login, Target::of(provider), provider.credentials.len(), env).map(Some)
+        Self::new(login, Target::from_provider(provider), provider.credentials.len(), env).map(Some)
     }
 
     /// Logins whose tokens are sent to `target`, for this many credentials.
     ///
     /// # Errors
-    /// As [`of`](Self::of) has them.
+    /// As [`from_provider`](Self::from_provider) has them.
     pub fn new(
         login: Login,
         target: Target,
@@ -68,16 +68,16 @@ impl Logins {
     ) -> Result<Self, CredentialError> {
         let sources: Vec<_> = login.secrets.iter().map(|(_, source)| source.clone()).collect();
         let secrets = Credentials::resolve(&sources, None, env)?;
-        let unfit = |why| CredentialError::Unfit { origin: format!("login at {}", login.path), why };
+        let unusable = |why| CredentialError::Unusable { origin: format!("login at {}", login.path), reason: why };
         let (mut parts, ()) = Request::new(()).into_parts();
         parts.method = http::Method::POST;
-        parts.uri = login.path.parse::<Uri>().map_err(|_| unfit(TargetError::Malformed))?;
+        parts.uri = login.path.parse::<Uri>().map_err(|_| unusable(TargetError::MalformedUrl))?;
         parts.headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         parts.headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
-        target.anonymous().aim(&mut parts, None).map_err(unfit)?;
-        let desks = (0..credentials.max(1)).map(|_| Desk::default()).collect();
+        target.without_credential().prepare_request(&mut parts, None).map_err(unusable)?;
+        let token_slots = (0..credentials.max(1)).map(|_| TokenSlot::default()).collect();
         let request = Request::from_parts(parts, ());
-        Ok(Self(Arc::new(Shared { login, request, target, secrets, desks })))
+        Ok(Self(Arc::new(LoginsInner { login, request, target, secrets, token_slots })))
     }
 
     /// The token of a credential, by a login if there is none that is good. `send` sends the login's request.
@@ -93,17 +93,17 @@ impl Logins {
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<Token, LoginError>
+    ) -> Result<LoginToken, LoginError>
     where
-        F: Future<Output = Result<Response<Bytes>, Fault>>,
+        F: Future<Output = Result<Response<Bytes>, TransportFault>>,
     {
-        self.0.desks[credential].token(secret, now, self.log_in(secret, now, send)).await
+        self.0.token_slots[credential].token(secret, now, self.log_in(secret, now, send)).await
     }
 
     /// The token that takes the place of one which wasn't accepted: by a login, unless another call had one meanwhile.
     ///
     /// # Errors
-    /// As [`token`](Self::token) has them. [`LoginError::Rejected`] for five seconds after one was replaced, if its
+    /// As [`token`](Self::token) has them. [`LoginError::TokenRejected`] for five seconds after one was replaced, if its
     /// successor isn't accepted either.
     ///
     /// # Panics
@@ -111,15 +111,15 @@ impl Logins {
     pub async fn renew<F>(
         &self,
         credential: usize,
-        rejected: &Token,
+        rejected: &LoginToken,
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<Token, LoginError>
+    ) -> Result<LoginToken, LoginError>
     where
-        F: Future<Output = Result<Response<Bytes>, Fault>>,
+        F: Future<Output = Result<Response<Bytes>, TransportFault>>,
     {
-        self.0.desks[credential].renew(rejected, now, self.log_in(secret, now, send)).await
+        self.0.token_slots[credential].renew(rejected, now, self.log_in(secret, now, send)).await
     }
 
     async fn log_in<F>(
@@ -127,32 +127,32 @@ impl Logins {
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<Given, LoginError>
+    ) -> Result<NewToken, LoginError>
     where
-        F: Future<Output = Result<Response<Bytes>, Fault>>,
+        F: Future<Output = Result<Response<Bytes>, TransportFault>>,
     {
-        let Shared { login, request, secrets, .. } = &*self.0;
-        let mut named = Vec::with_capacity(secrets.len());
+        let LoginsInner { login, request, secrets, .. } = &*self.0;
+        let mut named_secrets = Vec::with_capacity(secrets.len());
         for (index, (name, _)) in login.secrets.iter().enumerate() {
             let secret = secrets.current(index, now).await;
-            named.extend(secret.map(|secret| (name.clone(), Secret::clone(&secret))));
+            named_secrets.extend(secret.map(|secret| (name.clone(), Secret::clone(&secret))));
         }
-        let request = request.clone().map(|()| login.fill_body(secret, &named));
+        let request = request.clone().map(|()| login.fill_body(secret, &named_secrets));
         let response = send(request).await.map_err(LoginError::NoReply)?;
-        let token = self.token_of(&response, now)?;
+        let token = self.parse_token(&response, now)?;
         let lifetime = Span::from_duration(login.lifetime);
         let refresh_before = Span::from_duration(login.refresh_before);
         let (refresh_at, expires_at) = (now + (lifetime - refresh_before), now + lifetime);
-        Ok(Given { secret: token, by: secret.clone(), refresh_at, expires_at, replaces: false })
+        Ok(NewToken { secret: token, credential: secret.clone(), refresh_at, expires_at, replaces_rejected: false })
     }
 
-    fn token_of(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
-        let Shared { login, target, .. } = &*self.0;
+    fn parse_token(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
+        let LoginsInner { login, target, .. } = &*self.0;
         let status = response.status();
         if !status.is_success() {
-            let said = Said::read(status, response.headers(), now);
-            let class = if said.class == Class::Success { Class::Permanent } else { said.class };
-            return Err(LoginError::Refused { status, class, retry_after: said.wait(now) });
+            let head = HeadClassification::read(status, response.headers(), now);
+            let class = if head.class == Class::Success { Class::Permanent } else { head.class };
+            return Err(LoginError::Refused { status, class, retry_after: head.requested_wait(now) });
         }
         if response.body().len() > MAX_LOGIN_REPLY {
             return Err(LoginError::NotJson);
@@ -162,7 +162,7 @@ impl Logins {
         let token = token.filter(|token| !token.is_empty() && token.len() <= MAX_TOKEN);
         let token = token.ok_or_else(|| LoginError::NoToken { pointer: login.pointer.clone() })?;
         let token = Secret::new(token);
-        target.accepts(&token).map_err(LoginError::Unfit)?;
+        target.check_credential(&token).map_err(LoginError::UnusableToken)?;
         Ok(token)
     }
 }
@@ -175,10 +175,10 @@ impl fmt::Debug for Logins {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Judge;
+    use super::super::AttemptClassifier;
     use super::*;
     use http::StatusCode;
-    use std::sync::Mutex;
+    use parking_lot::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
     use tidegate_policy::SecretSource;
@@ -211,7 +211,7 @@ mod tests {
             self.logins.load(Ordering::SeqCst)
         }
 
-        async fn answer(&self, status: u16) -> Result<Response<Bytes>, Fault> {
+        async fn answer(&self, status: u16) -> Result<Response<Bytes>, TransportFault> {
             let number = self.logins.fetch_add(1, Ordering::SeqCst) + 1;
             let at_once = self.at_once.fetch_add(1, Ordering::SeqCst) + 1;
             self.most_at_once.fetch_max(at_once, Ordering::SeqCst);
@@ -222,7 +222,7 @@ mod tests {
         }
     }
 
-    async fn token(logins: &Logins, server: &Server, now: Time, status: u16) -> Result<Token, LoginError> {
+    async fn token(logins: &Logins, server: &Server, now: Time, status: u16) -> Result<LoginToken, LoginError> {
         logins.token(0, &Secret::new("key"), now, |_| server.answer(status)).await
     }
 
@@ -265,7 +265,7 @@ mod tests {
         // It fails, and is tried again only after a pause; the token is good all the while.
         for (after, count) in [(0, 3), (4, 3), (5, 4)] {
             let still = token(&logins, &server, NOW + hours(45) + Span::from_secs(after), 503).await.unwrap();
-            assert_eq!((still.number, server.logins()), (2, count));
+            assert_eq!((still.login_number, server.logins()), (2, count));
         }
         let refused = token(&logins, &server, NOW + hours(46), 503).await.unwrap_err();
         assert!(matches!(refused, LoginError::Refused { .. }), "it has ended");
@@ -285,7 +285,7 @@ mod tests {
         for (after, elapsed) in [(0, 5), (4, 5), (5, 10)] {
             let key = Secret::new("key");
             let still = logins.token(0, &key, late + Span::from_secs(after), hangs).await.unwrap();
-            assert_eq!((still.number, began.elapsed().as_secs()), (1, elapsed), "after {after} s");
+            assert_eq!((still.login_number, began.elapsed().as_secs()), (1, elapsed), "after {after} s");
         }
         assert_eq!(sent.load(Ordering::SeqCst), 2);
     }
@@ -297,7 +297,7 @@ mod tests {
         let key = Secret::new("key");
         let renew = || logins.renew(0, &old, &key, NOW, |_| server.answer(200));
         let renewed = futures_util::future::join_all((0..20).map(|_| renew())).await;
-        assert!(renewed.iter().all(|token| token.as_ref().unwrap().number == 2));
+        assert!(renewed.iter().all(|token| token.as_ref().unwrap().login_number == 2));
         assert_eq!(server.logins(), 2);
     }
 
@@ -305,18 +305,18 @@ mod tests {
     async fn a_successor_that_is_rejected_too_stays_for_a_while() {
         let (logins, server) = (logins(), Server::default());
         let key = Secret::new("key");
-        let renew = async |rejected: &Token, after| {
+        let renew = async |rejected: &LoginToken, after| {
             logins.renew(0, rejected, &key, NOW + Span::from_secs(after), |_| server.answer(200)).await
         };
         let first = token(&logins, &server, NOW, 200).await.unwrap();
         renew(&first, 1).await.unwrap();
         let second = token(&logins, &server, NOW + Span::from_secs(1), 200).await.unwrap();
         for after in [1, 5] {
-            assert_eq!(renew(&second, after).await.unwrap_err(), LoginError::Rejected);
-            assert_eq!(renew(&first, after).await.unwrap().number, 2, "who still had the first gets the second");
+            assert_eq!(renew(&second, after).await.unwrap_err(), LoginError::TokenRejected);
+            assert_eq!(renew(&first, after).await.unwrap().login_number, 2, "who still had the first gets the second");
         }
         assert_eq!(server.logins(), 2);
-        assert_eq!(renew(&second, 6).await.unwrap().number, 3);
+        assert_eq!(renew(&second, 6).await.unwrap().login_number, 3);
     }
 
     #[tokio::test(start_paused = true)]
@@ -349,11 +349,11 @@ mod tests {
         let sent = Mutex::new(None);
         let reply = Response::new(Bytes::from(r#"{"data":{"token":"t"}}"#));
         let send = |request: Request<Secret>| {
-            *sent.lock().unwrap() = Some(request);
+            *sent.lock() = Some(request);
             std::future::ready(Ok(reply))
         };
         logins.token(1, &Secret::new(r#"a"b\c"#), NOW, send).await.unwrap();
-        let request = sent.into_inner().unwrap().unwrap();
+        let request = sent.into_inner().unwrap();
         assert_eq!(
             (request.method().as_str(), request.uri().to_string().as_str()),
             ("POST", "https://api4.example/v4/login")
@@ -366,7 +366,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn no_error_tells_a_secret() {
-        let judge = Judge::new(http::Method::POST, false);
+        let judge = AttemptClassifier::new(http::Method::POST, false);
         let planted = format!("{PLANTED}\\nx");
         for (status, body, class) in [
             (200, format!("{PLANTED} is no JSON"), Class::Permanent),
@@ -385,8 +385,8 @@ mod tests {
             let error = failed.unwrap_err();
             let text = format!("{error} {error:?} {logins:?} {:?}", logins.0.login);
             assert!(!text.contains(PLANTED), "{text}");
-            let meant = error.reply(&judge);
-            assert_eq!((meant.class, meant.repeatable), (class, true), "{error}");
+            let meant = error.attempt_report(&judge);
+            assert_eq!((meant.class, meant.is_repeatable), (class, true), "{error}");
             assert_eq!(meant.retry_after.is_some(), status > 300, "{error}");
         }
         let token = token(&logins(), &Server::default(), NOW, 200).await.unwrap();

@@ -12,13 +12,13 @@ use http::{Extensions, Request, Response, Uri};
 use reqwest::{Body, ResponseBuilderExt, Url};
 use reqwest_middleware::{Middleware, Next};
 use tidegate_core::Clock;
-use tidegate_core::retry::Fault;
+use tidegate_core::retry::TransportFault;
 use tidegate_store::{Memory, Store};
 use tokio::sync::Mutex;
 use tower_service::Service;
 
 use super::{
-    BoxError, CallOptions, CredentialError, Outbound, OutboundError, OutboundLayer, Provider, ReplayBody, Trouble,
+    BoxError, CallOptions, CredentialError, Outbound, OutboundError, OutboundLayer, Provider, ReplayBody, SendError,
 };
 use crate::SystemClock;
 
@@ -68,8 +68,8 @@ use crate::SystemClock;
 ///
 /// # What comes back
 ///
-/// As with [`OutboundLayer`]: a response holds [`Happened`](super::Happened) as an extension, and one that isn't a good
-/// reply, but the last of a call that failed, holds the [`Why`](super::Why) of that besides. Its URL is the one that was
+/// As with [`OutboundLayer`]: a response holds [`CallStats`](super::CallStats) as an extension, and one that isn't a good
+/// reply, but the last of a call that failed, holds the [`CallErrorKind`](super::CallErrorKind) of that besides. Its URL is the one that was
 /// asked for, without a credential. Until its body has been read to the end or dropped, the call is in flight.
 ///
 /// # Errors
@@ -81,13 +81,13 @@ use crate::SystemClock;
 /// It must not follow redirects: reqwest does so below all middleware, uncounted, and takes neither a header such as
 /// `x-api-key` nor a parameter of the URL away when they lead to another host. Build it with
 /// [`Policy::none`](reqwest::redirect::Policy::none). A client that is found to have followed one, which is seen only
-/// afterwards, gets [`Trouble::Followed`], and so does every later call through the same middleware, unsent.
+/// afterwards, gets [`SendError::FollowedRedirect`], and so does every later call through the same middleware, unsent.
 ///
 /// A middleware that comes before this one sees each call once; one that comes after it sees every attempt, with the
 /// credential. So a logger belongs before it. One that retries has nothing left to do.
 pub struct OutboundMiddleware<S: Store = Memory, C: Clock = SystemClock> {
     layers: Vec<OutboundLayer<S, C>>,
-    has_followed: AtomicBool,
+    has_followed_redirect: AtomicBool,
 }
 
 impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
@@ -96,26 +96,30 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
     /// # Errors
     /// A credential can't be had or can't be sent where its provider wants it.
     pub fn new(outbound: &Outbound<S, C>) -> Result<Self, CredentialError> {
-        Self::with(outbound.providers().iter().cloned(), |name| std::env::var(name).ok())
+        Self::with_env(outbound.providers().iter().cloned(), |name| std::env::var(name).ok())
     }
 
     /// A middleware for these providers, with environment variables looked up by `env`.
     ///
     /// # Errors
     /// As [`new`](Self::new) has them.
-    pub fn with(
+    pub fn with_env(
         providers: impl IntoIterator<Item = Provider<S, C>>,
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
-        let addressed = providers.into_iter().filter(|provider| provider.plan().base_url.is_some());
-        let layers = addressed.map(|provider| Ok(OutboundLayer::with(provider, &env)?.faults(fault_of)));
-        Ok(Self { layers: layers.collect::<Result<_, CredentialError>>()?, has_followed: AtomicBool::new(false) })
+        let with_base_url = providers.into_iter().filter(|provider| provider.config().base_url.is_some());
+        let layers =
+            with_base_url.map(|provider| Ok(OutboundLayer::with_env(provider, &env)?.fault_classifier(fault_of)));
+        Ok(Self {
+            layers: layers.collect::<Result<_, CredentialError>>()?,
+            has_followed_redirect: AtomicBool::new(false),
+        })
     }
 
     /// The provider that is meant by a URL.
-    fn layer(&self, url: &Url) -> Option<&OutboundLayer<S, C>> {
+    fn layer_for(&self, url: &Url) -> Option<&OutboundLayer<S, C>> {
         let uri = url.as_str().parse::<Uri>().ok()?;
-        let covering = self.layers.iter().filter_map(|layer| Some((layer.covers(&uri)?, layer)));
+        let covering = self.layers.iter().filter_map(|layer| Some((layer.base_match_length(&uri)?, layer)));
         let longest = covering.reduce(|best, next| if next.0 > best.0 { next } else { best });
         longest.map(|(_, layer)| layer)
     }
@@ -127,18 +131,18 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         extensions: &mut Extensions,
         next: Next<'_>,
     ) -> reqwest_middleware::Result<reqwest::Response> {
-        if self.has_followed.load(Ordering::Relaxed) {
-            return Err(reqwest_middleware::Error::middleware(OutboundError::Trouble(Trouble::Followed)));
+        if self.has_followed_redirect.load(Ordering::Relaxed) {
+            return Err(reqwest_middleware::Error::middleware(OutboundError::Send(SendError::FollowedRedirect)));
         }
         let mut options = extensions.remove::<CallOptions>().unwrap_or_default();
         options.timeout = options.timeout.or_else(|| request.timeout().copied());
         let url = request.url().clone();
         let request: Request<Body> = request.try_into()?;
-        let has_followed = &self.has_followed;
-        let client = Rest { next, extensions: Arc::new(Mutex::new(extensions)), has_followed };
+        let has_followed_redirect = &self.has_followed_redirect;
+        let client = NextService { next, extensions: Arc::new(Mutex::new(extensions)), has_followed_redirect };
         let response = layer.0.call(client, options, request).await.map_err(reqwest_middleware::Error::middleware)?;
         let mut response = response.map(Body::wrap);
-        response.extensions_mut().extend(named(url));
+        response.extensions_mut().extend(url_extensions(url));
         Ok(response.into())
     }
 }
@@ -157,7 +161,7 @@ impl<S: Store, C: Clock + Clone> Middleware for OutboundMiddleware<S, C> {
         extensions: &mut Extensions,
         next: Next<'_>,
     ) -> reqwest_middleware::Result<reqwest::Response> {
-        match self.layer(request.url()) {
+        match self.layer_for(request.url()) {
             Some(layer) => self.call(layer, request, extensions, next).await,
             None => next.run(request, extensions).await,
         }
@@ -167,20 +171,20 @@ impl<S: Store, C: Clock + Clone> Middleware for OutboundMiddleware<S, C> {
 /// What is below the middleware, as the service that attempts are sent by. One is under way at a time, so that all can
 /// have the extensions of the one request that they are.
 #[derive(Clone)]
-struct Rest<'n> {
+struct NextService<'n> {
     next: Next<'n>,
     extensions: Arc<Mutex<&'n mut Extensions>>,
-    has_followed: &'n AtomicBool,
+    has_followed_redirect: &'n AtomicBool,
 }
 
-impl Rest<'_> {
-    fn followed(&self) -> BoxError {
-        self.has_followed.store(true, Ordering::Relaxed);
-        Trouble::Followed.into()
+impl NextService<'_> {
+    fn record_redirect(&self) -> BoxError {
+        self.has_followed_redirect.store(true, Ordering::Relaxed);
+        SendError::FollowedRedirect.into()
     }
 }
 
-impl<'n> Service<Request<ReplayBody<Body>>> for Rest<'n> {
+impl<'n> Service<Request<ReplayBody<Body>>> for NextService<'n> {
     type Response = Response<Body>;
     type Error = BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, BoxError>> + Send + 'n>>;
@@ -190,15 +194,17 @@ impl<'n> Service<Request<ReplayBody<Body>>> for Rest<'n> {
     }
 
     fn call(&mut self, request: Request<ReplayBody<Body>>) -> Self::Future {
-        let rest = self.clone();
+        let next_service = self.clone();
         Box::pin(async move {
             let request = reqwest::Request::try_from(request.map(Body::wrap)).map_err(reqwest::Error::without_url)?;
             let sent_to = request.url().clone();
-            let mut extensions = rest.extensions.lock().await;
-            match rest.next.clone().run(request, &mut extensions).await {
+            let mut extensions = next_service.extensions.lock().await;
+            match next_service.next.clone().run(request, &mut extensions).await {
                 Ok(response) if *response.url() == sent_to => Ok(response.into()),
-                Ok(_) => Err(rest.followed()),
-                Err(reqwest_middleware::Error::Reqwest(error)) if error.is_redirect() => Err(rest.followed()),
+                Ok(_) => Err(next_service.record_redirect()),
+                Err(reqwest_middleware::Error::Reqwest(error)) if error.is_redirect() => {
+                    Err(next_service.record_redirect())
+                }
                 // Its URL has the credential in it where that belongs into the query or the path.
                 Err(reqwest_middleware::Error::Reqwest(error)) => Err(error.without_url().into()),
                 Err(reqwest_middleware::Error::Middleware(error)) => Err(error.into()),
@@ -208,17 +214,17 @@ impl<'n> Service<Request<ReplayBody<Body>>> for Rest<'n> {
 }
 
 /// What gives a response its URL.
-fn named(url: Url) -> Extensions {
+fn url_extensions(url: Url) -> Extensions {
     let (parts, ()) = http::response::Builder::new().url(url).body(()).unwrap_or_default().into_parts();
     parts.extensions
 }
 
 /// What an error of reqwest means: one that couldn't connect never sent the request.
-fn fault_of(error: &(dyn Error + 'static)) -> Fault {
+fn fault_of(error: &(dyn Error + 'static)) -> TransportFault {
     match error.downcast_ref::<reqwest::Error>() {
-        Some(error) if error.is_connect() || error.is_builder() => Fault::Unsent,
-        Some(error) if error.is_timeout() => Fault::TimedOut,
-        Some(error) if error.is_decode() => Fault::Garbled,
+        Some(error) if error.is_connect() || error.is_builder() => TransportFault::Unsent,
+        Some(error) if error.is_timeout() => TransportFault::TimedOut,
+        Some(error) if error.is_decode() => TransportFault::InvalidReply,
         _ => super::fault_of(error),
     }
 }

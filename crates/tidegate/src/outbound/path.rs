@@ -18,8 +18,8 @@ pub(super) fn check(path: &str) -> Result<(), TargetError> {
 /// True if nothing in a path is decoded or left out by any server, and no two dots are in a row.
 fn is_plain(path: &str) -> bool {
     let bytes = path.as_bytes();
-    let are_read_alike = bytes.iter().all(|byte| matches!(byte, b'!'..=b'~') && !matches!(byte, b'%' | b'\\'));
-    are_read_alike && !bytes.windows(2).any(|pair| pair == b"..")
+    let is_unambiguous = bytes.iter().all(|byte| matches!(byte, b'!'..=b'~') && !matches!(byte, b'%' | b'\\'));
+    is_unambiguous && !bytes.windows(2).any(|pair| pair == b"..")
 }
 
 #[cold]
@@ -29,18 +29,18 @@ fn check_readings(path: &str) -> Result<(), TargetError> {
     }
     let mut depth = 0_usize;
     for segment in path.split('/') {
-        let decoded = decoded(segment);
-        let climbs = parts(&decoded).filter(|part| leads_up(part)).count();
-        depth = depth.checked_sub(climbs).ok_or(TargetError::Climbs)?;
-        let kept = decoded.split(ends_segment).next().unwrap_or_default();
-        if climbs == 0 && parts(kept).any(|part| part.contains(is_name)) {
+        let decoded = decode_repeatedly(segment);
+        let steps_up = split_at_slashes(&decoded).filter(|part| may_lead_up(part)).count();
+        depth = depth.checked_sub(steps_up).ok_or(TargetError::PathTraversal)?;
+        let before_end = decoded.split(ends_segment).next().unwrap_or_default();
+        if steps_up == 0 && split_at_slashes(before_end).any(|part| part.contains(is_name_char)) {
             depth += 1;
         }
     }
     Ok(())
 }
 
-fn parts(segment: &str) -> impl Iterator<Item = &str> {
+fn split_at_slashes(segment: &str) -> impl Iterator<Item = &str> {
     segment.split(['/', '\\'])
 }
 
@@ -51,20 +51,20 @@ fn ends_segment(letter: char) -> bool {
 }
 
 /// True for a character that is part of a name everywhere. Anything else is left out by some server, or ends the name there.
-fn is_name(letter: char) -> bool {
+fn is_name_char(letter: char) -> bool {
     letter.is_alphanumeric() || matches!(letter, '-' | '_')
 }
 
 /// True if a server could take this for `..`: it begins with two dots but for what may be left out, and no name goes on
 /// right behind them.
-fn leads_up(part: &str) -> bool {
+fn may_lead_up(part: &str) -> bool {
     let mut dots = 0;
     for letter in part.chars() {
         match letter {
             '.' => dots += 1,
             // These are dots to who normalises Unicode (NFKC).
             '\u{2025}' | '\u{2026}' => dots += 2,
-            letter if is_name(letter) => return false,
+            letter if is_name_char(letter) => return false,
             _ if dots >= 2 => return true,
             _ => {}
         }
@@ -73,12 +73,12 @@ fn leads_up(part: &str) -> bool {
 }
 
 /// A segment as it is to the server that decodes most.
-fn decoded(segment: &str) -> String {
+fn decode_repeatedly(segment: &str) -> String {
     let mut read = Vec::with_capacity(segment.len());
     for byte in segment.bytes() {
         read.push(byte);
         // What was decoded may end an escape of an escape.
-        while let Some((length, byte)) = ending(&read) {
+        while let Some((length, byte)) = decode_suffix(&read) {
             read.truncate(read.len() - length);
             read.push(byte);
         }
@@ -89,37 +89,37 @@ fn decoded(segment: &str) -> String {
 /// The number of bytes at the end of these that some server takes for an ASCII one, and for which: an escape, also IIS' `%u002e`;
 /// ASCII in more bytes of UTF-8 than it takes; or a character that looks like an ASCII one. Never does a part of a name
 /// come of bytes that others leave out, since they aren't UTF-8.
-fn ending(read: &[u8]) -> Option<(usize, u8)> {
+fn decode_suffix(read: &[u8]) -> Option<(usize, u8)> {
     match *read {
-        [.., b'%', high, low] if let Some(byte) = hex(&[high, low]) => Some((3, u8::try_from(byte).ok()?)),
-        [.., b'%', b'u' | b'U', a, b, c, d] if let Some(letter) = hex(&[a, b, c, d]).and_then(char::from_u32) => {
-            Some((6, ascii(letter)?))
+        [.., b'%', high, low] if let Some(byte) = parse_hex(&[high, low]) => Some((3, u8::try_from(byte).ok()?)),
+        [.., b'%', b'u' | b'U', a, b, c, d] if let Some(letter) = parse_hex(&[a, b, c, d]).and_then(char::from_u32) => {
+            Some((6, ascii_equivalent(letter)?))
         }
-        [.., 0xc0 | 0xc1, 0x80..=0xbf] => overlong(read, 2),
-        [.., 0xe0, 0x80 | 0x81, 0x80..=0xbf] => overlong(read, 3),
-        [.., 0xf0, 0x80, 0x80 | 0x81, 0x80..=0xbf] => overlong(read, 4),
+        [.., 0xc0 | 0xc1, 0x80..=0xbf] => decode_overlong(read, 2),
+        [.., 0xe0, 0x80 | 0x81, 0x80..=0xbf] => decode_overlong(read, 3),
+        [.., 0xf0, 0x80, 0x80 | 0x81, 0x80..=0xbf] => decode_overlong(read, 4),
         _ => [2, 3].into_iter().find_map(|length| {
             let letter = str::from_utf8(read.get(read.len().checked_sub(length)?..)?).ok()?;
             let mut letters = letter.chars().filter(|letter| letter.len_utf8() == length);
-            Some((length, ascii(letters.next()?)?))
+            Some((length, ascii_equivalent(letters.next()?)?))
         }),
     }
 }
 
 /// The byte in the last so many, of which the last two have its bits.
-fn overlong(read: &[u8], length: usize) -> Option<(usize, u8)> {
+fn decode_overlong(read: &[u8], length: usize) -> Option<(usize, u8)> {
     let (high, low) = (read[read.len() - 2], read[read.len() - 1]);
     let byte = (high & 1) << 6 | low & 0x3f;
-    (!is_name(byte.into())).then_some((length, byte))
+    (!is_name_char(byte.into())).then_some((length, byte))
 }
 
-fn hex(digits: &[u8]) -> Option<u32> {
+fn parse_hex(digits: &[u8]) -> Option<u32> {
     digits.iter().try_fold(0, |value, digit| Some(value * 16 + char::from(*digit).to_digit(16)?))
 }
 
 /// The ASCII character that some servers take a character for: by Unicode's compatibility forms (NFKC), or for want of it
 /// in a code page of theirs.
-fn ascii(letter: char) -> Option<u8> {
+fn ascii_equivalent(letter: char) -> Option<u8> {
     match letter {
         '\0'..='\u{7f}' => u8::try_from(letter).ok(),
         '\u{ff01}'..='\u{ff5e}' => u8::try_from(u32::from(letter) - 0xfee0).ok(),
@@ -301,7 +301,7 @@ pub(super) mod tests {
             "/%c0%ae/..",
             "/%c1%a1/..",
         ] {
-            assert_eq!(check(path), Err(TargetError::Climbs), "{path}");
+            assert_eq!(check(path), Err(TargetError::PathTraversal), "{path}");
         }
     }
 

@@ -3,18 +3,19 @@
 #[cfg(test)]
 mod tests;
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
-use tidegate_core::retry::Unreplayable;
+use tidegate_core::retry::UnreplayableReason;
 
-use super::answer::ahead;
+use super::reply_body::add_prefix_size;
 
 /// What a call keeps of its request's body, so that another attempt can send it from the start.
 ///
@@ -23,37 +24,37 @@ use super::answer::ahead;
 /// on where the last one stopped: it has the whole body, or there is no other attempt.
 ///
 /// Cheap to clone; clones are the same.
-pub struct Replay<B>(Arc<Mutex<Source<B>>>);
+pub struct ReplayBuffer<B>(Arc<Mutex<ReplayState<B>>>);
 
-struct Source<B> {
+struct ReplayState<B> {
     /// What was read ahead and is too much to be kept.
-    next: Option<Frame<Bytes>>,
+    next_frame: Option<Frame<Bytes>>,
     /// What is still to come of the caller's body.
-    rest: Option<Pin<Box<B>>>,
-    kept: BytesMut,
+    remaining: Option<Pin<Box<B>>>,
+    buffered: BytesMut,
     trailers: Option<HeaderMap>,
     limit: usize,
     /// Why it can't be sent from the start any more.
-    spoilt: Option<Unreplayable>,
+    unreplayable_reason: Option<UnreplayableReason>,
     /// The attempt that may stream, counted from 1.
-    attempt: u64,
+    streaming_attempt: u64,
     /// How many attempts there were, those included that had no need to stream.
-    made: u64,
-    broken: bool,
+    attempt_count: u64,
+    is_broken: bool,
     /// How often an attempt was given something of it.
-    moved: u64,
+    progress: u64,
     /// Whether the attempt that streams wants more than the caller has sent.
-    waits: bool,
+    is_waiting_for_caller: bool,
     /// Who is told when it moves.
-    watcher: Option<Waker>,
+    progress_waker: Option<Waker>,
 }
 
 /// A request's body as one attempt sends it.
-pub struct ReplayBody<B>(Kind<B>);
+pub struct ReplayBody<B>(ReplayBodyKind<B>);
 
-enum Kind<B> {
-    Whole { data: Option<Bytes>, trailers: Option<HeaderMap> },
-    Shared { source: Arc<Mutex<Source<B>>>, attempt: u64, head: Option<Bytes>, ended: bool },
+enum ReplayBodyKind<B> {
+    Buffered { data: Option<Bytes>, trailers: Option<HeaderMap> },
+    Streaming { source: Arc<Mutex<ReplayState<B>>>, attempt: u64, head: Option<Bytes>, ended: bool },
 }
 
 /// Why a body ended early.
@@ -67,23 +68,23 @@ pub enum ReplayError<E> {
     Superseded,
 }
 
-impl<B: Body<Data = Bytes>> Replay<B> {
+impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
     /// Keeps up to `limit` bytes of this body. One that says that it is longer isn't kept at all.
     pub fn new(body: B, limit: usize) -> Self {
         let fits = body.size_hint().lower() <= limit as u64;
-        let source = Source {
-            next: None,
-            rest: (!body.is_end_stream()).then(|| Box::pin(body)),
-            kept: BytesMut::new(),
+        let source = ReplayState {
+            next_frame: None,
+            remaining: (!body.is_end_stream()).then(|| Box::pin(body)),
+            buffered: BytesMut::new(),
             trailers: None,
             limit: if fits { limit } else { 0 },
-            spoilt: None,
-            attempt: 0,
-            made: 0,
-            broken: false,
-            moved: 0,
-            waits: false,
-            watcher: None,
+            unreplayable_reason: None,
+            streaming_attempt: 0,
+            attempt_count: 0,
+            is_broken: false,
+            progress: 0,
+            is_waiting_for_caller: false,
+            progress_waker: None,
         };
         Self(Arc::new(Mutex::new(source)))
     }
@@ -94,61 +95,61 @@ impl<B: Body<Data = Bytes>> Replay<B> {
     /// Dropped before it is done, it has lost nothing: an attempt goes on from there.
     pub async fn read_ahead(&self) -> Option<Bytes> {
         poll_fn(|context| {
-            let mut source = lock(&self.0);
-            source.poll_ahead(context).map(|is_whole| is_whole.then(|| Bytes::copy_from_slice(&source.kept)))
+            let mut source = self.0.lock();
+            source.poll_read_ahead(context).map(|is_whole| is_whole.then(|| Bytes::copy_from_slice(&source.buffered)))
         })
         .await
     }
 
     /// How many bytes the body has at least, as far as is known.
-    pub fn size(&self) -> u64 {
-        let source = lock(&self.0);
-        source.size_hint().lower().saturating_add(source.kept.len() as u64)
+    pub fn min_size(&self) -> u64 {
+        let source = self.0.lock();
+        source.size_hint().lower().saturating_add(source.buffered.len() as u64)
     }
 
     /// The body for one more attempt, from the start. One that was made before ends with an error, unless all of the body
-    /// [is kept](Self::is_whole).
+    /// [is kept](Self::is_complete).
     ///
     /// # Errors
     /// The start of the body is gone, so that only a part of it could be sent.
-    pub fn attempt(&self) -> Result<ReplayBody<B>, Unreplayable> {
-        let mut source = lock(&self.0);
-        if let Some(why) = source.spoilt {
+    pub fn attempt_body(&self) -> Result<ReplayBody<B>, UnreplayableReason> {
+        let mut source = self.0.lock();
+        if let Some(why) = source.unreplayable_reason {
             return Err(why);
         }
-        source.made += 1;
-        let head = (!source.kept.is_empty()).then(|| Bytes::copy_from_slice(&source.kept));
+        source.attempt_count += 1;
+        let head = (!source.buffered.is_empty()).then(|| Bytes::copy_from_slice(&source.buffered));
         if source.has_ended() {
-            return Ok(ReplayBody(Kind::Whole { data: head, trailers: source.trailers.clone() }));
+            return Ok(ReplayBody(ReplayBodyKind::Buffered { data: head, trailers: source.trailers.clone() }));
         }
-        source.attempt += 1;
-        source.waits = false;
-        let attempt = source.attempt;
+        source.streaming_attempt += 1;
+        source.is_waiting_for_caller = false;
+        let attempt = source.streaming_attempt;
         drop(source);
-        Ok(ReplayBody(Kind::Shared { source: Arc::clone(&self.0), attempt, head, ended: false }))
+        Ok(ReplayBody(ReplayBodyKind::Streaming { source: Arc::clone(&self.0), attempt, head, ended: false }))
     }
 
     /// How many attempts there were so far.
-    pub fn attempts(&self) -> u64 {
-        lock(&self.0).made
+    pub fn attempt_count(&self) -> u64 {
+        self.0.lock().attempt_count
     }
 
     /// Whether all of the body has come and is kept, so that attempts can send it beside each other.
-    pub fn is_whole(&self) -> bool {
-        let source = lock(&self.0);
-        source.spoilt.is_none() && source.has_ended()
+    pub fn is_complete(&self) -> bool {
+        let source = self.0.lock();
+        source.unreplayable_reason.is_none() && source.has_ended()
     }
 
     /// Whether an attempt was given more of the body than was `seen`; that is seen then. Else the next time wakes whom asked
     /// last.
-    pub(super) fn poll_moved(&self, seen: &mut u64, context: &mut Context<'_>) -> Poll<()> {
-        let mut source = lock(&self.0);
-        if source.moved != *seen {
-            *seen = source.moved;
+    pub(super) fn poll_progress(&self, seen_progress: &mut u64, context: &mut Context<'_>) -> Poll<()> {
+        let mut source = self.0.lock();
+        if source.progress != *seen_progress {
+            *seen_progress = source.progress;
             return Poll::Ready(());
         }
         if !source.has_ended() {
-            match &mut source.watcher {
+            match &mut source.progress_waker {
                 Some(watcher) => watcher.clone_from(context.waker()),
                 watcher => *watcher = Some(context.waker().clone()),
             }
@@ -157,41 +158,41 @@ impl<B: Body<Data = Bytes>> Replay<B> {
     }
 
     /// Whether the attempt that streams it is held up by the caller: it wants more than there is.
-    pub(super) fn waits(&self) -> bool {
-        lock(&self.0).waits
+    pub(super) fn is_waiting_for_caller(&self) -> bool {
+        self.0.lock().is_waiting_for_caller
     }
 
     /// Why the body can't be sent again, if it can't.
-    pub fn unreplayable(&self) -> Option<Unreplayable> {
-        lock(&self.0).spoilt
+    pub fn unreplayable_reason(&self) -> Option<UnreplayableReason> {
+        self.0.lock().unreplayable_reason
     }
 
     /// Whether it was the caller's body that broke off.
     pub fn is_broken(&self) -> bool {
-        lock(&self.0).broken
+        self.0.lock().is_broken
     }
 }
 
-impl<B> Clone for Replay<B> {
+impl<B> Clone for ReplayBuffer<B> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
-impl<B> fmt::Debug for Replay<B> {
+impl<B> fmt::Debug for ReplayBuffer<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let source = lock(&self.0);
+        let source = self.0.lock();
         f.debug_struct("Replay")
-            .field("kept", &source.kept.len())
-            .field("spoilt", &source.spoilt)
+            .field("kept", &source.buffered.len())
+            .field("spoilt", &source.unreplayable_reason)
             .finish_non_exhaustive()
     }
 }
 
 impl<B> ReplayBody<B> {
     /// A body that is at hand as a whole.
-    pub fn whole(bytes: impl Into<Bytes>) -> Self {
-        Self(Kind::Whole { data: Some(bytes.into()).filter(|bytes| !bytes.is_empty()), trailers: None })
+    pub fn from_bytes(bytes: impl Into<Bytes>) -> Self {
+        Self(ReplayBodyKind::Buffered { data: Some(bytes.into()).filter(|bytes| !bytes.is_empty()), trailers: None })
     }
 }
 
@@ -201,89 +202,91 @@ impl<B> fmt::Debug for ReplayBody<B> {
     }
 }
 
-impl<B: Body<Data = Bytes>> Source<B> {
+impl<B: Body<Data = Bytes>> ReplayState<B> {
     /// Whether nothing of the caller's body is still to come.
     fn has_ended(&self) -> bool {
-        self.next.is_none() && self.rest.as_ref().is_none_or(|rest| rest.is_end_stream())
+        self.next_frame.is_none() && self.remaining.as_ref().is_none_or(|rest| rest.is_end_stream())
     }
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        if let Some(frame) = self.next.take() {
-            self.keep(&frame);
+        if let Some(frame) = self.next_frame.take() {
+            self.push_frame(&frame);
             return Poll::Ready(Some(Ok(frame)));
         }
-        let Some(rest) = &mut self.rest else {
+        let Some(remaining) = &mut self.remaining else {
             return Poll::Ready(self.trailers.clone().map(|trailers| Ok(Frame::trailers(trailers))));
         };
-        let Poll::Ready(polled) = rest.as_mut().poll_frame(context) else { return Poll::Pending };
+        let Poll::Ready(polled) = remaining.as_mut().poll_frame(context) else { return Poll::Pending };
         match &polled {
-            None => self.rest = None,
-            Some(Err(_)) => self.broke_off(),
-            Some(Ok(frame)) => self.keep(frame),
+            None => self.remaining = None,
+            Some(Err(_)) => self.record_broken(),
+            Some(Ok(frame)) => self.push_frame(frame),
         }
         Poll::Ready(polled)
     }
 
     /// Reads on while what comes can be kept; whether that is all of it.
-    fn poll_ahead(&mut self, context: &mut Context<'_>) -> Poll<bool> {
+    fn poll_read_ahead(&mut self, context: &mut Context<'_>) -> Poll<bool> {
         loop {
-            if self.next.is_some() || self.spoilt.is_some() || self.limit == 0 {
+            if self.next_frame.is_some() || self.unreplayable_reason.is_some() || self.limit == 0 {
                 return Poll::Ready(false);
             }
-            let Some(rest) = &mut self.rest else { return Poll::Ready(true) };
-            match rest.as_mut().poll_frame(context) {
+            let Some(remaining) = &mut self.remaining else { return Poll::Ready(true) };
+            match remaining.as_mut().poll_frame(context) {
                 Poll::Pending => return Poll::Pending,
-                Poll::Ready(None) => self.rest = None,
-                Poll::Ready(Some(Err(_))) => self.broke_off(),
-                Poll::Ready(Some(Ok(frame))) if self.kept.len() + size(&frame) <= self.limit => self.keep(&frame),
-                Poll::Ready(Some(Ok(frame))) => self.next = Some(frame),
+                Poll::Ready(None) => self.remaining = None,
+                Poll::Ready(Some(Err(_))) => self.record_broken(),
+                Poll::Ready(Some(Ok(frame))) if self.buffered.len() + frame_size(&frame) <= self.limit => {
+                    self.push_frame(&frame)
+                }
+                Poll::Ready(Some(Ok(frame))) => self.next_frame = Some(frame),
             }
         }
     }
 
     /// How much is to come besides what is kept.
     fn size_hint(&self) -> SizeHint {
-        let rest = self.rest.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
-        let next = self.next.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
-        ahead(next, &rest)
+        let remaining = self.remaining.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
+        let next = self.next_frame.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
+        add_prefix_size(next, &remaining)
     }
 
-    fn moves(&mut self) {
-        self.moved += 1;
-        if let Some(watcher) = &self.watcher {
+    fn record_progress(&mut self) {
+        self.progress += 1;
+        if let Some(watcher) = &self.progress_waker {
             watcher.wake_by_ref();
         }
     }
 
-    fn broke_off(&mut self) {
-        self.rest = None;
-        self.broken = true;
-        self.spoil(Unreplayable::OneShotBody);
+    fn record_broken(&mut self) {
+        self.remaining = None;
+        self.is_broken = true;
+        self.set_unreplayable(UnreplayableReason::OneShotBody);
     }
 
-    fn keep(&mut self, frame: &Frame<Bytes>) {
+    fn push_frame(&mut self, frame: &Frame<Bytes>) {
         if let Some(trailers) = frame.trailers_ref() {
             // Nothing comes after them (RFC 9110 §6.5).
-            self.rest = None;
-            if self.kept.len() + size(frame) > self.limit {
-                self.spoil(Unreplayable::BodyTooLarge);
+            self.remaining = None;
+            if self.buffered.len() + frame_size(frame) > self.limit {
+                self.set_unreplayable(UnreplayableReason::BodyTooLarge);
             } else {
                 self.trailers = Some(trailers.clone());
             }
         } else if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
-            if self.kept.len() + size(frame) > self.limit {
-                self.spoil(Unreplayable::BodyTooLarge);
+            if self.buffered.len() + frame_size(frame) > self.limit {
+                self.set_unreplayable(UnreplayableReason::BodyTooLarge);
             } else {
                 // Copied, because a frame may hold on to a much larger buffer.
-                self.kept.extend_from_slice(data);
+                self.buffered.extend_from_slice(data);
             }
         }
     }
 
-    fn spoil(&mut self, why: Unreplayable) {
-        self.spoilt.get_or_insert(why);
+    fn set_unreplayable(&mut self, reason: UnreplayableReason) {
+        self.unreplayable_reason.get_or_insert(reason);
         self.limit = 0;
-        self.kept = BytesMut::new();
+        self.buffered = BytesMut::new();
     }
 }
 
@@ -296,25 +299,25 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match &mut self.0 {
-            Kind::Whole { data, trailers } => {
+            ReplayBodyKind::Buffered { data, trailers } => {
                 let data = data.take().map(Frame::data);
                 Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
             }
-            Kind::Shared { ended: true, .. } => Poll::Ready(None),
-            Kind::Shared { source, attempt, head, ended } => {
-                let mut source = lock(source);
-                if source.attempt != *attempt {
+            ReplayBodyKind::Streaming { ended: true, .. } => Poll::Ready(None),
+            ReplayBodyKind::Streaming { source, attempt, head, ended } => {
+                let mut source = source.lock();
+                if source.streaming_attempt != *attempt {
                     *ended = true;
                     return Poll::Ready(Some(Err(ReplayError::Superseded)));
                 }
                 if let Some(head) = head.take() {
-                    source.moves();
+                    source.record_progress();
                     return Poll::Ready(Some(Ok(Frame::data(head))));
                 }
                 let polled = source.poll(context);
-                source.waits = polled.is_pending();
+                source.is_waiting_for_caller = polled.is_pending();
                 let polled = ready!(polled);
-                source.moves();
+                source.record_progress();
                 *ended = !matches!(&polled, Some(Ok(frame)) if frame.is_data());
                 Poll::Ready(polled.map(|frame| frame.map_err(ReplayError::Caller)))
             }
@@ -323,14 +326,14 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            Kind::Whole { data, trailers } => data.is_none() && trailers.is_none(),
-            Kind::Shared { ended: true, .. } => true,
-            Kind::Shared { source, attempt, head, .. } => {
-                let source = lock(source);
-                source.attempt == *attempt
+            ReplayBodyKind::Buffered { data, trailers } => data.is_none() && trailers.is_none(),
+            ReplayBodyKind::Streaming { ended: true, .. } => true,
+            ReplayBodyKind::Streaming { source, attempt, head, .. } => {
+                let source = source.lock();
+                source.streaming_attempt == *attempt
                     && head.is_none()
                     && source.trailers.is_none()
-                    && !source.broken
+                    && !source.is_broken
                     && source.has_ended()
             }
         }
@@ -338,22 +341,20 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
 
     fn size_hint(&self) -> SizeHint {
         match &self.0 {
-            Kind::Whole { data, .. } => SizeHint::with_exact(data.as_ref().map_or(0, |data| data.len() as u64)),
-            Kind::Shared { source, head, .. } => {
+            ReplayBodyKind::Buffered { data, .. } => {
+                SizeHint::with_exact(data.as_ref().map_or(0, |data| data.len() as u64))
+            }
+            ReplayBodyKind::Streaming { source, head, .. } => {
                 let head = head.as_ref().map_or(0, |head| head.len() as u64);
-                ahead(head, &lock(source).size_hint())
+                add_prefix_size(head, &source.lock().size_hint())
             }
         }
     }
 }
 
 /// What a frame adds to what is kept.
-fn size(frame: &Frame<Bytes>) -> usize {
+fn frame_size(frame: &Frame<Bytes>) -> usize {
     let trailers = frame.trailers_ref().into_iter().flatten();
     let trailers: usize = trailers.map(|(name, value)| name.as_str().len() + value.len()).sum();
     frame.data_ref().map_or(0, Bytes::len) + trailers
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

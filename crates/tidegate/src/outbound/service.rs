@@ -11,18 +11,18 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body::Body;
 use tidegate_core::Clock;
-use tidegate_core::retry::Fault;
+use tidegate_core::retry::TransportFault;
 use tidegate_policy::Secret;
 use tidegate_store::{Memory, Store};
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::cost::Price;
-use super::exchange::{BoxError, Exchange, Manner, Trouble};
-use super::wish::has_idempotency_key;
+use super::call_headers::has_idempotency_key;
+use super::cost::CostReader;
+use super::exchange::{BoxError, Exchange, ExchangeConfig, SendError};
 use super::{
-    CallError, CallOptions, CredentialError, Credentials, Failed, Happened, Judge, Logins, OutboundBody, Provider,
-    Replay, ReplayBody, Target, TargetError, Why, fault_of,
+    AttemptClassifier, CallError, CallErrorKind, CallErrorWithGuard, CallOptions, CallStats, CredentialError,
+    Credentials, Logins, OutboundBody, Provider, ReplayBody, ReplayBuffer, Target, TargetError, fault_of,
 };
 use crate::SystemClock;
 
@@ -31,22 +31,22 @@ use crate::SystemClock;
 ///
 /// The inner service sends what it is given: it must neither follow redirects nor retry by itself, nor write requests
 /// out, for they show the credential. Requests name a path below the provider's base URL, or a whole URL there. Their
-/// extensions may hold [`CallOptions`]; [`take_wishes`](super::take_wishes) reads those from headers. A cost of 1 there
+/// extensions may hold [`CallOptions`]; [`take_call_options`](super::take_call_options) reads those from headers. A cost of 1 there
 /// says nothing: what the provider's rules reserve counts instead, by the body's length and by what it asks for, but no
 /// more than the provider's limits ever have room for. Where the rules look into JSON, the body is read before the
 /// call's turn, as far as it is kept for another attempt. Responses hold
-/// [`Happened`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
-/// [`Why`](super::Why) of that besides.
+/// [`CallStats`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
+/// [`CallErrorKind`](super::CallErrorKind) of that besides.
 ///
 /// Headers and trailers of a reply don't tell the credential, even if the provider repeats it. The body passes as it is,
 /// and so do extensions of the inner service's, such as the reason phrase that hyper keeps there.
 ///
 /// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
-pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<Counter<S, C>>);
+pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<OutboundLayerInner<S, C>>);
 
-pub(super) struct Counter<S: Store, C: Clock> {
+pub(super) struct OutboundLayerInner<S: Store, C: Clock> {
     provider: Provider<S, C>,
-    manner: Manner<C>,
+    config: ExchangeConfig<C>,
 }
 
 /// Why a call through an [`OutboundLayer`] has no response at all. Never tells a credential.
@@ -58,24 +58,30 @@ pub enum OutboundError {
     Target(#[from] TargetError),
     /// The call failed: for want of capacity or time, or because its last attempt got no reply.
     #[error(transparent)]
-    Call(CallError<Trouble>),
+    Call(CallError<SendError>),
     /// The only attempt got no reply, and another would fare no better.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Send(#[from] SendError),
 }
 
 impl OutboundError {
     /// The status that tells it to whoever asked: 400 or 408 where the request is at fault, otherwise 429, 502, 503 or 504.
     pub fn status(&self) -> u16 {
         match self {
-            Self::Target(TargetError::UnfitCredential) => 502,
+            Self::Target(TargetError::UnusableCredential) => 502,
             Self::Target(_) => 400,
-            Self::Call(CallError { value: Some(Trouble::Body), .. }) | Self::Trouble(Trouble::Body) => 400,
-            Self::Call(CallError { value: Some(Trouble::Stalled), .. }) | Self::Trouble(Trouble::Stalled) => 408,
-            Self::Call(CallError { why: Why::RetriesExhausted { .. }, value: Some(Trouble::TimedOut), .. }) => 504,
+            Self::Call(CallError { last_reply: Some(SendError::BrokenBody), .. })
+            | Self::Send(SendError::BrokenBody) => 400,
+            Self::Call(CallError { last_reply: Some(SendError::BodyTimeout), .. })
+            | Self::Send(SendError::BodyTimeout) => 408,
+            Self::Call(CallError {
+                kind: CallErrorKind::RetriesExhausted { .. },
+                last_reply: Some(SendError::TimedOut),
+                ..
+            }) => 504,
             Self::Call(error) => error.status(),
-            Self::Trouble(Trouble::TimedOut) => 504,
-            Self::Trouble(_) => 502,
+            Self::Send(SendError::TimedOut) => 504,
+            Self::Send(_) => 502,
         }
     }
 }
@@ -86,43 +92,46 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
     /// # Errors
     /// A credential can't be had or can't be sent where the provider wants it.
     pub fn new(provider: Provider<S, C>) -> Result<Self, CredentialError> {
-        Self::with(provider, |name| std::env::var(name).ok())
+        Self::with_env(provider, |name| std::env::var(name).ok())
     }
 
     /// A layer for a provider, with environment variables looked up by `env`.
     ///
     /// # Errors
     /// As [`new`](Self::new) has them.
-    pub fn with(provider: Provider<S, C>, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
-        let plan = provider.plan();
+    pub fn with_env(provider: Provider<S, C>, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
+        let provider_config = provider.config();
         let quotas = provider.clone();
-        let manner = Manner {
-            target: Target::of(plan),
-            credentials: Credentials::of(plan, &env)?,
-            logins: Logins::of(plan, &env)?,
-            mount: None,
-            attempt_timeout: plan.attempt_timeout,
-            throttled_when: plan.throttled_when.clone(),
-            cost: plan.cost.clone(),
-            most_cost: plan.max_cost(provider.0.whole.limits()),
-            fault_of: Arc::new(fault_of),
-            quota_ends: Arc::new(move |now| quotas.plan().next_quota_end(quotas.0.whole.limits(), now)),
+        let config = ExchangeConfig {
+            target: Target::from_provider(provider_config),
+            credentials: Credentials::from_provider(provider_config, &env)?,
+            logins: Logins::from_provider(provider_config, &env)?,
+            mount_path: None,
+            attempt_timeout: provider_config.attempt_timeout,
+            throttled_when: provider_config.throttled_when.clone(),
+            cost: provider_config.cost.clone(),
+            max_cost: provider_config.max_cost(provider.0.outbound_config.limits()),
+            fault_classifier: Arc::new(fault_of),
+            next_quota_end: Arc::new(move |now| quotas.config().next_quota_end(quotas.0.outbound_config.limits(), now)),
             clock: provider.clock().clone(),
         };
-        Ok(Self(Arc::new(Counter { provider, manner })))
+        Ok(Self(Arc::new(OutboundLayerInner { provider, config })))
     }
 
     /// Turns redirects to what is below the base URL into ones to what is below this path, such as `tmdb` for `/tmdb`.
     #[must_use]
-    pub fn mounted(self, path: &str) -> Self {
+    pub fn mount_path(self, path: &str) -> Self {
         let path = path.trim_matches('/').to_owned();
-        self.change(|manner| manner.mount = Some(path))
+        self.with_changed_config(|config| config.mount_path = Some(path))
     }
 
     /// Tells what an error of the inner service means. Default [`fault_of`].
     #[must_use]
-    pub fn faults(self, fault_of: impl Fn(&(dyn Error + 'static)) -> Fault + Send + Sync + 'static) -> Self {
-        self.change(|manner| manner.fault_of = Arc::new(fault_of))
+    pub fn fault_classifier(
+        self,
+        fault_of: impl Fn(&(dyn Error + 'static)) -> TransportFault + Send + Sync + 'static,
+    ) -> Self {
+        self.with_changed_config(|config| config.fault_classifier = Arc::new(fault_of))
     }
 
     /// The provider that is called.
@@ -130,17 +139,17 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
         &self.0.provider
     }
 
-    /// How specific the provider's base URL is if this URL is below it: see [`Target::covers`].
+    /// How specific the provider's base URL is if this URL is below it: see [`Target::base_match_length`].
     #[cfg(feature = "reqwest")]
-    pub(super) fn covers(&self, url: &http::Uri) -> Option<usize> {
-        self.0.manner.target.covers(url)
+    pub(super) fn base_match_length(&self, url: &http::Uri) -> Option<usize> {
+        self.0.config.target.base_match_length(url)
     }
 
-    fn change(self, change: impl FnOnce(&mut Manner<C>)) -> Self {
-        let Counter { provider, manner } = &*self.0;
-        let mut manner = manner.clone();
-        change(&mut manner);
-        Self(Arc::new(Counter { provider: provider.clone(), manner }))
+    fn with_changed_config(self, change: impl FnOnce(&mut ExchangeConfig<C>)) -> Self {
+        let OutboundLayerInner { provider, config } = &*self.0;
+        let mut config = config.clone();
+        change(&mut config);
+        Self(Arc::new(OutboundLayerInner { provider: provider.clone(), config }))
     }
 }
 
@@ -160,20 +169,20 @@ impl<I, S: Store, C: Clock> Layer<I> for OutboundLayer<S, C> {
     type Service = OutboundService<I, S, C>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        OutboundService { inner, counter: Arc::clone(&self.0) }
+        OutboundService { inner, shared: Arc::clone(&self.0) }
     }
 }
 
 /// A service behind an [`OutboundLayer`].
 pub struct OutboundService<I, S: Store = Memory, C: Clock = SystemClock> {
     inner: I,
-    counter: Arc<Counter<S, C>>,
+    shared: Arc<OutboundLayerInner<S, C>>,
 }
 
 impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
     /// The provider that is called.
     pub fn provider(&self) -> &Provider<S, C> {
-        &self.counter.provider
+        &self.shared.provider
     }
 
     /// Makes a request a call with these options, whatever its extensions say. As [`Service::call`] does, without a box, for
@@ -191,25 +200,25 @@ impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
         Q: Body<Data = Bytes> + Send,
         B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
     {
-        self.counter.call(self.inner.clone(), options, request)
+        self.shared.call(self.inner.clone(), options, request)
     }
 
     /// The secret of the first credential, as it would be sent now.
     pub(super) async fn secret(&self) -> Option<Arc<Secret>> {
-        let manner = &self.counter.manner;
-        manner.credentials.current(0, manner.clock.now()).await
+        let config = &self.shared.config;
+        config.credentials.current(0, config.clock.now()).await
     }
 }
 
 impl<I: Clone, S: Store, C: Clock> Clone for OutboundService<I, S, C> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), counter: Arc::clone(&self.counter) }
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
     }
 }
 
 impl<I, S: Store, C: Clock> fmt::Debug for OutboundService<I, S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OutboundService").field("provider", &self.counter.provider).finish_non_exhaustive()
+        f.debug_struct("OutboundService").field("provider", &self.shared.provider).finish_non_exhaustive()
     }
 }
 
@@ -233,13 +242,13 @@ where
     }
 
     fn call(&mut self, mut request: Request<Q>) -> Self::Future {
-        let (inner, counter) = (self.inner.clone(), Arc::clone(&self.counter));
+        let (inner, shared) = (self.inner.clone(), Arc::clone(&self.shared));
         let options = request.extensions_mut().remove().unwrap_or_default();
-        Box::pin(async move { counter.call(inner, options, request).await })
+        Box::pin(async move { shared.call(inner, options, request).await })
     }
 }
 
-impl<S: Store, C: Clock> Counter<S, C> {
+impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
     /// Makes one request a call, by an inner service that need not outlive it.
     ///
     /// Not an `async fn`, which would hold the request beside the exchange that it becomes, and that one twice.
@@ -256,45 +265,57 @@ impl<S: Store, C: Clock> Counter<S, C> {
     {
         let (mut parts, body) = request.into_parts();
         parts.extensions.remove::<CallOptions>();
-        let judge = Judge::new(parts.method.clone(), has_idempotency_key(&parts.headers));
-        let body = Replay::new(body, self.provider.plan().replay_bytes);
-        let mut exchange = Exchange::new(&self.manner, inner, parts, body, judge);
+        let classifier = AttemptClassifier::new(parts.method.clone(), has_idempotency_key(&parts.headers));
+        let body = ReplayBuffer::new(body, self.provider.config().replay_bytes);
+        let mut exchange = Exchange::new(&self.config, inner, parts, body, classifier);
         async move {
             let exchange = exchange.as_mut().map_err(|error| *error)?;
-            let unsaid = options.cost == CallOptions::default().cost;
-            if let Some(rules) = self.manner.cost.as_ref().filter(|_| unsaid) {
-                let began_at = self.manner.clock.now();
+            let is_default_cost = options.cost == CallOptions::default().cost;
+            if let Some(rules) = self.config.cost.as_ref().filter(|_| is_default_cost) {
+                let started_at = self.config.clock.now();
                 let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
                 options.cost = exchange.expected_cost(rules, timeout).await?;
-                let took = self.manner.clock.now().since(began_at).as_duration();
-                options.timeout = Some(timeout.saturating_sub(took));
+                let elapsed = self.config.clock.now().since(started_at).as_duration();
+                options.timeout = Some(timeout.saturating_sub(elapsed));
             }
-            let told = |happened: Happened, response: Response<_>| {
+            let with_stats = |happened: CallStats, response: Response<_>| {
                 let mut response = response;
                 response.extensions_mut().insert(happened);
                 response
             };
-            match self.provider.drive(options, exchange).await {
-                Ok(done) => {
-                    let mut response = told(done.happened, done.value?.map(super::answer::Peeked::into_body));
-                    let price = self.manner.cost.as_ref().and_then(|rules| Price::of(rules, response.headers()));
-                    response.body_mut().hold(done.tail, price);
+            match self.provider.call_with_guard(options, exchange).await {
+                Ok(completed) => {
+                    let mut response =
+                        with_stats(completed.stats, completed.value?.map(super::reply_body::PeekedBody::into_body));
+                    let cost_reader =
+                        self.config.cost.as_ref().and_then(|rules| CostReader::for_reply(rules, response.headers()));
+                    response.body_mut().attach_guard(completed.in_flight_guard, cost_reader);
                     Ok(response)
                 }
-                Err(Failed { error: CallError { provider, why, value, happened, at }, tail }) => {
+                Err(CallErrorWithGuard {
+                    error: CallError { provider, kind: why, last_reply: value, stats: happened, failed_at: at },
+                    in_flight_guard: tail,
+                }) => {
                     let value = match value.transpose() {
                         Ok(Some(response)) => {
-                            let mut response = told(happened, response.map(super::answer::Peeked::into_body));
+                            let mut response =
+                                with_stats(happened, response.map(super::reply_body::PeekedBody::into_body));
                             response.extensions_mut().insert(why);
-                            if let Some(tail) = tail {
-                                response.body_mut().hold(tail, None);
+                            if let Some(in_flight_guard) = tail {
+                                response.body_mut().attach_guard(in_flight_guard, None);
                             }
                             return Ok(response);
                         }
                         Ok(None) => None,
-                        Err(trouble) => Some(trouble),
+                        Err(error) => Some(error),
                     };
-                    Err(OutboundError::Call(CallError { provider, why, value, happened, at }))
+                    Err(OutboundError::Call(CallError {
+                        provider,
+                        kind: why,
+                        last_reply: value,
+                        stats: happened,
+                        failed_at: at,
+                    }))
                 }
             }
         }

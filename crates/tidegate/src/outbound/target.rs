@@ -12,11 +12,11 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, BaseUrl, ProviderConfig};
 
-use super::location::rest_behind;
 use super::path;
+use super::reply_headers::path_below_base;
 
 /// All but what RFC 3986 §2.3 calls unreserved.
-const RESERVED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+const ENCODED_CHARS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
 /// What stands for the credential in a base URL's path.
 pub(super) const PLACEHOLDER: &str = "{key}";
@@ -41,22 +41,22 @@ pub enum TargetError {
     Backslash,
     /// The path would begin with two slashes, which some servers take for another host.
     #[error("the path must not begin with two slashes")]
-    TwoSlashes,
+    DoubleSlash,
     /// The path leads up beyond the provider's base URL.
     #[error("the path must not lead beyond the base URL")]
-    Climbs,
+    PathTraversal,
     /// The URL is not below the provider's base URL.
     #[error("the URL is not below the base URL")]
-    Elsewhere,
+    NotBelowBase,
     /// The provider has no base URL, and the request no host.
     #[error("the provider has no base URL, so the request needs a whole URL")]
     NoHost,
     /// The path and query make no URL.
     #[error("the path or query has a character that a URL can't have")]
-    Malformed,
+    MalformedUrl,
     /// The credential has characters that can't be sent where it belongs.
     #[error("the credential has characters that can't be sent where it belongs")]
-    UnfitCredential,
+    UnusableCredential,
 }
 
 impl Target {
@@ -67,18 +67,18 @@ impl Target {
     }
 
     /// The target of a provider's requests.
-    pub fn of(provider: &ProviderConfig) -> Self {
+    pub fn from_provider(provider: &ProviderConfig) -> Self {
         Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
     }
 
     /// The place of requests that show no credential. Where it would stand in the path, it is what comes before that.
-    pub(super) fn anonymous(&self) -> Self {
-        let before = |base: &BaseUrl| {
+    pub(super) fn without_credential(&self) -> Self {
+        let base_before_credential = |base: &BaseUrl| {
             let open = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
             BaseUrl::new(base.is_https(), base.authority().clone(), open.map_or("", |(path, _)| path))
         };
         let base = match self.auth {
-            Auth::Path => self.base.as_ref().map(before),
+            Auth::Path => self.base.as_ref().map(base_before_credential),
             _ => self.base.clone(),
         };
         Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
@@ -86,20 +86,20 @@ impl Target {
 
     /// Puts a request's path behind the base URL, once for all attempts. Where the credential stands in the URL each
     /// attempt does so for itself, and this only says whether it could.
-    pub(super) fn lead(&self, uri: &mut Uri) -> Result<(), TargetError> {
-        let led = self.uri(uri, None)?;
-        if !self.shows_in_url() {
-            *uri = led;
+    pub(super) fn resolve_uri(&self, uri: &mut Uri) -> Result<(), TargetError> {
+        let resolved = self.target_uri(uri, None)?;
+        if !self.has_credential_in_url() {
+            *uri = resolved;
         }
         Ok(())
     }
 
-    /// What is left of [`aim`](Self::aim) for one attempt of a request that was [led](Self::lead) to the provider.
-    pub(super) fn aim_led(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
-        if self.shows_in_url() { self.aim(parts, secret) } else { self.arm(parts, secret) }
+    /// What is left of [`prepare_request`](Self::prepare_request) for one attempt of a request that was [led](Self::resolve_uri) to the provider.
+    pub(super) fn prepare_attempt(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
+        if self.has_credential_in_url() { self.prepare_request(parts, secret) } else { self.set_headers(parts, secret) }
     }
 
-    fn shows_in_url(&self) -> bool {
+    fn has_credential_in_url(&self) -> bool {
         matches!(self.auth, Auth::Query { .. } | Auth::Path)
     }
 
@@ -112,16 +112,16 @@ impl Target {
     ///
     /// # Errors
     /// Why the request isn't sent; `parts` are unchanged then.
-    pub fn aim(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
-        let uri = self.uri(&parts.uri, secret)?;
-        self.arm(parts, secret)?;
+    pub fn prepare_request(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
+        let uri = self.target_uri(&parts.uri, secret)?;
+        self.set_headers(parts, secret)?;
         parts.uri = uri;
         Ok(())
     }
 
     /// Makes the headers of the caller's request those of the provider's.
-    fn arm(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
-        let header = secret.map(|secret| self.header(secret)).transpose()?.flatten();
+    fn set_headers(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
+        let header = secret.map(|secret| self.auth_header(secret)).transpose()?.flatten();
         // The client of the next hop settles on the version, and names the host by the URL.
         parts.version = Version::HTTP_11;
         parts.headers.remove(HOST);
@@ -141,72 +141,72 @@ impl Target {
 
     /// How long the base URL's path is if a whole URL is below it: of several that are, the longest is meant.
     #[cfg(feature = "reqwest")]
-    pub(super) fn covers(&self, url: &Uri) -> Option<usize> {
+    pub(super) fn base_match_length(&self, url: &Uri) -> Option<usize> {
         let base = self.base.as_ref()?;
-        below(base, url).ok().map(|_| base.path().len())
+        url_path_below_base(base, url).ok().map(|_| base.path().len())
     }
 
     /// Whether this credential can be sent where it belongs.
     ///
     /// # Errors
-    /// [`TargetError::UnfitCredential`].
-    pub fn accepts(&self, secret: &Secret) -> Result<(), TargetError> {
+    /// [`TargetError::UnusableCredential`].
+    pub fn check_credential(&self, secret: &Secret) -> Result<(), TargetError> {
         match self.auth {
-            Auth::Path if secret.expose().bytes().all(|byte| byte == b'.') => Err(TargetError::UnfitCredential),
-            _ => self.header(secret).map(drop),
+            Auth::Path if secret.expose().bytes().all(|byte| byte == b'.') => Err(TargetError::UnusableCredential),
+            _ => self.auth_header(secret).map(drop),
         }
     }
 
-    fn header(&self, secret: &Secret) -> Result<Option<HeaderValue>, TargetError> {
+    fn auth_header(&self, secret: &Secret) -> Result<Option<HeaderValue>, TargetError> {
         let prefix = match &self.auth {
             Auth::Bearer => "Bearer ",
             Auth::Header { prefix, .. } => prefix,
             Auth::None | Auth::Query { .. } | Auth::Path => return Ok(None),
         };
         let value = Bytes::from([prefix, secret.expose()].concat());
-        let mut value = HeaderValue::from_maybe_shared(value).map_err(|_| TargetError::UnfitCredential)?;
+        let mut value = HeaderValue::from_maybe_shared(value).map_err(|_| TargetError::UnusableCredential)?;
         value.set_sensitive(true);
         Ok(Some(value))
     }
 
-    fn uri(&self, asked: &Uri, secret: Option<&Secret>) -> Result<Uri, TargetError> {
-        let (path, query) = (asked.path(), asked.query());
+    fn target_uri(&self, requested: &Uri, secret: Option<&Secret>) -> Result<Uri, TargetError> {
+        let (path, query) = (requested.path(), requested.query());
         let (scheme, authority, mut target) = match &self.base {
             Some(base) => {
-                let path = if asked.authority().is_some() { below(base, asked)? } else { path };
+                let path = if requested.authority().is_some() { url_path_below_base(base, requested)? } else { path };
                 path::check(path)?;
                 let scheme = if base.is_https() { Scheme::HTTPS } else { Scheme::HTTP };
-                (scheme, base.authority().clone(), self.prefix(base, secret).into_owned() + path)
+                (scheme, base.authority().clone(), self.base_path(base, secret).into_owned() + path)
             }
             None => {
-                let scheme = asked.scheme().cloned().ok_or(TargetError::NoHost)?;
-                let authority = asked.authority().cloned().ok_or(TargetError::NoHost)?;
+                let scheme = requested.scheme().cloned().ok_or(TargetError::NoHost)?;
+                let authority = requested.authority().cloned().ok_or(TargetError::NoHost)?;
                 (scheme, authority, path.to_owned())
             }
         };
         match target.as_bytes() {
             [] => target.push('/'),
-            [b'/', b'/', ..] => return Err(TargetError::TwoSlashes),
+            [b'/', b'/', ..] => return Err(TargetError::DoubleSlash),
             _ => {}
         }
-        self.put_query(&mut target, query, secret);
+        self.push_query(&mut target, query, secret);
         let mut whole = http::uri::Parts::default();
         whole.scheme = Some(scheme);
         whole.authority = Some(authority);
         whole.path_and_query =
-            Some(PathAndQuery::from_maybe_shared(Bytes::from(target)).map_err(|_| TargetError::Malformed)?);
-        Uri::from_parts(whole).map_err(|_| TargetError::Malformed)
+            Some(PathAndQuery::from_maybe_shared(Bytes::from(target)).map_err(|_| TargetError::MalformedUrl)?);
+        Uri::from_parts(whole).map_err(|_| TargetError::MalformedUrl)
     }
 
     /// The base URL's path with the credential in it, if that is where it belongs.
-    fn prefix<'a>(&self, base: &'a BaseUrl, secret: Option<&Secret>) -> Cow<'a, str> {
+    fn base_path<'a>(&self, base: &'a BaseUrl, secret: Option<&Secret>) -> Cow<'a, str> {
         match secret.filter(|_| self.auth == Auth::Path) {
-            Some(secret) => Cow::Owned(base.path().replace(PLACEHOLDER, &encoded(secret))),
+            Some(secret) => Cow::Owned(base.path().replace(PLACEHOLDER, &percent_encode_secret(secret))),
             None => Cow::Borrowed(base.path()),
         }
     }
 
-    fn put_query(&self, target: &mut String, query: Option<&str>, secret: Option<&Secret>) {
+    fn push_query(&self, target: &mut String, query: Option<&str>, secret: Option<&Secret>) {
         let (Auth::Query { name }, Some(secret)) = (&self.auth, secret) else {
             if let Some(query) = query {
                 target.extend(["?", query]);
@@ -214,21 +214,21 @@ impl Target {
             return;
         };
         target.push('?');
-        for pair in query.into_iter().flat_map(|query| query.split('&')).filter(|pair| !is_named(pair, name)) {
+        for pair in query.into_iter().flat_map(|query| query.split('&')).filter(|pair| !param_has_name(pair, name)) {
             target.extend([pair, "&"]);
         }
-        let name = utf8_percent_encode(name, RESERVED);
-        write!(target, "{name}={}", encoded(secret)).expect("invariant: writing to a string can't fail");
+        let name = utf8_percent_encode(name, ENCODED_CHARS);
+        write!(target, "{name}={}", percent_encode_secret(secret)).expect("invariant: writing to a string can't fail");
     }
 }
 
 /// A secret as it stands in a URL.
-pub(super) fn encoded(secret: &Secret) -> String {
-    utf8_percent_encode(secret.expose(), RESERVED).to_string()
+pub(super) fn percent_encode_secret(secret: &Secret) -> String {
+    utf8_percent_encode(secret.expose(), ENCODED_CHARS).to_string()
 }
 
 /// Whether a query's pair has this name, in any spelling; some servers don't tell upper from lower case.
-pub(super) fn is_named(pair: &str, name: &str) -> bool {
+pub(super) fn param_has_name(pair: &str, name: &str) -> bool {
     let found = pair.split_once('=').map_or(pair, |(name, _)| name).replace('+', " ");
     percent_decode(found.as_bytes())
         .map(|byte| byte.to_ascii_lowercase())
@@ -236,16 +236,16 @@ pub(super) fn is_named(pair: &str, name: &str) -> bool {
 }
 
 /// The path of a whole URL behind the base URL's.
-fn below<'a>(base: &BaseUrl, asked: &'a Uri) -> Result<&'a str, TargetError> {
+fn url_path_below_base<'a>(base: &BaseUrl, requested: &'a Uri) -> Result<&'a str, TargetError> {
     let (scheme, port) = if base.is_https() { ("https", 443) } else { ("http", 80) };
-    let here = |authority: &Authority| {
+    let is_same_authority = |authority: &Authority| {
         // A port that is the scheme's own is left out by some clients, and who brings a user name means another account.
         authority.host().eq_ignore_ascii_case(base.authority().host())
             && authority.port_u16().unwrap_or(port) == base.authority().port_u16().unwrap_or(port)
             && !authority.as_str().contains('@')
     };
-    let is_here = asked.scheme_str() == Some(scheme) && asked.authority().is_some_and(here);
-    is_here.then(|| rest_behind(base, asked.path(), None)).flatten().ok_or(TargetError::Elsewhere)
+    let is_here = requested.scheme_str() == Some(scheme) && requested.authority().is_some_and(is_same_authority);
+    is_here.then(|| path_below_base(base, requested.path(), None)).flatten().ok_or(TargetError::NotBelowBase)
 }
 
 #[cfg(test)]
@@ -271,7 +271,7 @@ mod tests {
             request = request.header(*name, *value);
         }
         let (mut parts, ()) = request.body(()).unwrap().into_parts();
-        target.aim(&mut parts, Some(&Secret::new(TOKEN))).map(|()| parts)
+        target.prepare_request(&mut parts, Some(&Secret::new(TOKEN))).map(|()| parts)
     }
 
     fn uri(target: &Target, path: &str) -> Result<String, TargetError> {
@@ -293,7 +293,7 @@ mod tests {
             assert_eq!(uri(&flat, path).unwrap(), format!("http://api.example:8080{below_flat}"));
         }
         assert_eq!(uri(&deep, "//evil.example/x").unwrap(), "https://api.example/3//evil.example/x");
-        assert_eq!(uri(&flat, "//evil.example/x"), Err(TargetError::TwoSlashes));
+        assert_eq!(uri(&flat, "//evil.example/x"), Err(TargetError::DoubleSlash));
     }
 
     #[test]
@@ -306,12 +306,12 @@ mod tests {
             {
                 let parts = || Request::get(uri).header("host", "localhost").body(()).unwrap().into_parts().0;
                 let mut led = parts();
-                let leads = deep.lead(&mut led.uri);
+                let leads = deep.resolve_uri(&mut led.uri);
                 for secret in [TOKEN, "another-token"].map(Secret::new) {
                     let (mut aimed, mut attempt) = (parts(), led.clone());
-                    let expected = deep.aim(&mut aimed, Some(&secret));
+                    let expected = deep.prepare_request(&mut aimed, Some(&secret));
                     assert_eq!(
-                        leads.and_then(|()| deep.aim_led(&mut attempt, Some(&secret))),
+                        leads.and_then(|()| deep.prepare_attempt(&mut attempt, Some(&secret))),
                         expected,
                         "{auth:?} {uri}"
                     );
@@ -327,17 +327,17 @@ mod tests {
     fn nothing_leads_elsewhere() {
         let deep = target("https://api.example/3", Auth::Bearer);
         for (path, error) in [
-            ("/../4", TargetError::Climbs),
-            ("/%2e%2e/4", TargetError::Climbs),
-            ("/a/..%2f..%5c4", TargetError::Climbs),
+            ("/../4", TargetError::PathTraversal),
+            ("/%2e%2e/4", TargetError::PathTraversal),
+            ("/a/..%2f..%5c4", TargetError::PathTraversal),
             ("/\\evil.example", TargetError::Backslash),
-            ("https://evil.example/3/movie", TargetError::Elsewhere),
-            ("http://api.example/3/movie", TargetError::Elsewhere),
-            ("https://api.example:8443/3/movie", TargetError::Elsewhere),
-            ("https://user@api.example/3/movie", TargetError::Elsewhere),
-            ("https://api.example/4/movie", TargetError::Elsewhere),
-            ("https://api.example/33", TargetError::Elsewhere),
-            ("https://api.example/3/../4", TargetError::Climbs),
+            ("https://evil.example/3/movie", TargetError::NotBelowBase),
+            ("http://api.example/3/movie", TargetError::NotBelowBase),
+            ("https://api.example:8443/3/movie", TargetError::NotBelowBase),
+            ("https://user@api.example/3/movie", TargetError::NotBelowBase),
+            ("https://api.example/4/movie", TargetError::NotBelowBase),
+            ("https://api.example/33", TargetError::NotBelowBase),
+            ("https://api.example/3/../4", TargetError::PathTraversal),
             ("*", TargetError::NotAPath),
         ] {
             assert_eq!(uri(&deep, path), Err(error), "{path}");
@@ -371,7 +371,7 @@ mod tests {
         assert_eq!(shown(&headers(Auth::None), "authorization"), ["Basic Zm9v"]);
         let anonymous = target("https://api.example", Auth::Bearer);
         let (mut parts, ()) = Request::get("/x").header("authorization", "Basic Zm9v").body(()).unwrap().into_parts();
-        anonymous.aim(&mut parts, None).unwrap();
+        anonymous.prepare_request(&mut parts, None).unwrap();
         assert_eq!(shown(&parts.headers, "authorization"), ["Basic Zm9v"], "there is nothing to inject");
         let agent = Target::new(None, Auth::None, Some(HeaderValue::from_static("App/1.0 ( me@example.org )")));
         let parts = aimed(&agent, "https://api.example/", &[("user-agent", "curl")]).unwrap();
@@ -418,7 +418,7 @@ mod tests {
             ("https://api.example/v1", Auth::Bearer, "https://api.example/v1/login"),
         ] {
             let (mut parts, ()) = Request::post("/login").body(()).unwrap().into_parts();
-            target(base, auth).anonymous().aim(&mut parts, None).unwrap();
+            target(base, auth).without_credential().prepare_request(&mut parts, None).unwrap();
             assert_eq!(parts.uri, *login);
         }
     }
@@ -438,18 +438,18 @@ mod tests {
             assert_eq!(uri(target, asked).unwrap(), sent, "{asked}");
         }
         for asked in ["https://api.example:80/v1/x", "https://me@api.example/v1/x", "https://api.example/v1x"] {
-            assert_eq!(uri(&tls, asked), Err(TargetError::Elsewhere), "{asked}");
+            assert_eq!(uri(&tls, asked), Err(TargetError::NotBelowBase), "{asked}");
         }
     }
 
     #[test]
     fn credentials_that_fit() {
         let bearer = target("https://api.example", Auth::Bearer);
-        assert_eq!(bearer.accepts(&Secret::new("line\nbreak")), Err(TargetError::UnfitCredential));
-        assert_eq!(bearer.accepts(&Secret::new(TOKEN)), Ok(()));
+        assert_eq!(bearer.check_credential(&Secret::new("line\nbreak")), Err(TargetError::UnusableCredential));
+        assert_eq!(bearer.check_credential(&Secret::new(TOKEN)), Ok(()));
         let path = target("https://api.example/{key}", Auth::Path);
-        assert_eq!(path.accepts(&Secret::new("..")), Err(TargetError::UnfitCredential));
-        assert_eq!(path.accepts(&Secret::new("2")), Ok(()));
+        assert_eq!(path.check_credential(&Secret::new("..")), Err(TargetError::UnusableCredential));
+        assert_eq!(path.check_credential(&Secret::new("2")), Ok(()));
     }
 
     const PIECES: [&[u8]; 23] = [
@@ -487,14 +487,15 @@ mod tests {
             let Ok(sent) = asked.parse::<Uri>().map_err(drop).and_then(|asked| {
                 let (mut parts, ()) = Request::new(()).into_parts();
                 parts.uri = asked;
-                deep.aim(&mut parts, Some(&Secret::new(TOKEN))).map_err(drop).map(|()| parts.uri)
+                deep.prepare_request(&mut parts, Some(&Secret::new(TOKEN))).map_err(drop).map(|()| parts.uri)
             }) else {
                 return Ok(());
             };
             let host = (sent.scheme_str(), sent.authority().map(Authority::as_str));
             let stays = host == (Some("https"), Some("api.example"))
                 && readings(sent.path()).all(|stack| stack.starts_with(&["v1".to_owned(), "x".to_owned()]));
-            let keys = sent.query().into_iter().flat_map(|query| query.split('&')).filter(|pair| is_named(pair, "key"));
+            let keys =
+                sent.query().into_iter().flat_map(|query| query.split('&')).filter(|pair| param_has_name(pair, "key"));
             if stays && keys.count() == 1 { Ok(()) } else { Err(format!("{asked} leads to {sent}")) }
         });
     }

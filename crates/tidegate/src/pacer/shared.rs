@@ -4,9 +4,10 @@
 //! worker waits as many times that long as there are workers, so the pace of all is the same whoever comes and goes. While
 //! the store can't be reached the process goes on from what it last knew, by the same rules.
 
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rand::rngs::SmallRng;
@@ -25,7 +26,7 @@ use crate::random::random_u64;
 /// How many workers are counted at the most.
 const MAX_WORKERS: u64 = 4096;
 /// How often a worker that waits says that it is still there.
-pub(super) const RENEW_EVERY: Duration = Concurrency::RENEW_INTERVAL.as_duration();
+pub(super) const RENEW_INTERVAL: Duration = Concurrency::RENEW_INTERVAL.as_duration();
 /// How long a thread waits for an answer. Stores answer or fail much sooner, but not on a runtime that the thread itself
 /// holds up.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -33,7 +34,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 const MAINTENANCE_INTERVAL: Span = Span::from_secs(1);
 
 /// What a pacer asks of its store: the pace, and who keeps to it.
-fn limits(name: &str, pacer: SharedPacerRules) -> Result<Limits, LimitError> {
+fn limits(name: &str, rules: SharedPacerRules) -> Result<Limits, LimitError> {
     let limit = |kind: LimitKind, on_outage| {
         let tag = limit_tag("pacer", name, &kind);
         Limit::new(kind).with_tag(tag).with_sharing(Sharing { on_outage, lease: None })
@@ -41,7 +42,7 @@ fn limits(name: &str, pacer: SharedPacerRules) -> Result<Limits, LimitError> {
     let workers = Concurrency::new(MAX_WORKERS, Concurrency::DEFAULT_LEASE)?;
     // What this process last knew of the pace is nearer to it than a share of nothing.
     Limits::new(vec![
-        limit(LimitKind::Pace(pacer), OnOutage::Deny),
+        limit(LimitKind::Pace(rules), OnOutage::Deny),
         limit(LimitKind::Concurrency(workers), OnOutage::Local),
     ])
 }
@@ -53,7 +54,7 @@ fn limit_ids() -> (LimitId, LimitId) {
 
 /// What the workers of a process have in common.
 pub(crate) struct SharedPace {
-    pacer: SharedPacerRules,
+    rules: SharedPacerRules,
     store: AnyStore,
     key: Key,
     clock: Box<dyn Clock>,
@@ -66,13 +67,13 @@ pub(crate) struct SharedPace {
 
 /// What this process knows of the pace.
 struct CachedPace {
-    tempo: PacerState,
+    state: PacerState,
     workers: u32,
     /// Whether calls have failed that the store may not have been told of.
     unreported_failure: bool,
     metrics: PacerMetrics,
     rng: SmallRng,
-    tended_at: Time,
+    maintained_at: Time,
 }
 
 impl SharedPace {
@@ -84,33 +85,33 @@ impl SharedPace {
         clock: impl Clock,
         open: impl FnOnce(Limits) -> Result<AnyStore, E>,
     ) -> Result<Self, E> {
-        let pacer = SharedPacerRules::new(spec)?;
-        let known = CachedPace {
-            tempo: PacerState::default(),
+        let rules = SharedPacerRules::new(spec)?;
+        let cached = CachedPace {
+            state: PacerState::default(),
             workers: 1,
             unreported_failure: false,
             metrics: PacerMetrics::default(),
             rng: SmallRng::seed_from_u64(random_u64()),
-            tended_at: clock.now(),
+            maintained_at: clock.now(),
         };
         Ok(Self {
-            pacer,
-            store: open(limits(name, pacer)?)?,
+            rules,
+            store: open(limits(name, rules)?)?,
             key: seed.pacer_key(name),
             clock: Box::new(clock),
             runtime: Handle::try_current().ok(),
             local_workers: AtomicU32::new(0),
-            cached: Mutex::new(known),
+            cached: Mutex::new(cached),
         })
     }
 
     pub(crate) fn has_spec(&self, spec: PacerSpec) -> Result<bool, PacerError> {
-        Ok(self.pacer == SharedPacerRules::new(spec)?)
+        Ok(self.rules == SharedPacerRules::new(spec)?)
     }
 
     fn lock_cached(&self) -> MutexGuard<'_, CachedPace> {
         // Nothing under it panics half-way.
-        self.cached.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cached.lock()
     }
 
     /// Takes in what came of telling the store; the wait that it means.
@@ -121,7 +122,7 @@ impl SharedPace {
             _ => None,
         };
         let (wait, missed) =
-            self.lock_cached().update(&self.pacer, call, step, self.local_workers.load(Ordering::Relaxed), now);
+            self.lock_cached().update(&self.rules, call, step, self.local_workers.load(Ordering::Relaxed), now);
         if let Some(missed) = missed {
             self.store.tell(&Batch::with_op(0, Op::new(limit_ids().0, Verb::Debit, self.key, missed)), now);
         }
@@ -129,11 +130,11 @@ impl SharedPace {
     }
 
     fn maintain_store(&self, now: Time) {
-        let mut known = self.lock_cached();
-        let is_due = now.since(known.tended_at) >= MAINTENANCE_INTERVAL || now < known.tended_at;
+        let mut cached = self.lock_cached();
+        let is_due = now.since(cached.maintained_at) >= MAINTENANCE_INTERVAL || now < cached.maintained_at;
         if is_due {
-            known.tended_at = now;
-            drop(known);
+            cached.maintained_at = now;
+            drop(cached);
             self.store.tend(now);
         }
     }
@@ -151,36 +152,36 @@ impl CachedPace {
     /// that the store has missed once it answers.
     fn update(
         &mut self,
-        pacer: &SharedPacerRules,
+        rules: &SharedPacerRules,
         PaceReport { failed, draw }: PaceReport,
-        told: Option<(PaceStep, u32)>,
-        own: u32,
+        answer: Option<(PaceStep, u32)>,
+        local_workers: u32,
         now: Time,
     ) -> (Duration, Option<u64>) {
         let mut missed_interval = None;
-        let step = match told {
+        let step = match answer {
             Some((step, workers)) => {
-                let mut tempo = pacer.state_after(step, now);
+                let mut state = rules.state_after(step, now);
                 // What only successes led to is the older knowledge.
                 if std::mem::take(&mut self.unreported_failure) {
-                    pacer.refresh(&mut self.tempo, now);
-                    if self.tempo.interval > tempo.interval {
-                        missed_interval = Some(self.tempo.interval);
-                        pacer.raise_to(&mut tempo, self.tempo.interval, now);
+                    rules.refresh(&mut self.state, now);
+                    if self.state.interval > state.interval {
+                        missed_interval = Some(self.state.interval);
+                        rules.raise_to(&mut state, self.state.interval, now);
                     }
                 }
-                (self.tempo, self.workers) = (tempo, workers);
+                (self.state, self.workers) = (state, workers);
                 step
             }
             None => {
                 self.unreported_failure |= failed;
-                self.workers = self.workers.max(own);
-                pacer.record_call(&mut self.tempo, failed, draw, now)
+                self.workers = self.workers.max(local_workers);
+                rules.record_call(&mut self.state, failed, draw, now)
             }
         };
-        let wait = self.tempo.wait().saturating_mul(self.workers);
+        let wait = self.state.wait().saturating_mul(self.workers);
         let waits = failed || step.before > 0 || !wait.is_zero();
-        self.metrics.record(failed, !failed && pacer.is_down(step), waits.then_some(wait));
+        self.metrics.record(failed, !failed && rules.is_down(step), waits.then_some(wait));
         (wait, missed_interval)
     }
 }
@@ -194,8 +195,8 @@ pub(super) struct PaceWorker {
 }
 
 impl PaceWorker {
-    pub(super) fn new(together: Arc<SharedPace>) -> Self {
-        Self { pace: together, holder: random_u64(), is_counted: AtomicBool::new(false) }
+    pub(super) fn new(pace: Arc<SharedPace>) -> Self {
+        Self { pace, holder: random_u64(), is_counted: AtomicBool::new(false) }
     }
 
     /// Tells the pace of a call; the wait before the next. The store is told before this future waits for the first time,
@@ -206,9 +207,9 @@ impl PaceWorker {
             Answer::Ready(outcomes) => self.pace.apply_answer(call, Ok(outcomes)),
             Answer::Later(answer) => {
                 let Some(runtime) = &self.pace.runtime else { return self.pace.apply_answer(call, answer.await) };
-                let together = Arc::clone(&self.pace);
-                let heard = runtime.spawn(async move { together.apply_answer(call, answer.await) });
-                match heard.await {
+                let pace = Arc::clone(&self.pace);
+                let task = runtime.spawn(async move { pace.apply_answer(call, answer.await) });
+                match task.await {
                     Ok(wait) => wait,
                     // The runtime that looks after the store is gone.
                     Err(_) => self.pace.apply_answer(call, Err(StoreError::Unavailable)),
@@ -237,15 +238,15 @@ impl PaceWorker {
     }
 
     fn send_report(&self, PaceReport { failed, draw }: PaceReport) -> Answer<<AnyStore as Store>::Later> {
-        let SharedPace { store, key, clock, local_workers: own, .. } = &*self.pace;
+        let SharedPace { store, key, clock, local_workers: own_workers, .. } = &*self.pace;
         if !self.is_counted.swap(true, Ordering::Relaxed) {
-            own.fetch_add(1, Ordering::Relaxed);
+            own_workers.fetch_add(1, Ordering::Relaxed);
         }
         let now = clock.now();
         self.pace.maintain_store(now);
         let (pace, workers) = limit_ids();
-        let told = Op::new(pace, Verb::Pace { failed, draw }, *key, 0);
-        store.apply(&Batch::new(self.holder).with_ops([told, Op::new(workers, Verb::Take, *key, 1)]), now)
+        let report_op = Op::new(pace, Verb::Pace { failed, draw }, *key, 0);
+        store.apply(&Batch::new(self.holder).with_ops([report_op, Op::new(workers, Verb::Take, *key, 1)]), now)
     }
 
     /// Says that it is still there, and that the pace is still kept to: all may wait for longer than it is remembered.
@@ -257,7 +258,7 @@ impl PaceWorker {
     }
 
     pub(super) fn interval(&self) -> Duration {
-        self.pace.lock_cached().tempo.wait()
+        self.pace.lock_cached().state.wait()
     }
 
     pub(super) fn workers(&self) -> u32 {
@@ -281,16 +282,16 @@ impl Drop for PaceWorker {
         if !*self.is_counted.get_mut() {
             return;
         }
-        let SharedPace { store, key, clock, local_workers: own, runtime, .. } = &*self.pace;
-        own.fetch_sub(1, Ordering::Relaxed);
+        let SharedPace { store, key, clock, local_workers: own_workers, runtime, .. } = &*self.pace;
+        own_workers.fetch_sub(1, Ordering::Relaxed);
         let release = Batch::with_op(self.holder, Op::new(limit_ids().1, Verb::Release, *key, 1));
         if let (Answer::Later(answer), Some(runtime)) = (store.apply(&release, clock.now()), runtime) {
             // With its last worker the store would go before it has answered.
-            let together = Arc::clone(&self.pace);
+            let pace = Arc::clone(&self.pace);
             runtime.spawn(async move {
                 // Who can't be let go is when the lease ends.
                 let _ = answer.await;
-                drop(together);
+                drop(pace);
             });
         }
     }

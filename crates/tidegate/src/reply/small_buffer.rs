@@ -40,7 +40,7 @@ impl<const N: usize> SmallBuffer<N> {
     /// A number in decimal.
     #[inline]
     pub(super) fn put_number(&mut self, number: u64) {
-        self.put(DecimalDigits::of(number).as_bytes());
+        self.put(DecimalDigits::from_number(number).as_bytes());
     }
 
     /// A number in decimal, or `null`.
@@ -113,7 +113,7 @@ pub(super) struct DecimalDigits {
 
 impl DecimalDigits {
     #[inline]
-    pub(super) fn of(mut number: u64) -> Self {
+    pub(super) fn from_number(mut number: u64) -> Self {
         let mut digits = Self { buffer: [0; 20], start: 20 };
         while number >= 100 {
             digits.start -= 2;
@@ -142,7 +142,7 @@ pub(super) struct Timestamp(pub(super) [u8; 20]);
 impl Timestamp {
     /// The days-to-civil conversion is Howard Hinnant's ("chrono-compatible low-level date algorithms"), for years
     /// from 1970 on.
-    pub(super) fn of(at: Time) -> Self {
+    pub(super) fn from_time(at: Time) -> Self {
         let seconds = at.as_secs_ceil();
         let (days, second) = (seconds / 86_400, seconds % 86_400);
         let shifted = days + 719_468;
@@ -192,14 +192,14 @@ mod tests {
             (4_107_542_400_000_000, "2100-03-01 00:00:00Z"),
             (u64::MAX, "2112-09-17 23:53:48Z"),
         ] {
-            assert_eq!(Timestamp::of(Time::from_micros(micros)).to_string(), text);
+            assert_eq!(Timestamp::from_time(Time::from_micros(micros)).to_string(), text);
         }
     }
 
     #[test]
     fn numbers() {
         for number in (0..=1000).chain([9_999, 10_000, 1 << 40, u64::MAX - 1, u64::MAX]) {
-            assert_eq!(DecimalDigits::of(number).as_bytes(), number.to_string().as_bytes());
+            assert_eq!(DecimalDigits::from_number(number).as_bytes(), number.to_string().as_bytes());
         }
     }
 

@@ -144,7 +144,7 @@ fn decisions_of_the_api() {
                 let mut expected = HeaderMap::new();
                 expected.insert(CONTENT_TYPE, JSON);
                 if let Some(wait) = decision.retry_after {
-                    expected.insert(RETRY_AFTER, number(wait.as_secs_ceil()));
+                    expected.insert(RETRY_AFTER, number_header(wait.as_secs_ceil()));
                 }
                 replies.annotate(Some(id), &decision, &mut expected);
                 assert_eq!(response.headers(), &expected);

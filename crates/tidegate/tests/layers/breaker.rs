@@ -44,9 +44,9 @@ async fn five_failures_open_it_and_two_successes_close_it() {
     assert_eq!(probe, Ok(200));
     assert!(matches!(refused, Err(CircuitError::Open(refusal)) if refusal.state == BreakerState::HalfOpen));
     assert_eq!(refused.unwrap_err().to_string(), "Circuit breaker is half-open");
-    assert_eq!(layer.look(|breaker, now| breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(layer.inspect(|breaker, now| breaker.state(now)), BreakerState::HalfOpen);
     assert_eq!(service.ready().await.unwrap().call("second").await, Ok(200));
-    assert_eq!(layer.look(|breaker, now| breaker.state(now)), BreakerState::Closed);
+    assert_eq!(layer.inspect(|breaker, now| breaker.state(now)), BreakerState::Closed);
 }
 
 #[tokio::test(start_paused = true)]
@@ -115,14 +115,14 @@ async fn a_probe_that_nobody_waits_for_comes_back() {
         }
         assert!(matches!(service.clone().oneshot("late").await, Err(CircuitError::Open(_))), "it is out");
         drop(probe);
-        assert!(layer.look(|breaker, now| breaker.peek(now)).is_ok(), "it is back");
+        assert!(layer.inspect(|breaker, now| breaker.peek(now)).is_ok(), "it is back");
     }
     assert_eq!(script.under_way(), 0);
     script.rewrite([ok(200)]);
     for _ in 0..2 {
         assert_eq!(service.ready().await.unwrap().call("probe").await, Ok(200));
     }
-    assert_eq!(layer.look(|breaker, now| breaker.state(now)), BreakerState::Closed);
+    assert_eq!(layer.inspect(|breaker, now| breaker.state(now)), BreakerState::Closed);
 }
 
 #[tokio::test(start_paused = true)]
@@ -134,10 +134,10 @@ async fn a_probe_that_panics_comes_back() {
     let mut service = layer.layer(at_call);
     let caught = std::panic::catch_unwind(AssertUnwindSafe(|| drop(service.call("probe"))));
     assert!(caught.is_err());
-    assert!(layer.look(|breaker, now| breaker.peek(now)).is_ok());
+    assert!(layer.inspect(|breaker, now| breaker.peek(now)).is_ok());
     let mut service = layer.layer(in_future);
     assert!(tokio::spawn(service.call("probe")).await.is_err_and(|error| error.is_panic()));
-    assert!(layer.look(|breaker, now| breaker.peek(now)).is_ok());
+    assert!(layer.inspect(|breaker, now| breaker.peek(now)).is_ok());
 }
 
 #[tokio::test(start_paused = true)]

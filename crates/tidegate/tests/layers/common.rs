@@ -136,5 +136,5 @@ pub(crate) fn name(number: usize) -> &'static str {
 
 /// Judges replies and errors alike by the status that they name.
 pub(crate) fn by_number(outcome: Result<&u16, &Failed>) -> Class {
-    Class::of_status(outcome.map_or_else(|failed| failed.0, |status| *status))
+    Class::from_status(outcome.map_or_else(|failed| failed.0, |status| *status))
 }

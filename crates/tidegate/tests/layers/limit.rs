@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use tidegate::clock::ManualClock;
 use tidegate::core::{LimitKind, Rate};
-use tidegate::outbound::layers::{LimitLayer, NoTurn, TurnError};
+use tidegate::outbound::layers::{LimitLayer, LimitServiceError, WaitRefusal};
 use tidegate::{LimiterError, Span};
 use tokio::task::JoinSet;
 use tower::{Layer, Service, ServiceExt};
@@ -14,7 +14,7 @@ async fn send<C: tidegate::Clock + Clone>(
     layer: &LimitLayer<C>,
     script: &Script,
     calls: usize,
-) -> Vec<Result<u16, TurnError<Failed>>> {
+) -> Vec<Result<u16, LimitServiceError<Failed>>> {
     let mut tasks = Vec::new();
     for number in 0..calls {
         tasks.push(tokio::spawn(layer.layer(script.clone()).oneshot(name(number))));
@@ -102,7 +102,7 @@ async fn who_would_wait_too_long_is_told_the_true_wait_at_once() {
             let expected = Span::from_millis(expected);
             assert_eq!(
                 refused,
-                Err(TurnError::Refused(NoTurn::TooLong { wait: expected })),
+                Err(LimitServiceError::Refused(WaitRefusal::TooLong { wait: expected })),
                 "{quantity}, {ahead} ahead"
             );
             tokio::spawn(patient.layer(script.clone()).oneshot("patient"));
@@ -128,7 +128,9 @@ async fn who_returns_after_the_wait_passes() {
     assert_eq!(service.call("a").await, Ok(200));
     tokio::time::advance(Duration::from_secs(13)).await;
     assert_eq!(service.call("b").await, Ok(200));
-    let Err(TurnError::Refused(NoTurn::TooLong { wait })) = service.call("c").await else { panic!("three in 60 s") };
+    let Err(LimitServiceError::Refused(WaitRefusal::TooLong { wait })) = service.call("c").await else {
+        panic!("three in 60 s")
+    };
     assert_eq!(wait, Span::from_secs(47));
     tokio::time::advance(wait.as_duration()).await;
     assert_eq!(service.call("c").await, Ok(200));
@@ -168,7 +170,7 @@ async fn a_future_that_is_not_polled_takes_no_turn() {
     let mut service = LimitLayer::with_clock("1/h", clock).unwrap().max_wait(Duration::ZERO).layer(script);
     let idle = service.ready().await.unwrap().call("idle");
     assert_eq!(service.ready().await.unwrap().call("busy").await, Ok(200));
-    assert!(matches!(idle.await, Err(TurnError::Refused(NoTurn::TooLong { .. }))));
+    assert!(matches!(idle.await, Err(LimitServiceError::Refused(WaitRefusal::TooLong { .. }))));
 }
 
 #[tokio::test(start_paused = true)]
@@ -177,7 +179,7 @@ async fn the_line_is_bounded() {
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock).unwrap().max_waiting(3);
     let outcomes = send(&layer, &script, 8).await;
-    let full = Err(TurnError::Refused(NoTurn::QueueFull));
+    let full = Err(LimitServiceError::Refused(WaitRefusal::QueueFull));
     assert_eq!(outcomes, [&[Ok(200); 4][..], &[full; 4]].concat(), "one went at once, three waited");
     assert_eq!(send(&layer, &script, 1).await, [Ok(200)], "there is room again");
 }
@@ -187,15 +189,16 @@ async fn the_services_own_error_comes_through() {
     let clock = TokioClock::default();
     let mut service = LimitLayer::with_clock("1/s", clock).unwrap().layer(Script::new(clock, [failed(500)]));
     let error = service.call("a").await.unwrap_err();
-    assert_eq!((error, error.to_string()), (TurnError::Inner(Failed(500)), "failed like a 500".to_owned()));
+    assert_eq!((error, error.to_string()), (LimitServiceError::Inner(Failed(500)), "failed like a 500".to_owned()));
 }
 
 #[tokio::test(start_paused = true)]
 async fn only_a_service_that_was_made_ready_is_called() {
     let clock = TokioClock::default();
     let strict = tower::limit::ConcurrencyLimit::new(Script::new(clock, [ok(200)]), 1);
-    let mut service =
-        LimitLayer::of(LimitKind::Rate(Rate::new(5, Span::from_secs(1), 1).unwrap()), clock).unwrap().layer(strict);
+    let mut service = LimitLayer::from_kind(LimitKind::Rate(Rate::new(5, Span::from_secs(1), 1).unwrap()), clock)
+        .unwrap()
+        .layer(strict);
     for _ in 0..5 {
         let ready: &mut _ = ServiceExt::<&str>::ready(&mut service).await.unwrap();
         assert_eq!(ready.call("a").await, Ok(200));

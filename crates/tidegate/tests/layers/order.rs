@@ -3,7 +3,9 @@ use std::time::Duration;
 
 use tidegate::core::breaker::BreakerState;
 use tidegate::core::{BreakerSpec, Budget, BudgetSpec, Retry};
-use tidegate::outbound::layers::{Behind, BreakerLayer, CircuitError, LimitLayer, NoTurn, RetryLayer, TurnError};
+use tidegate::outbound::layers::{
+    BreakerLayer, CircuitError, InnerClassifier, LimitLayer, LimitServiceError, RetryLayer, WaitRefusal,
+};
 use tidegate::{Backoff, Jitter, Span};
 use tower::{Service, ServiceBuilder, ServiceExt};
 
@@ -20,14 +22,14 @@ async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
     let script = Script::new(clock, [failed(503)]);
     let breaker = BreakerLayer::with_clock(BreakerSpec::default(), by_number, clock).unwrap();
     let mut service = ServiceBuilder::new()
-        .layer(RetryLayer::with_clock(retry(9), None, Behind(by_number), clock))
+        .layer(RetryLayer::with_clock(retry(9), None, InnerClassifier(by_number), clock))
         .layer(breaker.clone())
         .service(script.clone());
     let outcome = service.ready().await.unwrap().call("a").await;
     assert!(matches!(outcome, Err(CircuitError::Open(refusal)) if refusal.failures == 5), "{outcome:?}");
     assert_eq!(script.times(), [0, 100, 300, 700, 1_500], "five attempts open it");
     assert_eq!(clock.millis(), 2_500, "and the sixth, which it refuses, isn't retried");
-    assert_eq!(breaker.look(|breaker, now| breaker.state(now)), BreakerState::Open);
+    assert_eq!(breaker.inspect(|breaker, now| breaker.state(now)), BreakerState::Open);
 }
 
 #[tokio::test(start_paused = true)]
@@ -40,7 +42,7 @@ async fn a_breaker_outside_of_the_retries_sees_one_failure_a_call() {
         .layer(RetryLayer::with_clock(retry(3), None, by_number, clock))
         .service(script.clone());
     assert_eq!(service.ready().await.unwrap().call("a").await, Err(CircuitError::Inner(Failed(503))));
-    assert_eq!((script.times().len(), breaker.look(|breaker, _| breaker.failures())), (3, 1));
+    assert_eq!((script.times().len(), breaker.inspect(|breaker, _| breaker.failures())), (3, 1));
 }
 
 #[tokio::test(start_paused = true)]
@@ -48,11 +50,16 @@ async fn all_three_in_their_order() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 1 }));
-    let breaker = BreakerLayer::with_clock(BreakerSpec::default(), Behind(by_number), clock).unwrap();
+    let breaker = BreakerLayer::with_clock(BreakerSpec::default(), InnerClassifier(by_number), clock).unwrap();
     let limit = LimitLayer::with_clock("1/s", clock).unwrap();
     let stack = |max_wait| {
         ServiceBuilder::new()
-            .layer(RetryLayer::with_clock(retry(3), Some(Arc::clone(&budget)), Behind(Behind(by_number)), clock))
+            .layer(RetryLayer::with_clock(
+                retry(3),
+                Some(Arc::clone(&budget)),
+                InnerClassifier(InnerClassifier(by_number)),
+                clock,
+            ))
             .layer(breaker.clone())
             .layer(limit.clone().max_wait(Duration::from_secs(max_wait)))
             .service(script.clone())
@@ -63,8 +70,10 @@ async fn all_three_in_their_order() {
     assert_eq!(budget.remaining(), 0);
 
     let refused = stack(0).oneshot("b").await;
-    let Err(CircuitError::Inner(TurnError::Refused(NoTurn::TooLong { wait }))) = refused else { panic!("{refused:?}") };
+    let Err(CircuitError::Inner(LimitServiceError::Refused(WaitRefusal::TooLong { wait }))) = refused else {
+        panic!("{refused:?}")
+    };
     assert!(wait <= Span::from_secs(1));
     assert_eq!(script.times().len(), 2, "a refused turn isn't retried");
-    assert_eq!(breaker.look(|breaker, _| breaker.failures()), 0, "and is no failure of the service's");
+    assert_eq!(breaker.inspect(|breaker, _| breaker.failures()), 0, "and is no failure of the service's");
 }

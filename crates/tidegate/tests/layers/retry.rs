@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use http::{Request, Response};
 use tidegate::core::{Budget, BudgetSpec, Class, Retry};
-use tidegate::outbound::layers::{ByStatus, Classified, Idempotent, RetryLayer};
+use tidegate::outbound::layers::{Classification, RepeatIdempotent, RetryLayer, StatusClassifier};
 use tidegate::{Backoff, Jitter, Span};
 use tower::{Layer, Service, ServiceExt};
 
@@ -45,7 +45,7 @@ async fn a_reply_that_is_no_failure_ends_the_call() {
 async fn the_services_own_wait_is_a_floor() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(429), ok(200)]);
-    let classifier = |outcome: Result<&u16, &Failed>| Classified {
+    let classifier = |outcome: Result<&u16, &Failed>| Classification {
         retry_after: Some(Span::from_secs(7)),
         ..by_number(outcome).into()
     };
@@ -54,7 +54,7 @@ async fn the_services_own_wait_is_a_floor() {
     assert_eq!(script.times(), [0, 7_000]);
 
     let script = Script::new(clock, [ok(429), ok(200)]);
-    let day = |outcome: Result<&u16, &Failed>| Classified {
+    let day = |outcome: Result<&u16, &Failed>| Classification {
         retry_after: Some(Span::from_secs(86_400)),
         ..by_number(outcome).into()
     };
@@ -137,8 +137,8 @@ async fn http_requests_are_repeated_only_where_that_does_no_harm() {
             async { Ok::<_, Infallible>(Response::builder().status(503).body(()).unwrap()) }
         });
         let classifier =
-            move |_: Result<&Response<()>, &Infallible>| Classified { was_sent, ..Class::Transient.into() };
-        let layer = RetryLayer::with_clock(retry(3), None, classifier, clock).repeating(Idempotent);
+            move |_: Result<&Response<()>, &Infallible>| Classification { was_sent, ..Class::Transient.into() };
+        let layer = RetryLayer::with_clock(retry(3), None, classifier, clock).repeat_policy(RepeatIdempotent);
         let reply = layer.layer(service).call(request).await.unwrap();
         assert_eq!(reply.status(), 503);
         sent.load(Ordering::SeqCst)
@@ -161,7 +161,7 @@ async fn status_decides_for_http() {
             counted.fetch_add(1, Ordering::SeqCst);
             async move { Ok::<_, Infallible>(Response::builder().status(status).body(()).unwrap()) }
         });
-        let layer = RetryLayer::with_clock(retry(3), None, ByStatus, clock).repeating(Idempotent);
+        let layer = RetryLayer::with_clock(retry(3), None, StatusClassifier, clock).repeat_policy(RepeatIdempotent);
         assert_eq!(layer.layer(service).call(Request::new(())).await.unwrap().status(), status);
         assert_eq!(sent.load(Ordering::SeqCst), sends, "{status}");
     }
@@ -184,7 +184,7 @@ async fn answered_once(status: u16, headers: &[(&'static str, &'static str)]) ->
         };
         std::future::ready(Ok::<_, Infallible>(reply.body(()).unwrap()))
     });
-    let layer = RetryLayer::with_clock(retry(2), None, ByStatus, clock).repeating(Idempotent);
+    let layer = RetryLayer::with_clock(retry(2), None, StatusClassifier, clock).repeat_policy(RepeatIdempotent);
     let reply = layer.layer(service).call(Request::post("/").body(()).unwrap()).await.unwrap();
     let times = times.lock().unwrap().clone();
     (reply.status().as_u16(), times)
@@ -222,7 +222,7 @@ async fn what_can_be_read_once_is_sent_once() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let once = |_: &&'static str| None;
-    let layer = RetryLayer::with_clock(retry(3), None, by_number, clock).repeating(once);
+    let layer = RetryLayer::with_clock(retry(3), None, by_number, clock).repeat_policy(once);
     assert_eq!(layer.layer(script.clone()).call("a").await, Err(Failed(503)));
     assert_eq!(script.times(), [0]);
 }

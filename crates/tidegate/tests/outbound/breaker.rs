@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::core::breaker::BreakerState;
-use tidegate::core::call::Reply;
-use tidegate::outbound::{CallError, CallOptions, Provider, Why};
+use tidegate::core::call::AttemptReport;
+use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
 use tidegate::{Clock as _, Memory, Span};
 use tokio::time::sleep;
 
@@ -19,7 +19,7 @@ type Api = Provider<Memory, TokioClock>;
 const FIVE: &str = "breaker = { failures = 5, open = \"5m\", successes = 2 }\nretry = { max_attempts = 1 }\n\
                     adaptive = \"off\"\ntimeout = \"10m\"\n";
 
-async fn call(api: &Api, reply: Reply, log: &Log) -> Result<u32, CallError<u32>> {
+async fn call(api: &Api, reply: AttemptReport, log: &Log) -> Result<u32, CallError<u32>> {
     api.call(CallOptions::default(), &mut Answers::of(api, &[reply], log, 0)).await.map(|done| done.value)
 }
 
@@ -28,14 +28,14 @@ async fn broken(settings: &str) -> Api {
     let api = provider(settings);
     for _ in 0..5 {
         let error = call(&api, FAILED, &Log::default()).await.unwrap_err();
-        assert!(matches!(error.why, Why::RetriesExhausted { .. }), "{error:?}");
+        assert!(matches!(error.kind, CallErrorKind::RetriesExhausted { .. }), "{error:?}");
     }
     api
 }
 
 fn refusal(error: &CallError<u32>) -> (BreakerState, u32, Span) {
-    match error.why {
-        Why::Unavailable { state, failures, reset_in } => (state, failures, reset_in),
+    match error.kind {
+        CallErrorKind::Unavailable { state, failures, reset_in } => (state, failures, reset_in),
         _ => panic!("{error:?}"),
     }
 }
@@ -74,7 +74,7 @@ async fn two_probes_that_succeed_close_it_and_one_that_fails_opens_it_again() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     call(&api, GOOD, &log).await.unwrap();
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, FAILED, &log).await.unwrap_err();
     let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
     assert_eq!((refused.0, refused.2), (BreakerState::Open, Span::from_secs(300)));
@@ -82,7 +82,7 @@ async fn two_probes_that_succeed_close_it_and_one_that_fails_opens_it_again() {
     for _ in 0..2 {
         call(&api, GOOD, &log).await.unwrap();
     }
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
     let upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(1));
     let calls: Vec<_> = (0..20).map(|_| spawn(&api, CallOptions::default(), upstream.clone())).collect();
     for call in calls {
@@ -96,7 +96,7 @@ async fn what_does_not_exist_is_no_failure() {
     for _ in 0..50 {
         call(&api, MISSING, &log).await.unwrap();
     }
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
     for reply in [FAILED, FAILED, FAILED, FAILED, MISSING, FAILED, FAILED, FAILED, FAILED] {
         let _ = call(&api, reply, &log).await;
     }
@@ -121,10 +121,10 @@ async fn replies_to_calls_from_before_it_opened_move_nothing() {
     assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()), (BreakerState::Open, 5, Span::from_secs(240)));
     // Ten successes of the time before don't close it while it probes.
     sleep(secs(265)).await;
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
     call(&api, FAILED, &log).await.unwrap_err();
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Open);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Open);
     for call in calls {
         let _ = call.await.unwrap();
     }
@@ -151,9 +151,9 @@ async fn a_probe_that_hangs_comes_back_when_its_lease_is_over() {
     // Its reply, when it comes after all, is one of an older generation.
     hangs.abort();
     let _ = hangs.await;
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
-    assert_eq!(api.look(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
+    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
 }
 
 /// A future that is granted its turn while nobody polls it holds the probe for no longer than the lease.

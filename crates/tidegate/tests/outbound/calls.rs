@@ -8,9 +8,9 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::call::Reply;
+use tidegate::core::call::AttemptReport;
 use tidegate::core::{Batch, Lane, Limits, Outcomes};
-use tidegate::outbound::{Attempt, CallOptions, Ended, Outbound, Provider, Upstream, Urgency, Why};
+use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Outbound, Provider, Upstream, Urgency};
 use tidegate::policy::KeySeed;
 use tidegate::store::{Answer, Store, StoreError};
 use tidegate::{Clock as _, Memory, Span, Time};
@@ -22,7 +22,7 @@ use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, UNSENT, options, poli
 async fn a_call_within_its_limits_goes_at_once() {
     let (api, log) = (provider("limit = \"10 per 10s\""), Log::default());
     let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
-    assert_eq!((done.value, done.happened.attempts, done.happened.waited), (1, 1, Span::ZERO));
+    assert_eq!((done.value, done.stats.attempts, done.stats.waited), (1, 1, Span::ZERO));
 }
 
 #[tokio::test(start_paused = true)]
@@ -90,7 +90,7 @@ async fn what_is_dropped_while_it_waits_gives_its_place_back() {
         assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     }
     assert_eq!(
-        api.look(|desk, _| Lane::ALL.map(|lane| (desk.lanes.waiting(lane), desk.lanes.in_flight(lane)))),
+        api.inspect(|desk, _| Lane::ALL.map(|lane| (desk.lanes.waiting(lane), desk.lanes.in_flight(lane)))),
         [(0, 0); 3]
     );
     let began = api.clock().now();
@@ -102,7 +102,7 @@ async fn what_is_dropped_while_it_waits_gives_its_place_back() {
 #[tokio::test(start_paused = true)]
 async fn a_reply_that_streams_stays_in_flight_until_its_tail_is_dropped() {
     let (api, log) = (provider("sequential = true\ntimeout = \"60s\""), Log::default());
-    let streaming = Reply { streams: true, ..GOOD };
+    let streaming = AttemptReport { is_streaming: true, ..GOOD };
     let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[streaming], &log, 0)).await.unwrap();
     let next = {
         let (api, log) = (api.clone(), Arc::clone(&log));
@@ -112,7 +112,7 @@ async fn a_reply_that_streams_stays_in_flight_until_its_tail_is_dropped() {
     };
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(log.lock().unwrap().len(), 1);
-    drop(done.tail);
+    drop(done.in_flight_guard);
     next.await.unwrap().unwrap();
     assert_eq!(starts(&log), [(0, 0), (5000, 1)]);
 }
@@ -122,11 +122,11 @@ async fn failures_are_tried_again_and_the_last_one_comes_with_the_error() {
     let settings = "retry = { max_attempts = 3, base = \"500ms\", cap = \"8s\", jitter = \"none\" }\ntimeout = \"60s\"";
     let (api, log) = (provider(settings), Log::default());
     let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[FAILED], &log, 0)).await.unwrap_err();
-    assert!(matches!(error.why, Why::RetriesExhausted { attempts: 3 }), "{error}");
-    assert_eq!(error.value, Some(3));
+    assert!(matches!(error.kind, CallErrorKind::RetriesExhausted { attempts: 3 }), "{error}");
+    assert_eq!(error.last_reply, Some(3));
     assert_eq!(starts(&log), [(0, 0), (500, 0), (1500, 0)]);
-    assert_eq!(error.happened.attempts, 3);
-    assert_eq!(error.happened.waited, Span::from_millis(1500));
+    assert_eq!(error.stats.attempts, 3);
+    assert_eq!(error.stats.waited, Span::from_millis(1500));
 }
 
 #[tokio::test(start_paused = true)]
@@ -141,7 +141,7 @@ async fn an_open_breaker_says_how_many_failures_and_until_when() {
     assert_eq!(error.status(), 503);
     assert_eq!(error.retry_after(), Some(Span::from_secs(240)));
     assert_eq!(
-        serde_json::to_value(error.problem()).unwrap(),
+        serde_json::to_value(error.to_body()).unwrap(),
         serde_json::json!({
             "error": "ProviderUnavailableError", "message": "Circuit breaker is open for api", "provider": "api",
             "state": "open", "failureCount": 5, "resetIn": 240_000,
@@ -154,7 +154,7 @@ async fn an_open_breaker_says_how_many_failures_and_until_when() {
 async fn a_throttled_credential_gives_way_to_another_at_once() {
     let (api, log) = (provider("auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]"), Log::default());
     let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[THROTTLED, GOOD], &log, 0)).await.unwrap();
-    assert_eq!((done.happened.attempts, done.happened.credential), (2, 1));
+    assert_eq!((done.stats.attempts, done.stats.credential), (2, 1));
     let used: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
     assert_eq!(used, [0, 1]);
     assert_eq!(starts(&log), [(0, 0), (0, 0)]);
@@ -166,7 +166,10 @@ async fn a_refusal_beyond_the_deadline_fails_at_once_and_says_when() {
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     let began = api.clock().now();
     let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.unwrap_err();
-    assert!(matches!(&error.why, Why::RateLimited { limit, earliest: Some(_) } if limit == "api"), "{error:?}");
+    assert!(
+        matches!(&error.kind, CallErrorKind::RateLimited { limit, earliest: Some(_) } if limit == "api"),
+        "{error:?}"
+    );
     assert_eq!(error.retry_after().map(Span::as_secs_ceil), Some(3600));
     assert_eq!((error.status(), api.clock().now()), (429, began));
 }
@@ -179,12 +182,12 @@ async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
     let slow = api.call(costing(60), &mut answers()).await.unwrap();
     tokio::time::advance(Duration::from_secs(61)).await;
     api.call(costing(100), &mut answers()).await.unwrap();
-    slow.tail.cost_was(10);
+    slow.in_flight_guard.correct_cost(10);
     let error = api.call(costing(50), &mut answers()).await.unwrap_err();
-    assert!(matches!(error.why, Why::RateLimited { .. }), "{error:?}");
+    assert!(matches!(error.kind, CallErrorKind::RateLimited { .. }), "{error:?}");
     // Told in time, it is there for others.
     tokio::time::advance(Duration::from_secs(60)).await;
-    api.call(costing(100), &mut answers()).await.unwrap().tail.cost_was(50);
+    api.call(costing(100), &mut answers()).await.unwrap().in_flight_guard.correct_cost(50);
     api.call(costing(50), &mut answers()).await.unwrap();
 }
 
@@ -197,11 +200,11 @@ async fn what_yesterday_was_charged_is_not_given_back_today() {
     let slow = api.call(costing(60), &mut answers()).await.unwrap();
     tokio::time::advance(Duration::from_secs(86_400)).await;
     api.call(costing(100), &mut answers()).await.unwrap();
-    slow.tail.cost_was(10);
+    slow.in_flight_guard.correct_cost(10);
     let error = api.call(costing(50), &mut answers()).await.unwrap_err();
-    assert!(matches!(error.why, Why::QuotaSpent { .. }), "{error:?}");
+    assert!(matches!(error.kind, CallErrorKind::QuotaSpent { .. }), "{error:?}");
     tokio::time::advance(Duration::from_secs(86_400)).await;
-    api.call(costing(100), &mut answers()).await.unwrap().tail.cost_was(50);
+    api.call(costing(100), &mut answers()).await.unwrap().in_flight_guard.correct_cost(50);
     api.call(costing(50), &mut answers()).await.unwrap();
 }
 
@@ -211,7 +214,7 @@ async fn an_upstream_that_panics_ends_only_its_own_call() {
     struct Panics;
     impl Upstream for Panics {
         type Reply = ();
-        async fn send(&mut self, _attempt: Attempt) -> Ended<()> {
+        async fn send(&mut self, _attempt: Attempt) -> AttemptOutcome<()> {
             panic!("on purpose");
         }
     }
@@ -219,7 +222,7 @@ async fn an_upstream_that_panics_ends_only_its_own_call() {
     let broken = api.clone();
     tokio::spawn(async move { broken.call(CallOptions::default(), &mut Panics).await.map(drop) }).await.unwrap_err();
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
-    assert_eq!(api.look(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
+    assert_eq!(api.inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
 }
 
 /// A store that has to be waited for.
@@ -260,7 +263,7 @@ fn remote(settings: &str) -> (Provider<Remote, TokioClock>, Arc<AtomicU32>) {
     let plan = policy.outbound().unwrap();
     let memory = Arc::new(Memory::new(Arc::clone(plan.limits()), 1 << 20));
     let store = Remote { memory, clock, fails: Arc::clone(&fails) };
-    let outbound = Outbound::with(plan.clone(), store, clock, &KeySeed::new([7; 16]));
+    let outbound = Outbound::with_store(plan.clone(), store, clock, &KeySeed::new([7; 16]));
     (outbound.provider("api").unwrap().clone(), fails)
 }
 
@@ -288,7 +291,7 @@ async fn a_store_that_breaks_fails_the_call_that_asked_and_no_other() {
     let log = Log::default();
     fails.store(1, Ordering::Relaxed);
     let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
-    assert!(matches!(error.why, Why::Store(_)), "{error}");
+    assert!(matches!(error.kind, CallErrorKind::Store(_)), "{error}");
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await.unwrap();
 }
 
@@ -308,11 +311,11 @@ async fn what_never_left_costs_nothing() {
         (provider("limit = \"1 per calendar day\"\nretry = { max_attempts = 1 }\nbreaker = \"off\""), Log::default());
     for _ in 0..10 {
         let failed = api.call(CallOptions::default(), &mut Answers::of(&api, &[UNSENT], &log, 0)).await.unwrap_err();
-        assert!(matches!(failed.why, Why::RetriesExhausted { .. }), "{failed}");
+        assert!(matches!(failed.kind, CallErrorKind::RetriesExhausted { .. }), "{failed}");
     }
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     let spent = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
-    assert!(matches!(spent.why, Why::QuotaSpent { .. }), "{spent}");
+    assert!(matches!(spent.kind, CallErrorKind::QuotaSpent { .. }), "{spent}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -322,7 +325,7 @@ async fn a_turn_that_nobody_takes_goes_to_the_next() {
     let mut gone = Box::pin(async { api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await });
     assert!(futures_util::poll!(&mut gone).is_pending());
     tokio::time::sleep(Duration::from_secs(11)).await;
-    assert_eq!(api.look(|desk, _| desk.lanes.in_flight(Lane::User)), 1, "it has been granted its turn");
+    assert_eq!(api.inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 1, "it has been granted its turn");
     drop(gone);
     let began = api.clock().now();
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap();
@@ -335,11 +338,11 @@ async fn a_cost_may_yet_find_room() {
     let (api, log) =
         (provider("cost = { reserve = 1 }\ncost_limit = \"100 per 60s\"\nadaptive = \"off\""), Log::default());
     let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(10)) };
-    let streaming = Reply { streams: true, ..GOOD };
+    let streaming = AttemptReport { is_streaming: true, ..GOOD };
     let first = api.call(costing(90), &mut Answers::of(&api, &[streaming], &log, 0)).await.unwrap();
     let second = spawn(&api, costing(90), Answers::of(&api, &[GOOD], &log, 1));
     tokio::time::sleep(Duration::from_secs(2)).await;
-    first.tail.cost_was(10);
+    first.in_flight_guard.correct_cost(10);
     second.await.unwrap().unwrap();
     assert_eq!(starts(&log), [(0, 0), (2000, 1)]);
 
@@ -347,17 +350,23 @@ async fn a_cost_may_yet_find_room() {
     let refused = api.call(costing(90), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap_err();
     assert_eq!(api.clock().now(), began, "nothing is under way that could make room");
     let earliest = refused.retry_after().map(Span::as_secs_ceil);
-    assert!(matches!(refused.why, Why::RateLimited { .. }) && earliest == Some(60), "{refused} {earliest:?}");
+    assert!(
+        matches!(refused.kind, CallErrorKind::RateLimited { .. }) && earliest == Some(60),
+        "{refused} {earliest:?}"
+    );
     tokio::time::sleep(Duration::from_secs(61)).await;
     let third = api.call(costing(90), &mut Answers::of(&api, &[streaming], &log, 3)).await.unwrap();
     let refused = api.call(costing(90), &mut Answers::of(&api, &[GOOD], &log, 4)).await.unwrap_err();
     let earliest = refused.retry_after().map(Span::as_secs_ceil);
-    assert!(matches!(refused.why, Why::RateLimited { .. }) && earliest == Some(50), "{refused} {earliest:?}");
+    assert!(
+        matches!(refused.kind, CallErrorKind::RateLimited { .. }) && earliest == Some(50),
+        "{refused} {earliest:?}"
+    );
     drop(third);
 
     let (api, log) = (provider("cost = { reserve = 1 }\ncost_limit = \"100 per calendar day\""), Log::default());
     let refused = api.call(costing(101), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap_err();
-    assert!(matches!(refused.why, Why::QuotaSpent { resets_at: None, .. }), "{refused}");
+    assert!(matches!(refused.kind, CallErrorKind::QuotaSpent { resets_at: None, .. }), "{refused}");
     assert_eq!(refused.retry_after(), None);
 }
 
@@ -368,12 +377,12 @@ struct Twins([u64; 2]);
 impl Upstream for Twins {
     type Reply = u32;
 
-    async fn send(&mut self, attempt: Attempt) -> Ended<u32> {
+    async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<u32> {
         tokio::time::sleep(Duration::from_millis(self.0[attempt.number as usize - 1])).await;
-        Ended { value: attempt.number, reply: GOOD }
+        AttemptOutcome { value: attempt.number, report: GOOD }
     }
 
-    fn twin(&self) -> Option<Self> {
+    fn clone_for_hedge(&self) -> Option<Self> {
         Some(*self)
     }
 }
@@ -389,9 +398,9 @@ async fn a_hedge_asks_a_store_that_must_be_waited_for() {
         let (api, _) = remote(&format!("limit = \"{limit}\"\nhedge_after = \"1s\""));
         let (began, log) = (api.clock().now(), Log::default());
         let done = api.call(CallOptions::default(), &mut Twins(takes)).await.unwrap();
-        assert_eq!((done.value, done.happened.attempts), (number, number), "{limit}");
+        assert_eq!((done.value, done.stats.attempts), (number, number), "{limit}");
         assert_eq!(api.clock().now().since(began), Span::from_millis(millis), "{limit}");
-        assert_eq!(api.look(|desk, _| desk.budget.remaining()), if number == 2 { 2 } else { 3 }, "{limit}");
+        assert_eq!(api.inspect(|desk, _| desk.budget.remaining()), if number == 2 { 2 } else { 3 }, "{limit}");
         drop(done);
         tokio::time::sleep(Duration::from_millis(10)).await;
         let mut more = 0;
@@ -399,7 +408,7 @@ async fn a_hedge_asks_a_store_that_must_be_waited_for() {
             more += 1;
         }
         assert_eq!(more, left, "{limit}");
-        assert_eq!(api.look(|desk, _| (desk.lanes.in_flight(Lane::User), desk.lanes.waiting(Lane::User))), (0, 0));
+        assert_eq!(api.inspect(|desk, _| (desk.lanes.in_flight(Lane::User), desk.lanes.waiting(Lane::User))), (0, 0));
     }
 }
 
@@ -423,14 +432,14 @@ fn calls_outlive_the_runtime_of_others() {
     let (served, late) = (waiting(CallOptions::default(), 2), waiting(within(Duration::from_millis(100)), 3));
     second.block_on(tokio::task::yield_now());
     drop(starts_the_timer);
-    assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 2);
+    assert_eq!(api.inspect(|desk, _| desk.lanes.waiting(Lane::User)), 2);
     drop(first);
     let in_time = second.block_on(async {
         let both = async { (late.await.unwrap(), served.await.unwrap()) };
         tokio::time::timeout(Duration::from_secs(5), both).await
     });
     let (late, served) = in_time.expect("neither is forgotten");
-    assert!(matches!(late.unwrap_err().why, Why::DeadlineExceeded | Why::RateLimited { .. }));
+    assert!(matches!(late.unwrap_err().kind, CallErrorKind::DeadlineExceeded | CallErrorKind::RateLimited { .. }));
     served.unwrap();
 }
 
@@ -446,10 +455,10 @@ fn a_provider_outlives_its_runtime() {
             waits.call(CallOptions::default(), &mut Answers::of(&waits, &[GOOD], &log, 1)).await.map(drop)
         });
         tokio::task::yield_now().await;
-        assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 1);
+        assert_eq!(api.inspect(|desk, _| desk.lanes.waiting(Lane::User)), 1);
         api
     });
     drop(first);
-    assert_eq!(api.look(|desk, _| desk.lanes.waiting(Lane::User)), 0);
+    assert_eq!(api.inspect(|desk, _| desk.lanes.waiting(Lane::User)), 0);
     drop(api);
 }

@@ -4,29 +4,30 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::call::Reply;
-use tidegate::core::retry::Reach;
+use tidegate::core::call::AttemptReport;
+use tidegate::core::retry::Delivery;
 use tidegate::core::{Class, Lane};
-use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream};
+use tidegate::outbound::{Attempt, AttemptOutcome, CallError, CallOptions, Outbound, Provider, Upstream};
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::store::Store;
 use tidegate::{Clock as _, Memory, Time};
 use tokio::task::JoinHandle;
 
-pub(crate) const GOOD: Reply = Reply { repeatable: true, ..Reply::of(Class::Success, Reach::Answered) };
-pub(crate) const FAILED: Reply = Reply { class: Class::Transient, ..GOOD };
-pub(crate) const THROTTLED: Reply = Reply { class: Class::Throttled, ..GOOD };
+pub(crate) const GOOD: AttemptReport =
+    AttemptReport { is_repeatable: true, ..AttemptReport::new(Class::Success, Delivery::Answered) };
+pub(crate) const FAILED: AttemptReport = AttemptReport { class: Class::Transient, ..GOOD };
+pub(crate) const THROTTLED: AttemptReport = AttemptReport { class: Class::Throttled, ..GOOD };
 /// A 401.
-pub(crate) const UNAUTHORIZED: Reply = Reply { class: Class::Auth, ..GOOD };
+pub(crate) const UNAUTHORIZED: AttemptReport = AttemptReport { class: Class::Auth, ..GOOD };
 /// A refused connection.
-pub(crate) const UNSENT: Reply = Reply { reach: Reach::Unsent, ..FAILED };
+pub(crate) const UNSENT: AttemptReport = AttemptReport { delivery: Delivery::Unsent, ..FAILED };
 /// A 404.
-pub(crate) const MISSING: Reply = Reply { class: Class::Permanent, ..GOOD };
+pub(crate) const MISSING: AttemptReport = AttemptReport { class: Class::Permanent, ..GOOD };
 
 /// Answers after a while with the next of these, the last again and again; notes when it was asked, and with what.
 #[derive(Clone)]
 pub(crate) struct Answers {
-    replies: Vec<Reply>,
+    replies: Vec<AttemptReport>,
     after: Duration,
     log: Log,
     name: u32,
@@ -39,7 +40,7 @@ pub(crate) struct Answers {
 pub(crate) type Log = Arc<Mutex<Vec<(Time, u32, usize)>>>;
 
 impl Answers {
-    pub(crate) fn of(api: &Provider<impl Store, TokioClock>, replies: &[Reply], log: &Log, name: u32) -> Self {
+    pub(crate) fn of(api: &Provider<impl Store, TokioClock>, replies: &[AttemptReport], log: &Log, name: u32) -> Self {
         Self {
             replies: replies.to_vec(),
             after: Duration::ZERO,
@@ -59,23 +60,23 @@ impl Answers {
 impl Upstream for Answers {
     type Reply = u32;
 
-    async fn send(&mut self, attempt: Attempt) -> Ended<u32> {
+    async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<u32> {
         self.log.lock().unwrap().push((self.clock.now(), self.name, attempt.credential));
         if !self.after.is_zero() {
             tokio::time::sleep(self.after).await;
         }
         let index = (attempt.number as usize - 1).min(self.replies.len() - 1);
-        Ended { value: attempt.number, reply: self.replies[index] }
+        AttemptOutcome { value: attempt.number, report: self.replies[index] }
     }
 
-    async fn renew(&mut self, _credential: usize) -> Result<(), Class> {
+    async fn renew_login(&mut self, _credential: usize) -> Result<(), Class> {
         if self.logs_in { Ok(()) } else { Err(Class::Auth) }
     }
 }
 
 /// A reply that asks to be left alone for so many seconds.
-pub(crate) fn throttled_for(secs: u64) -> Reply {
-    Reply { retry_after: Some(tidegate::Span::from_secs(secs)), ..THROTTLED }
+pub(crate) fn throttled_for(secs: u64) -> AttemptReport {
+    AttemptReport { retry_after: Some(tidegate::Span::from_secs(secs)), ..THROTTLED }
 }
 
 pub(crate) fn policy(provider: &str) -> Policy {

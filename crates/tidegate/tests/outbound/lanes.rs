@@ -9,11 +9,13 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Empty, Full};
 use tidegate::clock::TokioClock;
-use tidegate::core::call::Reply;
-use tidegate::core::retry::Reach;
+use tidegate::core::call::AttemptReport;
+use tidegate::core::retry::Delivery;
 use tidegate::core::{Class, Lane};
 use tidegate::outbound::cache::{Cache, CacheStatus};
-use tidegate::outbound::{Attempt, CallError, CallOptions, Ended, Outbound, Provider, Upstream, Why};
+use tidegate::outbound::{
+    Attempt, AttemptOutcome, CallError, CallErrorKind, CallOptions, Outbound, Provider, Upstream,
+};
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Clock as _, Memory, Span, Time};
 use tokio::task::JoinSet;
@@ -48,12 +50,12 @@ impl Counted {
 impl Upstream for Counted {
     type Reply = ();
 
-    async fn send(&mut self, _attempt: Attempt) -> Ended<()> {
+    async fn send(&mut self, _attempt: Attempt) -> AttemptOutcome<()> {
         let now = self.now.fetch_add(1, Ordering::Relaxed) + 1;
         self.most.fetch_max(now, Ordering::Relaxed);
         sleep(self.takes).await;
         self.now.fetch_sub(1, Ordering::Relaxed);
-        Ended { value: (), reply: GOOD }
+        AttemptOutcome { value: (), report: GOOD }
     }
 }
 
@@ -184,7 +186,7 @@ async fn background_rests_outside_its_hours_and_others_do_not() {
 
     let hasty = CallOptions { timeout: Some(secs(3600)), ..options(Lane::Background) };
     let error = api.call(hasty, &mut upstream.clone()).await.unwrap_err();
-    assert!(matches!(error.why, Why::Resting { until } if until == hour(21)), "{error:?}");
+    assert!(matches!(error.kind, CallErrorKind::LanePaused { until } if until == hour(21)), "{error:?}");
     assert_eq!((api.clock().now(), error.retry_after()), (hour(5), Some(Span::from_secs(16 * 3600))), "told at once");
 
     let waits = spawn(api, options(Lane::Background), upstream.clone());
@@ -216,9 +218,9 @@ struct Page(Answers);
 impl Upstream for Page {
     type Reply = Response<Full<Bytes>>;
 
-    async fn send(&mut self, attempt: Attempt) -> Ended<Self::Reply> {
+    async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<Self::Reply> {
         let ended = self.0.send(attempt).await;
-        Ended { value: Response::new(Full::from("page")), reply: ended.reply }
+        AttemptOutcome { value: Response::new(Full::from("page")), report: ended.report }
     }
 }
 
@@ -228,7 +230,7 @@ async fn an_urgent_call_lifts_the_background_call_whose_reply_it_waits_for() {
     let settings = "limit = \"1 per 1s\"\nadaptive = \"off\"\ncache = { ttl = \"1h\" }\nbackground = { timeout = \"1h\" }\n\
                     user = { timeout = \"1h\" }";
     let outbound = Outbound::in_memory(&policy(settings), TokioClock::default()).unwrap();
-    let (api, cache, log) = (outbound.provider("api").unwrap(), Cache::of(&outbound), Log::default());
+    let (api, cache, log) = (outbound.provider("api").unwrap(), Cache::for_outbound(&outbound), Log::default());
     let get = |name: u32, lane, path: &str| {
         let (api, cache, log) = (api.clone(), cache.clone(), Arc::clone(&log));
         let request = Request::get(path).body(Empty::<Bytes>::new()).unwrap();
@@ -237,7 +239,7 @@ async fn an_urgent_call_lifts_the_background_call_whose_reply_it_waits_for() {
                 let mut page = Page(Answers::of(&api, &[GOOD], &log, name));
                 let done = api.call(options, &mut page).await;
                 done.map(|done| done.value)
-                    .map_err(|error: CallError<_>| CallError { value: None::<()>, ..plain(error) })
+                    .map_err(|error: CallError<_>| CallError { last_reply: None::<()>, ..plain(error) })
             };
             let reply = cache.call(&api, options(lane), request, send).await.unwrap();
             let by = *reply.extensions().get::<CacheStatus>().unwrap();
@@ -268,8 +270,8 @@ async fn an_urgent_call_lifts_the_background_call_whose_reply_it_waits_for() {
 }
 
 fn plain<T>(error: CallError<T>) -> CallError {
-    let CallError { provider, why, happened, at, .. } = error;
-    CallError { provider, why, value: None, happened, at }
+    let CallError { provider, kind: why, stats: happened, failed_at: at, .. } = error;
+    CallError { provider, kind: why, last_reply: None, stats: happened, failed_at: at }
 }
 
 /// Answers after a while, or as a client does that runs out of time before.
@@ -279,12 +281,12 @@ impl Upstream for Slow {
     /// Whether it answered in time.
     type Reply = bool;
 
-    async fn send(&mut self, attempt: Attempt) -> Ended<bool> {
+    async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<bool> {
         let in_time = attempt.time_left > self.0;
         sleep(self.0.min(attempt.time_left)).await;
-        let class = if attempt.time_left < attempt.enough { Class::Cancelled } else { Class::Transient };
-        let reply = if in_time { GOOD } else { Reply { class, reach: Reach::Unknown, ..GOOD } };
-        Ended { value: in_time, reply }
+        let class = if attempt.time_left < attempt.conclusive_after { Class::Cancelled } else { Class::Transient };
+        let reply = if in_time { GOOD } else { AttemptReport { class, delivery: Delivery::Unknown, ..GOOD } };
+        AttemptOutcome { value: in_time, report: reply }
     }
 }
 
@@ -309,7 +311,7 @@ async fn twice_as_much_as_there_is_room_for_leaves_all_the_room_used() {
         good += usize::from(done.unwrap());
     }
     assert!(good >= 570, "{good} of 600");
-    assert!(api.look(|desk, now| desk.breaker.peek(now).is_ok()));
+    assert!(api.inspect(|desk, now| desk.breaker.peek(now).is_ok()));
 }
 
 /// A caller without patience says nothing of the provider.
@@ -319,12 +321,12 @@ async fn no_time_is_no_failure_of_the_provider() {
     for _ in 0..20 {
         let hasty = CallOptions { timeout: Some(Duration::from_millis(1)), ..CallOptions::default() };
         let error = api.call(hasty, &mut Slow(Duration::from_millis(50))).await.unwrap_err();
-        assert!(matches!(error.why, Why::DeadlineExceeded), "{error}");
+        assert!(matches!(error.kind, CallErrorKind::DeadlineExceeded), "{error}");
     }
     api.call(CallOptions::default(), &mut Slow(Duration::from_millis(50))).await.unwrap();
     let hung = CallOptions { timeout: Some(Duration::from_secs(6)), ..CallOptions::default() };
     for _ in 0..5 {
         api.call(hung.clone(), &mut Slow(Duration::from_secs(60))).await.unwrap_err();
     }
-    assert!(api.look(|desk, now| desk.breaker.peek(now).is_err()), "a provider that hangs is not well");
+    assert!(api.inspect(|desk, now| desk.breaker.peek(now).is_err()), "a provider that hangs is not well");
 }

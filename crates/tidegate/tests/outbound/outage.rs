@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::outbound::{Attempt, CallOptions, Ended, Upstream};
+use tidegate::outbound::{Attempt, AttemptOutcome, CallOptions, Upstream};
 use tidegate::{Clock as _, Span, Time};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -30,14 +30,14 @@ struct Seen {
 impl Upstream for Server {
     type Reply = ();
 
-    async fn send(&mut self, attempt: Attempt) -> Ended<()> {
+    async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<()> {
         let tries = if attempt.number == 1 { &self.seen.first_tries } else { &self.seen.retries };
         tries.fetch_add(1, Ordering::Relaxed);
         let now = self.clock.now();
         self.seen.arrivals.lock().unwrap().push(now);
         let is_down = self.down.0 <= now && now < self.down.1;
         sleep(Duration::from_millis(20)).await;
-        Ended { value: (), reply: if is_down { FAILED } else { GOOD } }
+        AttemptOutcome { value: (), report: if is_down { FAILED } else { GOOD } }
     }
 }
 

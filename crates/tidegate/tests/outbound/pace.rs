@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::core::Lane;
-use tidegate::outbound::{Attempt, CallOptions, Ended, Provider, Upstream, Why};
+use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Provider, Upstream};
 use tidegate::{Clock as _, Memory, Span, Time};
 use tokio::task::JoinSet;
 
@@ -24,7 +24,7 @@ struct Hidden {
 impl Upstream for Hidden {
     type Reply = ();
 
-    async fn send(&mut self, _attempt: Attempt) -> Ended<()> {
+    async fn send(&mut self, _attempt: Attempt) -> AttemptOutcome<()> {
         let now = self.clock.now();
         let takes = {
             let mut taken = self.taken.lock().unwrap();
@@ -37,7 +37,7 @@ impl Upstream for Hidden {
         };
         self.asked.lock().unwrap().push((now, takes));
         tokio::time::sleep(Duration::from_millis(10)).await;
-        Ended { value: (), reply: if takes { GOOD } else { THROTTLED } }
+        AttemptOutcome { value: (), report: if takes { GOOD } else { THROTTLED } }
     }
 }
 
@@ -102,10 +102,10 @@ async fn a_call_that_the_pace_has_no_room_for_fails_with_the_moment() {
     spawn(&api, CallOptions::default(), Answers::of(&api, &[THROTTLED], &log, 0)).await.unwrap().unwrap_err();
     let error = spawn(&api, within(Duration::from_secs(5)), Answers::of(&api, &[GOOD], &log, 1)).await.unwrap();
     let error = error.unwrap_err();
-    assert!(matches!(error.why, Why::Paced { .. }), "{error:?}");
+    assert!(matches!(error.kind, CallErrorKind::Paced { .. }), "{error:?}");
     assert_eq!((error.status(), error.retry_after()), (429, Some(Span::from_secs(30))));
-    assert_eq!(error.problem().error, "RateLimitedError");
-    assert_eq!(error.problem().message, "api: the provider's pace has no room before the deadline");
+    assert_eq!(error.to_body().error, "RateLimitedError");
+    assert_eq!(error.to_body().message, "api: the provider's pace has no room before the deadline");
 }
 
 #[tokio::test(start_paused = true)]

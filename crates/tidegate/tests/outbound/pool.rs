@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::core::Lane;
-use tidegate::core::call::Reply;
-use tidegate::outbound::{CallError, CallOptions, Provider, Why};
+use tidegate::core::call::AttemptReport;
+use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
 use tidegate::{Clock as _, Memory, Span};
 use tokio::task::yield_now;
 use tokio::time::sleep;
@@ -26,9 +26,9 @@ fn pool(names: &str) -> Api {
     provider(&format!("{POOL}credentials = [{}]", credentials.join(", ")))
 }
 
-async fn call(api: &Api, options: CallOptions, reply: Reply, log: &Log) -> Result<usize, CallError<u32>> {
+async fn call(api: &Api, options: CallOptions, reply: AttemptReport, log: &Log) -> Result<usize, CallError<u32>> {
     let mut upstream = Answers::of(api, &[reply], log, 0);
-    api.call(options, &mut upstream).await.map(|done| done.happened.credential)
+    api.call(options, &mut upstream).await.map(|done| done.stats.credential)
 }
 
 /// The credentials of this many calls, as letters.
@@ -81,7 +81,7 @@ async fn where_all_cool_down_beyond_the_deadline_nothing_is_sent_and_the_first_m
     for _ in 0..3 {
         let error = call(&api, within(Duration::from_secs(1)), GOOD, &log).await.unwrap_err();
         assert!(
-            matches!(error.why, Why::CredentialsCooling { earliest: Some(at) } if at == began + Span::from_secs(3))
+            matches!(error.kind, CallErrorKind::CredentialsCooling { earliest: Some(at) } if at == began + Span::from_secs(3))
         );
         assert_eq!((error.retry_after(), error.status()), (Some(Span::from_secs(3)), 429));
     }
@@ -102,7 +102,7 @@ async fn quotas_that_are_spent_are_told_with_their_reset() {
     // The first learns it from the store, the next before it queues.
     for _ in 0..2 {
         let error = call(&api, CallOptions::default(), GOOD, &log).await.unwrap_err();
-        let Why::QuotaSpent { limit, resets_at } = &error.why else { panic!("{error:?}") };
+        let CallErrorKind::QuotaSpent { limit, resets_at } = &error.kind else { panic!("{error:?}") };
         assert_eq!(
             (limit.as_str(), resets_at.map(tidegate::Time::as_micros), error.status()),
             ("api.credential", Some(midnight), 429)
@@ -113,7 +113,7 @@ async fn quotas_that_are_spent_are_told_with_their_reset() {
     assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), 0);
     call(&api, CallOptions::default(), throttled_for(3_600), &log).await.unwrap_err();
     let error = call(&api, CallOptions::default(), GOOD, &log).await.unwrap_err();
-    assert!(matches!(error.why, Why::CredentialsCooling { .. }), "{error:?}");
+    assert!(matches!(error.kind, CallErrorKind::CredentialsCooling { .. }), "{error:?}");
     assert_eq!(error.retry_after(), Some(Span::from_secs(3_600)));
     assert_eq!(log.lock().unwrap().len(), 4);
 }
@@ -190,7 +190,7 @@ fn busy_pool(names: &str, each: u32) -> Api {
 }
 
 fn in_flight(api: &Api, credentials: usize) -> Vec<u32> {
-    api.look(|desk, _| (0..credentials).map(|credential| desk.pool.in_flight(credential)).collect())
+    api.inspect(|desk, _| (0..credentials).map(|credential| desk.pool.in_flight(credential)).collect())
 }
 
 /// A call that is under way for so long.
@@ -236,7 +236,7 @@ async fn where_all_are_busy_beyond_the_deadline_it_passes() {
     yield_now().await;
     let began = api.clock().now();
     let error = call(&api, within(Duration::from_secs(3)), GOOD, &log).await.unwrap_err();
-    assert!(matches!(error.why, Why::DeadlineExceeded), "{error:?}");
+    assert!(matches!(error.kind, CallErrorKind::DeadlineExceeded), "{error:?}");
     assert_eq!(api.clock().now().since(began), Span::from_secs(3), "a call might have ended");
     assert_eq!(log.lock().unwrap().len(), 2);
     for call in calls {
@@ -247,7 +247,7 @@ async fn where_all_are_busy_beyond_the_deadline_it_passes() {
 #[tokio::test(start_paused = true)]
 async fn a_call_that_is_given_up_leaves_its_credential_to_the_next() {
     let (api, log) = (busy_pool("AB", 1), Log::default());
-    let streaming = Reply { streams: true, ..GOOD };
+    let streaming = AttemptReport { is_streaming: true, ..GOOD };
     let mut upstream = Answers::of(&api, &[streaming], &log, 0);
     let done = api.call(CallOptions::default(), &mut upstream).await.unwrap();
     let sent = slow(&api, &log, 1, 60_000);
@@ -260,7 +260,7 @@ async fn a_call_that_is_given_up_leaves_its_credential_to_the_next() {
     waits.abort();
     sent.abort();
     sleep(Duration::from_millis(100)).await;
-    drop(done.tail);
+    drop(done.in_flight_guard);
     for call in next {
         call.await.unwrap().unwrap();
     }
@@ -281,7 +281,7 @@ async fn another_attempt_takes_a_permit_of_its_own() {
     // A throttled call goes on with the other credential at once, and with none if that is busy.
     let mut upstream = Answers::of(&api, &[throttled_for(20), FAILED, GOOD], &log, 0).after(Duration::from_millis(100));
     let done = api.call(CallOptions::default(), &mut upstream).await.unwrap();
-    assert_eq!(done.happened.attempts, 3);
+    assert_eq!(done.stats.attempts, 3);
     drop(done);
     let sent: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
     assert_eq!((sent, starts(&log).last()), (vec![0, 1, 1], Some(&(1_200, 0))));

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use tidegate::core::call::Reply;
-use tidegate::outbound::{CallOptions, Why};
+use tidegate::core::call::AttemptReport;
+use tidegate::outbound::{CallErrorKind, CallOptions};
 use tidegate::{Clock as _, Span};
 
 use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
@@ -17,7 +17,7 @@ fn waits(log: &Log) -> Vec<u64> {
 
 #[tokio::test(start_paused = true)]
 async fn throttled_again_and_again_it_waits_ever_longer() {
-    let asks_for_nothing = Reply { retry_after: Some(Span::ZERO), ..THROTTLED };
+    let asks_for_nothing = AttemptReport { retry_after: Some(Span::ZERO), ..THROTTLED };
     for throttled in [THROTTLED, asks_for_nothing] {
         let (api, log) = (provider(SEVEN), Log::default());
         let mut replies = vec![throttled; 6];
@@ -46,7 +46,7 @@ async fn a_day_fails_the_call_at_once_and_closes_the_gate() {
     let error = api.call(within(Duration::from_secs(60)), &mut upstream).await.unwrap_err();
     assert_eq!((error.retry_after(), api.clock().now()), (Some(Span::from_secs(86_400)), began), "{error:?}");
     let other = api.call(within(Duration::from_secs(60)), &mut upstream).await.unwrap_err();
-    assert!(matches!(other.why, Why::CredentialsCooling { .. }), "{other:?}");
+    assert!(matches!(other.kind, CallErrorKind::CredentialsCooling { .. }), "{other:?}");
     assert_eq!((other.retry_after(), api.clock().now()), (Some(Span::from_secs(86_400)), began));
     assert_eq!(log.lock().unwrap().len(), 1, "nobody else is sent");
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::core::breaker::BreakerState;
-use tidegate::outbound::{CallOptions, Outbound, Provider, Why};
+use tidegate::outbound::{CallErrorKind, CallOptions, Outbound, Provider};
 use tidegate::policy::KeySeed;
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
 use tidegate::{AnyStore, Memory};
@@ -41,23 +41,23 @@ impl Nodes {
         self.nodes[node].provider("api").unwrap()
     }
 
-    async fn call(&self, node: usize, reply: tidegate::core::call::Reply) -> Result<(), Why> {
+    async fn call(&self, node: usize, reply: tidegate::core::call::AttemptReport) -> Result<(), CallErrorKind> {
         let mut upstream = Answers::of(self.api(node), &[reply], &self.log, node as u32);
         let options = CallOptions { timeout: Some(Duration::from_secs(5)), ..CallOptions::default() };
-        self.api(node).call(options, &mut upstream).await.map(drop).map_err(|error| error.why)
+        self.api(node).call(options, &mut upstream).await.map(drop).map_err(|error| error.kind)
     }
 
     async fn confer(&self) {
         // Twice, for those who spoke first.
         for _ in 0..2 {
             for node in &self.nodes {
-                node.confer().await;
+                node.run_vote_exchange().await;
             }
         }
     }
 
     fn state(&self, node: usize) -> BreakerState {
-        self.api(node).look(|desk, now| desk.breaker.state(now))
+        self.api(node).inspect(|desk, now| desk.breaker.state(now))
     }
 }
 
@@ -68,7 +68,7 @@ async fn what_a_provider_allows_is_shared() {
         nodes.call(call % 3, GOOD).await.unwrap();
     }
     for node in 0..3 {
-        assert!(matches!(nodes.call(node, GOOD).await, Err(Why::RateLimited { .. })), "node {node}");
+        assert!(matches!(nodes.call(node, GOOD).await, Err(CallErrorKind::RateLimited { .. })), "node {node}");
     }
     assert_eq!(nodes.log.lock().unwrap().len(), 6);
 }
@@ -79,14 +79,14 @@ async fn calls_in_flight_with_a_credential_are_each_nodes_own() {
     let settings =
         "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ncredential_limit = \"1 in flight\"\nshared = true";
     let nodes = Nodes::new(2, settings).await;
-    let streaming = tidegate::core::call::Reply { streams: true, ..GOOD };
+    let streaming = tidegate::core::call::AttemptReport { is_streaming: true, ..GOOD };
     let mut tails = Vec::new();
     for node in [0, 0, 1, 1] {
         let mut upstream = Answers::of(nodes.api(node), &[streaming], &nodes.log, 0);
         tails.push(nodes.api(node).call(CallOptions::default(), &mut upstream).await.unwrap());
     }
     for node in 0..2 {
-        assert!(matches!(nodes.call(node, GOOD).await, Err(Why::DeadlineExceeded)), "node {node}");
+        assert!(matches!(nodes.call(node, GOOD).await, Err(CallErrorKind::DeadlineExceeded)), "node {node}");
     }
     tails.remove(0);
     nodes.call(0, GOOD).await.unwrap();
@@ -111,7 +111,7 @@ async fn one_nodes_throttled_reply_closes_the_gate_for_all() {
     assert!(nodes.call(0, throttled_for(600)).await.is_err());
     sleep(Duration::from_millis(10)).await;
     let refused = nodes.call(1, GOOD).await;
-    assert!(matches!(refused, Err(Why::CredentialsCooling { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(CallErrorKind::CredentialsCooling { .. })), "{refused:?}");
     assert_eq!(nodes.log.lock().unwrap().len(), 1, "nothing was sent");
 }
 
@@ -134,7 +134,7 @@ async fn a_breaker_opens_everywhere_when_most_nodes_have_opened_theirs() {
     fail(1).await;
     nodes.confer().await;
     assert_eq!(nodes.state(2), BreakerState::Open, "two of three");
-    assert!(matches!(nodes.call(2, GOOD).await, Err(Why::Unavailable { .. })));
+    assert!(matches!(nodes.call(2, GOOD).await, Err(CallErrorKind::Unavailable { .. })));
     // Each finds out by itself that the provider is back, and isn't stopped by those who haven't tried.
     sleep(Duration::from_secs(61)).await;
     for _ in 0..2 {
@@ -153,9 +153,12 @@ async fn calls_go_on_without_the_store() {
         for _ in 0..5 {
             nodes.call(node, GOOD).await.unwrap();
         }
-        assert!(matches!(nodes.call(node, GOOD).await, Err(Why::RateLimited { .. })), "a share of one in two");
+        assert!(
+            matches!(nodes.call(node, GOOD).await, Err(CallErrorKind::RateLimited { .. })),
+            "a share of one in two"
+        );
     }
     nodes.store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
-    assert!(matches!(nodes.call(0, GOOD).await, Err(Why::RateLimited { .. })), "what was used was told");
+    assert!(matches!(nodes.call(0, GOOD).await, Err(CallErrorKind::RateLimited { .. })), "what was used was told");
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tempfile::TempDir;
 use tidegate::clock::TokioClock;
-use tidegate::outbound::{CallError, CallOptions, Outbound, Provider, Snapshot, SnapshotError, Why};
+use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Outbound, Provider, Snapshot, SnapshotError};
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Clock as _, Memory, Span, Time};
 
@@ -81,7 +81,7 @@ impl Process {
         for passed in 0..2_000 {
             match self.call().await {
                 Ok(_) => {}
-                Err(CallError { why: Why::QuotaSpent { resets_at: Some(resets_at), .. }, .. }) => {
+                Err(CallError { kind: CallErrorKind::QuotaSpent { resets_at: Some(resets_at), .. }, .. }) => {
                     return (passed, resets_at);
                 }
                 Err(error) => panic!("{error}"),
@@ -230,7 +230,7 @@ async fn cool_downs_end_when_they_would_have() {
     let process = host.start(now + Span::from_secs(200));
     let error = process.call().await.unwrap_err();
     assert!(
-        matches!(error.why, Why::CredentialsCooling { earliest: Some(at) } if at == now + Span::from_secs(600)),
+        matches!(error.kind, CallErrorKind::CredentialsCooling { earliest: Some(at) } if at == now + Span::from_secs(600)),
         "{error:?}"
     );
     let log = Log::default();

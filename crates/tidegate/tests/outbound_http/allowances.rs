@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tidegate::Span;
-use tidegate::outbound::Happened;
+use tidegate::outbound::CallStats;
 use tokio::time::Instant;
 use tower::Layer as _;
 
@@ -67,7 +67,7 @@ async fn calls_keep_to_what_replies_say_is_left() {
         let began = now();
         let asked = (0..each * 5).map(|_| async {
             let reply = ask(&service, get("/x")).await.unwrap();
-            (reply.status().as_u16(), reply.extensions().get::<Happened>().unwrap().attempts)
+            (reply.status().as_u16(), reply.extensions().get::<CallStats>().unwrap().attempts)
         });
         assert!(join_all(asked).await.into_iter().all(|told| told == (200, 1)));
         assert_eq!(api.count(), each * 5, "none was refused");
@@ -86,7 +86,7 @@ async fn a_service_that_tells_nothing_holds_nobody_up() {
     let waited: Vec<Span> = join_all(asked)
         .await
         .into_iter()
-        .map(|reply| reply.unwrap().extensions().get::<Happened>().unwrap().waited)
+        .map(|reply| reply.unwrap().extensions().get::<CallStats>().unwrap().waited)
         .collect();
     let first = waited.iter().filter(|waited| waited.is_zero()).count();
     assert_eq!(first, 1, "one goes to learn what there is: {waited:?}");

@@ -144,7 +144,7 @@ pub(crate) fn layer_of(text: &str) -> OutboundLayer<Memory, TokioClock> {
     let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
     let provider = outbound.provider("api").unwrap().clone();
-    OutboundLayer::with(provider, |name| Some(format!("{PLANTED}-{}", name.to_lowercase()))).unwrap()
+    OutboundLayer::with_env(provider, |name| Some(format!("{PLANTED}-{}", name.to_lowercase()))).unwrap()
 }
 
 pub(crate) const BEARER: &str = "auth = \"bearer\"\ncredentials = [\"env:A\"]\n";

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use http::StatusCode;
-use tidegate::outbound::{Happened, Why};
+use tidegate::outbound::{CallErrorKind, CallStats};
 use tower::Layer as _;
 
 use crate::common::{Answer, Api, PAIR, answer, ask, layer, now, post, status};
@@ -23,7 +23,7 @@ async fn an_unavailable_provider_is_tried_again_where_that_does_no_harm() {
         let response = ask(&layer.layer(api.clone()), post("x", key)).await.unwrap();
         assert_eq!((response.status(), api.count()), (StatusCode::OK, sends), "passed on as it is");
         assert_eq!(response.headers()["grpc-status"], last);
-        assert_eq!(matches!(response.extensions().get(), Some(Why::NotIdempotent)), key.is_none());
+        assert_eq!(matches!(response.extensions().get(), Some(CallErrorKind::NotIdempotent)), key.is_none());
     }
 }
 
@@ -33,7 +33,7 @@ async fn failures_open_the_breaker_and_what_the_caller_did_wrong_does_not() {
         let api = Api::new(move |_, _| ended(grpc, &[]));
         let layer = layer("breaker = { failures = 1 }\nretry = { max_attempts = 1 }");
         ask(&layer.layer(api.clone()), post("x", None)).await.unwrap();
-        assert_eq!(layer.provider().look(|desk, now| desk.breaker.peek(now).is_err()), opens, "{grpc}");
+        assert_eq!(layer.provider().inspect(|desk, now| desk.breaker.peek(now).is_err()), opens, "{grpc}");
     }
 }
 
@@ -46,7 +46,7 @@ async fn an_exhausted_resource_is_another_credentials_chance() {
     let service = layer(PAIR).layer(api.clone());
     for _ in 0..3 {
         let response = ask(&service, post("x", None)).await.unwrap();
-        assert_eq!(response.extensions().get::<Happened>().unwrap().credential, 1);
+        assert_eq!(response.extensions().get::<CallStats>().unwrap().credential, 1);
     }
     assert_eq!(api.count(), 4, "the first is left alone");
 }
@@ -62,8 +62,8 @@ async fn pushback_is_waited_for_or_the_end() {
         let response = ask(&layer("").layer(api.clone()), post("x", Some("k1"))).await.unwrap();
         assert_eq!(api.count(), sends, "{pushback}");
         if sends == 1 {
-            let why = response.extensions().get::<Why>().unwrap();
-            assert!(matches!(why, Why::Final), "{why:?}");
+            let why = response.extensions().get::<CallErrorKind>().unwrap();
+            assert!(matches!(why, CallErrorKind::Final), "{why:?}");
             assert_eq!(why.to_string(), "the reply says that another attempt would fare no better");
         } else {
             assert!(now() - began >= Duration::from_secs(3));

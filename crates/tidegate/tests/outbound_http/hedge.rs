@@ -17,7 +17,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::core::Lane;
-use tidegate::outbound::{Happened, OutboundLayer, ReplayBody};
+use tidegate::outbound::{CallStats, OutboundLayer, ReplayBody};
 use tower::{Layer as _, ServiceExt as _};
 
 use crate::common::{Api, LOGIN, PAIR, answer, ask, get, layer, limited, now, post, status, text};
@@ -35,11 +35,11 @@ fn answering(millis: &'static [u64]) -> Api {
 }
 
 fn in_flight(layer: &OutboundLayer<Memory, TokioClock>) -> u32 {
-    layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User))
+    layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::User))
 }
 
 fn budget(layer: &OutboundLayer<Memory, TokioClock>) -> u64 {
-    layer.provider().look(|desk, _| desk.budget.remaining())
+    layer.provider().inspect(|desk, _| desk.budget.remaining())
 }
 
 #[tokio::test(start_paused = true)]
@@ -49,7 +49,7 @@ async fn the_second_request_wins_where_the_first_is_slow() {
     let began = now();
     let response = ask(&layer.layer(api.clone()), get("/x?a=b")).await.unwrap();
     assert_eq!(now() - began, Duration::from_millis(1_050));
-    let happened = *response.extensions().get::<Happened>().unwrap();
+    let happened = *response.extensions().get::<CallStats>().unwrap();
     assert_eq!((happened.attempts, happened.credential), (2, 1), "with the other credential");
     assert_eq!((api.open(), in_flight(&layer)), (0, 1), "the slow one was let go, the other's body is still to come");
     assert_eq!(text(response).await, "1");
@@ -64,13 +64,13 @@ async fn the_first_request_wins_where_the_second_is_no_quicker() {
     let api = answering(&[1_500, 600]);
     let layer = layer(&format!("{HEDGED}{PAIR}"));
     let response = ask(&layer.layer(api.clone()), get("/x")).await.unwrap();
-    let happened = *response.extensions().get::<Happened>().unwrap();
+    let happened = *response.extensions().get::<CallStats>().unwrap();
     assert_eq!((happened.attempts, happened.credential, api.count(), api.open()), (2, 0, 2, 0));
     assert_eq!((text(response).await.as_str(), in_flight(&layer)), ("0", 0));
     // One that is quick has none beside it.
     let quick = answering(&[999]);
     let response = ask(&layer.layer(quick.clone()), get("/x")).await.unwrap();
-    assert_eq!((response.extensions().get::<Happened>().unwrap().attempts, quick.count()), (1, 1));
+    assert_eq!((response.extensions().get::<CallStats>().unwrap().attempts, quick.count()), (1, 1));
 }
 
 #[tokio::test(start_paused = true)]
@@ -98,7 +98,7 @@ async fn a_slow_login_is_no_slow_reply() {
     });
     let api = api.taking_each(|number| secs(if number == 0 { 3 } else { 0 }));
     let response = ask(&layer(&format!("{HEDGED}{LOGIN}")).layer(api.clone()), get("/x")).await.unwrap();
-    assert_eq!((response.extensions().get::<Happened>().unwrap().attempts, api.count()), (1, 2));
+    assert_eq!((response.extensions().get::<CallStats>().unwrap().attempts, api.count()), (1, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -107,7 +107,7 @@ async fn a_spent_budget_sends_none() {
     let layer = layer(&format!("{HEDGED}budget = {{ ratio = 0.0, min = 1 }}"));
     for (attempts, sent) in [(2, 2), (1, 3)] {
         let response = ask(&layer.layer(api.clone()), get("/x")).await.unwrap();
-        assert_eq!((response.extensions().get::<Happened>().unwrap().attempts, api.count()), (attempts, sent));
+        assert_eq!((response.extensions().get::<CallStats>().unwrap().attempts, api.count()), (attempts, sent));
     }
 }
 
@@ -127,9 +127,9 @@ async fn a_full_limit_sends_none_and_costs_no_budget() {
         let layer = limited(limit, &format!("{HEDGED}{settings}"));
         let before = budget(&layer);
         let response = ask(&layer.layer(api.clone()), get("/x")).await.unwrap();
-        let happened = *response.extensions().get::<Happened>().unwrap();
+        let happened = *response.extensions().get::<CallStats>().unwrap();
         assert_eq!((happened.attempts, api.count()), (1, 1), "{limit} {settings}");
-        assert_eq!((budget(&layer), layer.provider().look(|desk, _| desk.lanes.waiting(Lane::User))), (before, 0));
+        assert_eq!((budget(&layer), layer.provider().inspect(|desk, _| desk.lanes.waiting(Lane::User))), (before, 0));
     }
 }
 
@@ -142,7 +142,7 @@ async fn a_hedge_takes_nobodys_turn() {
         let service = &service;
         async move {
             tokio::time::sleep(Duration::from_millis(millis)).await;
-            ask(service, get("/x")).await.unwrap().extensions().get::<Happened>().unwrap().attempts
+            ask(service, get("/x")).await.unwrap().extensions().get::<CallStats>().unwrap().attempts
         }
     });
     assert_eq!(join_all(asked).await, [1, 1], "both places of the window are taken by calls");
@@ -162,7 +162,7 @@ async fn a_failure_waits_for_the_other() {
         let began = now();
         let response = ask(&layer.layer(api.clone()), get("/x")).await.unwrap();
         assert_eq!(now() - began, secs(4));
-        let happened = *response.extensions().get::<Happened>().unwrap();
+        let happened = *response.extensions().get::<CallStats>().unwrap();
         assert_eq!((happened.attempts, happened.credential.to_string().as_str()), (2, counts));
         assert_eq!((text(response).await.as_str(), in_flight(&layer), api.open()), (counts, 0, 0));
     }
@@ -175,8 +175,8 @@ async fn two_failures_are_one_attempt_and_two_for_the_breaker() {
     let service = layer.layer(api.clone());
     let response = ask(&service, get("/x")).await.unwrap();
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, 4, "each attempt has one beside it");
-    assert!(layer.provider().look(|desk, now| desk.breaker.peek(now).is_err()), "three were enough");
+    assert_eq!(response.extensions().get::<CallStats>().unwrap().attempts, 4, "each attempt has one beside it");
+    assert!(layer.provider().inspect(|desk, now| desk.breaker.peek(now).is_err()), "three were enough");
     drop(response);
     assert_eq!(in_flight(&layer), 0);
 }
@@ -192,7 +192,7 @@ async fn a_credential_that_is_throttled_meanwhile_rests() {
     let service = layer.layer(api.clone());
     for credential in [1, 1] {
         let response = ask(&service, get("/x")).await.unwrap();
-        assert_eq!(response.extensions().get::<Happened>().unwrap().credential, credential);
+        assert_eq!(response.extensions().get::<CallStats>().unwrap().credential, credential);
     }
     assert_eq!(api.count(), 3);
 }
@@ -288,7 +288,7 @@ async fn a_provider_that_counts_exactly_throttles_nobody() {
                 let response = service.clone().oneshot(get("/x")).await.unwrap();
                 assert_eq!(response.status(), StatusCode::OK);
                 calls += 1;
-                attempts += response.extensions().get::<Happened>().unwrap().attempts as usize;
+                attempts += response.extensions().get::<CallStats>().unwrap().attempts as usize;
                 tokio::time::sleep(Duration::from_millis(rng.random_range(0..2_000))).await;
             }
             (calls, attempts)

@@ -17,8 +17,8 @@ use http::{Request, StatusCode};
 use http_body_util::Full;
 use tidegate::Span;
 use tidegate::core::Lane;
-use tidegate::core::retry::Unreplayable;
-use tidegate::outbound::{CallOptions, Happened, OutboundError, TargetError, Trouble, Why};
+use tidegate::core::retry::UnreplayableReason;
+use tidegate::outbound::{CallErrorKind, CallOptions, CallStats, OutboundError, SendError, TargetError};
 use tower::Layer as _;
 
 use crate::common::{
@@ -30,7 +30,7 @@ async fn a_request_is_sent_to_the_base_with_the_credential() {
     let api = Api::new(|_, _| answer(200, &[("etag", "x"), ("x-echo", "pl4nted-s3cr3t-a")], "movie"));
     let service = layer(BEARER).layer(api.clone());
     let response = ask(&service, get("/movie/603?language=en")).await.unwrap();
-    let happened = *response.extensions().get::<Happened>().unwrap();
+    let happened = *response.extensions().get::<CallStats>().unwrap();
     assert_eq!((happened.attempts, happened.waited, happened.credential), (1, Span::ZERO, 0));
     assert!(response.headers().contains_key("etag") && !response.headers().contains_key("x-echo"));
     assert_eq!(text(response).await, "movie");
@@ -48,7 +48,10 @@ async fn what_leads_elsewhere_is_not_counted() {
     let service = layer.layer(api.clone());
     for path in ["/../4", "https://evil.test/3/x", "/%2e%2e/x"] {
         let error = ask(&service, get(path)).await.unwrap_err();
-        assert!(matches!(error, OutboundError::Target(TargetError::Climbs | TargetError::Elsewhere)), "{error}");
+        assert!(
+            matches!(error, OutboundError::Target(TargetError::PathTraversal | TargetError::NotBelowBase)),
+            "{error}"
+        );
         assert_eq!(error.status(), 400);
     }
     assert_eq!(api.count(), 0);
@@ -61,12 +64,12 @@ async fn a_post_is_sent_again_only_with_a_key_and_then_alike() {
         let service = layer("").layer(api.clone());
         let response = ask(&service, post("{\"a\":1}", key)).await.unwrap();
         assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE, "the last reply is passed on");
-        let why = response.extensions().get::<Why>().unwrap().clone();
-        assert_eq!(response.extensions().get::<Happened>().unwrap().attempts, sends);
+        let why = response.extensions().get::<CallErrorKind>().unwrap().clone();
+        assert_eq!(response.extensions().get::<CallStats>().unwrap().attempts, sends);
         assert_eq!(text(response).await, "down");
         match key {
-            None => assert!(matches!(why, Why::NotIdempotent)),
-            Some(_) => assert!(matches!(why, Why::RetriesExhausted { attempts: 3 })),
+            None => assert!(matches!(why, CallErrorKind::NotIdempotent)),
+            Some(_) => assert!(matches!(why, CallErrorKind::RetriesExhausted { attempts: 3 })),
         }
         let arrived = api.arrived();
         assert_eq!(arrived.len(), sends as usize);
@@ -86,7 +89,10 @@ async fn a_refused_connection_is_tried_again_for_any_method() {
     assert_eq!(api.count(), 2);
     let error = ask(&service, post("twice", None)).await.unwrap_err();
     let OutboundError::Call(error) = error else { panic!("{error}") };
-    assert!(matches!((&error.why, &error.value), (Why::NotIdempotent, Some(Trouble::Client(_)))), "{error:?}");
+    assert!(
+        matches!((&error.kind, &error.last_reply), (CallErrorKind::NotIdempotent, Some(SendError::Inner(_)))),
+        "{error:?}"
+    );
     assert_eq!(api.count(), 3);
 }
 
@@ -96,8 +102,8 @@ async fn a_body_beyond_the_replay_window_is_sent_once_and_says_why() {
     let service = layer("replay = \"8B\"").layer(api.clone());
     let request = |body| Request::put("/x").body(Full::new(Bytes::from_static(body))).unwrap();
     let response = ask(&service, request(b"123456789")).await.unwrap();
-    let why = response.extensions().get::<Why>().unwrap();
-    assert!(matches!(why, Why::Unreplayable(Unreplayable::BodyTooLarge)), "{why:?}");
+    let why = response.extensions().get::<CallErrorKind>().unwrap();
+    assert!(matches!(why, CallErrorKind::Unreplayable(UnreplayableReason::BodyTooLarge)), "{why:?}");
     assert_eq!(api.count(), 1);
     ask(&service, request(b"12345678")).await.unwrap();
     assert_eq!(api.count(), 4);
@@ -144,7 +150,7 @@ async fn a_good_reply_that_says_nothing_is_left_turns_to_another_credential() {
     });
     let service = layer(PAIR).layer(api.clone());
     for _ in 0..3 {
-        assert_eq!(ask(&service, get("/x")).await.unwrap().extensions().get::<Happened>().unwrap().attempts, 1);
+        assert_eq!(ask(&service, get("/x")).await.unwrap().extensions().get::<CallStats>().unwrap().attempts, 1);
     }
     let tokens: Vec<_> = api.arrived().iter().map(|request| request.bearer().to_owned()).collect();
     assert_eq!(tokens, ["a", "b", "b"].map(|token| format!("{PLANTED}-{token}")));
@@ -166,14 +172,14 @@ async fn a_body_that_says_the_limit_is_reached_closes_the_day() {
     assert_eq!(api.arrived()[0].uri, "https://api.test/3/?t=Heat&apikey=pl4nted-s3cr3t-a");
     assert_eq!(api.arrived()[0].headers["accept-encoding"], "identity");
     let spent = ask(&service, get("/?t=Heat")).await.unwrap();
-    let why = spent.extensions().get::<Why>().unwrap().clone();
+    let why = spent.extensions().get::<CallErrorKind>().unwrap().clone();
     let day = Span::from_secs(86_400);
-    let Why::RetryAfterTooLong { retry_after } = why else { panic!("{why:?}") };
+    let CallErrorKind::RetryAfterTooLong { retry_after } = why else { panic!("{why:?}") };
     assert!(retry_after <= day && retry_after > day - Span::from_secs(60), "{retry_after}");
     assert_eq!(text(spent).await, reached);
     let error = ask(&service, get("/?t=Ran")).await.unwrap_err();
     assert!(
-        matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::CredentialsCooling { .. })),
+        matches!(&error, OutboundError::Call(error) if matches!(error.kind, CallErrorKind::CredentialsCooling { .. })),
         "{error}"
     );
     assert_eq!(api.count(), 2);
@@ -230,7 +236,10 @@ async fn a_401_is_one_login_and_one_retry() {
     let responses = join_all((0..20).map(|_| ask(&service, post("x", None)))).await;
     for response in responses {
         let response = response.unwrap();
-        assert_eq!((response.status(), response.extensions().get::<Happened>().unwrap().attempts), (StatusCode::OK, 2));
+        assert_eq!(
+            (response.status(), response.extensions().get::<CallStats>().unwrap().attempts),
+            (StatusCode::OK, 2)
+        );
     }
     assert_eq!(logins(&api), 2);
     let stubborn = with_login(|_, _| answer(401, &[], "no"));
@@ -312,7 +321,7 @@ async fn a_login_that_fails_fails_the_call_without_a_secret() {
     let api = Api::new(|_, _| answer(403, &[], PLANTED));
     let service = layer(LOGIN).layer(api.clone());
     let error = ask(&service, get("/x")).await.unwrap_err();
-    assert!(matches!(error, OutboundError::Trouble(Trouble::Login(_))), "{error:?}");
+    assert!(matches!(error, OutboundError::Send(SendError::Login(_))), "{error:?}");
     assert_eq!(error.status(), 502);
     assert!(!format!("{error} {error:?}").contains(PLANTED));
     assert_eq!(api.count(), 1);
@@ -325,7 +334,7 @@ async fn redirects_are_passed_on_without_the_credential() {
         _ => answer(302, &[("location", "https://elsewhere.test/?k=pl4nted-s3cr3t-a&page=2")], ""),
     });
     let settings = "auth = \"query:k\"\ncredentials = [\"env:A\"]";
-    let service = layer(settings).mounted("/api/").layer(api.clone());
+    let service = layer(settings).mount_path("/api/").layer(api.clone());
     for told in ["/api/next?page=2", "https://elsewhere.test/?page=2"] {
         let response = ask(&service, get("/x")).await.unwrap();
         assert_eq!((response.status().as_u16(), response.headers()["location"].to_str().unwrap()), (302, told));
@@ -339,7 +348,7 @@ async fn a_call_is_in_flight_until_its_body_has_been_read() {
     for code in [200, 404, 503, 429] {
         let layer = layer("retry = { max_attempts = 2, base = \"1ms\", cap = \"1ms\" }");
         let service = layer.layer(Api::new(move |_, _| status(code)));
-        let in_flight = || layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User));
+        let in_flight = || layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::User));
         let read = ask(&service, get("/x")).await.unwrap();
         let dropped = ask(&service, get("/x")).await.unwrap();
         assert_eq!(in_flight(), 2, "{code}");
@@ -356,7 +365,10 @@ async fn a_provider_that_does_not_answer_in_time() {
     let service = layer("attempt_timeout = \"2s\"").layer(api.clone());
     let error = ask(&service, post("x", None)).await.unwrap_err();
     let OutboundError::Call(error) = error else { panic!("{error}") };
-    assert!(matches!((&error.why, &error.value), (Why::NotIdempotent, Some(Trouble::TimedOut))), "{error:?}");
+    assert!(
+        matches!((&error.kind, &error.last_reply), (CallErrorKind::NotIdempotent, Some(SendError::TimedOut))),
+        "{error:?}"
+    );
     assert_eq!(api.count(), 1);
     let began = now();
     ask(&service, get("/x")).await.unwrap_err();
@@ -381,14 +393,17 @@ async fn extensions_choose_lane_and_cost_and_replies_correct_it() {
         request
     };
     let error = ask(&service, costing(51, 1)).await.unwrap_err();
-    assert!(matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::RateLimited { .. })), "{error}");
+    assert!(
+        matches!(&error, OutboundError::Call(error) if matches!(error.kind, CallErrorKind::RateLimited { .. })),
+        "{error}"
+    );
     let error = ask(&service, costing(1, 1)).await.unwrap_err();
     assert!(
-        matches!(&error, OutboundError::Call(error) if matches!(error.why, Why::RateLimited { .. })),
+        matches!(&error, OutboundError::Call(error) if matches!(error.kind, CallErrorKind::RateLimited { .. })),
         "60 are reserved"
     );
     let response = ask(&service, costing(50, 1)).await.unwrap();
-    assert_eq!(layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::Webhook)), 1);
+    assert_eq!(layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::Webhook)), 1);
     drop(response);
 }
 
@@ -440,7 +455,7 @@ async fn no_token_is_ever_told() {
         for request in [get("/x"), post("x", Some("k"))] {
             let ended = ask(&service, request).await;
             assert!(api.count() > 0);
-            told += &format!("{ended:?} {layer:?} {service:?} {:?}", layer.provider().plan());
+            told += &format!("{ended:?} {layer:?} {service:?} {:?}", layer.provider().config());
             if let Err(error) = ended {
                 let mut cause: Option<&dyn std::error::Error> = Some(&error);
                 while let Some(found) = cause {

@@ -14,7 +14,7 @@ use http_body_util::{BodyExt as _, Full, StreamBody};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::core::Lane;
-use tidegate::outbound::{OutboundError, OutboundLayer, ReplayBody, Trouble, Why};
+use tidegate::outbound::{CallErrorKind, OutboundError, OutboundLayer, ReplayBody, SendError};
 use tower::{Layer as _, ServiceExt as _};
 
 use crate::common::{Api, ask, get, layer, now, status};
@@ -42,13 +42,13 @@ fn stalling(pieces_before: usize) -> Request<Upload> {
 }
 
 fn is_open(layer: &OutboundLayer<Memory, TokioClock>) -> bool {
-    layer.provider().look(|desk, now| desk.breaker.peek(now).is_err())
+    layer.provider().inspect(|desk, now| desk.breaker.peek(now).is_err())
 }
 
 fn is_stalled(error: &OutboundError) -> bool {
     match error {
-        OutboundError::Trouble(trouble) => matches!(trouble, Trouble::Stalled),
-        OutboundError::Call(call) => matches!(call.value, Some(Trouble::Stalled)),
+        OutboundError::Send(trouble) => matches!(trouble, SendError::BodyTimeout),
+        OutboundError::Call(call) => matches!(call.last_reply, Some(SendError::BodyTimeout)),
         _ => false,
     }
 }
@@ -59,7 +59,7 @@ async fn a_caller_that_falls_silent_is_no_failure_of_the_provider() {
     for (settings, secs) in [("attempt_timeout = \"2s\"\n", 2), ("", 10)] {
         let api = Api::new(|_, _| status(200));
         let layer = layer(&format!("{settings}breaker = {{ failures = 1 }}\n"));
-        let limit = || layer.provider().look(|desk, _| desk.inflight.as_ref().unwrap().limit());
+        let limit = || layer.provider().inspect(|desk, _| desk.adaptive_limit.as_ref().unwrap().limit());
         let before = limit();
         for sent in [0, 1, 3] {
             let began = now();
@@ -72,7 +72,7 @@ async fn a_caller_that_falls_silent_is_no_failure_of_the_provider() {
         }
         assert!(!is_open(&layer), "one failure would have opened it");
         assert_eq!(limit(), before);
-        assert_eq!(layer.provider().look(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
+        assert_eq!(layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
         assert_eq!(ask(&layer.layer(api), get("/x")).await.unwrap().status(), StatusCode::OK);
     }
 }
@@ -93,7 +93,7 @@ async fn when_all_was_handed_over_the_reply_has_the_attempts_time() {
     let began = now();
     let error = layer.layer(api).oneshot(put(pieces(4, 1_000))).await.unwrap_err();
     let OutboundError::Call(error) = error else { panic!("{error:?}") };
-    assert!(matches!(error.value, Some(Trouble::TimedOut)), "{error:?}");
+    assert!(matches!(error.last_reply, Some(SendError::TimedOut)), "{error:?}");
     assert_eq!((now() - began).as_secs(), 5, "3 s of sending and 2 s of silence");
 }
 
@@ -128,7 +128,7 @@ async fn a_provider_that_takes_no_more_has_failed() {
         let layer = layer("attempt_timeout = \"2s\"\nbreaker = { failures = 1 }\nretry = { max_attempts = 1 }\n");
         let error = layer.layer(Sated(takes)).oneshot(put(pieces(100, 0))).await.unwrap_err();
         let OutboundError::Call(error) = error else { panic!("{error:?}") };
-        assert!(matches!(error.value, Some(Trouble::TimedOut)), "{error:?}");
+        assert!(matches!(error.last_reply, Some(SendError::TimedOut)), "{error:?}");
         assert!(is_open(&layer), "after {takes} pieces");
     }
 }
@@ -160,6 +160,9 @@ async fn an_upload_that_its_call_leaves_no_time_for_says_nothing_of_the_provider
     let layer = layer("breaker = { failures = 1 }\n");
     let error = layer.layer(Slow).oneshot(put(pieces(100, 0))).await.unwrap_err();
     let OutboundError::Call(error) = error else { panic!("{error:?}") };
-    assert!(matches!((&error.why, &error.value), (Why::DeadlineExceeded, Some(Trouble::TimedOut))), "{error:?}");
+    assert!(
+        matches!((&error.kind, &error.last_reply), (CallErrorKind::DeadlineExceeded, Some(SendError::TimedOut))),
+        "{error:?}"
+    );
     assert!(!is_open(&layer));
 }

@@ -1,7 +1,8 @@
 //! Who goes with whom, by a driver that carries nothing out before it is let.
 
+use parking_lot::Mutex;
 use std::future::Future;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window};
 use tidegate_testkit::random::RandomSource;
@@ -33,7 +34,7 @@ impl<const SAME_ROWS: bool> Fake<SAME_ROWS> {
     }
 
     fn groups(&self) -> Vec<(usize, usize)> {
-        self.groups.lock().unwrap().clone()
+        self.groups.lock().clone()
     }
 }
 
@@ -41,10 +42,10 @@ impl<const SAME_ROWS: bool> Driver for Fake<SAME_ROWS> {
     const SAME_ROWS: bool = SAME_ROWS;
 
     async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
-        self.groups.lock().unwrap().push((group.calls().len(), group.keys().len()));
+        self.groups.lock().push((group.calls().len(), group.keys().len()));
         let keys = group.keys().iter().map(|(key, _)| *key).filter(|_| !group.looks());
         for key in keys.clone() {
-            let mut busy = self.busy.lock().unwrap();
+            let mut busy = self.busy.lock();
             assert!(!busy.contains(&key), "two groups have one row");
             busy.push(key);
         }
@@ -52,8 +53,8 @@ impl<const SAME_ROWS: bool> Driver for Fake<SAME_ROWS> {
             Some(gate) => gate.acquire().await.unwrap().forget(),
             None => tokio::task::yield_now().await,
         }
-        self.busy.lock().unwrap().retain(|busy| !keys.clone().any(|key| key == *busy));
-        if let Some(fault) = self.faults.lock().unwrap().pop() {
+        self.busy.lock().retain(|busy| !keys.clone().any(|key| key == *busy));
+        if let Some(fault) = self.faults.lock().pop() {
             return Err(fault);
         }
         Ok(Ledger::new(limits, group, []).settle(group, |call| call.now()))
@@ -162,10 +163,10 @@ fn conflicts_are_tried_again_and_failures_told() {
     run(async {
         let engine = engine(Fake::<false>::default(), 1);
         let faults = [Fault::Conflict("deadlock".into()), Fault::Broken("gone".into())];
-        engine.driver().faults.lock().unwrap().extend(faults);
+        engine.driver().faults.lock().extend(faults);
         ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap();
         assert_eq!(engine.driver().groups().len(), 3);
-        engine.driver().faults.lock().unwrap().push(Fault::Failed("no such table".into()));
+        engine.driver().faults.lock().push(Fault::Failed("no such table".into()));
         let error = ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap_err();
         assert_eq!(error.to_string(), "the store failed: no such table");
         assert_eq!(engine.driver().groups().len(), 4);
@@ -178,7 +179,7 @@ fn that_nobody_is_there_is_told_to_all_who_wait() {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
         let second = ask(&engine, &batch(Verb::Take, &[1])).await;
-        engine.driver().faults.lock().unwrap().push(Fault::Unreachable("nobody".into()));
+        engine.driver().faults.lock().push(Fault::Unreachable("nobody".into()));
         engine.driver().gate.as_ref().unwrap().add_permits(1);
         assert!(first.await.unwrap().is_err() && second.await.unwrap().is_err());
         assert_eq!(engine.driver().groups().len(), 1);
@@ -198,7 +199,7 @@ impl Driver for Foreign {
         let bytes = [known, vec![0xff, 1]];
         let mut ledger = Ledger::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
         let answers = ledger.settle(group, |call| call.now());
-        *self.0.lock().unwrap() = ledger.changes();
+        *self.0.lock() = ledger.changes();
         Ok(answers)
     }
 }
@@ -211,9 +212,9 @@ fn a_row_that_nobody_can_read_is_an_error_and_stays() {
         let engine = Engine::new(Foreign::default(), limits, 1);
         let both = engine.ask(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
         assert!(matches!(both, Err(StoreError::Failed(_))));
-        assert_eq!(*engine.driver().0.lock().unwrap(), [Change::Keep, Change::Keep]);
+        assert_eq!(*engine.driver().0.lock(), [Change::Keep, Change::Keep]);
         engine.ask(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
-        assert!(matches!(engine.driver().0.lock().unwrap()[..], [Change::Write(..)]));
+        assert!(matches!(engine.driver().0.lock()[..], [Change::Write(..)]));
     });
 }
 

@@ -15,46 +15,46 @@ use pin_project_lite::pin_project;
 
 /// How long a body may pause and still be collected. What pauses longer is taken for a stream that its caller reads as
 /// it comes.
-const PAUSE: Duration = Duration::from_secs(1);
+const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 pin_project! {
     /// The body of a reply that came through a cache: the kept one, or the provider's.
     pub struct CacheBody<B: Body> {
         #[pin]
-        inner: Inner<B>,
+        inner: CacheBodyInner<B>,
     }
 }
 
 pin_project! {
     #[project = InnerProjection]
-    enum Inner<B: Body> {
+    enum CacheBodyInner<B: Body> {
         Whole { bytes: Bytes },
-        Passed { #[pin] body: B },
-        Begun { begun: Begun<B> },
+        PassedThrough { #[pin] body: B },
+        PartlyRead { begun: PartlyReadBody<B> },
     }
 }
 
 /// A body of which something was read already.
-struct Begun<B: Body> {
-    read: Bytes,
+struct PartlyReadBody<B: Body> {
+    buffered: Bytes,
     /// What came after that and didn't belong to it any more.
-    next: Option<Result<Frame<Bytes>, B::Error>>,
-    rest: Pin<Box<B>>,
+    next_frame: Option<Result<Frame<Bytes>, B::Error>>,
+    remaining: Pin<Box<B>>,
 }
 
 impl<B: Body> CacheBody<B> {
-    pub(super) fn whole(bytes: Bytes) -> Self {
-        Self { inner: Inner::Whole { bytes } }
+    pub(super) fn from_bytes(bytes: Bytes) -> Self {
+        Self { inner: CacheBodyInner::Whole { bytes } }
     }
 
-    pub(super) fn passed(body: B) -> Self {
-        Self { inner: Inner::Passed { body } }
+    pub(super) fn pass_through(body: B) -> Self {
+        Self { inner: CacheBodyInner::PassedThrough { body } }
     }
 }
 
 impl<B: Body> Default for CacheBody<B> {
     fn default() -> Self {
-        Self::whole(Bytes::new())
+        Self::from_bytes(Bytes::new())
     }
 }
 
@@ -70,34 +70,39 @@ impl<B: Body<Data = Bytes>> Body for CacheBody<B> {
 
     fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match self.project().inner.project() {
-            InnerProjection::Whole { bytes } => Poll::Ready(take(bytes).map(Ok)),
-            InnerProjection::Passed { body } => body.poll_frame(context),
-            InnerProjection::Begun { begun } => match take(&mut begun.read).map(Ok).or_else(|| begun.next.take()) {
-                Some(frame) => Poll::Ready(Some(frame)),
-                None => begun.rest.as_mut().poll_frame(context),
-            },
+            InnerProjection::Whole { bytes } => Poll::Ready(take_frame(bytes).map(Ok)),
+            InnerProjection::PassedThrough { body } => body.poll_frame(context),
+            InnerProjection::PartlyRead { begun } => {
+                match take_frame(&mut begun.buffered).map(Ok).or_else(|| begun.next_frame.take()) {
+                    Some(frame) => Poll::Ready(Some(frame)),
+                    None => begun.remaining.as_mut().poll_frame(context),
+                }
+            }
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.inner {
-            Inner::Whole { bytes } => bytes.is_empty(),
-            Inner::Passed { body } => body.is_end_stream(),
-            Inner::Begun { begun } => begun.read.is_empty() && begun.next.is_none() && begun.rest.is_end_stream(),
+            CacheBodyInner::Whole { bytes } => bytes.is_empty(),
+            CacheBodyInner::PassedThrough { body } => body.is_end_stream(),
+            CacheBodyInner::PartlyRead { begun } => {
+                begun.buffered.is_empty() && begun.next_frame.is_none() && begun.remaining.is_end_stream()
+            }
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.inner {
-            Inner::Whole { bytes } => SizeHint::with_exact(bytes.len() as u64),
-            Inner::Passed { body } => body.size_hint(),
-            Inner::Begun { begun } => {
-                let next = begun.next.as_ref().and_then(|next| next.as_ref().ok()?.data_ref()).map_or(0, Bytes::len);
-                let (read, rest) = ((begun.read.len() + next) as u64, begun.rest.size_hint());
+            CacheBodyInner::Whole { bytes } => SizeHint::with_exact(bytes.len() as u64),
+            CacheBodyInner::PassedThrough { body } => body.size_hint(),
+            CacheBodyInner::PartlyRead { begun } => {
+                let next_frame =
+                    begun.next_frame.as_ref().and_then(|next| next.as_ref().ok()?.data_ref()).map_or(0, Bytes::len);
+                let (buffered, remaining) = ((begun.buffered.len() + next_frame) as u64, begun.remaining.size_hint());
                 let mut hint = SizeHint::new();
-                hint.set_lower(rest.lower().saturating_add(read));
-                if let Some(upper) = rest.upper() {
-                    hint.set_upper(upper.saturating_add(read));
+                hint.set_lower(remaining.lower().saturating_add(buffered));
+                if let Some(upper) = remaining.upper() {
+                    hint.set_upper(upper.saturating_add(buffered));
                 }
                 hint
             }
@@ -105,83 +110,83 @@ impl<B: Body<Data = Bytes>> Body for CacheBody<B> {
     }
 }
 
-fn take(bytes: &mut Bytes) -> Option<Frame<Bytes>> {
+fn take_frame(bytes: &mut Bytes) -> Option<Frame<Bytes>> {
     (!bytes.is_empty()).then(|| Frame::data(std::mem::take(bytes)))
 }
 
 /// How many bytes all bodies that are being collected may take together.
-pub(super) struct Room {
-    taken: AtomicU64,
+pub(super) struct BufferCapacity {
+    reserved: AtomicU64,
     max: u64,
 }
 
-impl Room {
+impl BufferCapacity {
     pub(super) fn new(max: u64) -> Arc<Self> {
-        Arc::new(Self { taken: AtomicU64::new(0), max })
+        Arc::new(Self { reserved: AtomicU64::new(0), max })
     }
 
     #[cfg(test)]
-    pub(super) fn taken(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed)
+    pub(super) fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Relaxed)
     }
 }
 
 /// What one body takes of the room; given back when dropped.
-struct Share {
-    room: Arc<Room>,
-    taken: u64,
+struct BufferReservation {
+    capacity: Arc<BufferCapacity>,
+    reserved: u64,
 }
 
-impl Share {
+impl BufferReservation {
     /// Takes more; false, and nothing taken, if there is no more.
-    fn grow(&mut self, bytes: usize) -> bool {
+    fn reserve(&mut self, bytes: usize) -> bool {
         let bytes = bytes as u64;
-        let before = self.room.taken.fetch_add(bytes, Ordering::Relaxed);
-        self.taken += bytes;
-        if before.saturating_add(bytes) <= self.room.max {
+        let before = self.capacity.reserved.fetch_add(bytes, Ordering::Relaxed);
+        self.reserved += bytes;
+        if before.saturating_add(bytes) <= self.capacity.max {
             return true;
         }
-        self.room.taken.fetch_sub(bytes, Ordering::Relaxed);
-        self.taken -= bytes;
+        self.capacity.reserved.fetch_sub(bytes, Ordering::Relaxed);
+        self.reserved -= bytes;
         false
     }
 }
 
-impl Drop for Share {
+impl Drop for BufferReservation {
     fn drop(&mut self) {
-        self.room.taken.fetch_sub(self.taken, Ordering::Relaxed);
+        self.capacity.reserved.fetch_sub(self.reserved, Ordering::Relaxed);
     }
 }
 
 /// What came of reading a body.
-pub(super) enum Collected<B: Body> {
+pub(super) enum CollectResult<B: Body> {
     /// All of it.
-    Whole(Bytes),
+    Complete(Bytes),
     /// It is too long, too slow, broken, or more than bytes: to be passed on from its beginning.
-    Part(CacheBody<B>),
+    Partial(CacheBody<B>),
 }
 
 /// Reads a body of at most `max` bytes within `time`.
 pub(super) async fn collect<B: Body<Data = Bytes>>(
     body: B,
     max: usize,
-    time: Duration,
-    room: &Arc<Room>,
-) -> Collected<B> {
+    time_left: Duration,
+    room: &Arc<BufferCapacity>,
+) -> CollectResult<B> {
     if body.size_hint().lower() > max as u64 {
-        return Collected::Part(CacheBody::passed(body));
+        return CollectResult::Partial(CacheBody::pass_through(body));
     }
-    let mut share = Share { room: Arc::clone(room), taken: 0 };
-    let mut rest = Box::pin(body);
-    let mut read = Vec::new();
+    let mut reservation = BufferReservation { capacity: Arc::clone(room), reserved: 0 };
+    let mut remaining = Box::pin(body);
+    let mut buffered = Vec::new();
     let reading = async {
         loop {
-            let frame = tokio::time::timeout(PAUSE, poll_fn(|context| rest.as_mut().poll_frame(context)));
+            let frame = tokio::time::timeout(MAX_PAUSE, poll_fn(|context| remaining.as_mut().poll_frame(context)));
             match frame.await.ok()?.transpose() {
                 Ok(None) => return Some(Ok(())),
                 Ok(Some(frame)) => match frame.data_ref() {
-                    Some(data) if data.len() <= max - read.len() && share.grow(data.len()) => {
-                        read.extend_from_slice(data);
+                    Some(data) if data.len() <= max - buffered.len() && reservation.reserve(data.len()) => {
+                        buffered.extend_from_slice(data);
                     }
                     _ => return Some(Err(Ok(frame))),
                 },
@@ -189,12 +194,14 @@ pub(super) async fn collect<B: Body<Data = Bytes>>(
             }
         }
     };
-    let ended = tokio::time::timeout(time, reading).await.ok().flatten();
-    let read = Bytes::from(read.into_boxed_slice());
-    let next = match ended {
-        Some(Ok(())) => return Collected::Whole(read),
-        Some(Err(next)) => Some(next),
+    let result = tokio::time::timeout(time_left, reading).await.ok().flatten();
+    let buffered = Bytes::from(buffered.into_boxed_slice());
+    let next_frame = match result {
+        Some(Ok(())) => return CollectResult::Complete(buffered),
+        Some(Err(next_frame)) => Some(next_frame),
         None => None,
     };
-    Collected::Part(CacheBody { inner: Inner::Begun { begun: Begun { read, next, rest } } })
+    CollectResult::Partial(CacheBody {
+        inner: CacheBodyInner::PartlyRead { begun: PartlyReadBody { buffered, next_frame, remaining } },
+    })
 }

@@ -11,7 +11,7 @@ use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, CacheRules};
 use tidegate_store::Store;
 
-use super::super::{CallError, OutboundError, OutboundService, Provider, Trouble, Urgency, Why};
+use super::super::{CallError, CallErrorKind, OutboundError, OutboundService, Provider, SendError, Urgency};
 
 /// Whose replies are kept.
 ///
@@ -23,11 +23,11 @@ pub trait Origin {
     /// What is kept of its replies; nothing if `None`.
     fn rules(&self) -> Option<&CacheRules>;
     /// How many credentials its calls may be sent with.
-    fn credentials(&self) -> usize;
+    fn credential_count(&self) -> usize;
     /// The secret of its only credential as it stands now; `None` if it has none that could change.
     fn secret(&self) -> impl Future<Output = Option<Arc<Secret>>> + Send;
     /// The header of a request that its own credential replaces, whatever the caller wrote there.
-    fn injects(&self) -> Option<HeaderName>;
+    fn injected_header(&self) -> Option<HeaderName>;
     /// How long a call of this lane may take that doesn't say so itself.
     fn timeout(&self, lane: Lane) -> Duration;
     /// Makes a call that is under way as urgent as this.
@@ -36,14 +36,14 @@ pub trait Origin {
 
 impl<S: Store, C: Clock> Origin for Provider<S, C> {
     fn name(&self) -> &str {
-        &self.plan().name
+        &self.config().name
     }
 
     fn rules(&self) -> Option<&CacheRules> {
-        self.plan().cache.as_ref()
+        self.config().cache.as_ref()
     }
 
-    fn credentials(&self) -> usize {
+    fn credential_count(&self) -> usize {
         self.0.rules.credential_keys.len()
     }
 
@@ -51,9 +51,9 @@ impl<S: Store, C: Clock> Origin for Provider<S, C> {
         None
     }
 
-    fn injects(&self) -> Option<HeaderName> {
-        match &self.plan().auth {
-            _ if self.plan().credentials.is_empty() => None,
+    fn injected_header(&self) -> Option<HeaderName> {
+        match &self.config().auth {
+            _ if self.config().credentials.is_empty() => None,
             Auth::Bearer => Some(header::AUTHORIZATION),
             Auth::Header { name, .. } => Some(name.clone()),
             Auth::None | Auth::Query { .. } | Auth::Path => None,
@@ -78,16 +78,16 @@ impl<I: Sync, S: Store, C: Clock> Origin for OutboundService<I, S, C> {
         self.provider().rules()
     }
 
-    fn credentials(&self) -> usize {
-        self.provider().credentials()
+    fn credential_count(&self) -> usize {
+        self.provider().credential_count()
     }
 
     async fn secret(&self) -> Option<Arc<Secret>> {
         Self::secret(self).await
     }
 
-    fn injects(&self) -> Option<HeaderName> {
-        self.provider().injects()
+    fn injected_header(&self) -> Option<HeaderName> {
+        self.provider().injected_header()
     }
 
     fn timeout(&self, lane: Lane) -> Duration {
@@ -100,69 +100,69 @@ impl<I: Sync, S: Store, C: Clock> Origin for OutboundService<I, S, C> {
 }
 
 /// What an error says beyond the call that it failed.
-pub trait Fault {
+pub trait CacheCallError {
     /// Whether the provider is unavailable, so that an old reply is better than none.
     fn is_outage(&self) -> bool;
 
     /// Whether it was this call's own deadline or place in the queue that failed it, so that another call may fare
     /// better.
-    fn is_own(&self) -> bool;
+    fn is_call_specific(&self) -> bool;
 }
 
-impl<T> Fault for CallError<T> {
+impl<T> CacheCallError for CallError<T> {
     /// The breaker is open, all credentials cool down, a quota is spent, or the attempts that there could be have failed
     /// by faults that pass.
     fn is_outage(&self) -> bool {
         matches!(
-            self.why,
-            Why::Unavailable { .. }
-                | Why::CredentialsCooling { .. }
-                | Why::QuotaSpent { .. }
-                | Why::RetriesExhausted { .. }
-                | Why::RetryAfterTooLong { .. }
-                | Why::NoTimeLeft { .. }
-                | Why::BudgetSpent
+            self.kind,
+            CallErrorKind::Unavailable { .. }
+                | CallErrorKind::CredentialsCooling { .. }
+                | CallErrorKind::QuotaSpent { .. }
+                | CallErrorKind::RetriesExhausted { .. }
+                | CallErrorKind::RetryAfterTooLong { .. }
+                | CallErrorKind::NoTimeLeft { .. }
+                | CallErrorKind::BudgetSpent
         )
     }
 
-    fn is_own(&self) -> bool {
+    fn is_call_specific(&self) -> bool {
         matches!(
-            self.why,
-            Why::RateLimited { .. }
-                | Why::QuotaSpent { .. }
-                | Why::CredentialsCooling { .. }
-                | Why::Resting { .. }
-                | Why::QueueFull { .. }
-                | Why::DeadlineExceeded
-                | Why::NoTimeLeft { .. }
+            self.kind,
+            CallErrorKind::RateLimited { .. }
+                | CallErrorKind::QuotaSpent { .. }
+                | CallErrorKind::CredentialsCooling { .. }
+                | CallErrorKind::LanePaused { .. }
+                | CallErrorKind::QueueFull { .. }
+                | CallErrorKind::DeadlineExceeded
+                | CallErrorKind::NoTimeLeft { .. }
         )
     }
 }
 
-impl Fault for OutboundError {
+impl CacheCallError for OutboundError {
     fn is_outage(&self) -> bool {
         match self {
             Self::Call(call) => call.is_outage(),
-            Self::Trouble(Trouble::Body | Trouble::Stalled) | Self::Target(_) => false,
-            Self::Trouble(_) => true,
+            Self::Send(SendError::BrokenBody | SendError::BodyTimeout) | Self::Target(_) => false,
+            Self::Send(_) => true,
         }
     }
 
-    fn is_own(&self) -> bool {
+    fn is_call_specific(&self) -> bool {
         match self {
-            Self::Call(call) => call.is_own(),
-            Self::Trouble(_) | Self::Target(_) => false,
+            Self::Call(call) => call.is_call_specific(),
+            Self::Send(_) | Self::Target(_) => false,
         }
     }
 }
 
 /// For services that tell every failure as a reply.
-impl Fault for Infallible {
+impl CacheCallError for Infallible {
     fn is_outage(&self) -> bool {
         match *self {}
     }
 
-    fn is_own(&self) -> bool {
+    fn is_call_specific(&self) -> bool {
         match *self {}
     }
 }

@@ -5,9 +5,9 @@ mod freshness;
 mod sharing;
 mod together;
 
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -22,7 +22,7 @@ use tidegate_policy::outbound::CacheRules;
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::super::Urgency;
-use super::flight::Boarded;
+use super::single_flight::JoinOutcome;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -103,12 +103,12 @@ enum Failed {
     Otherwise,
 }
 
-impl Fault for Failed {
+impl CacheCallError for Failed {
     fn is_outage(&self) -> bool {
         *self == Self::Outage
     }
 
-    fn is_own(&self) -> bool {
+    fn is_call_specific(&self) -> bool {
         *self == Self::Late
     }
 }
@@ -168,7 +168,7 @@ impl Api {
 
     /// A header of the last request that it saw.
     fn saw(&self, name: &str) -> Option<String> {
-        let seen = self.seen.lock().unwrap();
+        let seen = self.seen.lock();
         Some(seen.last()?.1.headers.get(name)?.to_str().unwrap().to_owned())
     }
 
@@ -176,7 +176,7 @@ impl Api {
         let number = self.calls.fetch_add(1, Ordering::SeqCst) + 1;
         let (parts, _) = request.into_parts();
         let timeout = options.timeout;
-        self.seen.lock().unwrap().push((options, parts.clone()));
+        self.seen.lock().push((options, parts.clone()));
         if tokio::time::timeout(timeout.unwrap_or(Duration::MAX), sleep(self.latency)).await.is_err() {
             return Err(Failed::Late);
         }
@@ -193,15 +193,15 @@ impl Origin for Api {
         self.rules.as_ref()
     }
 
-    fn credentials(&self) -> usize {
+    fn credential_count(&self) -> usize {
         self.credentials
     }
 
     async fn secret(&self) -> Option<Arc<Secret>> {
-        self.secret.lock().unwrap().map(|secret| Arc::new(Secret::new(secret)))
+        self.secret.lock().map(|secret| Arc::new(Secret::new(secret)))
     }
 
-    fn injects(&self) -> Option<HeaderName> {
+    fn injected_header(&self) -> Option<HeaderName> {
         self.injects.clone()
     }
 
@@ -210,7 +210,7 @@ impl Origin for Api {
     }
 
     fn raise(&self, urgency: &Urgency, lane: Lane) {
-        self.raised.lock().unwrap().push((urgency.clone(), lane));
+        self.raised.lock().push((urgency.clone(), lane));
     }
 }
 
@@ -285,9 +285,9 @@ async fn told(cache: &Cache<Paused>, api: &Api, requests: Vec<Request<Full<Bytes
 }
 
 /// The key by which calls to this path wait for each other while none of its replies is kept.
-fn flight_to(cache: &Cache<Paused>, api: &Api, path: &str) -> Key {
-    let (keys, (parts, _)) = (&cache.0.keys, get(path).into_parts());
-    keys.request(keys.place(api, &parts), &parts)
+fn flight_to(cache: &Cache<Paused>, api: &Api, path: &str) -> CacheKey {
+    let (keys, (parts, _)) = (&cache.0.key_factory, get(path).into_parts());
+    keys.request_key(keys.base_key(api, &parts), &parts)
 }
 
 async fn pass(secs: u64) {
@@ -296,7 +296,7 @@ async fn pass(secs: u64) {
 
 /// Whether all that calls hold has been given back.
 fn is_at_rest(cache: &Cache<Paused>) -> bool {
-    cache.0.flights.len() == 0 && cache.0.room.taken() == 0
+    cache.0.single_flight.len() == 0 && cache.0.buffer_capacity.reserved() == 0
 }
 
 /// Polls all of these until all are done.

@@ -1,8 +1,9 @@
 //! A circuit breaker, as a layer.
 
+use parking_lot::Mutex;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
@@ -42,22 +43,22 @@ use crate::random::SharedRng;
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct BreakerLayer<J, C = SystemClock>(Arc<Circuit<J, C>>);
+pub struct BreakerLayer<J, C = SystemClock>(Arc<BreakerLayerInner<J, C>>);
 
 #[derive(Debug)]
-struct Circuit<J, C> {
-    breaker: SharedBreaker<Locked>,
+struct BreakerLayerInner<J, C> {
+    breaker: SharedBreaker<LockedBreaker>,
     classifier: J,
     clock: C,
     rng: SharedRng,
 }
 
 #[derive(Debug)]
-struct Locked(Mutex<Breaker>);
+struct LockedBreaker(Mutex<Breaker>);
 
-impl ExclusiveAccess<Breaker> for Locked {
+impl ExclusiveAccess<Breaker> for LockedBreaker {
     fn with<R>(&self, work: impl FnOnce(&mut Breaker) -> R) -> R {
-        work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        work(&mut self.0.lock())
     }
 }
 
@@ -83,12 +84,12 @@ impl<J, C: Clock> BreakerLayer<J, C> {
     /// # Errors
     /// As [`BreakerLayer::new`].
     pub fn with_clock(spec: BreakerSpec, classifier: J, clock: C) -> Result<Self, BreakerError> {
-        let breaker = SharedBreaker::new(Locked(Mutex::new(Breaker::new(spec)?)));
-        Ok(Self(Arc::new(Circuit { breaker, classifier, clock, rng: SharedRng::default() })))
+        let breaker = SharedBreaker::new(LockedBreaker(Mutex::new(Breaker::new(spec)?)));
+        Ok(Self(Arc::new(BreakerLayerInner { breaker, classifier, clock, rng: SharedRng::default() })))
     }
 
     /// Looks at the breaker as it stands now.
-    pub fn look<T>(&self, look: impl FnOnce(&Breaker, Time) -> T) -> T {
+    pub fn inspect<T>(&self, look: impl FnOnce(&Breaker, Time) -> T) -> T {
         let now = self.0.clock.now();
         self.0.breaker.with(|breaker| look(breaker, now))
     }
@@ -103,7 +104,7 @@ impl<I, J, C> Layer<I> for BreakerLayer<J, C> {
     type Service = BreakerService<I, J, C>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        BreakerService { inner, circuit: Arc::clone(&self.0), ready: Ready::Unasked }
+        BreakerService { inner, shared: Arc::clone(&self.0), readiness: Readiness::Unknown }
     }
 }
 
@@ -122,17 +123,17 @@ pub enum CircuitError<E> {
 #[derive(Debug)]
 pub struct BreakerService<I, J, C = SystemClock> {
     inner: I,
-    circuit: Arc<Circuit<J, C>>,
-    ready: Ready,
+    shared: Arc<BreakerLayerInner<J, C>>,
+    readiness: Readiness,
 }
 
 /// For what a service is ready.
 #[derive(Clone, Copy, Debug)]
-enum Ready {
+enum Readiness {
     /// Nobody asked, or the service inside isn't yet.
-    Unasked,
+    Unknown,
     /// To call the service inside.
-    Inside,
+    Inner,
     /// To refuse: the service inside wasn't asked, so it mustn't be called, even if the breaker lets a call through by
     /// then.
     Refusing(BreakerRefusal),
@@ -141,7 +142,7 @@ enum Ready {
 impl<I: Clone, J, C> Clone for BreakerService<I, J, C> {
     /// A clone is ready for nothing.
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), circuit: Arc::clone(&self.circuit), ready: Ready::Unasked }
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared), readiness: Readiness::Unknown }
     }
 }
 
@@ -156,13 +157,13 @@ where
     type Future = BreakerFuture<I::Future, J, C>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        if !matches!(self.ready, Ready::Inside) {
-            self.ready = match self.circuit.breaker.peek(self.circuit.clock.now()) {
-                Err(refusal) => Ready::Refusing(refusal),
+        if !matches!(self.readiness, Readiness::Inner) {
+            self.readiness = match self.shared.breaker.peek(self.shared.clock.now()) {
+                Err(refusal) => Readiness::Refusing(refusal),
                 Ok(()) => {
-                    self.ready = Ready::Unasked;
+                    self.readiness = Readiness::Unknown;
                     ready!(self.inner.poll_ready(context)).map_err(CircuitError::Inner)?;
-                    Ready::Inside
+                    Readiness::Inner
                 }
             };
         }
@@ -170,25 +171,25 @@ where
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
-        let began_at = self.circuit.clock.now();
-        let breaker = &self.circuit.breaker;
-        let taken = match self.ready {
-            Ready::Unasked | Ready::Inside => breaker.take(began_at),
-            Ready::Refusing(refusal) => Err(breaker.peek(began_at).err().unwrap_or(refusal)),
+        let started_at = self.shared.clock.now();
+        let breaker = &self.shared.breaker;
+        let permit = match self.readiness {
+            Readiness::Unknown | Readiness::Inner => breaker.take(started_at),
+            Readiness::Refusing(refusal) => Err(breaker.peek(started_at).err().unwrap_or(refusal)),
         };
-        match taken {
+        match permit {
             Ok(permit) => {
-                self.ready = Ready::Unasked;
+                self.readiness = Readiness::Unknown;
                 // Before the service is called, which may panic.
-                let pass = Pass { circuit: Arc::clone(&self.circuit), permit: Some(permit), began_at };
-                BreakerFuture { state: State::Sent { reply: self.inner.call(request), pass } }
+                let guard = BreakerPermitGuard { shared: Arc::clone(&self.shared), permit: Some(permit), started_at };
+                BreakerFuture { state: BreakerFutureState::Sent { reply: self.inner.call(request), guard } }
             }
             Err(refusal) => {
                 // The service inside, if it is ready, stays so for the next call.
-                if let Ready::Refusing(_) = self.ready {
-                    self.ready = Ready::Unasked;
+                if let Readiness::Refusing(_) = self.readiness {
+                    self.readiness = Readiness::Unknown;
                 }
-                BreakerFuture { state: State::Refused { refusal } }
+                BreakerFuture { state: BreakerFutureState::Refused { refusal } }
             }
         }
     }
@@ -196,30 +197,30 @@ where
 
 /// Leave to send one call: given back when dropped, unless it was reported.
 #[derive(Debug)]
-struct Pass<J, C> {
-    circuit: Arc<Circuit<J, C>>,
+struct BreakerPermitGuard<J, C> {
+    shared: Arc<BreakerLayerInner<J, C>>,
     permit: Option<BreakerPermit>,
-    began_at: Time,
+    started_at: Time,
 }
 
-impl<J, C: Clock> Pass<J, C> {
+impl<J, C: Clock> BreakerPermitGuard<J, C> {
     fn report<Res, E>(&mut self, outcome: &Result<Res, E>)
     where
         J: Classifier<Res, E>,
     {
-        let Circuit { breaker, classifier, clock, rng } = &*self.circuit;
+        let BreakerLayerInner { breaker, classifier, clock, rng } = &*self.shared;
         let now = clock.now();
         let class = classifier.classify(outcome.as_ref(), now).class;
         if let Some(permit) = self.permit.take() {
-            breaker.report(permit, class, now.since(self.began_at), now, &mut { rng });
+            breaker.report(permit, class, now.since(self.started_at), now, &mut { rng });
         }
     }
 }
 
-impl<J, C> Drop for Pass<J, C> {
+impl<J, C> Drop for BreakerPermitGuard<J, C> {
     fn drop(&mut self) {
         if let Some(permit) = self.permit.take() {
-            self.circuit.breaker.give_back(permit);
+            self.shared.breaker.give_back(permit);
         }
     }
 }
@@ -229,15 +230,15 @@ pin_project! {
     #[derive(Debug)]
     pub struct BreakerFuture<F, J, C = SystemClock> {
         #[pin]
-        state: State<F, J, C>,
+        state: BreakerFutureState<F, J, C>,
     }
 }
 
 pin_project! {
     #[project = StateProjection]
     #[derive(Debug)]
-    enum State<F, J, C> {
-        Sent { #[pin] reply: F, pass: Pass<J, C> },
+    enum BreakerFutureState<F, J, C> {
+        Sent { #[pin] reply: F, guard: BreakerPermitGuard<J, C> },
         Refused { refusal: BreakerRefusal },
     }
 }
@@ -252,7 +253,7 @@ where
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
-            StateProjection::Sent { reply, pass } => {
+            StateProjection::Sent { reply, guard: pass } => {
                 let outcome = ready!(reply.poll(context));
                 pass.report(&outcome);
                 Poll::Ready(outcome.map_err(CircuitError::Inner))

@@ -3,12 +3,12 @@
 use http::Response;
 use tidegate_core::{Class, Span, Time};
 
-use super::super::judge::Said;
-use super::{CircuitError, TurnError};
+use super::super::attempt_classifier::HeadClassification;
+use super::{CircuitError, LimitServiceError};
 
 /// What an outcome means to the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Classified {
+pub struct Classification {
     /// Its class.
     pub class: Class,
     /// How long the service asks to be left alone. Zero is as good as `None`.
@@ -16,13 +16,13 @@ pub struct Classified {
     /// Whether the service may have acted on the request. What wasn't sent may always be sent again.
     pub was_sent: bool,
     /// Whether the service asks not to be tried again.
-    pub is_final: bool,
+    pub asks_not_to_retry: bool,
 }
 
-impl From<Class> for Classified {
+impl From<Class> for Classification {
     /// Of a request that was sent, with no wait asked for.
     fn from(class: Class) -> Self {
-        Self { class, retry_after: None, was_sent: true, is_final: false }
+        Self { class, retry_after: None, was_sent: true, asks_not_to_retry: false }
     }
 }
 
@@ -31,37 +31,37 @@ impl From<Class> for Classified {
 /// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Classified`, is a classifier.
 pub trait Classifier<Res, E> {
     /// What this outcome means, which was had `now`.
-    fn classify(&self, outcome: Result<&Res, &E>, now: Time) -> Classified;
+    fn classify(&self, outcome: Result<&Res, &E>, now: Time) -> Classification;
 }
 
 impl<F, T, Res, E> Classifier<Res, E> for F
 where
     F: Fn(Result<&Res, &E>) -> T,
-    T: Into<Classified>,
+    T: Into<Classification>,
 {
-    fn classify(&self, outcome: Result<&Res, &E>, _: Time) -> Classified {
+    fn classify(&self, outcome: Result<&Res, &E>, _: Time) -> Classification {
         self(outcome).into()
     }
 }
 
-/// Judges HTTP replies by their status ([`Class::of_status`]), and reads from their headers how long the service asks to
+/// Judges HTTP replies by their status ([`Class::from_status`]), and reads from their headers how long the service asks to
 /// be left alone, or not to be tried again: [`Hints`](tidegate_policy::Hints).
 ///
 /// A 403 that says that nothing is left, or when to come back, is throttled. What is throttled was refused instead of
 /// carried out, so it may be sent again whatever its method. An error is a connection that failed, after some of the
 /// request may have been sent: [`Class::Transient`].
 #[derive(Clone, Copy, Debug, Default)]
-pub struct ByStatus;
+pub struct StatusClassifier;
 
-impl<B, E> Classifier<Response<B>, E> for ByStatus {
-    fn classify(&self, outcome: Result<&Response<B>, &E>, now: Time) -> Classified {
+impl<B, E> Classifier<Response<B>, E> for StatusClassifier {
+    fn classify(&self, outcome: Result<&Response<B>, &E>, now: Time) -> Classification {
         let Ok(reply) = outcome else { return Class::Transient.into() };
-        let said = Said::read(reply.status(), reply.headers(), now);
-        Classified {
+        let said = HeadClassification::read(reply.status(), reply.headers(), now);
+        Classification {
             class: said.class,
-            retry_after: said.wait(now),
+            retry_after: said.requested_wait(now),
             was_sent: said.may_have_acted(),
-            is_final: said.hints.asks_not_to_retry,
+            asks_not_to_retry: said.hints.asks_not_to_retry,
         }
     }
 }
@@ -70,12 +70,13 @@ impl<B, E> Classifier<Response<B>, E> for ByStatus {
 /// service itself answers. The layer's own refusal says nothing about the service and isn't tried again:
 /// [`Class::Cancelled`].
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Behind<J>(pub J);
+pub struct InnerClassifier<J>(pub J);
 
-const REFUSED: Classified = Classified { class: Class::Cancelled, retry_after: None, was_sent: false, is_final: false };
+const REFUSED: Classification =
+    Classification { class: Class::Cancelled, retry_after: None, was_sent: false, asks_not_to_retry: false };
 
-impl<Res, E, J: Classifier<Res, E>> Classifier<Res, CircuitError<E>> for Behind<J> {
-    fn classify(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Classified {
+impl<Res, E, J: Classifier<Res, E>> Classifier<Res, CircuitError<E>> for InnerClassifier<J> {
+    fn classify(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Classification {
         match outcome {
             Ok(reply) => self.0.classify(Ok(reply), now),
             Err(CircuitError::Inner(error)) => self.0.classify(Err(error), now),
@@ -84,12 +85,12 @@ impl<Res, E, J: Classifier<Res, E>> Classifier<Res, CircuitError<E>> for Behind<
     }
 }
 
-impl<Res, E, J: Classifier<Res, E>> Classifier<Res, TurnError<E>> for Behind<J> {
-    fn classify(&self, outcome: Result<&Res, &TurnError<E>>, now: Time) -> Classified {
+impl<Res, E, J: Classifier<Res, E>> Classifier<Res, LimitServiceError<E>> for InnerClassifier<J> {
+    fn classify(&self, outcome: Result<&Res, &LimitServiceError<E>>, now: Time) -> Classification {
         match outcome {
             Ok(reply) => self.0.classify(Ok(reply), now),
-            Err(TurnError::Inner(error)) => self.0.classify(Err(error), now),
-            Err(TurnError::Refused(_)) => REFUSED,
+            Err(LimitServiceError::Inner(error)) => self.0.classify(Err(error), now),
+            Err(LimitServiceError::Refused(_)) => REFUSED,
         }
     }
 }

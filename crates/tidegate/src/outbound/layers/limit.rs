@@ -17,7 +17,7 @@ use crate::SystemClock;
 use crate::limiter::{KeyedLimiter, LimiterDecision, LimiterError, parse_kind};
 
 /// How many calls wait at a [`LimitLayer`] that doesn't say.
-pub const MAX_WAITING: usize = 1024;
+pub const DEFAULT_MAX_WAITING: usize = 1024;
 
 /// The most entries that a window keeps of its calls: up to so many it is exact, and beyond, slots come free late by
 /// at most this part of it.
@@ -56,19 +56,19 @@ const MAX_BYTES: usize = 1 << 20;
 /// ```
 #[derive(Debug)]
 pub struct LimitLayer<C = SystemClock> {
-    line: Arc<Line<C>>,
-    terms: Terms,
+    queue: Arc<LimitQueue<C>>,
+    wait_limits: WaitLimits,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Terms {
+struct WaitLimits {
     max_wait: Span,
     max_waiting: usize,
 }
 
 impl<C> Clone for LimitLayer<C> {
     fn clone(&self) -> Self {
-        Self { line: Arc::clone(&self.line), terms: self.terms }
+        Self { queue: Arc::clone(&self.queue), wait_limits: self.wait_limits }
     }
 }
 
@@ -95,31 +95,34 @@ impl<C: Clock> LimitLayer<C> {
             }
             kind => kind,
         };
-        Self::of(kind, clock)
+        Self::from_kind(kind, clock)
     }
 
     /// A layer for this limit.
     ///
     /// # Errors
     /// [`LimiterError::InFlight`].
-    pub fn of(kind: LimitKind, clock: C) -> Result<Self, LimiterError> {
+    pub fn from_kind(kind: LimitKind, clock: C) -> Result<Self, LimiterError> {
         let limiter = KeyedLimiter::from_limit(Limit::new(kind.clone()), MAX_BYTES, clock, RandomState::new())?;
-        let line = Line { limiter, kind, head: Semaphore::new(1), waiting: AtomicUsize::new(0) };
-        Ok(Self { line: Arc::new(line), terms: Terms { max_wait: Span::MAX, max_waiting: MAX_WAITING } })
+        let queue = LimitQueue { limiter, kind, head_permit: Semaphore::new(1), waiting: AtomicUsize::new(0) };
+        Ok(Self {
+            queue: Arc::new(queue),
+            wait_limits: WaitLimits { max_wait: Span::MAX, max_waiting: DEFAULT_MAX_WAITING },
+        })
     }
 
     /// Refuses a call at once whose turn is further off than this, those before it taken into account. Default
     /// [`Span::MAX`].
     #[must_use]
     pub fn max_wait(mut self, max_wait: Duration) -> Self {
-        self.terms.max_wait = Span::from_duration(max_wait);
+        self.wait_limits.max_wait = Span::from_duration(max_wait);
         self
     }
 
-    /// Refuses a call at once if so many wait; 0 counts as 1. Default [`MAX_WAITING`].
+    /// Refuses a call at once if so many wait; 0 counts as 1. Default [`DEFAULT_MAX_WAITING`].
     #[must_use]
     pub fn max_waiting(mut self, max_waiting: usize) -> Self {
-        self.terms.max_waiting = max_waiting.max(1);
+        self.wait_limits.max_waiting = max_waiting.max(1);
         self
     }
 }
@@ -128,13 +131,13 @@ impl<I, C> Layer<I> for LimitLayer<C> {
     type Service = LimitService<I, C>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        LimitService { inner, line: Arc::clone(&self.line), terms: self.terms }
+        LimitService { inner, queue: Arc::clone(&self.queue), wait_limits: self.wait_limits }
     }
 }
 
 /// Why it isn't a call's turn. Nothing was counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoTurn {
+pub enum WaitRefusal {
     /// Its turn is further off than calls wait.
     #[error("the limit has no room for {wait}")]
     TooLong {
@@ -152,10 +155,10 @@ pub enum NoTurn {
 
 /// Why there is no reply from a service behind a [`LimitLayer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TurnError<E> {
+pub enum LimitServiceError<E> {
     /// The service wasn't called.
     #[error(transparent)]
-    Refused(NoTurn),
+    Refused(WaitRefusal),
     /// The service's own error.
     #[error(transparent)]
     Inner(E),
@@ -165,13 +168,13 @@ pub enum TurnError<E> {
 #[derive(Debug)]
 pub struct LimitService<I, C = SystemClock> {
     inner: I,
-    line: Arc<Line<C>>,
-    terms: Terms,
+    queue: Arc<LimitQueue<C>>,
+    wait_limits: WaitLimits,
 }
 
 impl<I: Clone, C> Clone for LimitService<I, C> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), line: Arc::clone(&self.line), terms: self.terms }
+        Self { inner: self.inner.clone(), queue: Arc::clone(&self.queue), wait_limits: self.wait_limits }
     }
 }
 
@@ -183,61 +186,61 @@ where
     C: Clock,
 {
     type Response = I::Response;
-    type Error = TurnError<I::Error>;
+    type Error = LimitServiceError<I::Error>;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.inner.poll_ready(context).map_err(TurnError::Inner)
+        self.inner.poll_ready(context).map_err(LimitServiceError::Inner)
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
         // The service that was made ready must be the one that is called.
         let fresh = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, fresh);
-        let (line, terms) = (Arc::clone(&self.line), self.terms);
+        let (queue, wait_limits) = (Arc::clone(&self.queue), self.wait_limits);
         Box::pin(async move {
-            line.turn(terms).await.map_err(TurnError::Refused)?;
-            inner.call(request).await.map_err(TurnError::Inner)
+            queue.acquire_turn(wait_limits).await.map_err(LimitServiceError::Refused)?;
+            inner.call(request).await.map_err(LimitServiceError::Inner)
         })
     }
 }
 
 /// The queue before a limit. Only its head asks.
 #[derive(Debug)]
-struct Line<C> {
+struct LimitQueue<C> {
     limiter: KeyedLimiter<(), C>,
     kind: LimitKind,
     /// Held by the head; the semaphore serves in the order of arrival.
-    head: Semaphore,
+    head_permit: Semaphore,
     waiting: AtomicUsize,
 }
 
-impl<C: Clock> Line<C> {
+impl<C: Clock> LimitQueue<C> {
     /// Waits for one call's turn, and takes it.
-    async fn turn(&self, terms: Terms) -> Result<(), NoTurn> {
-        let (_place, ahead) = self.enter(terms.max_waiting).ok_or(NoTurn::QueueFull)?;
+    async fn acquire_turn(&self, wait_limits: WaitLimits) -> Result<(), WaitRefusal> {
+        let (_place, ahead) = self.join(wait_limits.max_waiting).ok_or(WaitRefusal::QueueFull)?;
         if ahead > 0 {
-            terms.bear(self.turn_behind(ahead as u64))?;
+            wait_limits.check_wait(self.estimate_turn(ahead as u64))?;
         }
-        let _head = self.head.acquire().await.expect("invariant: nobody closes the semaphore");
-        while let Some(wait) = terms.bear(self.limiter.check(&()))? {
+        let _head = self.head_permit.acquire().await.expect("invariant: nobody closes the semaphore");
+        while let Some(wait) = wait_limits.check_wait(self.limiter.check(&()))? {
             tokio::time::sleep(wait.as_duration()).await;
         }
         Ok(())
     }
 
     /// Takes a place behind all that wait, unless those are too many; and how many are ahead.
-    fn enter(&self, most: usize) -> Option<(Place<'_>, usize)> {
+    fn join(&self, max_waiting: usize) -> Option<(WaitingGuard<'_>, usize)> {
         let ahead = self.waiting.fetch_add(1, Ordering::Relaxed);
-        let place = Place(&self.waiting);
-        (ahead < most).then_some((place, ahead))
+        let waiting_guard = WaitingGuard(&self.waiting);
+        (ahead < max_waiting).then_some((waiting_guard, ahead))
     }
 
     /// When it is the turn of a call that so many are ahead of, if nobody leaves: each limit has room for the next
     /// call when it would have room for all of them at once, up to its capacity, and beyond goes on at its pace.
-    fn turn_behind(&self, ahead: u64) -> LimiterDecision {
+    fn estimate_turn(&self, ahead: u64) -> LimiterDecision {
         let capacity = self.kind.capacity().max(1);
-        let (cost, more) = match &self.kind {
+        let (cost, extra_wait) = match &self.kind {
             LimitKind::Rate(rate) => {
                 let beyond = (ahead + 1).saturating_sub(capacity);
                 let micros = u128::from(rate.per().as_micros()) * u128::from(beyond);
@@ -250,30 +253,30 @@ impl<C: Clock> Line<C> {
             }
         };
         match self.limiter.peek_cost(&(), cost) {
-            LimiterDecision::Admitted if more.is_zero() => LimiterDecision::Admitted,
-            LimiterDecision::Admitted => LimiterDecision::RetryAfter(more),
-            LimiterDecision::RetryAfter(wait) => LimiterDecision::RetryAfter(wait + more),
+            LimiterDecision::Admitted if extra_wait.is_zero() => LimiterDecision::Admitted,
+            LimiterDecision::Admitted => LimiterDecision::RetryAfter(extra_wait),
+            LimiterDecision::RetryAfter(wait) => LimiterDecision::RetryAfter(wait + extra_wait),
             LimiterDecision::Never => LimiterDecision::Never,
         }
     }
 }
 
-impl Terms {
+impl WaitLimits {
     /// How long to wait for a turn; `None` if it is now.
-    fn bear(self, turn: LimiterDecision) -> Result<Option<Span>, NoTurn> {
-        match turn {
+    fn check_wait(self, decision: LimiterDecision) -> Result<Option<Span>, WaitRefusal> {
+        match decision {
             LimiterDecision::Admitted => Ok(None),
             LimiterDecision::RetryAfter(wait) if wait <= self.max_wait => Ok(Some(wait)),
-            LimiterDecision::RetryAfter(wait) => Err(NoTurn::TooLong { wait }),
-            LimiterDecision::Never => Err(NoTurn::Never),
+            LimiterDecision::RetryAfter(wait) => Err(WaitRefusal::TooLong { wait }),
+            LimiterDecision::Never => Err(WaitRefusal::Never),
         }
     }
 }
 
 /// A place in the line: left when dropped.
-struct Place<'a>(&'a AtomicUsize);
+struct WaitingGuard<'a>(&'a AtomicUsize);
 
-impl Drop for Place<'_> {
+impl Drop for WaitingGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

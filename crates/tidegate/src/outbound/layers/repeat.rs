@@ -8,7 +8,7 @@ use super::super::has_idempotency_key;
 /// Copies requests before they are sent, so that they can be sent again.
 ///
 /// A closure or function `Fn(&Req) -> Option<Req>` is one.
-pub trait Repeat<Req> {
+pub trait RepeatPolicy<Req> {
     /// The same request once more; `None` if it can't be sent again.
     fn copy(&self, request: &Req) -> Option<Req>;
 
@@ -19,7 +19,7 @@ pub trait Repeat<Req> {
     }
 }
 
-impl<F: Fn(&Req) -> Option<Req>, Req> Repeat<Req> for F {
+impl<F: Fn(&Req) -> Option<Req>, Req> RepeatPolicy<Req> for F {
     fn copy(&self, request: &Req) -> Option<Req> {
         self(request)
     }
@@ -27,9 +27,9 @@ impl<F: Fn(&Req) -> Option<Req>, Req> Repeat<Req> for F {
 
 /// Sends every request again: for services where doing something twice does no harm.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Clones;
+pub struct RepeatAll;
 
-impl<Req: Clone> Repeat<Req> for Clones {
+impl<Req: Clone> RepeatPolicy<Req> for RepeatAll {
     fn copy(&self, request: &Req) -> Option<Req> {
         Some(request.clone())
     }
@@ -38,9 +38,9 @@ impl<Req: Clone> Repeat<Req> for Clones {
 /// Sends HTTP requests again that are idempotent, by their method or because they have an `Idempotency-Key`, and others
 /// if they were never sent: [`is_repeatable`].
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Idempotent;
+pub struct RepeatIdempotent;
 
-impl<B: Clone> Repeat<Request<B>> for Idempotent {
+impl<B: Clone> RepeatPolicy<Request<B>> for RepeatIdempotent {
     fn copy(&self, request: &Request<B>) -> Option<Request<B>> {
         Some(request.clone())
     }

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tidegate_core::{Attempt, Budget, Class, Clock, Retry, Span, Time, Tries, Unreplayable};
+use tidegate_core::{Budget, Class, Clock, FailedAttempt, Retry, RetryTracker, Span, Time, UnreplayableReason};
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::{Classifier, Clones, Repeat};
+use super::{Classifier, RepeatAll, RepeatPolicy};
 use crate::SystemClock;
 use crate::random::SharedRng;
 
@@ -21,8 +21,8 @@ use crate::random::SharedRng;
 /// [time-out](Self::timeout), if there is one. What a call returns is its last outcome itself, whatever that is; only a
 /// service that is no longer ready for another attempt has its error returned in place of the outcome before.
 ///
-/// Every request is taken for one that may be sent twice, unless [`RetryLayer::repeating`] says otherwise: for HTTP,
-/// say [`Idempotent`](super::Idempotent).
+/// Every request is taken for one that may be sent twice, unless [`RetryLayer::repeat_policy`] says otherwise: for HTTP,
+/// say [`RepeatIdempotent`](super::RepeatIdempotent).
 ///
 /// Has to be polled within a tokio runtime whose timers are enabled. A call that is dropped while it waits gives its
 /// retry back to the budget.
@@ -46,17 +46,17 @@ use crate::random::SharedRng;
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-pub struct RetryLayer<J, P = Clones, C = SystemClock> {
-    rules: Rules<J, P, C>,
+pub struct RetryLayer<J, P = RepeatAll, C = SystemClock> {
+    config: RetryLayerConfig<J, P, C>,
 }
 
 #[derive(Clone, Debug)]
-struct Rules<J, P, C> {
+struct RetryLayerConfig<J, P, C> {
     retry: Retry,
     budget: Option<Arc<Budget>>,
     timeout: Option<Span>,
     classifier: J,
-    repeat: P,
+    repeat_policy: P,
     clock: C,
 }
 
@@ -68,10 +68,10 @@ impl<J> RetryLayer<J> {
     }
 }
 
-impl<J, C: Clock> RetryLayer<J, Clones, C> {
+impl<J, C: Clock> RetryLayer<J, RepeatAll, C> {
     /// [`RetryLayer::new`] with a clock of your own.
     pub fn with_clock(retry: Retry, budget: Option<Arc<Budget>>, classifier: J, clock: C) -> Self {
-        Self { rules: Rules { retry, budget, timeout: None, classifier, repeat: Clones, clock } }
+        Self { config: RetryLayerConfig { retry, budget, timeout: None, classifier, repeat_policy: RepeatAll, clock } }
     }
 }
 
@@ -80,15 +80,15 @@ impl<J, P, C> RetryLayer<J, P, C> {
     /// time-out inside of this layer. Default none.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.rules.timeout = Some(Span::from_duration(timeout));
+        self.config.timeout = Some(Span::from_duration(timeout));
         self
     }
 
-    /// Chooses which requests can be sent again, and how. Default [`Clones`]: all.
+    /// Chooses which requests can be sent again, and how. Default [`RepeatAll`]: all.
     #[must_use]
-    pub fn repeating<Q>(self, repeat: Q) -> RetryLayer<J, Q, C> {
-        let Rules { retry, budget, timeout, classifier, clock, .. } = self.rules;
-        RetryLayer { rules: Rules { retry, budget, timeout, classifier, repeat, clock } }
+    pub fn repeat_policy<Q>(self, repeat_policy: Q) -> RetryLayer<J, Q, C> {
+        let RetryLayerConfig { retry, budget, timeout, classifier, clock, .. } = self.config;
+        RetryLayer { config: RetryLayerConfig { retry, budget, timeout, classifier, repeat_policy, clock } }
     }
 }
 
@@ -96,20 +96,23 @@ impl<I, J: Clone, P: Clone, C: Clone> Layer<I> for RetryLayer<J, P, C> {
     type Service = RetryService<I, J, P, C>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        RetryService { inner, shared: Arc::new(Shared { rules: self.rules.clone(), rng: SharedRng::default() }) }
+        RetryService {
+            inner,
+            shared: Arc::new(RetryServiceInner { config: self.config.clone(), rng: SharedRng::default() }),
+        }
     }
 }
 
 /// A service behind a [`RetryLayer`].
 #[derive(Debug)]
-pub struct RetryService<I, J, P = Clones, C = SystemClock> {
+pub struct RetryService<I, J, P = RepeatAll, C = SystemClock> {
     inner: I,
-    shared: Arc<Shared<J, P, C>>,
+    shared: Arc<RetryServiceInner<J, P, C>>,
 }
 
 #[derive(Debug)]
-struct Shared<J, P, C> {
-    rules: Rules<J, P, C>,
+struct RetryServiceInner<J, P, C> {
+    config: RetryLayerConfig<J, P, C>,
     rng: SharedRng,
 }
 
@@ -127,7 +130,7 @@ where
     I::Error: Send,
     Req: Send + 'static,
     J: Classifier<I::Response, I::Error> + Send + Sync + 'static,
-    P: Repeat<Req> + Send + Sync + 'static,
+    P: RepeatPolicy<Req> + Send + Sync + 'static,
     C: Clock,
 {
     type Response = I::Response;
@@ -143,60 +146,62 @@ where
         let fresh = self.inner.clone();
         let inner = std::mem::replace(&mut self.inner, fresh);
         let shared = Arc::clone(&self.shared);
-        let timeout = shared.rules.timeout;
-        let deadline = timeout.map_or(Time::NEVER, |timeout| shared.rules.clock.now() + timeout);
+        let timeout = shared.config.timeout;
+        let deadline = timeout.map_or(Time::NEVER, |timeout| shared.config.clock.now() + timeout);
         Box::pin(async move { shared.run(inner, request, deadline).await })
     }
 }
 
-impl<J, P, C: Clock> Shared<J, P, C> {
+impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
     /// Sends a request to a service that is ready for it, as often as that helps.
     async fn run<I, Req>(&self, mut inner: I, mut request: Req, deadline: Time) -> Result<I::Response, I::Error>
     where
         I: Service<Req>,
         J: Classifier<I::Response, I::Error>,
-        P: Repeat<Req>,
+        P: RepeatPolicy<Req>,
     {
-        let Rules { retry, budget, classifier, repeat, clock, .. } = &self.rules;
+        let RetryLayerConfig { retry, budget, classifier, repeat_policy, clock, .. } = &self.config;
         let budget = budget.as_deref();
-        let mut tries = Tries::new(deadline);
-        let mut unsent = Unsent(None);
+        let mut retry_tracker = RetryTracker::new(deadline);
+        let mut budget_guard = BudgetGuard(None);
         if let Some(budget) = budget {
             budget.record_first_try();
         }
         loop {
-            let copy = repeat.copy(&request);
-            unsent.0 = None;
+            let copy = repeat_policy.copy(&request);
+            budget_guard.0 = None;
             let outcome = inner.call(request).await;
             let now = clock.now();
             let classified = classifier.classify(outcome.as_ref(), now);
-            let attempt = Attempt {
+            let attempt = FailedAttempt {
                 class: classified.class,
-                repeatable: copy.as_ref().is_none_or(|copy| repeat.is_repeatable(copy, classified.was_sent)),
-                unreplayable: copy.is_none().then_some(Unreplayable::OneShotBody),
-                stop: classified.is_final,
+                is_repeatable: copy.as_ref().is_none_or(|copy| repeat_policy.is_repeatable(copy, classified.was_sent)),
+                unreplayable_reason: copy.is_none().then_some(UnreplayableReason::OneShotBody),
+                asks_not_to_retry: classified.asks_not_to_retry,
                 retry_after: classified.retry_after,
-                other_credential: false,
+                has_other_credential: false,
             };
-            let (Ok(at), Some(again)) = (tries.after(retry, &attempt, budget, now, &mut &self.rng), copy) else {
+            let (Ok(at), Some(repeated_request)) =
+                (retry_tracker.next_attempt_at(retry, &attempt, budget, now, &mut &self.rng), copy)
+            else {
                 return outcome;
             };
-            unsent.0 = budget.filter(|_| classified.class == Class::Transient);
+            budget_guard.0 = budget.filter(|_| classified.class == Class::Transient);
             // A reply that nobody will read holds its connection no longer.
             drop(outcome);
             if at > now {
                 tokio::time::sleep(at.since(now).as_duration()).await;
             }
             poll_fn(|context| inner.poll_ready(context)).await?;
-            request = again;
+            request = repeated_request;
         }
     }
 }
 
 /// The budget that a retry was taken from which hasn't been sent: given back when dropped.
-struct Unsent<'a>(Option<&'a Budget>);
+struct BudgetGuard<'a>(Option<&'a Budget>);
 
-impl Drop for Unsent<'_> {
+impl Drop for BudgetGuard<'_> {
     fn drop(&mut self) {
         if let Some(budget) = self.0 {
             budget.give_back();

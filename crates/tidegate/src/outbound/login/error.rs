@@ -2,10 +2,10 @@
 
 use http::StatusCode;
 use tidegate_core::Span;
-use tidegate_core::call::Reply;
-use tidegate_core::retry::{Class, Fault};
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::{Class, TransportFault};
 
-use super::super::{Judge, TargetError};
+use super::super::{AttemptClassifier, TargetError};
 
 /// Why a login gave no token. Never tells what was sent or came back.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -13,7 +13,7 @@ use super::super::{Judge, TargetError};
 pub enum LoginError {
     /// There was no reply.
     #[error("the login got no reply")]
-    NoReply(Fault),
+    NoReply(TransportFault),
     /// The reply's status is no success.
     #[error("the login was answered {}", status.as_u16())]
     Refused {
@@ -26,7 +26,7 @@ pub enum LoginError {
     },
     /// It gave a token that the provider doesn't accept, and isn't repeated for five seconds.
     #[error("the token that the login gave isn't accepted")]
-    Rejected,
+    TokenRejected,
     /// The reply is no JSON.
     #[error("the reply to the login is no JSON, or longer than 256 KiB")]
     NotJson,
@@ -38,18 +38,20 @@ pub enum LoginError {
     },
     /// The token can't be sent where it belongs.
     #[error("the token that the login gave can't be used: {0}")]
-    Unfit(TargetError),
+    UnusableToken(TargetError),
 }
 
 impl LoginError {
     /// What it means for the call that needed the token, of whose request nothing was sent.
-    pub(in crate::outbound) fn reply(&self, judge: &Judge) -> Reply {
-        let unsent = judge.fault(Fault::Unsent, None);
+    pub(in crate::outbound) fn attempt_report(&self, judge: &AttemptClassifier) -> AttemptReport {
+        let unsent = judge.classify_fault(TransportFault::Unsent, None);
         match *self {
             Self::NoReply(_) => unsent,
-            Self::Refused { class, retry_after, .. } => Reply { class, retry_after, ..unsent },
-            Self::Rejected => Reply { class: Class::Auth, ..unsent },
-            Self::NotJson | Self::NoToken { .. } | Self::Unfit(_) => Reply { class: Class::Permanent, ..unsent },
+            Self::Refused { class, retry_after, .. } => AttemptReport { class, retry_after, ..unsent },
+            Self::TokenRejected => AttemptReport { class: Class::Auth, ..unsent },
+            Self::NotJson | Self::NoToken { .. } | Self::UnusableToken(_) => {
+                AttemptReport { class: Class::Permanent, ..unsent }
+            }
         }
     }
 }

@@ -32,48 +32,48 @@ where
 
 #[tokio::test]
 async fn every_attempt_sends_the_same() {
-    let replay = Replay::new(chunks(&["one ", "", "two ", "three"]), 13);
+    let replay = ReplayBuffer::new(chunks(&["one ", "", "two ", "three"]), 13);
     for _ in 0..3 {
-        assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "one two three");
+        assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap().0, "one two three");
     }
-    assert_eq!(replay.unreplayable(), None);
+    assert_eq!(replay.unreplayable_reason(), None);
 }
 
 #[tokio::test]
 async fn an_attempt_that_stopped_midway_is_carried_on() {
-    let replay = Replay::new(chunks(&["one ", "two ", "three"]), 64);
+    let replay = ReplayBuffer::new(chunks(&["one ", "two ", "three"]), 64);
     for stop in [0, 1, 2, 1] {
-        let mut body = replay.attempt().unwrap();
+        let mut body = replay.attempt_body().unwrap();
         for _ in 0..stop {
             body.frame().await.unwrap().unwrap();
         }
     }
-    assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "one two three");
+    assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap().0, "one two three");
 }
 
 #[tokio::test]
 async fn a_body_beyond_the_limit_is_sent_once_and_never_in_part() {
     for limit in [0, 4, 12] {
-        let replay = Replay::new(chunks(&["one ", "two ", "three"]), limit);
-        drop(replay.attempt().unwrap());
-        assert_eq!(replay.unreplayable(), None, "as long as nothing was read, nothing is lost");
-        assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "one two three");
-        assert_eq!(replay.attempt().unwrap_err(), Unreplayable::BodyTooLarge);
-        assert_eq!(replay.unreplayable(), Some(Unreplayable::BodyTooLarge));
+        let replay = ReplayBuffer::new(chunks(&["one ", "two ", "three"]), limit);
+        drop(replay.attempt_body().unwrap());
+        assert_eq!(replay.unreplayable_reason(), None, "as long as nothing was read, nothing is lost");
+        assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap().0, "one two three");
+        assert_eq!(replay.attempt_body().unwrap_err(), UnreplayableReason::BodyTooLarge);
+        assert_eq!(replay.unreplayable_reason(), Some(UnreplayableReason::BodyTooLarge));
     }
-    let long = Replay::new(Full::new(Bytes::from_static(b"longer")), 5);
-    let mut body = long.attempt().unwrap();
+    let long = ReplayBuffer::new(Full::new(Bytes::from_static(b"longer")), 5);
+    let mut body = long.attempt_body().unwrap();
     assert_eq!(body.size_hint().exact(), Some(6));
     body.frame().await.unwrap().unwrap();
-    assert_eq!(long.attempt().unwrap_err(), Unreplayable::BodyTooLarge);
+    assert_eq!(long.attempt_body().unwrap_err(), UnreplayableReason::BodyTooLarge);
 }
 
 #[tokio::test]
 async fn the_earlier_attempt_cannot_take_from_the_later() {
-    let replay = Replay::new(chunks(&["one ", "two"]), 64);
-    let mut first = replay.attempt().unwrap();
+    let replay = ReplayBuffer::new(chunks(&["one ", "two"]), 64);
+    let mut first = replay.attempt_body().unwrap();
     first.frame().await.unwrap().unwrap();
-    let second = replay.attempt().unwrap();
+    let second = replay.attempt_body().unwrap();
     assert_eq!(first.frame().await.unwrap().unwrap_err(), ReplayError::Superseded);
     assert!(first.frame().await.is_none());
     assert_eq!(read(second).await.unwrap().0, "one two");
@@ -81,10 +81,10 @@ async fn the_earlier_attempt_cannot_take_from_the_later() {
 
 #[tokio::test]
 async fn a_body_that_broke_is_not_sent_again() {
-    let replay = Replay::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
-    assert_eq!(read(replay.attempt().unwrap()).await.unwrap_err(), "gone");
+    let replay = ReplayBuffer::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
+    assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap_err(), "gone");
     assert!(replay.is_broken());
-    assert_eq!(replay.attempt().unwrap_err(), Unreplayable::OneShotBody);
+    assert_eq!(replay.attempt_body().unwrap_err(), UnreplayableReason::OneShotBody);
 }
 
 #[tokio::test]
@@ -92,10 +92,10 @@ async fn trailers_are_sent_again() {
     let trailers = HeaderMap::from_iter([(http::header::ETAG, http::HeaderValue::from_static("x"))]);
     let body =
         frames::<Infallible>(vec![Ok(Frame::data(Bytes::from_static(b"data"))), Ok(Frame::trailers(trailers.clone()))]);
-    let replay = Replay::new(body, 64);
+    let replay = ReplayBuffer::new(body, 64);
     for _ in 0..3 {
         assert_eq!(
-            read(replay.attempt().unwrap()).await.unwrap(),
+            read(replay.attempt_body().unwrap()).await.unwrap(),
             (Bytes::from_static(b"data"), Some(trailers.clone()))
         );
     }
@@ -103,9 +103,9 @@ async fn trailers_are_sent_again() {
 
 #[tokio::test]
 async fn an_empty_body_is_empty_every_time() {
-    let replay = Replay::new(Full::new(Bytes::new()), 0);
+    let replay = ReplayBuffer::new(Full::new(Bytes::new()), 0);
     for _ in 0..3 {
-        let body = replay.attempt().unwrap();
+        let body = replay.attempt_body().unwrap();
         assert!(body.is_end_stream());
         assert_eq!(body.size_hint().exact(), Some(0));
         assert_eq!(read(body).await.unwrap().0, "");
@@ -115,13 +115,13 @@ async fn an_empty_body_is_empty_every_time() {
 #[tokio::test]
 async fn what_is_read_ahead_is_sent_all_the_same() {
     for (limit, whole) in [(13, true), (64, true), (12, false), (4, false), (3, false)] {
-        let replay = Replay::new(chunks(&["one ", "", "two ", "three"]), limit);
+        let replay = ReplayBuffer::new(chunks(&["one ", "", "two ", "three"]), limit);
         let read_ahead = replay.read_ahead().await;
         assert_eq!(read_ahead.is_some(), whole, "{limit}");
         assert!(read_ahead.is_none_or(|body| body == "one two three"));
-        assert!(lock(&replay.0).kept.len() <= limit);
+        assert!(replay.0.lock().buffered.len() <= limit);
         assert_eq!(
-            replay.size(),
+            replay.min_size(),
             if limit == 12 || whole {
                 13
             } else if limit == 4 {
@@ -131,35 +131,35 @@ async fn what_is_read_ahead_is_sent_all_the_same() {
             }
         );
         assert_eq!(replay.read_ahead().await.is_some(), whole, "once more");
-        drop(replay.attempt().unwrap());
-        let body = replay.attempt().unwrap();
-        assert_eq!(body.size_hint().lower(), replay.size());
+        drop(replay.attempt_body().unwrap());
+        let body = replay.attempt_body().unwrap();
+        assert_eq!(body.size_hint().lower(), replay.min_size());
         assert!(!body.is_end_stream());
         assert_eq!(read(body).await.unwrap().0, "one two three", "{limit}");
-        assert_eq!(replay.attempt().is_ok(), whole);
+        assert_eq!(replay.attempt_body().is_ok(), whole);
     }
 }
 
 #[tokio::test]
 async fn what_says_that_it_is_too_long_is_not_read_ahead() {
-    let replay = Replay::new(Full::new(Bytes::from_static(b"longer")), 5);
-    assert_eq!((replay.read_ahead().await, replay.size()), (None, 6));
-    assert!(lock(&replay.0).next.is_none(), "nor is any of it");
-    assert_eq!(read(replay.attempt().unwrap()).await.unwrap().0, "longer");
+    let replay = ReplayBuffer::new(Full::new(Bytes::from_static(b"longer")), 5);
+    assert_eq!((replay.read_ahead().await, replay.min_size()), (None, 6));
+    assert!(replay.0.lock().next_frame.is_none(), "nor is any of it");
+    assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap().0, "longer");
 }
 
 #[tokio::test]
 async fn a_body_that_breaks_while_it_is_read_ahead() {
-    let replay = Replay::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
+    let replay = ReplayBuffer::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
     assert_eq!(replay.read_ahead().await, None);
-    assert!(replay.is_broken() && replay.attempt().is_err());
+    assert!(replay.is_broken() && replay.attempt_body().is_err());
 }
 
 #[tokio::test]
 async fn what_is_kept_as_a_whole_is_sent_beside_itself() {
     let mut trailers = HeaderMap::new();
     trailers.insert("checksum", http::HeaderValue::from_static("1"));
-    let replay = Replay::new(
+    let replay = ReplayBuffer::new(
         frames::<Infallible>(vec![
             Ok(Frame::data(Bytes::from_static(b"one "))),
             Ok(Frame::data(Bytes::from_static(b"two"))),
@@ -167,26 +167,26 @@ async fn what_is_kept_as_a_whole_is_sent_beside_itself() {
         ]),
         64,
     );
-    let mut first = replay.attempt().unwrap();
+    let mut first = replay.attempt_body().unwrap();
     first.frame().await.unwrap().unwrap();
-    assert!(!replay.is_whole());
+    assert!(!replay.is_complete());
     first.frame().await.unwrap().unwrap();
     first.frame().await.unwrap().unwrap();
-    assert!(replay.is_whole());
-    let (second, third) = (replay.attempt().unwrap(), replay.attempt().unwrap());
+    assert!(replay.is_complete());
+    let (second, third) = (replay.attempt_body().unwrap(), replay.attempt_body().unwrap());
     assert_eq!((second.size_hint().exact(), second.is_end_stream()), (Some(7), false));
     for body in [second, third] {
         assert_eq!(read(body).await.unwrap(), (Bytes::from_static(b"one two"), Some(trailers.clone())));
     }
     assert!(first.frame().await.is_none(), "nobody has taken its place");
-    assert_eq!(replay.attempts(), 3);
+    assert_eq!(replay.attempt_count(), 3);
 }
 
 #[tokio::test]
 async fn a_known_length_stays_known() {
-    let replay = Replay::new(Full::new(Bytes::from_static(b"sized")), 64);
+    let replay = ReplayBuffer::new(Full::new(Bytes::from_static(b"sized")), 64);
     for _ in 0..2 {
-        let mut body = replay.attempt().unwrap();
+        let mut body = replay.attempt_body().unwrap();
         assert_eq!(body.size_hint().exact(), Some(5));
         body.frame().await.unwrap().unwrap();
         assert_eq!(body.size_hint().exact(), Some(0));
@@ -204,22 +204,22 @@ proptest! {
     ) {
         let whole = parts.concat();
         let body = frames::<Infallible>(parts.into_iter().map(|part| Ok(Frame::data(Bytes::from(part)))).collect());
-        let replay = Replay::new(body, limit);
+        let replay = ReplayBuffer::new(body, limit);
         if reads_ahead {
             let read_ahead = replay.read_ahead().now_or_never().unwrap();
             prop_assert!(read_ahead.is_none_or(|body| body == whole));
         }
         for stop in stops.into_iter().chain([usize::MAX]) {
-            let Ok(mut body) = replay.attempt() else {
+            let Ok(mut body) = replay.attempt_body() else {
                 prop_assert!(whole.len() > limit);
-                prop_assert!(replay.unreplayable().is_some());
+                prop_assert!(replay.unreplayable_reason().is_some());
                 return Ok(());
             };
             let mut read = Vec::new();
             for _ in 0..stop {
                 let Some(frame) = body.frame().now_or_never().unwrap() else { break };
                 read.extend_from_slice(&frame.unwrap().into_data().unwrap());
-                prop_assert!(lock(&replay.0).kept.len() <= limit);
+                prop_assert!(replay.0.lock().buffered.len() <= limit);
             }
             prop_assert!(whole.starts_with(&read));
             prop_assert!(stop < usize::MAX || read == whole);
@@ -250,17 +250,17 @@ async fn a_gibibyte_streams_through_bounded_memory() {
         LIVE.fetch_add(ZEROES.len(), Ordering::Relaxed);
         Ok::<_, Infallible>(Frame::data(Bytes::from_owner(Counted(&LIVE, &ZEROES))))
     }));
-    let replay = Replay::new(StreamBody::new(upload), 64 << 10);
-    let mut body = replay.attempt().unwrap();
+    let replay = ReplayBuffer::new(StreamBody::new(upload), 64 << 10);
+    let mut body = replay.attempt_body().unwrap();
     let (mut read, mut peak) = (0_usize, 0);
     while let Some(frame) = body.frame().await {
         tokio::task::yield_now().await;
         let data = frame.unwrap().into_data().unwrap();
         read += data.len();
-        peak = peak.max(LIVE.load(Ordering::Relaxed) + lock(&replay.0).kept.capacity());
+        peak = peak.max(LIVE.load(Ordering::Relaxed) + replay.0.lock().buffered.capacity());
     }
     assert_eq!(read, 1 << 30);
     assert!(peak <= 3 * ZEROES.len(), "{peak} bytes at once");
-    assert_eq!(replay.attempt().unwrap_err(), Unreplayable::BodyTooLarge);
+    assert_eq!(replay.attempt_body().unwrap_err(), UnreplayableReason::BodyTooLarge);
     assert_eq!(LIVE.load(Ordering::Relaxed), 0);
 }

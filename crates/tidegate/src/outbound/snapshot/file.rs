@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tidegate_core::Time;
 use tidegate_store::files;
 
-use super::record::{Record, micros};
+use super::record::{SnapshotRecord, micros};
 
 /// The most bytes of a snapshot: some hundred thousand quotas and cool-downs.
 const MAX_BYTES: u64 = 64 << 20;
@@ -73,35 +73,35 @@ pub enum SnapshotError {
 /// All that a snapshot says.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Document {
+pub(super) struct SnapshotDocument {
     tidegate_outbound: u32,
     #[serde(with = "micros")]
     pub saved_at: Time,
-    pub records: Vec<Record>,
+    pub records: Vec<SnapshotRecord>,
 }
 
-impl Document {
-    pub(super) fn new(saved_at: Time, records: Vec<Record>) -> Self {
+impl SnapshotDocument {
+    pub(super) fn new(saved_at: Time, records: Vec<SnapshotRecord>) -> Self {
         Self { tidegate_outbound: VERSION, saved_at, records }
     }
 }
 
 /// What tells a snapshot from other files, and its version.
 #[derive(Deserialize)]
-struct Mark {
+struct FormatMarker {
     tidegate_outbound: Option<u32>,
 }
 
 /// Where a snapshot lies. While it lives, nobody else opens the same.
-pub(super) struct Place {
+pub(super) struct SnapshotFile {
     path: PathBuf,
     /// Held by a file of its own, since a snapshot is replaced by each that is written.
     _lock: File,
 }
 
-impl Place {
+impl SnapshotFile {
     /// Takes possession of a path, and reads what is there.
-    pub(super) fn open(path: &Path) -> Result<(Self, Option<Document>), SnapshotError> {
+    pub(super) fn open(path: &Path) -> Result<(Self, Option<SnapshotDocument>), SnapshotError> {
         let unreadable = |source| SnapshotError::Unreadable { path: path.to_owned(), source };
         let unwritable = |source| SnapshotError::Unwritable { path: path.to_owned(), source };
         let path = &files::resolve(path).map_err(unreadable)?;
@@ -120,11 +120,11 @@ impl Place {
     }
 
     /// Replaces what is there. Whoever reads it, and whenever the machine fails, finds all of the old or all of the new.
-    pub(super) fn write(&self, document: &Document) -> Result<(), SnapshotError> {
+    pub(super) fn write(&self, document: &SnapshotDocument) -> Result<(), SnapshotError> {
         self.replace(document).map_err(|source| SnapshotError::Unwritable { path: self.path.clone(), source })
     }
 
-    fn replace(&self, document: &Document) -> io::Result<()> {
+    fn replace(&self, document: &SnapshotDocument) -> io::Result<()> {
         let mut bytes = serde_json::to_vec_pretty(document)?;
         bytes.push(b'\n');
         if bytes.len() as u64 > MAX_BYTES {
@@ -144,7 +144,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     if bytes.len() as u64 > MAX_BYTES { Err(too_large()) } else { Ok(bytes) }
 }
 
-fn parse(path: &Path, bytes: &[u8]) -> Result<Document, SnapshotError> {
+fn parse(path: &Path, bytes: &[u8]) -> Result<SnapshotDocument, SnapshotError> {
     let path = || path.to_owned();
     // Of serde's error only the place is told: its words repeat what was found, and the file may be anything.
     let broken = |error: serde_json::Error| match error.classify() {
@@ -152,9 +152,9 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Document, SnapshotError> {
         _ => Some(SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),
     };
     match serde_json::from_slice(bytes) {
-        Ok(Mark { tidegate_outbound: Some(VERSION) }) => serde_json::from_slice(bytes)
+        Ok(FormatMarker { tidegate_outbound: Some(VERSION) }) => serde_json::from_slice(bytes)
             .map_err(|error| SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),
-        Ok(Mark { tidegate_outbound: Some(found) }) if found > VERSION => {
+        Ok(FormatMarker { tidegate_outbound: Some(found) }) if found > VERSION => {
             Err(SnapshotError::Newer { path: path(), found })
         }
         Ok(_) => Err(SnapshotError::Foreign { path: path() }),

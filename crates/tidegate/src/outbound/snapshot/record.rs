@@ -8,7 +8,7 @@ use tidegate_core::Time;
 /// Whose count it is, by the names that the policy gives, which outlive the process as its keys don't.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Whose {
+pub(super) struct RecordKey {
     pub provider: String,
     /// The limit's name.
     pub limit: String,
@@ -19,15 +19,15 @@ pub(super) struct Whose {
 /// What is remembered of one limit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Record {
-    pub whose: Whose,
-    pub state: Remembered,
+pub(super) struct SnapshotRecord {
+    pub whose: RecordKey,
+    pub state: RecordState,
 }
 
 /// Moments are microseconds since the Unix epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "lowercase")]
-pub(super) enum Remembered {
+pub(super) enum RecordState {
     /// What is used of a quota in one period of its calendar.
     Quota {
         used: u64,
@@ -43,12 +43,12 @@ pub(super) enum Remembered {
     },
 }
 
-impl Record {
+impl SnapshotRecord {
     /// From when to when it counts.
     pub(super) fn period(&self) -> (Time, Time) {
         match self.state {
-            Remembered::Quota { began, ends, .. } => (began, ends),
-            Remembered::Cooldown { until } => (Time::ZERO, until),
+            RecordState::Quota { began, ends, .. } => (began, ends),
+            RecordState::Cooldown { until } => (Time::ZERO, until),
         }
     }
 }
@@ -56,32 +56,32 @@ impl Record {
 /// What is kept of earlier records besides those that count at present: for each quota its last period that is over and
 /// the next that is to come, since a clock that has been set may be set again, and what an owner had that isn't known
 /// any more, until it is over.
-pub(super) fn besides(
-    earlier: &[Record],
-    present: &[Record],
-    known: impl Fn(&Whose) -> bool,
+pub(super) fn retained_records(
+    earlier: &[SnapshotRecord],
+    present: &[SnapshotRecord],
+    is_known: impl Fn(&RecordKey) -> bool,
     now: Time,
-) -> Vec<Record> {
-    let counted: HashSet<_> = present.iter().map(|record| (&record.whose, record.period().0)).collect();
-    let mut others: Vec<&Record> = earlier
+) -> Vec<SnapshotRecord> {
+    let current_periods: HashSet<_> = present.iter().map(|record| (&record.whose, record.period().0)).collect();
+    let mut retained: Vec<&SnapshotRecord> = earlier
         .iter()
         .filter(|record| {
             let (began, ends) = record.period();
-            let counts = !counted.contains(&(&record.whose, began));
+            let counts = !current_periods.contains(&(&record.whose, began));
             match record.state {
-                Remembered::Quota { .. } if known(&record.whose) => counts && (ends <= now || began > now),
-                Remembered::Cooldown { .. } if known(&record.whose) => false,
+                RecordState::Quota { .. } if is_known(&record.whose) => counts && (ends <= now || began > now),
+                RecordState::Cooldown { .. } if is_known(&record.whose) => false,
                 _ => ends > now,
             }
         })
         .collect();
-    others.sort_by_key(|record| {
+    retained.sort_by_key(|record| {
         let (began, ends) = record.period();
         began.since(now).max(now.since(ends))
     });
-    let mut nearest = HashSet::new();
-    others.retain(|record| nearest.insert((&record.whose, record.period().0 > now)));
-    others.into_iter().cloned().collect()
+    let mut seen_keys = HashSet::new();
+    retained.retain(|record| seen_keys.insert((&record.whose, record.period().0 > now)));
+    retained.into_iter().cloned().collect()
 }
 
 pub(super) mod micros {

@@ -48,7 +48,7 @@ async fn a_body_is_kept_up_to_its_bound_and_passed_on_whole_beyond_it() {
     for _ in 0..2 {
         assert_eq!(read(&cache, &exceeds).await, (Miss, longer.clone(), None));
     }
-    assert!(is_at_rest(&cache) && cache.bytes() == 0);
+    assert!(is_at_rest(&cache) && cache.size_bytes() == 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -60,7 +60,7 @@ async fn a_body_that_breaks_or_has_trailers_is_passed_on_as_it_is() {
         assert_eq!(read(&cache, &breaks).await, (Miss, vec![b'a'; 10], Some("broken")));
         assert_eq!(read(&cache, &trails).await, (Miss, vec![b'a'; 10], Some("trailers")));
     }
-    assert_eq!(cache.bytes(), 0);
+    assert_eq!(cache.size_bytes(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -89,7 +89,7 @@ async fn a_body_that_pauses_reaches_its_caller_before_it_ends() {
     assert_eq!(clock.now().since(began), Span::from_secs(1));
     assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), vec![b'b'; 10]);
     assert!(clock.now().since(began) >= Span::from_secs(3600));
-    assert_eq!(cache.bytes(), 0);
+    assert_eq!(cache.size_bytes(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -128,8 +128,8 @@ async fn ten_thousand_large_replies_stay_within_the_bound() {
     for index in 0..10_000 {
         call(&cache, &api, get(&format!("/{index}"))).await.unwrap();
         if index % 101 == 0 {
-            let held: usize = cache.0.shelf.iter().map(|(_, stored)| stored.weight()).sum();
-            assert!(held as u64 <= 4 * MIB && cache.bytes() <= 4 * MIB, "{held} bytes after {index}");
+            let held: usize = cache.0.replies.iter().map(|(_, stored)| stored.size_bytes()).sum();
+            assert!(held as u64 <= 4 * MIB && cache.size_bytes() <= 4 * MIB, "{held} bytes after {index}");
         }
     }
     assert_eq!(api.calls(), 10_000);
@@ -163,7 +163,7 @@ async fn bodies_that_are_being_read_stay_within_the_bound_too() {
     let watch = async {
         for _ in 0..9 {
             sleep(Duration::from_millis(100)).await;
-            most.fetch_max(usize::try_from(cache.0.room.taken()).unwrap(), Ordering::SeqCst);
+            most.fetch_max(usize::try_from(cache.0.buffer_capacity.reserved()).unwrap(), Ordering::SeqCst);
         }
     };
     tokio::join!(for_each_at_once(calls), watch);

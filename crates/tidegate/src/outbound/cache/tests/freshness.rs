@@ -37,7 +37,7 @@ async fn a_ttl_overrides_all_but_no_store_and_vary() {
         for _ in 0..2 {
             assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Miss, "{headers:?}");
         }
-        assert_eq!(cache.bytes(), 0);
+        assert_eq!(cache.size_bytes(), 0);
     }
 }
 
@@ -123,7 +123,7 @@ fn falling(headers: &'static [(&'static str, &'static str)], then: fn() -> Reply
 async fn an_old_reply_stands_in_while_the_provider_is_unavailable() {
     let looks_well = || {
         let mut reply = reply(200, &[("cache-control", "max-age=600")], "limit reached");
-        reply.extensions_mut().insert(crate::outbound::Why::Final);
+        reply.extensions_mut().insert(crate::outbound::CallErrorKind::Final);
         Ok(reply)
     };
     let downs: [fn() -> Reply; 4] =

@@ -1,6 +1,6 @@
 //! Who may have whose reply.
 
-use super::super::entry::MAX_VARIANTS;
+use super::super::cached_reply::MAX_VARIANTS;
 use super::CacheStatus::{Bypass, Hit, Miss};
 use super::*;
 
@@ -17,7 +17,7 @@ async fn several_credentials_never_share_unless_they_may() {
     let (one, other) = tokio::join!(call(&cache, &api, get("/me")), call(&cache, &api, get("/me")));
     assert_eq!((one.unwrap().by, other.unwrap().by), (Bypass, Bypass), "neither waits for the other");
     assert_eq!(call(&cache, &api, get("/me")).await.unwrap().body, "reply 3");
-    assert_eq!(cache.bytes(), 0);
+    assert_eq!(cache.size_bytes(), 0);
     let only = request("GET", "/me", &[("cache-control", "only-if-cached")]);
     assert_eq!(call(&cache, &api, only).await.unwrap().status, 504);
 
@@ -109,7 +109,7 @@ async fn only_plain_reads_are_kept() {
     }
     let body = get("/").map(|_| Full::from("{}"));
     assert_eq!(call(&cache, &api, body).await.unwrap().by, Bypass);
-    assert_eq!(cache.bytes(), 0);
+    assert_eq!(cache.size_bytes(), 0);
     let mut off = Api::with(&[("cache-control", "max-age=60")]);
     off.rules = None;
     for _ in 0..2 {
@@ -211,7 +211,7 @@ async fn the_variants_of_a_page_are_bounded() {
 async fn what_one_credential_fetched_is_not_told_to_its_successor() {
     for (shared, told_again) in [(false, Miss), (true, Hit)] {
         let (cache, api) = (cache(), unaware().ruled(|rules| rules.shared = shared));
-        let becomes = |secret| *api.secret.lock().unwrap() = Some(secret);
+        let becomes = |secret| *api.secret.lock() = Some(secret);
         becomes("old");
         call(&cache, &api, get("/")).await.unwrap();
         assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Hit);
@@ -224,7 +224,7 @@ async fn what_one_credential_fetched_is_not_told_to_its_successor() {
 #[tokio::test(start_paused = true)]
 async fn what_a_successor_may_have_fetched_is_not_kept_for_the_credential_before() {
     let (cache, api) = (cache(), unaware());
-    let becomes = |secret| *api.secret.lock().unwrap() = Some(secret);
+    let becomes = |secret| *api.secret.lock() = Some(secret);
     becomes("old");
     let changes = async {
         sleep(Duration::from_millis(5)).await;
@@ -262,9 +262,9 @@ async fn nothing_that_is_printed_holds_a_secret() {
     let asked = request("GET", "/s3cret?api_key=s3cret", &[("authorization", "Bearer s3cret"), ("cookie", "s3cret")]);
     let reply = cache.call(&api, CallOptions::default(), asked, |options, request| api.answer(options, request)).await;
     let mut printed = format!("{cache:?} {:?}", reply.unwrap().body());
-    assert_eq!(cache.0.shelf.iter().count(), 1);
-    for (key, page) in cache.0.shelf.iter() {
-        printed += &format!("{key:?} {:?}", page.entries());
+    assert_eq!(cache.0.replies.iter().count(), 1);
+    for (key, page) in cache.0.replies.iter() {
+        printed += &format!("{key:?} {:?}", page.replies());
     }
     assert!(printed.contains("Key(…)") && printed.contains("Entry"), "{printed}");
     assert!(!printed.contains("s3cret"), "{printed}");

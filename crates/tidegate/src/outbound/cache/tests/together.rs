@@ -3,8 +3,8 @@
 use tidegate_core::breaker::BreakerState;
 use tokio::task::JoinSet;
 
-use super::super::super::{CallError, Happened, Why};
-use super::super::flight::{MAX_FLIGHTS, MAX_SEATS};
+use super::super::super::{CallError, CallErrorKind, CallStats};
+use super::super::single_flight::{MAX_FLIGHTS, MAX_MEMBERS};
 use super::CacheStatus::{Coalesced, Hit, Miss, Stale};
 use super::*;
 
@@ -112,7 +112,7 @@ async fn who_is_not_polled_holds_nobody_up() {
 async fn who_comes_to_lead_looks_once_more() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
     let key = flight_to(&cache, &api, "/");
-    let leader = cache.0.flights.board(key, None);
+    let leader = cache.0.single_flight.join(key, None);
     let others = start(5, &cache, &api, &CallOptions::default());
     sleep(Duration::from_millis(1)).await;
     call(&cache, &api, request("GET", "/", &[("cache-control", "no-cache")])).await.unwrap();
@@ -141,7 +141,7 @@ async fn who_waits_keeps_the_own_deadline() {
     let hasty = CallOptions { timeout: Some(LATENCY), ..CallOptions::default() };
     assert_eq!(call_with(&cache, &api, hasty, get("/")).await.unwrap_err(), Failed::Late);
     assert_eq!(cache.0.clock.now().since(began), Span::from_duration(LATENCY));
-    assert_eq!(api.seen.lock().unwrap()[1].0.timeout, Some(Duration::ZERO), "the call says itself that it is late");
+    assert_eq!(api.seen.lock()[1].0.timeout, Some(Duration::ZERO), "the call says itself that it is late");
     assert_eq!(count(&leader.join_all().await, Miss), 1);
 }
 
@@ -149,7 +149,7 @@ async fn who_waits_keeps_the_own_deadline() {
 async fn the_time_that_was_waited_is_the_calls_own() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "no-store")]).slow(LATENCY)));
     start(2, &cache, &api, &CallOptions::default()).join_all().await;
-    let seen = api.seen.lock().unwrap();
+    let seen = api.seen.lock();
     assert_eq!(seen[0].0.timeout, Some(Duration::from_secs(10)));
     assert_eq!(seen[1].0.timeout, Some(Duration::from_millis(9500)));
 }
@@ -160,11 +160,11 @@ async fn a_more_urgent_caller_lifts_the_call_that_it_waits_for() {
     let lane = |lane| CallOptions { lane, ..CallOptions::default() };
     let leader = start(1, &cache, &api, &lane(Lane::Background));
     sleep(Duration::from_millis(1)).await;
-    assert!(api.raised.lock().unwrap().is_empty());
+    assert!(api.raised.lock().is_empty());
     let other = start(1, &cache, &api, &lane(Lane::Webhook));
     sleep(Duration::from_millis(1)).await;
-    let (urgency, raised) = api.raised.lock().unwrap()[0].clone();
-    let sent = api.seen.lock().unwrap()[0].0.clone();
+    let (urgency, raised) = api.raised.lock()[0].clone();
+    let sent = api.seen.lock()[0].0.clone();
     assert_eq!((sent.lane, raised), (Lane::Background, Lane::Webhook));
     assert!(Arc::ptr_eq(&sent.urgency.unwrap().0, &urgency.0), "it is the leader's call that is lifted");
     assert_eq!(count(&leader.join_all().await, Miss) + count(&other.join_all().await, Coalesced), 2);
@@ -212,19 +212,25 @@ async fn failures_are_not_shared() {
 #[test]
 fn errors_say_whose_fault_they_are() {
     let error = |why| {
-        let happened = Happened { attempts: 1, waited: Span::ZERO, credential: 0 };
-        CallError::<()> { provider: "tmdb".to_owned(), why, value: None, happened, at: Time::ZERO }
+        let happened = CallStats { attempts: 1, waited: Span::ZERO, credential: 0 };
+        CallError::<()> {
+            provider: "tmdb".to_owned(),
+            kind: why,
+            last_reply: None,
+            stats: happened,
+            failed_at: Time::ZERO,
+        }
     };
-    let faults = |why: Why| (error(why.clone()).is_outage(), error(why).is_own());
-    let open = Why::Unavailable { state: BreakerState::Open, failures: 5, reset_in: Span::from_secs(300) };
+    let faults = |why: CallErrorKind| (error(why.clone()).is_outage(), error(why).is_call_specific());
+    let open = CallErrorKind::Unavailable { state: BreakerState::Open, failures: 5, reset_in: Span::from_secs(300) };
     assert_eq!(faults(open), (true, false));
-    assert_eq!(faults(Why::RetriesExhausted { attempts: 3 }), (true, false));
-    assert_eq!(faults(Why::CredentialsCooling { earliest: None }), (true, true));
-    let spent = Why::QuotaSpent { limit: "tmdb".to_owned(), resets_at: None };
+    assert_eq!(faults(CallErrorKind::RetriesExhausted { attempts: 3 }), (true, false));
+    assert_eq!(faults(CallErrorKind::CredentialsCooling { earliest: None }), (true, true));
+    let spent = CallErrorKind::QuotaSpent { limit: "tmdb".to_owned(), resets_at: None };
     assert_eq!(faults(spent), (true, true));
-    assert_eq!(faults(Why::DeadlineExceeded), (false, true));
-    assert_eq!(faults(Why::QueueFull { lane: Lane::User }), (false, true));
-    assert_eq!(faults(Why::Final), (false, false));
+    assert_eq!(faults(CallErrorKind::DeadlineExceeded), (false, true));
+    assert_eq!(faults(CallErrorKind::QueueFull { lane: Lane::User }), (false, true));
+    assert_eq!(faults(CallErrorKind::Final), (false, false));
 }
 
 #[tokio::test(start_paused = true)]
@@ -232,14 +238,14 @@ async fn flights_and_their_seats_are_bounded() {
     let cache = cache();
     let api = Api::with(&[]);
     let key = |path: &str| flight_to(&cache, &api, path);
-    let flights = &cache.0.flights;
-    let seats: Vec<_> = (0..MAX_SEATS).map(|_| flights.board(key("/"), None)).collect();
-    assert!(matches!(seats[0], Boarded::Leads(_)));
-    assert!(seats[1..].iter().all(|seat| matches!(seat, Boarded::Waits(_))));
-    assert!(matches!(flights.board(key("/"), None), Boarded::Full));
-    let others: Vec<_> = (1..MAX_FLIGHTS).map(|index| flights.board(key(&format!("/{index}")), None)).collect();
-    assert!(others.iter().all(|seat| matches!(seat, Boarded::Leads(_))));
-    assert!(matches!(flights.board(key("/one/more"), None), Boarded::Full));
+    let flights = &cache.0.single_flight;
+    let seats: Vec<_> = (0..MAX_MEMBERS).map(|_| flights.join(key("/"), None)).collect();
+    assert!(matches!(seats[0], JoinOutcome::Leader(_)));
+    assert!(seats[1..].iter().all(|seat| matches!(seat, JoinOutcome::Follower(_))));
+    assert!(matches!(flights.join(key("/"), None), JoinOutcome::Full));
+    let others: Vec<_> = (1..MAX_FLIGHTS).map(|index| flights.join(key(&format!("/{index}")), None)).collect();
+    assert!(others.iter().all(|seat| matches!(seat, JoinOutcome::Leader(_))));
+    assert!(matches!(flights.join(key("/one/more"), None), JoinOutcome::Full));
     assert_eq!(call(&cache, &api, get("/one/more")).await.unwrap().by, Miss, "it goes for itself");
     drop((seats, others));
     assert!(is_at_rest(&cache));

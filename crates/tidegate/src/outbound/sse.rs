@@ -8,41 +8,48 @@ const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 ///
 /// At most twice `limit` bytes are held: the line that is being read, and the data of the event so far. An event that
 /// is longer is skipped.
-pub(super) struct Events {
+pub(super) struct SseReader {
     limit: usize,
     line: Vec<u8>,
     /// Whether nothing of the present line has come yet.
-    is_blank: bool,
+    is_line_empty: bool,
     /// Whether a line feed would be the rest of the last line's end.
-    after_return: bool,
+    after_carriage_return: bool,
     data: Vec<u8>,
     is_too_long: bool,
 }
 
-impl Events {
+impl SseReader {
     pub(super) fn new(limit: usize) -> Self {
-        Self { limit, line: Vec::new(), is_blank: true, after_return: false, data: Vec::new(), is_too_long: false }
+        Self {
+            limit,
+            line: Vec::new(),
+            is_line_empty: true,
+            after_carriage_return: false,
+            data: Vec::new(),
+            is_too_long: false,
+        }
     }
 
     /// Reads on, and tells the data of each event that has ended.
-    pub(super) fn read(&mut self, mut bytes: &[u8], mut tell: impl FnMut(&[u8])) {
+    pub(super) fn read(&mut self, mut bytes: &[u8], mut on_data: impl FnMut(&[u8])) {
         while let Some(&next) = bytes.first() {
-            if std::mem::take(&mut self.after_return) && next == b'\n' {
+            if std::mem::take(&mut self.after_carriage_return) && next == b'\n' {
                 bytes = &bytes[1..];
                 continue;
             }
             let end = bytes.iter().position(|byte| matches!(byte, b'\r' | b'\n'));
             let (line, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
-            self.hold(line);
+            self.push_line_part(line);
             let Some((ending, rest)) = rest.split_first() else { return };
-            self.after_return = *ending == b'\r';
-            self.end_line(&mut tell);
+            self.after_carriage_return = *ending == b'\r';
+            self.end_line(&mut on_data);
             bytes = rest;
         }
     }
 
-    fn hold(&mut self, part: &[u8]) {
-        self.is_blank &= part.is_empty();
+    fn push_line_part(&mut self, part: &[u8]) {
+        self.is_line_empty &= part.is_empty();
         if self.line.len() + self.data.len() + part.len() > self.limit {
             self.is_too_long = true;
             (self.line, self.data) = (Vec::new(), Vec::new());
@@ -54,13 +61,13 @@ impl Events {
 
     /// A blank line ends the event.
     fn end_line(&mut self, tell: &mut impl FnMut(&[u8])) {
-        if std::mem::replace(&mut self.is_blank, true) {
+        if std::mem::replace(&mut self.is_line_empty, true) {
             if !self.data.is_empty() {
                 tell(&self.data);
             }
             self.data.clear();
             self.is_too_long = false;
-        } else if let Some(data) = data_of(&self.line) {
+        } else if let Some(data) = parse_data_line(&self.line) {
             if !self.data.is_empty() {
                 self.data.push(b'\n');
             }
@@ -70,7 +77,7 @@ impl Events {
     }
 }
 
-fn data_of(line: &[u8]) -> Option<&[u8]> {
+fn parse_data_line(line: &[u8]) -> Option<&[u8]> {
     let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line);
     let data = line.strip_prefix(b"data:")?;
     Some(data.strip_prefix(b" ").unwrap_or(data))
@@ -85,7 +92,7 @@ mod tests {
         &[b"data: ", b"data", b":", b"\n", b"\r", b"\n\n", b"\xef\xbb\xbf", b"\xff", b"a long text"];
 
     fn read<'a>(limit: usize, chunks: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
-        let (mut events, mut told) = (Events::new(limit), Vec::new());
+        let (mut events, mut told) = (SseReader::new(limit), Vec::new());
         for chunk in chunks {
             events.read(chunk, |data| told.push(String::from_utf8_lossy(data).into_owned()));
             assert!(events.line.len() + events.data.len() <= 2 * limit);

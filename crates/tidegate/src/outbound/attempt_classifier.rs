@@ -6,8 +6,8 @@ use std::io;
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, StatusCode};
 use serde_json::Value;
-use tidegate_core::call::Reply;
-use tidegate_core::retry::{Class, Fault, Reach, Unreplayable, is_repeatable};
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::{Class, Delivery, TransportFault, UnreplayableReason, is_repeatable};
 use tidegate_core::{Span, Time};
 use tidegate_policy::Hints;
 use tidegate_policy::outbound::BodyRule;
@@ -18,16 +18,16 @@ use super::causes::causes;
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 
 /// What the head of a reply says, whatever was asked.
-pub(super) struct Said {
+pub(super) struct HeadClassification {
     pub class: Class,
     pub hints: Hints,
 }
 
-impl Said {
+impl HeadClassification {
     pub(super) fn read(status: StatusCode, headers: &HeaderMap, now: Time) -> Self {
         let hints = Hints::read(headers, now);
-        let status = meant(status, headers);
-        let mut class = Class::of_status(status.as_u16());
+        let status = effective_status(status, headers);
+        let mut class = Class::from_status(status.as_u16());
         if status == StatusCode::FORBIDDEN && (hints.retry_after.is_some() || hints.exhausted) {
             class = Class::Throttled;
         }
@@ -41,27 +41,27 @@ impl Said {
     }
 
     /// How long the server asks to be left alone. When its allowances begin anew matters to who was refused for them.
-    pub(super) fn wait(&self, now: Time) -> Option<Span> {
+    pub(super) fn requested_wait(&self, now: Time) -> Option<Span> {
         if self.class == Class::Throttled { self.hints.wait(now) } else { self.hints.retry_after }
     }
 }
 
 /// Tells what came of the attempts of one request.
 #[derive(Clone, Debug)]
-pub struct Judge {
+pub struct AttemptClassifier {
     method: Method,
-    has_key: bool,
+    has_idempotency_key: bool,
 }
 
-impl Judge {
+impl AttemptClassifier {
     /// A judge of requests with this method; `has_key` if they carry an idempotency key that the provider honours.
     pub fn new(method: Method, has_key: bool) -> Self {
-        Self { method, has_key }
+        Self { method, has_idempotency_key: has_key }
     }
 
     /// Whether a second request does no harm although the first may be carried out.
     pub fn is_repeatable(&self) -> bool {
-        is_repeatable(self.method.as_str(), self.has_key, true)
+        is_repeatable(self.method.as_str(), self.has_idempotency_key, true)
     }
 
     /// What a reply means by its status and headers, arrived `now`. `unreplayable` is why the request can't be sent
@@ -71,48 +71,48 @@ impl Judge {
     /// are. What was throttled was refused instead of carried out, so it may be sent again whatever its method. A reply
     /// that isn't refused for too many calls tells by `spent_until` that the next would be. A 200 whose `grpc-status` says
     /// otherwise is what that says, by the HTTP status that `google.rpc.Code` names for it: 14 is 503, 8 is 429.
-    pub fn reply(
+    pub fn classify_reply(
         &self,
         status: StatusCode,
         headers: &HeaderMap,
-        unreplayable: Option<Unreplayable>,
+        unreplayable: Option<UnreplayableReason>,
         now: Time,
-    ) -> Reply {
-        let said = Said::read(status, headers, now);
-        Reply {
-            repeatable: is_repeatable(self.method.as_str(), self.has_key, said.may_have_acted()),
-            unreplayable,
-            stop: said.hints.asks_not_to_retry,
-            retry_after: said.wait(now),
-            spent_until: said.hints.spent_until.filter(|_| said.class != Class::Throttled),
-            rests: said.hints.remaining,
-            ..Reply::of(said.class, Reach::Answered)
+    ) -> AttemptReport {
+        let head = HeadClassification::read(status, headers, now);
+        AttemptReport {
+            is_repeatable: is_repeatable(self.method.as_str(), self.has_idempotency_key, head.may_have_acted()),
+            unreplayable_reason: unreplayable,
+            asks_not_to_retry: head.hints.asks_not_to_retry,
+            retry_after: head.requested_wait(now),
+            spent_until: head.hints.spent_until.filter(|_| head.class != Class::Throttled),
+            remaining: head.hints.remaining,
+            ..AttemptReport::new(head.class, Delivery::Answered)
         }
     }
 
     /// A reply that turned out to be throttled by its body, and how long to wait if that is known.
-    pub fn throttled(&self, reply: Reply, wait: Option<Span>) -> Reply {
-        Reply { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
+    pub fn throttled_report(&self, reply: AttemptReport, wait: Option<Span>) -> AttemptReport {
+        AttemptReport { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
     }
 
     /// What it means that there was no reply.
-    pub fn fault(&self, fault: Fault, unreplayable: Option<Unreplayable>) -> Reply {
-        Reply {
-            repeatable: is_repeatable(self.method.as_str(), self.has_key, fault.was_sent()),
-            unreplayable,
-            ..Reply::of(fault.class(), fault.reach())
+    pub fn classify_fault(&self, fault: TransportFault, unreplayable: Option<UnreplayableReason>) -> AttemptReport {
+        AttemptReport {
+            is_repeatable: is_repeatable(self.method.as_str(), self.has_idempotency_key, fault.was_sent()),
+            unreplayable_reason: unreplayable,
+            ..AttemptReport::new(fault.class(), fault.delivery())
         }
     }
 
     /// A request that says nothing about the provider, because it is the caller's that broke off.
-    pub fn cancelled(&self) -> Reply {
-        Reply::of(Class::Cancelled, Reach::Unknown)
+    pub fn cancelled_report(&self) -> AttemptReport {
+        AttemptReport::new(Class::Cancelled, Delivery::Unknown)
     }
 }
 
 /// The status that a reply means: HTTP's, unless it is gRPC's that says how the call ended. What isn't a status of gRPC's
 /// is UNKNOWN.
-fn meant(status: StatusCode, headers: &HeaderMap) -> StatusCode {
+fn effective_status(status: StatusCode, headers: &HeaderMap) -> StatusCode {
     let Some(grpc) = headers.get(&GRPC_STATUS).filter(|_| status == StatusCode::OK) else { return status };
     match grpc.as_bytes() {
         b"0" => StatusCode::OK,
@@ -133,12 +133,12 @@ fn meant(status: StatusCode, headers: &HeaderMap) -> StatusCode {
 /// The fault behind an error of a client, as far as the errors of the operating system and of HTTP/2 among its causes
 /// tell: what failed before a connection stood is unsent, and so is what the provider says it hasn't processed (a
 /// `REFUSED_STREAM`, or a `GOAWAY` that leaves it out; RFC 9113 §8.7). All else may have arrived.
-pub fn fault_of(error: &(dyn Error + 'static)) -> Fault {
-    causes(error).fold(Fault::Reset, |fault, cause| {
+pub fn fault_of(error: &(dyn Error + 'static)) -> TransportFault {
+    causes(error).fold(TransportFault::Reset, |fault, cause| {
         if let Some(error) = cause.downcast_ref::<io::Error>() {
             fault_of_io(error.kind()).unwrap_or(fault)
         } else if cause.downcast_ref::<h2::Error>().is_some_and(is_unprocessed) {
-            Fault::Unsent
+            TransportFault::Unsent
         } else {
             fault
         }
@@ -151,16 +151,16 @@ fn is_unprocessed(error: &h2::Error) -> bool {
     error.is_remote() && (error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM))
 }
 
-fn fault_of_io(kind: io::ErrorKind) -> Option<Fault> {
+fn fault_of_io(kind: io::ErrorKind) -> Option<TransportFault> {
     match kind {
         io::ErrorKind::ConnectionRefused
         | io::ErrorKind::NotFound
         | io::ErrorKind::HostUnreachable
         | io::ErrorKind::NetworkUnreachable
         | io::ErrorKind::NetworkDown
-        | io::ErrorKind::AddrNotAvailable => Some(Fault::Unsent),
-        io::ErrorKind::TimedOut => Some(Fault::TimedOut),
-        io::ErrorKind::InvalidData => Some(Fault::Garbled),
+        | io::ErrorKind::AddrNotAvailable => Some(TransportFault::Unsent),
+        io::ErrorKind::TimedOut => Some(TransportFault::TimedOut),
+        io::ErrorKind::InvalidData => Some(TransportFault::InvalidReply),
         _ => None,
     }
 }
@@ -168,9 +168,9 @@ fn fault_of_io(kind: io::ErrorKind) -> Option<Fault> {
 /// Whether the body of a reply that the rule concerns says that there were too many calls.
 pub(super) fn says_throttled(rule: &BodyRule, body: &[u8]) -> bool {
     let Ok(json) = serde_json::from_slice::<Value>(body) else { return false };
-    rule.contains.iter().all(|(pointer, wanted)| {
+    rule.contains.iter().all(|(pointer, expected)| {
         let found = json.pointer(pointer).and_then(Value::as_str);
-        found.is_some_and(|text| text.to_lowercase().contains(&wanted.to_lowercase()))
+        found.is_some_and(|text| text.to_lowercase().contains(&expected.to_lowercase()))
     })
 }
 
@@ -181,19 +181,24 @@ mod tests {
     /// 2026-01-01 00:00:00 UTC.
     const NOW: Time = Time::from_secs(1_767_225_600);
 
-    fn reply(method: Method, has_key: bool, status: u16, lines: &[(&'static str, &'static str)]) -> Reply {
+    fn reply(method: Method, has_key: bool, status: u16, lines: &[(&'static str, &'static str)]) -> AttemptReport {
         let headers = lines
             .iter()
             .map(|(name, value)| (HeaderName::from_static(name), http::HeaderValue::from_static(value)))
             .collect();
-        Judge::new(method, has_key).reply(StatusCode::from_u16(status).unwrap(), &headers, None, NOW)
+        AttemptClassifier::new(method, has_key).classify_reply(
+            StatusCode::from_u16(status).unwrap(),
+            &headers,
+            None,
+            NOW,
+        )
     }
 
     #[test]
     fn what_was_refused_for_too_many_calls_was_not_carried_out() {
-        assert!(reply(Method::POST, false, 429, &[]).repeatable);
-        assert!(!reply(Method::POST, false, 503, &[]).repeatable);
-        assert!(reply(Method::POST, true, 503, &[]).repeatable);
+        assert!(reply(Method::POST, false, 429, &[]).is_repeatable);
+        assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
+        assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
     }
 
     #[test]
@@ -234,9 +239,9 @@ mod tests {
             ("ok", Transient),
         ] {
             let said = reply(Method::POST, false, 200, &[("grpc-status", grpc)]);
-            assert_eq!((said.class, said.repeatable), (class, class == Throttled), "{grpc}");
+            assert_eq!((said.class, said.is_repeatable), (class, class == Throttled), "{grpc}");
             let with_key = reply(Method::POST, true, 200, &[("grpc-status", grpc)]);
-            assert_eq!((with_key.class, with_key.repeatable), (class, true), "{grpc}");
+            assert_eq!((with_key.class, with_key.is_repeatable), (class, true), "{grpc}");
             assert_eq!(reply(Method::POST, false, 404, &[("grpc-status", grpc)]).class, Permanent, "HTTP says more");
         }
     }
@@ -246,7 +251,7 @@ mod tests {
         let wait = |status, pushback| {
             let reply =
                 reply(Method::POST, true, 200, &[("grpc-status", status), ("grpc-retry-pushback-ms", pushback)]);
-            (reply.stop, reply.retry_after)
+            (reply.asks_not_to_retry, reply.retry_after)
         };
         for status in ["8", "14"] {
             assert_eq!(wait(status, "1500"), (false, Some(Span::from_millis(1_500))));
@@ -254,7 +259,7 @@ mod tests {
                 assert_eq!(wait(status, stop), (true, None), "{stop:?}");
             }
         }
-        assert!(!reply(Method::GET, false, 503, &[]).stop);
+        assert!(!reply(Method::GET, false, 503, &[]).asks_not_to_retry);
     }
 
     #[test]
@@ -278,15 +283,15 @@ mod tests {
 
     #[test]
     fn only_what_does_no_harm_is_repeatable() {
-        assert!(!reply(Method::POST, false, 503, &[]).repeatable);
-        assert!(reply(Method::POST, true, 503, &[]).repeatable);
-        assert!(reply(Method::PUT, false, 503, &[]).repeatable);
-        let post = Judge::new(Method::POST, false);
-        assert!(post.fault(Fault::Unsent, None).repeatable, "nothing was sent");
-        assert!(!post.fault(Fault::Reset, None).repeatable);
-        let large = Some(Unreplayable::BodyTooLarge);
-        assert_eq!(post.fault(Fault::Unsent, large).unreplayable, large);
-        assert_eq!(post.cancelled().class, Class::Cancelled);
+        assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
+        assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
+        assert!(reply(Method::PUT, false, 503, &[]).is_repeatable);
+        let post = AttemptClassifier::new(Method::POST, false);
+        assert!(post.classify_fault(TransportFault::Unsent, None).is_repeatable, "nothing was sent");
+        assert!(!post.classify_fault(TransportFault::Reset, None).is_repeatable);
+        let large = Some(UnreplayableReason::BodyTooLarge);
+        assert_eq!(post.classify_fault(TransportFault::Unsent, large).unreplayable_reason, large);
+        assert_eq!(post.cancelled_report().class, Class::Cancelled);
     }
 
     #[test]
@@ -295,14 +300,14 @@ mod tests {
         #[error("a client's")]
         struct Outer(#[source] io::Error);
         for (kind, fault) in [
-            (io::ErrorKind::ConnectionRefused, Fault::Unsent),
-            (io::ErrorKind::ConnectionReset, Fault::Reset),
-            (io::ErrorKind::TimedOut, Fault::TimedOut),
-            (io::ErrorKind::UnexpectedEof, Fault::Reset),
+            (io::ErrorKind::ConnectionRefused, TransportFault::Unsent),
+            (io::ErrorKind::ConnectionReset, TransportFault::Reset),
+            (io::ErrorKind::TimedOut, TransportFault::TimedOut),
+            (io::ErrorKind::UnexpectedEof, TransportFault::Reset),
         ] {
             assert_eq!(fault_of(&Outer(kind.into())), fault);
         }
-        assert_eq!(fault_of(&std::fmt::Error), Fault::Reset);
+        assert_eq!(fault_of(&std::fmt::Error), TransportFault::Reset);
     }
 
     #[test]
@@ -316,9 +321,9 @@ mod tests {
         assert!(!says(r#"{"Response":"False","Error":"Movie not found!"}"#));
         assert!(!says(r#"{"Response":"True","Title":"limit reached"}"#));
         assert!(!says(r#"{"Response":"False","Error":"Request limit rea"#));
-        let judge = Judge::new(Method::GET, false);
-        let fine = judge.reply(StatusCode::OK, &HeaderMap::new(), None, NOW);
-        let throttled = judge.throttled(fine, Some(Span::from_secs(60)));
+        let judge = AttemptClassifier::new(Method::GET, false);
+        let fine = judge.classify_reply(StatusCode::OK, &HeaderMap::new(), None, NOW);
+        let throttled = judge.throttled_report(fine, Some(Span::from_secs(60)));
         assert_eq!((throttled.class, throttled.retry_after), (Class::Throttled, Some(Span::from_secs(60))));
     }
 }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use http_body::Body;
 use tokio::time::sleep;
 
-use super::Replay;
+use super::ReplayBuffer;
 
 /// Waits for what an attempt comes to, until nothing of its request's body has moved for as long as there is `patience`,
 /// and never for longer than `time_left`. The attempt is pinned by its caller: taken by value it would be held twice, as it
@@ -17,27 +17,27 @@ use super::Replay;
 ///
 /// # Errors
 /// For how long nothing had moved in the end.
-pub(super) async fn within<T, B: Body<Data = Bytes>>(
+pub(super) async fn with_progress_timeout<T, B: Body<Data = Bytes>>(
     mut attempt: Pin<&mut impl Future<Output = T>>,
-    body: &Replay<B>,
-    patience: Duration,
+    body: &ReplayBuffer<B>,
+    progress_timeout: Duration,
     time_left: Duration,
 ) -> Result<T, Duration> {
-    let first = patience.min(time_left);
-    let mut timer = pin!(sleep(first));
-    let began_at = timer.deadline() - first;
-    let (end, mut quiet_until) = (began_at + time_left, began_at + patience);
-    let mut seen = 0;
+    let first_wait = progress_timeout.min(time_left);
+    let mut timer = pin!(sleep(first_wait));
+    let started_at = timer.deadline() - first_wait;
+    let (ends_at, mut progress_deadline) = (started_at + time_left, started_at + progress_timeout);
+    let mut seen_progress = 0;
     poll_fn(|context| {
         if let Poll::Ready(ended) = attempt.as_mut().poll(context) {
             return Poll::Ready(Ok(ended));
         }
-        while body.poll_moved(&mut seen, context).is_ready() {
-            quiet_until = sleep(patience).deadline();
-            timer.as_mut().reset(quiet_until.min(end));
+        while body.poll_progress(&mut seen_progress, context).is_ready() {
+            progress_deadline = sleep(progress_timeout).deadline();
+            timer.as_mut().reset(progress_deadline.min(ends_at));
         }
         ready!(timer.as_mut().poll(context));
-        Poll::Ready(Err(patience.saturating_sub(quiet_until.saturating_duration_since(end))))
+        Poll::Ready(Err(progress_timeout.saturating_sub(progress_deadline.saturating_duration_since(ends_at))))
     })
     .await
 }

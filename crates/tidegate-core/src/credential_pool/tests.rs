@@ -10,13 +10,13 @@ fn at(millis: u64) -> Time {
 }
 
 struct Caller {
-    pool: Pool,
+    pool: CredentialPool,
     rng: SmallRng,
 }
 
 impl Caller {
     fn new(balance: Balance, credentials: usize) -> Self {
-        Self { pool: Pool::new(balance, credentials).unwrap(), rng: SmallRng::seed_from_u64(11) }
+        Self { pool: CredentialPool::new(balance, credentials).unwrap(), rng: SmallRng::seed_from_u64(11) }
     }
 
     fn next(&mut self, millis: u64) -> Option<usize> {
@@ -26,7 +26,7 @@ impl Caller {
     /// A call at some moment: the credential that it used.
     fn call(&mut self, millis: u64) -> Option<usize> {
         let credential = self.next(millis)?;
-        self.pool.used(credential);
+        self.pool.record_use(credential);
         Some(credential)
     }
 
@@ -46,18 +46,18 @@ fn round_robin_goes_round() {
 #[test]
 fn round_robin_skips_who_cools_down_until_its_exact_moment() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
-    caller.pool.not_before(1, at(5), at(0));
+    caller.pool.set_cooling_until(1, at(5), at(0));
     assert_eq!(caller.calls(0..4), "ACAC");
     let mut early = caller.pool.clone();
     assert_eq!(caller.calls(4..10), "ABCABC");
     for _ in 0..2 {
         let named = early.next(at(5) - Span::from_micros(1), &mut caller.rng).unwrap();
         assert_ne!(named, 1, "a microsecond early");
-        early.used(named);
+        early.record_use(named);
     }
     // Rejoined, it has its turn where it stands in the list, while others are good all along.
     let mut caller = Caller::new(Balance::RoundRobin, 4);
-    caller.pool.not_before(1, at(2), at(0));
+    caller.pool.set_cooling_until(1, at(2), at(0));
     assert_eq!(caller.calls(0..8), "ACDABCDA");
 }
 
@@ -65,36 +65,36 @@ fn round_robin_skips_who_cools_down_until_its_exact_moment() {
 fn a_refused_candidate_makes_room_for_the_next() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     assert_eq!(caller.next(0), Some(0));
-    caller.pool.not_before(0, at(100), at(0));
+    caller.pool.set_cooling_until(0, at(100), at(0));
     assert_eq!(caller.next(0), Some(1));
-    caller.pool.not_before(1, at(50), at(0));
+    caller.pool.set_cooling_until(1, at(50), at(0));
     assert_eq!(caller.call(0), Some(2));
-    caller.pool.not_before(2, at(200), at(0));
-    assert_eq!((caller.next(0), caller.pool.earliest()), (None, at(50)));
+    caller.pool.set_cooling_until(2, at(200), at(0));
+    assert_eq!((caller.next(0), caller.pool.next_rejoin_at()), (None, at(50)));
     assert_eq!(caller.calls(50..52), "BB");
-    caller.pool.not_before(1, at(300), at(52));
-    caller.pool.not_before(1, at(60), at(53));
-    assert_eq!(caller.pool.earliest(), at(100), "a later note shortens none");
+    caller.pool.set_cooling_until(1, at(300), at(52));
+    caller.pool.set_cooling_until(1, at(60), at(53));
+    assert_eq!(caller.pool.next_rejoin_at(), at(100), "a later note shortens none");
     for credential in [0, 2] {
-        caller.pool.not_before(credential, at(350), at(54));
+        caller.pool.set_cooling_until(credential, at(350), at(54));
     }
-    assert_eq!(caller.pool.earliest(), at(300), "and lengthens the others");
+    assert_eq!(caller.pool.next_rejoin_at(), at(300), "and lengthens the others");
 }
 
 #[test]
 fn a_turn_that_was_not_taken_is_not_lost() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
-    caller.pool.used(1);
+    caller.pool.record_use(1);
     assert_eq!(caller.calls(0..7), "ACABCAB");
     // Nor is one that was taken had again.
     let mut caller = Caller::new(Balance::RoundRobin, 3);
-    caller.pool.used(1);
-    caller.pool.enable(0);
+    caller.pool.record_use(1);
+    caller.pool.clear_cooling(0);
     assert_eq!(caller.call(0), Some(0));
-    caller.pool.not_before(1, at(1), at(0));
+    caller.pool.set_cooling_until(1, at(1), at(0));
     assert_eq!(caller.calls(1..7), "CABCAB");
     let mut caller = Caller::new(Balance::LeastRecentlyUsed, 3);
-    caller.pool.used(1);
+    caller.pool.record_use(1);
     assert_eq!(caller.calls(0..7), "ACBACBA");
 }
 
@@ -102,11 +102,11 @@ fn a_turn_that_was_not_taken_is_not_lost() {
 fn least_recently_used_picks_who_was_unused_longest() {
     let mut caller = Caller::new(Balance::LeastRecentlyUsed, 4);
     for credential in [3, 1, 0, 2, 0, 3] {
-        caller.pool.used(credential);
+        caller.pool.record_use(credential);
     }
     assert_eq!(caller.calls(0..5), "BCADB");
     // C cools down and rejoins at 8: of all, it was used longest ago.
-    caller.pool.not_before(2, at(8), at(5));
+    caller.pool.set_cooling_until(2, at(8), at(5));
     assert_eq!(caller.calls(5..8), "ADB");
     assert_eq!(caller.calls(8..12), "CADB");
 }
@@ -115,8 +115,8 @@ fn least_recently_used_picks_who_was_unused_longest() {
 #[test]
 fn random_is_uniform_over_the_good_ones() {
     let mut caller = Caller::new(Balance::Random, 12);
-    caller.pool.not_before(3, Time::NEVER, at(0));
-    caller.pool.not_before(7, at(1), at(0));
+    caller.pool.set_cooling_until(3, Time::NEVER, at(0));
+    caller.pool.set_cooling_until(7, at(1), at(0));
     let mut counts = [0_u32; 12];
     // Two draws in a row are as independent as two credentials are: pairs are counted, too.
     let (mut pairs, mut before) = ([0_u32; 12 * 12], None);
@@ -148,15 +148,15 @@ fn random_is_uniform_over_the_good_ones() {
 fn all_cooling_tells_the_earliest() {
     for balance in [Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed] {
         let mut caller = Caller::new(balance, 3);
-        caller.pool.not_before(2, Time::NEVER, at(0));
-        caller.pool.not_before(0, at(5_000), at(0));
-        caller.pool.not_before(1, at(3_000), at(0));
+        caller.pool.set_cooling_until(2, Time::NEVER, at(0));
+        caller.pool.set_cooling_until(0, at(5_000), at(0));
+        caller.pool.set_cooling_until(1, at(3_000), at(0));
         assert_eq!(caller.next(0), None);
-        assert_eq!(caller.pool.earliest(), at(3_000), "beyond a deadline of 1 s, so the caller fails with it");
+        assert_eq!(caller.pool.next_rejoin_at(), at(3_000), "beyond a deadline of 1 s, so the caller fails with it");
         assert_eq!(caller.next(2_999), None);
         assert_eq!(caller.next(3_000), Some(1));
-        assert_eq!(caller.pool.earliest(), at(5_000));
-        caller.pool.not_before(1, Time::NEVER, at(3_000));
+        assert_eq!(caller.pool.next_rejoin_at(), at(5_000));
+        caller.pool.set_cooling_until(1, Time::NEVER, at(3_000));
         assert_eq!(caller.next(3_000), None);
     }
 }
@@ -164,22 +164,22 @@ fn all_cooling_tells_the_earliest() {
 #[test]
 fn only_what_cannot_come_earlier_is_said_to_be_closed() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
-    caller.pool.closed_until(0, at(5_000), at(0));
+    caller.pool.set_closed_until(0, at(5_000), at(0));
     assert_eq!(caller.pool.all_closed_until(at(0)), None, "one is good");
-    caller.pool.not_before(1, at(9_000), at(0));
+    caller.pool.set_cooling_until(1, at(9_000), at(0));
     assert_eq!(caller.pool.all_closed_until(at(0)), None, "one may come back earlier");
-    caller.pool.closed_until(1, at(3_000), at(0));
+    caller.pool.set_closed_until(1, at(3_000), at(0));
     assert_eq!(caller.pool.all_closed_until(at(0)), Some(at(3_000)));
-    caller.pool.closed_until(1, at(7_000), at(0));
-    caller.pool.closed_until(1, at(6_000), at(0));
+    caller.pool.set_closed_until(1, at(7_000), at(0));
+    caller.pool.set_closed_until(1, at(6_000), at(0));
     assert_eq!(caller.pool.all_closed_until(at(4_999)), Some(at(5_000)), "the longest of each, and the first of all");
     assert_eq!(caller.pool.all_closed_until(at(5_000)), None);
     let mut mended = caller.pool.clone();
-    caller.pool.closed_until(0, at(8_000), at(5_000));
+    caller.pool.set_closed_until(0, at(8_000), at(5_000));
     assert_eq!(caller.pool.all_closed_until(at(5_000)), Some(at(7_000)));
-    mended.closed_until(0, at(8_000), at(5_000));
-    mended.enable(1);
-    mended.not_before(1, at(9_000), at(5_000));
+    mended.set_closed_until(0, at(8_000), at(5_000));
+    mended.clear_cooling(1);
+    mended.set_cooling_until(1, at(9_000), at(5_000));
     assert_eq!(mended.all_closed_until(at(5_000)), None, "a credential that was mended starts anew");
 }
 
@@ -188,16 +188,16 @@ fn the_quota_is_told_that_keeps_the_first_from_rejoining() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
     let quota = LimitId::from_index(3).unwrap();
     for (credential, until) in [(0, at(5_000)), (1, at(3_000))] {
-        caller.pool.closed_until(credential, until, at(0));
+        caller.pool.set_closed_until(credential, until, at(0));
     }
-    caller.pool.spent_until(0, quota, at(5_000));
-    caller.pool.spent_until(9, quota, at(3_000));
-    assert_eq!(caller.pool.quota_that_ends(caller.pool.earliest()), None, "the first cools down");
-    caller.pool.spent_until(1, quota, at(3_000));
-    assert_eq!(caller.pool.quota_that_ends(caller.pool.earliest()), Some(quota));
+    caller.pool.set_spent_quota(0, quota, at(5_000));
+    caller.pool.set_spent_quota(9, quota, at(3_000));
+    assert_eq!(caller.pool.quota_spent_until(caller.pool.next_rejoin_at()), None, "the first cools down");
+    caller.pool.set_spent_quota(1, quota, at(3_000));
+    assert_eq!(caller.pool.quota_spent_until(caller.pool.next_rejoin_at()), Some(quota));
     assert_eq!(caller.next(3_000), Some(1));
-    assert_eq!(caller.pool.quota_that_ends(at(3_000)), None, "it is over");
-    assert_eq!(caller.pool.quota_that_ends(at(5_000)), Some(quota));
+    assert_eq!(caller.pool.quota_spent_until(at(3_000)), None, "it is over");
+    assert_eq!(caller.pool.quota_spent_until(at(5_000)), Some(quota));
 }
 
 #[test]
@@ -205,12 +205,12 @@ fn a_busy_credential_is_passed_over_until_a_call_of_its_ends() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool = caller.pool.with_max_in_flight(2);
     assert_eq!(caller.calls(0..4), "ABCA");
-    assert_eq!((caller.pool.is_busy(), caller.next(4)), (true, Some(1)), "A is");
+    assert_eq!((caller.pool.has_busy(), caller.next(4)), (true, Some(1)), "A is");
     assert_eq!(caller.calls(4..6), "BC");
-    assert_eq!((caller.next(6), caller.pool.is_busy(), caller.pool.earliest()), (None, true, Time::NEVER));
-    assert!(caller.pool.has_another(0, at(6)), "the others are accepted all the same");
-    assert!(caller.pool.ended(1), "somebody may wait for it");
-    assert!(!caller.pool.ended(1) && !caller.pool.ended(2), "nobody needs to");
+    assert_eq!((caller.next(6), caller.pool.has_busy(), caller.pool.next_rejoin_at()), (None, true, Time::NEVER));
+    assert!(caller.pool.has_other_not_cooling(0, at(6)), "the others are accepted all the same");
+    assert!(caller.pool.record_end(1), "somebody may wait for it");
+    assert!(!caller.pool.record_end(1) && !caller.pool.record_end(2), "nobody needs to");
     assert_eq!(caller.calls(6..9), "BCB");
     assert_eq!([0, 1, 2, 3].map(|credential| caller.pool.in_flight(credential)), [2, 2, 2, 0]);
 }
@@ -220,48 +220,52 @@ fn a_busy_credential_cools_down_like_every_other() {
     let mut caller = Caller::new(Balance::LeastRecentlyUsed, 2);
     caller.pool = caller.pool.with_max_in_flight(1);
     assert_eq!(caller.calls(0..2), "AB");
-    caller.pool.closed_until(0, at(50), at(2));
-    assert_eq!((caller.next(2), caller.pool.is_busy(), caller.pool.earliest()), (None, true, at(50)), "B is busy");
-    assert!(!caller.pool.ended(0), "it cools down");
-    caller.pool.closed_until(1, at(90), at(3));
-    assert_eq!((caller.pool.is_busy(), caller.pool.all_closed_until(at(3))), (false, Some(at(50))));
-    assert_eq!((caller.call(50), caller.next(90), caller.pool.is_busy()), (Some(0), None, true), "both are busy");
-    assert_eq!((caller.pool.ended(1), caller.next(91)), (true, Some(1)));
-    let none = Pool::new(Balance::Random, 2).unwrap().with_max_in_flight(0);
-    assert!(none.is_busy() && none.clone().next(at(0), &mut caller.rng).is_none());
+    caller.pool.set_closed_until(0, at(50), at(2));
+    assert_eq!(
+        (caller.next(2), caller.pool.has_busy(), caller.pool.next_rejoin_at()),
+        (None, true, at(50)),
+        "B is busy"
+    );
+    assert!(!caller.pool.record_end(0), "it cools down");
+    caller.pool.set_closed_until(1, at(90), at(3));
+    assert_eq!((caller.pool.has_busy(), caller.pool.all_closed_until(at(3))), (false, Some(at(50))));
+    assert_eq!((caller.call(50), caller.next(90), caller.pool.has_busy()), (Some(0), None, true), "both are busy");
+    assert_eq!((caller.pool.record_end(1), caller.next(91)), (true, Some(1)));
+    let none = CredentialPool::new(Balance::Random, 2).unwrap().with_max_in_flight(0);
+    assert!(none.has_busy() && none.clone().next(at(0), &mut caller.rng).is_none());
 }
 
 #[test]
 fn a_step_back_locks_nobody_out() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
     let year = 365 * 86_400_000;
-    caller.pool.not_before(0, at(year + 10), at(year));
+    caller.pool.set_cooling_until(0, at(year + 10), at(year));
     assert_eq!(caller.calls(year..year + 2), "BB");
-    caller.pool.not_before(1, at(year + 500), at(year));
+    caller.pool.set_cooling_until(1, at(year + 500), at(year));
     assert_eq!(caller.next(year - 100), None, "overtaken between reading the clock and getting here");
     let mut noted = caller.pool.clone();
     assert!(caller.next(0).is_some());
     // Notes made since then count, and don't make the old ones look new.
-    noted.not_before(0, at(10), at(0));
+    noted.set_cooling_until(0, at(10), at(0));
     assert_eq!(noted.next(at(0), &mut caller.rng), Some(1));
-    noted.not_before(1, at(10), at(0));
+    noted.set_cooling_until(1, at(10), at(0));
     assert_eq!(noted.next(at(0), &mut caller.rng), None);
 }
 
 #[test]
 fn bounds() {
     for found in [0, MAX_CREDENTIALS + 1] {
-        assert_eq!(Pool::new(Balance::RoundRobin, found).unwrap_err(), PoolSize { found });
+        assert_eq!(CredentialPool::new(Balance::RoundRobin, found).unwrap_err(), PoolSizeError { found });
     }
     let mut caller = Caller::new(Balance::RoundRobin, MAX_CREDENTIALS);
     for beyond in [MAX_CREDENTIALS, usize::MAX] {
-        caller.pool.used(beyond);
-        assert_eq!((caller.pool.ended(beyond), caller.pool.in_flight(beyond)), (false, 0));
-        caller.pool.enable(beyond);
-        caller.pool.not_before(beyond, at(1), at(0));
+        caller.pool.record_use(beyond);
+        assert_eq!((caller.pool.record_end(beyond), caller.pool.in_flight(beyond)), (false, 0));
+        caller.pool.clear_cooling(beyond);
+        caller.pool.set_cooling_until(beyond, at(1), at(0));
     }
     for round in 0..2_048 {
         assert_eq!(caller.call(0), Some(round % MAX_CREDENTIALS));
     }
-    assert_eq!((caller.pool.size(), caller.pool.earliest()), (MAX_CREDENTIALS, Time::NEVER));
+    assert_eq!((caller.pool.size(), caller.pool.next_rejoin_at()), (MAX_CREDENTIALS, Time::NEVER));
 }

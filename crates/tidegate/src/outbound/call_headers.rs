@@ -7,43 +7,44 @@ use tidegate_policy::parse_duration;
 use super::CallOptions;
 
 /// `Tidegate-Priority: background | user | webhook`.
-pub const PRIORITY: HeaderName = HeaderName::from_static("tidegate-priority");
+pub const TIDEGATE_PRIORITY: HeaderName = HeaderName::from_static("tidegate-priority");
 /// `Tidegate-Timeout`: a duration such as `5s` or `1m30s`.
-pub const TIMEOUT: HeaderName = HeaderName::from_static("tidegate-timeout");
+pub const TIDEGATE_TIMEOUT: HeaderName = HeaderName::from_static("tidegate-timeout");
 /// `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header).
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 /// What the names of all headers begin with that are meant for Tidegate alone.
-const OWN: &str = "tidegate-";
+const OWN_PREFIX: &str = "tidegate-";
 
 /// A header that doesn't say what it should.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name} must be {expected}")]
-pub struct WishError {
+pub struct CallHeaderError {
     /// The header.
     pub name: HeaderName,
     /// What would do.
     pub expected: &'static str,
 }
 
-/// What the headers of a request ask of its call: [`PRIORITY`] and [`TIMEOUT`]. Headers that are meant for Tidegate
+/// What the headers of a request ask of its call: [`TIDEGATE_PRIORITY`] and [`TIDEGATE_TIMEOUT`]. Headers that are meant for Tidegate
 /// alone, `Tidegate-…`, are taken out.
 ///
 /// # Errors
 /// The first header that can't be understood, or is there twice.
-pub fn take_wishes(headers: &mut HeaderMap) -> Result<CallOptions, WishError> {
+pub fn take_call_options(headers: &mut HeaderMap) -> Result<CallOptions, CallHeaderError> {
     let mut options = CallOptions::default();
-    let own: Vec<HeaderName> = headers.keys().filter(|name| name.as_str().starts_with(OWN)).cloned().collect();
-    if own.is_empty() {
+    let own_headers: Vec<HeaderName> =
+        headers.keys().filter(|name| name.as_str().starts_with(OWN_PREFIX)).cloned().collect();
+    if own_headers.is_empty() {
         return Ok(options);
     }
     let lane = |text: &str| Lane::ALL.into_iter().find(|lane| lane.name().eq_ignore_ascii_case(text));
-    if let Some(lane) = wish(headers, PRIORITY, "background, user or webhook", lane)? {
+    if let Some(lane) = parse_header(headers, TIDEGATE_PRIORITY, "background, user or webhook", lane)? {
         options.lane = lane;
     }
     let duration = |text: &str| parse_duration(text).ok().filter(|span| !span.is_zero());
-    let timeout = wish(headers, TIMEOUT, "a duration such as 5s, 500ms or 1m30s", duration)?;
+    let timeout = parse_header(headers, TIDEGATE_TIMEOUT, "a duration such as 5s, 500ms or 1m30s", duration)?;
     options.timeout = timeout.map(tidegate_core::Span::as_duration);
-    for name in own {
+    for name in own_headers {
         headers.remove(name);
     }
     Ok(options)
@@ -54,16 +55,16 @@ pub fn has_idempotency_key(headers: &HeaderMap) -> bool {
     headers.get(&IDEMPOTENCY_KEY).is_some_and(|key| !key.as_bytes().trim_ascii().is_empty())
 }
 
-fn wish<T>(
+fn parse_header<T>(
     headers: &HeaderMap,
     name: HeaderName,
     expected: &'static str,
-    read: impl FnOnce(&str) -> Option<T>,
-) -> Result<Option<T>, WishError> {
+    parse: impl FnOnce(&str) -> Option<T>,
+) -> Result<Option<T>, CallHeaderError> {
     let mut values = headers.get_all(&name).iter();
     let Some(value) = values.next() else { return Ok(None) };
-    let wished = value.to_str().ok().filter(|_| values.next().is_none()).and_then(|text| read(text.trim()));
-    wished.map(Some).ok_or(WishError { name, expected })
+    let parsed = value.to_str().ok().filter(|_| values.next().is_none()).and_then(|text| parse(text.trim()));
+    parsed.map(Some).ok_or(CallHeaderError { name, expected })
 }
 
 #[cfg(test)]
@@ -72,12 +73,12 @@ mod tests {
     use http::HeaderValue;
     use std::time::Duration;
 
-    fn wishes(lines: &[(&'static str, &'static str)]) -> (Result<CallOptions, WishError>, HeaderMap) {
+    fn wishes(lines: &[(&'static str, &'static str)]) -> (Result<CallOptions, CallHeaderError>, HeaderMap) {
         let mut headers = HeaderMap::new();
         for (name, value) in lines {
             headers.append(*name, HeaderValue::from_static(value));
         }
-        (take_wishes(&mut headers), headers)
+        (take_call_options(&mut headers), headers)
     }
 
     #[test]

@@ -12,12 +12,12 @@ use http_cache_semantics::{BeforeRequest, CacheOptions, CachePolicy};
 use tidegate_core::{Span, Time};
 use tidegate_policy::outbound::CacheRules;
 
-use super::asked::{Asked, age, has, has_it, opaque};
 use super::body::CacheBody;
-use super::key::Key;
+use super::key::CacheKey;
+use super::request_directives::{RequestDirectives, age_header, has_directive, is_not_modified, opaque_tag};
 
 /// What an entry takes besides its headers and its body: the store's own, the policy's, and the allocator's.
-const OVERHEAD: usize = 1024;
+const REPLY_OVERHEAD: usize = 1024;
 /// The most variants of a page that are kept; the oldest go.
 pub(super) const MAX_VARIANTS: usize = 16;
 /// What a header takes besides its name and its value.
@@ -26,7 +26,7 @@ const HEADER_OVERHEAD: usize = 160;
 const MAX_VARY: usize = 16;
 
 /// Headers by which freshness is judged.
-const JUDGED: [HeaderName; 7] = [
+const FRESHNESS_HEADERS: [HeaderName; 7] = [
     header::CACHE_CONTROL,
     header::EXPIRES,
     header::PRAGMA,
@@ -37,7 +37,7 @@ const JUDGED: [HeaderName; 7] = [
 ];
 
 /// Headers that concern one connection or one caller (RFC 9111 §3.1), and the age, which is told anew.
-const NOT_KEPT: [HeaderName; 10] = [
+const UNCACHED_HEADERS: [HeaderName; 10] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
     header::PROXY_AUTHENTICATE,
@@ -51,11 +51,11 @@ const NOT_KEPT: [HeaderName; 10] = [
 ];
 
 /// Headers that belong to the body that is kept, whatever a 304 says of them (RFC 9111 §3.2).
-const OF_THE_BODY: [HeaderName; 4] =
+const BODY_HEADERS: [HeaderName; 4] =
     [header::CONTENT_LENGTH, header::CONTENT_ENCODING, header::CONTENT_RANGE, header::TRANSFER_ENCODING];
 
 /// Headers that a 304 has (RFC 9110 §15.4.5), and the age.
-const OF_A_304: [HeaderName; 8] = [
+const NOT_MODIFIED_HEADERS: [HeaderName; 8] = [
     header::AGE,
     header::CACHE_CONTROL,
     header::CONTENT_LOCATION,
@@ -68,27 +68,27 @@ const OF_A_304: [HeaderName; 8] = [
 
 /// The replies that are kept of one page, the newest first: its variants.
 #[derive(Clone, Default)]
-pub(super) struct Page(Arc<[Arc<Entry>]>);
+pub(super) struct CachedResource(Arc<[Arc<CachedReply>]>);
 
-impl Page {
+impl CachedResource {
     /// What it takes in memory, in bytes.
-    pub(super) fn weight(&self) -> usize {
-        self.0.iter().map(|entry| entry.weight()).sum()
+    pub(super) fn size_bytes(&self) -> usize {
+        self.0.iter().map(|entry| entry.size_bytes()).sum()
     }
 
-    pub(super) fn entries(&self) -> &[Arc<Entry>] {
+    pub(super) fn replies(&self) -> &[Arc<CachedReply>] {
         &self.0
     }
 
     /// The page with this reply instead of the one with that key.
-    pub(super) fn with(&self, key: Key, entry: Option<Arc<Entry>>) -> Self {
+    pub(super) fn with_replaced(&self, key: CacheKey, entry: Option<Arc<CachedReply>>) -> Self {
         let others = self.0.iter().filter(|entry| entry.key != key).cloned();
         Self(entry.into_iter().chain(others).take(MAX_VARIANTS).collect())
     }
 }
 
 /// A reply but for its body.
-pub(super) struct Head {
+pub(super) struct CachedHead {
     status: StatusCode,
     headers: HeaderMap,
     vary: Arc<[HeaderName]>,
@@ -102,36 +102,42 @@ pub(super) struct Head {
     no_cache: bool,
 }
 
-impl Head {
+impl CachedHead {
     /// The head of this reply as it is kept; `None` if it mustn't be.
-    pub(super) fn of(rules: &CacheRules, reply: &Parts, now: Time) -> Option<Self> {
+    pub(super) fn from_reply(rules: &CacheRules, reply: &Parts, now: Time) -> Option<Self> {
         let headers = &reply.headers;
-        let vary = vary(headers)?;
-        if has(headers, "no-store") || rules.shared && has(headers, "private") || streams(headers) {
+        let vary = parse_vary(headers)?;
+        if has_directive(headers, "no-store")
+            || rules.shared && has_directive(headers, "private")
+            || is_streaming(headers)
+        {
             return None;
         }
         let ttl = rules.ttl.filter(|_| reply.status.is_success());
-        let mut judged = Response::new(());
-        *judged.status_mut() = reply.status;
-        *judged.headers_mut() = ttl.map_or_else(|| judged_by(headers), |ttl| lasting(headers, ttl));
-        let told = if ttl.is_some() { Duration::ZERO } else { age(headers) };
-        judged.headers_mut().insert(header::AGE, HeaderValue::from(told.as_secs()));
+        let mut freshness_reply = Response::new(());
+        *freshness_reply.status_mut() = reply.status;
+        *freshness_reply.headers_mut() =
+            ttl.map_or_else(|| freshness_headers(headers), |ttl| ttl_headers(headers, ttl));
+        let initial_age = if ttl.is_some() { Duration::ZERO } else { age_header(headers) };
+        freshness_reply.headers_mut().insert(header::AGE, HeaderValue::from(initial_age.as_secs()));
         let options = CacheOptions { shared: rules.shared, ..CacheOptions::default() };
-        let policy = CachePolicy::new_options(&http::Request::new(()), &judged, system(now), options);
+        let policy = CachePolicy::new_options(&http::Request::new(()), &freshness_reply, system_time(now), options);
         if !policy.is_storable() {
             return None;
         }
-        let fresh_until = now + Span::from_duration(policy.time_to_live(system(now)));
-        let no_cache = has(headers, "no-cache");
-        let insists = no_cache || has(headers, "must-revalidate") || rules.shared && has(headers, "proxy-revalidate");
-        let stale_until = if insists { Time::ZERO } else { fresh_until + Span::from_duration(rules.stale) };
+        let fresh_until = now + Span::from_duration(policy.time_to_live(system_time(now)));
+        let no_cache = has_directive(headers, "no-cache");
+        let must_revalidate = no_cache
+            || has_directive(headers, "must-revalidate")
+            || rules.shared && has_directive(headers, "proxy-revalidate");
+        let stale_until = if must_revalidate { Time::ZERO } else { fresh_until + Span::from_duration(rules.stale) };
         Some(Self {
             status: reply.status,
-            headers: kept(headers),
+            headers: cacheable_headers(headers),
             vary,
             policy,
             stored_at: now,
-            age: age(headers),
+            age: age_header(headers),
             fresh_until,
             stale_until,
             no_cache: no_cache && ttl.is_none(),
@@ -144,19 +150,19 @@ impl Head {
     }
 
     /// The whole, under the key of its variant.
-    pub(super) fn with(self, key: Key, body: Bytes) -> Entry {
-        Entry { head: self, key, body }
+    pub(super) fn into_reply(self, key: CacheKey, body: Bytes) -> CachedReply {
+        CachedReply { head: self, key, body }
     }
 }
 
 /// A reply that is kept, or that several calls share.
-pub(super) struct Entry {
-    head: Head,
-    key: Key,
+pub(super) struct CachedReply {
+    head: CachedHead,
+    key: CacheKey,
     body: Bytes,
 }
 
-impl fmt::Debug for Entry {
+impl fmt::Debug for CachedReply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Entry")
             .field("status", &self.head.status)
@@ -165,8 +171,8 @@ impl fmt::Debug for Entry {
     }
 }
 
-impl Entry {
-    pub(super) fn key(&self) -> Key {
+impl CachedReply {
+    pub(super) fn key(&self) -> CacheKey {
         self.key
     }
 
@@ -174,17 +180,17 @@ impl Entry {
         &self.head.vary
     }
 
-    fn weight(&self) -> usize {
+    fn size_bytes(&self) -> usize {
         // What freshness is judged by lies in the policy a second time.
-        let judged = judged_by(&self.head.headers);
+        let judged = freshness_headers(&self.head.headers);
         let headers = self.head.headers.iter().chain(&judged);
         let headers = headers.map(|(name, value)| name.as_str().len() + value.len() + HEADER_OVERHEAD);
-        OVERHEAD + headers.sum::<usize>() + self.body.len()
+        REPLY_OVERHEAD + headers.sum::<usize>() + self.body.len()
     }
 
     /// Whether it answers this request as it is.
-    pub(super) fn answers(&self, asked: &Asked, now: Time) -> bool {
-        matches!(self.head.policy.before_request(asked, system(now)), BeforeRequest::Fresh(_))
+    pub(super) fn is_fresh_for(&self, directives: &RequestDirectives, now: Time) -> bool {
+        matches!(self.head.policy.before_request(directives, system_time(now)), BeforeRequest::Fresh(_))
     }
 
     /// Whether calls that waited for it may have it without asking again.
@@ -193,8 +199,8 @@ impl Entry {
     }
 
     /// Whether it may stand in while the provider is unavailable.
-    pub(super) fn stands_in(&self, asked: &Asked, now: Time) -> bool {
-        !asked.particular && now < self.head.stale_until
+    pub(super) fn can_serve_stale(&self, directives: &RequestDirectives, now: Time) -> bool {
+        !directives.limits_age && now < self.head.stale_until
     }
 
     /// Whether it will be of use to anybody after those who wait for it.
@@ -206,32 +212,32 @@ impl Entry {
     }
 
     /// Asks the provider whether it still holds; false if it has nothing to ask by.
-    pub(super) fn ask_after(&self, request: &mut HeaderMap) -> bool {
+    pub(super) fn add_validators(&self, request: &mut HeaderMap) -> bool {
         let validators = [(header::ETAG, header::IF_NONE_MATCH), (header::LAST_MODIFIED, header::IF_MODIFIED_SINCE)];
-        let mut asks = false;
+        let mut has_validator = false;
         for (validator, condition) in validators {
             if let Some(value) = self.head.headers.get(validator) {
                 request.insert(condition, value.clone());
-                asks = true;
+                has_validator = true;
             }
         }
-        asks
+        has_validator
     }
 
     /// The head of the reply with what a 304 brings; `None` if that names another entity tag. The body, for which alone
     /// it was asked, is confirmed then, but not for how long it is good (RFC 9111 §4.3.4).
-    pub(super) fn confirmed(&self, not_modified: &HeaderMap) -> Option<Parts> {
+    pub(super) fn revalidated_head(&self, not_modified: &HeaderMap) -> Option<Parts> {
         let tags =
             [&self.head.headers, not_modified].map(|headers| headers.get(header::ETAG).map(HeaderValue::as_bytes));
         if let [Some(own), Some(new)] = tags
-            && opaque(own) != opaque(new)
+            && opaque_tag(own) != opaque_tag(new)
         {
             return None;
         }
         let (mut parts, ()) = Response::new(()).into_parts();
         parts.status = self.head.status;
         parts.headers = self.head.headers.clone();
-        for name in not_modified.keys().filter(|name| !OF_THE_BODY.contains(name) && *name != header::SET_COOKIE) {
+        for name in not_modified.keys().filter(|name| !BODY_HEADERS.contains(name) && *name != header::SET_COOKIE) {
             parts.headers.remove(name);
             for value in not_modified.get_all(name) {
                 parts.headers.append(name.clone(), value.clone());
@@ -245,16 +251,16 @@ impl Entry {
     }
 
     /// The reply, as old as it is by now.
-    pub(super) fn reply<B: Body>(&self, now: Time) -> Response<CacheBody<B>> {
-        let mut reply = self.shared();
+    pub(super) fn aged_response<B: Body>(&self, now: Time) -> Response<CacheBody<B>> {
+        let mut reply = self.original_response();
         let age = self.head.age.saturating_add(now.since(self.head.stored_at).as_duration());
         reply.headers_mut().insert(header::AGE, HeaderValue::from(age.as_secs()));
         reply
     }
 
     /// The reply as it came.
-    pub(super) fn shared<B: Body>(&self) -> Response<CacheBody<B>> {
-        let mut reply = Response::new(CacheBody::whole(self.body.clone()));
+    pub(super) fn original_response<B: Body>(&self) -> Response<CacheBody<B>> {
+        let mut reply = Response::new(CacheBody::from_bytes(self.body.clone()));
         *reply.status_mut() = self.head.status;
         *reply.headers_mut() = self.head.headers.clone();
         if !self.head.age.is_zero() {
@@ -264,20 +270,20 @@ impl Entry {
     }
 
     /// The reply to a caller who may have it already.
-    pub(super) fn reply_to<B: Body>(&self, request: &HeaderMap, now: Time) -> Response<CacheBody<B>> {
-        let mut reply = self.reply(now);
-        if self.head.status == StatusCode::OK && has_it(request, &self.head.headers) {
+    pub(super) fn conditional_response<B: Body>(&self, request: &HeaderMap, now: Time) -> Response<CacheBody<B>> {
+        let mut reply = self.aged_response(now);
+        if self.head.status == StatusCode::OK && is_not_modified(request, &self.head.headers) {
             let whole = std::mem::take(reply.headers_mut());
             *reply.status_mut() = StatusCode::NOT_MODIFIED;
-            *reply.headers_mut() = only(&whole, &OF_A_304);
-            *reply.body_mut() = CacheBody::whole(Bytes::new());
+            *reply.headers_mut() = select_headers(&whole, &NOT_MODIFIED_HEADERS);
+            *reply.body_mut() = CacheBody::from_bytes(Bytes::new());
         }
         reply
     }
 }
 
 /// The headers that the reply depends on, in order; `None` for one that depends on more than headers, or too many.
-fn vary(headers: &HeaderMap) -> Option<Arc<[HeaderName]>> {
+fn parse_vary(headers: &HeaderMap) -> Option<Arc<[HeaderName]>> {
     let mut names = Vec::new();
     for value in headers.get_all(header::VARY) {
         for name in value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|name| !name.is_empty())
@@ -291,31 +297,31 @@ fn vary(headers: &HeaderMap) -> Option<Arc<[HeaderName]>> {
 }
 
 /// Whether the body is made to be read as it comes, so that nobody may wait for its end.
-fn streams(headers: &HeaderMap) -> bool {
+fn is_streaming(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     ["text/event-stream", "multipart/x-mixed-replace"]
         .iter()
         .any(|stream| kind.get(..stream.len()).is_some_and(|kind| kind.eq_ignore_ascii_case(stream.as_bytes())))
 }
 
-fn only<'n>(headers: &HeaderMap, names: impl IntoIterator<Item = &'n HeaderName>) -> HeaderMap {
+fn select_headers<'n>(headers: &HeaderMap, names: impl IntoIterator<Item = &'n HeaderName>) -> HeaderMap {
     let mut found = HeaderMap::new();
     for name in names {
         for value in headers.get_all(name) {
-            found.append(name.clone(), owned(value));
+            found.append(name.clone(), copy_value(value));
         }
     }
     found
 }
 
 /// The value in memory of its own: one that was read from a connection holds on to all that was read with it.
-fn owned(value: &HeaderValue) -> HeaderValue {
+fn copy_value(value: &HeaderValue) -> HeaderValue {
     HeaderValue::from_bytes(value.as_bytes()).expect("invariant: these bytes are a header's value already")
 }
 
 /// The headers by which freshness is judged, as the provider sent them.
-fn judged_by(headers: &HeaderMap) -> HeaderMap {
-    let mut judged = only(headers, &JUDGED);
+fn freshness_headers(headers: &HeaderMap) -> HeaderMap {
+    let mut judged = select_headers(headers, &FRESHNESS_HEADERS);
     if judged.contains_key(header::SET_COOKIE) {
         judged.insert(header::SET_COOKIE, HeaderValue::from_static("set"));
     }
@@ -323,16 +329,16 @@ fn judged_by(headers: &HeaderMap) -> HeaderMap {
 }
 
 /// The headers by which a reply is fresh for `ttl`, in whole seconds as HTTP counts, rounded up.
-fn lasting(headers: &HeaderMap, ttl: Duration) -> HeaderMap {
+fn ttl_headers(headers: &HeaderMap, ttl: Duration) -> HeaderMap {
     let secs = ttl.as_secs().saturating_add(u64::from(ttl.subsec_nanos() > 0));
-    let mut judged = only(headers, &[header::ETAG, header::LAST_MODIFIED]);
+    let mut judged = select_headers(headers, &[header::ETAG, header::LAST_MODIFIED]);
     let value = HeaderValue::try_from(format!("public, max-age={secs}"));
     judged.insert(header::CACHE_CONTROL, value.expect("invariant: letters and digits make a header's value"));
     judged
 }
 
 /// The headers that are told again.
-fn kept(headers: &HeaderMap) -> HeaderMap {
+fn cacheable_headers(headers: &HeaderMap) -> HeaderMap {
     // What else concerns the connection alone is named there (RFC 9110 §7.6.1).
     let connection = headers.get_all(header::CONNECTION);
     let named = |name: &HeaderName| {
@@ -340,13 +346,13 @@ fn kept(headers: &HeaderMap) -> HeaderMap {
         names.any(|other| other.trim_ascii().eq_ignore_ascii_case(name.as_str().as_bytes()))
     };
     let mut kept = HeaderMap::new();
-    for (name, value) in headers.iter().filter(|(name, _)| !NOT_KEPT.contains(name) && !named(name)) {
+    for (name, value) in headers.iter().filter(|(name, _)| !UNCACHED_HEADERS.contains(name) && !named(name)) {
         let name = HeaderName::from_bytes(name.as_str().as_bytes());
-        kept.append(name.expect("invariant: these letters are a header's name already"), owned(value));
+        kept.append(name.expect("invariant: these letters are a header's name already"), copy_value(value));
     }
     kept
 }
 
-fn system(time: Time) -> SystemTime {
+fn system_time(time: Time) -> SystemTime {
     UNIX_EPOCH + Duration::from_micros(time.as_micros())
 }

@@ -1,9 +1,9 @@
-//! The lock of a shard: held for tens of nanoseconds, so that waiting for it is spinning.
+//! A lock that is held for tens to hundreds of nanoseconds, so that waiting for it is spinning.
 //!
-//! Giving it back is a plain store, where a lock that can put threads to sleep needs a second atomic exchange to see
-//! whether any sleeps. A waiter stays away for longer and longer: looking takes the cache line from the holder, and a
-//! key that two threads fight over costs least when each has it for several calls on end. Once the holder has
-//! evidently lost its time slice, the waiter gives its own away.
+//! Its release is a plain store, where a lock that puts threads to sleep needs a second atomic exchange to see whether
+//! any sleeps. A waiter looks at the lock less and less often: looking takes the cache line from the holder, and a lock
+//! that two threads want at the same time costs least when each has it for several calls on end. A waiter that has spun
+//! for some microseconds gives its time slice away, since the holder has probably lost its own.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +15,14 @@ const FIRST_PAUSES: u32 = 8;
 /// Pauses before the last look that is still spun for, after some microseconds in all.
 const MOST_PAUSES: u32 = 64;
 
-pub(super) struct Spin(AtomicBool);
+/// The lock without its data, for [`lock_api`].
+#[derive(Debug)]
+pub struct Spin(AtomicBool);
 
-pub(super) type Lock<T> = lock_api::Mutex<Spin, T>;
-pub(super) type LockGuard<'a, T> = lock_api::MutexGuard<'a, Spin, T>;
+/// Data behind a spinning lock.
+pub type Lock<T> = lock_api::Mutex<Spin, T>;
+/// Access to the data of a [`Lock`], until it is dropped.
+pub type LockGuard<'a, T> = lock_api::MutexGuard<'a, Spin, T>;
 
 #[expect(unsafe_code, reason = "the trait is unsafe to implement: it promises mutual exclusion")]
 // SAFETY: `lock` and `try_lock` return (true) only after this thread changed the flag from false to true with Acquire

@@ -9,61 +9,61 @@ use tidegate_core::{Clock, Span};
 use tidegate_store::Store;
 use tokio::sync::Notify;
 
-use super::Hall;
+use super::ProviderInner;
 use crate::clock::precise_timer;
 
 /// Less than this isn't waited for, or a clock that is behind the runtime's would make the timer spin.
-const SHORTEST: Span = Span::from_micros(100);
+const MIN_SLEEP: Span = Span::from_micros(100);
 
 /// What the floor and its timer tell each other without a lock.
 #[derive(Default)]
-pub(super) struct Timing {
+pub(super) struct TimerSignals {
     /// There is an earlier moment to wake at, or nobody to wake any more.
-    pub earlier: Notify,
+    pub reschedule: Notify,
     /// Whether a timer runs.
-    pub runs: AtomicBool,
+    pub is_running: AtomicBool,
     /// The timer has gone with its runtime.
-    pub gone: Notify,
+    pub stopped: Notify,
 }
 
 /// Enters the floor whenever time alone changes something. Ends when there is nothing to wait for.
 pub(super) struct Timer<S, C> {
-    hall: Weak<Hall<S, C>>,
-    timing: Arc<Timing>,
+    provider: Weak<ProviderInner<S, C>>,
+    signals: Arc<TimerSignals>,
 }
 
 impl<S: Store, C: Clock> Timer<S, C> {
-    pub(super) fn new(hall: &Arc<Hall<S, C>>) -> Self {
-        Self { hall: Arc::downgrade(hall), timing: Arc::clone(&hall.timing) }
+    pub(super) fn new(provider: &Arc<ProviderInner<S, C>>) -> Self {
+        Self { provider: Arc::downgrade(provider), signals: Arc::clone(&provider.timer_signals) }
     }
 
     pub(super) async fn run(mut self) {
-        while let Some((wait, by_system)) = self.next() {
+        while let Some((wait, uses_system_clock)) = self.next_sleep() {
             let wait = wait.as_duration();
-            let slept = async move {
-                match by_system {
+            let sleeping = async move {
+                match uses_system_clock {
                     true => precise_timer::sleep(wait).await,
                     false => tokio::time::sleep(wait).await,
                 }
             };
             // Whether it is time or there is an earlier moment: the floor says what is next.
-            select(pin!(slept), pin!(self.timing.earlier.notified())).await;
+            select(pin!(sleeping), pin!(self.signals.reschedule.notified())).await;
         }
     }
 
     /// How long to sleep, and whether by the system's time.
-    fn next(&mut self) -> Option<(Span, bool)> {
-        let hall = self.hall.upgrade()?;
-        let (mut floor, now) = hall.enter_now();
-        let floor = &mut *floor;
-        floor.wakes_at = hall.name(floor, None, now);
-        if floor.wakes_at.is_never() {
+    fn next_sleep(&mut self) -> Option<(Span, bool)> {
+        let provider = self.provider.upgrade()?;
+        let (mut dispatcher, now) = provider.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        dispatcher.timer_wakes_at = provider.dispatch_due(dispatcher, None, now);
+        if dispatcher.timer_wakes_at.is_never() {
             // Said under the lock, and only once: after it there may be another timer.
-            self.timing.runs.store(false, Ordering::Release);
-            self.timing = Arc::default();
+            self.signals.is_running.store(false, Ordering::Release);
+            self.signals = Arc::default();
             return None;
         }
-        Some((floor.wakes_at.since(now).max(SHORTEST), hall.clock.is_system()))
+        Some((dispatcher.timer_wakes_at.since(now).max(MIN_SLEEP), provider.clock.is_system()))
     }
 }
 
@@ -71,7 +71,7 @@ impl<S, C> Drop for Timer<S, C> {
     /// The runtime may end before the provider does: then whoever waits in another starts one there. This may be within
     /// the floor's lock.
     fn drop(&mut self) {
-        self.timing.runs.store(false, Ordering::Release);
-        self.timing.gone.notify_waiters();
+        self.signals.is_running.store(false, Ordering::Release);
+        self.signals.stopped.notify_waiters();
     }
 }

@@ -31,18 +31,18 @@ pub enum Balance {
 
 /// A pool of no credential, or of more than [`MAX_CREDENTIALS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PoolSize {
+pub struct PoolSizeError {
     /// How many were given.
     pub found: usize,
 }
 
-impl fmt::Display for PoolSize {
+impl fmt::Display for PoolSizeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a pool holds 1 to {MAX_CREDENTIALS} credentials, not {}", self.found)
     }
 }
 
-impl core::error::Error for PoolSize {}
+impl core::error::Error for PoolSizeError {}
 
 /// The credentials of one provider, by their place in its list: each is cooling down, busy with as many calls as it may
 /// have in flight, or good. A number that is no place in the list changes nothing.
@@ -50,50 +50,50 @@ impl core::error::Error for PoolSize {}
 /// Naming one takes constant time, every change O(log n); nothing is allocated after the first time that all were good
 /// and all were cooling.
 #[derive(Clone, Debug)]
-pub struct Pool {
+pub struct CredentialPool {
     balance: Balance,
     /// When each was used last, as a count of uses; 0 is never.
-    used: Vec<u64>,
+    last_used: Vec<u64>,
     /// Round robin: how many turns have been had, turn t being that of credential t mod n. Else how many uses.
-    count: u64,
+    use_count: u64,
     /// How many calls each has in flight.
     in_flight: Vec<u32>,
     max_in_flight: u32,
     /// The good ones, by the turn that they wait for or by their last use.
-    good: IndexHeap<u64>,
+    available: IndexHeap<u64>,
     /// The cooling ones, by when they rejoin.
     cooling: IndexHeap<Time>,
     /// Until when each is closed whatever happens.
-    closed: Vec<Time>,
+    closed_until: Vec<Time>,
     /// The quota of each that is spent, and until when.
-    spent: Vec<Option<(LimitId, Time)>>,
+    spent_quotas: Vec<Option<(LimitId, Time)>>,
     /// When the last note was made.
-    noted: Time,
+    updated_at: Time,
 }
 
-impl Pool {
+impl CredentialPool {
     /// A pool of so many credentials, all good and never used, with any number of calls in flight.
     ///
     /// # Errors
     /// None, or more than [`MAX_CREDENTIALS`].
-    pub fn new(balance: Balance, credentials: usize) -> Result<Self, PoolSize> {
+    pub fn new(balance: Balance, credentials: usize) -> Result<Self, PoolSizeError> {
         if credentials == 0 || credentials > MAX_CREDENTIALS {
-            return Err(PoolSize { found: credentials });
+            return Err(PoolSizeError { found: credentials });
         }
         let mut pool = Self {
             balance,
-            used: alloc::vec![0; credentials],
-            count: 0,
+            last_used: alloc::vec![0; credentials],
+            use_count: 0,
             in_flight: alloc::vec![0; credentials],
             max_in_flight: u32::MAX,
-            good: IndexHeap::default(),
+            available: IndexHeap::default(),
             cooling: IndexHeap::default(),
-            closed: alloc::vec![Time::ZERO; credentials],
-            spent: alloc::vec![None; credentials],
-            noted: Time::ZERO,
+            closed_until: alloc::vec![Time::ZERO; credentials],
+            spent_quotas: alloc::vec![None; credentials],
+            updated_at: Time::ZERO,
         };
         for credential in 0..credentials {
-            pool.enable(credential);
+            pool.clear_cooling(credential);
         }
         Ok(pool)
     }
@@ -102,44 +102,44 @@ impl Pool {
     #[must_use]
     pub fn with_max_in_flight(mut self, max_in_flight: u32) -> Self {
         self.max_in_flight = max_in_flight;
-        for index in 0..self.used.len() as u32 {
-            self.sort(index);
+        for index in 0..self.last_used.len() as u32 {
+            self.update_availability(index);
         }
         self
     }
 
     /// How many credentials there are, good or not.
     pub fn size(&self) -> usize {
-        self.used.len()
+        self.last_used.len()
     }
 
     /// The credential to ask for next; `None` if all are cooling or busy. Naming one changes nothing: it is named
-    /// again until [`Pool::used`] or [`Pool::not_before`] says what came of it, but that
+    /// again until [`CredentialPool::record_use`] or [`CredentialPool::set_cooling_until`] says what came of it, but that
     /// [`Balance::Random`] draws anew. So to ask until there is nobody left, note each refusal and call again: at most
     /// as often as there are credentials.
     pub fn next(&mut self, now: Time, rng: &mut impl Rng) -> Option<usize> {
-        self.rejoin(now);
+        self.end_cooldowns(now);
         let (_, credential) = match self.balance {
-            Balance::RoundRobin | Balance::LeastRecentlyUsed => self.good.first(),
+            Balance::RoundRobin | Balance::LeastRecentlyUsed => self.available.first(),
             Balance::Random => {
                 // Multiplying and shifting favours no place by more than one part in 2^22.
-                let place = (u64::from(rng.next_u32()) * self.good.len() as u64) >> 32;
-                self.good.nth(place as usize)
+                let position = (u64::from(rng.next_u32()) * self.available.len() as u64) >> 32;
+                self.available.nth(position as usize)
             }
         }?;
         Some(credential as usize)
     }
 
     /// Whether a credential besides this one isn't cooling.
-    pub fn has_another(&mut self, credential: usize, now: Time) -> bool {
-        self.rejoin(now);
-        let itself = self.index(credential).is_some_and(|index| self.cooling.key(index).is_none());
-        self.used.len() - self.cooling.len() > usize::from(itself)
+    pub fn has_other_not_cooling(&mut self, credential: usize, now: Time) -> bool {
+        self.end_cooldowns(now);
+        let counts_itself = self.checked_index(credential).is_some_and(|index| self.cooling.key(index).is_none());
+        self.last_used.len() - self.cooling.len() > usize::from(counts_itself)
     }
 
-    /// Whether there is a credential that only waits for one of its calls to end: [`Pool::next`] may name it at any moment.
-    pub fn is_busy(&self) -> bool {
-        self.good.len() + self.cooling.len() < self.used.len()
+    /// Whether there is a credential that only waits for one of its calls to end: [`CredentialPool::next`] may name it at any moment.
+    pub fn has_busy(&self) -> bool {
+        self.available.len() + self.cooling.len() < self.last_used.len()
     }
 
     /// How many calls a credential has in flight.
@@ -147,130 +147,131 @@ impl Pool {
         self.in_flight.get(credential).copied().unwrap_or(0)
     }
 
-    /// When the first of those that cool down rejoins; [`Time::NEVER`] if none does. Where [`Pool::next`] names nobody,
-    /// this is how long to wait, unless a call ends before and [`Pool::ended`] says that it was waited for.
-    pub fn earliest(&self) -> Time {
+    /// When the first of those that cool down rejoins; [`Time::NEVER`] if none does. Where [`CredentialPool::next`] names nobody,
+    /// this is how long to wait, unless a call ends before and [`CredentialPool::record_end`] says that it was waited for.
+    pub fn next_rejoin_at(&self) -> Time {
         self.cooling.first().map_or(Time::NEVER, |(rejoins, _)| rejoins)
     }
 
-    /// A call was let through with this credential: it is in flight until [`Pool::ended`].
-    pub fn used(&mut self, credential: usize) {
-        let Some(index) = self.index(credential) else { return };
-        let turn = self.good.key(index).unwrap_or_else(|| self.turn(index));
-        self.count = match self.balance {
-            Balance::RoundRobin => self.count.max(turn + 1),
-            Balance::Random | Balance::LeastRecentlyUsed => self.count + 1,
+    /// A call was let through with this credential: it is in flight until [`CredentialPool::record_end`].
+    pub fn record_use(&mut self, credential: usize) {
+        let Some(index) = self.checked_index(credential) else { return };
+        let turn = self.available.key(index).unwrap_or_else(|| self.next_turn(index));
+        self.use_count = match self.balance {
+            Balance::RoundRobin => self.use_count.max(turn + 1),
+            Balance::Random | Balance::LeastRecentlyUsed => self.use_count + 1,
         };
-        self.used[credential] = self.count;
+        self.last_used[credential] = self.use_count;
         self.in_flight[credential] = self.in_flight[credential].saturating_add(1);
         // It waits for its next turn, if it stays good.
-        if self.is_good(index) {
-            self.good.set(index, self.rank(index));
+        if self.is_available(index) {
+            self.available.set(index, self.sort_key(index));
         } else {
-            self.good.remove(index);
+            self.available.remove(index);
         }
     }
 
-    /// A call with this credential is no longer in flight. Whether [`Pool::next`] named nobody before, and now may.
-    pub fn ended(&mut self, credential: usize) -> bool {
-        let Some(index) = self.index(credential) else { return false };
-        let none_was_good = self.good.is_empty();
+    /// A call with this credential is no longer in flight. Whether [`CredentialPool::next`] named nobody before, and now may.
+    pub fn record_end(&mut self, credential: usize) -> bool {
+        let Some(index) = self.checked_index(credential) else { return false };
+        let none_was_available = self.available.is_empty();
         self.in_flight[credential] = self.in_flight[credential].saturating_sub(1);
-        self.sort(index);
-        none_was_good && !self.good.is_empty()
+        self.update_availability(index);
+        none_was_available && !self.available.is_empty()
     }
 
     /// Notes at `now` that the credential won't be let through before `until`, whether it is cooling down or a limit of
     /// its own is full. Of several notes the longest counts: each tells of something else.
-    pub fn not_before(&mut self, credential: usize, until: Time, now: Time) {
-        let Some(index) = self.index(credential) else { return };
-        self.rejoin(now);
-        let noted = self.cooling.key(index);
-        self.cooling.set(index, until.max(noted.unwrap_or(until)));
-        self.noted = now;
-        self.sort(index);
+    pub fn set_cooling_until(&mut self, credential: usize, until: Time, now: Time) {
+        let Some(index) = self.checked_index(credential) else { return };
+        self.end_cooldowns(now);
+        let known_until = self.cooling.key(index);
+        self.cooling.set(index, until.max(known_until.unwrap_or(until)));
+        self.updated_at = now;
+        self.update_availability(index);
     }
 
-    /// [`Pool::not_before`] for a moment that can't come earlier: the end of a closing that the provider asked for, or of
-    /// a quota's period. So [`Pool::all_closed_until`] may say it to calls that haven't queued yet.
-    pub fn closed_until(&mut self, credential: usize, until: Time, now: Time) {
-        self.not_before(credential, until, now);
-        if let Some(closed) = self.closed.get_mut(credential) {
+    /// [`CredentialPool::set_cooling_until`] for a moment that can't come earlier: the end of a closing that the provider asked for, or of
+    /// a quota's period. So [`CredentialPool::all_closed_until`] may say it to calls that haven't queued yet.
+    pub fn set_closed_until(&mut self, credential: usize, until: Time, now: Time) {
+        self.set_cooling_until(credential, until, now);
+        if let Some(closed) = self.closed_until.get_mut(credential) {
             *closed = until.max(*closed);
         }
     }
 
     /// Notes that it is for this quota, whose period ends then, that a credential isn't let through before `until`.
-    pub fn spent_until(&mut self, credential: usize, quota: LimitId, until: Time) {
-        if let Some(spent) = self.spent.get_mut(credential) {
+    pub fn set_spent_quota(&mut self, credential: usize, quota: LimitId, until: Time) {
+        if let Some(spent) = self.spent_quotas.get_mut(credential) {
             *spent = Some((quota, until));
         }
     }
 
     /// The quota of some credential that is spent until this very moment, as far as it was noted: why nobody goes before,
     /// if that is when the first rejoins. Looks through all of them.
-    pub fn quota_that_ends(&self, at: Time) -> Option<LimitId> {
-        self.spent.iter().flatten().find(|(_, until)| *until == at).map(|(quota, _)| *quota)
+    pub fn quota_spent_until(&self, at: Time) -> Option<LimitId> {
+        self.spent_quotas.iter().flatten().find(|(_, until)| *until == at).map(|(quota, _)| *quota)
     }
 
-    /// The first moment at which any credential may rejoin, if all are known to be closed ([`Pool::closed_until`]): a call
+    /// The first moment at which any credential may rejoin, if all are known to be closed ([`CredentialPool::set_closed_until`]): a call
     /// whose deadline comes before it needn't queue. Looks through all of them where none is good.
     pub fn all_closed_until(&mut self, now: Time) -> Option<Time> {
-        self.rejoin(now);
-        let first = if self.good.is_empty() { self.closed.iter().copied().min() } else { None };
+        self.end_cooldowns(now);
+        let first = if self.available.is_empty() { self.closed_until.iter().copied().min() } else { None };
         first.filter(|first| *first > now)
     }
 
     /// The credential doesn't cool down, whatever was noted before.
-    fn enable(&mut self, credential: usize) {
-        let Some(index) = self.index(credential) else { return };
+    fn clear_cooling(&mut self, credential: usize) {
+        let Some(index) = self.checked_index(credential) else { return };
         self.cooling.remove(index);
-        self.closed[credential] = Time::ZERO;
-        self.spent[credential] = None;
-        self.sort(index);
+        self.closed_until[credential] = Time::ZERO;
+        self.spent_quotas[credential] = None;
+        self.update_availability(index);
     }
 
     /// Puts it among the good ones, where it keeps the place that it may have, or out of them.
-    fn sort(&mut self, index: u32) {
-        if !self.is_good(index) {
-            self.good.remove(index);
-        } else if self.good.key(index).is_none() {
-            self.good.set(index, self.rank(index));
+    fn update_availability(&mut self, index: u32) {
+        if !self.is_available(index) {
+            self.available.remove(index);
+        } else if self.available.key(index).is_none() {
+            self.available.set(index, self.sort_key(index));
         }
     }
 
-    fn is_good(&self, index: u32) -> bool {
+    fn is_available(&self, index: u32) -> bool {
         self.cooling.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
     }
 
     /// Lets those rejoin whose moment has come. A clock that has stepped back makes all notes void: their moments may
     /// be far off now, and asking once too often does no harm.
-    fn rejoin(&mut self, now: Time) {
-        let stepped_back = self.noted > now + MAX_CLOCK_LAG;
+    fn end_cooldowns(&mut self, now: Time) {
+        let stepped_back = self.updated_at > now + MAX_CLOCK_LAG;
         while let Some((until, index)) = self.cooling.first()
             && (until <= now || stepped_back)
         {
-            self.enable(index as usize);
+            self.clear_cooling(index as usize);
         }
     }
 
-    fn index(&self, credential: usize) -> Option<u32> {
-        u32::try_from(credential).ok().filter(|_| credential < self.used.len())
+    fn checked_index(&self, credential: usize) -> Option<u32> {
+        u32::try_from(credential).ok().filter(|_| credential < self.last_used.len())
     }
 
     /// What a good credential is ordered by.
-    fn rank(&self, index: u32) -> u64 {
+    fn sort_key(&self, index: u32) -> u64 {
         match self.balance {
-            Balance::RoundRobin => self.turn(index),
-            Balance::Random | Balance::LeastRecentlyUsed => self.used[index as usize],
+            Balance::RoundRobin => self.next_turn(index),
+            Balance::Random | Balance::LeastRecentlyUsed => self.last_used[index as usize],
         }
     }
 
     /// The credential's first turn that hasn't been had.
-    fn turn(&self, index: u32) -> u64 {
-        let (size, index) = (self.used.len() as u64, u64::from(index));
-        let had = self.count % size;
-        self.count + if index < had { index + size - had } else { index - had }
+    fn next_turn(&self, index: u32) -> u64 {
+        let (size, index) = (self.last_used.len() as u64, u64::from(index));
+        let turns_this_round = self.use_count % size;
+        self.use_count
+            + if index < turns_this_round { index + size - turns_this_round } else { index - turns_this_round }
     }
 }
 

@@ -11,12 +11,12 @@ use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, BaseUrl};
 
 use super::path;
-use super::target::{PLACEHOLDER, Target, is_named};
+use super::target::{PLACEHOLDER, Target, param_has_name};
 
 /// A shorter credential is public, like a free tier's `2`, and is found in innocent values by accident.
-const MIN_SECRET: usize = 8;
+const MIN_SECRET_LENGTH: usize = 8;
 /// What stands in a path that is shown in place of the credential.
-const SHOWN: &str = "%7Bkey%7D";
+const ENCODED_PLACEHOLDER: &str = "%7Bkey%7D";
 
 impl Target {
     /// Takes the credential out of a reply's headers: out of the URLs of `Location` and `Content-Location`, and any
@@ -24,46 +24,52 @@ impl Target {
     ///
     /// With `mount`, such as `tmdb`, URLs below the base URL become paths below `/tmdb`, so that who follows them comes
     /// back through the gateway; other paths of the provider's host become whole URLs.
-    pub fn tidy(&self, headers: &mut HeaderMap, secret: Option<&Secret>, mount: Option<&str>) {
+    pub fn sanitize_reply_headers(&self, headers: &mut HeaderMap, secret: Option<&Secret>, mount_path: Option<&str>) {
         for name in [LOCATION, CONTENT_LOCATION] {
             let Some(value) = headers.get(&name) else { continue };
-            let told = value.to_str().ok().and_then(|text| self.location(text, secret, mount));
-            match told.and_then(|text| HeaderValue::try_from(text).ok()) {
+            let sanitized = value.to_str().ok().and_then(|text| self.sanitize_location(text, secret, mount_path));
+            match sanitized.and_then(|text| HeaderValue::try_from(text).ok()) {
                 Some(told) => drop(headers.insert(&name, told)),
                 None => drop(headers.remove(&name)),
             }
         }
         if let Some(secret) = secret {
-            drop_telling(headers, secret);
+            remove_headers_with_secret(headers, secret);
         }
     }
 
     /// A location as it may be told; `None` if the credential can't be taken out of it.
-    fn location(&self, text: &str, secret: Option<&Secret>, mount: Option<&str>) -> Option<String> {
-        let (text, fragment) = split(text, '#');
-        let (text, query) = split(text, '?');
-        let query = query.map(|query| self.query(&query[1..], secret)).filter(|query| !query.is_empty());
-        let told = match &self.base {
-            Some(base) => self.place(base, text, secret, mount),
+    fn sanitize_location(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
+        let (text, fragment) = split_before(text, '#');
+        let (text, query) = split_before(text, '?');
+        let query = query.map(|query| self.remove_secret_params(&query[1..], secret)).filter(|query| !query.is_empty());
+        let rewritten = match &self.base {
+            Some(base) => self.rewrite_base(base, text, secret, mount_path),
             None => Cow::Borrowed(text),
         };
         let query = query.map(|query| format!("?{query}"));
-        let told = [&*told, query.as_deref().unwrap_or_default(), fragment.unwrap_or_default()].concat();
-        let leaks = secret.is_some_and(|secret| tells(told.as_bytes(), secret));
+        let told = [&*rewritten, query.as_deref().unwrap_or_default(), fragment.unwrap_or_default()].concat();
+        let leaks = secret.is_some_and(|secret| contains_secret(told.as_bytes(), secret));
         (!leaks).then_some(told)
     }
 
-    fn query(&self, query: &str, secret: Option<&Secret>) -> String {
-        let shown = |pair: &&str| match (&self.auth, secret) {
-            (Auth::Query { name }, _) if is_named(pair, name) => false,
-            (_, Some(secret)) => !tells(pair.as_bytes(), secret),
+    fn remove_secret_params(&self, query: &str, secret: Option<&Secret>) -> String {
+        let is_kept = |pair: &&str| match (&self.auth, secret) {
+            (Auth::Query { name }, _) if param_has_name(pair, name) => false,
+            (_, Some(secret)) => !contains_secret(pair.as_bytes(), secret),
             (_, None) => true,
         };
-        query.split('&').filter(shown).collect::<Vec<_>>().join("&")
+        query.split('&').filter(is_kept).collect::<Vec<_>>().join("&")
     }
 
     /// A location without query and fragment.
-    fn place<'t>(&self, base: &BaseUrl, text: &'t str, secret: Option<&Secret>, mount: Option<&str>) -> Cow<'t, str> {
+    fn rewrite_base<'t>(
+        &self,
+        base: &BaseUrl,
+        text: &'t str,
+        secret: Option<&Secret>,
+        mount_path: Option<&str>,
+    ) -> Cow<'t, str> {
         let scheme = if base.is_https() { "https" } else { "http" };
         let same_host = |rest: &'t str| {
             let end = rest.find('/').unwrap_or(rest.len());
@@ -85,40 +91,43 @@ impl Target {
             // Relative to the path that was asked for, which is the same below the base as below the mount.
             None => return Cow::Borrowed(text),
         };
-        let root = if whole || mount.is_some() { format!("{scheme}://{}", base.authority()) } else { String::new() };
-        match (behind(base, path, secret), mount) {
+        let root =
+            if whole || mount_path.is_some() { format!("{scheme}://{}", base.authority()) } else { String::new() };
+        match (safe_path_below_base(base, path, secret), mount_path) {
             (Some(rest), Some(mount)) => Cow::Owned(format!("/{mount}{rest}")),
-            (Some(rest), None) => Cow::Owned(format!("{root}{}{rest}", base.path().replace(PLACEHOLDER, SHOWN))),
+            (Some(rest), None) => {
+                Cow::Owned(format!("{root}{}{rest}", base.path().replace(PLACEHOLDER, ENCODED_PLACEHOLDER)))
+            }
             (None, _) => Cow::Owned(format!("{root}{path}")),
         }
     }
 }
 
 /// What of a path of the provider's host is behind the base URL's and stays there.
-fn behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
-    rest_behind(base, path, secret).filter(|rest| path::check(rest).is_ok())
+fn safe_path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
+    path_below_base(base, path, secret).filter(|rest| path::check(rest).is_ok())
 }
 
 /// What of a path of the provider's host is behind the base URL's, wherever the credential stands in that.
-pub(super) fn rest_behind<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
+pub(super) fn path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
     let mut rest = path;
-    for wanted in base.path().split('/').skip(1) {
-        let from = rest.strip_prefix('/')?;
-        let end = from.find('/').unwrap_or(from.len());
+    for expected in base.path().split('/').skip(1) {
+        let after_slash = rest.strip_prefix('/')?;
+        let end = after_slash.find('/').unwrap_or(after_slash.len());
         let wanted = match secret {
-            Some(secret) => Cow::Owned(wanted.replace(PLACEHOLDER, secret.expose())),
-            None => Cow::Borrowed(wanted),
+            Some(secret) => Cow::Owned(expected.replace(PLACEHOLDER, secret.expose())),
+            None => Cow::Borrowed(expected),
         };
-        if !percent_decode(&from.as_bytes()[..end]).eq(percent_decode(wanted.as_bytes())) {
+        if !percent_decode(&after_slash.as_bytes()[..end]).eq(percent_decode(wanted.as_bytes())) {
             return None;
         }
-        rest = &from[end..];
+        rest = &after_slash[end..];
     }
     Some(rest)
 }
 
 /// A text before and from a character on.
-fn split(text: &str, at: char) -> (&str, Option<&str>) {
+fn split_before(text: &str, at: char) -> (&str, Option<&str>) {
     match text.find(at) {
         Some(at) => (&text[..at], Some(&text[at..])),
         None => (text, None),
@@ -126,9 +135,9 @@ fn split(text: &str, at: char) -> (&str, Option<&str>) {
 }
 
 /// Drops the headers that repeat the credential, by value or by name.
-pub(super) fn drop_telling(headers: &mut HeaderMap, secret: &Secret) {
+pub(super) fn remove_headers_with_secret(headers: &mut HeaderMap, secret: &Secret) {
     let repeats = |(name, value): (&HeaderName, &HeaderValue)| {
-        (tells(value.as_bytes(), secret) || is_in_name(name, secret)).then(|| name.clone())
+        (contains_secret(value.as_bytes(), secret) || name_contains_secret(name, secret)).then(|| name.clone())
     };
     let names: Vec<HeaderName> = headers.iter().filter_map(repeats).collect();
     for name in names {
@@ -137,16 +146,16 @@ pub(super) fn drop_telling(headers: &mut HeaderMap, secret: &Secret) {
 }
 
 /// True if a header's name, which is in small letters whatever was sent, holds the credential.
-fn is_in_name(name: &HeaderName, secret: &Secret) -> bool {
+fn name_contains_secret(name: &HeaderName, secret: &Secret) -> bool {
     let (name, secret) = (name.as_str().as_bytes(), secret.expose().as_bytes());
-    secret.len() >= MIN_SECRET && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))
+    secret.len() >= MIN_SECRET_LENGTH && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))
 }
 
 /// Whether a text holds the credential, be it escaped or not.
-pub(super) fn tells(text: &[u8], secret: &Secret) -> bool {
+pub(super) fn contains_secret(text: &[u8], secret: &Secret) -> bool {
     let secret = secret.expose().as_bytes();
     let holds = |text: &[u8]| text.windows(secret.len()).any(|found| found == secret);
-    secret.len() >= MIN_SECRET && (holds(text) || holds(&Cow::from(percent_decode(text))))
+    secret.len() >= MIN_SECRET_LENGTH && (holds(text) || holds(&Cow::from(percent_decode(text))))
 }
 
 #[cfg(test)]
@@ -167,7 +176,7 @@ mod tests {
     fn tidied(target: &Target, location: &str, mount: Option<&str>) -> Option<String> {
         let mut headers = HeaderMap::new();
         headers.insert(LOCATION, HeaderValue::from_str(location).unwrap());
-        target.tidy(&mut headers, Some(&Secret::new(TOKEN)), mount);
+        target.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), mount);
         headers.get(LOCATION).map(|value| value.to_str().unwrap().to_owned())
     }
 
@@ -228,14 +237,14 @@ mod tests {
         headers.insert("etag", HeaderValue::from_static("\"pl4nted\""));
         let secret = Secret::new("Pl4nted-S3cr3t");
         headers.insert("x-pl4nted-s3cr3t", HeaderValue::from_static("unknown"));
-        drop_telling(&mut headers, &secret);
+        remove_headers_with_secret(&mut headers, &secret);
         assert!(!headers.contains_key("x-pl4nted-s3cr3t"));
         let query = target("https://api.example", Auth::Query { name: "k".to_owned() });
-        query.tidy(&mut headers, Some(&Secret::new(TOKEN)), None);
+        query.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), None);
         assert_eq!(headers.keys().collect::<Vec<_>>(), ["etag"]);
         let mut headers = HeaderMap::new();
         headers.insert("etag", HeaderValue::from_static("\"22\""));
-        query.tidy(&mut headers, Some(&Secret::new("2")), None);
+        query.sanitize_reply_headers(&mut headers, Some(&Secret::new("2")), None);
         assert!(headers.contains_key("etag"), "a key of one digit is no secret");
     }
 

@@ -1,0 +1,216 @@
+//! What replies say is left of a credential's limits, for limits that only the provider knows.
+//!
+//! Providers tell by headers how many calls, and how much cost, they would still take and until when. What is under way
+//! when a reply comes may or may not be counted in it; it is taken as not counted, so that what is left is never
+//! overdrawn. The first call goes alone, because before its reply nothing is known.
+
+use crate::{Span, Time};
+
+/// How long it is until what is left may be known better, while something is under way.
+const RECHECK_INTERVAL: Span = Span::from_millis(20);
+
+/// What a reply says of one limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemainingAmount {
+    /// How much is left.
+    pub amount: u64,
+    /// How much there is when it begins anew, if that is told.
+    pub limit: Option<u64>,
+    /// When it begins anew.
+    pub resets_at: Time,
+}
+
+/// What a reply says of a credential's limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Remaining {
+    /// Of the number of calls.
+    pub calls: Option<RemainingAmount>,
+    /// Of their cost.
+    pub cost: Option<RemainingAmount>,
+}
+
+/// What is known of one credential.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RemainingTracker {
+    calls: AmountTracker,
+    cost: AmountTracker,
+    in_flight: u32,
+    /// When the request was sent whose reply said most of what is known.
+    newest_sent_at: Time,
+    has_reply: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct AmountTracker {
+    remaining: Option<RemainingAmount>,
+    /// What calls hold that are under way.
+    in_flight_amount: u64,
+}
+
+impl AmountTracker {
+    fn reserve(&mut self, amount: u64) {
+        self.in_flight_amount = self.in_flight_amount.saturating_add(amount);
+        if let Some(rest) = &mut self.remaining {
+            rest.amount = rest.amount.saturating_sub(amount);
+        }
+    }
+
+    /// Learns from a reply; one to a request that may be older may only say that less is left.
+    fn update(&mut self, reported: Option<RemainingAmount>, is_older: bool) {
+        let Some(mut told) = reported else { return };
+        told.amount = told.amount.saturating_sub(self.in_flight_amount);
+        self.remaining = match self.remaining {
+            Some(known) if is_older => Some(RemainingAmount { amount: known.amount.min(told.amount), ..known }),
+            _ => Some(told),
+        };
+    }
+
+    /// Begins anew when it is time.
+    fn refresh(&mut self, now: Time) {
+        if let Some(rest) = &mut self.remaining
+            && rest.resets_at <= now
+        {
+            // Until the next reply tells when that ends, it is taken not to.
+            self.remaining = rest.limit.map(|limit| RemainingAmount {
+                amount: limit.saturating_sub(self.in_flight_amount),
+                limit: Some(limit),
+                resets_at: Time::NEVER,
+            });
+        }
+    }
+
+    fn exhausted_until(&self, amount: u64) -> Option<Time> {
+        // What costs more than there ever is goes when all of it is there.
+        self.remaining
+            .filter(|rest| rest.amount < amount.min(rest.limit.unwrap_or(u64::MAX)))
+            .map(|rest| rest.resets_at)
+    }
+}
+
+impl RemainingTracker {
+    /// When a call of this cost may go: now, or when it is worth looking again.
+    pub(crate) fn free_at(&mut self, cost: u64, now: Time) -> Time {
+        self.calls.refresh(now);
+        self.cost.refresh(now);
+        let exhausted_until = self.calls.exhausted_until(1).max(self.cost.exhausted_until(cost));
+        match exhausted_until {
+            None if self.has_reply || self.in_flight == 0 => now,
+            Some(until) if self.in_flight == 0 && !until.is_never() => until,
+            // With nothing under way nothing better will be known.
+            Some(_) if self.in_flight == 0 => now,
+            Some(until) => until.min(now + RECHECK_INTERVAL),
+            None => now + RECHECK_INTERVAL,
+        }
+    }
+
+    pub(crate) fn record_sent(&mut self, cost: u64) {
+        self.in_flight = self.in_flight.saturating_add(1);
+        self.calls.reserve(1);
+        self.cost.reserve(cost);
+    }
+
+    /// A request that was sent at this moment has ended, and this is what its reply said.
+    pub(crate) fn record_end(&mut self, cost: u64, sent_at: Time, answered: bool, reported: Remaining) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.calls.in_flight_amount = self.calls.in_flight_amount.saturating_sub(1);
+        self.cost.in_flight_amount = self.cost.in_flight_amount.saturating_sub(cost);
+        let is_older = self.has_reply && sent_at <= self.newest_sent_at;
+        self.calls.update(reported.calls, is_older);
+        self.cost.update(reported.cost, is_older);
+        if answered && !is_older {
+            (self.has_reply, self.newest_sent_at) = (true, sent_at);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(secs: u64) -> Time {
+        Time::from_secs(1_700_000_000 + secs)
+    }
+
+    fn rest(left: u64, until: u64) -> Remaining {
+        Remaining { calls: Some(RemainingAmount { amount: left, limit: Some(10), resets_at: at(until) }), cost: None }
+    }
+
+    #[test]
+    fn the_first_goes_alone_and_what_is_under_way_counts() {
+        let mut known = RemainingTracker::default();
+        assert_eq!(known.free_at(1, at(0)), at(0));
+        known.record_sent(1);
+        assert_eq!(known.free_at(1, at(0)), at(0) + RECHECK_INTERVAL);
+        known.record_end(1, at(0), true, rest(2, 60));
+        for _ in 0..2 {
+            assert_eq!(known.free_at(1, at(1)), at(1));
+            known.record_sent(1);
+        }
+        assert_eq!(known.free_at(1, at(1)), at(1) + RECHECK_INTERVAL, "both may yet tell more");
+        known.record_end(1, at(1), true, rest(1, 60));
+        assert_eq!(known.free_at(1, at(1)), at(1) + RECHECK_INTERVAL, "the one that is left is under way");
+        known.record_end(1, at(1), true, rest(5, 60));
+        assert_eq!(known.free_at(1, at(1)), at(60), "nothing is under way");
+        for _ in 0..10 {
+            assert_eq!(known.free_at(1, at(60)), at(60));
+            known.record_sent(1);
+        }
+        assert_eq!(known.free_at(1, at(60)), at(60) + RECHECK_INTERVAL);
+    }
+
+    #[test]
+    fn an_older_reply_only_tells_of_less() {
+        let mut known = RemainingTracker::default();
+        for sent in 0..3 {
+            known.record_sent(sent);
+        }
+        known.record_end(1, at(2), true, rest(5, 60));
+        known.record_end(1, at(1), true, rest(9, 50));
+        assert_eq!(
+            known.calls.remaining,
+            Some(RemainingAmount { amount: 3, limit: Some(10), resets_at: at(60) }),
+            "two were under way"
+        );
+        known.record_end(1, at(0), true, rest(1, 60));
+        assert_eq!(known.calls.remaining.map(|rest| rest.amount), Some(1));
+    }
+
+    #[test]
+    fn costs_are_held_until_their_replies() {
+        let cost = |left| Remaining {
+            calls: None,
+            cost: Some(RemainingAmount { amount: left, limit: Some(100), resets_at: at(60) }),
+        };
+        let mut known = RemainingTracker::default();
+        known.record_sent(10);
+        known.record_end(10, at(0), true, cost(90));
+        known.record_sent(60);
+        assert_eq!(known.free_at(31, at(0)), at(0) + RECHECK_INTERVAL);
+        assert_eq!(known.free_at(30, at(0)), at(0));
+        known.record_end(60, at(1), true, cost(85));
+        assert_eq!(known.free_at(85, at(0)), at(0));
+        assert_eq!(known.free_at(86, at(0)), at(60));
+        assert_eq!(known.free_at(1_000, at(60)), at(60), "more than there ever is");
+    }
+
+    #[test]
+    fn a_provider_that_tells_nothing_is_not_held_up() {
+        let mut known = RemainingTracker::default();
+        known.record_sent(1);
+        known.record_end(1, at(0), true, Remaining::default());
+        for _ in 0..100 {
+            assert_eq!(known.free_at(1, at(0)), at(0));
+            known.record_sent(1);
+        }
+    }
+
+    #[test]
+    fn the_first_may_fail() {
+        let mut known = RemainingTracker::default();
+        known.record_sent(1);
+        known.record_end(1, at(0), false, Remaining::default());
+        assert_eq!(known.free_at(1, at(0)), at(0));
+        known.record_sent(1);
+        assert_eq!(known.free_at(1, at(0)), at(0) + RECHECK_INTERVAL, "the next goes alone");
+    }
+}

@@ -1,0 +1,328 @@
+//! One request's way through the cache.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::request::Parts;
+use http::{Extensions, HeaderMap, Request, Response, StatusCode, header};
+use http_body::Body;
+use moka::ops::compute::Op;
+use tidegate_core::{Clock, Time};
+use tidegate_policy::outbound::CacheRules;
+
+use super::super::CallErrorKind;
+use super::super::CallOptions;
+use super::body::{CollectResult, collect};
+use super::cached_reply::{CachedHead, CachedReply, CachedResource};
+use super::key::CacheKey;
+use super::request_directives::RequestDirectives;
+use super::single_flight::{FlightMember, FlightResult, JoinOutcome};
+use super::{CacheBody, CacheCallError, CacheInner, CacheStatus, Origin, not_cached_response, with_status};
+
+/// How often a call waits for others whose reply turns out to be another variant than its own.
+const MAX_WAITS: usize = 3;
+
+/// A request that may be answered from the cache.
+pub(super) struct CacheableRequest<'a, P, C> {
+    pub cache: &'a CacheInner<C>,
+    pub origin: &'a P,
+    pub rules: CacheRules,
+    pub directives: RequestDirectives,
+    /// The key of what it is about and who asks, whatever the provider's own credential is.
+    pub base_key: CacheKey,
+    /// The same with that credential: what is kept lies there.
+    pub resource_key: CacheKey,
+    /// The request's key, whatever else its reply says that it depends on.
+    pub request_key: CacheKey,
+    pub deadline: Time,
+    /// The request's headers, as its caller wrote them.
+    pub headers: HeaderMap,
+}
+
+/// What is kept for a request.
+pub(super) struct LookupResult {
+    /// Where its reply lies, as far as that is known before it has come.
+    key: CacheKey,
+    cached: Option<Arc<CachedReply>>,
+}
+
+/// What came before a call.
+pub(super) enum WaitOutcome<B: Body> {
+    /// It isn't needed.
+    Answered(Response<CacheBody<B>>),
+    /// It is, and others may wait for it.
+    NeedsCall { found: LookupResult, member: Option<FlightMember> },
+}
+
+impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
+    async fn look_up(&self) -> LookupResult {
+        let resource = self.cache.replies.get(&self.resource_key).await.unwrap_or_default();
+        let cached = resource.replies().iter().find(|entry| self.matches_request(entry)).cloned();
+        // What the newest depends on, the next is likely to depend on too.
+        let vary = resource.replies().first().map_or(&[][..], |newest| newest.vary());
+        let key = || self.cache.key_factory.variant_key(self.request_key, vary, &self.headers);
+        LookupResult { key: cached.as_ref().map_or_else(key, |entry| entry.key()), cached }
+    }
+
+    /// Whether it is the reply to this request, and not to another variant.
+    fn matches_request(&self, cached: &CachedReply) -> bool {
+        self.cache.key_factory.variant_key(self.request_key, cached.vary(), &self.headers) == cached.key()
+    }
+
+    fn fresh_response<B: Body>(&self, found: &LookupResult) -> Option<Response<CacheBody<B>>> {
+        let now = self.cache.clock.now();
+        let cached = found.cached.as_ref().filter(|entry| entry.is_fresh_for(&self.directives, now))?;
+        Some(with_status(cached.conditional_response(&self.headers, now), CacheStatus::Hit))
+    }
+
+    /// Looks for a reply, and waits for the call that brings it, if there is one.
+    pub(super) async fn wait_for_reply<B: Body>(&self, options: &CallOptions) -> WaitOutcome<B> {
+        let mut found = self.look_up().await;
+        for _ in 0..MAX_WAITS {
+            if let Some(reply) = self.fresh_response(&found) {
+                return WaitOutcome::Answered(reply);
+            }
+            if self.directives.only_if_cached {
+                return WaitOutcome::Answered(not_cached_response());
+            }
+            if self.directives.no_cache || self.directives.is_conditional {
+                break;
+            }
+            let member = match self.cache.single_flight.join(found.key, options.urgency.as_ref()) {
+                JoinOutcome::Full => break,
+                JoinOutcome::Leader(seat) => seat,
+                JoinOutcome::Follower(mut seat) => {
+                    self.origin.raise(seat.urgency(), options.lane);
+                    match tokio::time::timeout(self.time_left(), seat.wait_for_result()).await {
+                        Ok(None) => seat,
+                        Ok(Some(flight_result)) => {
+                            drop(seat);
+                            if let Some(reply) = self.response_from_flight(&flight_result) {
+                                return WaitOutcome::Answered(reply);
+                            }
+                            if !matches!(flight_result, FlightResult::Reply(_)) {
+                                break;
+                            }
+                            // It was another variant's. What this one's depends on is known now.
+                            found = self.look_up().await;
+                            continue;
+                        }
+                        // The call itself says that it is late, as it does where nobody else is under way.
+                        Err(_) => break,
+                    }
+                }
+            };
+            // Another call may have stored it between the look and the lead.
+            found = self.look_up().await;
+            return match self.fresh_response(&found) {
+                Some(reply) => WaitOutcome::Answered(reply),
+                None => WaitOutcome::NeedsCall { found, member: Some(member) },
+            };
+        }
+        WaitOutcome::NeedsCall { found, member: None }
+    }
+
+    /// The reply that another's call brought, if it is one for this request too.
+    fn response_from_flight<B: Body>(&self, flight_result: &FlightResult) -> Option<Response<CacheBody<B>>> {
+        let now = self.cache.clock.now();
+        let (FlightResult::Reply(cached) | FlightResult::Stale(cached)) = flight_result else { return None };
+        if !self.matches_request(cached) {
+            return None;
+        }
+        match flight_result {
+            FlightResult::Stale(_) => cached
+                .can_serve_stale(&self.directives, now)
+                .then(|| with_status(cached.aged_response(now), CacheStatus::Stale)),
+            _ => Some(with_status(cached.original_response(), CacheStatus::Coalesced)),
+        }
+    }
+
+    fn time_left(&self) -> Duration {
+        self.deadline.since(self.cache.clock.now()).as_duration()
+    }
+
+    /// Makes the call, and keeps what may be kept of its reply.
+    pub(super) async fn fetch<Q, B, E, R>(
+        self,
+        found: LookupResult,
+        member: Option<FlightMember>,
+        mut options: CallOptions,
+        (mut request, body): (Parts, Q),
+        send: impl FnOnce(CallOptions, Request<Q>) -> R,
+    ) -> Result<Response<CacheBody<B>>, E>
+    where
+        B: Body<Data = Bytes>,
+        E: CacheCallError,
+        R: Future<Output = Result<Response<B>, E>>,
+    {
+        let stored_reply = found.cached;
+        // A caller who has a reply of its own is told of that one.
+        let revalidated_reply = stored_reply
+            .as_ref()
+            .filter(|cached| !self.directives.is_conditional && cached.add_validators(&mut request.headers))
+            .cloned();
+        options.timeout = Some(self.time_left());
+        if let Some(member) = &member {
+            options.urgency = Some(member.urgency().clone());
+        }
+        let outcome = send(options, Request::from_parts(request, body)).await;
+        let now = self.cache.clock.now();
+        let stale_reply = stored_reply.filter(|cached| cached.can_serve_stale(&self.directives, now));
+        let (mut parts, body) = match outcome {
+            Ok(reply) => {
+                let (parts, body) = reply.into_parts();
+                match stale_reply.filter(|_| is_outage(&parts)) {
+                    Some(cached) => return Ok(self.serve_stale(cached, member, parts.extensions)),
+                    None => (parts, body),
+                }
+            }
+            Err(error) => {
+                if let Some(cached) = stale_reply.filter(|_| error.is_outage()) {
+                    return Ok(self.serve_stale(cached, member, Extensions::new()));
+                }
+                if !error.is_call_specific() {
+                    finish_flight(member, FlightResult::NotShareable);
+                }
+                return Err(error);
+            }
+        };
+        if let Some(cached) = revalidated_reply.filter(|_| parts.status == StatusCode::NOT_MODIFIED) {
+            drop(body);
+            let extensions = std::mem::take(&mut parts.extensions);
+            let mut reply = self.revalidate(cached, &parts.headers, member, now).await;
+            *reply.extensions_mut() = extensions;
+            for cookie in parts.headers.get_all(header::SET_COOKIE) {
+                reply.headers_mut().append(header::SET_COOKIE, cookie.clone());
+            }
+            return Ok(with_status(reply, CacheStatus::Hit));
+        }
+        let body = self.store_fetched(found.key, &parts, body, member, now).await;
+        Ok(with_status(Response::from_parts(parts, body), CacheStatus::Miss))
+    }
+
+    fn serve_stale<B: Body>(
+        &self,
+        cached: Arc<CachedReply>,
+        member: Option<FlightMember>,
+        mut extensions: Extensions,
+    ) -> Response<CacheBody<B>> {
+        extensions.remove::<CallErrorKind>();
+        let mut reply = cached.aged_response(self.cache.clock.now());
+        *reply.extensions_mut() = extensions;
+        finish_flight(member, FlightResult::Stale(cached));
+        with_status(reply, CacheStatus::Stale)
+    }
+
+    /// The provider says that the reply still holds.
+    async fn revalidate<B: Body>(
+        &self,
+        cached: Arc<CachedReply>,
+        not_modified: &HeaderMap,
+        member: Option<FlightMember>,
+        now: Time,
+    ) -> Response<CacheBody<B>> {
+        let Some(parts) = cached.revalidated_head(not_modified) else {
+            let reply = cached.aged_response(now);
+            finish_flight(member, to_flight_result(cached));
+            return reply;
+        };
+        match CachedHead::from_reply(&self.rules, &parts, now) {
+            Some(head) => {
+                let fresh = self.store(head, cached.body().clone(), now).await;
+                let reply = fresh.aged_response(now);
+                finish_flight(member, to_flight_result(fresh));
+                reply
+            }
+            None => {
+                self.replace_stored(cached.key(), None).await;
+                finish_flight(member, FlightResult::NotShareable);
+                Response::from_parts(parts, CacheBody::from_bytes(cached.body().clone()))
+            }
+        }
+    }
+
+    /// Keeps a reply, if it may be; its body, whether or not.
+    async fn store_fetched<B: Body<Data = Bytes>>(
+        &self,
+        key: CacheKey,
+        parts: &http::response::Parts,
+        body: B,
+        member: Option<FlightMember>,
+        now: Time,
+    ) -> CacheBody<B> {
+        let Some(head) = CachedHead::from_reply(&self.rules, parts, now).filter(|_| !is_failed_call(parts)) else {
+            let is_replacement =
+                parts.status.is_success() || matches!(parts.status, StatusCode::NOT_FOUND | StatusCode::GONE);
+            if is_replacement && !is_failed_call(parts) {
+                self.replace_stored(key, None).await;
+            }
+            finish_flight(member, FlightResult::NotShareable);
+            return CacheBody::pass_through(body);
+        };
+        // The reply to a HEAD has the length of a body that it doesn't have.
+        let length = parts.headers.get(header::CONTENT_LENGTH).filter(|_| !self.directives.is_head);
+        let declared_length = length.and_then(|length| length.to_str().ok()?.parse().ok());
+        match collect(body, self.rules.max_body, self.time_left(), &self.cache.buffer_capacity).await {
+            CollectResult::Partial(body) => {
+                finish_flight(member, FlightResult::NotShareable);
+                body
+            }
+            CollectResult::Complete(bytes)
+                if declared_length.is_some_and(|length: u64| bytes.len() as u64 != length) =>
+            {
+                finish_flight(member, FlightResult::NotShareable);
+                CacheBody::from_bytes(bytes)
+            }
+            CollectResult::Complete(bytes) => {
+                finish_flight(member, to_flight_result(self.store(head, bytes.clone(), now).await));
+                CacheBody::from_bytes(bytes)
+            }
+        }
+    }
+
+    async fn store(&self, head: CachedHead, body: Bytes, now: Time) -> Arc<CachedReply> {
+        let key = self.cache.key_factory.variant_key(self.request_key, head.vary(), &self.headers);
+        let cached = Arc::new(head.into_reply(key, body));
+        // A call that waited for long may have been sent with another credential than it was asked with.
+        let is_same_credential =
+            self.cache.resource_key(self.origin, &self.rules, self.base_key).await == self.resource_key;
+        if is_same_credential && cached.is_worth_keeping(now) {
+            self.replace_stored(key, Some(Arc::clone(&cached))).await;
+        }
+        cached
+    }
+
+    /// Keeps a reply, or nothing, instead of the one with this key.
+    async fn replace_stored(&self, key: CacheKey, cached: Option<Arc<CachedReply>>) {
+        let replies = &self.cache.replies;
+        let change = |resource: Option<moka::Entry<CacheKey, CachedResource>>| {
+            let resource = resource.map(moka::Entry::into_value).unwrap_or_default().with_replaced(key, cached);
+            std::future::ready(if resource.replies().is_empty() { Op::Remove } else { Op::Put(resource) })
+        };
+        replies.entry(self.resource_key).and_compute_with(change).await;
+        // The store lets go of others now and not at some later call, so that the bound holds.
+        replies.run_pending_tasks().await;
+    }
+}
+
+/// The reply as those who wait may have it.
+fn to_flight_result(cached: Arc<CachedReply>) -> FlightResult {
+    if cached.is_shareable() { FlightResult::Reply(cached) } else { FlightResult::NotShareable }
+}
+
+fn finish_flight(member: Option<FlightMember>, flight_result: FlightResult) {
+    if let Some(member) = member {
+        member.finish(flight_result);
+    }
+}
+
+/// Whether a reply says that the provider is unavailable.
+fn is_outage(reply: &http::response::Parts) -> bool {
+    reply.status.is_server_error() || reply.status == StatusCode::TOO_MANY_REQUESTS || is_failed_call(reply)
+}
+
+fn is_failed_call(reply: &http::response::Parts) -> bool {
+    reply.extensions.get::<CallErrorKind>().is_some()
+}
