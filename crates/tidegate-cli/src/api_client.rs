@@ -1,4 +1,4 @@
-//! `tidegate explain`, `status` and `reset`: questions to a running gate.
+//! `tidegate explain`, `status` and `reset`: requests to a running gate.
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -18,13 +18,13 @@ use tokio::net::TcpStream;
 use crate::policy::{self, EnvOverrides, print, print_error, print_json};
 use crate::{CallArgs, CliOutcome};
 
-/// What a command line without a token is told by a gate that wants one.
+/// The hint if a gate requires a token and the command line has none.
 const TOKEN_HELP: &str =
     "--token-env NAME says which environment variable holds it, -c FILE which policy knows where it is";
 
-/// How long a gate may take to answer.
+/// The timeout of a gate's response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The largest answer: an explanation of eight limits has a few kilobytes.
+/// The maximum size of a response. An explanation of eight limits has a few kilobytes.
 const MAX_ANSWER: usize = 1 << 20;
 
 /// `tidegate explain`.
@@ -50,14 +50,14 @@ pub(crate) fn reset(question: &CallArgs) -> CliOutcome {
     call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: forgotten\n"), CliOutcome::Done)))
 }
 
-/// Where a question goes.
+/// The destination of a request.
 struct ApiTarget {
     url: String,
     token: Option<Secret>,
 }
 
 impl ApiTarget {
-    /// What the command line says, and the policy where it says nothing. What is wrong is told on standard error.
+    /// Takes the destination from the command line, and otherwise from the policy. Prints errors to standard error.
     fn from_args(question: &CallArgs) -> Result<Self, CliOutcome> {
         let (url, in_policy) = match (&question.url, &question.config) {
             (Some(url), None) => (url.clone(), None),
@@ -77,7 +77,7 @@ impl ApiTarget {
     }
 }
 
-/// Where the API of a gate on this machine is reached.
+/// The URL of the API of a gate on this machine.
 fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
     let Some(listen) = api.listen else {
         return Err(report_invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
@@ -104,8 +104,8 @@ fn outcome_of(report: &DecisionReport) -> CliOutcome {
     if report.allowed { CliOutcome::Done } else { CliOutcome::Refused }
 }
 
-/// Asks, and prints what came: as words, or as it is. An answer that this version can't put in words is printed as
-/// it is.
+/// Sends the request and prints the response, either described in words or as JSON. Prints a response that this version
+/// can't describe unchanged.
 fn call_api(
     question: &CallArgs,
     method: Method,
@@ -156,7 +156,7 @@ fn call_api(
     }
 }
 
-/// The words that give a part of a request which a limit counts by.
+/// The command-line option that provides a request part which a limit counts by.
 fn part_help(field: &str) -> Option<String> {
     let (kind, name) = field.split_once(':')?;
     let given = match kind {
@@ -225,7 +225,7 @@ async fn send(
     Ok((status, String::from_utf8_lossy(&bytes).into_owned()))
 }
 
-/// The question's plain fields with their names.
+/// The request's plain fields with their names.
 fn fields(question: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
     let texts = [
         ("action", &question.action),

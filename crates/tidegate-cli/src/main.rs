@@ -1,15 +1,15 @@
 //! The `tidegate` command.
 //!
-//! | status | means |
+//! | status | meaning |
 //! | --- | --- |
-//! | 0 | done; for `explain` and `status`, the call would be admitted |
-//! | 1 | something broke: an address is taken, the gate can't be reached; `simulate --check`: goodput didn't recover |
-//! | 2 | wrong words: the command line, the policy, a scenario, or a question that the gate can't decide |
+//! | 0 | success; for `explain` and `status`, the call would be admitted |
+//! | 1 | failure: an address is in use, the gate can't be reached; `simulate --check`: goodput didn't recover |
+//! | 2 | invalid input: the command line, the policy, a scenario, or a request that the gate can't decide |
 //! | 3 | `explain` and `status`: the call would be refused |
-//! | 130 | `serve` was told twice to stop |
+//! | 130 | `serve` received a second stop signal |
 //!
-//! `retry` ends with its command's status, or as GNU's `timeout` and `env` do: 124 for an attempt that took too long, 125
-//! for wrong words, 126 and 127 for a command that can't be run or found.
+//! `retry` ends with its command's status, or as GNU's `timeout` and `env` do: 124 for an attempt that took too long,
+//! 125 for an invalid command line, 126 and 127 for a command that can't be run or found.
 
 mod api_client;
 mod policy;
@@ -27,12 +27,12 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::policy::EnvOverrides;
 
-/// A call makes some twenty small allocations on its way through; this allocator takes a fifth of the gateway's own time
-/// less than the C library's.
+/// A call makes about twenty small allocations. With this allocator the gateway's own time per call is a fifth less
+/// than with the C library's.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Paces traffic: limits, growing penalties and true waits in front of a web server.
+/// Governs traffic: limits, growing penalties and reliable wait times in front of a web server.
 #[derive(Debug, Parser)]
 #[command(
     name = "tidegate",
@@ -48,58 +48,59 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run the gate: the proxy, the decision API with forward-auth, and health.
+    /// Run the gate: the proxy, the gateway, the decision API with forward-auth, and health checks.
     Serve {
-        /// The policy. Without it ./tidegate.toml, and without that a built-in default, which guards
+        /// The policy file. The default is ./tidegate.toml; if that doesn't exist, a built-in policy that guards
         /// http://127.0.0.1:3000 on http://127.0.0.1:8080.
         #[arg(long, short, value_name = "FILE")]
         config: Option<PathBuf>,
-        /// Also take outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
+        /// Also read outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
         #[arg(long, value_name = "PREFIX")]
         env_prefix: Option<String>,
     },
-    /// Check a policy and say in words what it limits.
+    /// Check a policy and describe its limits.
     Check {
-        /// The policy; `-` reads standard input.
+        /// The policy file; `-` reads standard input.
         #[arg(value_name = "FILE", default_value = "tidegate.toml")]
         file: PathBuf,
-        /// The policy, named as for `serve`.
+        /// The policy file, named as for `serve`.
         #[arg(long, short, value_name = "FILE", conflicts_with = "file")]
         config: Option<PathBuf>,
-        /// Ignore TIDEGATE__… and the other variables that would override the file.
+        /// Ignore TIDEGATE__… and all other variables that override the file.
         #[arg(long)]
         no_env: bool,
-        /// Also take outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
+        /// Also read outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
         #[arg(long, value_name = "PREFIX", conflicts_with = "no_env")]
         env_prefix: Option<String>,
     },
-    /// Ask a running gate about every limit that a call would meet. Changes nothing.
+    /// Show every limit of a running gate that applies to a call. Changes nothing.
     Explain(CallArgs),
-    /// Ask a running gate whether a call would be admitted. Changes nothing.
+    /// Show if a running gate would admit a call. Changes nothing.
     Status(CallArgs),
-    /// Make a running gate forget a caller under an action's own limits.
+    /// Reset a caller's state under an action's own limits on a running gate.
     Reset(CallArgs),
-    /// Run a scenario: the production machines in a simulated world, on a virtual clock.
+    /// Run a scenario: the production code in a simulated environment, on a virtual clock.
     #[cfg(feature = "simulate")]
     #[command(after_help = simulate::help())]
     Simulate {
-        /// The scenario: a file, `-` for standard input, or the name of one that comes with Tidegate.
+        /// The scenario: a file, `-` for standard input, or the name of a built-in scenario.
         #[arg(required_unless_present = "list")]
         scenario: Option<PathBuf>,
-        /// What its random numbers grow from; the scenario's own if unsaid. The same seed gives the same bytes.
+        /// The seed of the random numbers; the scenario's own by default. The same seed gives the same output, byte for
+        /// byte.
         #[arg(long, value_name = "N")]
         seed: Option<u64>,
         /// Also write the report to this file: .html, .svg, .png or .json. May be repeated.
         #[arg(long, value_name = "FILE")]
         out: Vec<PathBuf>,
-        /// Exit with 1 unless goodput recovers after the load, outage or partition that disturbs it is over.
+        /// Exit with 1 unless goodput recovers after the load, outage or partition ends.
         #[arg(long)]
         check: bool,
-        /// List the scenarios that come with Tidegate.
+        /// List the built-in scenarios.
         #[arg(long, conflicts_with_all = ["scenario", "seed", "out", "check"])]
         list: bool,
     },
-    /// Say what a policy would have done to the requests of access logs, on the logs' own clock.
+    /// Show what a policy would have decided about the requests of access logs, on the logs' own clock.
     #[cfg(feature = "simulate")]
     #[command(after_help = replay::HELP)]
     Replay(replay::ReplayArgs),
@@ -109,7 +110,7 @@ enum Command {
     /// Say what a policy would have done to access logs. Not in this build: it needs the feature `simulate`.
     #[cfg(not(feature = "simulate"))]
     Replay(MissingCommand),
-    /// Run a command until it succeeds, with waits that grow in between.
+    /// Run a command until it succeeds, with increasing waits between attempts.
     #[command(after_help = retry::HELP)]
     Retry(retry::RetryArgs),
     /// Print every environment variable with its default, as a .env file.
@@ -124,7 +125,7 @@ struct MissingCommand {
     _words: Vec<std::ffi::OsString>,
 }
 
-/// A call, as the decision API describes it.
+/// A call, as a decision request describes it.
 #[derive(Debug, Args)]
 struct CallArgs {
     /// The action.
@@ -133,19 +134,19 @@ struct CallArgs {
     /// The client's address.
     #[arg(long)]
     ip: Option<String>,
-    /// What identifies the caller: an account, an API key, a tenant.
+    /// The caller's identity: an account, an API key, a tenant.
     #[arg(long)]
     key: Option<String>,
     /// web, mobile, api or admin.
     #[arg(long)]
     platform: Option<String>,
-    /// How much the call weighs.
+    /// The cost of the call in units of the limit.
     #[arg(long)]
     cost: Option<u64>,
     /// The request's method.
     #[arg(long)]
     method: Option<String>,
-    /// The request's path; without an action, it finds one.
+    /// The request's path. Without an action, the path selects one.
     #[arg(long)]
     path: Option<String>,
     /// The request's host.
@@ -154,25 +155,25 @@ struct CallArgs {
     /// A header of the request, as NAME=VALUE; may be repeated.
     #[arg(long = "header", value_name = "NAME=VALUE")]
     headers: Vec<String>,
-    /// The gate's policy, which says where its API is and where the token for it. Without it the one that `serve` would
-    /// take, unless there is a URL.
+    /// The gate's policy, which has the address of its API and the source of the token. By default the policy that
+    /// `serve` would use, unless --url is given.
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// The prefix that the policy takes outbound settings by, as for `serve`.
+    /// The prefix of outbound settings in the environment, as for `serve`.
     #[arg(long, value_name = "PREFIX")]
     env_prefix: Option<String>,
-    /// The gate's decision API, as http://HOST:PORT; the policy's if unsaid.
+    /// The gate's decision API, as http://HOST:PORT; the policy's by default.
     #[arg(long)]
     url: Option<String>,
-    /// The environment variable that holds the API's bearer token; the policy's if unsaid.
+    /// The environment variable with the API's bearer token; the policy's by default.
     #[arg(long, value_name = "NAME")]
     token_env: Option<String>,
-    /// Print the gate's JSON as it came.
+    /// Print the gate's JSON response unchanged.
     #[arg(long)]
     json: bool,
 }
 
-/// How a command ended; see the table above.
+/// The result of a command; see the exit statuses in the module's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CliOutcome {
     Done,
@@ -192,7 +193,7 @@ impl From<CliOutcome> for ExitCode {
     }
 }
 
-/// The status for what is wrong with a command line, which is printed; or for the help.
+/// Prints a command-line error, or the help, and returns its exit status.
 fn usage_error(error: &clap::Error) -> ExitCode {
     policy::print_usage(error);
     if error.use_stderr() { CliOutcome::InvalidInput.into() } else { CliOutcome::Done.into() }

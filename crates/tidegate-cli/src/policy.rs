@@ -1,4 +1,4 @@
-//! Policies: reading them, and saying in words what they limit.
+//! Policies: reading them, and describing their limits.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -10,26 +10,26 @@ use tidegate_policy::{Policy, PolicySources, printable, printable_json, printabl
 
 use crate::CliOutcome;
 
-/// Where the policy lies when nobody says.
+/// The default policy file.
 const DEFAULT_FILE: &str = "tidegate.toml";
 
-/// A policy and the name of what it was read from.
+/// A policy and the name of its source.
 pub(crate) struct LoadedPolicy {
     pub(crate) policy: Policy,
     pub(crate) source_name: String,
 }
 
-/// Whether the environment overrides the file.
+/// The use of environment variables that override the file.
 #[derive(Clone, Copy)]
 pub(crate) enum EnvOverrides<'p> {
     Ignored,
-    /// By the usual names, and by those behind a prefix.
+    /// The usual variables, and those with a prefix.
     Used {
         prefix: Option<&'p str>,
     },
 }
 
-/// Reads the policy of this file, or ./tidegate.toml, or the built-in one. What is wrong is told on standard error.
+/// Reads the policy of this file, or of ./tidegate.toml, or the built-in one. Prints errors to standard error.
 pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<LoadedPolicy, CliOutcome> {
     let usual = Path::new(DEFAULT_FILE);
     let file = file.map(Path::to_owned).or_else(|| usual.exists().then(|| PathBuf::from(DEFAULT_FILE)));
@@ -47,7 +47,8 @@ pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<LoadedP
         }
     };
     if let EnvOverrides::Used { prefix } = env {
-        // What isn't Unicode is passed on with a mark in its place: where the name is ours, reading the value fails.
+        // Text that isn't Unicode gets a replacement character. For Tidegate's own variables, reading such a value
+        // fails.
         let text = |word: std::ffi::OsString| word.to_string_lossy().into_owned();
         sources = sources.env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
         if let Some(prefix) = prefix {
@@ -63,12 +64,12 @@ pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<LoadedP
     }
 }
 
-/// A file's name as it is shown; `-` is standard input.
+/// A file's name for display; `-` is standard input.
 pub(crate) fn display_name(file: &Path) -> String {
     if file.as_os_str() == "-" { "standard input".to_owned() } else { printable(&file.to_string_lossy()).into_owned() }
 }
 
-/// What a file holds; `-` is standard input.
+/// Reads a file; `-` is standard input.
 pub(crate) fn read_input(file: &Path) -> io::Result<Vec<u8>> {
     if file.as_os_str() == "-" {
         let mut bytes = Vec::new();
@@ -78,23 +79,23 @@ pub(crate) fn read_input(file: &Path) -> io::Result<Vec<u8>> {
     std::fs::read(file)
 }
 
-/// Writes to standard error, with nothing in it that would steer a terminal.
+/// Writes to standard error, with control characters of terminals escaped.
 pub(crate) fn print_error(text: &str) {
-    // Standard error that is closed has nobody to tell.
+    // If standard error is closed, the message can't be reported anywhere.
     let _ = io::stderr().write_all(printable_lines(text).as_bytes());
 }
 
-/// Prints what is wrong with a command line, which may repeat a file's name that a shell has put there; or the help.
+/// Prints a command-line error or the help. An error may repeat a file's name that a shell has inserted.
 pub(crate) fn print_usage(error: &clap::Error) {
     let plain = error.render().to_string();
     match printable_lines(&plain) {
-        // As it is, it has colours.
+        // Printed by clap itself, which adds colours.
         Cow::Borrowed(_) => drop(error.print()),
         Cow::Owned(safe) => print_error(&safe),
     }
 }
 
-/// The form that a file's ending asks for.
+/// The format that a file's extension selects.
 #[cfg(feature = "simulate")]
 pub(crate) fn format_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
     let ending = file.extension()?;
@@ -117,17 +118,17 @@ pub(crate) fn env() -> CliOutcome {
     print(&settings::env_example())
 }
 
-/// Writes to standard output, with nothing in it that would steer a terminal.
+/// Writes to standard output, with control characters of terminals escaped.
 pub(crate) fn print(text: &str) -> CliOutcome {
     write_stdout(&printable_lines(text))
 }
 
-/// [`print`] for JSON, which reads back as it was.
+/// Prints JSON as [`print`] does text, escaped so that it parses to the same value.
 pub(crate) fn print_json(text: &str) -> CliOutcome {
     write_stdout(&format!("{}\n", printable_json(text)))
 }
 
-/// A reader that has gone away (`| head`) is no error.
+/// A closed pipe (`| head`) is no error.
 fn write_stdout(text: &str) -> CliOutcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -137,7 +138,7 @@ fn write_stdout(text: &str) -> CliOutcome {
     }
 }
 
-/// Every limit of a policy with its true bound.
+/// Describes every limit of a policy with its strict bound.
 pub(crate) fn describe(policy: &Policy) -> String {
     let plan = policy.plan();
     let mut text = String::new();

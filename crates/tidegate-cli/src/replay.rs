@@ -11,32 +11,32 @@ use tidegate_replay::{FieldNames, Findings, LogReplay};
 use crate::CliOutcome;
 use crate::policy::{self, EnvOverrides, LoadedPolicy as PolicyRead, display_name, format_of, print, print_error};
 
-/// What the command's help ends with.
+/// The end of the command's help.
 pub(crate) const HELP: &str = "\
 Logs may be in the common or combined format of nginx and Apache, or JSON lines, whose usual fields (Caddy's, nginx',
 Envoy's) are found by themselves; and packed by gzip or Zstandard. --field names a field of one's own; its roles are
 time, ip, method, path, query, request (a whole request line), host, user (counts as `key`), action, headers (an object)
 or header:NAME; `a.b` is `b` within `a`.";
 
-/// `tidegate replay`'s words.
+/// The arguments of `tidegate replay`.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
-    /// The logs, the oldest first; `-` reads standard input.
+    /// The access logs, the oldest first; `-` reads standard input.
     #[arg(required = true, value_name = "LOG")]
     logs: Vec<PathBuf>,
-    /// The policy. Without it ./tidegate.toml, and without that the built-in default, as for `serve`.
+    /// The policy file. The default is ./tidegate.toml, and then the built-in policy, as for `serve`.
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Compare with this policy: who would be refused from now on, and who no longer.
+    /// Compare with this policy: list the clients that would be newly refused, and those newly admitted.
     #[arg(long, value_name = "FILE")]
     diff: Option<PathBuf>,
-    /// The name of a field in JSON lines, before the usual ones. May be repeated.
+    /// The name of a field in JSON lines, used before the usual names. May be repeated.
     #[arg(long = "field", value_name = "ROLE=NAME")]
     fields: Vec<String>,
     /// Also write the findings to this file: .html, .svg or .json. May be repeated.
     #[arg(long, value_name = "FILE")]
     out: Vec<PathBuf>,
-    /// Also write a line for each request that the policy refuses: log, line, action, limit, seconds to stay away, why.
+    /// Also write a line for each refused request: log, line, action, limit, seconds to wait, reason.
     #[arg(long, value_name = "FILE")]
     refusals: Option<PathBuf>,
 }
@@ -92,8 +92,8 @@ fn try_run(arguments: &ReplayArgs) -> Result<CliOutcome, CliOutcome> {
     }
 }
 
-/// Reads all logs, and shows how far it is where somebody looks. What breaks on the way is told, and costs nothing that
-/// can be read.
+/// Reads all logs, and shows progress on a terminal. Prints an error while reading, and goes on with the remaining
+/// logs.
 fn read_logs(
     replay: &mut LogReplay,
     logs: &[PathBuf],
@@ -117,7 +117,7 @@ fn read_logs(
     for log in logs {
         let name = log.display().to_string();
         let refusals = refusals.as_mut().map(|to| &mut **to as &mut dyn Write);
-        // One at a time: there may be more logs than files that may be open.
+        // One file at a time, because there may be more logs than a process may have open files.
         let source = if is_stdin(log) {
             Ok(Box::new(io::stdin()) as Box<dyn Read>)
         } else {
@@ -146,7 +146,7 @@ fn report_failure(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Si
     CliOutcome::Failed
 }
 
-/// What findings are written as.
+/// The format of the findings.
 #[derive(Clone, Copy)]
 enum FindingsFormat {
     Html,

@@ -1,4 +1,4 @@
-//! `tidegate retry`: runs a command again until it succeeds, with the retries of calls to providers.
+//! `tidegate retry`: runs a command again until it succeeds, by the retry rules of calls to providers.
 
 mod attempt;
 mod input;
@@ -24,71 +24,71 @@ use input::StdinSource;
 use output::{OutputMatches, OutputPatterns};
 use signals::{CommandEvent, ReceivedSignal};
 
-/// What the command's help ends with.
+/// The end of the command's help.
 pub(crate) const HELP: &str = "\
 Exit status: the command's own, of its last attempt; 128+N if signal N ended it; 124 if it took too long, 125 for wrong
 words, 126 if it can't be run, 127 if it isn't found. INT, TERM, HUP, QUIT, USR1, USR2 and WINCH are passed on; after one
 of the first four there is no retry.";
 
-/// The statuses of GNU's `timeout` and `env`.
+/// The exit statuses of GNU's `timeout` and `env`.
 const TIMED_OUT_STATUS: u8 = 124;
 const USAGE_STATUS: u8 = 125;
 
-/// `tidegate retry`'s words.
+/// The arguments of `tidegate retry`.
 #[derive(Debug, Args)]
 pub(crate) struct RetryArgs {
-    /// Attempts at the most, the first included.
+    /// The maximum number of attempts, including the first.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     attempts: u32,
-    /// The first wait; each further one is twice as long.
+    /// The first wait; each later wait is twice as long.
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_time)]
     base: Span,
     /// The longest wait.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_time)]
     cap: Span,
-    /// How waits are spread: full, anywhere from 0 to the wait; equal, in its upper half; decorrelated, anywhere from the
-    /// base to three times the wait before; none.
+    /// The randomness of waits: full, between 0 and the wait; equal, in the upper half of the wait; decorrelated,
+    /// between the base and three times the previous wait; none.
     #[arg(long, value_enum, default_value = "full")]
     jitter: JitterArg,
-    /// The longest that an attempt may take; then it is told to end (TERM), and 5 s later ended (KILL), with all whom it has
-    /// started unless standard input is a terminal.
+    /// The timeout of an attempt. It is then ended with TERM, and 5 s later with KILL, together with all processes that
+    /// it started unless standard input is a terminal.
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     timeout: Option<Span>,
-    /// No attempt starts later than this after the beginning.
+    /// No attempt starts later than this after the start of the first.
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     deadline: Option<Span>,
-    /// Statuses that mean: too much was asked. It is tried again.
+    /// Exit statuses that mean that the command was throttled. It is tried again.
     #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "75")]
     throttled_exit: Vec<u8>,
-    /// Statuses that mean: it would fail again. It isn't tried again.
+    /// Exit statuses that mean that the command would fail again. It isn't tried again.
     #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "2,126,127")]
     permanent_exit: Vec<u8>,
-    /// A line of output like this, of a command that fails, means that too much was asked.
+    /// If a command fails and a line of its output matches, it was throttled.
     #[arg(long, value_name = "REGEX")]
     throttled_output: Option<Regex>,
-    /// A line of output like this, of a command that fails, means that it would fail again.
+    /// If a command fails and a line of its output matches, it would fail again.
     #[arg(long, value_name = "REGEX")]
     permanent_output: Option<Regex>,
-    /// A line of output like this tells how long to wait at the least: in its first group seconds, a time like 1m30s, or
-    /// an HTTP date.
+    /// A matching line of output gives the minimum wait: its first group is seconds, a time like 1m30s, or an HTTP
+    /// date.
     #[arg(long, value_name = "REGEX")]
     retry_after_output: Option<Regex>,
-    /// The longest such wait; if more is asked for, it isn't tried again.
+    /// The longest such wait; the command isn't tried again if a longer one is given.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_time)]
     max_retry_after: Span,
-    /// Read standard input first, up to 64 MiB, and give it to every attempt. Otherwise a pipe goes to the first attempt;
-    /// a file is given to all.
+    /// Read all standard input first, up to 64 MiB, and pass it to every attempt. Otherwise a pipe goes to the first
+    /// attempt only; a file goes to all.
     #[arg(long)]
     keep_stdin: bool,
-    /// Don't say what is waited for.
+    /// Print no messages about attempts and waits.
     #[arg(long, short)]
     quiet: bool,
-    /// The command, with its arguments.
+    /// The command and its arguments.
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 
-/// How waits are spread.
+/// The randomness of waits.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum JitterArg {
     None,
@@ -101,8 +101,8 @@ fn parse_time(text: &str) -> Result<Span, String> {
     parse_duration(text).map_err(|error| error.to_string())
 }
 
-/// The status for wrong words where they were meant for `retry`: a caller must be able to tell them from the command's own
-/// end. Help isn't wrong.
+/// The exit status of a wrong command line of `retry`, which callers must be able to distinguish from the command's
+/// own. `None` for help and for other commands.
 pub(crate) fn usage_error(error: &clap::Error) -> Option<ExitCode> {
     let is_ours = std::env::args_os().nth(1).is_some_and(|word| word == "retry");
     let is_wrong = !matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
@@ -151,17 +151,17 @@ impl<'a> RetryRunner<'a> {
             permanent: arguments.permanent_output.clone(),
             retry_after: arguments.retry_after_output.clone(),
         };
-        // Before signals are caught: reading all of standard input may take for ever, and is to be ended like any program.
+        // Done before signals are caught, because reading all standard input may never end, and a signal must end it.
         let input = StdinSource::new(arguments.keep_stdin)?;
         let (sender, events) = signals::channel();
         signals::listen(sender.clone())?;
-        // As GNU's `timeout` does it, but never for who may ask at a terminal.
+        // Like GNU's `timeout`, but never if the command may read from a terminal.
         let is_group = arguments.timeout.is_some() && !std::io::stdin().is_terminal();
         let launch = CommandLauncher::new(&arguments.command, input, sender, is_group);
         Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launcher: launch })
     }
 
-    /// The status to end with.
+    /// Runs the attempts and returns the exit status.
     fn run(&mut self) -> u8 {
         let began = self.clock.now();
         let deadline = self.arguments.deadline.map_or(Time::NEVER, |deadline| began + deadline);
@@ -231,7 +231,7 @@ impl<'a> RetryRunner<'a> {
         }
     }
 
-    /// Waits; ends early with the signal that ends everything.
+    /// Waits until `at`. Returns early with a signal that stops retries.
     fn wait_until(&self, at: Time) -> Option<ReceivedSignal> {
         loop {
             let rest = at.since(self.clock.now());
@@ -241,7 +241,7 @@ impl<'a> RetryRunner<'a> {
             match self.events.recv_timeout(rest.as_duration()) {
                 Ok(CommandEvent::Signal(signal)) if signal.stops_retries() => return Some(signal),
                 Ok(_) => {}
-                // The sender is our own, so it is never gone.
+                // Never disconnected, because this process holds the sender.
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
             }
         }
@@ -249,7 +249,7 @@ impl<'a> RetryRunner<'a> {
 
     fn print_status(&self, what: &str) {
         if !self.arguments.quiet {
-            // A progress bar of the command's may have left the cursor within a line.
+            // A progress bar of the command may have left the cursor inside a line.
             if std::io::stderr().is_terminal() {
                 let _ = std::io::stderr().write_all(b"\r");
             }
@@ -281,7 +281,7 @@ fn describe_give_up(why: NoRetryReason) -> String {
     }
 }
 
-/// A wait as people read it, rounded up to the tenth of a second.
+/// A wait for display, rounded up to a tenth of a second.
 fn rounded_up(wait: Span) -> String {
     const TENTH: u64 = 100_000;
     Span::from_micros(wait.as_micros().div_ceil(TENTH) * TENTH).to_string()

@@ -10,7 +10,7 @@ use tidegate_server::{BoundServer, Server, descriptors, log, signals};
 use crate::CliOutcome;
 use crate::policy::{self, EnvOverrides, LoadedPolicy, print_error};
 
-/// Runs the gate until it is told to stop.
+/// Runs the server until a stop signal.
 pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CliOutcome {
     let LoadedPolicy { policy, source_name: from } = match policy::load(config, EnvOverrides::Used { prefix }) {
         Ok(read) => read,
@@ -22,7 +22,7 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CliOutcome {
         return CliOutcome::InvalidInput;
     }
     descriptors::raise_limit(&policy);
-    // With one processor there is nobody to share work with, and sharing it costs.
+    // On one processor the multi-threaded runtime only adds costs.
     let is_single_core = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
     let mut runtime = if is_single_core {
         tokio::runtime::Builder::new_current_thread()

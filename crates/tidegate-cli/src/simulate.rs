@@ -11,12 +11,12 @@ use tidegate_sim::{Report, Scenario, shipped};
 use crate::CliOutcome;
 use crate::policy::{display_name, format_of, print, print_error, read_input};
 
-/// A run that takes longer than this shows how far it is.
+/// The time after which a run shows its progress.
 const PROGRESS_DELAY: Span = Span::from_millis(700);
 /// The progress bar's steps.
 const PROGRESS_STEPS: u64 = 1000;
 
-/// The names of the scenarios that come with Tidegate, for the command's help.
+/// The names of the built-in scenarios, for the command's help.
 pub(crate) fn help() -> String {
     let names: Vec<&str> = shipped::ALL.iter().map(|shipped| shipped.name).collect();
     format!("Scenarios that come with Tidegate: {}.", names.join(", "))
@@ -73,7 +73,7 @@ fn report_invalid_input(what: &dyn std::fmt::Display) -> CliOutcome {
     CliOutcome::InvalidInput
 }
 
-/// A file goes before a scenario of the same name that comes with Tidegate.
+/// A file takes precedence over a built-in scenario of the same name.
 fn load_scenario(scenario: &Path) -> Result<Scenario, CliOutcome> {
     let is_input = scenario.as_os_str() == "-";
     let name = display_name(scenario);
@@ -112,7 +112,7 @@ fn with_progress(scenario: &Scenario, seed: u64) -> Report {
     report
 }
 
-/// Whether goodput has recovered, strategy by strategy.
+/// Prints for each strategy if goodput has recovered.
 fn check_recovery(report: &Report) -> CliOutcome {
     let (mut text, mut good, mut known, mut dead) = (String::new(), true, false, false);
     for run in report.checked_runs() {
@@ -148,7 +148,7 @@ fn check_recovery(report: &Report) -> CliOutcome {
     }
 }
 
-/// What a report is written as.
+/// The format of a report.
 #[derive(Clone, Copy)]
 enum ReportFormat {
     Html,

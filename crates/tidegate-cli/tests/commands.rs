@@ -1,4 +1,4 @@
-//! What the commands print, and how they end.
+//! The output and the exit status of the commands.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::ffi::OsStr;
@@ -101,7 +101,7 @@ fn check_and_serve_say_that_forward_auth_is_off() {
         .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{api}"))
         .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{admin}"));
     let gate = ChildProcess::start(serve, scratch, admin);
-    // Who is answered was let in after the greeting.
+    // A listener that answers was opened after the greeting.
     assert_eq!(run(&["status", "login", "--ip", "::1", "--url", &format!("http://127.0.0.1:{api}")]).0, 0);
     let greeting = gate.read_file("stdout");
     assert!(greeting.contains(&format!("  API      http://127.0.0.1:{api} (/v1/check)\n")), "{greeting}");
@@ -260,13 +260,13 @@ fn the_policy_says_where_the_gate_is_and_its_token() {
     };
     let login = ["login", "--ip", "203.0.113.7"];
     let named = file.to_str().unwrap();
-    // By name, or because it lies here.
+    // The policy is named, or found in the current directory.
     for config in [&["-c", named][..], &["--config", named], &[]] {
         assert_eq!(ask(&[&["status"][..], &login].concat(), "s3cret", config).0, 0, "{config:?}");
         assert_eq!(ask(&[&["explain"][..], &login].concat(), "s3cret", config).0, 0, "{config:?}");
         assert_eq!(ask(&[&["reset"][..], &login].concat(), "s3cret", config).0, 0, "{config:?}");
     }
-    // The command line wins over the policy; with a URL alone, there is no policy.
+    // The command line overrides the policy. With a URL alone, no policy is read.
     let status = [&["status"][..], &login].concat();
     assert_eq!(ask(&status, "wrong", &["--token-env", "OTHER"]).0, 0);
     let url = format!("http://127.0.0.1:{api}");
@@ -314,13 +314,13 @@ fn variables_that_are_not_text_matter_only_where_they_are_ours() {
     }
 }
 
-/// Characters that a terminal obeys, or that make a line read otherwise than it is.
+/// Returns true for characters that control a terminal, or that make a line look different from its content.
 fn steers(letter: char) -> bool {
     letter.is_control() && letter != '\n' && letter != '\t'
         || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')
 }
 
-/// Runs a command, of whose output nothing steers a terminal.
+/// Runs a command and checks that its output has no characters that control a terminal.
 fn run_safely(arguments: &[&str]) -> (i32, String, String) {
     let (status, out, err) = run(arguments);
     assert!(!out.contains(steers) && !err.contains(steers), "{arguments:?}: {out:?} {err:?}");
@@ -334,7 +334,7 @@ fn nothing_from_outside_steers_the_terminal() {
     let scratch = ScratchDir::new();
     let path = |name: &str, text: &str| scratch.write(&format!("{HOSTILE}\n{name}"), text).to_str().unwrap().to_owned();
 
-    // What a file is called and says.
+    // A file's name and content.
     let policy = "[inbound.action.all]\nmatch = { path = \"/*\" }\nkey = [\"path\", \"key\"]\nlimit = \"1 per 60s\"\n";
     let good = path("good.toml", policy);
     let (status, out, _) = run_safely(&["check", &good]);
@@ -365,7 +365,7 @@ fn nothing_from_outside_steers_the_terminal() {
     }
     assert_eq!(run_safely(&["replay", "-c", &good, &format!("/nowhere/{HOSTILE}")]).0, 1);
 
-    // A command line, whose words may be files' names.
+    // A command line, whose words may be names of files.
     assert_eq!(run_safely(&["check", &format!("--{HOSTILE}")]).0, 2);
     assert_eq!(run_safely(&["retry", &format!("--{HOSTILE}")]).0, 125);
     assert_eq!(run_safely(&["retry", "--attempts", "1", &format!("/nowhere/{HOSTILE}")]).0, 127);

@@ -1,4 +1,4 @@
-//! The gate as a program, with real servers before and behind it.
+//! The gate as a program, with real servers in front of it and behind it.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::net::{SocketAddr, TcpStream};
@@ -12,7 +12,7 @@ use tidegate_testkit::http_client::{HttpClient, get_request};
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, caddy, free_port, nginx, wrk};
 use yaml_rust2::YamlLoader;
 
-/// Where a gate listens.
+/// The ports of a gate.
 struct Ports {
     gate: u16,
     api: u16,
@@ -35,7 +35,7 @@ fn gate(policy: &str, upstream: u16) -> (ChildProcess, Ports) {
     (ChildProcess::start(command, scratch, ports.admin), ports)
 }
 
-/// An nginx that serves a page and logs each request, after whatever else its `http` block is to hold.
+/// An nginx that serves a page and logs each request. `more` is added to its `http` block.
 fn pages(more: &str, port: u16, listens: u16) -> Option<ChildProcess> {
     let server = format!(
         "log_format line '$status $request';\nserver {{\n  listen 127.0.0.1:{port} backlog=1024;\n  \
@@ -49,7 +49,7 @@ fn lines(log: &str) -> u64 {
     log.lines().count() as u64
 }
 
-/// One in five requests goes to `/over`, of which only one an hour is allowed.
+/// A policy for loads in which one in five requests goes to `/over`, which admits one an hour.
 const ONE_IN_FIVE: &str = r#"
     [inbound.action.over]
     match = { path = "/over" }
@@ -115,7 +115,7 @@ fn wrk_finds_no_fault() {
     assert_eq!(page.not_ok, 0);
     assert_eq!(over.not_ok, over.answers - 1);
     thread::sleep(Duration::from_millis(300));
-    // At its end wrk leaves without waiting for what it asked last, a request a connection.
+    // At its end wrk closes without waiting for its last requests, one per connection.
     let seen = lines(&server.read_file("access.log"));
     let answered = page.answers + 1;
     let left = u64::from(4 * connections);
@@ -167,7 +167,7 @@ fn sigterm_under_load_loses_no_request() {
 
 #[test]
 fn a_second_signal_ends_at_once() {
-    // An upstream that never answers keeps the gate from ending.
+    // An upstream that never answers keeps the gate running.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (mut gate, ports) = gate("", silent.local_addr().unwrap().port());
     let mut client = HttpClient::connect(ports.gate).unwrap();
@@ -182,7 +182,7 @@ fn a_second_signal_ends_at_once() {
     assert_eq!(gate.wait().and_then(|status| status.code()), Some(130));
 }
 
-/// A login that grows dear, as every front enforces it.
+/// A login whose penalty grows, as every front server enforces it.
 const LOGIN: &str = r#"
     [inbound]
     trusted_proxies = ["127.0.0.0/8"]
@@ -192,11 +192,11 @@ const LOGIN: &str = r#"
     penalty = { base = "30s", cap = "1h" }
 "#;
 
-/// What a front answers to seven logins and a look elsewhere: statuses, and how long the refused are to wait.
+/// Returns a front server's responses to seven logins and one other request: the statuses, and the waits of refusals.
 fn enforced(port: u16) -> Vec<(u16, Option<String>)> {
     let mut client = HttpClient::connect(port).unwrap();
     let login = "POST /login?next=/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 3\r\n\r\na=b".to_owned();
-    // What a client says of itself changes nothing.
+    // A client's own forwarding headers change nothing.
     let lie = "POST /login HTTP/1.1\r\nHost: a.test\r\nX-Forwarded-For: 203.0.113.9\r\nX-Forwarded-Uri: /\r\n\
         X-Forwarded-Method: GET\r\nX-Original-Uri: /\r\nX-Original-Method: GET\r\nContent-Length: 0\r\n\r\n"
         .to_owned();
@@ -225,7 +225,7 @@ fn expected() -> Vec<(u16, Option<String>)> {
 fn the_proxy_enforces() {
     let upstream = free_port();
     let Some(_server) = pages("", upstream, upstream) else { return };
-    // Here the client itself is the peer, and a trusted one would be believed.
+    // Here the client itself is the peer, and a trusted peer's headers would be believed.
     let policy = LOGIN.replace("trusted_proxies = [\"127.0.0.0/8\"]", "trusted_proxies = []");
     let (_gate, ports) = gate(&policy, upstream);
     assert_eq!(enforced(ports.gate), expected());
@@ -262,8 +262,8 @@ fn caddy_with_the_snippet_enforces_alike() {
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
 }
 
-/// Traefik isn't among Debian's packages, so this asks as its ForwardAuth does with the snippet: with the client's
-/// headers, but for those that the middleware before it empties and those that Traefik itself writes.
+/// Traefik isn't among Debian's packages, so the test itself sends the requests of its ForwardAuth with the snippet.
+/// They have the client's headers, without those that the middleware empties and those that Traefik itself sets.
 #[test]
 fn traefik_would_enforce_alike_with_the_snippet() {
     let snippet = YamlLoader::load_from_str(include_str!("../../../docs/snippets/traefik.yml")).unwrap().remove(0);

@@ -1,4 +1,4 @@
-//! Two gates over one Redis, through every way that it can be gone.
+//! Two gates over one Redis, through every kind of its failure.
 #![expect(clippy::disallowed_methods, reason = "what a decision takes is real time")]
 
 use std::process::Command;
@@ -13,11 +13,11 @@ use tidegate_testkit::servers::{
     ChildProcess, RedisCluster, RedisSentinelGroup, RedisServer, RedisServerOptions, ScratchDir, free_port,
 };
 
-/// Decisions a second, over both gates.
+/// Decisions per second, over both gates.
 const LOAD: u32 = 1_000;
-/// Connections that make them.
+/// The number of connections that request them.
 const CONNECTIONS: u32 = 4;
-/// The limit, a second.
+/// The limit per second.
 const LIMIT: usize = 100;
 
 const POLICY: &str = "
@@ -69,7 +69,7 @@ impl Gate {
         decision["remaining"].as_u64().expect("what is left")
     }
 
-    /// How often the log says this.
+    /// The number of log lines with this text.
     fn told(&self, what: &str) -> usize {
         [self.running.read_file("stdout"), self.running.read_file("stderr")]
             .iter()
@@ -92,7 +92,7 @@ fn question(action: &str, key: &str, cost: u64) -> String {
     format!("POST /v1/check HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// A decision: when it was asked for, how long it took, what it was.
+/// A decision: when it was requested, its duration and its status.
 #[derive(Clone, Copy)]
 struct Asked {
     at: Instant,
@@ -100,7 +100,7 @@ struct Asked {
     status: u16,
 }
 
-/// Asks both gates at an even pace until it is told to stop.
+/// Sends requests to both gates at an even pace until `stop`.
 fn load(ports: [u16; 2], stop: &AtomicBool) -> Vec<Asked> {
     thread::scope(|scope| {
         let threads: Vec<_> = (0..CONNECTIONS)
@@ -126,10 +126,10 @@ fn load(ports: [u16; 2], stop: &AtomicBool) -> Vec<Asked> {
     })
 }
 
-/// By how much answers reach a client closer together than they were given, on a busy machine.
+/// The time by which responses reach a client closer together than they were sent, on a busy machine.
 const BLUR: Duration = Duration::from_millis(100);
 
-/// The most that were admitted in any second between these moments.
+/// The maximum number of calls admitted in any second between these times.
 fn densest(asked: &[Asked], from: Instant, to: Instant) -> usize {
     let mut admitted: Vec<Instant> = asked
         .iter()
@@ -143,7 +143,7 @@ fn densest(asked: &[Asked], from: Instant, to: Instant) -> usize {
     (0..admitted.len()).map(from).max().unwrap_or(0)
 }
 
-/// What is done to the server, and how it comes back.
+/// The failure of the server.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Killed,
@@ -153,14 +153,14 @@ enum Fate {
     FailedOver,
 }
 
-/// What the gates share.
+/// The store that the gates share.
 enum Shared {
     One(RedisServer),
     Pair(RedisSentinelGroup),
 }
 
 impl Shared {
-    /// That a fate befalls which lasts for about so long.
+    /// Starts a store for a failure that lasts about this long.
     fn start(fate: Fate, outage: Duration) -> Option<Self> {
         Some(match fate {
             Fate::FailedOver => Self::Pair(RedisSentinelGroup::start(outage)?),
@@ -191,7 +191,7 @@ impl Shared {
         }
     }
 
-    /// Brings it back, and tells since when it is.
+    /// Brings the store back, and returns the time since when it is back.
     fn end(&mut self, fate: Fate) -> Instant {
         let since = Instant::now();
         match (fate, self) {
@@ -212,7 +212,7 @@ impl Shared {
     }
 }
 
-/// One at a time: what a decision takes is measured.
+/// One test at a time, because the duration of decisions is measured.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn outlives(fate: Fate) {
@@ -220,10 +220,10 @@ fn outlives(fate: Fate) {
     let outage = Duration::from_secs(if random::is_full_run() { 10 } else { 4 });
     let Some(mut redis) = Shared::start(fate, outage) else { return };
     let gates = [Gate::start(&redis.url()), Gate::start(&redis.url())];
-    // Until both know of each other.
+    // Until both know each other.
     sleep(Duration::from_secs(3));
     assert_eq!(gates[0].ask("day", 10).0, 200);
-    // A server that is killed loses what it hadn't written for up to a second.
+    // A killed server loses writes of up to the last second.
     sleep(Duration::from_millis(1_500));
 
     let stop = AtomicBool::new(false);
@@ -252,7 +252,7 @@ fn outlives(fate: Fate) {
     let wrong: Vec<u16> =
         asked.iter().map(|asked| asked.status).filter(|status| ![200, 429].contains(status)).collect();
     assert!(wrong.is_empty(), "{fate:?}: {wrong:?}");
-    // From when the first answer didn't come in time.
+    // From the time when the first response was overdue.
     let known = fell + Duration::from_millis(60);
     let mut took: Vec<Duration> = asked.iter().filter(|asked| asked.at > known).map(|asked| asked.took).collect();
     took.sort_unstable();
@@ -260,7 +260,7 @@ fn outlives(fate: Fate) {
     assert!(p99 <= Duration::from_millis(20), "{fate:?}: p99 {p99:?} of {} decisions", took.len());
     let during = asked.iter().filter(|asked| asked.status == 200 && (known..rose).contains(&asked.at)).count();
     let lasted = (rose - known).as_secs_f64();
-    // A limit's worth is admitted as each of its windows begins, so the last second counts in full.
+    // A full limit is admitted as each of its windows begins, so the last second counts in full.
     let (least, most) = (60.0 * lasted, 110.0 * lasted.ceil());
     assert!((least..=most).contains(&(during as f64)), "{fate:?}: {during} admitted in {lasted} s");
     let (first, last) = (asked[0].at, Instant::now());
@@ -268,8 +268,8 @@ fn outlives(fate: Fate) {
     assert!(most <= 2 * LIMIT, "{fate:?}: {most} in a second");
     let before = asked.iter().filter(|asked| asked.status == 200 && asked.at < fell).count();
     let fair = ((fell - first).as_secs_f64() * LIMIT as f64) as usize;
-    // One window more, and half of one for a machine that held the server's answer up: each gate for itself would let
-    // through twice as much.
+    // One window more, and half of one for a machine that delayed the server's response. Independent gates would
+    // together admit twice as much.
     assert!((fair * 8 / 10..=fair + LIMIT * 3 / 2).contains(&before), "{fate:?}: {before} before, of {fair}");
     for gate in &gates {
         assert_eq!((gate.told("the store is down"), gate.told("the store is back")), (1, 1), "{fate:?}");
@@ -334,7 +334,7 @@ fn a_gate_that_finds_no_server_says_so() {
     gate.hears("the store is down", Duration::from_secs(5));
 }
 
-/// One master of a cluster is lost: what it held is refused where a policy says so, and all else is decided as before.
+/// A cluster loses one master: its keys are refused if the policy says so, and all others are decided as before.
 #[test]
 fn a_cluster_that_loses_a_master() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -355,7 +355,7 @@ fn a_cluster_that_loses_a_master() {
     });
     let kept = kept.sum::<usize>();
     assert!((20..60).contains(&kept), "{kept}");
-    // Until the gate knows which master holds what.
+    // Until the gate knows which master holds which keys.
     sleep(Duration::from_millis(1_500));
     cluster.node_mut(0).kill();
     let lost = Instant::now();
@@ -365,7 +365,7 @@ fn a_cluster_that_loses_a_master() {
         assert!(answers.iter().all(|(status, _)| matches!(status, 200 | 503)), "{answers:?}");
         let answered = answers.iter().filter(|(status, _)| *status == 200).count();
         assert!(answered <= kept, "{answered} of {kept}");
-        // A busy machine may hold an answer up for longer than a decision waits.
+        // A busy machine may delay a response for longer than a decision waits.
         missed += kept - answered;
         asked += kept;
         took.extend(answers.iter().map(|(_, took)| *took));

@@ -1,5 +1,5 @@
-//! A gate whose file can't be written any more, and then can again. A limit on the size of files stands for a disk that
-//! is full: the kernel refuses what is written, and nothing else.
+//! A gate whose file can't be written for a time. A limit on the size of files stands for a full disk: the kernel then
+//! refuses writes, and nothing else.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
@@ -12,7 +12,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tidegate_testkit::http_client::{HttpClient, HttpResponse, get_request};
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
-/// The bytes that may still be written: the log, and no commit.
+/// The size at which the log can still be written, but no commit.
 const NOTHING: u64 = 8_192;
 
 struct Gate {
@@ -30,7 +30,7 @@ impl Gate {
             store.display()
         );
         let port = free_port();
-        // Without this the kernel ends a process that writes more than it may.
+        // Otherwise the kernel ends a process that writes beyond the limit.
         let mut command = Command::new("sh");
         command
             .args(["-c", "trap '' XFSZ; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_tidegate"), "serve", "--config"])
@@ -60,7 +60,7 @@ impl Gate {
         decision["remaining"].as_u64().unwrap()
     }
 
-    /// Lets files grow to this size from now on; `None` without bound.
+    /// Sets the maximum size of files from now on; `None` for no limit.
     fn disk(&self, size: Option<u64>) {
         let pid = Pid::from_raw(i32::try_from(self.running.id()).unwrap());
         prlimit(pid, Resource::Fsize, Rlimit { current: size, maximum: None }).unwrap();

@@ -1,5 +1,5 @@
-//! The gateway before a real nginx that refuses what comes too fast. By itself, since a machine that is busy with other
-//! tests sends late, and what is late for a rate is lost.
+//! The gateway in front of a real nginx that refuses requests that come too fast. It runs alone, because on a machine
+//! that is busy with other tests requests are sent late, and a rate doesn't make up for lost time.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 mod common;
@@ -16,20 +16,19 @@ use tidegate_testkit::servers::{ScratchDir, free_port, nginx};
 
 use crate::common::{gateway, provider};
 
-/// A thread that wakes later than this shows that the machine has stalled: what it held up comes closer to the next than
-/// it was sent. At 10 a second the gateway makes up for 15 ms, and others may have been held up for longer.
+/// If a thread wakes later than this, the machine has stalled, and delayed requests follow each other closer than they
+/// were sent. At 10 a second the gateway compensates for 15 ms, and other threads may have stalled for longer.
 const STALLED: Duration = Duration::from_millis(10);
 
-/// How long before and after a refusal, in seconds, a watcher may have woken from the stall that made nginx refuse: calls
-/// are 0.1 s apart.
+/// The seconds before and after a refusal in which a stall counts as its cause. Calls are 0.1 s apart.
 const BEFORE: f64 = 0.3;
 const AFTER: f64 = 0.05;
 
-/// How many runs may be in vain because the machine stalled.
+/// The maximum number of runs, in case the machine stalls.
 const RUNS: usize = 5;
 
-/// Until nginx has refused none but where the machine had just stalled: what [`run`] gives of a run without any. A machine
-/// that never comes to rest shows nothing.
+/// Repeats [`run`] until nginx refuses nothing, and returns that run's result. A refusal without a stall right before
+/// it fails the test. So does a machine that stalls in every run.
 fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
     for _ in 0..RUNS {
         let stalls = Stalls::watch();
@@ -49,8 +48,8 @@ fn through_nginx(limit_req: &str, limit: &str, seconds: u32) -> Option<Vec<(u16,
     panic!("the machine stalls: nothing can be said of a rate");
 }
 
-/// Watches for how late the kernel wakes a thread that sleeps for a millisecond again and again, on each of the machine's
-/// processors: a virtual one may stand still alone.
+/// Measures how late the kernel wakes a thread that repeatedly sleeps for a millisecond. One thread per processor,
+/// because a virtual processor may stall alone.
 struct Stalls {
     going: Arc<AtomicBool>,
     watchers: Vec<thread::JoinHandle<Vec<f64>>>,
@@ -86,7 +85,7 @@ impl Stalls {
         stalls
     }
 
-    /// When a watcher woke too late, in seconds as nginx logs them.
+    /// Returns the times at which a thread woke too late, in seconds as in nginx' log.
     fn end(mut self) -> Vec<f64> {
         self.going.store(false, Ordering::Relaxed);
         let stalls: Vec<f64> = self.watchers.drain(..).flat_map(|watcher| watcher.join().unwrap()).collect();
@@ -101,13 +100,13 @@ impl Drop for Stalls {
     }
 }
 
-/// Lets 50 clients ask without pause through a gateway with these settings, before an nginx that takes `rate` a second and
-/// refuses more with 429; gives what nginx logged, as statuses and seconds.
+/// Runs 50 clients without pause through a gateway with these settings. The nginx behind it takes `rate` a second and
+/// refuses more with 429. Returns nginx' log as statuses and seconds.
 fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(u16, f64)>> {
     let upstream = free_port();
     let pages = ScratchDir::new();
     pages.write("page", "a page of nginx");
-    // A page from a file, because `return` answers before `limit_req` is asked.
+    // A page from a file, because `return` answers before `limit_req` applies.
     let server = format!(
         "log_format line '$status $msec';\nlimit_req_zone $server_port zone=api:1m rate={rate}r/s;\n\
          limit_req_status 429;\nserver {{\n  listen 127.0.0.1:{upstream};\n  \
@@ -157,8 +156,8 @@ fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(
     Some(log)
 }
 
-/// Whether at least 95 % of what nginx permits in so many seconds got through; 90 % in the short run, of which one stall of
-/// the machine takes a larger part.
+/// Checks that at least 95 % of the calls that nginx permits in this time succeeded; 90 % in the short run, in which
+/// one stall of the machine has a larger share.
 fn assert_used(log: &[(u16, f64)], seconds: u32, permitted: u32) {
     let served = log.iter().filter(|(_, at)| at - log[0].1 < f64::from(seconds)).count();
     let least = random::case_count(90, 95) * permitted;
@@ -179,7 +178,7 @@ fn nginx_with_a_burst_refuses_none_of_a_rate_with_a_burst() {
     assert_used(&log, seconds, seconds * 10 + 10);
 }
 
-/// What of nginx's own rate got through after a warm-up, and what it refused of all then, both as a percentage.
+/// Returns the share of nginx' rate that succeeded after a warm-up, and the share of refused calls then, in per cent.
 fn found_pace(rate: u32, limit_req: &str) -> Option<(f64, f64)> {
     let (warm_up, seconds) = (random::case_count(12, 30), random::case_count(20, 60));
     let settings = format!("limit = \"{}/s\"\npace = \"adaptive\"", rate * 2);
@@ -197,7 +196,7 @@ fn found_pace(rate: u32, limit_req: &str) -> Option<(f64, f64)> {
     Some(found)
 }
 
-/// Whether enough gets through and little is refused, as soon as the machine doesn't stall meanwhile.
+/// Checks that enough calls succeed and few are refused, in a run without stalls.
 fn assert_found(rate: u32, limit_req: &str) {
     for _ in 0..RUNS {
         let stalls = Stalls::watch();

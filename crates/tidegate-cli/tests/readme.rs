@@ -15,7 +15,7 @@ struct Step {
     expected: Vec<String>,
 }
 
-/// The commands of all `console` blocks with what the README says they print.
+/// The commands of all `console` blocks, with the output that the README shows.
 fn steps() -> Vec<Step> {
     let mut steps: Vec<Step> = Vec::new();
     let mut inside = false;
@@ -77,7 +77,7 @@ fn the_tour_prints_what_it_says() {
     if ["bash", "caddy", "curl"].into_iter().any(|program| servers::require_program(program).is_none()) {
         return;
     }
-    // The tour's ports may be taken here; each is swapped for a free one on the way in and back on the way out.
+    // The README's ports may be in use here. Each is replaced by a free one in commands, and back in output.
     let ports = ["3000", "8080", "8081", "8082", "8083"].map(|port| (port, servers::free_port().to_string()));
     let swap = |text: &str, inward: bool| {
         ports.iter().fold(text.to_owned(), |text, (ours, free)| {
@@ -104,12 +104,12 @@ fn the_tour_prints_what_it_says() {
     let mut stdout = BufReader::new(shell.stdout.take().unwrap()).lines();
     let mut wrong = Vec::new();
     for step in steps() {
-        // The upstream is set for the built-in policy alone: a policy of the README's must say its own.
+        // The upstream is set for the built-in policy only: a policy of the README must have its own.
         let command = step.command.replace("tidegate serve", "TIDEGATE__INBOUND__LISTEN=127.0.0.1:8080 tidegate serve");
         let built_in = "TIDEGATE__INBOUND__UPSTREAM=http://127.0.0.1:3000 tidegate serve >";
         let command = swap(&command.replace("tidegate serve >", built_in), true);
-        // A group would outlive a command in the background, and its output with it.
-        // Its standard input is not the shell's, from which the next commands come.
+        // A group would keep running, with its output open, after a command in the background. The command's standard
+        // input is not the shell's, because the next commands come from there.
         let grouped = if command.ends_with('&') { command } else { format!("{{ {command}\n}} 2>&1 < /dev/null") };
         write!(stdin, "{grouped}\necho\necho '{END}'\n").unwrap();
         let printed = stdout.by_ref().map(Result::unwrap).take_while(|line| line != END);

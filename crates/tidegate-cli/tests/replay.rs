@@ -1,4 +1,4 @@
-//! `tidegate replay` against gates that run.
+//! `tidegate replay` against running gates.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use tidegate_testkit::http_client::{HttpClient, get_request};
 use tidegate_testkit::random::RandomSource;
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, nginx};
 
-/// Every kind of limit, key and list that a log can tell of.
+/// A policy with every kind of limit, key and list that a log can show.
 const POLICY: &str = r#"
 [inbound]
 upstream = "http://127.0.0.1:3000"
@@ -60,7 +60,7 @@ limit = "7 per 20s"
 const START: u64 = 1_795_000_000;
 const AGENTS: [&str; 3] = ["curl/8.5.0", "Mozilla/5.0 (X11; \"quoted\")", ""];
 
-/// A request as the test knows it, before it is written into any log.
+/// A request before it is written into a log.
 struct Asked {
     micros: u64,
     peer: IpAddr,
@@ -68,7 +68,7 @@ struct Asked {
     method: &'static str,
     path: String,
     agent: &'static str,
-    /// It is so far behind the newest one that it isn't judged.
+    /// True if it is so much older than the newest one that it isn't judged.
     too_late: bool,
 }
 
@@ -123,7 +123,7 @@ fn requests(seed: u64, count: usize) -> Vec<Asked> {
     requests
 }
 
-/// What a running gate refuses of these, as `replay --refusals` writes it; `resolution` is the log's, in microseconds.
+/// The refusals of a running gate, in the format of `replay --refusals`. `resolution` is the log's, in microseconds.
 fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str) -> Vec<String> {
     let policy = Policy::load(PolicySources::new().file("tidegate.toml", policy)).unwrap();
     let clock = ManualClock::at(Time::ZERO);
@@ -169,7 +169,7 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
     refused
 }
 
-/// nginx' format `main`, which tells seconds.
+/// nginx' format `main`, in seconds.
 fn combined(requests: &[Asked]) -> String {
     let mut log = String::new();
     for Asked { micros, peer, forwarded, method, path, agent, .. } in requests {
@@ -182,14 +182,14 @@ fn combined(requests: &[Asked]) -> String {
     log
 }
 
-/// A second in the common log format, by way of the HTTP date's.
+/// A second in the common log format, made from the HTTP date.
 fn clf_time(second: u64) -> String {
     let date = httpdate::fmt_http_date(std::time::UNIX_EPOCH + std::time::Duration::from_secs(second));
     let words: Vec<&str> = date.split([' ', ',']).filter(|word| !word.is_empty()).collect();
     format!("{}/{}/{}:{} +0000", words[1], words[2], words[3], words[4])
 }
 
-/// Caddy's format, which tells microseconds.
+/// Caddy's format, in microseconds.
 fn caddy(requests: &[Asked]) -> String {
     let mut log = String::new();
     for Asked { micros, peer, forwarded, method, path, agent, .. } in requests {
@@ -238,7 +238,7 @@ fn refusals_are_those_of_a_running_gate_line_by_line() {
             let differs = found.iter().zip(&expected).find(|(found, expected)| found != expected);
             assert_eq!(differs, None, "seed {seed}, {log}");
             assert_eq!(found.len(), expected.len(), "seed {seed}, {log}");
-            // The test shows something only if every kind of refusal is in it.
+            // The test is only meaningful if every kind of refusal occurs.
             for kind in [
                 "login\tlogin\t",
                 "\tglobal\t",
@@ -286,7 +286,7 @@ fn packed_logs_standard_input_and_several_files_are_one_log() {
     assert_eq!(piped, whole);
 }
 
-/// What a program makes of its standard input.
+/// Returns the output of a program for this standard input.
 fn by_program(program: &str, bytes: &[u8]) -> Vec<u8> {
     let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
@@ -313,7 +313,7 @@ fn the_tables_say_who_when_why_and_what_else_would_do() {
         format!("192.0.2.{client} - - [21/Nov/2026:12:{minute:02}:{second:02} +0000] \"{request} HTTP/1.1\" 200 1\n")
     };
     let mut log = String::new();
-    // A hundred clients log in client % 10 times a minute at most; one does 40 times; one only reads, and much.
+    // A hundred clients log in at most client % 10 times a minute; one does so 40 times; one only reads, and often.
     for minute in 0..3 {
         for client in 0..100 {
             for second in 0..client % 10 {
@@ -342,7 +342,7 @@ fn the_tables_say_who_when_why_and_what_else_would_do() {
     }
     let found: Value = serde_json::from_slice(&std::fs::read(folder.path().join("x.json")).unwrap()).unwrap();
     let login = &found["policies"][0]["limits"][0];
-    // Of 91 clients at the log-in, 41 are refused at 5; at 9 only the one that came 40 times; 0.91 of them may be.
+    // Of 91 clients that log in, 41 are refused at 5. At 9 only the one with 40 log-ins is; 0.91 clients may be.
     assert_eq!(login["clients"], 91);
     assert!((login["refused_share"].as_f64().unwrap() - 41.0 / 91.0).abs() < 1e-9, "{login}");
     assert_eq!((&login["highest_use"], &login["values"][0]["value"]), (&40.into(), &40.into()));
@@ -355,7 +355,7 @@ fn the_tables_say_who_when_why_and_what_else_would_do() {
     assert_eq!(both, 405);
     let html = std::fs::read_to_string(folder.path().join("x.html")).unwrap();
     assert!(html.contains("<svg") && html.contains("prefers-color-scheme:dark"));
-    // One chart of both: its legend comes before either policy's own charts.
+    // One chart of both policies: its legend comes before the charts of each policy.
     let both = html.split("requests refused over time, by each policy").nth(1).unwrap();
     let legend = both.split("requests over time").next().unwrap();
     assert!(["tidegate.toml", "other.toml"].iter().all(|policy| legend.contains(policy)), "{legend}");
@@ -380,7 +380,7 @@ fn broken_lines_are_counted_and_the_first_ten_shown() {
     assert!(out.contains("access.log:20  not JSON\n  …              and 16 more\n"), "{out}");
 }
 
-/// A log that breaks off costs what can't be read, and no more.
+/// A truncated log loses only the part that can't be read.
 #[test]
 fn what_can_be_read_of_a_broken_log_is_told() {
     let folder = ScratchDir::new();
@@ -416,8 +416,8 @@ fn wrong_words_and_missing_files_are_told() {
     assert!(out.starts_with("0 requests in 0 lines\n"), "{out}");
 }
 
-/// nginx before a gate that runs: what its log says was refused is what a replay of the log refuses. The windows are so long
-/// that it doesn't matter that the log tells seconds.
+/// nginx in front of a running gate: a replay of its log refuses the same requests as the gate. The windows are so long
+/// that the log's resolution of seconds doesn't matter.
 #[test]
 fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
     let (upstream, gate_port, front) = (free_port(), free_port(), free_port());
@@ -441,7 +441,7 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
         .arg(file)
         .envs([("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "off")]);
     let _gate = ChildProcess::start(serve, scratch, gate_port);
-    // The client's address is made up by a header, so that there are many of them.
+    // A header sets the client's address, so that there are many clients.
     let server = format!(
         "log_format main '$http_x_client - $remote_user [$time_local] \"$request\" $status $body_bytes_sent \
          \"$http_referer\" \"$http_user_agent\"';\n\
@@ -464,7 +464,7 @@ fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
     assert!(statuses[&200] > 50 && statuses[&429] > 50 && statuses.len() == 2, "{statuses:?}");
     std::thread::sleep(std::time::Duration::from_millis(300));
     let log = proxy.read_file("access.log");
-    // Without the front's address, which trusted it is; the log tells the client itself.
+    // Without the front server's address, which the gate trusted; the log has the client's address itself.
     folder.write("access.log", &log);
     let (status, out, err) = replay(&folder, &["access.log", "--refusals", "refusals"]);
     assert_eq!((status, err.as_str()), (0, ""), "{out}");

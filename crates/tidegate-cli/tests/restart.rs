@@ -1,4 +1,4 @@
-//! What a gate has spent of a quota is spent, however the program ends.
+//! A quota's spent units stay spent, however the program ends.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::fs;
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
-/// An API that answers everything, and how often it was asked.
+/// An API that answers every request, and the number of requests.
 fn api() -> (u16, Arc<AtomicU64>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -45,7 +45,7 @@ struct Gate {
 }
 
 fn command(upstream: u16, snapshot: &Path, scratch: &ScratchDir) -> (Command, u16, u16) {
-    // A year doesn't end while a test runs, or hardly ever.
+    // A test almost never runs across the end of a year.
     let policy = format!(
         "[outbound]\nsnapshot = \"{}\"\n[outbound.provider.omdb]\npreset = \"omdb-free\"\ncache = \"off\"\n\
          base_url = \"http://127.0.0.1:{upstream}\"\ncredentials = \"env:OMDB_KEY\"\ncredential_limit = \"40 per calendar year\"\n",
@@ -70,7 +70,7 @@ impl Gate {
         Self { running: ChildProcess::start(command, scratch, admin), port }
     }
 
-    /// The status of a call, and its reply.
+    /// Makes a call; returns its status and reply.
     fn call(&self) -> (u16, String) {
         let mut stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], self.port))).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
@@ -88,7 +88,7 @@ impl Gate {
         }
     }
 
-    /// How many calls pass until the quota is spent.
+    /// Makes calls until the quota is spent; returns the number of admitted calls.
     fn exhaust(&self) -> u64 {
         for passed in 0..100 {
             let (status, reply) = self.call();
@@ -120,7 +120,7 @@ fn a_quota_outlives_the_program_however_it_ends() {
 
     let gate = Gate::start(upstream, &snapshot);
     gate.spend(3);
-    // Told to stop, it saves what nobody has saved yet.
+    // On TERM the gate saves the changes since the last save.
     gate.end("TERM");
 
     let gate = Gate::start(upstream, &snapshot);

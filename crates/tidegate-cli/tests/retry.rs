@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tidegate_testkit::servers::ScratchDir;
 
-/// What ignores signals passes that on: a shell that runs the tests in the background INT and QUIT, `nohup` HUP.
+/// Resets ignored signals, which are inherited: INT and QUIT from a shell with background jobs, HUP from `nohup`.
 fn retry(folder: &ScratchDir, words: &[&str]) -> Command {
     let mut command = Command::new("env");
     command
@@ -20,7 +20,7 @@ fn retry(folder: &ScratchDir, words: &[&str]) -> Command {
     command
 }
 
-/// The status, standard output and standard error.
+/// Runs the command and returns its status, standard output and standard error.
 fn run(folder: &ScratchDir, words: &[&str]) -> (i32, String, String) {
     told(retry(folder, words).output().unwrap())
 }
@@ -29,7 +29,7 @@ fn told(Output { status, stdout, stderr }: Output) -> (i32, String, String) {
     (status.code().unwrap(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
 }
 
-/// A command that counts its runs in a file, and whose body knows the number as `$n`.
+/// A command that counts its runs in a file. Its body has the number as `$n`.
 fn counting(body: &str) -> String {
     format!("n=$(($(cat runs 2>/dev/null || echo 0) + 1)); echo $n > runs; {body}")
 }
@@ -148,13 +148,13 @@ fn an_attempt_that_takes_too_long_is_ended() {
     assert_eq!((status, runs(&folder)), (124, 2));
     assert!(began.elapsed() < Duration::from_secs(10), "{err}");
     assert!(err.contains("attempt 1 of 2 took too long; the next"), "{err}");
-    // Who doesn't listen is killed.
+    // A command that ignores TERM is killed.
     let body = counting("trap '' TERM; while :; do sleep 1; done");
     let (status, _, _) = run(&folder, &["--timeout", "200ms", "--attempts", "1", "--", "sh", "-c", &body]);
     assert_eq!(status, 124);
 }
 
-/// A pipeline that went on would run beside the next attempt.
+/// A pipeline that isn't ended would run beside the next attempt.
 #[test]
 fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
     let folder = ScratchDir::new();
@@ -186,7 +186,7 @@ fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
     assert_eq!(&half, b"half a line");
     child.stdin.take().unwrap().write_all(b"go\n").unwrap();
     assert!(child.wait().unwrap().success());
-    // What is left behind and keeps the output open isn't waited for.
+    // A process that is left behind and keeps the output open isn't waited for.
     let (status, out, _) = run(&folder, &["--throttled-output", "x", "--", "sh", "-c", "sleep 20 & echo done"]);
     assert_eq!((status, out.as_str()), (0, "done\n"));
 }
@@ -202,7 +202,7 @@ fn a_reader_that_is_slow_gets_everything() {
     let mut out = Vec::new();
     child.stdout.take().unwrap().read_to_end(&mut out).unwrap();
     assert_eq!((out.len(), child.wait().unwrap().code()), (LENGTH, Some(0)));
-    // A signal ends it if nobody reads at all.
+    // A signal ends it if the output has no reader.
     let words = ["--throttled-output", "y", "--", "sh", "-c", "touch ready; cat long; exit 0"];
     let mut child = retry(&folder, &words).stdout(Stdio::piped()).spawn().unwrap();
     appears(&folder, "ready");
@@ -260,7 +260,7 @@ fn signal(child: &Child, name: &str) {
     assert!(Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap().success());
 }
 
-/// Waits until a file is there.
+/// Waits until a file exists.
 fn appears(folder: &ScratchDir, name: &str) {
     for _ in 0..2000 {
         if folder.path().join(name).exists() {

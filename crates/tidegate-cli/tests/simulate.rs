@@ -1,4 +1,4 @@
-//! `tidegate simulate`, as a person runs it.
+//! `tidegate simulate` on the command line.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::fs;
@@ -49,7 +49,7 @@ fn check_fails_where_goodput_stays_down() {
         [service]\nlatency = \"100ms\"\nworkers = 10\nqueue = 400\noutages = \"20s to 30s\"\n\
         [load.all]\nrate = \"80/s\"\n[client]\ntimeout = \"2s\"\nattempts = ATTEMPTS\n";
     let mut codes = Vec::new();
-    // Refused connections are tried again at once, and queue up for longer than anybody waits.
+    // Refused connections are retried at once, and queue for longer than any client waits.
     for attempts in ["1", "40"] {
         let text = scenario
             .replace("ATTEMPTS", attempts)

@@ -23,7 +23,7 @@ mod hours;
 pub(crate) mod preset;
 
 pub use hours::HoursOfDay;
-pub use preset::PRESETS;
+pub use preset::preset_names;
 
 /// `[outbound]`: the gateway to other people's APIs, and what is known of each.
 ///
@@ -117,7 +117,7 @@ pub struct ProviderConfig {
     /// Its name in the file: the first segment of paths that mean it.
     pub name: String,
     /// The preset it was made from.
-    pub preset: Option<&'static str>,
+    pub preset: Option<String>,
     /// Where it is; `None` if only Rust programs call it, with URLs of their own.
     pub base_url: Option<BaseUrl>,
     /// Where a credential goes in a request.

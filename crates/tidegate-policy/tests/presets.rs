@@ -3,7 +3,7 @@
 
 use tidegate_core::call::{CallRules, Measure};
 use tidegate_core::{Batch, Lane, Op, Span, Time, Verb};
-use tidegate_policy::outbound::{OutboundConfig, PRESETS};
+use tidegate_policy::outbound::{OutboundConfig, preset_names};
 use tidegate_policy::{KeySeed, Policy, PolicySources};
 use tidegate_testkit::fixtures::TestLimiter;
 
@@ -80,7 +80,8 @@ fn most(sent: &[Time], window: Span) -> usize {
 #[test]
 fn every_preset_is_tried_here() {
     let text = include_str!("presets.rs");
-    for preset in PRESETS {
+    for preset in preset_names() {
+        let preset = preset.as_str();
         assert!(text.contains(&format!("(\"{preset}\", ")), "{preset}");
         load(preset, "").unwrap();
     }

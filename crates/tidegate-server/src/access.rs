@@ -1,10 +1,12 @@
 //! The access check in front of the gateway, the decision API and the admin listener.
 //!
-//! Beyond loopback these listeners ask for a token. On loopback the danger is a web page in a browser on the same
-//! machine, which may be any site's. Its requests can reach a listener by an address, when the browser says in `Origin`
-//! or `Sec-Fetch-Site` that they are another page's; or by a name of the page's own that it makes resolve to loopback
-//! (DNS rebinding), when that name stands in `Host`. A page from another port of this machine is another page, too: it
-//! may be one that an upstream or a provider wrote. A request that shows the token is no page's, since pages don't know it.
+//! Beyond loopback these listeners require a token. On loopback the danger is a web page, of any site, in a browser on
+//! the same machine. Its requests can reach a listener in two ways:
+//! - by an address: the browser then says in `Origin` or `Sec-Fetch-Site` that they come from another page;
+//! - by a name of the page's own that resolves to loopback (DNS rebinding): the name is then in `Host`.
+//!
+//! A page from another port of this machine is another page too: an upstream or a provider may have written it. A
+//! request with the token isn't a web page's, because pages don't know the token.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -26,7 +28,7 @@ const TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("tidegate-token");
 const X_TIDEGATE_TOKEN: HeaderName = HeaderName::from_static("x-tidegate-token");
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// The listener that a check stands in front of.
+/// The listener that a check protects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ListenerKind {
     Gateway,
@@ -35,8 +37,8 @@ pub(crate) enum ListenerKind {
 }
 
 impl ListenerKind {
-    /// The headers that carry the token: one behind `Bearer`, and one alone. The gateway leaves `Authorization` to the
-    /// provider; forward-auth passes on what the client has there.
+    /// The headers that carry the token: the first behind `Bearer`, the second alone. The gateway leaves
+    /// `Authorization` to the provider; forward-auth passes on the client's `Authorization`.
     pub(crate) fn token_headers(self) -> [HeaderName; 2] {
         match self {
             Self::Gateway => [PROXY_AUTHORIZATION, TIDEGATE_TOKEN],
@@ -44,7 +46,7 @@ impl ListenerKind {
         }
     }
 
-    /// The policy's section about it.
+    /// The listener's section in the policy.
     fn section(self) -> &'static str {
         match self {
             Self::Gateway => "outbound",
@@ -54,25 +56,25 @@ impl ListenerKind {
     }
 }
 
-/// Lets requests in, or tells why not.
+/// The access check of one listener.
 pub(crate) struct Access {
     listener: ListenerKind,
     own_ip: IpAddr,
     hosts: Vec<String>,
-    /// The usual names of the listener, which needn't be taken apart to be known.
+    /// The usual names of the listener, which are compared before a name is parsed.
     usual_names: [String; 2],
     token: Option<Secret>,
     refusals: Arc<RefusalLog>,
 }
 
-/// The reason for which a request isn't let in.
+/// The reason why a request is denied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AccessError {
-    /// By a name that isn't the listener's.
+    /// The request names a host that isn't the listener's.
     Host,
-    /// On behalf of a web page.
+    /// The request comes from a web page.
     Origin,
-    /// Without the token.
+    /// The request doesn't have the token.
     Token,
 }
 
@@ -95,7 +97,7 @@ impl Access {
         }
     }
 
-    /// True if a request may pass: where there is a token, it shows it; otherwise it is no web page's.
+    /// Returns `Ok` if a request may pass: it has the token, or, if there is no token, it isn't a web page's.
     pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), AccessError> {
         self.check_headers(request.headers(), request.uri().authority())
     }
@@ -119,7 +121,7 @@ impl Access {
 
     fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
         let (mut host, mut is_from_browser) = (None, false);
-        // One look over all lines costs less than finding each of these.
+        // One pass over all headers costs less than a lookup of each.
         for (name, value) in headers {
             if name == HOST {
                 if !self.is_own_host(value.as_bytes()) {
@@ -136,8 +138,8 @@ impl Access {
         if is_from_browser && self.is_cross_origin(headers, host) { Err(AccessError::Origin) } else { Ok(()) }
     }
 
-    /// True if `host` or `host:port` is a name that only the listener has. Without any, as HTTP/1.0 may be, no name can
-    /// have led the client astray.
+    /// Returns true if `host` or `host:port` is a name that only the listener has. An empty name passes: HTTP/1.0 may
+    /// have no `Host`, and then no name can have redirected the client.
     fn is_own_host(&self, name: &[u8]) -> bool {
         if name.is_empty() || self.usual_names.iter().any(|usual| usual.as_bytes() == name) {
             return true;
@@ -146,7 +148,7 @@ impl Access {
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         let is_own = match bare.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
             Ok(ip) => ip.is_loopback() || ip == self.own_ip,
-            // By RFC 6761 §6.3 these names resolve to loopback and nowhere else.
+            // By RFC 6761 §6.3 these names resolve only to loopback.
             Err(_) => host.rsplit('.').next().is_some_and(|last| last.eq_ignore_ascii_case("localhost")),
         };
         is_own || self.is_allowed_host(host)
@@ -159,7 +161,7 @@ impl Access {
     #[cold]
     fn is_cross_origin(&self, headers: &HeaderMap, host: Option<&[u8]>) -> bool {
         let mut origins = headers.get_all(ORIGIN).iter().peekable();
-        // Where a browser tells the page, nothing else has to tell how far it is from here.
+        // `Origin` names the page itself, so `Sec-Fetch-Site` isn't needed then.
         if origins.peek().is_none() {
             return headers.get_all(SEC_FETCH_SITE).iter().any(|site| site != "same-origin" && site != "none");
         }
@@ -171,7 +173,7 @@ impl Access {
         })
     }
 
-    /// The answer to a request that isn't let in. A web page's is counted and logged.
+    /// The response to a denied request. Denials of web pages are counted and logged.
     #[cold]
     pub(crate) fn denied_response<B>(
         &self,
@@ -219,7 +221,7 @@ impl Access {
     }
 }
 
-/// The host of `host` or `host:port`, without the dot of a whole name; IPv6 in its brackets.
+/// Returns the host of `host` or `host:port`, without the final dot of a fully qualified name; IPv6 in its brackets.
 fn host_of(name: &str) -> Option<&str> {
     let end = if name.starts_with('[') { name.find(']')? + 1 } else { name.find(':').unwrap_or(name.len()) };
     let (host, port) = name.split_at(end);

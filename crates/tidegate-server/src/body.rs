@@ -1,4 +1,4 @@
-//! Bodies on their way through: never collected, always watched.
+//! Bodies in transit: streamed and watched, never collected.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,17 +18,17 @@ use crate::permit_renewer::PermitHandle;
 use crate::upstream::UpstreamBody;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, UploadFault};
 
-/// The body of an answer to a client.
+/// The body of a response to a client.
 pub(crate) enum ResponseBody {
-    /// The gate's own.
+    /// A body of the server's own.
     Full(Option<Bytes>),
-    /// The upstream's.
+    /// The upstream's body.
     Stream(Box<Download>),
-    /// That of a reply to a call.
+    /// The body of a provider's reply to an outbound call.
     Relay(UnsyncBoxBody<Bytes, BoxError>),
 }
 
-/// Why a body broke off.
+/// The error that interrupted a body.
 pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl ResponseBody {
@@ -40,7 +40,7 @@ impl ResponseBody {
         Self::Stream(Box::new(download))
     }
 
-    /// A provider's, of which something comes at least as often as `patience` says.
+    /// A provider's body, which must make progress within every `progress_timeout`.
     pub(crate) fn relay<B>(inner: B, watch: Arc<ConnectionWatch>, progress_timeout: Duration) -> Self
     where
         B: http_body::Body<Data = Bytes> + Send + 'static,
@@ -83,12 +83,12 @@ impl http_body::Body for ResponseBody {
     }
 }
 
-/// Whether nothing of a body comes after this frame, as nothing does after trailers (RFC 9110 §6.5).
+/// Returns true if this frame is the last of a body. Nothing follows trailers (RFC 9110 §6.5).
 pub(crate) fn is_last(frame: &Frame<Bytes>, body: &impl http_body::Body) -> bool {
     frame.is_trailers() || body.is_end_stream()
 }
 
-/// Notes what polling an answer's body came to; true if it has ended.
+/// Notes the result of polling a response's body. Returns true if the body has ended.
 fn track_progress<E>(
     polled: &Poll<Option<Result<Frame<Bytes>, E>>>,
     body: &impl http_body::Body,
@@ -116,11 +116,11 @@ pin_project! {
     }
 }
 
-/// The reading of a provider's reply.
+/// Marks that a provider's reply is being read, until it is dropped.
 struct ReplyReadGuard(Arc<ConnectionWatch>);
 
 impl Drop for ReplyReadGuard {
-    /// Not every body is read: an answer to a HEAD has one all the same.
+    /// Ends the phase here, because not every body is read: the response to a HEAD request can have one.
     fn drop(&mut self) {
         self.0.enter_from(ConnectionPhase::Download, ConnectionPhase::Idle);
     }
@@ -165,7 +165,7 @@ where
 pub(crate) struct Download {
     inner: UpstreamBody<Upload>,
     watch: Arc<ConnectionWatch>,
-    /// What the request holds of limits on calls in flight, until the last byte is through.
+    /// The request's permit under limits on calls in flight, held until the last byte has passed.
     permit: Option<PermitHandle>,
     expectation: Option<Arc<ContinueExpectation>>,
 }
@@ -207,13 +207,13 @@ impl Drop for Download {
 /// The client's body on its way to the upstream.
 pub(crate) struct Upload {
     inner: Incoming,
-    /// `None` where there is no body to watch.
+    /// `None` if there is no body to watch.
     watch: Option<Arc<ConnectionWatch>>,
     remaining_bytes: u64,
     expectation: Option<(Arc<ContinueExpectation>, Pin<Box<Sleep>>)>,
 }
 
-/// Why a request's body ended early.
+/// The reason why a request's body ended early.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadError {
     #[error("the body is larger than the cap")]
@@ -225,12 +225,13 @@ pub(crate) enum UploadError {
 }
 
 impl Upload {
-    /// A body of nothing.
+    /// Returns an empty body.
     pub(crate) fn empty(inner: Incoming) -> Self {
         Self { inner, watch: None, remaining_bytes: 0, expectation: None }
     }
 
-    /// A body of at most `cap` bytes, of which the watch was told, that waits for `expectation`, if there is one.
+    /// Returns a body of at most `cap` bytes, already announced to `watch`. It waits for `expectation`, if there is
+    /// one.
     pub(crate) fn new(
         inner: Incoming,
         watch: Arc<ConnectionWatch>,
@@ -243,7 +244,7 @@ impl Upload {
 }
 
 impl Drop for Upload {
-    /// Ends the wait for what isn't read any more.
+    /// Ends the wait for a body that isn't read further.
     fn drop(&mut self) {
         if let Some(watch) = &self.watch {
             watch.set_waits_on_client(false);
@@ -310,11 +311,11 @@ impl http_body::Body for Upload {
     }
 }
 
-/// How long a body waits for the upstream's `100 Continue` before it goes all the same: not every server answers
-/// `Expect` (RFC 9110 §10.1.1 asks not to wait for ever).
+/// The time that a body waits for the upstream's `100 Continue` before it is sent without it. Not every server answers
+/// `Expect` (RFC 9110 §10.1.1 asks not to wait without limit).
 const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What became of an `Expect: 100-continue`. The client's body isn't asked for before the upstream wants it.
+/// The state of an `Expect: 100-continue`. The client's body isn't requested before the upstream wants it.
 #[derive(Debug, Default)]
 pub(crate) struct ContinueExpectation {
     state: AtomicU8,
@@ -323,11 +324,11 @@ pub(crate) struct ContinueExpectation {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ContinueState {
-    /// Nothing was heard.
+    /// The upstream hasn't answered.
     Waiting,
-    /// The body is wanted.
+    /// The upstream wants the body, or the wait for its answer timed out.
     Proceed,
-    /// The final answer came first.
+    /// The final response came first.
     Abandoned,
 }
 

@@ -1,4 +1,4 @@
-//! A gate whose listeners are open, while it runs and until it has ended.
+//! A server with open listeners: running it and shutting it down.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::wire::admin::{self, AdminState};
 use crate::wire::http_api::{ApiService, ApiState};
 use crate::{housekeeping, snapshots};
 
-/// A gate whose listeners are open.
+/// A server with open listeners.
 pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
@@ -38,41 +38,41 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) followed_clock: Option<SystemClock>,
 }
 
-/// An open listener and what serves those who come to it.
+/// An open listener and the service of its connections.
 pub(crate) struct OpenListener<T> {
     pub(crate) listener: Listener,
     pub(crate) service: Arc<T>,
 }
 
-/// How a server ended.
+/// The result of a shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShutdownSummary {
-    /// Connections that had to be cut off because the time for shutting down was over.
+    /// The number of connections that were still open when the shutdown time was over, and were closed.
     pub cut_off: usize,
 }
 
 impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
-    /// Where the proxy listens, if there is one.
+    /// The address of the proxy's listener. `None` if the policy has no upstream.
     pub fn inbound(&self) -> Option<SocketAddr> {
         self.inbound.as_ref().and_then(|open| open.listener.address().ok())
     }
 
-    /// Where the gateway to other people's APIs listens, if there is one.
+    /// The address of the gateway to external APIs. `None` if it doesn't listen.
     pub fn outbound(&self) -> Option<SocketAddr> {
         self.outbound.as_ref().and_then(|open| open.listener.address().ok())
     }
 
-    /// Where the decision API and forward-auth listen.
+    /// The address of the decision API and forward-auth. `None` if they don't listen.
     pub fn api(&self) -> Option<SocketAddr> {
         self.api.as_ref().and_then(|open| open.listener.address().ok())
     }
 
-    /// Where health and readiness are answered.
+    /// The address of the health and readiness checks. `None` if they don't listen.
     pub fn admin(&self) -> Option<SocketAddr> {
         self.admin.as_ref().and_then(|open| open.listener.address().ok())
     }
 
-    /// Serves until `stop` ends, and then until every request in flight has its answer, or the policy's
+    /// Serves until `stop` ends, and then until every request in flight has its response or the policy's
     /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
     /// connections to the runtime.
     pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
@@ -158,7 +158,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             sweep.abort();
         }
         while admin_accepting.join_next().await.is_some() {}
-        // What was aborted gets a moment to let go of its permits and sockets.
+        // Aborted connections get up to 1 s to release their permits and sockets.
         let all_closed = async {
             for sweep in sweeps.iter().chain(&admin_sweep) {
                 sweep.wait_until_empty().await;
@@ -174,6 +174,6 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
 }
 
 async fn wait_for_signal(mut signal: tokio::sync::watch::Receiver<bool>) {
-    // An error means that the sender is gone, which is as good as being told.
+    // An error means that the sender was dropped, which also means stop.
     let _ = signal.wait_for(|told| *told).await;
 }

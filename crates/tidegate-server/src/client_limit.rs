@@ -1,4 +1,4 @@
-//! The number of connections of each client address.
+//! The limit on connections per client address.
 
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -14,16 +14,16 @@ use tokio::net::TcpStream;
 use crate::local_response;
 use crate::watchdog::Watchdog;
 
-/// The least time between two log lines about clients that were turned away.
+/// The minimum time between two log lines about rejected clients.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The connections of each client address, IPv6 by its network. Bounded by the cap on connections: an address is kept while it
-/// has one.
+/// The number of connections of each client address, IPv6 by network. Its size is bounded by the cap on connections,
+/// because an address is kept only while it has a connection.
 pub(crate) struct ClientLimit {
     max_connections: usize,
-    /// The bits of an IPv6 address that are counted.
+    /// The number of leading bits of an IPv6 address that are counted.
     ipv6_prefix: u8,
-    /// Proxies, whose connections are many clients'.
+    /// Trusted proxies, which aren't counted because their connections carry many clients.
     trusted: Networks,
     state: Mutex<ClientCounts>,
 }
@@ -31,7 +31,7 @@ pub(crate) struct ClientLimit {
 #[derive(Default)]
 struct ClientCounts {
     counts: HashMap<IpAddr, usize>,
-    /// The tick of the last line in the log.
+    /// The tick of the last log line.
     last_logged: Option<u32>,
     suppressed: u64,
 }
@@ -41,10 +41,10 @@ impl ClientLimit {
         Arc::new(Self { max_connections: most.max(1), ipv6_prefix, trusted, state: Mutex::default() })
     }
 
-    /// Counts a connection of this address: a seat, or none where the address isn't counted.
+    /// Counts a connection of this address and returns its slot. `None` if the address isn't counted.
     ///
     /// # Errors
-    /// The address has as many as it may.
+    /// The address has the maximum number of connections.
     pub(crate) fn acquire(self: &Arc<Self>, ip: IpAddr) -> Result<Option<ClientSlot>, TooManyConnectionsError> {
         let ip = canonical_ip(ip);
         if ip.is_loopback() || self.trusted.contains(ip) {
@@ -61,7 +61,7 @@ impl ClientLimit {
         Ok(Some(ClientSlot { limit: Arc::clone(self), client }))
     }
 
-    /// Answers a connection that is one too many, without reading its request.
+    /// Answers a connection over the limit with 503, without reading its request.
     #[cold]
     pub(crate) fn reject_connection(&self, stream: &TcpStream, ip: IpAddr, sweep: &Watchdog) {
         let words = local_response::raw_error_response(
@@ -69,7 +69,7 @@ impl ClientLimit {
             "too many connections from this address",
         );
         let socket = socket2::SockRef::from(stream);
-        // What has come already would reset the connection at its close, before the answer is read.
+        // Unread bytes would reset the connection at its close, before the client reads the response.
         let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
         let _ = socket.send(&words);
         let _ = socket.shutdown(std::net::Shutdown::Write);
@@ -84,7 +84,7 @@ impl ClientLimit {
         tracing::warn!(%ip, most = self.max_connections, suppressed, "a client address has too many connections");
     }
 
-    /// The address that a client is counted by.
+    /// The address by which a client is counted.
     fn client_of(&self, ip: IpAddr) -> IpAddr {
         let mask = u128::MAX.checked_shl(128_u32.saturating_sub(self.ipv6_prefix.into())).unwrap_or(0);
         match ip {
@@ -94,11 +94,11 @@ impl ClientLimit {
     }
 }
 
-/// A client has as many connections as it may.
+/// A client has the maximum number of connections.
 #[derive(Debug)]
 pub(crate) struct TooManyConnectionsError;
 
-/// One of a client's connections; leaving scope takes it off.
+/// One counted connection of a client. Dropping it removes it from the count.
 pub(crate) struct ClientSlot {
     limit: Arc<ClientLimit>,
     client: IpAddr,

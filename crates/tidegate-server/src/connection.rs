@@ -1,4 +1,4 @@
-//! One client connection from its first byte to its last.
+//! One client connection, from its first byte to its last.
 
 use std::mem;
 use std::pin::Pin;
@@ -19,10 +19,10 @@ use crate::local_response::{self, HttpError};
 use crate::socket::ClientSocket;
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, EndReason};
 
-/// How much of a refused request's body is read away to keep its connection.
+/// The maximum bytes of a refused request's body that are discarded to keep its connection.
 pub(crate) const MAX_DRAINED_BYTES: usize = 64 << 10;
 
-/// What a service must be for a connection to carry it.
+/// The requirements on the service of a connection.
 pub(crate) trait ConnectionService:
     HttpService<Incoming, ResBody = ResponseBody, Error = std::convert::Infallible> + Unpin
 {
@@ -65,13 +65,13 @@ impl<S: ConnectionService> ClientConnection<S> {
         }
     }
 
-    /// What to do about a phase that lasts too long; true if the connection is over.
+    /// Ends a phase that lasts too long. Returns true if the connection is over.
     fn handle_phase_end(&mut self) -> bool {
         if self.watch.is_aborted() {
             return true;
         }
         match self.watch.phase() {
-            // The request in hand answers with 408 or 504.
+            // The current request answers with 408 or 504.
             ConnectionPhase::Deciding | ConnectionPhase::Upload | ConnectionPhase::AwaitResponse => false,
             ConnectionPhase::Idle | ConnectionPhase::Download | ConnectionPhase::Tunnel | ConnectionPhase::Linger => {
                 true
@@ -86,7 +86,7 @@ impl<S: ConnectionService> ClientConnection<S> {
                 }
                 let (stream, _) = parts.io.into_inner().into_parts();
                 if self.watch.is_ended_for(EndReason::Displaced) {
-                    // The place is needed now: what can be said at once is said.
+                    // The slot is needed at once, so only bytes that can be written immediately are sent.
                     let _ = stream.try_write(&HttpError::TooManyHeads.raw_response());
                     return true;
                 }
@@ -104,7 +104,8 @@ impl<S: ConnectionService> ClientConnection<S> {
             ConnectionStage::Closing { stream, response, is_shut_down: false, linger: LingerState::new(&self.watch) };
     }
 
-    /// Reads away what a refused request left. False if there is nothing to do before the connection moves.
+    /// Discards the rest of a refused request's body. Returns false if there is nothing to do before the connection
+    /// moves.
     fn drain_body(&mut self, cx: &mut Context<'_>) -> bool {
         if let Some(body) = self.watch.take_unread_body() {
             self.drained_bytes = 0;
@@ -151,7 +152,8 @@ where
                 ConnectionStage::Closed => return Poll::Ready(()),
                 ConnectionStage::Http(http) => match Pin::new(http).poll(cx) {
                     Poll::Pending => {
-                        // Not before: a request that has just come saves a connection that was to go for being idle.
+                        // Checked after polling, so that a request that has just arrived saves a connection from the
+                        // idle timeout.
                         if this.watch.must_end_phase() {
                             if this.handle_phase_end() {
                                 return Poll::Ready(());

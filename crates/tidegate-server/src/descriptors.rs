@@ -1,14 +1,14 @@
-//! File descriptors: how many a policy's connections may take, and how many the process may have.
+//! File descriptors: the number that a policy's connections may need, and the limit of the process.
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tidegate_policy::Policy;
 
 use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS};
 
-/// Descriptors of a process besides connections: listeners, the store's and the log's files, the runtime's own.
+/// The descriptors of a process besides its connections: listeners, files of the store and the log, the runtime's own.
 const OTHER_DESCRIPTORS: u64 = 64;
 
-/// The number of descriptors that are open when every listener is at its cap. A connection that is passed on counts twice.
+/// The number of open descriptors when every listener is at its cap. A forwarded connection counts twice.
 fn needed(policy: &Policy) -> u64 {
     let listens = |on: bool, connections: u64| if on { connections } else { 0 };
     let inbound = policy.inbound();
@@ -20,8 +20,8 @@ fn needed(policy: &Policy) -> u64 {
     2 * passed_on + internal + OTHER_DESCRIPTORS
 }
 
-/// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit, and warns where that is less than the
-/// policy's connections may take. `tidegate serve` does so at its start; other programs decide for themselves.
+/// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit. Warns if that is less than the
+/// policy's connections may need. `tidegate serve` calls this at its start; other programs can decide for themselves.
 pub fn raise_limit(policy: &Policy) {
     let mut limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {

@@ -1,28 +1,28 @@
-//! Room for a new connection at the cap: those without a request under way make it.
+//! Displacement at the connection cap: a new connection takes the place of one without a request in progress.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason, Watchdog};
 
-/// The number of candidates that one look over all connections finds, so that not every new connection costs a look.
+/// The number of candidates that one scan of all connections finds, so that not every new connection costs a scan.
 const MAX_CANDIDATES: usize = 32;
 
-/// The ticks that a connection has in peace to send its request, or to take its answer.
+/// The number of ticks in which a connection can send its request or read its response before it may be displaced.
 const PROTECTED_TICKS: u32 = 2;
 
-/// The connections that may go, those of the last kind first.
+/// The kinds of connections that may be displaced. The last kind is displaced first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum CandidateKind {
-    /// Its answer is out, and what it still sends is read away.
+    /// The response is sent, and the rest of the request is read and discarded.
     Lingering,
     /// A head has begun to arrive.
     ReceivingHead,
-    /// It has sent nothing since it came, or since its last answer.
+    /// The client has sent nothing since the connection was accepted, or since its last response.
     Silent,
 }
 
-/// A connection as it was when it had no request under way.
+/// A connection as it was when it had no request in progress.
 struct Candidate {
     watch: Arc<ConnectionWatch>,
     kind: CandidateKind,
@@ -30,13 +30,14 @@ struct Candidate {
     since: u32,
 }
 
-/// The connections that go next, the first of them last.
+/// The next connections to displace. The last element goes first.
 #[derive(Default)]
 pub(crate) struct DisplacementQueue(Vec<Candidate>);
 
 impl DisplacementQueue {
-    /// Ends the connection that has been longest between requests, or silent since it came; if there is none, the oldest
-    /// that is sending its head; at last the oldest that has its answer. False if all have a request under way.
+    /// Ends the connection that has been idle longest between requests, or silent since it was accepted. If there is
+    /// none, ends the oldest that is sending its head, and then the oldest that has its response. Returns false if all
+    /// have a request in progress.
     pub(crate) fn displace_one(&mut self, sweep: &Watchdog) -> bool {
         if !self.0.iter().any(Candidate::is_current) {
             self.0 = oldest_candidates(sweep);
@@ -58,7 +59,7 @@ impl Candidate {
     }
 }
 
-/// The kind of a connection that may go, with its phase.
+/// The kind and phase of a connection that may be displaced.
 fn candidate_kind(watch: &ConnectionWatch) -> Option<(CandidateKind, ConnectionPhase)> {
     let phase = watch.phase();
     let kind = match phase {
@@ -80,7 +81,7 @@ fn oldest_candidates(sweep: &Watchdog) -> Vec<Candidate> {
             let (kind, phase) = candidate_kind(watch)?;
             let since = watch.phase_started(phase);
             let age = now.wrapping_sub(since);
-            // The one to go has the largest rank.
+            // The connection with the largest rank is displaced first.
             let rank = (kind, age, phase == ConnectionPhase::Idle);
             (phase == ConnectionPhase::Idle || age >= PROTECTED_TICKS).then_some((rank, index, phase, since))
         })

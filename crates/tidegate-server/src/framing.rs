@@ -1,18 +1,18 @@
-//! Where messages begin and end in the bytes of a client connection, watched from outside the HTTP parser.
+//! The framing of messages in the bytes of a client connection, tracked outside the HTTP parser.
 //!
-//! *Why here:* the parser resolves a request that carries both `Transfer-Encoding` and `Content-Length` by dropping
-//! the length, which RFC 9112 §6.3 allows, and so the service never learns that the framing was ambiguous. Servers
-//! behind the gate, or others in front of it, may resolve it the other way: that is request smuggling. This follower
-//! sees every head as it was sent and tells which one was ambiguous. It refuses nothing itself, so a wrong guess of
-//! where a head begins can only cost the detection, never a message.
+//! *Why here:* if a request has both `Transfer-Encoding` and `Content-Length`, the parser drops the length. RFC 9112
+//! §6.3 allows that, but the service never learns that the framing was ambiguous. Servers behind the gate, or in front
+//! of it, may choose the other header: that is request smuggling. This tracker sees every head as it was sent and
+//! reports which one was ambiguous. It refuses nothing itself, so a wrong guess about the start of a head can only miss
+//! a detection. It never costs a message.
 
 use memchr::memchr;
 
-/// How much of a header line is kept while the rest of it hasn't arrived: enough for the names that matter and a
-/// length of any size.
+/// The number of bytes that are kept of a header line while the rest hasn't arrived. This is enough for the relevant
+/// names and for a length of any size.
 const MAX_PARTIAL_LINE: usize = 64;
 
-/// Follows the framing of one connection.
+/// Tracks the framing of one connection.
 #[derive(Debug)]
 pub(crate) struct FramingTracker {
     state: FramingState,
@@ -25,13 +25,13 @@ pub(crate) struct FramingTracker {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FramingState {
-    /// At a line of a head; the request line comes first.
+    /// At a line of a head. The first line is the request line.
     Head,
-    /// Inside a body of known length.
+    /// Inside a body of known length. Holds the remaining bytes.
     Body(u64),
-    /// At the line that gives a chunk's size.
+    /// At the line with a chunk's size.
     ChunkSize,
-    /// Inside a chunk, its line end included.
+    /// Inside a chunk, including its line end. Holds the remaining bytes.
     Chunk(u64),
     /// At a line of the trailers.
     Trailers,
@@ -56,13 +56,12 @@ impl FramingTracker {
         }
     }
 
-    /// The number, counted from 1, of the first head with both `Transfer-Encoding` and `Content-Length`; 0 if there
-    /// was none.
+    /// The number, from 1, of the first head with both `Transfer-Encoding` and `Content-Length`; 0 if there is none.
     pub(crate) fn first_ambiguous_head(&self) -> u32 {
         self.first_ambiguous
     }
 
-    /// Takes the next bytes that the client sent.
+    /// Processes the next bytes from the client.
     pub(crate) fn feed(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             match self.state {
@@ -101,8 +100,8 @@ impl FramingTracker {
         }
     }
 
-    /// Passes over the lines of a head up to its end, to one that says something of its framing, or to one that isn't
-    /// whole yet. Nearly all that is ever read goes through here.
+    /// Skips the lines of a head up to its end, to a line that concerns its framing, or to an incomplete line. Nearly
+    /// all bytes of all heads pass through this function.
     #[inline]
     fn skip_header_lines<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
         while let Some(end) = memchr(b'\n', bytes) {
@@ -128,7 +127,7 @@ impl FramingTracker {
     fn process_line(&mut self, line: &[u8]) {
         match self.state {
             FramingState::Head if line.is_empty() => {
-                // Empty lines before a request line are skipped (RFC 9112 §2.2).
+                // RFC 9112 §2.2: a server ignores empty lines before a request line.
                 if self.head.has_request_line {
                     self.finish_head();
                 }

@@ -1,7 +1,7 @@
-//! The gateway to other people's APIs: `/{provider}/{path…}` becomes the provider's base URL and that path.
+//! The gateway to external APIs: `/{provider}/{path…}` becomes the provider's base URL and that path.
 //!
-//! What it understands of a request: `Tidegate-Priority`, `Tidegate-Timeout`, `Idempotency-Key`. What it says of a
-//! reply: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`.
+//! Request headers that it reads: `Tidegate-Priority`, `Tidegate-Timeout`, `Idempotency-Key`. Response headers that it
+//! sets: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`, `Tidegate-Error`.
 
 mod provider_client;
 
@@ -47,17 +47,19 @@ use crate::wire::http_api::{discard_body, finish_response};
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
 const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
 const CREDENTIAL: HeaderName = HeaderName::from_static("tidegate-credential");
-/// Why a reply that isn't a good one was the last.
+/// The reason why an unsuccessful reply was the last attempt.
 const CALL_ERROR: HeaderName = HeaderName::from_static("tidegate-error");
 const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
-/// What says who a request came from: no business of somebody else's API. `X-Forwarded-…` says so besides.
+/// Headers about the origin of a request, which an external API must not see. `X-Forwarded-…` headers are removed as
+/// well.
 const CLIENT_ORIGIN_HEADERS: [HeaderName; 3] = [FORWARDED, VIA, HeaderName::from_static("x-real-ip")];
 const X_FORWARDED: &str = "x-forwarded-";
 
-/// What all connections of the gateway share.
+/// The state that all connections of the gateway share.
 pub(crate) struct GatewayState<S: Store, C: Clock> {
     mounts: HashMap<String, Mount<S, C>>,
-    /// The servers behind those without TLS, whose idle connections have to be let go by [`UpstreamClient::run_idle_cleanup`].
+    /// The clients of the providers without TLS. [`UpstreamClient::run_idle_cleanup`] must run for each of them to
+    /// close idle connections.
     pub(crate) upstreams: Vec<Arc<UpstreamClient<ReplayBody<Upload>>>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
@@ -69,10 +71,10 @@ pub(crate) struct GatewayState<S: Store, C: Clock> {
 type Mount<S, C> = OutboundService<ProviderClient<ReplayBody<Upload>>, S, C>;
 
 impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
-    /// A gateway to these providers, those without a base URL left out.
+    /// Returns a gateway to these providers. It leaves out providers without a base URL.
     ///
     /// # Errors
-    /// A credential can't be had, or the system has no root certificates.
+    /// A credential can't be read, or the system has no root certificates.
     pub(crate) fn new(
         outbound: &Outbound<S, C>,
         listens: SocketAddr,
@@ -108,13 +110,13 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         })
     }
 
-    /// What serves a connection's requests.
+    /// Returns the service of one connection's requests.
     pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> GatewayService<S, C> {
         GatewayService { gateway: Arc::clone(self), context: Arc::new(client) }
     }
 }
 
-/// Why the gateway can't be opened.
+/// The reason why the gateway can't start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GatewayError {
     #[error("outbound.provider.{provider}: {source}")]
@@ -123,7 +125,7 @@ pub(crate) enum GatewayError {
     Roots(io::Error),
 }
 
-/// A connection's requests, served.
+/// The service of one connection's requests.
 pub(crate) struct GatewayService<S: Store, C: Clock> {
     gateway: Arc<GatewayState<S, C>>,
     context: Arc<ConnectionContext>,
@@ -137,7 +139,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
     fn call(&self, mut request: Request<Incoming>) -> ResponseFuture {
         let watch = &self.context.watch;
         let number = watch.count_request();
-        // The call has a deadline of its own, and may wait for its turn for longer than connections are idle.
+        // The call has a deadline of its own, and may be queued for longer than the idle timeout of connections.
         watch.enter(ConnectionPhase::Deciding);
         let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
@@ -163,7 +165,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                     None => mount.send(options, request).await.map(|response| relay_response(response, watch, plan)),
                     Some(_) => {
                         let send = |options, request| mount.send(options, request);
-                        // Boxed, as calls of which nothing is kept would take the room for it too.
+                        // Boxed, because calls that aren't cached would need the space for it too.
                         let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
                         called.map(|response| relay_response(response, watch, plan))
                     }
@@ -171,7 +173,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
             };
             let mut called = pin!(call);
             let called = poll_fn(|cx| match watch.is_ended_for(EndReason::Timeout) {
-                // Only a body that trickles is hurried while the call goes on.
+                // A timeout during the call only means that the request's body arrives too slowly.
                 true => Poll::Ready(None),
                 false => called.as_mut().poll(cx).map(Some),
             });
@@ -193,7 +195,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
 }
 
 impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
-    /// Makes the client's request the provider's, as far as that doesn't depend on the credential.
+    /// Turns the client's request into one for the provider, as far as that doesn't depend on the credential.
     #[expect(clippy::result_large_err, reason = "a refusal is small beside the call that it spares")]
     fn prepare_request(
         &self,
@@ -228,12 +230,12 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         Ok((mount, options))
     }
 
-    /// The time by the clock of all providers.
+    /// The time of the clock that all providers share.
     fn now(&self) -> Time {
         self.outbound.providers().first().map_or(Time::ZERO, |provider| provider.clock().now())
     }
 
-    /// Tells the log of a call that failed, unless by its caller's fault.
+    /// Logs a failed call, unless the caller caused the failure.
     #[cold]
     fn log_failed_call(&self, provider: &Provider<S, C>, failed: &OutboundError) {
         if failed.status() != 429 && failed.status() < 500 {
@@ -264,10 +266,10 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     }
 }
 
-/// The most bytes of a request's body: none is kept whole, so that large uploads are nobody's burden but the provider's.
+/// The maximum size of a request's body. There is no bound, because no body is kept whole.
 const MAX_BODY: u64 = u64::MAX;
 
-/// A provider's reply as the client gets it.
+/// Returns a provider's reply as the client receives it.
 fn relay_response<B>(response: Response<B>, watch: &Arc<ConnectionWatch>, plan: &Plan) -> Response<ResponseBody>
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
@@ -279,7 +281,7 @@ where
     let happened = parts.extensions.get::<CallStats>().copied();
     let status = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<CallErrorKind>().map(ToString::to_string);
-    // The HTTP machinery keeps the provider's reason phrase there, which may repeat the credential.
+    // The HTTP library keeps the provider's reason phrase there, which may repeat the credential.
     parts.extensions.clear();
     set_tidegate_headers(&mut parts.headers, plan, happened, status);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
@@ -288,14 +290,14 @@ where
     Response::from_parts(parts, ResponseBody::relay(body, Arc::clone(watch), plan.attempt_timeout))
 }
 
-/// Says what happened on the way; which credential was shown only where there are any.
+/// Sets the headers about the call. The credential's header is only set if the provider has credentials.
 fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<CallStats>, cache: Option<CacheStatus>) {
     remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
     }
     let Some(happened) = happened else { return };
-    // Most calls are sent once and at once, and that needn't be written out for each.
+    // Most calls are sent once and without a wait; this avoids formatting those values for each call.
     let attempts = if happened.attempts == 1 { HeaderValue::from_static("1") } else { happened.attempts.into() };
     headers.insert(ATTEMPTS, attempts);
     let millis = happened.waited.as_micros() / 1000;
@@ -311,7 +313,7 @@ fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<C
     }
 }
 
-/// Takes out the headers whose names are such.
+/// Removes the headers whose names match.
 fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
     let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
     for name in names {
@@ -319,7 +321,7 @@ fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
     }
 }
 
-/// The answer where there is no reply.
+/// The response to a call without a reply.
 fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody> {
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
     let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
@@ -337,11 +339,11 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     response
 }
 
-/// An error with what caused it.
+/// Returns an error's text followed by its causes.
 fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
     outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
-        // Some tell their cause themselves.
+        // Some errors include the text of their cause.
         if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }
     })
 }

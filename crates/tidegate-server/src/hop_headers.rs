@@ -1,17 +1,17 @@
-//! Headers that belong to one hop, taken off both ways (RFC 9110 §7.6.1), and those that tell the next hop who called.
+//! Hop-by-hop headers, which are removed in both directions (RFC 9110 §7.6.1), and headers that name the client.
 //!
 //! | header | towards the upstream | towards the client |
 //! | --- | --- | --- |
-//! | `Connection` and whatever it names, `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding` | removed | removed |
+//! | `Connection` and the headers it names, `Keep-Alive`, `Proxy-Connection`, `Transfer-Encoding` | removed | removed |
 //! | `Proxy-Authenticate`, `Proxy-Authorization` | removed: this hop asks for none | removed |
 //! | `Upgrade` | kept only while upgrading, never to `h2c` | kept only on 101 |
-//! | `TE` | `trailers` kept, all else removed; towards an API behind TLS, which may speak HTTP/2, without `Connection` | removed |
+//! | `TE` | `trailers` kept, all else removed; to an API behind TLS (perhaps HTTP/2) without `Connection` | removed |
 //! | `Host`, `Content-Length`, headers that limits count by | kept, even if `Connection` names them | kept |
-//! | `X-Forwarded-For` | the peer's address, behind what a trusted peer sent | |
+//! | `X-Forwarded-For` | the peer's address, appended to the value of a trusted peer | |
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else `http` and the request's host | |
-//! | `Forwarded` | the peer's address behind what a trusted peer sent; anybody else's is removed | |
-//! | a header that differs from one of the last three, or from one that limits count by, in nothing but `_` for `-` | removed | |
-//! | `Via` | none is added: an nginx that sees one stops compressing | |
+//! | `Forwarded` | the peer's address appended to the value of a trusted peer; other values are removed | |
+//! | a header that differs only in `_` for `-` from an `X-Forwarded-…` above or from a counted header | removed | |
+//! | `Via` | none is added, because nginx stops compressing if it sees one | |
 
 use http::header::{
     CONNECTION, CONTENT_LENGTH, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
@@ -31,17 +31,17 @@ const CONNECTION_TE: HeaderValue = HeaderValue::from_static("te");
 const CONNECTION_UPGRADE: HeaderValue = HeaderValue::from_static("upgrade");
 const CONNECTION_TE_UPGRADE: HeaderValue = HeaderValue::from_static("te, upgrade");
 
-/// What the removed headers asked for.
+/// The options that the removed headers requested.
 #[derive(Debug, Default)]
 pub(crate) struct HopOptions {
-    /// The protocol that the client wants to change to.
+    /// The protocol that the client wants to switch to.
     pub(crate) upgrade: Option<HeaderValue>,
-    /// Whether the client takes trailers.
+    /// True if the client accepts trailers.
     trailers: bool,
 }
 
-/// Takes the hop's headers off a request and notes what they asked for. `keyed` are the headers that limits count by: what
-/// was counted by a header has to arrive with it.
+/// Removes the hop-by-hop headers of a request and returns their options. Keeps `counted_headers`, the headers that
+/// limits count by, so that the upstream receives the values that were counted.
 pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderName]) -> HopOptions {
     let mut hop = HopOptions::default();
     let Some(found) = HopHeaders::find(headers) else { return hop };
@@ -50,7 +50,7 @@ pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderNa
             .any(|token| token.split(|byte| *byte == b';').next().is_some_and(|name| name.trim_ascii() == b"trailers"));
     }
     if found.upgrade && tokens(headers, &CONNECTION).any(|token| token.eq_ignore_ascii_case(b"upgrade")) {
-        // Over an h2c connection a client could call anything, unseen by the gate.
+        // Over an h2c connection a client could send requests that the gate doesn't see.
         let to_h2c = tokens(headers, &UPGRADE).any(|token| token.eq_ignore_ascii_case(b"h2c"));
         hop.upgrade = headers.get(UPGRADE).filter(|_| !to_h2c).cloned();
     }
@@ -58,9 +58,9 @@ pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderNa
     hop
 }
 
-/// Takes the hop's headers off an answer; gives back its `Upgrade`.
+/// Removes the hop-by-hop headers of a response and returns its `Upgrade`.
 pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
-    // An answer that says both is framed by its chunks (RFC 9112 §6.3), and the length would cut it off.
+    // A response with both headers is framed by its chunks (RFC 9112 §6.3), and the length could cut it short.
     if headers.contains_key(TRANSFER_ENCODING) {
         headers.remove(CONTENT_LENGTH);
     }
@@ -70,10 +70,10 @@ pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
     upgrade
 }
 
-/// Adds what the next hop is to know of this one.
+/// Adds the hop-by-hop headers of a request to the upstream.
 pub(crate) fn add_request_headers(headers: &mut HeaderMap, hop: &HopOptions, chunked: bool) {
     if chunked {
-        // The client side of the HTTP machinery takes a GET of unknown length for one without a body unless told.
+        // Without this header the HTTP client treats a GET of unknown length as one without a body.
         headers.insert(TRANSFER_ENCODING, CHUNKED);
     }
     let connection = match (&hop.upgrade, hop.trailers) {
@@ -91,8 +91,8 @@ pub(crate) fn add_request_headers(headers: &mut HeaderMap, hop: &HopOptions, chu
     }
 }
 
-/// Adds what somebody else's API is to know of this hop: never an upgrade. HTTP/2, which may be spoken over TLS, has no
-/// `Connection` (RFC 9113 §8.2.2), and takes `TE` away with it.
+/// Adds the hop-by-hop headers of a request to an external API, never an upgrade. HTTP/2, which may be used over TLS,
+/// has no `Connection` (RFC 9113 §8.2.2), so that header is left out there.
 pub(crate) fn add_provider_headers(headers: &mut HeaderMap, hop: &HopOptions, chunked: bool, over_tls: bool) {
     add_request_headers(headers, &HopOptions { upgrade: None, trailers: hop.trailers }, chunked);
     if over_tls {
@@ -100,7 +100,7 @@ pub(crate) fn add_provider_headers(headers: &mut HeaderMap, hop: &HopOptions, ch
     }
 }
 
-/// Adds the headers of a switch of protocols to a 101.
+/// Adds the headers of a protocol switch to a 101 response.
 pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<HeaderValue>) {
     headers.insert(CONNECTION, CONNECTION_UPGRADE);
     if let Some(protocol) = protocol {
@@ -108,8 +108,8 @@ pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<Heade
     }
 }
 
-/// Tells the upstream who called. `peer` is the peer's address as a header value; what a peer says about those before
-/// it counts only if the peer is trusted. `keyed` are the headers that limits count by.
+/// Sets the headers that tell the upstream the client's address. `peer` is the peer's address as a header value.
+/// Earlier values of these headers count only if the peer is trusted. `keyed` are the headers that limits count by.
 pub(crate) fn set_forwarded_headers(
     headers: &mut HeaderMap,
     peer: &HeaderValue,
@@ -139,8 +139,8 @@ pub(crate) fn set_forwarded_headers(
     }
 }
 
-/// Headers that an upstream which can't tell `_` from `-` (CGI, WSGI, PHP) would take for those that the gate writes, or
-/// for those that limits count by.
+/// Returns the headers that some upstreams would confuse with the gate's own or with those that limits count by. Such
+/// an upstream can't distinguish `_` from `-` (CGI, WSGI, PHP).
 pub(crate) fn lookalikes(headers: &HeaderMap, keyed: &[HeaderName]) -> Vec<HeaderName> {
     let has_underscore = |name: &HeaderName| name.as_str().contains('_');
     if !headers.keys().chain(keyed).any(has_underscore) {
@@ -153,14 +153,14 @@ pub(crate) fn lookalikes(headers: &HeaderMap, keyed: &[HeaderName]) -> Vec<Heade
     headers.keys().filter(|name| !is_own(name) && is_like(name)).cloned().collect()
 }
 
-/// `for=192.0.2.7` or `for="[2001:db8::7]"` (RFC 7239 §6).
+/// Returns `for=192.0.2.7` or `for="[2001:db8::7]"` (RFC 7239 §6).
 fn forwarded_for(peer: &HeaderValue) -> HeaderValue {
     let address = peer.to_str().unwrap_or("unknown");
     let element = if address.contains(':') { format!("for=\"[{address}]\"") } else { format!("for={address}") };
     HeaderValue::try_from(element).unwrap_or_else(|_| HeaderValue::from_static("for=unknown"))
 }
 
-/// All values of a list header and one more, in one line; `None` if there are none yet.
+/// Joins all values of a list header and `last` in one line. `None` if the header has no value yet.
 fn join_values(headers: &HeaderMap, name: &HeaderName, last: &HeaderValue) -> Option<HeaderValue> {
     let mut line = Vec::new();
     for value in headers.get_all(name) {
@@ -174,7 +174,7 @@ fn join_values(headers: &HeaderMap, name: &HeaderName, last: &HeaderValue) -> Op
     HeaderValue::from_bytes(&line).ok()
 }
 
-/// Which of the hop's headers are there: one look over the map instead of a search for each.
+/// The kinds of hop-by-hop headers that are present, found in one pass instead of a search for each.
 #[derive(Default)]
 struct HopHeaders {
     connection: bool,

@@ -1,4 +1,4 @@
-//! What is done while the server runs, whoever calls: the store forgets, and the clock follows the wall's.
+//! Periodic work of a running server: store maintenance, and moving the clock towards the wall clock.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use tidegate::core::Clock;
 use tidegate::outbound::Outbound;
 use tidegate::store::{Losses, Store};
 
-/// How often the store is tended.
+/// The interval of store maintenance.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// How often the clock is moved towards the wall's.
+/// The interval at which the clock is moved towards the wall clock.
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Has the store forget what is idle, and tells what it had to let go.
+/// Has the store remove idle entries, and logs entries that it had to drop.
 pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
     loop {
         tokio::time::sleep(MAINTENANCE_INTERVAL).await;
@@ -30,7 +30,7 @@ pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
     }
 }
 
-/// Has providers hear what other nodes find of them.
+/// Exchanges findings about providers with other nodes.
 pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
     loop {
         tokio::time::sleep(MAINTENANCE_INTERVAL).await;
@@ -38,11 +38,11 @@ pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Ou
     }
 }
 
-/// How far the wall clock may be from the gate's, in microseconds, before the log is told: slewing by so much takes
-/// half an hour.
+/// The distance between the wall clock and the gate's clock, in microseconds, above which a warning is logged. Slewing
+/// by this much takes half an hour.
 const MAX_DRIFT_MICROS: u64 = 1_000_000;
 
-/// Moves a clock towards the wall's, and tells once when it is far off.
+/// Moves a clock towards the wall clock, and logs once when it is far off.
 pub(crate) async fn follow_wall_clock(clock: &SystemClock) {
     let mut was_far = false;
     loop {

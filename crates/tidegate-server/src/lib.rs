@@ -1,4 +1,4 @@
-//! The Tidegate gate as a server: reverse proxy, forward-auth and decision API.
+//! The Tidegate server: reverse proxy, gateway for outbound calls, forward-auth and decision API.
 //!
 //! ```no_run
 //! use tidegate_policy::{Policy, PolicySources};
@@ -13,41 +13,46 @@
 //! # }
 //! ```
 //!
-//! | listener | serves | bounded by |
+//! | listener | serves | limits |
 //! | --- | --- | --- |
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
-//! | outbound, 8081 | the gateway to other people's APIs, if the policy has `[outbound]` | `outbound.connections`, 64 KiB a head |
-//! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB a question |
+//! | outbound, 8081 | the gateway to external APIs, with `[outbound]` | `outbound.connections`, 64 KiB per head |
+//! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB per decision request |
 //! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
 //!
-//! # Who may ask
-//! The listeners but inbound ask for their token, if they have one; beyond loopback they must have one. Without, they
-//! answer programs of this machine and no web pages: `Host` is loopback, the listener's own address or one of the
-//! section's `hosts` (else 421), and `Origin` and `Sec-Fetch-Site`, where there are any, tell of no page but the
-//! listener's own and those of `hosts` (else 403). Forward-auth is left out, as front servers pass on what browsers say.
+//! # Access
+//! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required.
 //!
-//! # What the proxy speaks
-//! HTTP/1.1 and 1.0, both ways. Bodies stream through; nothing is collected. A client that goes away takes its
-//! upstream request with it. HTTP/2 is not spoken: a gRPC service is guarded by the tower layer of the crate
-//! `tidegate`, or by forward-auth. `CONNECT` and `TRACE` are refused with 405. Upgrades other than `h2c` pass.
+//! Without a token, a listener accepts requests of programs on this machine, but not of web pages:
+//! - `Host` must be loopback, the listener's own address or one of the section's `hosts` (else 421).
+//! - `Origin` and `Sec-Fetch-Site`, if present, must name the listener's own page or a page of those `hosts` (else
+//!   403).
 //!
-//! # At the bounds
-//! - **Connections**: at the cap a new one displaces the connection that has been longest between requests, or silent since
-//!   it came; else the oldest unfinished head (503), so a client that is slow to send its head may lose its place; else the
-//!   oldest whose answer is out and which still sends. A request under way is never displaced: while all have one, new
+//! Forward-auth skips these two checks, because front servers pass on the headers of browsers.
+//!
+//! # Protocols of the proxy
+//! The proxy speaks HTTP/1.1 and 1.0 on both sides. It streams bodies and never collects them. If a client disconnects,
+//! its upstream request is cancelled. HTTP/2 isn't supported: guard a gRPC service with the tower layer of the crate
+//! `tidegate`, or with forward-auth. `CONNECT` and `TRACE` are refused with 405. All upgrades except `h2c` pass.
+//!
+//! # Behaviour at the limits
+//! - **Connections**: at the cap a new connection displaces another one. The first choice is the connection that has
+//!   been idle longest between requests, or silent since it was accepted. The second is the oldest with an unfinished
+//!   head (503), so a client that sends its head slowly may lose its connection. The third is the oldest that has its
+//!   response and still sends. A connection with a request in progress is never displaced: if all have one, new
 //!   connections wait.
-//! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a close.
-//!   Loopback and trusted proxies are not counted.
-//! - **Heads** too large or with too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32 MiB in all,
-//!   those aside of which no more than 8 KiB came; past that the oldest gets 503.
-//! - **Bodies** over the cap: 413. **Slow bodies**, of calls and questions too: 408 where less than `body_rate` comes over
-//!   10 s spent waiting for the client. Upgrades and gRPC may be slow.
-//! - **A refused request's body** is read away up to 64 KiB, so that the connection lives on. Past that the answer is the
-//!   connection's last, and the body is read away for up to 30 s while it comes at 64 KiB a second or more, so that the
-//!   client gets to read the answer. One in eight connections may do so at a time; beyond that, and for blocked clients,
-//!   1 MiB or 2 s are the end.
-//! - **Shutdown** stops accepting, lets every request in flight end, each answer with `Connection: close`, closes
-//!   idle connections after two ticks, and ends what is left when `timeouts.shutdown` is over.
+//! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a
+//!   close. Loopback and trusted proxies are not counted.
+//! - **Heads** that are too large or have too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32
+//!   MiB in total, without those of which no more than 8 KiB have arrived. Beyond that the oldest gets 503.
+//! - **Bodies** over the cap: 413. **Slow bodies**: 408 if less than `body_rate` arrives in 10 s of waiting for the
+//!   client. This also applies to outbound calls and decision requests. Upgrades and gRPC may be slow.
+//! - **The body of a refused request** is read and discarded up to 64 KiB, so that the connection can be reused. Beyond
+//!   that the response is the connection's last. The body is then discarded for up to 30 s while it arrives at 64 KiB
+//!   per second or more, so that the client can read the response. One in eight connections may do so at a time. For
+//!   the others, and for blocked clients, the limit is 1 MiB or 2 s.
+//! - **Shutdown** stops accepting and lets every request in flight finish, each response with `Connection: close`. It
+//!   closes idle connections after two ticks, and ends the remaining connections after `timeouts.shutdown`.
 
 mod access;
 mod body;
@@ -101,17 +106,17 @@ use crate::watchdog::PhaseTimeouts;
 use crate::wire::admin::AdminState;
 use crate::wire::http_api::ApiState;
 
-/// How many connections the API takes at once: front servers and programs keep theirs.
+/// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;
-/// How many connections the admin listener takes at once.
+/// The maximum number of connections of the admin listener.
 const ADMIN_CONNECTIONS: usize = 64;
-/// The most bytes of a head on the API and admin listeners.
+/// The maximum size of a request head on the API and admin listeners, and on the outbound listener, in bytes.
 const INTERNAL_HEADER_BYTES: usize = 64 << 10;
 
-/// Finds an environment variable's value.
+/// A function that looks up the value of an environment variable.
 type EnvLookup = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
-/// A gate that is to be served: a policy, and the gate that decides by it.
+/// A server to be started: a policy, and the gate that decides by it.
 pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     gate: Gate<S, C>,
     outbound: Option<Outbound<S, C>>,
@@ -120,20 +125,20 @@ pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     followed_clock: Option<SystemClock>,
 }
 
-/// Why a gate can't be served.
+/// The reason why a server can't start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// A listener's address is taken or isn't this machine's.
+    /// A listener's address is in use or doesn't belong to this machine.
     #[error("{listener} can't listen on {address}: {source}")]
     Bind {
         /// `inbound`, `outbound`, `api` or `admin`.
         listener: &'static str,
         /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// A listener would be open to the network without a token.
+    /// A listener is open to the network and has no token.
     #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
     TokenRequired {
         /// `outbound`, `api` or `admin`.
@@ -141,40 +146,40 @@ pub enum ServeError {
         /// The address.
         address: SocketAddr,
     },
-    /// A listener's token can't be had.
+    /// A listener's token can't be read.
     #[error("{listener}.token: {source}")]
     Token {
         /// `outbound`, `api` or `admin`.
         listener: &'static str,
-        /// Why.
+        /// The cause.
         source: SecretError,
     },
-    /// A provider's credential can't be had, or can't be sent where it belongs.
+    /// A provider's credential can't be read, or isn't valid in the part of a request that carries it.
     #[error("outbound.provider.{provider}.credentials: {source}")]
     Credential {
         /// The provider.
         provider: String,
-        /// Why.
+        /// The cause.
         source: CredentialError,
     },
-    /// The system's root certificates can't be read, so that no provider could be trusted.
+    /// The system's root certificates can't be read, so no provider can be trusted.
     #[error("the system's root certificates can't be read: {0}")]
     RootCertificates(io::Error),
-    /// The file that outbound state outlives the process in can't be used.
+    /// The snapshot file of the outbound state can't be used.
     #[error("outbound.snapshot: {0}")]
     Snapshot(#[from] SnapshotError),
-    /// An action that proxied requests match counts by something that no request carries.
+    /// An action that matches proxied requests counts by a key part that no request has.
     #[error("the limit `{limit}` counts by `{part}`, which a proxied request doesn't have")]
     MissingKeyPart {
         /// The limit.
         limit: String,
-        /// The part.
+        /// The key part.
         part: String,
     },
 }
 
 impl Server {
-    /// A server for a policy, with state in memory and the machine's clock.
+    /// Returns a server for a policy, with state in memory and the machine's clock.
     pub fn new(policy: &Policy) -> Self {
         let clock = SystemClock::new();
         let mut server = Self::from_gate(Gate::in_memory(policy, clock.clone()), policy);
@@ -184,8 +189,8 @@ impl Server {
 }
 
 impl Server<AnyStore> {
-    /// A server for a policy, with state where its `store.url` says and the machine's clock. Needs a tokio runtime with IO
-    /// and time.
+    /// Returns a server for a policy, with state in the store of `store.url` and the machine's clock. Needs a tokio
+    /// runtime with IO and time.
     ///
     /// # Errors
     /// The store can't be used; see [`OpenError`].
@@ -199,39 +204,39 @@ impl Server<AnyStore> {
 }
 
 impl<S: Store, C: Clock + Clone> Server<S, C> {
-    /// A server for a gate that was made from this policy.
+    /// Returns a server for a gate that was made from this policy.
     pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
         Self { gate, outbound: None, policy: policy.clone(), env, followed_clock: None }
     }
 
-    /// Serves these providers, made from the same policy. [`Server::new`] does so by itself.
+    /// Serves these providers, which were made from the same policy. [`Server::new`] does so by itself.
     #[must_use]
     pub fn outbound(mut self, outbound: Outbound<S, C>) -> Self {
         self.outbound = Some(outbound);
         self
     }
 
-    /// Moves this clock, which the gate tells the time by, towards the wall clock while the server runs, and warns
-    /// once when the two are more than a second apart. [`Server::new`] does so by itself.
+    /// Moves the gate's clock towards the wall clock while the server runs, and warns once if the two are more than a
+    /// second apart. [`Server::new`] does so by itself.
     #[must_use]
     pub fn follow_clock(mut self, clock: SystemClock) -> Self {
         self.followed_clock = Some(clock);
         self
     }
 
-    /// Looks tokens (`env:NAME`) up here instead of in the process' environment.
+    /// Looks up tokens (`env:NAME`) with this function instead of in the environment of the process.
     #[must_use]
     pub fn env(mut self, look_up: impl Fn(&str) -> Option<String> + Send + Sync + 'static) -> Self {
         self.env = Box::new(look_up);
         self
     }
 
-    /// Opens the listeners. From here on clients can connect; they are answered by [`BoundServer::run`]. Needs a tokio
-    /// runtime with IO and time.
+    /// Opens the listeners. Clients can connect from then on; [`BoundServer::run`] answers them. Needs a tokio runtime
+    /// with IO and time.
     ///
     /// # Errors
-    /// See [`ServeError`]; nothing is left half-open.
+    /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
         let inbound = self.policy.inbound();
         let api = self.policy.api();

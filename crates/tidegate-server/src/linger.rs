@@ -1,5 +1,6 @@
-//! Reading away what a client still sends after its connection's last answer: a close with bytes unread resets the
-//! connection, and the client may lose the answer. A client that uploads reads it only once its upload is through.
+//! Reads and discards bytes that a client still sends after its connection's last response. Closing with unread bytes
+//! resets the connection, and the client may lose the response. An uploading client reads the response only after its
+//! upload.
 
 use std::mem::MaybeUninit;
 use std::pin::Pin;
@@ -12,21 +13,21 @@ use tokio::net::TcpStream;
 
 use crate::watchdog::{ConnectionWatch, LingerSlot};
 
-/// The bytes that are read away of any client. Past it the socket closes, unless the client may go on.
+/// The bytes that are discarded for any client. Beyond that the socket closes, unless the client may go on.
 const MAX_BYTES: usize = 1 << 20;
-/// The bytes that have to come within `Phase::Linger`'s two seconds for the reading to go on: 64 KiB a second.
+/// The bytes that must arrive within the two seconds of `ConnectionPhase::Linger` to go on: 64 KiB per second.
 const PROGRESS_BYTES: usize = 128 << 10;
-/// The longest that the reading may go on in all.
+/// The maximum duration of lingering.
 const MAX_TIME: Duration = Duration::from_secs(30);
-/// The bytes that are read in one go.
+/// The maximum bytes per read.
 const BUFFER: usize = 32 << 10;
 
-/// The bytes that were read away so far.
+/// The progress of reading and discarding on one connection.
 pub(crate) struct LingerState {
     read_bytes: usize,
-    /// The bytes that were read of the present piece.
+    /// The bytes that were read since progress was last checked.
     progress_bytes: usize,
-    /// The tick at which the reading began.
+    /// The tick at which lingering began.
     started_tick: u32,
     slot: Option<LingerSlot>,
 }
@@ -36,7 +37,7 @@ impl LingerState {
         Self { read_bytes: 0, progress_bytes: 0, started_tick: watch.current_tick(), slot: None }
     }
 
-    /// Reads until the client has ended, or may not go on.
+    /// Reads until the client closes, or may not go on.
     #[cold]
     #[inline(never)]
     pub(crate) fn poll(

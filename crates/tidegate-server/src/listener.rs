@@ -1,4 +1,4 @@
-//! Accepting connections, never more than the cap at once.
+//! Accepts connections, never more than the cap at once.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,32 +18,32 @@ use crate::displacement::DisplacementQueue;
 use crate::socket::ClientSocket;
 use crate::watchdog::{ConnectionEntry, ConnectionWatch, PhaseTimeouts, Watchdog};
 
-/// How many connections may wait to be accepted.
+/// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 1024;
-/// How long to pause when the process has no descriptors left.
+/// The pause before the next accept if the process has no free descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
-/// The smallest read buffer that the HTTP machinery takes.
+/// The smallest read buffer that the HTTP library accepts.
 const MIN_BUFFER_BYTES: usize = 8 << 10;
 
-/// How many lines the HTTP machinery takes unless told. When told, even the same number, it readies its room for them
-/// anew for each request, at a third of what reading one costs.
+/// The default limit of the HTTP library on header lines. If it is set, even to the same number, the library allocates
+/// space for the headers anew for each request. That takes a third of the time of reading a request.
 pub(crate) const DEFAULT_MAX_HEADERS: usize = 100;
 
-/// What a listener accepts.
+/// The limits of a listener.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ListenerConfig {
-    /// Connections at once. At the bound a new one displaces one without a request under way, or waits until one leaves.
+    /// The maximum number of connections. At the cap a new one displaces one without a request in progress, or waits.
     pub(crate) connections: usize,
-    /// Bytes of a head; over it the answer is 431.
+    /// The maximum size of a head in bytes; beyond it the response is 431.
     pub(crate) header_bytes: usize,
-    /// Lines of a head; over it the answer is 431.
+    /// The maximum number of lines of a head; beyond it the response is 431.
     pub(crate) headers: usize,
     pub(crate) timeouts: PhaseTimeouts,
-    /// Whether requests are passed on, so that their framing has to be beyond doubt.
+    /// True if requests are forwarded, so that their framing must be unambiguous.
     pub(crate) forwards: bool,
 }
 
-/// A listening socket and the connections that came from it.
+/// A listening socket and its connections.
 pub(crate) struct Listener {
     socket: TcpListener,
     config: ListenerConfig,
@@ -52,7 +52,7 @@ pub(crate) struct Listener {
     client_limit: Option<Arc<ClientLimit>>,
 }
 
-/// What a service is told of its connection.
+/// The facts about a connection that its service needs.
 pub(crate) struct ConnectionContext {
     pub(crate) address: SocketAddr,
     pub(crate) watch: Arc<ConnectionWatch>,
@@ -62,7 +62,7 @@ pub(crate) struct ConnectionContext {
 impl Listener {
     pub(crate) fn bind(address: SocketAddr, bounds: ListenerConfig) -> io::Result<Self> {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        // A restarted gate takes its port back while old connections linger in TIME_WAIT.
+        // A restarted gate can reuse its port while old connections are in TIME_WAIT.
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
         let mut http = http1::Builder::new();
@@ -79,7 +79,8 @@ impl Listener {
         })
     }
 
-    /// Takes at most so many connections of one client address, IPv6 by so many bits; of trusted proxies more.
+    /// Limits the connections of one client address, IPv6 by the first `ipv6_prefix` bits. Trusted proxies aren't
+    /// limited.
     pub(crate) fn limit_per_client(mut self, most: Option<usize>, ipv6_prefix: u8, trusted: &Networks) -> Self {
         self.client_limit = most.map(|most| ClientLimit::new(most, ipv6_prefix, trusted.clone()));
         self
@@ -89,7 +90,7 @@ impl Listener {
         self.socket.local_addr()
     }
 
-    /// Accepts until `stop` ends, then whoever was waiting already.
+    /// Accepts until `stop` ends, then the connections that were already waiting.
     pub(crate) async fn run<S>(self, serve: impl Fn(ConnectionContext) -> S, stop: impl Future<Output = ()>)
     where
         S: ConnectionService + Send + 'static,
@@ -114,8 +115,8 @@ impl Listener {
         self.accept_backlog(&serve);
     }
 
-    /// Accepts those that the system has connected already, and closes. Between the last of them and the close the
-    /// system may connect one more, which is then reset; so that it is no more than one, the queue is shut first.
+    /// Accepts the connections that the system has already established, then closes the socket. The system may
+    /// establish one more before the close, which is then reset. The queue is closed first so that it is at most one.
     fn accept_backlog<S>(self, serve: &impl Fn(ConnectionContext) -> S)
     where
         S: ConnectionService + Send + 'static,
@@ -125,9 +126,9 @@ impl Listener {
     {
         let Self { socket, config: bounds, watchdog: sweep, http, client_limit: clients } = self;
         let Ok(socket) = socket.into_std() else { return };
-        // Where this can't be done, a few more may be reset.
+        // If this fails, a few more connections may be reset.
         let _ = socket2::SockRef::from(&socket).listen(0);
-        // Not tokio's accept, which may not have heard of the latest yet.
+        // The socket's own accept, because tokio may not know of the latest connections yet.
         while sweep.len() < bounds.connections
             && let Ok((stream, address)) = socket.accept()
         {
@@ -140,7 +141,8 @@ impl Listener {
         }
     }
 
-    /// The next connection, once there is room for it. It is `held` meanwhile, so that it isn't lost with the future.
+    /// Returns the next connection once there is capacity. `held` keeps it until then, so that dropping the future
+    /// doesn't lose it.
     async fn accept_with_capacity(
         &self,
         held: &mut Option<AcceptedConnection>,
@@ -150,11 +152,11 @@ impl Listener {
             if held.is_none() {
                 *held = self.accept_one().await;
             }
-            // Who left before the room was looked for would be taken for the one that is displaced.
+            // An earlier leave would otherwise be mistaken for that of the displaced connection.
             self.watchdog.reset_left_signal();
             if self.watchdog.len() >= self.config.connections {
                 displaced.displace_one(&self.watchdog);
-                // One that is busy now may be idle soon, and leaves only when told.
+                // A connection that is busy now may be idle soon, but only leaves if it is displaced.
                 let _ = tokio::time::timeout(self.watchdog.tick, self.watchdog.wait_for_leave()).await;
             } else if let Some(accepted) = held.take() {
                 return accepted;
@@ -175,14 +177,14 @@ impl Listener {
     }
 }
 
-/// A connection that its client may have.
+/// An accepted connection with its client's slot.
 struct AcceptedConnection {
     stream: TcpStream,
     address: SocketAddr,
     client_slot: Option<ClientSlot>,
 }
 
-/// A new connection, unless its client has too many.
+/// Returns the new connection, unless its client has too many.
 fn acquire_client_slot(
     clients: Option<&Arc<ClientLimit>>,
     sweep: &Watchdog,
@@ -226,7 +228,7 @@ fn spawn_connection<S>(
     tokio::spawn(ClientConnection::new(http, watch, entry));
 }
 
-/// Whether an error of `accept` is about one connection only.
+/// True if an error of `accept` concerns one connection only.
 fn is_connection_error(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)

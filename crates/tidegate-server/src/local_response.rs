@@ -1,4 +1,4 @@
-//! The gate's own answers: small, fixed, and the same everywhere.
+//! The server's own responses: small, fixed, and the same on all listeners.
 
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
@@ -9,34 +9,34 @@ use crate::body::ResponseBody;
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
-/// Why the gate answers a request itself, other than by a limit.
+/// The reasons for which the server itself answers a request, other than limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HttpError {
     /// `Content-Length` and `Transfer-Encoding` in one request.
     ConflictingFraming,
-    /// A transfer coding other than a single `chunked`.
+    /// A transfer coding other than one `chunked`.
     UnsupportedTransferCoding,
     /// No `Host`, several, or one that isn't a host.
     InvalidHost,
-    /// A request target that isn't a path or a whole URL of http.
+    /// A request target that is neither a path nor a full http URL.
     InvalidTarget,
     /// The request target names another host than `Host`.
     HostConflict,
-    /// The body broke off or is badly framed.
+    /// The body ended early or has bad framing.
     BrokenBody,
-    /// The client stopped sending.
+    /// The client took too long to send its request.
     ClientTimeout,
     /// The body is over the cap.
     TooLarge,
     /// CONNECT or TRACE.
     MethodNotAllowed,
-    /// The upstream refuses connections, or breaks them off.
+    /// The upstream refuses connections or closes them early.
     BadGateway,
     /// The upstream doesn't answer in time.
     GatewayTimeout,
     /// Too many unfinished heads.
     TooManyHeads,
-    /// The store can't be asked, or not be written, and the policy says to refuse.
+    /// The store can't be read or written, and the policy says to refuse.
     StoreUnavailable,
 }
 
@@ -58,7 +58,7 @@ impl HttpError {
         }
     }
 
-    /// What happened, in a few words.
+    /// A short description of the error.
     pub(crate) fn message(self) -> &'static str {
         match self {
             Self::ConflictingFraming => "Content-Length and Transfer-Encoding in one request",
@@ -77,13 +77,13 @@ impl HttpError {
         }
     }
 
-    /// Whether the connection is of no use afterwards: where the next request begins is in doubt, or the client is
-    /// one whose framing isn't to be trusted.
+    /// Returns true if the connection can't be reused: the start of the next request is uncertain, or the client's
+    /// framing can't be trusted.
     fn closes_connection(self) -> bool {
         !matches!(self, Self::BadGateway | Self::GatewayTimeout | Self::StoreUnavailable)
     }
 
-    /// The answer as it is on the wire, for a connection that the HTTP machinery has given up.
+    /// The response as bytes on the wire, for a connection that the HTTP library has given up.
     pub(crate) fn raw_response(self) -> Bytes {
         raw_error_response(self.status(), self.message())
     }
@@ -101,7 +101,7 @@ impl HttpError {
     }
 }
 
-/// An answer with a JSON body.
+/// A response with a JSON body.
 pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::full(body));
     *response.status_mut() = status;
@@ -109,12 +109,13 @@ pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     response
 }
 
-/// A small error in JSON.
+/// A small error response in JSON.
 pub(crate) fn error(status: StatusCode, message: &str) -> Response<ResponseBody> {
     json(status, error_json(status, message).into())
 }
 
-/// A small error as it is on the wire, for a connection that the HTTP machinery has given up. It is the last answer.
+/// A small error response as bytes on the wire, for a connection that the HTTP library has given up. It is the last
+/// response.
 pub(crate) fn raw_error_response(status: StatusCode, message: &str) -> Bytes {
     let (reason, body) = (reason_phrase(status), error_json(status, message));
     let length = body.len();
@@ -131,7 +132,7 @@ fn reason_phrase(status: StatusCode) -> &'static str {
     status.canonical_reason().unwrap_or("Error")
 }
 
-/// Makes an answer the connection's last.
+/// Makes a response the connection's last.
 pub(crate) fn set_connection_close<B>(response: &mut Response<B>) {
     response.headers_mut().insert(CONNECTION, CLOSE);
 }

@@ -1,4 +1,4 @@
-//! What the gate writes down, and how it keeps hostile clients from writing in it.
+//! The log: its set-up, its protection against text of hostile clients, and its throttling.
 
 use parking_lot::Mutex;
 use std::borrow::Cow;
@@ -15,16 +15,16 @@ use tidegate_policy::{LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Begins to write log lines to standard error, as the policy's `[log]` says; `RUST_LOG`-like `filter` beats its
-/// level.
+/// Starts to write log lines to standard error, as the policy's `[log]` says. `filter`, in the syntax of `RUST_LOG`,
+/// overrides its level.
 ///
 /// # Errors
-/// The filter makes no sense, or this process logs already.
+/// The filter is invalid, or this process logs already.
 pub fn start(settings: &sections::LogConfig, filter: Option<&str>) -> Result<(), StartError> {
     start_to(settings, filter, std::io::stderr)
 }
 
-/// [`start`], but the lines go to `writer`.
+/// Starts logging as [`start`] does, but to `writer`.
 ///
 /// # Errors
 /// As [`start`].
@@ -36,10 +36,10 @@ where
     tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::AlreadyStarted)
 }
 
-/// The subscriber that [`start`] would install, for programs (and tests) that install it themselves.
+/// Returns the subscriber that [`start`] would install, for programs and tests that install it themselves.
 ///
 /// # Errors
-/// The filter makes no sense.
+/// The filter is invalid.
 pub fn subscriber<W>(
     settings: &sections::LogConfig,
     filter: Option<&str>,
@@ -68,7 +68,7 @@ where
     })
 }
 
-/// Makes writers, or is one, that make lines safe to print: what an error of a store says comes from outside as well.
+/// A writer, or a maker of writers, that sanitizes lines. Errors of a store can contain text from outside as well.
 struct SanitizingWriter<W> {
     inner: W,
     sanitize: fn(&str) -> Cow<'_, str>,
@@ -87,7 +87,7 @@ impl<'w, W: MakeWriter<'w>> MakeWriter<'w> for SanitizingWriter<W> {
 }
 
 impl<W: io::Write> io::Write for SanitizingWriter<W> {
-    /// Writes all of it; an event comes in one piece.
+    /// Writes all bytes, because each event arrives in one piece.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.inner.write_all((self.sanitize)(&String::from_utf8_lossy(bytes)).as_bytes())?;
         Ok(bytes.len())
@@ -98,10 +98,10 @@ impl<W: io::Write> io::Write for SanitizingWriter<W> {
     }
 }
 
-/// Why logging can't begin.
+/// The reason why logging can't start.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StartError {
-    /// The filter makes no sense.
+    /// The filter is invalid.
     #[error("the log filter makes no sense: {0}")]
     Filter(String),
     /// This process logs already.
@@ -109,13 +109,13 @@ pub enum StartError {
     AlreadyStarted,
 }
 
-/// How many characters of a client's text a line holds.
+/// The maximum number of characters of a client's text in a line.
 const MAX_TEXT_CHARS: usize = 128;
-/// How many characters of an error's text a line holds.
+/// The maximum number of characters of an error's text in a line.
 const MAX_ERROR_CHARS: usize = 512;
 
-/// A client's text, safe to write down: control characters, ANSI sequences, line and direction marks and quotes come
-/// out as escapes, and what is over 128 characters is cut off with `…`.
+/// A client's text, safe to log. Control characters, ANSI sequences, line and direction marks and quotes are escaped.
+/// Text over 128 characters is cut off with `…`.
 #[derive(Clone, Copy)]
 pub struct EscapedText<'a>(pub &'a str);
 
@@ -125,7 +125,7 @@ impl fmt::Display for EscapedText<'_> {
     }
 }
 
-/// What an error says, which may repeat what a stranger said: as [`EscapedText`], but up to 512 characters.
+/// The text of an error, which may repeat a client's text. Escaped as [`EscapedText`], but up to 512 characters.
 pub(crate) struct EscapedError<'a>(pub(crate) &'a str);
 
 impl fmt::Display for EscapedError<'_> {
@@ -154,7 +154,7 @@ impl fmt::Debug for EscapedText<'_> {
     }
 }
 
-/// A caller's key, which may be a secret: its first four characters and its length.
+/// A caller's key, which may be a secret. Displays its first four characters and its length.
 #[derive(Clone, Copy)]
 pub(crate) struct MaskedKey<'a>(pub(crate) &'a str);
 
@@ -167,17 +167,17 @@ impl fmt::Display for MaskedKey<'_> {
     }
 }
 
-/// Lets so many lines a second through, by the same strict window that limits clients, and counts the rest.
+/// Admits a number of lines per second, by the same strict window that limits clients, and counts the others.
 pub(crate) struct LogThrottle {
     limit: Limit,
     state: Mutex<KeyState>,
-    /// Microseconds until which every line is one too many.
+    /// The time, in microseconds, until which every line is suppressed.
     closed_until_micros: AtomicU64,
     suppressed: AtomicU64,
 }
 
 impl LogThrottle {
-    /// At most `lines` (at least 1) in any second.
+    /// Admits at most `lines` (at least 1) in any second.
     pub(crate) fn new(lines: u32) -> Self {
         let lines = lines.max(1);
         let window = Window::new(u64::from(lines), Span::from_secs(1), lines.min(1024))
@@ -190,7 +190,7 @@ impl LogThrottle {
         }
     }
 
-    /// Whether a line may be written at `now`; if so, how many were suppressed before it.
+    /// Returns `None` if no line may be written at `now`; otherwise the number of lines that were suppressed before it.
     pub(crate) fn admit(&self, now: Time) -> Option<u64> {
         if now.as_micros() < self.closed_until_micros.load(Ordering::Relaxed) {
             self.suppressed.fetch_add(1, Ordering::Relaxed);
@@ -206,7 +206,7 @@ impl LogThrottle {
         Some(self.take_suppressed())
     }
 
-    /// How many lines were suppressed since the last one that was written.
+    /// Returns and resets the number of lines that were suppressed since the last written one.
     pub(crate) fn take_suppressed(&self) -> u64 {
         self.suppressed.swap(0, Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Permits of requests in flight: renewed while they run, given back when they end.
+//! The permits of requests in flight: renewed while the requests run, returned when they end.
 
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use tidegate::core::Clock;
 use tidegate::store::Store;
 use tokio::sync::Notify;
 
-/// Something held for as long as it lives, if it is renewed in time.
+/// A held object that must be renewed in time.
 trait Renewable: Send {
     fn renew(&self);
 }
@@ -21,10 +21,11 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Renewable for PermitGuard<S, C>
     }
 }
 
-/// How often to renew: a third of a lease.
+/// The renewal interval: a third of a lease.
 const RENEW_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Keeps permits alive: one task for all. Bounded by the cap on connections, each of which has one request in flight.
+/// Renews the permits of all requests in one task. Their number is bounded by the cap on connections, each of which has
+/// one request in flight.
 #[derive(Default)]
 pub(crate) struct PermitRenewer {
     permits: Mutex<Slab<Box<dyn Renewable>>>,
@@ -32,7 +33,7 @@ pub(crate) struct PermitRenewer {
 }
 
 impl PermitRenewer {
-    /// Holds on until the returned permit is dropped.
+    /// Keeps the permit renewed until the returned handle is dropped.
     pub(crate) fn add<S: Store, C: Clock + Send + Sync + 'static>(
         self: &Arc<Self>,
         guard: PermitGuard<S, C>,
@@ -45,7 +46,7 @@ impl PermitRenewer {
         PermitHandle { renewer: Arc::clone(self), index }
     }
 
-    /// Renews for ever. A permit is renewed for the first time at most ten seconds after it was taken.
+    /// Renews all permits; never returns. The first renewal of a permit is at most ten seconds after it was acquired.
     pub(crate) async fn run(&self) {
         loop {
             while self.permits.lock().is_empty() {
@@ -59,7 +60,7 @@ impl PermitRenewer {
     }
 }
 
-/// A request's part in limits on calls in flight. Dropping it gives the part back, whatever became of the request.
+/// A request's permit under limits on calls in flight. Dropping it returns the permit, whatever the request's result.
 pub(crate) struct PermitHandle {
     renewer: Arc<PermitRenewer>,
     index: usize,

@@ -1,4 +1,4 @@
-//! The reverse proxy: each request is checked, decided about, and then forwarded or refused.
+//! The reverse proxy: each request is validated, checked against the limits, and then forwarded or refused.
 
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -33,10 +33,11 @@ use crate::upgrade;
 use crate::upstream::{PoolConfig, UpstreamClient, UpstreamError};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, UploadFault};
 
-/// How long an idle connection to the upstream is kept: Node.js, the most hurried of common servers, closes after 5 s.
+/// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5
+/// s.
 const UPSTREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// What all connections of the proxy share.
+/// The state that all connections of the proxy share.
 pub(crate) struct ProxyState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
@@ -73,7 +74,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         }
     }
 
-    /// What serves a connection's requests.
+    /// Returns the service of one connection's requests.
     pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> ProxyService<S, C> {
         let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
@@ -94,14 +95,15 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
 pub(crate) struct ProxyConnection<S: Store, C: Clock> {
     proxy: Arc<ProxyState<S, C>>,
     ip: IpAddr,
-    /// The peer's address as a header has it.
+    /// The peer's address as a header value.
     peer_header: HeaderValue,
     trusted: bool,
     watch: Arc<ConnectionWatch>,
     entry: Arc<ConnectionEntry>,
 }
 
-/// A connection's requests, served. A refusal is answered in place; only what is forwarded has a future of its own.
+/// The service of one connection's requests. A refusal is answered without a future of its own; a forwarded request has
+/// one.
 pub(crate) struct ProxyService<S: Store, C: Clock> {
     connection: Arc<ProxyConnection<S, C>>,
     refusal_cache: RefCell<RefusalCache>,
@@ -170,7 +172,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
     }
 }
 
-/// An answer that is there, or on its way.
+/// A response that is ready, or a future of it.
 pub(crate) enum ResponseFuture {
     Ready(Option<Response<ResponseBody>>),
     Pending(Pin<Box<dyn Future<Output = Response<ResponseBody>> + Send>>),
@@ -189,7 +191,7 @@ impl Future for ResponseFuture {
     }
 }
 
-/// Why there is no answer of the upstream's to pass on.
+/// The reason why there is no upstream response to forward.
 #[derive(Debug, thiserror::Error)]
 enum ForwardError {
     #[error(transparent)]
@@ -200,7 +202,7 @@ enum ForwardError {
     Timeout,
 }
 
-/// What a request was admitted by.
+/// The decision that admitted a request, and its permit.
 struct AdmittedRequest {
     actions: MatchedActions,
     decision: Decision,
@@ -212,7 +214,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         ResponseFuture::Ready(Some(self.finish_response(response)))
     }
 
-    /// While the server drains, every answer is its connection's last.
+    /// Makes every response its connection's last while the server drains.
     fn finish_response(&self, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
         if self.watch.is_draining() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
             local_response::set_connection_close(&mut response);
@@ -226,14 +228,14 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             ip: Some(if self.trusted { self.proxy.forwarding.client_ip(self.ip, headers) } else { self.ip }),
             method: Some(request.method().as_str()),
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
-            // What HTTP/1.0 leaves out is what the upstream is told.
+            // HTTP/1.0 may leave out the host; the upstream then receives its own name.
             host: headers.get(HOST).unwrap_or(self.proxy.upstream.host()).to_str().ok(),
             headers: Some(headers),
             ..Query::default()
         }
     }
 
-    /// What a decision means for its request.
+    /// Turns a decision into an admission or into the response of a refusal.
     #[expect(clippy::result_large_err, reason = "a refusal is as usual as an admission; a box would cost each of them")]
     fn apply_decision(
         &self,
@@ -286,7 +288,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         self.proxy.refusals.log_rejection(self.proxy.gate.clock().now(), reason, query, why);
     }
 
-    /// Gives a path its normal form, where the policy says so.
+    /// Normalises the path, if the policy says so.
     fn normalise_path(&self, request: &mut Request<Incoming>) {
         let path = request.uri().path_and_query();
         if let Some(path) = path.and_then(|path| self.proxy.gate.plan().forwarded_path(path.as_str()))
@@ -368,14 +370,14 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             return response.map(|_| ResponseBody::empty());
         }
         if expectation.as_ref().is_some_and(|it| it.state() == ContinueState::Waiting) {
-            // The client was never told to send its body, and nobody can say whether it will.
+            // The client was never told to send its body, so it is unknown if it will.
             local_response::set_connection_close(&mut response);
         }
         response.map(|body| ResponseBody::stream(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
     }
 
-    /// Answers without having read the request's body: a small one is read away behind the answer so that the
-    /// connection can go on, a large one ends it.
+    /// Answers without the request's body. A small body is read and discarded after the response, so that the
+    /// connection can be reused. With a large one the response is the connection's last.
     fn discard_body(
         &self,
         body: Incoming,
@@ -424,7 +426,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
     }
 }
 
-/// Whether a request can be forwarded without two servers reading it differently.
+/// Checks that a request can be forwarded and that two servers read it the same way.
 pub(crate) fn validate_request(
     request: &Request<Incoming>,
     number: u32,
@@ -435,7 +437,7 @@ pub(crate) fn validate_request(
         return Err(HttpError::MethodNotAllowed);
     }
     let (mut host, mut coding) = (None, None);
-    // One look over all lines costs less than finding each of these.
+    // One pass over all headers costs less than a lookup of each.
     for (name, value) in headers {
         let (slot, trouble) = if name == HOST {
             (&mut host, HttpError::InvalidHost)
@@ -481,7 +483,7 @@ fn validate_target_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -
     }
 }
 
-/// True if a request is a call of gRPC, whose stream may be silent for long and say little.
+/// Returns true if a request is a gRPC call, which may stream slowly and with long pauses.
 pub(crate) fn is_grpc(request: &Request<Incoming>) -> bool {
     request.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
 }

@@ -1,4 +1,4 @@
-//! One log line a refusal at most, and not more than so many a second.
+//! The log of refusals and failures: at most one line each, and a limited number per second.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use tidegate::{Decision, MatchedActions, Plan, Query};
 use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};
 use crate::rejections::{RejectionCounts, RejectionReason};
 
-/// How often suppressed lines are summed up, when no line came after them.
+/// The interval at which suppressed lines are summed up, if no line was written after them.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What is logged of refusals, and of failures while asking, forwarding or calling others.
+/// The log of refusals, of rejected requests, and of failures of the store, the upstream or providers.
 pub(crate) struct RefusalLog {
     refusal_throttle: LogThrottle,
     failure_throttle: LogThrottle,
@@ -21,23 +21,23 @@ pub(crate) struct RefusalLog {
     rejection_counts: RejectionCounts,
 }
 
-/// A refusal (or one that shadow mode let pass).
+/// A refusal, or one that shadow mode admitted.
 pub(crate) struct RefusalRecord<'a> {
     pub(crate) actions: MatchedActions,
     pub(crate) query: &'a Query<'a>,
     pub(crate) decision: &'a Decision,
 }
 
-/// A call to somebody else's API that has no reply to be passed on.
+/// An outbound call without a reply.
 pub(crate) struct FailedCall<'a> {
     pub(crate) provider: &'a str,
-    /// The reason with its causes. It never tells a credential, nor what was asked for.
+    /// The reason with its causes. It never contains a credential or the requested path.
     pub(crate) why: &'a str,
     pub(crate) stats: Option<CallStats>,
 }
 
 impl RefusalLog {
-    /// At most `lines` of each kind in any second.
+    /// Returns a log of at most `lines` of each kind in any second.
     pub(crate) fn new(lines: u32) -> Self {
         Self {
             refusal_throttle: LogThrottle::new(lines),
@@ -47,14 +47,14 @@ impl RefusalLog {
         }
     }
 
-    /// Writes a line, if there is room for one.
+    /// Logs a refusal, unless the limit on lines is reached.
     pub(crate) fn log_refusal(&self, plan: &Plan, refusal: &RefusalRecord<'_>) {
         if let Some(suppressed) = self.refusal_throttle.admit(refusal.decision.now) {
             write_refusal(plan, refusal, suppressed);
         }
     }
 
-    /// Counts a request that nothing is decided about, and writes a line if there is room for one.
+    /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.
     #[cold]
     pub(crate) fn log_rejection(&self, now: Time, reason: RejectionReason, query: &Query<'_>, why: &str) {
         let total = self.rejection_counts.add(reason);
@@ -73,14 +73,14 @@ impl RefusalLog {
         );
     }
 
-    /// Writes a line about something that broke, if there is room for one.
+    /// Logs a failure, unless the limit on lines is reached.
     pub(crate) fn log_failure(&self, now: Time, failure: &dyn fmt::Display) {
         if let Some(suppressed) = self.failure_throttle.admit(now) {
             tracing::warn!(suppressed, "{failure}");
         }
     }
 
-    /// Writes a line about a call without a reply, if there is room for one.
+    /// Logs a call without a reply, unless the limit on lines is reached.
     pub(crate) fn log_failed_call(&self, now: Time, failed: &FailedCall<'_>) {
         let Some(suppressed) = self.failure_throttle.admit(now) else { return };
         let FailedCall { provider, why, stats: happened } = failed;
@@ -88,7 +88,7 @@ impl RefusalLog {
         tracing::warn!(provider, attempts, why = %EscapedError(why), suppressed, "a call failed");
     }
 
-    /// Sums up what was suppressed; runs for ever.
+    /// Logs the number of suppressed lines; never returns.
     pub(crate) async fn run(&self) {
         loop {
             tokio::time::sleep(SUMMARY_INTERVAL).await;

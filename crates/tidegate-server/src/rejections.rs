@@ -1,34 +1,34 @@
-//! The number of requests that are refused before anything is decided about them, by reason.
+//! The number of requests that are rejected before any decision, by reason.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_policy::{PathError, UncountableError};
 
-/// The reason for a refusal with 400 (by forward-auth with its `deny_status`), or of a web page with 403 or 421.
+/// The reason for a rejection with 400 (by forward-auth with its `deny_status`), or of a web page with 403 or 421.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RejectionReason {
-    /// Its host isn't one.
+    /// The host is invalid.
     Host,
-    /// Its path can be read in ways that match different actions, and `inbound.ambiguous_paths` is `refuse`.
+    /// The path can be read in ways that match different actions, and `inbound.ambiguous_paths` is `refuse`.
     AmbiguousPath,
-    /// Its path can be read in more ways than one decision can be about.
+    /// The path can be read in more ways than one decision can cover.
     TooManyPathReadings,
-    /// It lacks a part that a limit counts by, and `missing = "refuse"`.
+    /// The request lacks a part that a limit counts by, and `missing = "refuse"`.
     MissingPart,
-    /// A part that a limit counts by has too many values, or all of them together have.
+    /// A part that a limit counts by has too many values, or all parts together have.
     TooManyValues,
-    /// It has a header that some servers take for one that a limit counts by.
+    /// The request has a header that some servers confuse with one that a limit counts by.
     Lookalike,
-    /// It calls a listener by a name that isn't the listener's.
+    /// The request names a host that isn't the listener's.
     ForeignHost,
-    /// It is a web page's.
+    /// The request comes from a web page.
     WebPage,
 }
 
 impl RejectionReason {
     const COUNT: usize = 8;
 
-    /// Its name in the log.
+    /// The reason's name in the log.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -61,7 +61,7 @@ impl From<&UncountableError> for RejectionReason {
 pub(crate) struct RejectionCounts([AtomicU64; RejectionReason::COUNT]);
 
 impl RejectionCounts {
-    /// Counts one more; how many there are with it.
+    /// Counts one more and returns the new total.
     pub(crate) fn add(&self, why: RejectionReason) -> u64 {
         self.0[why as usize].fetch_add(1, Ordering::Relaxed) + 1
     }

@@ -1,11 +1,11 @@
-//! The signals that end a server.
+//! The signals that stop a server.
 
 use std::io;
 
-/// Ends with the first SIGTERM or SIGINT. A second one ends the process at once, with status 130.
+/// Returns a future that ends with the first SIGTERM or SIGINT. A second one ends the process at once, with status 130.
 ///
 /// # Errors
-/// The signals can't be listened for.
+/// The signal handlers can't be installed.
 #[cfg(unix)]
 pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
@@ -26,10 +26,10 @@ pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
     })
 }
 
-/// Ends with the first Ctrl-C. A second one ends the process at once, with status 130.
+/// Returns a future that ends with the first Ctrl-C. A second one ends the process at once, with status 130.
 ///
 /// # Errors
-/// None; the signature is that of other systems.
+/// None. The signature is the same as on Unix.
 #[cfg(not(unix))]
 pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
     Ok(async {

@@ -1,4 +1,4 @@
-//! Outbound state is saved while the server runs, and when it ends.
+//! Saves outbound state while the server runs, and when it ends.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use tidegate::core::Clock;
 use tidegate::outbound::Snapshot;
 use tidegate::store::Store;
 
-/// How often outbound state is saved: what a process that is killed forgets at most.
+/// The interval of saves. A killed process loses at most the changes of this time.
 const SAVE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Saves what has changed, again and again.
+/// Saves changes periodically; never returns.
 pub(crate) async fn run<S: Store, C: Clock + Clone>(snapshot: Arc<Snapshot<S, C>>) {
     let mut last_save_ok = true;
     loop {
@@ -19,10 +19,10 @@ pub(crate) async fn run<S: Store, C: Clock + Clone>(snapshot: Arc<Snapshot<S, C>
     }
 }
 
-/// Saves what has changed, apart from those who answer requests. What goes wrong is told once until it is good again.
+/// Saves changes on a blocking thread, so that requests don't wait. Logs a failure once, until a save succeeds again.
 pub(crate) async fn save<S: Store, C: Clock + Clone>(snapshot: &Arc<Snapshot<S, C>>, last_save_ok: &mut bool) {
     let snapshot = Arc::clone(snapshot);
-    // Without a result, the runtime is shutting down or the saving panicked, which has been told.
+    // Without a result, the runtime is shutting down or the save panicked, which has been logged.
     let Ok(saved) = tokio::task::spawn_blocking(move || snapshot.save()).await else { return };
     match &saved {
         Ok(_) if !*last_save_ok => tracing::info!("outbound state is saved again"),

@@ -1,4 +1,4 @@
-//! A client's connection as the HTTP machinery reads and writes it, with a watchful eye on both.
+//! A client's connection as the HTTP library reads and writes it, with tracking of progress and framing.
 
 use std::io;
 use std::pin::Pin;
@@ -12,13 +12,13 @@ use tokio::net::TcpStream;
 use crate::framing::FramingTracker;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
-/// A TCP stream that notes progress and follows the framing of what it reads.
+/// A TCP stream that notes progress and tracks the framing of the bytes it reads.
 #[derive(Debug)]
 pub(crate) struct ClientSocket {
     stream: TcpStream,
-    /// Followed where requests are passed on to a server that might read them differently.
+    /// Present if requests are forwarded to a server that might read their framing differently.
     framing_tracker: Option<FramingTracker>,
-    /// The status with which the HTTP machinery refused to read a head.
+    /// The status of the HTTP library's error response to an unreadable head.
     parse_error_status: Option<StatusCode>,
     watch: Arc<ConnectionWatch>,
 }
@@ -28,13 +28,13 @@ impl ClientSocket {
         Self { stream, framing_tracker: tracks_framing.then(FramingTracker::new), parse_error_status: None, watch }
     }
 
-    /// The stream, and the status with which the HTTP machinery refused to read a head; the client wasn't told yet.
+    /// Returns the stream, and the status of the HTTP library's error response, which the client hasn't received yet.
     pub(crate) fn into_parts(self) -> (TcpStream, Option<StatusCode>) {
         (self.stream, self.parse_error_status)
     }
 
-    /// Whether this is the HTTP machinery's own answer to a head that it can't read, which is then kept back. It is the
-    /// connection's last and has no body, so that the connection gives a better one.
+    /// Returns true if `answer` is the HTTP library's own response to an unreadable head, and keeps it back. That
+    /// response is the connection's last and has no body, so the connection sends a better one.
     fn hold_back_error_response(&mut self, answer: &[u8]) -> bool {
         if self.watch.is_answering() {
             return false;
@@ -45,10 +45,10 @@ impl ClientSocket {
     }
 }
 
-/// Up to how many bytes a head and its body are copied together: the system takes one piece cheaper than two.
+/// The maximum size of a head and a body that are copied together. The system writes one piece faster than two.
 const MAX_GATHERED_BYTES: usize = 1024;
 
-/// The pieces in one, if there are several and they are small.
+/// Joins the pieces, if there are several and they are small. `None` otherwise.
 fn gather<'s>(pieces: &[io::IoSlice<'_>], buffer: &'s mut [u8; MAX_GATHERED_BYTES]) -> Option<&'s [u8]> {
     if pieces.len() < 2 || pieces.iter().map(|piece| piece.len()).sum::<usize>() > MAX_GATHERED_BYTES {
         return None;
@@ -78,7 +78,7 @@ impl AsyncRead for ClientSocket {
                         }
                     }
                     match phase {
-                        // The whole head has to arrive within its time, however it trickles.
+                        // The whole head must arrive within its timeout, however slowly its bytes come.
                         ConnectionPhase::Idle | ConnectionPhase::Head => this.watch.note_received(bytes.len()),
                         _ => this.watch.touch(),
                     }

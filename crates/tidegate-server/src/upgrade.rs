@@ -1,4 +1,4 @@
-//! Connections that stop being HTTP: WebSocket and every other protocol that `Upgrade` names.
+//! Upgraded connections: WebSocket and every other protocol that `Upgrade` names.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -11,8 +11,8 @@ use hyper_util::rt::TokioIo;
 use crate::permit_renewer::PermitHandle;
 use crate::watchdog::{ConnectionEntry, ConnectionWatch};
 
-/// Joins both sides until both have ended, nothing has moved for the idle time, or the server's time is up. The
-/// tunnel counts as its client's connection, and holds its request's permit.
+/// Joins both sides until both have ended, no byte has moved for the idle timeout, or the server's shutdown time is
+/// over. The tunnel counts as its client's connection, and keeps its request's permit.
 pub(crate) fn spawn_tunnel(
     client: OnUpgrade,
     upstream: OnUpgrade,
@@ -31,7 +31,7 @@ pub(crate) fn spawn_tunnel(
         let mut joined = pin!(joined);
         let mut registered = false;
         let ended = poll_fn(|cx| {
-            // A task's waker stays the same.
+            // One registration is enough, because a task's waker stays the same.
             if !std::mem::replace(&mut registered, true) {
                 watch.register(cx.waker());
             }

@@ -1,8 +1,8 @@
-//! One server that is spoken to in plain HTTP/1.1: connections to it, kept for the next request.
+//! A client of one plain HTTP/1.1 server, with a pool of idle connections.
 //!
-//! *Why here:* a general client keys its pool by host, has each request wait for a connection that stands and for one that
-//! is being made, and hands every response back through a task of its own. To one server by one protocol, a stack of
-//! idle connections under one lock does; the newest is used first, and the oldest leave before the server closes them.
+//! *Why here:* a general client keys its pool by host. It has each request wait both for an idle connection and for a
+//! new one, and passes every response through a task of its own. One server and one protocol only need a stack of idle
+//! connections under one lock. The newest is used first, and the oldest are closed before the server closes them.
 
 use parking_lot::Mutex;
 use std::error::Error;
@@ -26,7 +26,7 @@ use tower_service::Service as _;
 
 use crate::body::{BoxError, is_last};
 
-/// In how many steps an idle connection ages.
+/// The number of steps in which an idle connection ages.
 const AGE_STEPS: u32 = 4;
 
 /// A server and the idle connections to it.
@@ -40,14 +40,14 @@ pub(crate) struct UpstreamClient<B> {
     not_empty: Notify,
 }
 
-/// How connections to a server are made and kept.
+/// The settings of connections to a server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolConfig {
-    /// How long making one may take, the look-up of the name included.
+    /// The timeout of connecting, including the name look-up.
     pub(crate) connect_timeout: Duration,
-    /// How long one is kept without a request.
+    /// The time that an idle connection is kept.
     pub(crate) idle_timeout: Duration,
-    /// How many are kept so.
+    /// The maximum number of idle connections.
     pub(crate) max_idle: usize,
 }
 
@@ -62,7 +62,7 @@ impl<B> Default for IdleConnections<B> {
     }
 }
 
-/// Why the server gave no answer.
+/// The reason why the server gave no response.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UpstreamError {
     #[error("can't connect to the upstream: {0}")]
@@ -71,7 +71,7 @@ pub(crate) enum UpstreamError {
     ConnectTimeout,
     #[error("the upstream broke off: {0}")]
     Broken(#[source] hyper::Error),
-    /// The request was never sent: its connection ended before that.
+    /// The request was never sent, because its connection ended before that.
     #[error("the upstream broke off: {0}")]
     Unsent(#[source] hyper::Error),
 }
@@ -81,10 +81,10 @@ where
     B: Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
 {
-    /// The server at this host and port, where port 80 may be left out.
+    /// Returns a client of the server at this host and port. Port 80 may be left out.
     pub(crate) fn new(authority: &Authority, rules: PoolConfig) -> Arc<Self> {
         let place = Uri::try_from(format!("http://{authority}")).expect("invariant: an authority is part of a URL");
-        // As most clients write it, and as some sign it: without the port that is HTTP's own.
+        // Most clients leave out the default port of HTTP, and some sign the header that way.
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
@@ -99,9 +99,9 @@ where
         })
     }
 
-    /// Sends a request and waits for the head of the answer.
+    /// Sends a request and waits for the head of the response.
     ///
-    /// A kept connection may turn out to be closed; as long as nothing was sent, the request goes to another one.
+    /// An idle connection may turn out to be closed. While nothing was sent, the request is tried on another one.
     #[expect(clippy::manual_async_fn, reason = "one would hold the request twice, as it came and as it goes on")]
     pub(crate) fn send(
         self: Arc<Self>,
@@ -111,12 +111,12 @@ where
             loop {
                 let (mut sender, kept) = match self.take_idle() {
                     Some(sender) => (sender, true),
-                    // Boxed, as requests over a kept connection would take the room for it too.
+                    // Boxed, because requests over an idle connection would need the space for it too.
                     None => (Box::pin(self.connect()).await?, false),
                 };
                 match sender.try_send_request(request).await {
                     Ok(response) => {
-                        // A connection that has changed its protocol takes no further request.
+                        // A connection that has switched protocols takes no further request.
                         let stays = response.status() != StatusCode::SWITCHING_PROTOCOLS;
                         let lease = stays.then_some(ActiveConnection { sender, upstream: self });
                         return Ok(response.map(|body| UpstreamBody::new(body, lease)));
@@ -148,7 +148,7 @@ where
 }
 
 impl<B> UpstreamClient<B> {
-    /// The server as `Host` names it.
+    /// The server's name as a `Host` value.
     pub(crate) fn host(&self) -> &HeaderValue {
         &self.host
     }
@@ -174,7 +174,7 @@ impl<B> UpstreamClient<B> {
         }
     }
 
-    /// Lets go of connections that nobody wanted for a while; runs for ever.
+    /// Closes connections that have been idle for too long; never returns.
     pub(crate) async fn run_idle_cleanup(&self) {
         loop {
             while self.idle.lock().stack.is_empty() {
@@ -189,7 +189,7 @@ impl<B> UpstreamClient<B> {
     }
 }
 
-/// Makes connections, each in this time, of which each of a name's addresses has its share.
+/// Makes connections with a timeout of `connect` each, which is divided among the addresses of a name.
 pub(crate) fn tcp_connector(connect: Duration) -> HttpConnector {
     let mut connector = HttpConnector::new();
     connector.set_nodelay(true);
@@ -197,7 +197,7 @@ pub(crate) fn tcp_connector(connect: Duration) -> HttpConnector {
     connector
 }
 
-/// Why no connection came about, by what the system says.
+/// Classifies a failure to connect by the system's error.
 fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
     let cause = causes(error).find_map(|cause| cause.downcast_ref::<io::Error>());
     match cause.map(io::Error::kind) {
@@ -216,8 +216,8 @@ struct ActiveConnection<B> {
 }
 
 impl<B: Send + 'static> ActiveConnection<B> {
-    /// Keeps the connection for the next request. For one whose last message hasn't quite ended on the wire, a task
-    /// waits; under load that is rare.
+    /// Keeps the connection for the next request. If its last message hasn't quite ended on the wire, a task waits for
+    /// that; this is rare under load.
     fn return_to_pool(self) {
         let Self { mut sender, upstream } = self;
         if sender.is_ready() {
@@ -234,17 +234,17 @@ impl<B: Send + 'static> ActiveConnection<B> {
     }
 }
 
-/// An answer's body. Its end gives the connection back for the next request, where it came over one of an [`UpstreamClient`]'s.
-/// Dropped before, it does so if what is left of it has come already; else that takes the connection down, which tells
-/// the server that nobody reads on.
+/// The body of a response. Its end returns the connection to the pool, if it came from an [`UpstreamClient`]. Dropping
+/// the body early does the same if the rest of it has already arrived. Otherwise the connection is closed, which tells
+/// the server that the rest isn't read.
 pub(crate) struct UpstreamBody<B: Send + 'static> {
-    /// `None` once it is being dropped.
+    /// `None` while it is being dropped.
     inner: Option<Incoming>,
     connection: Option<ActiveConnection<B>>,
 }
 
 impl<B: Send + 'static> UpstreamBody<B> {
-    /// One that came over another's connection.
+    /// Returns a body that came over a connection of another client.
     pub(crate) fn unpooled(inner: Incoming) -> Self {
         Self { inner: Some(inner), connection: None }
     }
@@ -266,7 +266,8 @@ impl<B: Send + 'static> UpstreamBody<B> {
 
 impl<B: Send + 'static> Drop for UpstreamBody<B> {
     fn drop(&mut self) {
-        // Before the connection is asked whether it is ready: it reads away what has come of a body that is gone.
+        // Dropped first: the connection can then discard the rest of the body that has already arrived, and become
+        // ready.
         self.inner = None;
         self.return_to_pool();
     }

@@ -1,9 +1,9 @@
-//! How long a connection has been where it is: one clock tick for all of them, no timer of their own.
+//! The timeouts of connections: one clock tick for all connections of a listener instead of a timer each.
 //!
-//! Each connection notes, in two plain stores, its phase and the tick at which it last got anywhere. One sweeper task
-//! looks over all connections every tick and wakes those that have been silent for longer than their phase allows.
-//! So a request costs no timer, a timeout is never early and at most one tick (an eighth of the shortest timeout, at
-//! most a second) late, and an idle process has nothing to do.
+//! Each connection notes its phase and the tick of its last progress, in two plain stores. Each tick, one sweeper task
+//! checks all connections and wakes those that have been silent for longer than their phase allows. So a request costs
+//! no timer and an idle process has nothing to do. A timeout is never early, and at most one tick late. A tick is an
+//! eighth of the shortest timeout, at most a second.
 
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 
 use crate::client_limit::ClientSlot;
 
-/// Where a connection is in its life.
+/// The phase of a connection's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum ConnectionPhase {
@@ -26,30 +26,31 @@ pub(crate) enum ConnectionPhase {
     Idle = 0,
     /// A head has begun to arrive (or the connection is new).
     Head = 1,
-    /// The gate decides; the store has its own deadlines.
+    /// The gate decides. The store has its own deadlines.
     Deciding = 2,
     /// The client is sending a body.
     Upload = 3,
     /// The upstream has the whole request and hasn't answered.
     AwaitResponse = 4,
-    /// The answer's body is on its way to the client.
+    /// The response's body is being sent to the client.
     Download = 5,
     /// The connection has been upgraded.
     Tunnel = 6,
-    /// The last answer is out; what the client still sends is read away, so that the answer isn't lost to a reset.
+    /// The last response is sent. The rest of the request is read and discarded, so that a reset doesn't lose the
+    /// response.
     Linger = 7,
 }
 
 /// The bits of [`ConnectionWatch::phase_and_reason`] that hold the phase.
 const PHASE_MASK: u8 = 7;
 
-/// The reason for which a connection has to end its phase. A bit beside the phase, so that it goes with it.
+/// The reason why a connection must end its phase. It is a bit beside the phase, so that both change together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum EndReason {
-    /// Its time is over.
+    /// The phase's timeout is over.
     Timeout = 8,
-    /// Unfinished heads take too many bytes.
+    /// Unfinished heads take too many bytes in total.
     HeadBytes = 16,
     /// A new connection takes its place.
     Displaced = 32,
@@ -72,17 +73,17 @@ impl ConnectionPhase {
     }
 }
 
-/// How long what is left of a request may keep coming after its answer.
+/// The time that the rest of a request may keep arriving after its response.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The time after which a body's rate is judged, again and again. Only time spent waiting for the client counts.
+/// The period after which a body's rate is judged each time. Only time spent waiting for the client counts.
 const BODY_RATE_PERIOD: Duration = Duration::from_secs(10);
-/// The most bytes of unfinished heads over all connections of a listener. Past it the oldest head is given up.
+/// The maximum bytes of unfinished heads over all connections of a listener. Beyond it the oldest head is ended.
 const MAX_HEAD_BYTES: usize = 32 << 20;
-/// The most bytes of a head's first piece that don't count as unfinished, so that a usual head is never counted.
+/// The maximum bytes of a head's first piece that don't count as unfinished, so that a usual head is never counted.
 const UNCOUNTED_HEAD_BYTES: usize = 8 << 10;
 
-/// How long each phase may go without progress.
+/// The time that each phase may go without progress.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PhaseTimeouts {
     pub(crate) idle: Duration,
@@ -90,12 +91,12 @@ pub(crate) struct PhaseTimeouts {
     pub(crate) body: Duration,
     pub(crate) response: Duration,
     pub(crate) tunnel: Duration,
-    /// The least bytes of a request's body in a second, where there is such a bound.
+    /// The minimum bytes per second of a request's body. `None` if there is no such limit.
     pub(crate) body_rate: Option<u64>,
 }
 
 impl PhaseTimeouts {
-    /// The same for each phase, and no bound on a body's rate.
+    /// Returns the same timeout for each phase, and no minimum rate of bodies.
     #[cfg(test)]
     pub(crate) fn uniform(time: Duration) -> Self {
         Self { idle: time, head: time, body: time, response: time, tunnel: time, body_rate: None }
@@ -124,31 +125,31 @@ impl PhaseTimeouts {
 }
 
 fn ticks(timeout: Duration, tick: Duration) -> u32 {
-    // One more than fits, because the first tick may come right after the phase began.
+    // One more, because the first tick may come right after the phase began.
     let whole = timeout.as_nanos().div_ceil(tick.as_nanos().max(1));
     u32::try_from(whole).unwrap_or(u32::MAX).saturating_add(1)
 }
 
-/// What is wrong with a request's body.
+/// A fault of a request's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum UploadFault {
-    /// Nothing.
+    /// No fault.
     None = 0,
     /// It is larger than the cap.
     TooLarge = 1,
-    /// The client broke off or sent bad framing.
+    /// The client closed early or sent bad framing.
     Broken = 2,
 }
 
-/// One connection's place in the sweep. Shared by the connection, its current request and the sweeper.
+/// The watched state of one connection. Shared by the connection, its current request and the sweeper.
 #[derive(Debug)]
 pub(crate) struct ConnectionWatch {
     watchdog: Arc<Watchdog>,
-    /// The phase, and the bit of a [`EndReason`] that was put on it.
+    /// The phase, and the bit of an [`EndReason`] if the phase must end.
     phase_and_reason: AtomicU8,
     last_progress: AtomicU32,
-    /// After how many ticks the present answer is overdue, where that is its own; else 0.
+    /// The ticks after which the current response is overdue, if it has a timeout of its own; else 0.
     download_timeout_ticks: AtomicU32,
     answering: AtomicBool,
     waits_on_client: AtomicBool,
@@ -158,16 +159,16 @@ pub(crate) struct ConnectionWatch {
     request_count: AtomicU32,
     must_linger: AtomicBool,
     blocked: AtomicBool,
-    /// True if the client has sent anything yet.
+    /// True if the client has sent any byte.
     has_sent: AtomicBool,
-    /// Bytes of the present head, as far as they are counted among the listener's.
+    /// The bytes of the current head that are counted in the listener's total.
     head_bytes: AtomicUsize,
-    /// True if the request's body has to come at a rate.
+    /// True if the request's body must keep a minimum rate.
     has_min_rate: AtomicBool,
-    /// Bytes of the body, and ticks spent waiting for the client, since its rate was last judged.
+    /// The bytes of the body, and the ticks spent waiting for the client, since its rate was last judged.
     body_bytes: AtomicU64,
     waited_ticks: AtomicU32,
-    /// The tick at which the reading away began.
+    /// The tick at which lingering began.
     linger_started: AtomicU32,
     waker: Mutex<Option<Waker>>,
     has_unread_body: AtomicBool,
@@ -175,7 +176,7 @@ pub(crate) struct ConnectionWatch {
 }
 
 impl ConnectionWatch {
-    /// Moves the connection on to a phase, from now.
+    /// Moves the connection to a phase, which starts now.
     pub(crate) fn enter(&self, phase: ConnectionPhase) {
         self.touch();
         self.phase_and_reason.store(phase as u8, Ordering::Relaxed);
@@ -185,7 +186,7 @@ impl ConnectionWatch {
         }
     }
 
-    /// Notes bytes of a head, or of what comes between requests.
+    /// Notes received bytes of a head, or between requests.
     pub(crate) fn note_received(&self, count: usize) {
         let more = match self.phase() {
             ConnectionPhase::Head => self.has_sent.load(Ordering::Relaxed),
@@ -196,7 +197,7 @@ impl ConnectionWatch {
         };
         if !more {
             self.has_sent.store(true, Ordering::Relaxed);
-            // It may have been found silent in the moment that it spoke.
+            // The sweeper may have ended the silent phase at the same moment. The new bytes clear that.
             self.phase_and_reason.store(ConnectionPhase::Head as u8, Ordering::Relaxed);
         }
         if more || count > UNCOUNTED_HEAD_BYTES {
@@ -204,14 +205,14 @@ impl ConnectionWatch {
         }
     }
 
-    /// True if the client has sent anything yet.
+    /// True if the client has sent any byte.
     pub(crate) fn has_sent(&self) -> bool {
         self.has_sent.load(Ordering::Relaxed)
     }
 
     #[cold]
     fn add_head_bytes(&self, count: usize) {
-        // In this order the sum is never less than its parts.
+        // The total is increased first, so that it is never less than its parts.
         let sum = self.watchdog.head_bytes.fetch_add(count, Ordering::Relaxed) + count;
         self.head_bytes.fetch_add(count, Ordering::Relaxed);
         if sum > MAX_HEAD_BYTES {
@@ -219,7 +220,7 @@ impl ConnectionWatch {
         }
     }
 
-    /// Gives back what the head took.
+    /// Removes the head's bytes from the listener's total.
     fn finish_head(&self) {
         if self.head_bytes.load(Ordering::Relaxed) > 0 {
             self.release_head_bytes();
@@ -232,7 +233,7 @@ impl ConnectionWatch {
         self.watchdog.head_bytes.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// Has the connection end this phase, if it still is in it: a request that came meanwhile isn't cut off.
+    /// Makes the connection end this phase, if it is still in it. A request that arrived in the meantime isn't cut off.
     pub(crate) fn end_phase(&self, phase: ConnectionPhase, why: EndReason) {
         let from = phase as u8;
         let hurried =
@@ -242,18 +243,18 @@ impl ConnectionWatch {
         }
     }
 
-    /// True if the phase was ended for this reason.
+    /// Returns true if the phase was ended for this reason.
     pub(crate) fn is_ended_for(&self, why: EndReason) -> bool {
         self.phase_and_reason.load(Ordering::Relaxed) & why as u8 != 0
     }
 
-    /// Notes that a request's body begins, and whether it has to come at a rate.
+    /// Notes that a request's body begins, and if it must keep a minimum rate.
     pub(crate) fn begin_body(&self, paced: bool) {
         self.set_min_rate(paced);
         self.set_uploading(true);
     }
 
-    /// Begins to judge a body's rate, or ends it.
+    /// Starts or stops judging a body's rate.
     pub(crate) fn set_min_rate(&self, paced: bool) {
         self.has_min_rate.store(paced, Ordering::Relaxed);
         self.body_bytes.store(0, Ordering::Relaxed);
@@ -261,26 +262,26 @@ impl ConnectionWatch {
         self.set_waits_on_client(false);
     }
 
-    /// Notes that what the client still sends is read away from now, and whether it has to come at a rate.
+    /// Notes that the rest of the request is discarded from now on, and if it must keep a minimum rate.
     pub(crate) fn start_linger(&self, paced: bool) {
         self.enter(ConnectionPhase::Linger);
         self.linger_started.store(self.current_tick(), Ordering::Relaxed);
         self.set_min_rate(paced);
     }
 
-    /// The tick at which the connection began what it does, however much moved since where its answer is out.
+    /// The tick of the last progress; for a lingering connection, the tick at which lingering began.
     pub(crate) fn phase_started(&self, phase: ConnectionPhase) -> u32 {
         let since = if phase == ConnectionPhase::Linger { &self.linger_started } else { &self.last_progress };
         since.load(Ordering::Relaxed)
     }
 
-    /// Notes bytes of a body.
+    /// Counts bytes of a body.
     pub(crate) fn count_body(&self, count: u64) {
         self.body_bytes.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// True if the client has sent less of a body than it must, in a tick that was spent waiting for it. One that has sent
-    /// nothing is the silence that has a time of its own.
+    /// Returns true if the client sent too little of a body in a period of waiting for it. If it sent nothing, the
+    /// phase's timeout applies instead.
     fn is_below_min_rate(&self) -> bool {
         let Some((least, whole)) = self.watchdog.body_rate else { return false };
         if !self.has_min_rate.load(Ordering::Relaxed) || !self.waits_on_client() {
@@ -295,13 +296,13 @@ impl ConnectionWatch {
         (1..least).contains(&self.body_bytes.swap(0, Ordering::Relaxed))
     }
 
-    /// Moves the connection on to an answer's body, which may go for so long without progress.
+    /// Moves the connection to the download of a response's body, with a timeout of its own.
     pub(crate) fn enter_download(&self, patience: Duration) {
         self.download_timeout_ticks.store(ticks(patience, self.watchdog.tick), Ordering::Relaxed);
         self.enter(ConnectionPhase::Download);
     }
 
-    /// Moves the connection on, if it still is where it is thought to be.
+    /// Moves the connection to a phase, if it is still in `from`.
     pub(crate) fn enter_from(&self, from: ConnectionPhase, to: ConnectionPhase) {
         self.touch();
         let _ = self.phase_and_reason.try_update(Ordering::Relaxed, Ordering::Relaxed, |state| {
@@ -309,18 +310,18 @@ impl ConnectionWatch {
         });
     }
 
-    /// Notes that something moved.
+    /// Notes progress.
     pub(crate) fn touch(&self) {
         self.last_progress.store(self.watchdog.current_tick.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Whether a request is with the service, or its answer not yet with the client.
+    /// Returns true if a request is with the service, or its response isn't fully sent to the client.
     pub(crate) fn is_answering(&self) -> bool {
         self.answering.load(Ordering::Relaxed)
     }
 
-    /// Notes that all that was written is with the client. Where the service is through with the request, so is the
-    /// answer.
+    /// Notes that all written bytes are sent to the client. If the service has finished the request, its response is
+    /// complete.
     pub(crate) fn on_flushed(&self) {
         if matches!(self.phase(), ConnectionPhase::Idle | ConnectionPhase::Head | ConnectionPhase::Linger) {
             self.answering.store(false, Ordering::Relaxed);
@@ -331,12 +332,12 @@ impl ConnectionWatch {
         ConnectionPhase::from_u8(self.phase_and_reason.load(Ordering::Relaxed) & PHASE_MASK)
     }
 
-    /// True if the connection has to end its phase.
+    /// Returns true if the connection must end its phase.
     pub(crate) fn must_end_phase(&self) -> bool {
         self.phase_and_reason.load(Ordering::Relaxed) > PHASE_MASK || self.is_aborted()
     }
 
-    /// Counts a request; gives its number on this connection, from 1.
+    /// Counts a request and returns its number on this connection, from 1.
     pub(crate) fn count_request(&self) -> u32 {
         self.finish_head();
         let number = self.request_count.load(Ordering::Relaxed).wrapping_add(1);
@@ -344,7 +345,7 @@ impl ConnectionWatch {
         number
     }
 
-    /// Notes that the last answer goes out while the client may still be sending.
+    /// Notes that the last response is sent while the client may still be sending.
     pub(crate) fn set_must_linger(&self) {
         self.must_linger.store(true, Ordering::Relaxed);
     }
@@ -353,12 +354,13 @@ impl ConnectionWatch {
         self.must_linger.load(Ordering::Relaxed)
     }
 
-    /// Notes whether the client was refused by a block or the deny list, which earns it no patience.
+    /// Notes if the client was refused by a block or the deny list. Such a client may not linger for long.
     pub(crate) fn set_blocked(&self, blocked: bool) {
         self.blocked.store(blocked, Ordering::Relaxed);
     }
 
-    /// A place among the few connections that may linger for long. None for a blocked client.
+    /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all
+    /// are taken.
     pub(crate) fn acquire_linger_slot(&self) -> Option<LingerSlot> {
         if self.blocked.load(Ordering::Relaxed) {
             return None;
@@ -370,27 +372,27 @@ impl ConnectionWatch {
         taken.is_ok().then(|| LingerSlot(Arc::clone(sweep)))
     }
 
-    /// The present tick.
+    /// The current tick.
     pub(crate) fn current_tick(&self) -> u32 {
         self.watchdog.current_tick()
     }
 
-    /// True if this much time has passed since a tick.
+    /// Returns true if this much time has passed since a tick.
     pub(crate) fn has_elapsed(&self, tick: u32, time: Duration) -> bool {
         self.watchdog.has_elapsed(tick, time)
     }
 
-    /// Whether the server's time is up and the connection has to go, whatever it is doing.
+    /// Returns true if the shutdown time is over and the connection must end, in any phase.
     pub(crate) fn is_aborted(&self) -> bool {
         self.watchdog.aborting.load(Ordering::Relaxed)
     }
 
-    /// Whether the server is going down, so that this connection takes no further request.
+    /// Returns true if the server shuts down, so that this connection takes no further request.
     pub(crate) fn is_draining(&self) -> bool {
         self.watchdog.draining.load(Ordering::Relaxed)
     }
 
-    /// Whether part of the request's body is still to come.
+    /// Returns true if part of the request's body is still to come.
     pub(crate) fn is_uploading(&self) -> bool {
         self.uploading.load(Ordering::Relaxed)
     }
@@ -399,7 +401,7 @@ impl ConnectionWatch {
         self.uploading.store(uploading, Ordering::Relaxed);
     }
 
-    /// Notes whether the request's body waits for the client (or else for the upstream to take it).
+    /// Notes if the request's body waits for the client. Otherwise it waits for the upstream to take it.
     pub(crate) fn set_waits_on_client(&self, waits: bool) {
         self.waits_on_client.store(waits, Ordering::Relaxed);
     }
@@ -408,7 +410,7 @@ impl ConnectionWatch {
         self.waits_on_client.load(Ordering::Relaxed)
     }
 
-    /// Who is woken when the connection is overdue or the server drains.
+    /// Sets the waker of the task that is woken when the connection is overdue or the shutdown time is over.
     pub(crate) fn register(&self, waker: &Waker) {
         *self.waker.lock() = Some(waker.clone());
     }
@@ -428,7 +430,7 @@ impl ConnectionWatch {
         self.first_ambiguous_head.load(Ordering::Relaxed)
     }
 
-    /// Notes what is wrong with the body that the client sends.
+    /// Notes a fault of the client's body.
     pub(crate) fn set_fault(&self, fault: UploadFault) {
         self.fault.store(fault as u8, Ordering::Relaxed);
     }
@@ -441,14 +443,14 @@ impl ConnectionWatch {
         }
     }
 
-    /// Leaves the rest of a refused request's body to the connection, which reads it away.
+    /// Leaves the rest of a refused request's body to the connection, which reads and discards it.
     pub(crate) fn leave_body(&self, body: Incoming) {
         self.start_linger(true);
         *self.unread_body.lock() = Some(body);
         self.has_unread_body.store(true, Ordering::Release);
     }
 
-    /// Takes what [`ConnectionWatch::leave_body`] left.
+    /// Takes the body that [`ConnectionWatch::leave_body`] left.
     pub(crate) fn take_unread_body(&self) -> Option<Incoming> {
         if !self.has_unread_body.load(Ordering::Acquire) {
             return None;
@@ -458,7 +460,7 @@ impl ConnectionWatch {
     }
 }
 
-/// A place among the connections that may linger for long; leaving scope gives it back.
+/// A slot of a connection that may linger for long. Dropping it returns the slot.
 #[derive(Debug)]
 pub(crate) struct LingerSlot(Arc<Watchdog>);
 
@@ -468,11 +470,11 @@ impl Drop for LingerSlot {
     }
 }
 
-/// A connection's entry in its server's list; leaving scope takes it off.
+/// A connection's entry in its listener's list. Dropping it removes the entry.
 pub(crate) struct ConnectionEntry {
     watchdog: Arc<Watchdog>,
     index: usize,
-    /// The connection among those of its client.
+    /// The connection's slot under its client's limit.
     pub(crate) client_slot: Option<ClientSlot>,
 }
 
@@ -502,9 +504,9 @@ pub(crate) struct Watchdog {
     pub(crate) tick: Duration,
     lingering: AtomicUsize,
     max_lingering: usize,
-    /// Bytes of unfinished heads.
+    /// The bytes of unfinished heads.
     head_bytes: AtomicUsize,
-    /// The least bytes of a body in so many ticks.
+    /// The minimum bytes of a body per number of ticks.
     body_rate: Option<(u64, u32)>,
     pub(crate) connections: Mutex<Slab<Arc<ConnectionWatch>>>,
     not_empty: Notify,
@@ -512,15 +514,15 @@ pub(crate) struct Watchdog {
     all_left: Notify,
 }
 
-/// One in so many connections may linger for long at the same time.
+/// One in this number of connections may linger for long at the same time.
 const LINGER_DIVISOR: usize = 8;
 
-/// How many ticks an idle connection is kept while the server drains: a request that is already on its way still
-/// gets its answer.
+/// The ticks that an idle connection is kept while the server drains, so that a request already sent still gets its
+/// response.
 const DRAIN_TICKS: u32 = 2;
 
 impl Watchdog {
-    /// The list of a listener that takes so many connections at once.
+    /// Returns the watchdog of a listener with this maximum number of connections.
     pub(crate) fn new(patience: PhaseTimeouts, connections: usize) -> Arc<Self> {
         Arc::new(Self {
             current_tick: AtomicU32::new(0),
@@ -577,17 +579,17 @@ impl Watchdog {
         (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot: None })
     }
 
-    /// The present tick.
+    /// The current tick.
     pub(crate) fn current_tick(&self) -> u32 {
         self.current_tick.load(Ordering::Relaxed)
     }
 
-    /// True if this much time has passed since a tick.
+    /// Returns true if this much time has passed since a tick.
     pub(crate) fn has_elapsed(&self, tick: u32, time: Duration) -> bool {
         self.current_tick().wrapping_sub(tick) >= ticks(time, self.tick)
     }
 
-    /// Gives up the oldest unfinished heads until the others are within their bound.
+    /// Ends the oldest unfinished heads until the total is within its limit.
     #[cold]
     fn end_oldest_heads(&self) {
         let open = self.connections.lock();
@@ -603,12 +605,12 @@ impl Watchdog {
         }
     }
 
-    /// How many connections are open.
+    /// The number of open connections.
     pub(crate) fn len(&self) -> usize {
         self.connections.lock().len()
     }
 
-    /// Forgets who has left so far.
+    /// Clears the signal of earlier leaves.
     pub(crate) fn reset_left_signal(&self) {
         let _ = self.connection_left.notified().now_or_never();
     }
@@ -618,7 +620,7 @@ impl Watchdog {
         self.connection_left.notified().await;
     }
 
-    /// Asks every connection to end after what it is doing.
+    /// Makes every connection end after its current request.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::Relaxed);
     }
@@ -642,7 +644,7 @@ impl Watchdog {
         }
     }
 
-    /// Sweeps for ever.
+    /// Runs the sweeper; never returns.
     pub(crate) async fn run(&self) {
         loop {
             while self.connections.lock().is_empty() {

@@ -1,4 +1,4 @@
-//! One run of the command: started, watched, told what we are told, and seen to its end.
+//! One run of the command: starts it, forwards signals and output, and waits for its end.
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
@@ -17,30 +17,30 @@ use super::input::StdinSource;
 use super::output::{OutputForwarder, OutputMatches, OutputPatterns};
 use super::signals::{CommandEvent, ReceivedSignal};
 
-/// How long a command that took too long has for ending by itself.
+/// The time between TERM and KILL for a command that took too long.
 const KILL_DELAY: Span = Span::from_secs(5);
-/// How long more output of a command that has ended is waited for: somebody whom it started may keep it open. What is there
-/// is passed on, however slowly it is taken.
+/// The maximum idle time of the output of a command that has ended: a process that it started may keep the output open.
+/// Output that was already written is forwarded, however slowly it is read.
 const DRAIN_TIMEOUT: Span = Span::from_secs(1);
-/// How often it is looked at an output that somebody is slow to take.
+/// The interval of checks of an output whose reader is slow.
 const POLL_INTERVAL: Span = Span::from_millis(20);
 
-/// How an attempt ended.
+/// The end of an attempt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CommandExit {
     exit: ExitStatus,
     pub(super) timed_out: bool,
-    /// The signal that we were given, after which there is no retry.
+    /// The signal that this process received, after which there is no retry.
     pub(super) stopped_by: Option<ReceivedSignal>,
 }
 
 impl CommandExit {
-    /// The signal that ended it.
+    /// The signal that ended the command.
     pub(super) fn signal(&self) -> Option<i32> {
         self.exit.signal()
     }
 
-    /// Its status as shells tell it.
+    /// The exit status in the form that shells use.
     pub(super) fn status(&self) -> u8 {
         if self.timed_out {
             return TIMED_OUT_STATUS;
@@ -50,7 +50,7 @@ impl CommandExit {
     }
 }
 
-/// The command couldn't be run.
+/// A command that can't be run.
 #[derive(Debug)]
 pub(super) struct CommandError {
     pub(super) error: io::Error,
@@ -61,14 +61,14 @@ impl From<io::Error> for CommandError {
     fn from(error: io::Error) -> Self {
         let status = match error.kind() {
             io::ErrorKind::NotFound => 127,
-            // No leave, no program, too many arguments: it is there and can't be run.
+            // The command exists but can't be run: no permission, not a program, or too many arguments.
             _ => 126,
         };
         Self { error, status }
     }
 }
 
-/// What attempts are made of.
+/// The settings of attempts, and their shared state.
 pub(super) struct CommandLauncher {
     command: Command,
     pub(super) input: StdinSource,
@@ -78,7 +78,8 @@ pub(super) struct CommandLauncher {
 }
 
 impl CommandLauncher {
-    /// As a group, a command is signalled with all whom it starts, and can't read from the terminal.
+    /// Returns a launcher. In a group of its own, a command is signalled together with all processes that it starts,
+    /// and can't read from the terminal.
     pub(super) fn new(
         words: &[OsString],
         input: StdinSource,
@@ -98,7 +99,7 @@ impl CommandLauncher {
     /// Runs the command once.
     ///
     /// # Errors
-    /// It can't be started or waited for.
+    /// The command can't be started or waited for.
     pub(super) fn run(
         &mut self,
         patterns: &OutputPatterns,
@@ -109,7 +110,7 @@ impl CommandLauncher {
         self.attempt += 1;
         let (stdin, kept) = self.input.next_stdin()?;
         self.command.stdin(stdin);
-        // Without patterns the command keeps the terminal for itself.
+        // Without patterns the command writes to the terminal directly.
         let output = || if patterns.any() { Stdio::piped() } else { Stdio::inherit() };
         let mut child = self.command.stdout(output()).stderr(output()).spawn()?;
         let running = self.spawn_threads(&mut child, patterns, clock, kept);
@@ -124,7 +125,7 @@ impl CommandLauncher {
         Ok(running?)
     }
 
-    /// Starts the threads that wait for the command, feed it and read it.
+    /// Starts the threads that wait for the command, write its input and read its output.
     fn spawn_threads(
         &self,
         child: &mut Child,
@@ -136,14 +137,14 @@ impl CommandLauncher {
         let (events, attempt) = (self.events.clone(), self.attempt);
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
         named("waiting").spawn(move || {
-            // It isn't reaped yet, so that its number is nobody else's when a signal is passed on.
+            // WNOWAIT leaves it unreaped, so no other process has its id when a signal is forwarded.
             while let Err(rustix::io::Errno::INTR) =
                 waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
             {}
             let _ = events.send(CommandEvent::CommandExited { attempt });
         })?;
         if let (Some(mut stdin), Some(kept)) = (child.stdin.take(), kept) {
-            // A command needn't read all that it is given.
+            // Errors are ignored, because a command may close its input early.
             named("input").spawn(move || drop(stdin.write_all(&kept)))?;
         }
         let mut outputs = Vec::with_capacity(2);
@@ -165,7 +166,7 @@ impl CommandLauncher {
     }
 }
 
-/// A command that runs.
+/// A running command.
 struct RunningCommand<'c> {
     pid: Pid,
     is_group: bool,
@@ -196,7 +197,7 @@ impl RunningCommand<'_> {
                     }
                     if signal.stops_retries() {
                         stopped_by = Some(signal);
-                        // What is left may be for somebody who never takes it.
+                        // The remaining output may have no reader.
                         drains_until = self.clock.now() + DRAIN_TIMEOUT;
                     }
                 }
@@ -222,13 +223,13 @@ impl RunningCommand<'_> {
         Ok((CommandExit { exit: reap()?, timed_out, stopped_by }, seen))
     }
 
-    /// When to look again whether the command's output is complete; `None` if it is, or isn't waited for any more.
+    /// The time until the next check of the command's output; `None` if it is complete or the wait for it is over.
     fn drain_wait(&self) -> Option<Span> {
         let lasts = self.outputs.iter().filter_map(|output| output.remaining_wait(DRAIN_TIMEOUT));
         lasts.max().map(|more| more.max(POLL_INTERVAL))
     }
 
-    /// What happens next; `None` when it is time.
+    /// Returns the next event; `None` at `until`.
     fn next_event(&self, events: &Receiver<CommandEvent>, until: Time) -> Option<CommandEvent> {
         if until.is_never() {
             return events.recv().ok();
@@ -238,7 +239,7 @@ impl RunningCommand<'_> {
 
     fn send_signal(&self, number: i32) {
         if let Some(signal) = rustix::process::Signal::from_named_raw(number) {
-            // Who has ended meanwhile needn't be told.
+            // Fails only if the command has ended in the meantime.
             let _ = if self.is_group { kill_process_group(self.pid, signal) } else { kill_process(self.pid, signal) };
         }
     }

@@ -1,4 +1,4 @@
-//! What standard input each attempt gets.
+//! The standard input of each attempt.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -8,24 +8,24 @@ use std::sync::Arc;
 
 use rustix::fs::{FileType, fstat};
 
-/// The most that `--keep-stdin` keeps.
+/// The maximum bytes of input that `--keep-stdin` keeps.
 const MAX_BUFFERED_BYTES: u64 = 64 << 20;
 
-/// Standard input.
+/// The kind of standard input.
 pub(super) enum StdinSource {
     /// A terminal or another device, which all attempts share.
     Device,
-    /// A file, and where it stood.
+    /// A file, and its position at the start.
     File { file: File, start: u64 },
     /// A pipe, which can be read once.
     Pipe { is_used: bool },
-    /// What a pipe held.
+    /// The content of a pipe.
     Buffered(Arc<[u8]>),
 }
 
 impl StdinSource {
     /// # Errors
-    /// It is to be kept and can't be read, or is too long.
+    /// The input must be kept, and can't be read or is too long.
     pub(super) fn new(keep: bool) -> io::Result<Self> {
         let stdin = io::stdin();
         let Ok(stat) = fstat(stdin.as_fd()) else { return Ok(Self::Device) };
@@ -48,20 +48,20 @@ impl StdinSource {
         }
     }
 
-    /// Whether an attempt had it and the next can't.
+    /// Returns true if an attempt had the input and the next can't.
     pub(super) fn is_used_up(&self) -> bool {
         matches!(self, Self::Pipe { is_used: true })
     }
 
-    /// What the next attempt gets, and what is to be written into it.
+    /// Returns the next attempt's input, and the bytes to write into it, if any.
     ///
     /// # Errors
-    /// The file can't be read from its start again.
+    /// The file can't be repositioned to its start.
     pub(super) fn next_stdin(&mut self) -> io::Result<(Stdio, Option<Arc<[u8]>>)> {
         Ok(match self {
             Self::Device => (Stdio::inherit(), None),
             Self::File { file, start } => {
-                // The command shares the place in the file with us.
+                // The command shares the file position with this process.
                 file.seek(SeekFrom::Start(*start))?;
                 (Stdio::inherit(), None)
             }

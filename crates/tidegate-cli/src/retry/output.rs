@@ -1,4 +1,4 @@
-//! A command's output: passed on as it comes, while patterns are looked for.
+//! A command's output: forwarded as it arrives, and searched for patterns.
 
 use parking_lot::{Mutex, MutexGuard};
 use std::io::{Read, Write};
@@ -7,12 +7,12 @@ use regex::bytes::Regex;
 use tidegate::core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;
 
-/// How much is passed on at a time.
+/// The maximum bytes that are forwarded at a time.
 const CHUNK_BYTES: usize = 1 << 16;
-/// The longest line in which patterns are looked for; a longer one is looked at in pieces of this length.
+/// The maximum length of a line that is searched. A longer line is searched in pieces of this length.
 const MAX_LINE: usize = 1 << 16;
 
-/// What is looked for.
+/// The patterns to search for.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OutputPatterns {
     pub(super) throttled: Option<Regex>,
@@ -26,12 +26,12 @@ impl OutputPatterns {
     }
 }
 
-/// What was seen.
+/// The matches that were found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct OutputMatches {
     pub(super) throttled: bool,
     pub(super) permanent: bool,
-    /// The longest wait that was asked for.
+    /// The longest requested wait.
     pub(super) retry_after: Option<Span>,
 }
 
@@ -45,8 +45,8 @@ impl OutputMatches {
     }
 }
 
-/// One output of an attempt. What was seen can be asked for while it is still open: somebody whom the command started may
-/// keep it so.
+/// The forwarder of one output of an attempt. Its matches can be read while the output is still open, because a process
+/// that the command started may keep it open.
 pub(super) struct OutputForwarder<C> {
     clock: C,
     state: Mutex<OutputState>,
@@ -54,9 +54,9 @@ pub(super) struct OutputForwarder<C> {
 
 struct OutputState {
     matcher: LineMatcher,
-    /// Since when nothing has come; `None` while something is passed on.
+    /// The start of the current idle time; `None` while output is being forwarded.
     idle_since: Option<Time>,
-    /// For how long nothing came before that, in all.
+    /// The total idle time before that.
     idle: Span,
     is_closed: bool,
 }
@@ -68,7 +68,7 @@ impl<C: Clock> OutputForwarder<C> {
         Self { clock, state: Mutex::new(state) }
     }
 
-    /// Passes everything on until the one side ends or the other is gone.
+    /// Forwards everything until `from` ends or `to` is closed.
     pub(super) fn forward(&self, mut from: impl Read, mut to: impl Write) {
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
@@ -81,7 +81,7 @@ impl<C: Clock> OutputForwarder<C> {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
                 Err(_) => break,
             };
-            // With `from` dropped, the command learns that nobody reads it as it would without us.
+            // Dropping `from` lets the command see a closed output, as it would without this process in between.
             if to.write_all(&chunk[..count]).and_then(|()| to.flush()).is_err() {
                 break;
             }
@@ -91,15 +91,15 @@ impl<C: Clock> OutputForwarder<C> {
         self.state().is_closed = true;
     }
 
-    /// Counts anew for how long nothing comes.
+    /// Starts the count of idle time again.
     pub(super) fn restart_idle_time(&self) {
         let mut state = self.state();
         state.idle = Span::ZERO;
         state.idle_since = state.idle_since.map(|_| self.clock.now());
     }
 
-    /// How much longer to wait for more, if that may take `most` in all; `None` if it is over. Time in which something is
-    /// passed on doesn't count.
+    /// Returns the remaining time to wait for output if the total idle time may be `most`; `None` if the wait is over.
+    /// Time spent forwarding doesn't count.
     pub(super) fn remaining_wait(&self, most: Span) -> Option<Span> {
         let state = self.state();
         let idle = state.idle + state.idle_since.map_or(Span::ZERO, |since| self.clock.now().since(since));
@@ -107,7 +107,7 @@ impl<C: Clock> OutputForwarder<C> {
         (!is_over).then_some(most - idle)
     }
 
-    /// What was seen, in a last line without an end too.
+    /// Returns all matches, including those in a last line without a line end.
     pub(super) fn matches(&self) -> OutputMatches {
         let OutputState { matcher: looker, .. } = &mut *self.state();
         looker.match_line(self.clock.now());
@@ -115,7 +115,7 @@ impl<C: Clock> OutputForwarder<C> {
     }
 
     fn state(&self) -> MutexGuard<'_, OutputState> {
-        // Nothing under it panics half-way.
+        // No code under this lock panics with the state half-changed.
         self.state.lock()
     }
 }
@@ -130,7 +130,7 @@ impl OutputState {
 
 struct LineMatcher {
     patterns: OutputPatterns,
-    /// What there is of a line.
+    /// The current line so far.
     line: Vec<u8>,
     matches: OutputMatches,
 }
@@ -153,7 +153,7 @@ impl LineMatcher {
         }
     }
 
-    /// Looks at the line and begins another.
+    /// Searches the current line and starts the next.
     fn match_line(&mut self, now: Time) {
         let line = &*self.line;
         let matches = |pattern: &Option<Regex>| pattern.as_ref().is_some_and(|pattern| pattern.is_match(line));
@@ -167,7 +167,7 @@ impl LineMatcher {
     }
 }
 
-/// Seconds, a time with its unit, or an HTTP date.
+/// Parses seconds, a time with its unit, or an HTTP date.
 fn parse_wait(text: &str, now: Time) -> Option<Span> {
     let text = text.trim();
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..1e9).contains(seconds));

@@ -1,4 +1,4 @@
-//! Signals that go to the command, and what else is waited for.
+//! The signals that are forwarded to the command, and the other events of an attempt.
 
 use std::io;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -9,37 +9,37 @@ use signal_hook::iterator::SignalsInfo;
 use signal_hook::iterator::exfiltrator::WithOrigin;
 use signal_hook::low_level::siginfo::Cause;
 
-/// The signals that are passed on.
+/// The signals that are forwarded.
 const FORWARDED_SIGNALS: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, signal_hook::consts::SIGWINCH];
-/// The most events that wait to be looked at; whoever has another one waits too.
+/// The maximum number of queued events. A sender waits while the queue is full.
 const MAX_EVENTS: usize = 64;
 
-/// What happens while a command runs or is waited for.
+/// An event while a command runs or the next attempt waits.
 #[derive(Debug)]
 pub(super) enum CommandEvent {
-    /// This process got a signal.
+    /// This process received a signal.
     Signal(ReceivedSignal),
     /// The command of this attempt has ended.
     CommandExited { attempt: u64 },
-    /// Nothing more comes from one of its outputs.
+    /// One of the command's outputs was closed.
     OutputClosed,
 }
 
-/// A signal that this process got.
+/// A signal that this process received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ReceivedSignal {
     pub(super) number: i32,
-    /// Whether the terminal sent it, which sends it to all in the foreground: the command has it already.
+    /// True if the terminal sent it. The terminal sends it to all foreground processes, so the command has it already.
     pub(super) is_from_terminal: bool,
 }
 
 impl ReceivedSignal {
-    /// Whether there is no retry after it.
+    /// Returns true if there is no retry after this signal.
     pub(super) fn stops_retries(self) -> bool {
         matches!(self.number, SIGINT | SIGTERM | SIGHUP | SIGQUIT)
     }
 
-    /// The status of a program that it ends, as shells tell it.
+    /// The exit status of a program that the signal ends, in the form that shells use.
     pub(super) fn status(self) -> u8 {
         u8::try_from(128 + self.number).unwrap_or(u8::MAX)
     }
@@ -49,7 +49,7 @@ pub(super) fn channel() -> (SyncSender<CommandEvent>, Receiver<CommandEvent>) {
     sync_channel(MAX_EVENTS)
 }
 
-/// Takes the signals from now on. One that is ignored stays so, for the command too: who wrote `nohup` meant it.
+/// Receives the signals from now on. Ignored signals stay ignored, for the command too, as `nohup` requires.
 pub(super) fn listen(events: SyncSender<CommandEvent>) -> io::Result<()> {
     let ignored = ignored_signals();
     let wanted = FORWARDED_SIGNALS.into_iter().filter(|number| ignored & 1 << (number - 1) == 0);
@@ -66,7 +66,8 @@ pub(super) fn listen(events: SyncSender<CommandEvent>) -> io::Result<()> {
     thread::Builder::new().name("signals".to_owned()).spawn(forward).map(drop)
 }
 
-/// The signals that this process was started to ignore, one a bit; none where the system doesn't say (proc(5)).
+/// The signals that this process ignores from its start, one per bit; none if the system doesn't provide them
+/// (proc(5)).
 fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
-/// Runs `tidegate serve` with this policy and these variables; gives the gateway's port.
+/// Runs `tidegate serve` with this policy and these variables; returns the gateway's port.
 pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (ChildProcess, u16) {
     let port = free_port();
     let scratch = ScratchDir::new();
@@ -20,7 +20,7 @@ pub(crate) fn gateway(policy: &str, env: &[(&str, &str)]) -> (ChildProcess, u16)
     (ChildProcess::start(command, scratch, port), port)
 }
 
-/// A provider at a port of this machine.
+/// A provider on a port of this machine.
 pub(crate) fn provider(port: u16, settings: &str) -> String {
     format!("[outbound.provider.api]\nbase_url = \"http://127.0.0.1:{port}\"\n{settings}\n")
 }

@@ -1,4 +1,4 @@
-//! The gateway to other people's APIs as a program, with real servers behind it.
+//! The gateway to external APIs as a program, with real servers behind it.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 #[path = "../common/mod.rs"]

@@ -11,10 +11,10 @@ use tidegate_testkit::http_client::{HttpClient, get_request};
 use crate::common::{gateway, provider};
 use crate::upstream::{Upstream, reply};
 
-/// How many calls a token has under way, and the most that it has had.
+/// The number of calls in flight per token, now and at most so far.
 type Tokens = Arc<Mutex<BTreeMap<String, (u32, u32)>>>;
 
-/// A provider of the slow kind: each call is under way for a while, or for as long as it is held, and every tenth fails.
+/// A slow provider: each call takes a while, or as long as it is held, and every tenth fails.
 fn counting(tokens: &Tokens, held: &Arc<AtomicBool>) -> Upstream {
     let (tokens, held, calls) = (Arc::clone(tokens), Arc::clone(held), AtomicU32::new(0));
     Upstream::start(move |request| {
@@ -30,7 +30,7 @@ fn counting(tokens: &Tokens, held: &Arc<AtomicBool>) -> Upstream {
             thread::sleep(Duration::from_millis(5));
         }
         let fails = calls.fetch_add(1, Ordering::Relaxed).is_multiple_of(10);
-        // Before the reply: once that is sent, the next call may come.
+        // Counted before the reply, because the next call may come as soon as the reply is sent.
         tokens.lock().unwrap().get_mut(&token).unwrap().0 -= 1;
         reply(if fails { "503 Service Unavailable" } else { "200 OK" }, "", "done")
     })
@@ -61,7 +61,7 @@ fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
         });
         sent.collect()
     };
-    // Five times as many as may be under way at once.
+    // Five times the maximum number in flight.
     let clients: Vec<_> = (0..75)
         .map(|_| {
             let mut client = HttpClient::connect(port).unwrap();
@@ -71,7 +71,7 @@ fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
     assert!(clients.into_iter().all(|client| client.join().unwrap()));
     let (_, most) = counts();
     assert!(most.len() == 3 && most.iter().all(|most| *most <= 5), "{most:?}");
-    // Of those who go away, half are under way and half wait.
+    // Of the clients that disconnect, half are in flight and half are queued.
     held.store(true, Ordering::Relaxed);
     let leavers = send(30);
     until(15);
@@ -79,7 +79,7 @@ fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
     thread::sleep(Duration::from_millis(100));
     held.store(false, Ordering::Relaxed);
     until(0);
-    // What they had is there again, and no more than that.
+    // Their permits are free again, and no more than those.
     held.store(true, Ordering::Relaxed);
     tokens.lock().unwrap().values_mut().for_each(|(now, most)| *most = *now);
     let clients = send(30);

@@ -1,4 +1,4 @@
-//! Tokens are for the provider and nobody else.
+//! Tokens are shown only to the provider.
 
 use std::process::Command;
 
@@ -8,7 +8,7 @@ use tidegate_testkit::servers::ScratchDir;
 use crate::common::gateway;
 use crate::upstream::{Upstream, reply};
 
-/// Providers that take a credential in each way there is, and fail in each way there is.
+/// Providers that take a credential in every supported way, and fail in every way.
 const EVERY_WAY: &str = r#"
     [outbound.provider.bearer]
     base_url = "http://127.0.0.1:PORT/bearer"
@@ -60,10 +60,10 @@ const PLANTED: [(&str, &str); 6] = [
 ];
 const PIN: (&str, &str) = ("PLANTED_PIN", "pl4nted-pin-7f3a/x+y");
 const ENTRY: (&str, &str) = ("PLANTED_ENTRY", "pl4nted-entry-7f3a");
-/// What the provider's login gives.
+/// The token from the provider's login.
 const TOKEN: &str = "pl4nted-token-7f3a";
 
-/// A provider that repeats what it is told in headers, redirects, fails, breaks off and talks nonsense.
+/// A provider that repeats its request in headers, redirects, fails, closes early and sends invalid replies.
 fn telltale(request: &str) -> String {
     let (line, _) = request.split_once("\r\n").unwrap();
     let target = line.split(' ').nth(1).unwrap();
@@ -126,7 +126,7 @@ fn no_token_is_ever_told() {
             .unwrap();
         assert!(!check.stdout.is_empty());
         let check = String::from_utf8_lossy(&check.stdout).into_owned() + &String::from_utf8_lossy(&check.stderr);
-        // The provider was told: what isn't found below was there to be found.
+        // The provider received the credentials, so the checks below could find them.
         let seen = upstream.seen().join("\n");
         for name in ["bearer", "second", "header", "query", "path", "login", "pin", "token"] {
             assert!(seen.contains(&format!("pl4nted-{name}-7f3a")), "{name} was never sent: {seen}");

@@ -1,4 +1,4 @@
-//! Going down with calls under way and in the queue.
+//! Shutdown with calls in flight and in the queue.
 
 use std::thread;
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn sigterm_loses_no_call() {
             thread::spawn(move || client.read_response())
         })
         .collect();
-    // Some are under way and most are queued.
+    // Some are in flight and most are queued.
     thread::sleep(Duration::from_millis(150));
     let sent = upstream.seen().len();
     assert!((1..6).contains(&sent), "{sent} sent");

@@ -1,4 +1,4 @@
-//! Providers behind TLS, whom a certificate authority of our own vouches for.
+//! Providers behind TLS, with certificates of the test's own certificate authority.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ use tokio_rustls::rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use crate::common::gateway;
 
-/// A provider behind TLS that offers these protocols. It lives as long as its runtime.
+/// A provider behind TLS that offers these protocols. It runs as long as its runtime.
 struct Api {
     port: u16,
     authority: String,
@@ -97,7 +97,7 @@ async fn told(State(seen): State<Arc<Mutex<Vec<String>>>>, request: Request) -> 
 
 const PLANTED: (&str, &str) = ("PLANTED", "pl4nted-s3cr3t");
 
-/// Asks once through a gateway that trusts this authority.
+/// Sends one request through a gateway that trusts this authority.
 fn asked(api: &Api, authority: &str, request: &str) -> (tidegate_testkit::http_client::HttpResponse, String) {
     let trusted = ScratchDir::new();
     let file = trusted.write("ca.pem", authority);
@@ -132,7 +132,7 @@ fn whom_nobody_vouches_for_gets_no_request() {
         the request got no reply: client error (Connect): invalid peer certificate: UnknownIssuer\",\
         \"provider\":\"api\",\"attempts\":3}";
     assert_eq!(answer.body, expected);
-    // Nothing was sent, so that it could be tried again whatever the method.
+    // Nothing was sent, so a retry was possible with any method.
     assert_eq!(*api.handshakes.lock().unwrap(), [false; 3]);
     assert_eq!(api.seen(), Vec::<String>::new());
 }

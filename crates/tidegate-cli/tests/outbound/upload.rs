@@ -1,4 +1,4 @@
-//! Uploads that nobody could keep.
+//! Uploads that are too large to keep in memory.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
@@ -13,7 +13,7 @@ use tidegate_testkit::random;
 use crate::common::{gateway, provider};
 use crate::upstream::{read_head, reply};
 
-/// The most memory that a process has had, in KiB.
+/// The peak memory of a process, in KiB.
 fn most_memory(process: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -33,7 +33,7 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
             let mut reader = BufReader::with_capacity(CHUNK, stream);
             while read_head(&mut reader).is_some() {
                 counted.fetch_add(1, Ordering::Relaxed);
-                // What the client sends meanwhile has to wait for it somewhere.
+                // The bytes that the client sends during this time have to be buffered or delayed.
                 thread::sleep(Duration::from_secs(1));
                 let mut size = String::new();
                 let mut buffer = vec![0; 1 << 20];
@@ -62,7 +62,7 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
     let settings = "limit = \"100/s\"\ntimeout = \"10m\"";
     let (gateway, port) = gateway(&provider(upstream, settings), &[]);
     let mut client = HttpClient::connect(port).unwrap();
-    // The first brings what a first call costs.
+    // The first request has one-time costs.
     assert_eq!(client.request(get_request("/nobody")).status, 404);
     let before = most_memory(gateway.id());
     client.send("PUT /api/object HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n");
@@ -81,6 +81,6 @@ fn a_large_upload_takes_little_memory_and_is_sent_once() {
     assert_eq!(arrived.load(Ordering::Relaxed), chunks * CHUNK as u64, "all of it and nothing besides");
     let grown = most_memory(gateway.id()) - before;
     println!("{} MiB took {grown} KiB", (chunks * CHUNK as u64) >> 20);
-    // Whatever its size: what the allocator keeps at hand, and what lies between two sockets.
+    // Independent of the size: the allocator's reserve, and the bytes between two sockets.
     assert!(grown < 16 << 10, "{grown} KiB for an upload");
 }

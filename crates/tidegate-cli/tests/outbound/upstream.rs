@@ -1,11 +1,11 @@
-//! A provider that does as it is told.
+//! A scripted provider.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// A server that reads requests with a body of known length, tells what it read, and answers as it is told to.
+/// A server that reads requests with a body of known length, records them, and answers by its script.
 pub(crate) struct Upstream {
     pub(crate) port: u16,
     seen: Arc<Mutex<Vec<String>>>,

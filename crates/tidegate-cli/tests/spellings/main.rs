@@ -1,7 +1,8 @@
-//! Whatever a real server routes to a limited handler is counted by the gate before it, however the path is spelled.
+//! Every request that a real server routes to a limited handler is counted by the gate, however its path is spelled.
 //!
-//! A request goes through the gate, whose answer says by its `RateLimit` header what was counted, to a server whose answer
-//! says by its body what it was routed to. A server that isn't installed is told by name; the full run wants all of them.
+//! A request goes through the gate to a server. The `RateLimit` header of the response says what was counted; the body
+//! says where the server routed it. A server that isn't installed is skipped by name; the full run requires all of
+//! them.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 mod upstreams;
@@ -14,13 +15,14 @@ use tidegate_testkit::servers::{ChildProcess, ScratchDir, caddy, free_port, ngin
 
 use crate::upstreams::{LIMITED, caddy_routes, flask, go_mux, java, nginx_routes, node, python};
 
-/// Spellings of a run and of the full one, of each server.
+/// The number of spellings per server, in a usual run and in the full one.
 const SPELLINGS: (u32, u32) = (1_500, 5_000);
 
-/// One in so many spellings is routed to the limited handler at least; otherwise nothing is shown.
+/// At least one in this number of spellings must be routed to the limited handler. Otherwise the test shows nothing.
 const SHARE: usize = 40;
 
-/// Runs `tidegate serve` before a server with these quirks and patterns; gives its ports: the proxy's and the API's.
+/// Runs `tidegate serve` in front of a server with these quirks and patterns; returns the ports of the proxy and the
+/// API.
 fn gate(quirks: &str, paths: &str, upstream: u16) -> (ChildProcess, u16, u16) {
     let (port, api) = (free_port(), free_port());
     let policy = format!(
@@ -41,8 +43,8 @@ fn gate(quirks: &str, paths: &str, upstream: u16) -> (ChildProcess, u16, u16) {
     (ChildProcess::start(command, scratch, port), port, api)
 }
 
-/// Asks whoever listens on `port` for spellings of limited paths; each that is routed to the limited handler must have
-/// been counted.
+/// Requests spellings of limited paths from the server on `port`. Each one that is routed to the limited handler must
+/// have been counted.
 fn assert_counted(what: &str, port: u16) {
     let seed = random::run_seed();
     let mut random = RandomSource::from_seed(seed ^ u64::from(what.len() as u32) << 32);
@@ -56,7 +58,7 @@ fn assert_counted(what: &str, port: u16) {
             client = HttpClient::connect(port).unwrap();
         }
         let is_routed = answer.status == 200 && answer.body.contains(LIMITED);
-        // A front server that asks by forward-auth has its backend tell.
+        // A front server with forward-auth lets its backend report it.
         let is_counted = format!("{}{}", answer.head, answer.body).contains("\"limited\";r=");
         if is_counted {
             counted += 1;
@@ -78,7 +80,7 @@ fn assert_counted(what: &str, port: u16) {
     assert!(routed > spellings as usize / SHARE, "{what}: only {routed} of {spellings} were routed");
 }
 
-/// A spelling of a limited path, or something like it.
+/// A spelling of a limited path, or of a similar path.
 fn spelled(random: &mut RandomSource) -> String {
     const PIECES: [&str; 38] = [
         "/",
@@ -188,7 +190,7 @@ fn spelled(random: &mut RandomSource) -> String {
     }
     let mut path = random.pick(&["/login", "/login", "/api/x", "/api/users/1", "/api/"]).to_owned();
     for _ in 0..random.between(1, 4) {
-        // Where a letter begins.
+        // The places where a character begins.
         let places: Vec<usize> = path.char_indices().map(|(at, _)| at).collect();
         let at = random.pick(&places);
         let letter = path[at..].chars().next().unwrap();
@@ -224,12 +226,12 @@ fn escaped(letter: char, sign: &str) -> String {
     letter.encode_utf8(&mut bytes).bytes().map(|byte| format!("{sign}{byte:02x}")).collect()
 }
 
-/// The needs of most servers: the default quirk, and patterns that mean the same as their routes.
+/// The settings for most servers: the default quirk, and patterns that mean the same as their routes.
 const QUIRKS: &str = "[\"encoded_slash\"]";
 const JAVA: &str = "[\"encoded_slash\", \"parameters\"]";
 const PATHS: &str = "[\"/login\", \"/api/*\"]";
 
-/// Puts a gate before a server that `start` starts on a port.
+/// Starts a server with `start` on a port, and checks it behind a gate.
 fn assert_counted_before<S>(what: &str, (quirks, paths): (&str, &str), start: impl FnOnce(u16) -> Option<S>) {
     let upstream = free_port();
     let Some(_server) = start(upstream) else { return };
@@ -257,7 +259,7 @@ fn what_nginx_routes_by_regular_expressions_is_counted() {
     assert_counted_before("nginx, regular expressions", (QUIRKS, PATHS), |port| nginx(&routes(port), port));
 }
 
-/// A `proxy_pass` with a URI hands on what nginx has decoded, with `%3b` as `;`.
+/// A `proxy_pass` with a URI forwards the path that nginx has decoded, with `%3b` as `;`.
 #[test]
 fn what_is_routed_without_parameters_behind_nginx_is_counted() {
     assert_counted_before("nginx with a URI before a server that cuts parameters", (JAVA, PATHS), |port| {
@@ -287,7 +289,7 @@ fn what_node_routes_by_new_url_is_counted() {
     assert_counted_before("Node, new URL()", (QUIRKS, PATHS), |port| node(upstreams::NEW_URL, port));
 }
 
-/// As Jetty and Tomcat do it.
+/// Jetty and Tomcat do the same.
 #[test]
 fn what_is_routed_without_parameters_before_it_is_decoded_is_counted() {
     assert_counted_before("Node, parameters cut", (JAVA, PATHS), |port| node(upstreams::CUT_AND_DECODED, port));
@@ -310,7 +312,7 @@ fn what_flask_routes_is_counted() {
     assert_counted_before("Flask", (QUIRKS, PATHS), flask);
 }
 
-/// A prefix router: `/login` takes `/loginx` and `/login/x`, too.
+/// A prefix router: `/login` also matches `/loginx` and `/login/x`.
 #[test]
 fn what_javas_http_server_routes_is_counted() {
     assert_counted_before("com.sun.net.httpserver", (QUIRKS, "[\"/login*\", \"/api/*\"]"), java);
@@ -321,12 +323,12 @@ fn what_gos_mux_routes_is_counted() {
     assert_counted_before("Go, net/http", (QUIRKS, PATHS), go_mux);
 }
 
-/// Caddy with the guide's snippet and policy, which routes by itself.
+/// Caddy with the guide's snippet and policy. Caddy itself routes the requests.
 #[test]
 fn what_caddy_routes_is_counted_where_it_asks_by_forward_auth() {
     let front = free_port();
     let (_gate, _, api) = gate("[\"caddy\"]", PATHS, free_port());
-    // The name of the limit that was counted goes to the backend, which tells it.
+    // The name of the counted limit goes to the backend, which puts it into its body.
     let told = format!("{LIMITED} {{http.request.header.RateLimit}}");
     let snippet = include_str!("../../../../docs/snippets/Caddyfile")
         .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
@@ -337,7 +339,7 @@ fn what_caddy_routes_is_counted_where_it_asks_by_forward_auth() {
     assert_counted("Caddy with the snippet", front);
 }
 
-/// nginx with the guide's snippet and policy, which routes by itself.
+/// nginx with the guide's snippet and policy. nginx itself routes the requests.
 #[test]
 fn what_nginx_routes_is_counted_where_it_asks_by_forward_auth() {
     let (front, backend) = (free_port(), free_port());

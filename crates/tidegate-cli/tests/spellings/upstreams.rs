@@ -1,4 +1,4 @@
-//! Servers that route `/login` and what is below `/api/` to a handler that says so.
+//! Servers that route `/login` and all paths below `/api/` to a handler that reports it.
 
 use std::process::Command;
 
@@ -6,7 +6,7 @@ use tidegate_testkit::servers::{
     ChildProcess, ScratchDir, require_program_in_full_run, require_python_module_in_full_run,
 };
 
-/// The answer of the limited handler.
+/// The body of the limited handler's response.
 pub(crate) const LIMITED: &str = "ROUTED-TO-LIMITED";
 
 pub(crate) fn nginx_routes(port: u16, settings: &str) -> String {
@@ -17,7 +17,7 @@ pub(crate) fn nginx_routes(port: u16, settings: &str) -> String {
     )
 }
 
-/// Of a site of Caddy's, with this answer of the limited handler.
+/// Routes of a Caddy site, with this body of the limited handler.
 pub(crate) fn caddy_routes(limited: &str) -> String {
     format!(
         "\thandle /login {{\n\t\trespond \"{limited}\"\n\t}}\n\thandle /api/* {{\n\t\trespond \"{limited}\"\n\t}}\n\
@@ -25,18 +25,18 @@ pub(crate) fn caddy_routes(limited: &str) -> String {
     )
 }
 
-/// Takes the request target as it comes.
+/// Takes the request target unchanged.
 pub(crate) const RAW_PREFIX: &str = "req.url.split('?')[0]";
-/// Takes what the parser of browsers makes of it.
+/// Takes the path from the URL parser of browsers.
 pub(crate) const NEW_URL: &str = "new URL(req.url, 'http://localhost').pathname";
 
-/// Cuts parameters, then undoes escapes, then resolves dot segments.
+/// Removes parameters, then decodes escapes, then resolves dot segments.
 pub(crate) const CUT_AND_DECODED: &str = "require('path').posix.normalize(decodeURIComponent(\
                                           req.url.split('?')[0].replace(/;[^/]*/g, '')).replace(/\\/+/g, '/'))";
-/// Takes a semicolon for a question mark.
+/// Treats a semicolon as a question mark.
 pub(crate) const UP_TO_SEMICOLON: &str = "decodeURIComponent(req.url.split(/[?;#]/)[0])";
 
-/// A server of Node's whose path is this expression.
+/// A Node server that computes its path with this expression.
 pub(crate) fn node(path: &str, port: u16) -> Option<ChildProcess> {
     let mut command = Command::new(require_program_in_full_run("node")?);
     let scratch = ScratchDir::new();

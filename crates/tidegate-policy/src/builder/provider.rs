@@ -15,7 +15,7 @@ impl ProviderSpec {
         Self::default().set("base_url", base_url)
     }
 
-    /// An API made from a preset: `"tmdb"`; see [`PRESETS`](crate::outbound::PRESETS).
+    /// An API made from a preset: `"tmdb"`; see [`preset_names`](crate::outbound::preset_names).
     pub fn preset(name: &str) -> Self {
         Self::default().set("preset", name)
     }

@@ -110,7 +110,7 @@ fn describe_url(provider: &ProviderConfig) -> String {
         Some(url) => url.to_string(),
         None => "only Rust programs call it, for want of a base_url".to_owned(),
     };
-    if let Some(preset) = provider.preset {
+    if let Some(preset) = &provider.preset {
         let _ = write!(text, " (preset {preset})");
     }
     if provider.base_url.as_ref().is_some_and(BaseUrl::is_unencrypted_remote) {

@@ -1,44 +1,45 @@
 //! Ready-made providers.
 
-use crate::document::{SourceTexts, TomlTable, parse_file};
+use crate::document::{SourceTexts, TomlEntry, TomlTable, TomlValue, parse_file};
 
 /// What a policy file would say of each preset, with the source of each fact.
 const TEXT: &str = include_str!("presets.toml");
 
 /// The name of every preset, in the order of their table.
-pub const PRESETS: [&str; 12] = [
-    "tmdb",
-    "tvdb",
-    "fanart",
-    "fanart-personal",
-    "musicbrainz",
-    "omdb-free",
-    "omdb-paid",
-    "theaudiodb",
-    "local",
-    "github",
-    "openai",
-    "anthropic",
-];
-
-/// Refuses calls whose `User-Agent` doesn't say who calls.
-pub(crate) const MUSICBRAINZ: &str = "musicbrainz";
-/// Is on this machine.
-pub(crate) const LOCAL: &str = "local";
+pub fn preset_names() -> Vec<String> {
+    load_presets(&mut SourceTexts::default()).entries.into_iter().map(|entry| entry.key).collect()
+}
 
 /// The presets as a document whose sections are their names.
 pub(crate) fn load_presets(texts: &mut SourceTexts) -> TomlTable {
     parse_file(texts, "the built-in presets", TEXT.as_bytes()).expect("invariant: the presets are tested to parse")
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// A condition of a preset that only the provider's own section can meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PresetRequirement {
+    /// `user_agent` names the application and a contact.
+    Contact,
+    /// `base_url` is on this machine.
+    Loopback,
+}
 
-    #[test]
-    fn the_names_are_those_of_the_document() {
-        let names: Vec<String> =
-            load_presets(&mut SourceTexts::default()).entries.into_iter().map(|entry| entry.key).collect();
-        assert_eq!(names, PRESETS);
-    }
+/// Takes the keys that only presets have out of a preset's table.
+pub(crate) fn take_requirement(preset: &mut TomlTable) -> Option<PresetRequirement> {
+    preset.remove("aliases");
+    let requirement = match preset.node("requires").map(|node| &node.value) {
+        Some(TomlValue::String(word)) if word == "contact" => Some(PresetRequirement::Contact),
+        Some(TomlValue::String(word)) if word == "loopback" => Some(PresetRequirement::Loopback),
+        Some(other) => unreachable!("invariant: the presets are tested to parse, and none requires {other:?}"),
+        None => None,
+    };
+    preset.remove("requires");
+    requirement
+}
+
+/// True if the preset may be called so.
+pub(crate) fn has_alias(preset: &TomlEntry, text: &str) -> bool {
+    let aliases = preset.node.as_table().and_then(|table| table.node("aliases")).map(|node| &node.value);
+    let Some(TomlValue::List(aliases)) = aliases else { return false };
+    aliases.iter().any(|alias| matches!(&alias.value, TomlValue::String(alias) if alias == text))
 }

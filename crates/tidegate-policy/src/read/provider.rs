@@ -13,7 +13,7 @@ use super::{DocumentReader, join_names};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
-use crate::outbound::preset::{LOCAL, MUSICBRAINZ, PRESETS};
+use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
 use crate::outbound::{Auth, BaseUrl, ProviderConfig};
 use crate::secret::SecretSource;
 
@@ -25,7 +25,8 @@ pub(super) struct ProviderSection<'e> {
     pub(super) name: &'e str,
     pub(super) name_at: TextRange,
     pub(super) table: TomlTable,
-    pub(super) preset: Option<&'static str>,
+    pub(super) preset: Option<String>,
+    requirement: Option<PresetRequirement>,
 }
 
 impl DocumentReader<'_> {
@@ -88,7 +89,7 @@ impl DocumentReader<'_> {
         let (connect_timeout, attempt_timeout, hedge_after) = timeouts?;
         name_is_fine.then_some(ProviderConfig {
             name: section.name.to_owned(),
-            preset: section.preset,
+            preset: section.preset.clone(),
             base_url,
             auth,
             credentials,
@@ -137,7 +138,8 @@ impl DocumentReader<'_> {
         let own = entry.node.as_table()?;
         self.check_keys(own, PROVIDER_PATH);
         let preset = self.read_optional(own, "preset", Self::provider_preset)?;
-        let mut table = preset.and_then(|name| self.presets.table(name)).cloned().unwrap_or_default();
+        let mut table = preset.as_deref().and_then(|name| self.presets.table(name)).cloned().unwrap_or_default();
+        let requirement = take_requirement(&mut table);
         if own.node("sequential").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true))) {
             Lane::ALL.iter().for_each(|lane| table.remove(lane.name()));
         }
@@ -156,25 +158,23 @@ impl DocumentReader<'_> {
                 }
             }
         }
-        Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset })
+        Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset, requirement })
     }
 
-    fn provider_preset(&mut self, node: &TomlNode) -> Option<&'static str> {
-        let text = self.string(node, "preset", &join_names(&PRESETS))?;
-        let preset = PRESETS.into_iter().find(|preset| *preset == text);
-        if preset.is_none() {
-            let meant = match text {
-                "omdb" => Some("omdb-free"),
-                "claude" => Some("anthropic"),
-                "thetvdb" => Some("tvdb"),
-                "themoviedb" => Some("tmdb"),
-                other => nearest(other, PRESETS),
-            };
-            let error =
-                Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), join_names(&PRESETS));
-            self.push_error(error.did_you_mean(meant).help("without a preset, say `base_url` and `limit`"));
+    fn provider_preset(&mut self, node: &TomlNode) -> Option<String> {
+        let names: Vec<&str> = self.presets.entries.iter().map(|preset| preset.key.as_str()).collect();
+        let expected = join_names(&names);
+        let text = self.string(node, "preset", &expected)?;
+        if self.presets.get(text).is_some() {
+            return Some(text.to_owned());
         }
-        preset
+        let names = || self.presets.entries.iter();
+        let alias = names().find(|preset| has_alias(preset, text)).map(|preset| preset.key.as_str());
+        let meant = alias.or_else(|| nearest(text, names().map(|preset| preset.key.as_str())));
+        let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), expected);
+        let error = error.did_you_mean(meant).help("without a preset, say `base_url` and `limit`");
+        self.push_error(error);
+        None
     }
 
     /// `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`, and where it stands.
@@ -294,7 +294,8 @@ impl DocumentReader<'_> {
             let message = format!("the provider {} has neither a preset nor a base_url", quoted(name));
             let expected = "a preset in it, or the root of the API: base_url = \"https://api.example.com/v1\"";
             let error = Error::new(self.texts, *name_at, message, expected);
-            let known = nearest(name, PRESETS).map(|preset| format!("preset = \"{preset}\""));
+            let known = nearest(name, self.presets.entries.iter().map(|preset| preset.key.as_str()))
+                .map(|preset| format!("preset = \"{preset}\""));
             self.push_error(error.did_you_mean(known.as_deref()));
             return None;
         }
@@ -337,7 +338,7 @@ impl DocumentReader<'_> {
                     return None;
                 }
                 let variable = format!("{}_TOKEN", name.to_ascii_uppercase().replace(['-', '.'], "_"));
-                let from_preset = section.preset.filter(|_| table.node("auth").is_some());
+                let from_preset = section.preset.as_ref().filter(|_| table.node("auth").is_some());
                 let at = from_preset.map_or(at, |_| *name_at);
                 let message = format!("the provider {} wants a credential, and has none", quoted(name));
                 let expected = format!("credentials = [\"env:{variable}\"] in it");
@@ -356,23 +357,24 @@ impl DocumentReader<'_> {
         base_url: Option<&BaseUrl>,
         user_agent: Option<&Option<HeaderValue>>,
     ) -> Option<()> {
-        match (section.preset, user_agent, base_url) {
-            (Some(MUSICBRAINZ), Some(agent), _) => {
+        let preset = section.preset.as_deref().unwrap_or_default();
+        match (section.requirement, user_agent, base_url) {
+            (Some(PresetRequirement::Contact), Some(agent), _) => {
                 const FORM: &str = "user_agent = \"App/Version ( contact )\"";
                 if agent.as_ref().is_some_and(|agent| agent.to_str().is_ok_and(names_app_and_contact)) {
                     return Some(());
                 }
-                let (at, message) = match section.table.node("user_agent") {
-                    Some(node) => (node.at, "the User-Agent doesn't say who calls, as MusicBrainz requires"),
-                    None => (section.name_at, "MusicBrainz requires a User-Agent that says who calls"),
-                };
+                let at = section.table.node("user_agent").map_or(section.name_at, |node| node.at);
+                let message =
+                    format!("the preset `{preset}` requires a `user_agent` that names the application and a contact");
                 let error = Error::new(self.texts, at, message, FORM);
                 self.push_error(error.help("such as user_agent = \"MyTagger/1.2.0 ( https://example.com/mytagger )\""));
                 None
             }
-            (Some(LOCAL), _, Some(url)) if !url.is_loopback() => {
+            (Some(PresetRequirement::Loopback), _, Some(url)) if !url.is_loopback() => {
                 let at = section.table.node("base_url").map_or(section.name_at, |node| node.at);
-                let message = format!("{} isn't on this machine, as the preset `local` has it", url.authority.host());
+                let message =
+                    format!("{} isn't on this machine, as the preset `{preset}` requires", url.authority.host());
                 let error =
                     Error::new(self.texts, at, message, "a host on loopback, such as \"http://127.0.0.1:9000\"");
                 self.push_error(error.help("for a server elsewhere, leave the preset out and say its limit"));

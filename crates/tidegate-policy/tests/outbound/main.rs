@@ -46,7 +46,7 @@ fn a_preset_and_credentials_are_enough() {
     assert_eq!(outbound.listen.unwrap().to_string(), "127.0.0.1:8081");
     let provider = outbound.find("tmdb").unwrap();
     assert_eq!(provider.base_url.as_ref().unwrap().to_string(), "https://api.themoviedb.org/3");
-    assert_eq!((provider.preset, &provider.auth), (Some("tmdb"), &Auth::Bearer));
+    assert_eq!((provider.preset.as_deref(), &provider.auth), (Some("tmdb"), &Auth::Bearer));
     assert_eq!(provider.credentials.iter().map(ToString::to_string).collect::<Vec<_>>(), ["env:TMDB_A", "file:/run/b"]);
     assert_eq!(provider.cache.unwrap().ttl, Some(Duration::from_secs(86_400)));
     let rules = rules(provider);

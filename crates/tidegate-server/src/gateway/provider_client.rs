@@ -1,5 +1,4 @@
-//! Connections to providers: in plain HTTP/1.1, or over TLS where the base URL says so, and then HTTP/2 where it is
-//! offered.
+//! Connections to providers: plain HTTP/1.1, or TLS if the base URL is `https`, with HTTP/2 if the provider offers it.
 
 use std::io;
 use std::pin::Pin;
@@ -25,18 +24,18 @@ use tower_service::Service;
 use crate::body::BoxError;
 use crate::upstream::{self, PoolConfig, UpstreamBody, UpstreamClient, UpstreamError};
 
-/// How long a connection is kept without a request: less than the minute after which many servers close theirs.
+/// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(50);
-/// How many idle connections are kept to one provider.
+/// The maximum number of idle connections per provider.
 const MAX_IDLE: usize = 128;
-/// How often a connection of HTTP/2 is asked whether it still lives while it is in use, and how long it has to answer.
+/// The interval of pings on an HTTP/2 connection in use, and the time to answer one.
 const HTTP2_PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
-/// The connections to a provider, which are kept.
+/// The HTTP client of one provider, which pools its connections.
 pub(super) enum ProviderClient<B> {
-    /// Whose [`UpstreamClient::run_idle_cleanup`] must run.
+    /// Plain HTTP. Its [`UpstreamClient::run_idle_cleanup`] must run.
     Plain(Arc<UpstreamClient<B>>),
-    /// With timers of its own.
+    /// TLS. It has timers of its own.
     Tls(Arc<Client<HttpsConnector<HttpConnector>, B>>),
 }
 
@@ -49,11 +48,11 @@ impl<B> Clone for ProviderClient<B> {
     }
 }
 
-/// Makes the connections to all providers; reading the system's roots takes a while, so that is done once.
+/// Makes the clients of all providers. Shared, because reading the system's root certificates is slow.
 pub(super) struct ProviderConnector(ClientConfig);
 
 impl ProviderConnector {
-    /// Trusts whom the system trusts; `SSL_CERT_FILE` and `SSL_CERT_DIR` name other roots.
+    /// Trusts the system's root certificates. `SSL_CERT_FILE` and `SSL_CERT_DIR` name other ones.
     ///
     /// # Errors
     /// The system has no root certificates to trust.
@@ -118,7 +117,7 @@ where
     }
 }
 
-/// What an error of the connections means: without one the request wasn't sent.
+/// Classifies an error of a connection: `Fault::Unsent` if the request wasn't sent.
 pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFault {
     let unsent = match (error.downcast_ref(), error.downcast_ref::<hyper_util::client::legacy::Error>()) {
         (Some(UpstreamError::Connect(_) | UpstreamError::ConnectTimeout | UpstreamError::Unsent(_)), _) => true,

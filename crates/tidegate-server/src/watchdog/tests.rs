@@ -75,7 +75,7 @@ fn leaving_scope_leaves_the_list() {
     assert_eq!(sweep.len(), 0);
 }
 
-/// A connection whose body is waited for.
+/// A connection that waits for the client's body.
 fn upload(sweep: &Arc<Watchdog>, paced: bool) -> (Arc<ConnectionWatch>, ConnectionEntry) {
     let (watch, entry) = sweep.add_connection();
     watch.enter(ConnectionPhase::Upload);
@@ -84,7 +84,7 @@ fn upload(sweep: &Arc<Watchdog>, paced: bool) -> (Arc<ConnectionWatch>, Connecti
     (watch, entry)
 }
 
-/// Has so many bytes come every second, for a minute of ticks or until the body is overdue.
+/// Receives so many bytes every second, for a minute of ticks or until the body is overdue.
 fn trickle(sweep: &Arc<Watchdog>, watch: &ConnectionWatch, bytes: u64) -> bool {
     let second = (Duration::from_secs(1).as_nanos() / sweep.tick.as_nanos()) as u32;
     (0..60 * second).any(|tick| {

@@ -1,4 +1,4 @@
-//! The admin listener: `/healthz` (the process lives) and `/readyz` (it may be sent requests).
+//! The admin listener: `/healthz` (the process is alive) and `/readyz` (it can take requests).
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use crate::local_response::{self, error, json};
 use crate::watchdog::ConnectionPhase;
 use crate::wire::http_api::discard_body;
 
-/// How long the store may take to answer before the gate counts as not ready.
+/// The time in which the store must answer, or the gate counts as not ready.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What all connections of the admin listener share.
+/// The state that all connections of the admin listener share.
 pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,

@@ -1,4 +1,4 @@
-//! What a caller of the decision API asks, as JSON or as a query string, read strictly.
+//! Requests to the decision API, as JSON or as a query string, read strictly.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,12 +10,13 @@ use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use tidegate::core::MAX_COST;
 use tidegate::{PermitId, Query};
 
-/// The fields of a question. `header:NAME` stands for any header in a query string; in JSON they are an object.
+/// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
+/// object.
 const FIELDS: [&str; 10] = ["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
-/// The most headers that one question gives.
+/// The maximum number of headers in one decision request.
 const MAX_HEADERS: usize = 64;
 
-/// One question.
+/// One decision request.
 #[derive(Debug, Default)]
 pub(crate) struct DecisionRequest<'a> {
     pub(crate) action: Option<Cow<'a, str>>,
@@ -30,13 +31,13 @@ pub(crate) struct DecisionRequest<'a> {
     headers: Option<HeaderMap>,
 }
 
-/// What is wrong with a question.
+/// An error in a decision request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DecisionRequestError {
-    /// Which field, if it is one.
+    /// The field with the error. `None` if the error isn't about a field.
     pub(crate) field: Option<String>,
     pub(crate) message: String,
-    /// The nearest name that exists, where a name was wrong.
+    /// The nearest existing name, if a name is wrong.
     pub(crate) nearest: Option<&'static str>,
 }
 
@@ -56,7 +57,7 @@ impl DecisionRequestError {
     }
 }
 
-/// The most similar name, if any is similar.
+/// The most similar name. `None` if no name is similar.
 pub(crate) fn nearest<'n>(found: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     names
         .map(|name| (strsim::damerau_levenshtein(&found.to_ascii_lowercase(), name), name))
@@ -83,7 +84,7 @@ impl<'a> DecisionRequest<'a> {
 
     /// Reads a JSON object.
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
-        // All at once is cheaper than string by string.
+        // One UTF-8 check of all bytes is cheaper than one per string.
         let Ok(text) = str::from_utf8(bytes) else {
             return Err(DecisionRequestError {
                 field: None,
@@ -191,7 +192,7 @@ fn parse_permit(text: &str) -> Result<PermitId, DecisionRequestError> {
     text.parse::<PermitId>().map_err(|error| DecisionRequestError::in_field("permit", error.to_string()))
 }
 
-/// Undoes `%41` and `+`; nothing is copied where there is nothing to undo.
+/// Decodes `%41` and `+`. Borrows the text if there is nothing to decode.
 fn decode(text: &str) -> Option<Cow<'_, str>> {
     if !text.bytes().any(|byte| matches!(byte, b'%' | b'+')) {
         return Some(Cow::Borrowed(text));
@@ -215,7 +216,7 @@ fn decode(text: &str) -> Option<Cow<'_, str>> {
     String::from_utf8(decoded).ok().map(Cow::Owned)
 }
 
-/// Where reading a JSON question stands, so that an error can name its field.
+/// The progress of reading a JSON request, so that an error can name its field.
 #[derive(Default)]
 struct RequestVisitor<'a> {
     request: DecisionRequest<'a>,
@@ -285,7 +286,7 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
     }
 }
 
-/// A string, borrowed where it has no escapes.
+/// A string, borrowed if it has no escapes.
 struct TextField<'a>(Cow<'a, str>);
 
 impl<'de> Deserialize<'de> for TextField<'de> {
@@ -329,7 +330,7 @@ impl<'de> Deserialize<'de> for CostField {
     }
 }
 
-/// `{"name": "value", …}`, with `null` for a header that isn't there.
+/// `{"name": "value", …}`, with `null` for a missing header.
 #[derive(Default)]
 struct HeadersField(Vec<(String, String)>);
 
@@ -356,7 +357,7 @@ impl<'de> Deserialize<'de> for HeadersField {
                         break;
                     }
                 }
-                // What ends before the object does is no JSON, and would be told so.
+                // Reads the rest of an object over the limit. Otherwise the parser reports a syntax error instead.
                 while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
                 Ok(headers)
             }

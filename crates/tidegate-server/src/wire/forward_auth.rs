@@ -1,12 +1,12 @@
 //! Forward-auth: a front server (nginx `auth_request`, Traefik ForwardAuth, Caddy `forward_auth`) asks about each of
 //! its requests and obeys the status.
 //!
-//! The request is described by `X-Forwarded-Method`, `-Uri` and `-Host`, or by `X-Original-Method` and
-//! `X-Original-URI` or `X-Original-URL`. Front servers pass their clients' headers on, so where both are there and
-//! disagree, one of them is a client's and the answer is 400.
+//! The original request is described by `X-Forwarded-Method`, `-Uri` and `-Host`, or by `X-Original-Method` and
+//! `X-Original-URI` or `X-Original-URL`. Front servers pass on their clients' headers. So if both sets are present and
+//! disagree, one of them is a client's and the response is 400.
 //!
-//! `/v1/auth/NAME` names the action instead. *Why in the path:* it is the one part of the question that is the front
-//! server's alone. Caddy sends its client's query string along, and all of them their clients' headers, so that a
+//! `/v1/auth/NAME` names the action instead. *Why in the path:* it is the only part of the question that the front
+//! server alone controls. Caddy passes on its client's query string, and all of them pass on their clients' headers. A
 //! client could name a harmless action in either.
 
 use std::sync::atomic::Ordering;
@@ -27,7 +27,7 @@ use crate::refusal_log::RefusalRecord;
 use crate::rejections::RejectionReason;
 use crate::wire::http_api::{ApiState, check_error_response};
 
-/// The path of forward-auth, or the beginning of it.
+/// The path of forward-auth, or its prefix.
 const PATH_PREFIX: &str = "/v1/auth";
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
@@ -37,13 +37,13 @@ const X_ORIGINAL_METHOD: HeaderName = HeaderName::from_static("x-original-method
 const X_ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
 const X_ORIGINAL_URL: HeaderName = HeaderName::from_static("x-original-url");
 
-/// True if a request to this path is forward-auth's.
+/// Returns true if a request to this path belongs to forward-auth.
 pub(crate) fn is_forward_auth_path(path: &str) -> bool {
     path.strip_prefix(PATH_PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// Answers whether a front server may serve a request of its own: 200, or the configured status for a refusal (403
-/// for a client on the deny list), with all headers that a refusal has, for the front server to copy.
+/// Tells a front server if it may serve the original request. The status is 200, or the configured one for a refusal
+/// (403 for a client on the deny list). The response has all headers of a refusal, which the front server can copy.
 pub(crate) async fn handle<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     client: &ConnectionContext,
@@ -122,8 +122,8 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     response
 }
 
-/// Refuses a request that the proxy answers 400. *Why the status of a refusal:* it is the client's request that is wrong
-/// and not the front server's question, and nginx makes a 500 of a 400.
+/// Rejects a request that the proxy would answer with 400. *Why the status of a refusal:* the error is in the client's
+/// request and not in the front server's question, and nginx turns a 400 into a 500.
 fn reject<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     reason: RejectionReason,
@@ -134,7 +134,7 @@ fn reject<S: Store, C: Clock>(
     error(api.deny_status, why)
 }
 
-/// What the front server says of its request.
+/// The original request, as the front server describes it.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct OriginalRequest<'a> {
     method: Option<&'a str>,
@@ -162,7 +162,7 @@ impl<'a> OriginalRequest<'a> {
     }
 }
 
-/// The one value of a header; an empty one is as good as none, since nginx can only empty a header, not remove it.
+/// The single value of a header. An empty one counts as none, because nginx can only empty a header, not remove it.
 fn single_value<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, &'static str> {
     let mut values = headers.get_all(name).iter();
     match (values.next(), values.next()) {
@@ -186,7 +186,7 @@ fn require_same<'a>(forwarded: Option<&'a str>, original: Option<&'a str>) -> Re
     }
 }
 
-/// The host and the path of a URL; a path is itself.
+/// Returns the host and the path of a URL. A path is returned without a host.
 fn split_url(url: &str) -> (Option<&str>, &str) {
     let Some((_, rest)) = url.split_once("://").filter(|(scheme, _)| !scheme.contains('/')) else { return (None, url) };
     match rest.find(['/', '?']) {

@@ -1,8 +1,8 @@
 //! The decision API over HTTP: `/v1/check`, `status`, `reset`, `refund`, `release`, `renew` and `explain`.
 //!
-//! A question is `{"action","ip","key","platform","cost"}` (JSON for POST, a query string for GET) and, where limits
-//! count by them, `method`, `path`, `host` and `headers`; or without an action but with a path, which then finds the
-//! action. Answers are JSON. `check` answers 200 or 429 with the decision, `status` the same decision with 200.
+//! A decision request is `{"action","ip","key","platform","cost"}`, as JSON for POST or a query string for GET. If
+//! limits count by them, it also has `method`, `path`, `host` and `headers`. Without an action, the path selects the
+//! action. Responses are JSON. `check` answers 200 or 429 with the decision, `status` the same decision with 200.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -35,27 +35,27 @@ use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
 use crate::wire::forward_auth;
 
-/// The largest question. One with eight long key parts has a few hundred bytes.
+/// The maximum size of a decision request in bytes. One with eight long key parts has a few hundred bytes.
 const MAX_REQUEST_BYTES: usize = 16 << 10;
 
 const PATHS: [&str; 8] =
     ["/v1/check", "/v1/status", "/v1/explain", "/v1/reset", "/v1/refund", "/v1/release", "/v1/renew", "/v1/auth"];
 
-/// What all connections of the API share.
+/// The state that all connections of the API share.
 pub(crate) struct ApiState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
     pub(crate) access: Access,
     pub(crate) forwarding: Forwarding,
-    /// Whether forward-auth is answered.
+    /// True if forward-auth is answered.
     pub(crate) forward_auth: bool,
     pub(crate) deny_status: StatusCode,
     pub(crate) refusals: Arc<RefusalLog>,
-    /// Whether the log has been told that forward-auth is asked by a peer that isn't trusted: once is enough.
+    /// True once a forward-auth request of an untrusted peer has been logged. It is logged once only.
     pub(crate) untrusted_peer_logged: AtomicBool,
 }
 
-/// What serves a connection's requests.
+/// The service of one connection's requests.
 pub(crate) struct ApiService<S: Store, C: Clock>(Arc<ApiConnection<S, C>>);
 
 /// One client connection to the API.
@@ -77,7 +77,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let ApiConnection { api, context: client } = &*self.0;
-        // Front servers pass on what their clients' browsers say.
+        // Forward-auth skips the checks of browser headers, because front servers pass on their clients' headers.
         if let Err(denied) = api.access.check(&request)
             && (denied == AccessError::Token || !forward_auth::is_forward_auth_path(request.uri().path()))
         {
@@ -87,7 +87,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
             return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
         }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
-            // The question that is asked most has no state but its body.
+            // The most frequent request has no state but its body, so it needs no boxed future.
             client.watch.enter(ConnectionPhase::Upload);
             let collecting = BodyCollector::start(request.into_body(), &client.watch);
             return ApiResponseFuture::CheckBody { call: Arc::clone(&self.0), collecting };
@@ -101,7 +101,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
     }
 }
 
-/// An answer that is there, or on its way.
+/// A response that is ready, or a future of it.
 pub(crate) enum ApiResponseFuture<S: Store, C: Clock> {
     Ready(Option<Response<ResponseBody>>),
     CheckBody { call: Arc<ApiConnection<S, C>>, collecting: BodyCollector },
@@ -149,7 +149,8 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
     }
 }
 
-/// Ends a request: the connection is idle again, unless its answer streams, it reads something away or the server drains.
+/// Ends a request. The connection is idle again, unless its response streams or its request is being discarded. While
+/// the server drains, the response is the connection's last.
 pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
     if !matches!(watch.phase(), ConnectionPhase::Linger | ConnectionPhase::Download) {
         watch.enter(ConnectionPhase::Idle);
@@ -160,7 +161,7 @@ pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<Re
     response
 }
 
-/// Gives an answer to a request whose body is of no interest. A small one is read away behind the answer.
+/// Answers a request without its body. A small body is read and discarded after the response.
 pub(crate) fn discard_body(
     watch: &ConnectionWatch,
     request: Request<Incoming>,
@@ -228,7 +229,7 @@ async fn route<S: Store, C: Clock>(
     }
 }
 
-/// The answer to a question that can't be read.
+/// The response to a decision request that can't be read.
 fn unreadable_body_response(watch: &ConnectionWatch, status: StatusCode) -> Response<ResponseBody> {
     watch.set_must_linger();
     let mut response = error(status, "a question has at most 16384 bytes, and arrives whole");
@@ -237,12 +238,12 @@ fn unreadable_body_response(watch: &ConnectionWatch, status: StatusCode) -> Resp
     response
 }
 
-/// A small body on its way; nothing is copied where it comes in one piece.
+/// Collects a small body. Copies nothing if the body arrives in one piece.
 pub(crate) struct BodyCollector {
     body: Incoming,
     first_chunk: Bytes,
     buffer: Vec<u8>,
-    /// True once the client was waited for, from when the body has to come at a rate.
+    /// True after the first wait for the client. From then on the body must keep a minimum rate.
     has_min_rate: bool,
     early_result: Option<Result<Bytes, StatusCode>>,
 }
@@ -252,8 +253,8 @@ impl BodyCollector {
         Self { body, first_chunk: Bytes::new(), buffer: Vec::new(), has_min_rate: false, early_result: None }
     }
 
-    /// Asks for the body at once, while the connection is still reading: most bodies come with their heads, and are
-    /// there before anybody is to be woken for them.
+    /// Polls the body at once, while the connection is still reading. Most bodies arrive with their heads and are then
+    /// complete without waking a task.
     fn start(body: Incoming, watch: &ConnectionWatch) -> Self {
         let mut collecting = Self::new(body);
         if let Poll::Ready(collected) = collecting.poll(watch, &mut Context::from_waker(Waker::noop())) {
@@ -304,7 +305,7 @@ impl BodyCollector {
     }
 }
 
-/// Questions that change nothing.
+/// Handles requests that change nothing.
 async fn handle_read<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
@@ -334,7 +335,7 @@ async fn handle_read<S: Store, C: Clock>(
     }
 }
 
-/// Questions that take back.
+/// Handles requests that change state without a check: release, renew, reset and refund.
 async fn handle_change<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
@@ -371,7 +372,7 @@ fn unexpected_permit(path: &str) -> DecisionRequestError {
     DecisionRequestError::in_field("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}"))
 }
 
-/// The question that counts, answered or begun.
+/// A check that was answered at once or is pending.
 enum CheckResponse<S: Store, C: Clock> {
     Ready(Response<ResponseBody>),
     Pending(MatchedActions, Box<PendingCheck<S, C>>),
@@ -411,7 +412,7 @@ fn decision_response<S: Store, C: Clock>(
     api.replies.decision(actions, decision).map(ResponseBody::full)
 }
 
-/// A question is about an action, or about a request whose path may find one.
+/// Checks that a request names an action, or has a path that can select one.
 fn require_action_or_path<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     question: &DecisionRequest<'_>,
@@ -428,7 +429,7 @@ fn require_action_or_path<S: Store, C: Clock>(
     Err(DecisionRequestError::in_field("action", "`action` is missing (or the `method` and `path` that find one)"))
 }
 
-/// The answer to a question that can't be decided.
+/// The response to a decision request that can't be decided.
 pub(crate) fn check_error_response<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     query: &Query<'_>,
@@ -474,7 +475,7 @@ fn bad_request(wrong: &DecisionRequestError) -> Response<ResponseBody> {
 fn json_response(status: StatusCode, body: &impl serde::Serialize) -> Response<ResponseBody> {
     match serde_json::to_vec(body) {
         Ok(text) => json(status, text.into()),
-        // Everything written here has string keys and finite numbers, which is all that serde_json asks.
+        // Not reachable: all values written here have string keys and finite numbers, which serde_json always accepts.
         Err(_) => json(StatusCode::INTERNAL_SERVER_ERROR, Bytes::from_static(br#"{"error":"Internal Server Error"}"#)),
     }
 }

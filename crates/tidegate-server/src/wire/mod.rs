@@ -1,4 +1,4 @@
-//! The protocols that the gate speaks, one file each.
+//! The protocols of the gate's API listeners, one file each.
 
 pub(crate) mod admin;
 pub(crate) mod decision_request;

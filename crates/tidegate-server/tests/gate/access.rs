@@ -1,4 +1,4 @@
-//! The API and the admin listener before web pages.
+//! Requests of web pages to the API and the admin listener.
 
 use serde_json::json;
 
@@ -6,7 +6,7 @@ use crate::common::{Running, capture, get, json as parsed, nobody, once, policy,
 
 const FILE: &str = "[inbound.action.login]\nlimit = \"5 per 60s\"\n";
 const ABOUT: &str = r#"{"action":"login","ip":"203.0.113.7"}"#;
-/// The request that a question to `/v1/auth` is about.
+/// The original request in a request to `/v1/auth`.
 const FORWARDED: &str = "x-forwarded-method: GET\r\nx-forwarded-uri: /\r\n";
 
 fn request(method: &str, path: &str, lines: &str, body: &str) -> String {
@@ -17,7 +17,7 @@ async fn used(gate: &Running) -> serde_json::Value {
     parsed(&once(gate.api, get("/v1/explain?action=login&ip=203.0.113.7")).await)["limits"][0]["used"].clone()
 }
 
-/// Lines of requests, and whether they may be a web page's of somebody else's.
+/// Header lines of requests, and the status for them: an error if they may come from a foreign web page.
 fn lines() -> Vec<(String, u16)> {
     let host = |lines: &str| format!("host: 127.0.0.1:8082\r\n{lines}");
     vec![

@@ -51,7 +51,7 @@ async fn a_check_from_the_first_to_the_refused() {
     let report: DecisionReport = serde_json::from_str(body(&refused)).unwrap();
     assert_eq!(report.retry_after, Some(2));
 
-    // Looking changes nothing.
+    // Reading changes nothing.
     for path in ["/v1/status", "/v1/explain"] {
         let answer = caller.ask(get(&format!("{path}?action=login&ip=203.0.113.7"))).await;
         assert_eq!(status(&answer), 200);
@@ -211,7 +211,7 @@ async fn questions_are_bounded() {
         caller.send(format!("2000\r\n{}\r\n", "x".repeat(0x2000))).await;
     }
     assert_eq!(status(&caller.message().await), 413);
-    // In pieces it is as good as in one.
+    // A body in pieces is accepted like one in a single piece.
     let mut caller = Peer::connect(gate.api).await;
     caller
         .send(

@@ -1,4 +1,4 @@
-//! The API before a real browser, whose pages are somebody else's.
+//! The API in a real browser that shows a foreign page.
 
 use std::net::SocketAddr;
 use std::process::Command;
@@ -15,7 +15,7 @@ const EXPLAIN: &str = "/v1/explain?action=login&ip=203.0.113.7";
 /// A name of the page's own that resolves to loopback.
 const REBOUND: &str = "rebound.example";
 
-/// A page that tries what a page can to reset and to read, at each of the API's names, and then shows what it was told.
+/// A page that tries to reset and to read by each of the API's names, and then shows the results.
 const PAGE: &str = r#"<!doctype html><title>page</title><img src="/hold"><pre></pre><script>
 const names = ["127.0.0.1", "localhost", "rebound.example"], told = [];
 const about = '{"action":"login","ip":"203.0.113.7"}', explain = "/v1/explain?action=login&ip=203.0.113.7";
@@ -62,7 +62,7 @@ const tries = async (api) => {
 })();
 </script>"#;
 
-/// Serves the page on a port of this address; it is loading until it asks for `/done`.
+/// Serves the page on a port of this address. The page keeps loading until it requests `/done`.
 async fn page(address: &str, api: u16) -> SocketAddr {
     let listener = TcpListener::bind((address, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -89,7 +89,7 @@ async fn page(address: &str, api: u16) -> SocketAddr {
     address
 }
 
-/// The page that a browser shows at a URL. `None` if there is none.
+/// Returns the page that a browser shows at a URL. `None` if there is no browser.
 async fn browse(url: String) -> Option<String> {
     tokio::task::spawn_blocking(move || chromium_dom(&url, REBOUND)).await.unwrap()
 }
@@ -115,7 +115,7 @@ async fn a_page_in_a_browser_can_neither_reset_nor_read_and_curl_can() {
         assert!(!shown.contains("\"used\""), "{page}: {shown}");
         assert_eq!(json(&once(gate.api, get(EXPLAIN)).await)["limits"][0]["used"], 3, "{page}: {shown}");
     }
-    // To the browser a rebound page is of the API's own origin, as is what a person opens.
+    // For the browser a rebound page has the API's own origin, and so has a page that the user opens.
     let rebound = browse(format!("http://{REBOUND}:{port}{EXPLAIN}")).await.unwrap_or_default();
     assert!(rebound.contains("api.hosts names others") && !rebound.contains("\"used\""), "{rebound}");
     let own = browse(format!("http://127.0.0.1:{port}{EXPLAIN}")).await.unwrap_or_default();

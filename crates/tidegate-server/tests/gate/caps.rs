@@ -1,4 +1,4 @@
-//! Everything has a bound, and at the bound what is written happens.
+//! Every limit of the server, and its documented behaviour at the limit.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -58,7 +58,7 @@ async fn bodies() {
     assert_eq!(upstream.seen().len(), 1, "the upstream never gets a whole request");
 }
 
-/// A gate that takes two connections, whose upstream gives them nothing but time.
+/// A gate with a cap of two connections, and an upstream that never answers.
 async fn narrow() -> (TcpListener, Running) {
     let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gate = start(upstream.local_addr().unwrap(), "[inbound.caps]\nconnections = 2\n").await;
@@ -76,7 +76,7 @@ async fn connections_wait_while_all_others_are_busy() {
     let mut third = Peer::connect(gate.inbound).await;
     third.send(get("/")).await;
     assert!(tokio::time::timeout(Duration::from_millis(300), upstream.accept()).await.is_err());
-    // Health is told all the same, even to one who comes after many that say nothing.
+    // The health check answers even after many silent connections.
     let mut silent = Vec::new();
     for _ in 0..70 {
         silent.push(Peer::connect(gate.admin).await);
@@ -100,7 +100,7 @@ async fn idle_connections_make_room() {
     for _ in 0..100 {
         silent.push(Peer::connect(gate.inbound).await);
     }
-    // Long enough to be told from those who come now.
+    // Long enough to distinguish these connections from new ones.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let mut others = Vec::new();
     for _ in 0..150 {
@@ -141,7 +141,7 @@ async fn a_connection_that_becomes_idle_makes_room() {
     assert_eq!(status(&third.message().await), 200);
 }
 
-/// True if a request on a new connection is answered with 200 though others fill the listener.
+/// Returns true if a request on a new connection gets a 200 while other connections fill the listener.
 async fn is_served(address: SocketAddr, path: &str) -> bool {
     let mut client = Peer::connect(address).await;
     match tokio::time::timeout(Duration::from_secs(5), client.ask(get(path))).await {
@@ -168,7 +168,7 @@ async fn unfinished_heads_make_room_and_requests_under_way_stay() {
     busy.send(get("/")).await;
     let mut served = Peer::over(upstream.accept().await.unwrap().0);
     served.message().await;
-    // Of two places one is left, and it is taken again and again.
+    // One of two slots is left, and new connections take it again and again.
     let mut begun = begun(gate.inbound, 4, "G").await;
     let mut other = Peer::connect(gate.inbound).await;
     other.send(get("/")).await;
@@ -183,7 +183,7 @@ async fn unfinished_heads_make_room_and_requests_under_way_stay() {
     assert_eq!(status(&busy.message().await), 200);
 }
 
-/// A store that answers after a second and a half.
+/// A store that answers after 1.5 s.
 struct Slow(Arc<Memory>);
 
 impl Store for Slow {
@@ -257,7 +257,7 @@ async fn bodies_that_trickle_after_their_answer_make_room() {
     assert!(is_served(gate.admin, "/healthz").await);
 }
 
-/// Sends a body of 130 bytes, one every tenth of a second; the status that comes of it.
+/// Sends a body of 130 bytes, one every tenth of a second, and returns the response's status.
 async fn trickled(address: SocketAddr, path: &str, kind: &str) -> u16 {
     let mut client = Peer::connect(address).await;
     let head = format!("POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: {kind}\r\ncontent-length: 130\r\n\r\n");
@@ -312,7 +312,7 @@ async fn unfinished_heads() {
             .await;
     let begun = format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}", "y".repeat(900 << 10));
     let mut clients = Vec::new();
-    // 900 KiB of 36 fit into 32 MiB, and of 37 don't.
+    // 36 heads of 900 KiB fit into 32 MiB; 37 don't.
     for _ in 0..37 {
         let mut client = Peer::connect(gate.inbound).await;
         client.send(&begun).await;
@@ -326,7 +326,7 @@ async fn unfinished_heads() {
 
 #[tokio::test]
 async fn idle_upstream_connections() {
-    // With none kept, each request gets a connection of its own.
+    // With an empty pool, each request gets a new connection.
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\npool_idle = 0\n").await;
     let mut client = Peer::connect(gate.inbound).await;

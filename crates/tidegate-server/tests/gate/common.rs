@@ -1,4 +1,4 @@
-//! A gate in this process, servers behind it that do as they are told, and clients that speak in exact bytes.
+//! A gate in this process, scripted servers behind it, and clients that send exact bytes.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -15,10 +15,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// Longer than anything here takes, unless it hangs.
+/// Longer than any test takes, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A gate that runs.
+/// A running gate.
 pub(crate) struct Running {
     pub(crate) inbound: SocketAddr,
     pub(crate) api: SocketAddr,
@@ -29,17 +29,17 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Tells the gate to stop; the handle gives how it ended.
+    /// Stops the gate. The handle returns its shutdown summary.
     pub(crate) fn stop(&mut self) -> JoinHandle<ShutdownSummary> {
         self.stop.take().unwrap().send(()).unwrap();
         self.ended.take().unwrap()
     }
 }
 
-/// Reads a policy in which every port is the system's choice.
+/// Reads a policy whose ports the system selects.
 pub(crate) fn policy(upstream: SocketAddr, rest: &str) -> Policy {
     let ports = [("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"), ("TIDEGATE__API__LISTEN", "127.0.0.1:0")];
-    // The names by which the tests' requests call them.
+    // The host names that the tests' requests use.
     let hosts = [("TIDEGATE__API__HOSTS", "gate.test,a"), ("TIDEGATE__ADMIN__HOSTS", "gate.test")];
     let more = [("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")].into_iter().chain(hosts);
     let upstream = [("TIDEGATE__INBOUND__UPSTREAM".to_owned(), format!("http://{upstream}"))];
@@ -52,7 +52,7 @@ pub(crate) async fn start(upstream: SocketAddr, rest: &str) -> Running {
     try_start(&policy(upstream, rest), |_| None).unwrap()
 }
 
-/// Starts a gate of this policy, whose tokens are looked up by `env`.
+/// Starts a gate of this policy. `env` looks up its tokens.
 pub(crate) fn try_start(
     policy: &Policy,
     env: impl Fn(&str) -> Option<String> + Send + Sync + 'static,
@@ -84,8 +84,8 @@ pub(crate) fn serve<S: Store>(
     })
 }
 
-/// An upstream that notes each request's bytes and answers each with the same bytes. It reads bodies of known length
-/// and chunked ones, and keeps its connections.
+/// An upstream that records each request's bytes and answers each with the same bytes. It reads bodies of known length
+/// and chunked ones, and keeps its connections open.
 #[derive(Clone)]
 pub(crate) struct Echo {
     pub(crate) address: SocketAddr,
@@ -120,10 +120,10 @@ impl Echo {
     }
 }
 
-/// A plain answer of an upstream.
+/// A plain response of an upstream.
 pub(crate) const HELLO: &str = "HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello";
 
-/// An address on which nobody listens.
+/// An address without a listener.
 pub(crate) fn nobody() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], tidegate_testkit::servers::free_port()))
 }
@@ -148,18 +148,18 @@ impl Peer {
         self.stream.write_all(bytes.as_ref()).await.unwrap();
     }
 
-    /// Sends a request and reads its answer.
+    /// Sends a request and reads its response.
     pub(crate) async fn ask(&mut self, bytes: impl AsRef<[u8]>) -> String {
         self.send(bytes).await;
         self.message().await
     }
 
-    /// The next message.
+    /// Reads the next message.
     pub(crate) async fn message(&mut self) -> String {
         self.try_message().await.expect("a whole message before the end of the connection")
     }
 
-    /// The next message with its body as it is on the wire; `None` at the end of the connection.
+    /// Reads the next message with its body as on the wire; `None` at the end of the connection.
     pub(crate) async fn try_message(&mut self) -> Option<String> {
         let head = loop {
             if let Some(at) = find(&self.rest, b"\r\n\r\n") {
@@ -199,7 +199,7 @@ impl Peer {
         Some(String::from_utf8_lossy(&message).into_owned())
     }
 
-    /// So many bytes.
+    /// Reads this many bytes.
     pub(crate) async fn exactly(&mut self, count: usize) -> String {
         while self.rest.len() < count {
             self.more().await.expect("more bytes before the end of the connection");
@@ -207,13 +207,13 @@ impl Peer {
         String::from_utf8_lossy(&self.rest.drain(..count).collect::<Vec<_>>()).into_owned()
     }
 
-    /// Everything up to the end of the connection.
+    /// Reads everything up to the end of the connection.
     pub(crate) async fn all(&mut self) -> String {
         while self.more().await.is_some() {}
         String::from_utf8_lossy(&std::mem::take(&mut self.rest)).into_owned()
     }
 
-    /// Whether the other end closes without another byte.
+    /// Returns true if the other end closes without another byte.
     pub(crate) async fn ends(&mut self) -> bool {
         self.rest.is_empty() && self.more().await.is_none()
     }
@@ -235,14 +235,14 @@ fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     haystack.windows(needle.len()).position(|window| window == needle)
 }
 
-/// A message without its `date`, which nobody can foresee.
+/// A message without its `date`, which isn't predictable.
 pub(crate) fn undated(message: &str) -> String {
     let kept: Vec<&str> =
         message.split("\r\n").filter(|line| !line.to_ascii_lowercase().starts_with("date: ")).collect();
     kept.join("\r\n")
 }
 
-/// The status of an answer.
+/// The status of a response.
 pub(crate) fn status(message: &str) -> u16 {
     message.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or_else(|| panic!("no status: {message:?}"))
 }
@@ -261,27 +261,27 @@ pub(crate) fn header<'m>(message: &'m str, name: &str) -> Option<&'m str> {
     })
 }
 
-/// The JSON of an answer.
+/// The JSON of a response.
 pub(crate) fn json(message: &str) -> serde_json::Value {
     serde_json::from_str(body(message)).unwrap_or_else(|error| panic!("{error}: {message}"))
 }
 
-/// One request on a connection of its own.
+/// Sends one request on a new connection and reads its response.
 pub(crate) async fn once(address: SocketAddr, request: impl AsRef<[u8]>) -> String {
     Peer::connect(address).await.ask(request).await
 }
 
-/// A GET without anything.
+/// A GET request without further headers.
 pub(crate) fn get(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nhost: gate.test\r\n\r\n")
 }
 
-/// A POST of JSON.
+/// A POST request with JSON.
 pub(crate) fn post(path: &str, body: &str) -> String {
     format!("POST {path} HTTP/1.1\r\nhost: gate.test\r\ncontent-length: {}\r\n\r\n{body}", body.len())
 }
 
-/// What the gate logs.
+/// The lines of the gate's log.
 #[derive(Clone, Default)]
 pub(crate) struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -301,7 +301,7 @@ impl Lines {
     }
 }
 
-/// Has what this thread does logged here, until the guard is dropped.
+/// Captures the log of this thread until the guard is dropped.
 pub(crate) fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
     let policy = Policy::load(PolicySources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
     let lines = Lines::default();

@@ -1,4 +1,4 @@
-//! Which address a request counts for, which action it matches, and what becomes of a refused request's body.
+//! The address that a request counts for, the action that it matches, and the body of a refused request.
 
 use crate::common::{Echo, HELLO, Peer, get, header, once, post, start, status};
 
@@ -46,7 +46,7 @@ async fn a_refused_body_is_read_away_if_it_is_small() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
 
-    // Sent with its head, or only after the answer: the connection goes on.
+    // The connection stays open if the body comes with its head, and if it comes after the response.
     let mut client = Peer::connect(gate.inbound).await;
     assert_eq!(status(&client.ask(post("/no", "abc")).await), 429);
     client.send("POST /no HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n").await;
@@ -58,14 +58,14 @@ async fn a_refused_body_is_read_away_if_it_is_small() {
     assert_eq!(status(&client.ask(get("/yes")).await), 200);
     assert_eq!(upstream.seen().len(), 1);
 
-    // A large one is not waited for.
+    // A large body isn't waited for.
     let mut client = Peer::connect(gate.inbound).await;
     client.send("POST /no HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n").await;
     client.send(vec![b'x'; 200_000]).await;
     let answer = client.message().await;
     assert_eq!((status(&answer), header(&answer, "connection")), (429, Some("close")));
 
-    // Nor is an endless one.
+    // Nor is an endless body.
     let mut client = Peer::connect(gate.inbound).await;
     client.send("POST /no HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n").await;
     assert_eq!(status(&client.message().await), 429);

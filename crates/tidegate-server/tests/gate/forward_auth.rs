@@ -1,4 +1,4 @@
-//! Forward-auth, as nginx, Traefik and Caddy ask.
+//! Forward-auth with the requests of nginx, Traefik and Caddy.
 
 use crate::common::{Peer, body, get, header, json, nobody, once, start, status, undated};
 
@@ -80,10 +80,10 @@ async fn an_action_by_name_and_keys_from_headers() {
     assert_eq!(status(&once(gate.api, ask("a")).await), 200);
     assert_eq!(status(&once(gate.api, ask("b")).await), 200);
     assert_eq!(status(&once(gate.api, ask("a")).await), 429);
-    // A client's query string, which Caddy sends along, names nothing.
+    // The client's query string, which Caddy passes on, selects no action.
     let query = "GET /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-forwarded-method: POST\r\nx-forwarded-uri: /login?action=tenant\r\n\r\n";
     assert_eq!(header(&once(gate.api, query).await, "ratelimit"), Some("\"login\";r=0;t=60"));
-    // Whatever method the front server uses.
+    // The same with any method of the front server.
     let mut front = Peer::connect(gate.api).await;
     let post = "POST /v1/auth/tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: c\r\ncontent-length: 2\r\n\r\n{}";
     assert_eq!(status(&front.ask(post).await), 200);

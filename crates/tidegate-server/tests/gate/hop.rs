@@ -1,4 +1,4 @@
-//! Headers that belong to one hop, over the wire.
+//! Hop-by-hop headers on the wire.
 
 use crate::common::{Echo, HELLO, Peer, get, once, start};
 

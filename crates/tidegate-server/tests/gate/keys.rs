@@ -1,4 +1,4 @@
-//! Keys that clients spell as they like: neither proxy nor forward-auth nor decision API is evaded by that.
+//! Keys in spellings that clients choose: no spelling evades the proxy, forward-auth or the decision API.
 
 use crate::common::{Echo, HELLO, Peer, Running, body, capture, json, nobody, once, post, start, status};
 
@@ -24,7 +24,7 @@ const FILE: &str = r#"
     missing = "refuse"
 "#;
 
-/// A request from a client of its own through the proxy.
+/// A request through the proxy, with a client address of its own.
 fn through(path: &str, client: u8, lines: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nhost: gate.test\r\nx-forwarded-for: 203.0.113.{client}\r\n{lines}\r\n")
 }

@@ -1,4 +1,4 @@
-//! What the gate writes down.
+//! The gate's log.
 
 use std::time::Duration;
 

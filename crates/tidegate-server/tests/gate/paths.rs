@@ -1,4 +1,4 @@
-//! Paths and hosts that servers read in different ways, at each door.
+//! Paths and hosts that servers read in different ways, through the proxy, forward-auth and the decision API.
 
 use serde_json::json as value;
 
@@ -38,7 +38,7 @@ async fn a_path_is_charged_to_what_each_of_its_readings_matches() {
     let both = "/static%2fx/../login";
     let answer = once(gate.inbound, get(both)).await;
     assert_eq!(header(&answer, "ratelimit"), Some("\"login\";r=4;t=3600"), "{answer}");
-    // The policy is that of the action whose limit has the least left.
+    // The first policy is that of the action with the least left in its limit.
     assert_eq!(header(&answer, "ratelimit-policy"), Some("\"login\";q=5;w=3600, \"global\";q=1000;w=3600"), "{answer}");
     let explained = json(&once(gate.api, get("/v1/explain?path=/static/..//login&ip=127.0.0.1")).await);
     assert_eq!((&explained["action"], &explained["also"]), (&value!("login"), &value!(["static"])), "{explained}");
@@ -149,7 +149,7 @@ async fn a_host_with_more_than_a_port_is_refused_at_every_door() {
         assert!(header(&answer, "ratelimit").unwrap().starts_with("\"hosted\""), "{host} {answer}");
     }
     for host in ["example.org:80:80", "example.org::", "example.org:80:x", "example.org:80:", ":80:"] {
-        // The log takes ten lines a second.
+        // The log writes at most ten lines a second.
         gate.clock.advance(tidegate::Span::from_secs(1));
         let answer = once(gate.inbound, format!("GET /vhost HTTP/1.1\r\nHost: {host}\r\n\r\n")).await;
         assert_eq!(status(&answer), 400, "{host} {answer}");
@@ -167,7 +167,7 @@ async fn a_host_with_more_than_a_port_is_refused_at_every_door() {
     let text = lines.text();
     let last = text.lines().rfind(|line| line.contains("rejected")).unwrap();
     assert!(last.contains("reason=\"host\"") && last.contains("total=20") && last.contains("host=:80:"), "{text}");
-    // HTTP/1.0 needs none, and is counted as what the upstream is told.
+    // HTTP/1.0 may omit the host. Such a request is counted under the host that the upstream receives.
     assert_eq!(status(&once(gate.inbound, "GET /vhost HTTP/1.0\r\n\r\n").await), 200);
 }
 

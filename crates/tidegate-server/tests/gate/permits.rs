@@ -1,4 +1,4 @@
-//! Limits on calls in flight: held until the last byte, given back however the request ends.
+//! Limits on calls in flight: a permit is held until the last byte, and returned however the request ends.
 
 use std::time::Duration;
 

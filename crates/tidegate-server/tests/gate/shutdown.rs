@@ -1,4 +1,4 @@
-//! Going down loses nothing.
+//! A shutdown loses no request.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -73,7 +73,7 @@ async fn under_load_every_request_that_was_sent_is_answered() {
                 tokio::spawn(async move {
                     while going.load(Ordering::Relaxed) {
                         let Ok(mut stream) = TcpStream::connect(address).await else { return };
-                        // The next request follows its answer at once, so some are always on their way.
+                        // Each request follows the previous response at once, so some are always in flight.
                         for number in 0.. {
                             let mut buffer = [0; 1024];
                             let asked = async {
@@ -82,7 +82,7 @@ async fn under_load_every_request_that_was_sent_is_answered() {
                             };
                             let count = match asked.await {
                                 Ok(count) => count,
-                                // The system connected it on the gate's behalf, and the gate never heard of it.
+                                // The system accepted the connection, but the gate never received it.
                                 Err(_) if number == 0 => return,
                                 Err(error) => panic!("a connection ended between requests without a word: {error}"),
                             };

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::common::{Echo, HELLO, Peer, header, json, start, status};
 
-/// What is sent, and the status of the answer.
+/// The bytes of a request, and the status of the response.
 const REFUSED: &[(&str, &str, u16)] = &[
     (
         "both framings",
@@ -105,7 +105,7 @@ async fn refused_and_then_closed() {
     let gate = start(upstream.address, "").await;
     for (what, bytes, expected) in REFUSED {
         let mut client = Peer::connect(gate.inbound).await;
-        // Whatever follows is not to be taken for a request of its own.
+        // The bytes that follow must not be read as a request of their own.
         client.send(format!("{bytes}{SMUGGLED}")).await;
         let answer = client.message().await;
         assert_eq!(status(&answer), *expected, "{what}: {answer}");
@@ -123,7 +123,7 @@ async fn forwarded_in_one_reading() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;
-    // Allowed, if sloppy: they come out in the one form that everybody reads alike.
+    // These are allowed although unusual: they are forwarded in the one form that all servers read alike.
     for bytes in [
         "POST /1 HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
         "POST /2 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: CHUNKED\r\n\r\n3;ext=1\r\nabc\r\n0\r\n\r\n",
@@ -182,7 +182,7 @@ async fn an_upstream_that_says_both_is_read_by_its_chunks() {
             let upstream = Echo::start(answer.leak()).await;
             let gate = start(upstream.address, "").await;
             let mut client = Peer::connect(gate.inbound).await;
-            // Whatever the length says, the next answer begins where the client thinks it does.
+            // With any length, the next response begins where the client expects it.
             for _ in 0..2 {
                 let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
                 assert!(answer.ends_with("\r\n\r\n5\r\nhello\r\n0\r\n\r\n"), "{answer}");

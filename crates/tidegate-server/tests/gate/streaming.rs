@@ -1,4 +1,4 @@
-//! Bodies stream: never collected, never ahead of who reads them.
+//! Bodies are streamed: never collected, and never read faster than they are taken.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ fn resident() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap_or_default() << 10
 }
 
-/// An upstream that takes `LARGE` bytes and gives as many back, whoever asks.
+/// An upstream that reads `LARGE` bytes and sends the same number back, for each connection.
 async fn large() -> std::net::SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -106,7 +106,7 @@ async fn a_slow_reader_slows_the_upstream() {
     let mut client = Peer::connect(gate.inbound).await;
     client.send(get("/")).await;
     let mut last = u64::MAX;
-    // Sockets' buffers fill up, and then nothing moves.
+    // Socket buffers fill up, and then no byte moves.
     let stalled = tokio::time::timeout(PATIENCE, async {
         loop {
             tokio::time::sleep(Duration::from_millis(300)).await;
@@ -151,7 +151,7 @@ async fn chunks_arrive_as_they_are_sent() {
         let count = served.stream.read(&mut buffer).await.unwrap();
         seen.push_str(std::str::from_utf8(&buffer[..count]).unwrap());
     }
-    // The answer begins before the question has ended.
+    // The response begins before the request has ended.
     served.send("HTTP/1.1 200 OK\r\ntrailer: x-down\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n").await;
     let mut got = String::new();
     while !got.ends_with("3\r\none\r\n") {
@@ -183,7 +183,7 @@ async fn expectations_reach_the_upstream() {
     let gate = start(upstream, "").await;
     let ask = "POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n";
 
-    // Wanted: the client is told to go on only now.
+    // The upstream wants the body: only now the client gets its 100.
     let mut client = Peer::connect(gate.inbound).await;
     client.send(ask).await;
     let (stream, _) = listener.accept().await.unwrap();
@@ -200,7 +200,7 @@ async fn expectations_reach_the_upstream() {
     served.send(HELLO).await;
     assert_eq!(status(&client.message().await), 200);
 
-    // Refused: the client never sends its body, and the connections end.
+    // The upstream refuses: the client never sends its body, and the connections end.
     let mut client = Peer::connect(gate.inbound).await;
     client.send(ask).await;
     let mut served = match tokio::time::timeout(Duration::from_millis(200), listener.accept()).await {
@@ -229,7 +229,7 @@ async fn answers_without_bodies() {
             assert_eq!(crate::common::undated(&client.ask(get("/")).await), expected);
         }
     }
-    // The length that HEAD tells is that of the body it doesn't have.
+    // The length in a response to HEAD is that of the missing body.
     let upstream = Echo::start("HTTP/1.1 200 OK\r\ncontent-length: 1234\r\n\r\n").await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;

@@ -1,4 +1,4 @@
-//! Each phase of a request has its time.
+//! Each phase of a request has a timeout.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::net::TcpListener;
 
 use crate::common::{Echo, HELLO, PATIENCE, Peer, body, get, header, start, status};
 
-/// An upstream that accepts and says nothing, and what it accepted.
+/// An upstream that accepts and never answers.
 async fn silent() -> (TcpListener, std::net::SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -23,7 +23,7 @@ async fn a_head_that_trickles() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, &timeouts("header = \"300ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
-    // Each byte comes in time, but the head doesn't.
+    // Each byte arrives in time, but the whole head doesn't.
     for byte in "GET / HTTP/1.1\r\nhost: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa".as_bytes().chunks(1) {
         if tokio::io::AsyncWriteExt::write_all(&mut client.stream, byte).await.is_err() {
             break;
@@ -35,7 +35,7 @@ async fn a_head_that_trickles() {
     assert!(body(&answer).starts_with("{\"error\":\"Request Timeout\"") && body(&answer).ends_with('}'), "{answer}");
     assert!(client.ends().await);
 
-    // A connection that says nothing is closed without a word.
+    // A silent connection is closed without a response.
     assert!(Peer::connect(gate.inbound).await.ends().await);
 }
 
@@ -119,7 +119,7 @@ async fn an_answer_that_stops_coming() {
 
 #[tokio::test]
 async fn an_upstream_that_cannot_be_reached() {
-    // Nobody answers in this network (RFC 5737); where a router says so at once, that is a 502.
+    // No host answers in this network (RFC 5737). If a router reports that at once, the status is 502.
     let address = std::net::SocketAddr::from(([192, 0, 2, 1], 80));
     let gate = start(address, &timeouts("connect = \"200ms\"")).await;
     let answer = Peer::connect(gate.inbound).await.ask(get("/")).await;

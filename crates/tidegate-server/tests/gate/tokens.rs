@@ -1,4 +1,4 @@
-//! Who may ask.
+//! Tokens of the listeners.
 
 use tidegate_server::ServeError;
 
@@ -39,7 +39,7 @@ async fn the_token_is_asked_for() {
     }
     assert_eq!(status(&once(gate.admin, get("/healthz")).await), 401);
     assert_eq!(status(&once(gate.admin, ask("/healthz", "authorization: Bearer other\r\n")).await), 200);
-    // Whatever was to be posted is read away, and the connection goes on.
+    // The request's body is discarded, and the connection stays open.
     let mut client = crate::common::Peer::connect(gate.api).await;
     for _ in 0..2 {
         assert_eq!(status(&client.ask(post("/v1/check", "{}")).await), 401);
@@ -56,7 +56,7 @@ async fn beyond_loopback_a_token_is_a_must() {
                 (variable, address.to_owned()),
                 ("TIDEGATE__INBOUND__LISTEN".to_owned(), "127.0.0.1:0".to_owned()),
             ]);
-            // The policy may say so first; if it doesn't, the server does.
+            // The policy may report this first; otherwise the server does.
             let Ok(policy) = tidegate_policy::Policy::load(sources) else { continue };
             let refused = try_start(&policy, |_| None).err().map(|error| error.to_string());
             assert!(

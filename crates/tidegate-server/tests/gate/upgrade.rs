@@ -1,4 +1,4 @@
-//! Connections that stop being HTTP.
+//! Upgraded connections.
 
 use futures_util::{SinkExt as _, StreamExt as _};
 use tokio::net::TcpListener;

@@ -1,4 +1,4 @@
-//! A refused upload is answered, and the client gets to read the answer.
+//! Refused uploads: the client can read the response.
 
 use std::process::Command;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use tokio::io::AsyncWriteExt as _;
 
 use crate::common::{Echo, HELLO, Peer, get, start, status};
 
-/// Requests to `/full` are refused, and to `/blocked` by a block.
+/// A policy that refuses requests to `/full` by a limit, and to `/blocked` by a block.
 const FULL: &str = "[inbound.action.full]\nmatch = { path = \"/full\" }\nlimit = \"1 per 1h\"\n\
     [inbound.action.blocked]\nmatch = { path = \"/blocked\" }\nlimit = \"1 per 1h\"\nban = \"1h\"\n";
 
@@ -71,7 +71,7 @@ func main() {
 }
 "#;
 
-/// Runs a client that prints what became of its uploads to a refused path.
+/// Runs a client that prints the results of its uploads to a refused path.
 async fn outcome(mut command: impl FnMut(&str) -> Command) -> String {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FULL).await;
@@ -126,7 +126,7 @@ async fn pushed(address: std::net::SocketAddr, path: &str, piece: usize, pause: 
     sent
 }
 
-/// Far more than what is read away of a client that may not go on, and what sockets hold.
+/// Far more bytes than socket buffers and the discard limit of a client that may not go on.
 const PLENTY: usize = 48 << 20;
 
 #[tokio::test]
@@ -153,7 +153,7 @@ async fn an_upload_that_trickles_is_read_away_for_two_seconds() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FULL).await;
     assert_eq!(status(&Peer::connect(gate.inbound).await.ask(get("/full")).await), 200);
-    // 10 KB a second: more than nothing, and less than is worth a connection.
+    // 10 KB a second: some progress, but less than a connection must make.
     let sent = pushed(gate.inbound, "/full", 1000, Duration::from_millis(100), 200_000).await;
     assert!(sent < 200_000, "{sent}");
 }
@@ -161,7 +161,7 @@ async fn an_upload_that_trickles_is_read_away_for_two_seconds() {
 #[tokio::test]
 async fn few_uploads_are_read_away_at_a_time() {
     let upstream = Echo::start(HELLO).await;
-    // One in eight of eight.
+    // One in eight, of eight connections.
     let gate = start(upstream.address, &format!("{FULL}[inbound.caps]\nconnections = 8\n")).await;
     assert_eq!(status(&Peer::connect(gate.inbound).await.ask(get("/full")).await), 200);
     let (piece, pause) = (64 << 10, Duration::from_millis(100));

@@ -1,4 +1,4 @@
-//! Exact bytes of what clients and upstreams read.
+//! The exact bytes that clients and upstreams read.
 
 use tidegate::Span;
 
@@ -167,7 +167,7 @@ async fn a_head_that_cannot_be_read() {
         {\"error\":\"Bad Request\",\"message\":\"the request's head can't be read: invalid content-length parsed\"}";
     for address in [gate.inbound, gate.api, gate.admin] {
         assert_eq!(Peer::connect(address).await.ask(two_lengths).await, told);
-        // Behind another request, in the same packet and in one of its own.
+        // After another request, in the same packet and in one of its own.
         let mut client = Peer::connect(address).await;
         client.send(get("/healthz") + two_lengths).await;
         client.message().await;

@@ -1,4 +1,4 @@
-//! Replies that are kept.
+//! Cached replies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! A provider that does as it is told, and a gateway before it.
+//! A scripted provider, and a gateway in front of it.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -24,11 +24,11 @@ use tokio::task::JoinHandle;
 
 use crate::wire::Peer;
 
-/// Limits and retries that are in nobody's way.
+/// Limits and retries that affect no test.
 pub(crate) const FREE: &str = "limit = \"1000/s burst 1000\"\nretry = { base = \"1ms\", cap = \"1ms\" }\n";
-/// One attempt a call.
+/// One attempt per call.
 pub(crate) const ONCE: &str = "limit = \"1000/s burst 1000\"\nretry = { max_attempts = 1 }\n";
-/// A credential of its own.
+/// The provider's credential, sent as a bearer token.
 pub(crate) const BEARER: &str = "auth = \"bearer\"\ncredentials = \"env:A\"\n";
 /// The value of the credential `env:A`.
 pub(crate) const PLANTED: &str = "pl4nted-s3cr3t-a";
@@ -48,7 +48,7 @@ impl Arrived {
     }
 }
 
-/// What a provider answers.
+/// A provider's reply.
 pub(crate) struct Answer {
     status: u16,
     headers: Vec<(&'static str, String)>,
@@ -72,7 +72,7 @@ impl Answer {
     }
 }
 
-/// A provider: answers the n-th request, counted from 0, as its script says.
+/// A provider that answers the n-th request, counted from 0, by its script.
 #[derive(Clone)]
 pub(crate) struct Api {
     pub(crate) address: SocketAddr,
@@ -135,7 +135,7 @@ impl Api {
         self.arrived.lock().unwrap().clone()
     }
 
-    /// How many connections there were.
+    /// The number of accepted connections.
     pub(crate) fn connections(&self) -> usize {
         self.connections.load(Ordering::Relaxed)
     }
@@ -155,7 +155,7 @@ pub(crate) fn provider(address: SocketAddr, settings: &str) -> String {
     format!("[outbound.provider.api]\nbase_url = \"http://{address}/v1\"\n{settings}")
 }
 
-/// A gateway that runs.
+/// A running gateway.
 pub(crate) struct Gateway<C> {
     pub(crate) address: SocketAddr,
     pub(crate) clock: C,
@@ -164,12 +164,12 @@ pub(crate) struct Gateway<C> {
 }
 
 impl<C> Gateway<C> {
-    /// Sends these bytes on a connection of their own.
+    /// Sends these bytes on a new connection.
     pub(crate) async fn ask(&self, request: impl AsRef<[u8]>) -> String {
         Peer::connect(self.address).await.ask(request).await
     }
 
-    /// Sends the same as often at the same time.
+    /// Sends the same request `count` times at once.
     pub(crate) async fn ask_at_once(&self, count: usize, request: &str) -> Vec<String> {
         join_all((0..count).map(|_| self.ask(request))).await
     }
@@ -180,7 +180,7 @@ impl<C> Gateway<C> {
     }
 }
 
-/// A gateway whose time stands still until it is told otherwise.
+/// A gateway on a manual clock.
 pub(crate) fn standing(policy: &str) -> Gateway<ManualClock> {
     gateway(policy, ManualClock::default())
 }
@@ -190,7 +190,7 @@ pub(crate) fn running(policy: &str) -> Gateway<SystemClock> {
     gateway(policy, SystemClock::new())
 }
 
-/// A gateway of this policy. Its credentials are `pl4nted-s3cr3t-` and the variable's name in small letters.
+/// A gateway of this policy. The value of a credential is `pl4nted-s3cr3t-` and the variable's name in lower case.
 fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
     let off = ["TIDEGATE__API__LISTEN", "TIDEGATE__ADMIN__LISTEN"].map(|name| (name, "off"));
     let mut sources = PolicySources::new().file("test.toml", policy).env(off);
@@ -209,7 +209,7 @@ fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
     Gateway { address, clock, stop, ended }
 }
 
-/// A provider that reads one request a connection, answers it with these bytes and closes.
+/// A provider that reads one request per connection, answers with these bytes and closes.
 pub(crate) async fn closing(answer: &'static str) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -223,13 +223,13 @@ pub(crate) async fn closing(answer: &'static str) -> SocketAddr {
     address
 }
 
-/// A request with these header lines, each with its end, and this body.
+/// A request with these header lines, each with its line end, and this body.
 pub(crate) fn request(method: &str, path: &str, lines: &str, body: &str) -> String {
     let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };
     format!("{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{lines}{length}\r\n{body}")
 }
 
-/// A GET without anything.
+/// A GET request without further headers or a body.
 pub(crate) fn get(path: &str) -> String {
     request("GET", path, "", "")
 }

@@ -1,4 +1,4 @@
-//! Connections to a provider without TLS: kept, given back, and made anew.
+//! Connections to a provider without TLS: pooled, returned and reopened.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Who gets in, and where they get to.
+//! Access to the gateway, and the paths that it serves.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ async fn the_path_cannot_change_the_authority() {
             other => panic!("{other} for {path}: {answer}"),
         }
     }
-    // The gateway is no forward proxy: whole URLs name it, or nobody.
+    // The gateway is no forward proxy, so a full URL must name the gateway itself.
     let whole = format!("GET http://{there}/api/x HTTP/1.1\r\nhost: {there}\r\n\r\n");
     assert_eq!(status(&gateway.ask(whole).await), 200, "loopback by any port is the gateway");
     assert_eq!(api.arrived().pop().unwrap().target, "/v1/x");
@@ -182,7 +182,7 @@ async fn an_unknown_provider_is_told_with_the_nearest() {
 
 #[tokio::test]
 async fn no_more_get_in_at_once_than_the_policy_says() {
-    // The first two answers take longer than the test looks on.
+    // The first two replies take longer than the test.
     let slow = |number: usize, _: &crate::common::Arrived| {
         let answer = Answer::new(200, "hello");
         if number < 2 { answer.taking(2000) } else { answer }
@@ -199,6 +199,6 @@ async fn no_more_get_in_at_once_than_the_policy_says() {
     for peer in &mut inside {
         assert_eq!(status(&peer.message().await), 200);
     }
-    // One that waits for its next request makes room.
+    // A connection that waits for its next request is displaced.
     assert_eq!(status(&waits.message().await), 200);
 }

@@ -1,4 +1,4 @@
-//! Every way to fail, as programs read it.
+//! Every kind of failure, in the form that programs read.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use crate::common::{Answer, Api, FREE, ONCE, closing, get, provider, request, running, standing};
 use crate::wire::{Peer, body, header, json, nobody, status, undated};
 
-/// An error as it is on the wire.
+/// An error response on the wire.
 fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> String {
     let retry_after = retry_after.map(|seconds| format!("retry-after: {seconds}\r\n")).unwrap_or_default();
     format!(
@@ -18,7 +18,7 @@ fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> S
     )
 }
 
-/// What is told of a connection that ends without a reply.
+/// The message for a connection that ends without a reply.
 const BROKEN_OFF: &str = "the request got no reply: the upstream broke off: connection closed before message completed";
 
 #[tokio::test]
@@ -83,7 +83,7 @@ async fn retries_exhausted_with_the_last_reply() {
     let api = Api::start(|number, _| Answer::new(500 + number as u16, format!("unwell {number}"))).await;
     let gateway = standing(&api.policy(&format!("{FREE}user = {{ retries = 3 }}\n")));
     let answer = undated(&gateway.ask(get("/api/x")).await);
-    // 501 says that it always will be; the provider's own words are the best there are.
+    // 501 is permanent, and the provider's own body is the best explanation.
     assert_eq!((status(&answer), body(&answer)), (501, "unwell 1"));
     assert_eq!(header(&answer, "tidegate-attempts"), Some("2"));
     let api = Api::start(|number, _| Answer::new(502, format!("unwell {number}")).with("x-trace", "7")).await;
@@ -166,7 +166,7 @@ async fn a_body_that_cannot_be_sent_again() {
     let why = "the request can't be sent again: its body is larger than what is kept for another attempt";
     assert_eq!(header(&answer, "tidegate-error"), Some(why));
     assert_eq!(api.count(), 1);
-    // The same where there is no reply.
+    // The same without a reply.
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gateway = standing(&provider(listener.local_addr().unwrap(), FREE));
     let breaking = tokio::spawn(async move {

@@ -1,4 +1,4 @@
-//! Header fields on their way in and out.
+//! Header fields of requests and replies.
 
 use std::time::Duration;
 
@@ -63,7 +63,7 @@ async fn wishes_are_understood() {
     let settings = "limit = \"1 per 1h\"\nwebhook = { timeout = \"2h\" }\n";
     let gateway = standing(&api.policy(settings));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
-    // In an hour there is room: too late for a user, and for a webhook that says so.
+    // The limit has capacity again in an hour. That is too late for a user, and for a webhook with a shorter timeout.
     let webhook = "tidegate-priority: Webhook\r\n";
     for lines in [String::new(), format!("{webhook}tidegate-timeout: 59m\r\n")] {
         assert_eq!(status(&gateway.ask(request("GET", "/api/x", &lines, "")).await), 429, "{lines}");

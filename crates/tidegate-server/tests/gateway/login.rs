@@ -1,4 +1,4 @@
-//! Credentials that log in for a token.
+//! Credentials that log in to get a token.
 
 use tidegate::Span;
 
@@ -8,7 +8,7 @@ use crate::wire::{body, header, status};
 const LOGIN: &str = "auth = \"bearer\"\ncredentials = \"env:A\"\nlogin = { path = \"/login\", \
     body = '{\"apikey\":\"{credential}\"}', lifetime = \"24h\", refresh_before = \"2h\" }\n";
 
-/// A provider whose n-th login gives `token-n`; it takes those from `good` on.
+/// A provider whose n-th login gives `token-n`. It accepts tokens from number `good` on.
 async fn api(good: usize) -> Api {
     let logins = std::sync::atomic::AtomicUsize::new(0);
     Api::start(move |_, arrived| {
@@ -40,7 +40,7 @@ async fn twenty_calls_share_a_login() {
     let api = api(1).await;
     let gateway = standing(&api.policy(&format!("{FREE}{LOGIN}")));
     for (hours, expected) in [(0, 1), (21, 1), (2, 2), (22, 3), (25, 4)] {
-        // At first there is no token, then a good one, then one that is about to expire, twice, then none any more.
+        // At first there is no token, then a valid one, then twice one that is about to expire, then an expired one.
         gateway.clock.advance(Span::from_secs(hours * 3600));
         for answer in gateway.ask_at_once(20, &get("/api/x")).await {
             assert_eq!((status(&answer), body(&answer)), (200, "hello"));

@@ -1,4 +1,4 @@
-//! What the gateway writes down.
+//! The gateway's log.
 
 use tidegate::Span;
 

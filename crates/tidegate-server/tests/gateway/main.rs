@@ -1,4 +1,4 @@
-//! The gateway to other people's APIs over real sockets.
+//! The gateway to external APIs over real sockets.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 mod cache;

@@ -1,4 +1,4 @@
-//! What is sent again, and what isn't.
+//! Requests that are retried, and those that aren't.
 
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ async fn a_body_that_breaks_off_is_the_callers_fault() {
     assert_eq!((status(&answer), header(&answer, "connection")), (400, Some("close")), "{answer}");
     assert!(body(&answer).contains("the request's body broke off"), "{answer}");
     assert!(client.ends().await);
-    // The breaker and the next call know nothing of it.
+    // The client's error affects neither the breaker nor the next call.
     for _ in 0..10 {
         gateway.ask(format!("{head}nonsense\r\n")).await;
     }

@@ -1,4 +1,4 @@
-//! Requests and replies that come bit by bit.
+//! Requests and replies that arrive in pieces.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::net::TcpListener;
 use crate::common::{Answer, Api, FREE, get, provider, running};
 use crate::wire::{Peer, header, status};
 
-/// A provider that sends the pieces of its reply so many milliseconds apart, and then nothing: not the end, either.
+/// A provider that sends the pieces of its reply this many milliseconds apart. After that it neither sends nor closes.
 async fn trickling(millis: u64) -> std::net::SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -47,7 +47,7 @@ async fn a_reply_that_pauses_is_not_cut_off_by_a_shutdown() {
 async fn a_reply_may_pause_for_as_long_as_its_provider_is_granted() {
     for (granted, millis, pieces) in [("3s", 600, 4), ("200ms", 1_000, 1)] {
         let text = provider(trickling(millis).await, &format!("{FREE}attempt_timeout = \"{granted}\"\n"));
-        // What the clients of the gate behind the proxy are granted is another matter.
+        // The timeout of the proxy's clients doesn't apply to the gateway.
         let body = if granted == "3s" { "200ms" } else { "20s" };
         let gateway = running(&format!("[inbound.timeouts]\nbody = \"{body}\"\n{text}"));
         let mut client = Peer::connect(gateway.address).await;
@@ -62,7 +62,7 @@ async fn the_body_of_a_call_comes_at_a_rate_but_for_grpc() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let gateway = running(&api.policy(&format!("{FREE}timeout = \"60s\"\n")));
     let address = gateway.address;
-    // 13 s of a byte every tenth of a second.
+    // 13 s with one byte every tenth of a second.
     let trickled = |kind: &'static str| async move {
         let mut client = Peer::connect(address).await;
         let lines = format!("content-type: {kind}\r\ncontent-length: 130\r\n");
